@@ -1,4 +1,4 @@
-"""`outrider bench WHAT`: benchmarks. Most measure a running deployment, or a temporary one."""
+"""`outrider bench WHAT`: benchmarks. Most measure the running deployment, or a temporary one."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ MODEL_SETTINGS: Mapping[str, tuple[str, ...]] = {
     "emulate": (), "overhead": (), "device": (), "engine": TARGET_SETTINGS,
     "acceptance": TARGET_SETTINGS + DRAFT_SETTINGS,
 }  # fmt: skip
-"""By benchmark that needs no deployment, its settings of models."""
+"""The settings of models that each benchmark without a deployment takes."""
 
 
 def _load(name: str) -> Command:
@@ -94,7 +94,7 @@ def _load(name: str) -> Command:
     def run(arguments: Arguments) -> int:
         asked = options.from_arguments(arguments)
         if hasattr(asked, "load_prompts"):
-            asked.load_prompts()  # Reports wrong prompts before anything is started.
+            asked.load_prompts()  # Raises for wrong prompts before a deployment is started.
         if name in _CALLERS:
             module = importlib.import_module(f"benchmarks.{name}")
             report = _CALLERS[name](module, asked, arguments)
@@ -107,8 +107,8 @@ def _load(name: str) -> Command:
 
 
 async def _speedup(module: Any, options: SpeedupOptions, arguments: Arguments) -> Report:
-    # Each concurrency has a temporary deployment of its own: all send the same prompts, and prompts
-    # that a deployment has answered before are faster.
+    # Each concurrency has a temporary deployment of its own. They all send the same prompts, and a
+    # deployment answers a prompt faster if it has answered it before.
     levels = [await _measured(module, level, arguments) for level in options.levels()]
     report: Report = module.report(levels)
     return report
@@ -124,18 +124,19 @@ async def _peers(module: Any, options: PeersOptions, arguments: Arguments) -> An
 
 
 def found_models(config: DeploymentConfig) -> DeploymentConfig:
-    """Finds or fetches the models' files. Raises `ConfigError`."""
+    """The configuration after `resolve_models`. Raises `ConfigError`."""
     if config.target.emulated is not None:
         raise SettingError("engine", "is emulated; this command needs a model")
-    use_threads(config.target.num_threads or available_cores())  # Before torch is imported.
+    # torch reads this number when it is imported.
+    use_threads(config.target.num_threads or available_cores())
     progress("finding the models")
     return resolve_models(config)
 
 
 @asynccontextmanager
 async def _two_tenants(arguments: Arguments, raw: bool) -> AsyncIterator[tuple[Subject, Subject]]:
-    """One deployment as both sides of a comparison. A temporary one gets calls from two tenants, so
-    that neither side finds the other's prompts cached."""
+    """One deployment as both sides of a comparison. In a temporary deployment, each side is a
+    tenant of its own, so that neither side finds the other's prompts cached."""
     key = new_key()
     is_own = (
         not arguments.server
@@ -155,8 +156,8 @@ async def _two_tenants(arguments: Arguments, raw: bool) -> AsyncIterator[tuple[S
 
 
 def _subject(connection: Connection, client: Client, raw: bool) -> Subject:
-    """The deployment to measure. References and peers get as many threads as the target or the
-    draft, whichever has more, as these two take turns."""
+    """The deployment to measure. Target and draft take turns, so references and peers get as many
+    threads as the one of them that has more."""
     from benchmarks.clients import GrpcClient
     from benchmarks.speedup import Subject
 
@@ -177,13 +178,13 @@ def _subject(connection: Connection, client: Client, raw: bool) -> Subject:
 
 
 def _note_copies(connection: Connection, draft: DraftConfig) -> None:
-    """Warns if drafts may be copies of earlier answers."""
+    """Warns if drafts may be copied from earlier answers."""
     copies = draft.drafter.lookup is LookupKind.SUFFIX and draft.suffix_tokens_per_tenant
     if (copies or not connection.settings) and not (connection.is_own or progress.quiet):
         own = ". Stop it to measure a new deployment" if connection.settings else ""
         note(
-            "note: drafts may copy from earlier answers, so prompts that this deployment has "
-            f"answered before are faster than new ones{own}"
+            "note: drafts may copy from earlier answers, so this deployment answers a prompt "
+            f"faster if it has answered it before{own}"
         )
 
 
@@ -210,7 +211,7 @@ async def _serve(module: Any, options: ServeOptions, arguments: Arguments) -> An
         else:
             connection = await stack.enter_async_context(connected(arguments))
             _note_copies(connection, build(DraftConfig, connection.settings))
-            # A failure is counted, not retried.
+            # Failures are counted.
             ours = await stack.enter_async_context(connection.client(tries_again=False))
             client = GrpcClient(ours, raw=options.raw)
             model = (await ours.describe()).model

@@ -1,5 +1,5 @@
-"""Commands on click. `--help` shows a command's own options and the most common settings,
-`--help=all` every option."""
+"""Commands, options and arguments, made with click. `--help` shows a command's own options and the
+common settings; `--help=all` shows every option."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _ALL = "outrider.all"
 
 
 class Arguments(argparse.Namespace):
-    """A parsed command line: the command's own options as attributes, the settings of a deployment
-    by key in `settings`. `given` names the options that were on the command line."""
+    """A parsed command line. The command's own options are attributes. `settings` has the settings
+    of a deployment by key. `given` has the names of the options that were on the command line."""
 
     run: Callable[[Arguments], int]
     settings: dict[str, object]
@@ -31,7 +31,7 @@ class Arguments(argparse.Namespace):
 
 
 class Seconds(click.FloatRange):
-    """A finite number within bounds."""
+    """The type of a finite number within bounds."""
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -43,8 +43,8 @@ class Seconds(click.FloatRange):
 
 
 class Option(click.Option):
-    """An option. `group` is its heading in the help; only `--help=all` shows it if it is `rare`;
-    `setting` is the deployment setting that it sets."""
+    """An option. `group` is its heading in the help. If it is `rare`, only `--help=all` shows it.
+    `setting` is the setting of a deployment that it sets, if any."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ def argument(name: str, help: str, metavar: str = "", **attributes: Any) -> clic
 
 
 def json_option() -> Option:
-    """`--json`, which also silences progress."""
+    """`--json`. It also turns progress reports off."""
     return option("--json", is_flag=True, help="print one JSON object")
 
 
@@ -83,14 +83,14 @@ def grouped(group: str, options: Iterable[Option]) -> list[Option]:
 
 
 class Command(click.Command):
-    """A command whose parsing returns `Arguments`; `main` then calls their `run`."""
+    """A command. Parsing its command line returns `Arguments`, whose `run` executes it."""
 
     def __init__(self, name: str, *, params: Iterable[click.Parameter], **attributes: Any) -> None:
         common = [
             option("--verbose", "-v", is_flag=True, help="write an INFO log to standard error"),
             option(
                 "--quiet", "-q", is_flag=True,
-                help="no progress or figures on standard error (implied by --json)",
+                help="no progress reports or figures on standard error (implied by --json)",
             ),
             _help_option(),
         ]  # fmt: skip
@@ -103,7 +103,7 @@ class Command(click.Command):
         )
 
     def invoke(self, ctx: click.Context) -> Arguments:
-        """The arguments, including the parent group's."""
+        """The arguments of the command and of the group that it belongs to."""
         given = frozenset(
             name for name in ctx.params
             if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
@@ -118,7 +118,7 @@ class Command(click.Command):
         return Arguments(**own, run=self.callback, settings=settings, given=given)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Shows options by group, rare ones only with `--help=all`."""
+        """Writes the options by group. Rare options are hidden without `--help=all`."""
         groups: dict[str, list[tuple[str, str]]] = {}
         num_hidden = 0
         for one in self.get_params(ctx):
@@ -139,7 +139,7 @@ class Command(click.Command):
 
 
 class Group(click.Group):
-    """Subcommands by name, each with its purpose. Imports only the one that runs."""
+    """Subcommands. `purposes` has the purpose of each by name; `load` imports the one that runs."""
 
     def __init__(
         self,
@@ -171,12 +171,12 @@ class Group(click.Group):
 
 
 def command(name: str, *params: click.Parameter, **attributes: Any) -> Callable[[Any], Command]:
-    """A decorator that turns the function that runs a command into the command."""
+    """A decorator that makes a `Command` from the function that executes it."""
     return lambda run: Command(name, params=params, callback=run, **attributes)
 
 
 def flag_of(key: str) -> str:
-    """The option for a name: `top_p` is `--top-p`."""
+    """The flag of an option: for `top_p`, `--top-p`."""
     return "--" + key.replace("_", "-")
 
 

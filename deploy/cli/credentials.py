@@ -1,8 +1,10 @@
 """`outrider keys`: API keys of callers. `outrider certs`: TLS certificates of the services.
 
-A key is shown once, on standard output. The key file holds only its hash; running coordinators
-reload that file. Copy `ca.pem` and the two files of a role to where that role runs. `ca-key.pem` is
-needed only to create certificates, and is best kept elsewhere.
+A key is shown once, on standard output. The key file holds only the hash of each key. Running
+coordinators reload this file when it changes.
+
+Copy `ca.pem` and the two files of a role to the machines of that role. `ca-key.pem` is needed only
+to create certificates. Keep it on another machine.
 """
 
 import datetime
@@ -65,7 +67,7 @@ def new(arguments: Arguments) -> int:
         key = add_key(path, caller)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-    note(f"{path} now holds the hash of this key. The key itself is not shown again:")
+    note(f"{path} now holds the hash of this key. This key is not shown again:")
     return tell(Report({"name": caller.name, "key": key}, [key]), arguments.json)
 
 
@@ -129,13 +131,13 @@ keys = Group(
     ),
     option(
         "--force", is_flag=True,
-        help="replace everything, the authority too: earlier certificates are no longer trusted",
+        help="replace everything, also the authority: earlier certificates are no longer trusted",
     ),
     option("--check", is_flag=True, help="only show how many days are left"),
     json_option(),
 )  # fmt: skip
 def certs(arguments: Arguments) -> int:
-    """Creates or checks the certificates, and shows how long they last."""
+    """Creates the certificates unless `--check` is given. Shows how many days they are valid."""
     exclusive(arguments, "renew", "force", "check")
     directory: Path = arguments.directory.expanduser()
     if not arguments.check:
@@ -167,4 +169,4 @@ def _make_certificates(directory: Path, arguments: Arguments) -> None:
         make_authority(directory, now)
     for role in ROLES:
         make_role(directory, role, now, arguments.days)
-    note(f"keep {directory / f'{AUTHORITY}-key.pem'} secret: it can sign for any role")
+    note(f"keep {directory / f'{AUTHORITY}-key.pem'} secret: it can sign a certificate of any role")

@@ -1,5 +1,5 @@
-"""`outrider collect-env`: this machine, for a bug report; `outrider drafters`: the kinds of
-drafters."""
+"""`outrider collect-env` describes this machine for a bug report. `outrider drafters` lists the
+kinds of drafters."""
 
 import json
 import os
@@ -18,20 +18,11 @@ from .command import Arguments, command, json_option
 from .output import tell
 
 MIN_WIDTHS = {"proposes": 10, "files": 10}
-"""Widths of columns of `outrider drafters`, in characters."""
-
-Facts = dict[str, Any]
+"""Least widths of columns of `outrider drafters`, in characters."""
 
 
 @command("collect-env", json_option())
 def collect_env(arguments: Arguments) -> int:
-    found = collect()
-    text = yaml.safe_dump(json.loads(json.dumps(found)), sort_keys=False).rstrip()
-    return tell(Report(found, [text]), arguments.json)
-
-
-def collect() -> dict[str, Facts]:
-    """All facts by section. A value that cannot be determined is None, or says why."""
     from torch.utils.collect_env import get_env_info
 
     from outrider.engine.cpu.kernels import KernelsUnavailable, load_pace
@@ -45,11 +36,11 @@ def collect() -> dict[str, Facts]:
         redis = str(find_server())
     except OutriderError as error:
         redis = f"none: {error}"
-    machine: Facts = get_env_info()._asdict()  # type: ignore[no-untyped-call]
+    machine: dict[str, Any] = get_env_info()._asdict()  # type: ignore[no-untyped-call]
     del machine["pip_packages"]
     machine["cpu_info"] = str(machine["cpu_info"]).splitlines()
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return {
+    found: dict[str, Any] = {
         "packages": dict(sorted((one.name, one.version) for one in metadata.distributions())),
         "machine": {
             "available_cores": available_cores(),
@@ -59,6 +50,8 @@ def collect() -> dict[str, Facts]:
             **machine,
         },
     }
+    text = yaml.safe_dump(json.loads(json.dumps(found)), sort_keys=False).rstrip()
+    return tell(Report(found, [text]), arguments.json)
 
 
 @command("drafters", json_option())
@@ -66,7 +59,7 @@ def drafters(arguments: Arguments) -> int:
     from rich.table import Table
 
     found = [asdict(drafter) for drafter in DRAFTERS]
-    about = "q: how much of its distribution a draft sends; one-hot: nothing, sparse: likely tokens"
+    about = "q: what a draft sends of its distribution; one-hot: nothing, sparse: likely tokens"
     table = Table(show_lines=True, caption=about)
     for name in found[0]:
         is_name = name == "draft_model"

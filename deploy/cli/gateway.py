@@ -1,5 +1,5 @@
-"""`outrider gateway`: an HTTP server in front of the coordinators, for clients that cannot resume a
-stream themselves."""
+"""`outrider gateway`: an HTTP server in front of the coordinators. It resumes broken streams for
+clients that cannot."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def _path(text: str) -> Path:
     "gateway",
     option(
         "--coordinators", metavar="URL,URL",
-        help="base URLs of the coordinators, such as http://10.0.0.5:8000; by default those of "
-        "this machine's deployment, kept up to date",
+        help="base URLs of the coordinators, such as http://10.0.0.5:8000; by default the "
+        "coordinators of this machine's deployment, also later ones",
     ),
     option("--host", default=LOOPBACK, help="address to bind"),
     option("--port", type=click.IntRange(0, 65535), default=PORT, help="0 = any free port"),
@@ -56,7 +56,7 @@ def _path(text: str) -> Path:
     ),
     option(
         "--stop-timeout-s", type=Seconds(0, WAIT_S_MAX), default=STOP_S, metavar="S",
-        help="how long to wait for running requests when stopping, s",
+        help="how long a stop waits for running requests, s",
     ),
     *(option(flag, type=_path, metavar="FILE", help=words) for flag, words in _FILES.items()),
     json_option(),
@@ -77,7 +77,8 @@ async def _serve(arguments: Arguments) -> int:
         raise SettingError(
             "host",
             f"{arguments.host!r} is reachable from other machines, and coordinators may not "
-            "require keys; use 127.0.0.1, or give --insecure if they do or the network is trusted",
+            "require keys; use 127.0.0.1, or if they require keys or the network is trusted, give "
+            "--insecure",
         )
     coordinators = _coordinators(arguments, record)
     options = HttpOptions(arguments.host, arguments.port, tls=_tls_files(arguments))
@@ -122,7 +123,7 @@ def _running() -> DeploymentRecord:
 
 
 def _coordinators(arguments: Arguments, record: DeploymentRecord | None) -> Coordinators:
-    """The coordinators of `--coordinators`, or the record's. Raises `ConfigError`."""
+    """The coordinators of `--coordinators`, or of the record. Raises `ConfigError`."""
     from coordinator.http_api.gateway import Coordinators, open_transport
     from outrider.client.failover import EndpointPool
 
@@ -147,8 +148,8 @@ def _coordinators(arguments: Arguments, record: DeploymentRecord | None) -> Coor
 
 
 def _trust(arguments: Arguments, record: DeploymentRecord | None) -> tuple[ssl.SSLContext, str]:
-    """TLS for calls to coordinators, and the host that their certificate must name; empty = the
-    called host."""
+    """TLS for calls to coordinators, and the host that their certificate must name (empty = the
+    host that is called)."""
     from outrider.transport.tls import check_pair, pinned_name, read_certificates
 
     authority, certificate, key = (getattr(arguments, name) for name in TRUST_OPTIONS)
@@ -160,7 +161,7 @@ def _trust(arguments: Arguments, record: DeploymentRecord | None) -> tuple[ssl.S
         elif authority is not None:
             read_certificates(authority)
     context = ssl.create_default_context(cafile=authority)
-    if name:  # Accept this certificate alone, not others of the same authority.
+    if name:  # Trust this certificate alone, not others of the same authority.
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     if (certificate is None) != (key is None):
         given = "client_key" if certificate is None else "client_cert"

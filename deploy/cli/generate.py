@@ -1,7 +1,7 @@
 """`outrider generate PROMPT` streams one completion; `outrider chat` is a conversation.
 
-Answers go to standard output, everything else to standard error. On a terminal an error or an
-interrupt ends an answer but not the chat; on a pipe it ends the command.
+Answers go to standard output, everything else to standard error. In a chat on a terminal, an error
+or an interrupt ends only the current answer. On a pipe, it ends the command.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _token_ids(text: str) -> tuple[int, ...]:
         "--token-ids", type=_token_ids, metavar="ID,ID,...",
         help="token ids to continue, instead of PROMPT",
     ),
-    option("--chat", is_flag=True, help="apply the chat template: PROMPT is a user's message"),
+    option("--chat", is_flag=True, help="apply the chat template to PROMPT, a user's message"),
     option("--system", metavar="TEXT", help="system message, with --chat"),
     json_option(),
     *request_options(max_tokens=128),
@@ -82,8 +82,8 @@ def _token_ids(text: str) -> tuple[int, ...]:
 def generate(arguments: Arguments) -> int:
     from outrider.transport.request_codec import request_to_proto
 
-    # Before anything starts, so that errors show at once, and outside of an event loop, so that
-    # Ctrl-C interrupts reads of standard input.
+    # Errors are raised before a deployment is started. There is no event loop yet, in which Ctrl-C
+    # would not interrupt a read of standard input.
     request = _request(arguments)
     request_to_proto(request)
     asyncio.run(_run(arguments, request))
@@ -104,10 +104,10 @@ async def _run(arguments: Arguments, request: GenerateRequest) -> None:
             seconds = await receive(client, request, builder, printer.show)
         except BaseException:
             if builder.text:
-                print(flush=True)  # The error, or the shell's prompt, gets a line of its own.
+                print(flush=True)  # The error must not continue the answer's last line.
             raise
         completion = builder.build()
-        # A model without a tokenizer answers with token ids only.
+        # Without a tokenizer there is no text.
         ids = "" if arguments.token_ids is None else ",".join(map(str, completion.token_ids))
         print("" if completion.text else ids, flush=True)
         if completion.logprobs:
@@ -121,7 +121,7 @@ async def receive(
     client: Client, request: GenerateRequest, builder: CompletionBuilder,
     show: Callable[[Tokens], None],
 ) -> float:  # fmt: skip
-    """Streams an answer into `builder` and `show`; returns the seconds it took."""
+    """Passes the events of an answer to `builder` and `show`. Returns the seconds that it took."""
     start = time.perf_counter()
     async with aclosing(client.generate(request)) as events:
         async for event in events:
@@ -148,8 +148,8 @@ def _request(arguments: Arguments) -> GenerateRequest:
 
 
 def _text(prompt: str) -> str:
-    """The prompt, or for `-` standard input without its last line feed. Raises `BadRequest` if it
-    is empty."""
+    """The prompt. If it is `-`, standard input without its last line feed. Raises `BadRequest` for
+    an empty text."""
     if prompt != "-":
         if not prompt:
             raise BadRequest("prompt", "is empty; it must be a text of at least one character")
@@ -188,11 +188,11 @@ def figures(completions: Sequence[Completion], seconds: float) -> str:
 
 
 class Printer:
-    """Prints answers as they arrive; on a terminal each token has the colour of its origin."""
+    """Prints answers as they arrive. On a terminal each token has the colour of its origin."""
 
     def __init__(self, directory: str, console: Console | None = None) -> None:
-        """Without a tokenizer in `directory`, all text of an event has one colour. On a terminal
-        prints a legend."""
+        """`directory` has the tokenizer. Without a tokenizer, all text of an event has one colour.
+        On a terminal prints a legend of the colours."""
         self._console = console
         self._tokenizer = _tokenizer(directory)
         if console is None and sys.stdout.isatty():
@@ -205,15 +205,15 @@ class Printer:
         self.begin()
 
     def begin(self) -> None:
-        """Call before each answer."""
+        """Must be called before each answer."""
         from tokenizers.decoders import DecodeStream
 
         self._stream = DecodeStream(skip_special_tokens=True)
         self._waiting: list[Origin] = []
-        """The origin of each decoded character that no event has printed yet."""
+        """The origins of the decoded characters that are not printed yet."""
 
     def show(self, event: Tokens) -> None:
-        """Prints an event's text, which may be behind its tokens."""
+        """Prints an event's text. It may lack the text of the event's last tokens."""
         text = event.text_delta
         if self._console is None:
             print(text, end="", flush=True)
@@ -235,7 +235,7 @@ class Printer:
 
 
 def _tokenizer(directory: str) -> Any:
-    """The tokenizer in a directory, or None."""
+    """The tokenizer in a directory; None if it has none."""
     path = Path(directory) / "tokenizer.json"
     if not directory or not path.is_file():
         return None
@@ -245,8 +245,9 @@ def _tokenizer(directory: str) -> Any:
 
 
 def logprob_table(completion: Completion, directory: str) -> Table:
-    """A row for each token: its log-probability, and the likeliest tokens in its place, with
-    theirs. Token ids have their texts beside them if the directory has a tokenizer."""
+    """A row for each token, with its log-probability, and with the likeliest tokens at its place
+    and their log-probabilities. If the directory has a tokenizer, token ids have texts beside them.
+    """
     from rich.table import Table
     from rich.text import Text
 
@@ -272,7 +273,7 @@ COMMANDS = {
     "/exit": "leave (or end the input)",
 }
 ESCAPE = "//"
-"""Begins a message that starts with one slash."""
+"""Begins a line whose message starts with one slash."""
 
 
 @command(
@@ -284,7 +285,7 @@ ESCAPE = "//"
 )
 def chat(arguments: Arguments) -> int:
     """Runs until the end of input or `/exit`."""
-    fields = request_fields(arguments)  # Reports errors before anything is started.
+    fields = request_fields(arguments)  # Raises before a deployment is started.
     return asyncio.run(_talk(arguments, fields))
 
 
@@ -305,7 +306,7 @@ async def _talk(arguments: Arguments, fields: dict[str, Any]) -> int:
 
 
 class Chat:
-    """One conversation. A question that gets no answer is not part of it."""
+    """A conversation. If a question gets no answer, it is removed from the conversation."""
 
     def __init__(
         self,
@@ -326,21 +327,21 @@ class Chat:
         self._seconds = 0.0
         self._num_broken_off = 0
         self._waits_for: asyncio.Task[Any] | None = None
-        """Reads a line, or receives an answer."""
+        """The task that reads a line or receives an answer."""
 
     def interrupt(self) -> None:
-        """Stops an answer; between answers, or off a terminal, ends the chat."""
+        """Stops an answer. Between answers, or if there is no terminal, ends the chat."""
         if self._waits_for is not None:
             self._waits_for.cancel()
 
     async def run(self) -> int:
-        """Runs to the end of input, `/exit` or an interrupt; returns the exit code."""
+        """Runs until the end of input, `/exit` or an interrupt. Returns the exit code."""
         while True:
             reading = await self._done(_read_line(self._on_terminal))
             line = None if reading.cancelled() else reading.result()
             if line is None:
                 if self._on_terminal:
-                    print()  # Ctrl-D and Ctrl-C leave the cursor behind the prompt.
+                    print()  # After Ctrl-D or Ctrl-C the cursor is behind the prompt.
                 return 128 + signal.SIGINT if reading.cancelled() else 0
             words = line.strip()
             if words == "/exit":
@@ -356,12 +357,12 @@ class Chat:
                     return 128 + signal.SIGINT
 
     async def _done(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Runs `work` to its end, or until an interrupt cancels it; returns its task."""
+        """Runs `work` to its end, or until an interrupt cancels it. Returns its task."""
         self._waits_for = asyncio.create_task(work)
         try:
             await asyncio.wait((self._waits_for,))
         finally:
-            self._waits_for.cancel()  # It still runs if this task itself was cancelled.
+            self._waits_for.cancel()  # If the chat's own task is cancelled, `work` still runs.
         return self._waits_for
 
     def _run_command(self, command: str) -> None:
@@ -426,7 +427,7 @@ def _say(line: str) -> None:
 
 @contextmanager
 def _restored_terminal(on_terminal: bool) -> Iterator[None]:
-    """Restores the terminal's echo, which line editing turns off."""
+    """Restores the terminal's settings at the end, as line editing turns its echo off."""
     if not on_terminal:
         yield
         return
@@ -441,8 +442,8 @@ def _restored_terminal(on_terminal: bool) -> Iterator[None]:
 
 
 async def _read_line(on_terminal: bool) -> str | None:
-    """The next line of standard input without its line end, or None. A daemon thread reads it: a
-    read of a terminal cannot be cancelled."""
+    """The next line of standard input, without its line end; None at the end of input. A read of a
+    terminal cannot be cancelled, so a daemon thread does it."""
     loop = asyncio.get_running_loop()
     line: asyncio.Future[str | None] = loop.create_future()
 
@@ -462,7 +463,8 @@ async def _read_line(on_terminal: bool) -> str | None:
 
 
 def _read_raw() -> str | None:
-    """Reads past Python's buffer: at its exit, the interpreter would wait for the buffer's lock."""
+    """Reads a line without Python's buffer. A thread that reads through the buffer holds its lock,
+    and the interpreter would wait for this lock at its exit."""
     with open(0, "rb", buffering=0, closefd=False) as file:
         line = file.readline()
     return line.decode("utf-8", "replace").rstrip("\r\n") if line else None

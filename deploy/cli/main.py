@@ -1,7 +1,7 @@
 """`outrider COMMAND ...`: parses the command line, runs the command, reports an error in one line.
 
-Exit codes: 0 done; 2 bad arguments or settings (`ConfigError`, `BadRequest`); 130 interrupted;
-143 ended by SIGTERM; 1 any other failure. Only results go to standard output.
+Exit codes: 0 = done; 2 = bad arguments or settings (`ConfigError`, `BadRequest`); 130 =
+interrupted; 143 = ended by SIGTERM; 1 = another failure. Standard output gets only results.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ _MODULES = {
     "keys": "credentials", "certs": "credentials", "drafters": "describe",
     "collect-env": "describe",
 }  # fmt: skip
-"""The modules of commands that share a module with another command."""
+"""The module of each command whose module does not have the command's name."""
 
 
 def _load(name: str) -> Command:
@@ -60,7 +60,7 @@ outrider = click.version_option(package_name="outrider", message="outrider %(ver
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command, by default this process's own; returns the exit code."""
+    """Runs one command line, by default that of this process. Returns the exit code."""
     parsed = parse(sys.argv[1:] if arguments is None else arguments)
     if arguments is None:
         from .masking import hide_words
@@ -83,10 +83,10 @@ def parse(words: Sequence[str]) -> Arguments:
         path = "outrider" if error.ctx is None else error.ctx.command_path
         _complain(f"{message.rstrip('.')} (see {path} --help)")
         sys.exit(2)
-    except click.Abort:  # Ctrl-C, while the command's modules are imported.
+    except click.Abort:  # Ctrl-C while modules are imported.
         sys.exit(128 + signal.SIGINT)
     if not isinstance(found, Arguments):
-        sys.exit(found)  # Help was shown.
+        sys.exit(found)  # The help or the version was shown.
     return found
 
 
@@ -109,10 +109,10 @@ def _run(arguments: Arguments) -> int:
         return 2 if isinstance(error, (ConfigError, BadRequest)) else 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except asyncio.CancelledError:  # SIGTERM ended the deployment that this command started.
+    except asyncio.CancelledError:  # SIGTERM has ended the command's temporary deployment.
         return 128 + signal.SIGTERM
     except BrokenPipeError:
-        # The reader of the output is gone; the interpreter must not flush again.
+        # The reader of the output is gone. At its exit the interpreter would fail to flush again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     finally:

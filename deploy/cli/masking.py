@@ -1,6 +1,6 @@
-"""Keeps secrets out of output, and out of this process's command line.
+"""Removes secrets from output and from this process's command line.
 
-Other users can read command lines in the process list, and `ray.init` stores its own in Ray's head.
+The process list shows command lines to other users, and `ray.init` stores one in Ray's head.
 """
 
 import re
@@ -15,7 +15,7 @@ MASK = "***"
 _SECRETS = re.compile(
     r"\bor-[0-9a-f]{16}-[A-Za-z0-9_-]{43}|(?i:\bbearer)\s+[!-~]+|(?<=://)\S*(?=@)|(?<=\?)\S+"
 )
-"""Secrets in other texts: an API key, and the user, password and query of a URL."""
+"""Secrets inside a text: an API key, a bearer token, and the user, password and query of a URL."""
 _END_OF_FLAGS = "--"
 
 
@@ -36,7 +36,7 @@ def without_secrets(words: Sequence[str]) -> list[str]:
 
 
 def hide_words() -> None:
-    """Removes secrets from this process's command line, if it has any."""
+    """Removes secret options from this process's command line."""
     words = sys.argv[1:]
     others = without_secrets(words)
     if others != words:
@@ -46,7 +46,7 @@ def hide_words() -> None:
 
 
 def masked_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by key, without secret ones, and with secrets within values masked."""
+    """The settings without secret ones. Secrets inside the other values are masked."""
     secrets = {one.key for one in deployment_settings().values() if one.secret}
     return {
         key: _SECRETS.sub(MASK, value) if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""Options for settings, requests and connections, and how error messages name them."""
+"""Options for settings, requests and connections; what they mean; how errors name them."""
 
 from __future__ import annotations
 
@@ -55,23 +55,24 @@ if TYPE_CHECKING:
 SECRETS = tuple(key for key, found in deployment_settings().items() if found.secret)
 KEY_VARIABLE = "OUTRIDER_API_KEY"
 OF_CALLERS = ("api_key",)
-"""Settings that describe the caller, and so may differ from those of the running deployment."""
+"""Settings of the caller. They may differ from those of the running deployment."""
 PLACE_KEYS = ("address", "deployment_name")
 """Settings that identify a deployment on a Ray cluster."""
 REQUEST_KEYS = ("seed", "num_draft_tokens", "deadline_ms")
-"""Settings for which `generate`, `chat` and `bench` have an option of the request instead."""
+"""Settings of which `generate`, `chat` and `bench` have no option. They have an option of the
+request with the same name."""
 COMMON = (
     "draft_model", "device", "dtype", "max_model_len", "max_num_seqs", "num_draft_tokens",
     "num_targets", "num_drafts", "grpc_port", "port", "host", "api_key_file", "redis_url",
     "telemetry",
 )  # fmt: skip
-"""Settings that `serve` shows first."""
+"""Settings that `serve --help` shows."""
 _RARE_NUMBERS = (
     "--min-p", "--presence-penalty", "--frequency-penalty", "--repetition-penalty",
     "--draft-deadline-ms",
 )  # fmt: skip
 COORDINATOR_WAIT_S = 60.0
-"""How long a command waits for a running deployment to have a coordinator."""
+"""How long a command waits while a running deployment has no coordinator."""
 _PROMPT_FIELDS = ("prompt", "text", "chat")
 
 
@@ -80,9 +81,9 @@ def setting_options(
     common: Collection[str] = ("draft_model",),
     only: Collection[str] | None = None,
 ) -> Iterator[Option]:
-    """`--config`, and an option for every setting, or for those in `only`, except those in
-    `without`. `--help` shows those in `common`. Values are parsed later, together with the file and
-    the environment."""
+    """`--config`, and an option for each setting. `only` and `without` restrict the settings;
+    `--help` shows those in `common`. Values are parsed later, together with the file and the
+    environment."""
     yield option(
         "--config", type=Path, metavar="FILE", group="Settings",
         help="YAML file of settings; options override the environment (OUTRIDER_NAME), which "
@@ -94,7 +95,7 @@ def setting_options(
 
 
 def setting_option(setting: Setting, rare: bool = False, doc: str = "") -> Option:
-    """The option of one setting; its value is parsed later. `doc` replaces the setting's help."""
+    """The option of one setting. Its value is parsed later. `doc` replaces the setting's help."""
     shown = "" if setting.default in (None, "") else f" [{str(setting.default).lower()}]"
     flags = setting.flag
     kind: dict[str, Any] = {"metavar": setting.metavar}
@@ -108,13 +109,14 @@ def setting_option(setting: Setting, rare: bool = False, doc: str = "") -> Optio
 
 
 def place_options() -> list[Option]:
-    """Options that identify a deployment on another cluster; see `find_deployment`."""
+    """The options by which `find_deployment` finds a deployment on another cluster."""
     found = setting_options(common=PLACE_KEYS, only=PLACE_KEYS)
     return grouped("A deployment on a Ray cluster elsewhere", found)
 
 
 def request_options(max_tokens: int) -> list[Option]:
-    """An option for every field of a request except the prompt. `max_tokens` is its default."""
+    """An option for each field of a request except the prompt. `max_tokens` is the default of
+    `--max-tokens`."""
     numbers: Mapping[str, tuple[float | None, str]] = {
         "--max-tokens": (max_tokens, "most tokens to generate"),
         "--temperature": (0.0, "0..2; 0 is greedy"),
@@ -128,7 +130,7 @@ def request_options(max_tokens: int) -> list[Option]:
         "--num-draft-tokens": (None, "draft tokens a round; 0 = plain decoding"),
         "--deadline-ms": (None, "time limit of the request, ms"),
         "--draft-deadline-ms": (
-            None, "time limit of each draft, ms; by default --draft-timeout-ms of the deployment",
+            None, "time limit of each draft, ms; default: the deployment's --draft-timeout-ms",
         ),
     }  # fmt: skip
     return grouped("Request", [
@@ -146,16 +148,16 @@ def request_options(max_tokens: int) -> list[Option]:
         option("--ignore-eos", is_flag=True, rare=True, help="do not stop at the EOS token"),
         option(
             "--rule", type=click.Choice([rule.value for rule in Rule]),
-            help="acceptance rule; by default greedy at temperature 0, coupled with a seed, else "
-            "block (token with draft siblings)",
+            help="acceptance rule; by default greedy at temperature 0, coupled with a seed, "
+            "otherwise block (token with draft siblings)",
         ),
     ])  # fmt: skip
 
 
 def request_fields(arguments: Arguments) -> dict[str, Any]:
-    """The fields of a `GenerateRequest` from these options. Raises `BadRequest` for sampling
-    parameters outside their limits and for a rule without effect; the coordinator checks the
-    rest."""
+    """The fields of a `GenerateRequest` that the request options set. Raises `BadRequest` for
+    sampling parameters outside their limits and for a rule without effect. The coordinator checks
+    the other fields."""
     from outrider.request import GenerateRequest
 
     if arguments.rule not in (None, Rule.GREEDY) and arguments.temperature == 0:
@@ -171,7 +173,7 @@ def request_fields(arguments: Arguments) -> dict[str, Any]:
 
 
 def given_settings(arguments: Arguments) -> dict[str, Value]:
-    """The settings by key that options, environment or file set. Raises `ConfigError`."""
+    """The settings that options, environment and file set, by key. Raises `ConfigError`."""
     return merge(arguments.settings, os.environ, arguments.config)
 
 
@@ -185,10 +187,11 @@ def with_settings(arguments: Arguments, **values: object) -> Arguments:
 
 
 def flags_again(arguments: Arguments, without: Collection[str]) -> tuple[str, ...]:
-    """The command-line words of the given settings, except secrets and those in `without`."""
+    """The command-line words that give the same settings again. Leaves out secrets and the settings
+    in `without`."""
     words = [] if arguments.config is None else ["--config", str(arguments.config)]
     given = {found.key: value for found, value, _ in translated_layers(arguments.settings, {})}
-    if given.pop(SPECULATIVE_CONFIG, None):  # Its acceptance rates became part of `engine`.
+    if given.pop(SPECULATIVE_CONFIG, None):  # `merge` moves its acceptance rates into `engine`.
         given["engine"] = given_settings(arguments)["engine"]
     for key, value in given.items():
         if key in SECRETS or key in without:
@@ -204,7 +207,7 @@ def refuse_other_settings(arguments: Arguments, record: DeploymentRecord) -> Non
     """Raises `ConfigError` if a flag contradicts the settings of the running deployment."""
     given, running = arguments.settings, record.settings
     sources = {found.key: source for found, _, source in translated_layers(given, {})}
-    if synthetic := sources.pop(SPECULATIVE_CONFIG, ""):  # Acceptance rates of `engine`.
+    if synthetic := sources.pop(SPECULATIVE_CONFIG, ""):  # `merge` moves it into `engine`.
         sources.setdefault("engine", synthetic)
         given = {"engine": str(running.get("engine")).partition(",acceptance_rates=")[0]} | given
     values = merge(given, {})
@@ -222,8 +225,9 @@ def refuse_other_settings(arguments: Arguments, record: DeploymentRecord) -> Non
 
 
 def error_line(error: OutriderError, arguments: Arguments) -> str:
-    """The line that reports an error. For a setting it begins with the flag, the variable, or the
-    file and key that set it; for a field of a request with its flag or PROMPT."""
+    """The line that reports an error. The error of a setting begins with the flag, the variable, or
+    the file and key that has set it. The error of a request's field begins with its flag or with
+    PROMPT."""
     if isinstance(error, SettingError):
         return f"{_setting_name(error.key, arguments)}: {error.reason}"
     if isinstance(error, BadRequest):
@@ -235,7 +239,7 @@ def error_line(error: OutriderError, arguments: Arguments) -> str:
 
 
 def error_message(error: OutriderError) -> str:
-    """The error's message, and if a key was refused, how to give one."""
+    """The error's message. If the API key was refused, also how to give one."""
     if isinstance(error, Unauthenticated):
         return f"{error.message} ({KEY_VARIABLE}, or --api-key)"
     return error.message
@@ -249,12 +253,13 @@ def _setting_name(key: str, arguments: Arguments) -> str:
     try:
         given = translated_layers(arguments.settings, os.environ, arguments.config)
         return {found.key: source for found, _, source in given}.get(key, key)
-    except ConfigError:  # Another setting is wrong too; report this error first.
+    except ConfigError:  # Another setting is wrong, too. This error is reported first.
         return key
 
 
 def _field_name(field: str, arguments: Arguments) -> str:
-    """`sampling.top_p` is `--top-p`, and `stop[1]` is `--stop (number 2)`."""
+    """The option of a request's field: `sampling.top_p` is `--top-p`, `stop[1]` is `--stop (number
+    2)`."""
     names = re.findall(r"[a-z]\w*", field)
     if names and names[0] in _PROMPT_FIELDS and hasattr(arguments, "prompt"):
         return "PROMPT"
@@ -272,25 +277,26 @@ TRUST_OPTIONS = {
 
 @dataclass(frozen=True)
 class Connection:
-    """A deployment to call, and what is known about it."""
+    """A deployment that this command calls."""
 
     address: str
     """HOST:PORT of the coordinators, separated by commas."""
     target_directory: str = ""
-    """Directory of the target's files; empty if they are not on this machine."""
+    """Directory of the target's files; empty if they are not known to be on this machine."""
     tokenizer_directory: str = ""
     settings: Mapping[str, Value] = field(default_factory=dict)
-    """Settings by key; empty for `--server`, of which only the address is known."""
+    """Settings by key; empty with `--server`, which gives only an address."""
     is_own: bool = False
-    """Whether this command started it, so that no other client has called it."""
+    """Whether this command has started the deployment. Then no other client has called it."""
     api_key: str = field(default="", repr=False)
     trust: Trust | None = field(default=None, repr=False)
     """None = no TLS."""
     find: Callable[[], str] | None = None
-    """Returns the coordinators' current addresses; None = they do not change."""
+    """Returns the coordinators' current addresses; None = the addresses do not change."""
 
     def client(self, *, tries_again: bool = True) -> Client:
-        """A client; it retries temporary failures if `tries_again`."""
+        """A client of the coordinators. If `tries_again`, it repeats calls after temporary
+        failures."""
         from outrider.client import Client
         from outrider.client.failover import RESUME_TIMEOUT_S
         from outrider.transport.channel import PLAIN
@@ -304,11 +310,11 @@ class Connection:
 
 
 def connection_options(without: Iterable[str]) -> list[Option]:
-    """`--server`, and the settings of a deployment to start if none runs."""
+    """`--server`, and the settings of the deployment that is started if none runs."""
     server = option(
         "--server", metavar="HOST:PORT",
-        help="the coordinator to call; by default the deployment on this machine, or a temporary "
-        "one if none runs",
+        help="the coordinator to call; by default the deployment on this machine, or if none runs, "
+        "a temporary one",
     )  # fmt: skip
     return [
         *grouped("Connection", [server, *trust_options()]),
@@ -317,7 +323,7 @@ def connection_options(without: Iterable[str]) -> list[Option]:
 
 
 def caller_options() -> list[Option]:
-    """Credentials, for a command that has no settings of a deployment."""
+    """The caller's credentials, for a command that has no options for settings."""
     doc = f"API key to send to coordinators [${KEY_VARIABLE}]"
     key = setting_option(deployment_settings()["api_key"], rare=False, doc=doc)
     return grouped("Connection", [key, *trust_options()])
@@ -336,9 +342,8 @@ def trust_options() -> list[Option]:
 
 
 def caller_trust_of(arguments: Arguments, settings: Mapping[str, Value]) -> Trust | None:
-    """TLS for calling a deployment with these settings: by flags or variables, or else by the
-    coordinators' own certificate, if it is on this machine. None = no TLS. Raises
-    `ConfigError`."""
+    """TLS for calls to a deployment with these settings; None = no TLS. Options decide. Without
+    them, the certificate file that the settings name is trusted. Raises `ConfigError`."""
     authority, *shown = (getattr(arguments, name) for name in TRUST_OPTIONS)
     pinned = str(settings.get("ssl_certfile") or "")
     if not (pinned or arguments.tls or authority or any(shown)):
@@ -352,8 +357,9 @@ def caller_trust_of(arguments: Arguments, settings: Mapping[str, Value]) -> Trus
 
 @asynccontextmanager
 async def connected(arguments: Arguments) -> AsyncIterator[Connection]:
-    """The deployment to call: `--server`, the one on this machine, or a new one that runs while the
-    context lasts. Raises `ConfigError` if flags contradict a running deployment."""
+    """The deployment to call: the one at `--server`, or the one on this machine. If none runs,
+    starts one that runs while the context lasts. Raises `ConfigError` if flags contradict a running
+    deployment."""
     state = state_directory(os.environ)
     if arguments.server:
         given = arguments.settings.keys() - set(OF_CALLERS)
@@ -386,12 +392,12 @@ def _connection(
 
 
 async def _served(record: DeploymentRecord, state: Path) -> DeploymentRecord:
-    """Waits until the record names a coordinator. While the only one is replaced, it names none.
-    Raises `Unavailable` after `COORDINATOR_WAIT_S`."""
+    """Waits until the record names a coordinator; while the only coordinator is replaced, it names
+    none. Raises `Unavailable` after `COORDINATOR_WAIT_S`."""
     try:
         async with asyncio.timeout(COORDINATOR_WAIT_S):
             while not record.grpc_address:
-                progress.begin("no coordinator is serving: waiting for one")
+                progress.begin("waiting for a coordinator that serves")
                 await asyncio.sleep(0.2)
                 record = running_deployment(state) or record
     except TimeoutError:
@@ -403,8 +409,8 @@ async def _served(record: DeploymentRecord, state: Path) -> DeploymentRecord:
 
 
 def caller_key(arguments: Arguments) -> str:
-    """The API key from the flag or the variable; of several, the first. Raises `ConfigError` for a
-    hash."""
+    """The API key from the flag or the variable. If several are given, the first. Raises
+    `ConfigError` for the hash of a key."""
     keys = str(arguments.settings.get("api_key", os.environ.get(KEY_VARIABLE, "")))
     key = keys.partition(",")[0].strip()
     if key.startswith("sha256:"):
@@ -413,8 +419,8 @@ def caller_key(arguments: Arguments) -> str:
 
 
 def own_config(arguments: Arguments) -> DeploymentConfig:
-    """The configuration of a temporary deployment: as for `serve`, but unless ports are set, gRPC
-    takes any free port, and there is no HTTP."""
+    """The configuration of a temporary deployment. It differs from that of `serve` in two defaults:
+    gRPC takes any free port, and without `--port` there is no HTTP."""
     given = given_settings(arguments)
     own: dict[str, Value] = {"grpc_port": 0} if "port" in given else {"grpc_port": 0, "http": False}
     return configuration(own | given)
@@ -439,7 +445,7 @@ async def _own_deployment(arguments: Arguments) -> AsyncIterator[Deployment]:
         loop = asyncio.get_running_loop()
 
         def stop() -> None:
-            """Stops the deployment before this process ends. A second signal ends it at once."""
+            """Stops the deployment, and then this process. A second signal ends both at once."""
             loop.remove_signal_handler(signal.SIGTERM)
             task.cancel()
 
@@ -455,7 +461,7 @@ async def _own_deployment(arguments: Arguments) -> AsyncIterator[Deployment]:
 
 
 def find_deployment(arguments: Arguments) -> DeploymentLocation:
-    """The deployment that `PLACE_KEYS` name, else the one on this machine. Raises `Unavailable` if
+    """The deployment on this machine, unless `PLACE_KEYS` name another one. Raises `Unavailable` if
     there is none."""
     values = given_settings(arguments)
     address, name = (str(values.get(key) or "") for key in PLACE_KEYS)

@@ -1,4 +1,4 @@
-"""What commands print: progress on standard error, results on standard output."""
+"""Output of commands: progress on standard error, results on standard output."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 PERIOD_S = 5.0
-"""Time between two lines about the same work."""
+"""Time between two progress lines about the same work."""
 PREFIX = "outrider: "
 _WARNING = "warning: "
 _WIDTH = 160
-"""Width of tables in a file or a pipe, in characters; Rich would take 80, and cut wider cells."""
+"""Width of tables in a file or a pipe, in characters. By default Rich takes 80, and cuts cells."""
 
 
 class Progress:
-    """Prints what a command is doing, and repeats it with the elapsed seconds if it takes long.
-    Thread-safe."""
+    """Prints lines about the work of a command. While some work lasts, its line is repeated with
+    the elapsed seconds. Thread-safe."""
 
     def __init__(self, period_s: float = PERIOD_S) -> None:
         self.quiet = False
@@ -40,8 +40,9 @@ class Progress:
         self._thread: threading.Thread | None = None
 
     def __call__(self, line: str, *, at_once: bool = True) -> None:
-        """Begins some work, until the next call or `rest`. Its line is printed `at_once`, or only
-        if the work takes long. A warning is printed once; the work goes on."""
+        """Begins some work, which lasts until the next call or `rest`. Prints its line `at_once`,
+        or only after `period_s`. If the line is a warning, prints it once; the current work goes
+        on."""
         if line.startswith(_WARNING):
             note(line)
         elif not self.quiet:
@@ -55,12 +56,12 @@ class Progress:
                     self._thread.start()
 
     def begin(self, stage: str) -> None:
-        """Begins a stage, unless it has begun already."""
+        """Begins some work, unless the current line begins with `stage`."""
         if not self._doing.startswith(stage):
             self(stage)
 
     def relay(self, line: str) -> None:
-        """Prints a progress line or a warning of another Outrider process, but not its errors."""
+        """Prints a line of another Outrider process if it is progress or a warning."""
         text = line.removeprefix(PREFIX)
         if text == line or line.startswith(ERROR_PREFIX):
             return
@@ -68,7 +69,7 @@ class Progress:
             note(text)
 
     def update(self, line: str) -> None:
-        """Replaces the line of the current work, from its next repetition on."""
+        """Replaces the line of the current work. Its next repetition shows the new line."""
         with self._changed:
             if self._doing:
                 self._doing = line
@@ -90,13 +91,13 @@ progress = Progress()
 
 
 def note(line: str) -> None:
-    """Prints a line on standard error, even if progress is quiet."""
+    """Prints a line on standard error, even if `progress` is quiet."""
     print(f"{PREFIX}{line}", file=sys.stderr, flush=True)
 
 
 def show(table: RenderableType, *, soft_wrap: bool = False, clear: bool = False) -> None:
-    """Prints to standard output. With `soft_wrap` the terminal wraps lines; `clear` clears it
-    first."""
+    """Prints to standard output. With `soft_wrap`, the terminal wraps long lines. `clear` clears
+    the terminal first."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -108,7 +109,8 @@ def show(table: RenderableType, *, soft_wrap: bool = False, clear: bool = False)
 
 
 def tell(report: Report, as_json: bool) -> int:
-    """Prints a report, and its warnings on standard error. Returns the exit code."""
+    """Prints a report on standard output, and its warnings on standard error. Returns the exit
+    code."""
     if as_json:
         print(to_json(report.values), flush=True)
     for part in () if as_json else report.shown:
@@ -122,14 +124,14 @@ def tell(report: Report, as_json: bool) -> int:
 
 
 def program() -> str:
-    """How to call this program: `outrider`, or its path if a shell does not find that."""
+    """The name by which a shell finds this program: `outrider`, or its path."""
     beside = Path(sys.argv[0] if Path(sys.argv[0]).name == "outrider" else sys.executable)
     found = shutil.which("outrider") and "outrider"
     return found or shutil.which("outrider", path=str(beside.parent)) or "outrider"
 
 
 def shell_command() -> str:
-    """How to call this program, quoted for a shell, so that it uses the same state directory."""
+    """The words that call this program with the same state directory, quoted for a shell."""
     ours = shlex.quote(program())
     if not os.environ.get("OUTRIDER_STATE_DIR"):
         return ours

@@ -1,9 +1,10 @@
-"""`outrider plan`: the best rule, K, look-ahead and number of drafts, for two models and prompts.
+"""`outrider plan` finds the best rule, K, look-ahead and number of drafts for a target, a draft and
+prompts.
 
-read      the target answers the prompts; the draft model reads the answers
-rehearse  short sessions through the services correct the engines' cost tables
-choose    rounds are computed from the answers, and timed, for every rule and K
-simulate  (--simulate) a fleet of the chosen pair, on a virtual clock
+read      the target answers the prompts, and the draft model reads the answers
+rehearse  the services serve short sessions, whose times correct the engines' cost tables
+choose    for every rule and K, rounds and their times are computed from the answers
+simulate  (`--simulate`) a fleet of the chosen pair runs on a virtual clock
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ if TYPE_CHECKING:
     from deploy.planner.simulation import Pair
 
 OWN_FLAGS = ("seed", "num_draft_tokens", "deadline_ms", "length_control", "look_ahead")
-"""Settings that the plan chooses, or that belong to a request."""
+"""Settings of which `plan` has no option: the plan chooses them, or a request sets them."""
 DECIDED = ("model", "draft_model", "num_targets", "num_drafts")
-"""Settings that the recommended command takes from the plan, not from this command line."""
+"""Settings for which the recommended command has values from the plan."""
 BUILT_IN_PROMPTS = 12
-"""Number of built-in prompts without `--prompts` and `--num-prompts`."""
+"""Number of built-in prompts to read without `--prompts` and `--num-prompts`."""
 
 
 @checked()
@@ -50,14 +51,14 @@ class PlanOptions(PromptOptions):
     temperature: tuple[Temperature, ...] = (0.0, 1.0)
     """Temperatures to plan for."""
     round_trip_ms: Annotated[float, between(0, 10_000)] = 0.0
-    """Extra round-trip time between coordinator and draft, ms; 0 = on one machine."""
+    """Extra round-trip time between coordinator and draft, ms; 0 = both are on one machine."""
     concurrency: Concurrency = 1
     """Sessions at a time on one target replica."""
     separate_draft: bool = False
-    """Assume that drafts have a device of their own, even if they share one here."""
+    """Assume that drafts have a device of their own, even if they share the target's here."""
     devices: str | None = None
-    """Instead compare what devices gain with and without drafts, computed from bytes and bandwidth
-    without running a model: h200-8b or h200-70b-fp8, with changes as PRESET,KEY=VALUE,..
+    """Run no model. Instead compute from bytes and bandwidth the speed of each device with and
+    without drafts: h200-8b or h200-70b-fp8, with changes as PRESET,KEY=VALUE,..
     [sessions=1,context=1024,target=16.06/32/131.1/1,draft=2.47/16/32.8/1,
     head=0.85/1/12.3/1,head_width=4096,link_gb=3,acceptance=0.65,head_acceptance=0.71,
     hit_rate=0.84,memory_gb=127,bandwidth_tb=3.6,compute_rows=206,layer_ms=0.07,session_ms=0.05,verdict_ms=0.07,round_ms=1.3,
@@ -65,7 +66,7 @@ class PlanOptions(PromptOptions):
     values"""
 
     def load_prompts(self) -> tuple[BenchPrompt, ...]:
-        """By default fewer than all built-in prompts."""
+        """As `PromptOptions.load_prompts`, but by default not all built-in prompts."""
         if self.prompts is None and self.num_prompts is None:
             return replace(self, num_prompts=BUILT_IN_PROMPTS).load_prompts()
         return super().load_prompts()
@@ -77,14 +78,14 @@ Count = Annotated[int | None, between(1, REPLICAS_MAX)]
 @checked()
 class SimulationOptions(Options):
     simulate: bool = False
-    """Also simulate a fleet: the real services on a virtual clock. 20 sessions for 10 s take about
-    20 s (three times that with look-ahead); finding numbers of replicas takes about ten such
+    """Also simulate a fleet: the real services on a virtual clock. A run with 20 sessions for 10 s
+    takes about 20 s, or with look-ahead a minute. Finding numbers of replicas takes about ten
     runs."""
     from_report: Path | None = None
-    """Simulate the pair of this file, which `outrider plan --json` printed, without running a
-    model. (With `--engine emulated:acceptance_rates=A/A/..` the emulated pair is simulated.)"""
+    """Run no model. Simulate the pair of this file, which `outrider plan --json` has printed. (With
+    `--engine emulated:acceptance_rates=A/A/..` the emulated pair is simulated.)"""
     sessions: Annotated[int | None, between(1, 10_000)] = None
-    """Sessions at a time; when one ends the next begins."""
+    """Sessions at a time; when a session ends, the next begins."""
     rate: Annotated[float | None, between(0.001, 10_000)] = None
     """Requests a second, instead of `--sessions`."""
     prompt_tokens: Annotated[int, between(1, 2**17)] = 256
@@ -98,11 +99,11 @@ class SimulationOptions(Options):
     coordinators: Count = None
     """Number of coordinators; unset = the fewest that meet `--tpot-ms`."""
     tpot_ms: Annotated[float | None, between(0.001, 60_000)] = None
-    """Goal for the time per token, which 99 % of the tokens must meet, ms."""
+    """Longest time per token, ms, that 99 % of the tokens must meet."""
     simulated_seconds: Annotated[float, between(1, 3_600)] = 10.0
-    """Simulated time that is measured, s."""
+    """Measured part of the simulated time, s."""
     coordinator_ms: Annotated[float, between(0, 1_000)] = 0.29
-    """CPU time of a coordinator for a round, ms; `bench overhead` measures it."""
+    """CPU time that a coordinator takes for a round, ms; `bench overhead` measures it."""
 
     def check(self, has_drafts: bool) -> None:
         """Raises `ConfigError` for options that do not go together."""
@@ -116,7 +117,7 @@ class SimulationOptions(Options):
             )
 
     def run(self, config: DeploymentConfig, pair: Pair) -> Report:
-        """The load on the fleet, with the batch sizes of `config`."""
+        """Simulates the load on the fleet, with the batch sizes of `config`."""
         from deploy.planner.simulation import ROLES, Scenario, Workload, simulated
 
         self.check(pair.has_drafts)
@@ -212,7 +213,7 @@ def _check(config: DeploymentConfig) -> None:
         raise SettingError(
             "draft_model",
             f"{draft.model} is wrong; `plan` takes no drafter that reads the target's hidden "
-            "states; --devices tells where such a head pays",
+            "states; --devices computes where such a head pays",
         )
     for key, size in (
         ("tensor_parallel_size", config.target.tensor_parallel_size),
@@ -235,7 +236,7 @@ def _plan(
     temperatures = dict.fromkeys(options.temperature)
     samples = [reading.sample(temperature, progress) for temperature in temperatures]
     del reading
-    gc.collect()  # The services need the engines' memory.
+    gc.collect()  # Frees the memory of the engines for the services.
     plans = asyncio.run(rehearsed_plans(
         config, samples, progress, options.concurrency,
         shares_device=not options.separate_draft and _shares_device(config),

@@ -37,14 +37,15 @@ _POLL_S = 0.2
 def _wait_option(until: str) -> Option:
     return option(
         "--wait", type=Seconds(0, WAIT_S_MAX), default=0.0, metavar="S",
-        help=f"how long to wait until {until}, s",
+        help=f"longest time to wait until {until}, s",
     )  # fmt: skip
 
 
 async def _overview(
     reconciler: ReconcilerClient, wait_s: float, left: Callable[[Overview], str]
 ) -> Overview:
-    """The overview once `left` says that nothing is left to do, or after `wait_s`."""
+    """The overview once `left` returns an empty text, or after `wait_s`. `left` describes what is
+    still to be done."""
     give_up_at = time.monotonic() + wait_s
     while True:
         overview: Overview = await reconciler.call("overview")
@@ -60,12 +61,12 @@ async def _overview(
         "counts", "such as draft=4 or target=2 coordinator=2", metavar="ROLE=N...", nargs=-1,
         required=True,
     ),
-    _wait_option("that many serve"),
+    _wait_option("this many replicas serve"),
     json_option(),
     *place_options(),
 )  # fmt: skip
 def scale(arguments: Arguments) -> int:
-    """Sets the wanted numbers; the deployment follows them."""
+    """Sets the wanted numbers of replicas."""
     counts = parsed_counts(arguments.counts)
     where = find_deployment(arguments)
 
@@ -89,8 +90,8 @@ def scale(arguments: Arguments) -> int:
     scaling, overview = asyncio.run(ask())
     for role in counts.keys() & scaling.bounds.keys():
         least, most = scaling.bounds[role]
-        note = f"note: {role} is autoscaled, {least} to {most}, which may change this number;"
-        print(f"{note} `outrider upgrade --autoscale-{role}s ''` turns that off", file=sys.stderr)
+        note = f"note: autoscaling may change the number of {role}s ({least} to {most});"
+        print(f"{note} `outrider upgrade --autoscale-{role}s ''` turns it off", file=sys.stderr)
     wanted = {**overview.wanted, **counts}
     is_late = bool(arguments.wait and left(overview))
     what, shown = ("serving", counts) if arguments.wait and not is_late else ("wanted", wanted)
@@ -125,9 +126,9 @@ def parsed_counts(words: Sequence[str]) -> dict[Role, int]:
     _wait_option("a trial has ended and all replicas are replaced"),
     option(
         "--trial-share", type=Seconds(0, SHARE_MAX), metavar="SHARE",
-        help="try a change of draft replicas (such as --draft-model), or another head on the "
-        "target, first: one new replica gets this share of the new sessions, and all are replaced "
-        "only if sessions decode faster with it; best 1 / (N + 1) beside N replicas; 0 ends the "
+        help="first try a change of draft replicas (such as --draft-model) or of the head on the "
+        "target: one new replica gets this share of the new sessions, and the others are replaced "
+        "only if these sessions decode faster; beside N replicas 1 / (N + 1) is best; 0 ends the "
         "running trial",
     ),
     option(
@@ -138,17 +139,17 @@ def parsed_counts(words: Sequence[str]) -> dict[Role, int]:
     *setting_options(common=COMMON),
 )  # fmt: skip
 def upgrade(arguments: Arguments) -> int:
-    """Changes settings; the deployment replaces its replicas."""
+    """Changes settings. The deployment then replaces its replicas."""
     if arguments.target is not None:
         arguments.settings["model"] = arguments.target
-    for key in SECRETS:  # A deployment does not reveal them, so they cannot be compared.
+    for key in SECRETS:  # A deployment does not reveal its secrets, so changes cannot be seen.
         if key in arguments.settings:
             raise SettingError(key, f"cannot change while a deployment runs: {FIXED[key]}")
     if arguments.trial_share is None and "trial_minutes" in arguments.given:
         raise ConfigError("--trial-minutes: needs --trial-share")
     others = sorted({*arguments.settings} - {*PLACE_KEYS})
     if arguments.trial_share == 0 and others:
-        raise SettingError(others[0], "cannot go with --trial-share 0, which only ends a trial")
+        raise SettingError(others[0], "cannot go with --trial-share 0, which ends a trial")
     values = whole_paths(given_settings(arguments))
     where = find_deployment(arguments)
     seconds = arguments.trial_minutes * 60
@@ -176,10 +177,10 @@ async def _upgrade(
     wait_s: float,
     trial: tuple[float, float] | None = None,
 ) -> tuple[dict[str, Value], bool, Overview]:
-    """Requests the changes, and waits at most `wait_s` until all replicas are replaced, also if an
-    upgrade was running already. Returns the changes, whether replicas are being replaced, and the
-    overview at the end. `trial` is a share of the sessions and seconds; a share of 0 ends the
-    running trial. Raises `ConfigError` if the changes are refused."""
+    """Requests the changes. Waits at most `wait_s` until all replicas are replaced, also by an
+    earlier upgrade. `trial` is a share of the sessions and a time in seconds; a share of 0 ends the
+    running trial. Returns the changes, whether replicas are being replaced, and the overview at the
+    end. Raises `ConfigError` if the changes are refused."""
     progress("asking the deployment", at_once=False)
     async with connect_reconciler(where) as reconciler:
         spec: FleetSpec = await reconciler.call("spec")

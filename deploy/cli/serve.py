@@ -1,7 +1,6 @@
-"""`outrider serve` starts a deployment, in the foreground or detached; `outrider status` shows it;
-`outrider stop` stops it.
-
-Exit code of `status`: 0 if all roles that a request needs are serving, else 1.
+"""`outrider serve` starts a deployment, in the foreground or detached. `outrider status` shows it,
+and exits with code 0 if every role that a request needs serves, otherwise with 1. `outrider stop`
+stops it.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import asyncio
 import json
 import logging
 import os
+import select
 import signal
 import sys
 import time
@@ -66,9 +66,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 LOOK_PERIOD_S = 0.25
-"""Time between two checks whether a detached process serves yet."""
+"""Time between two checks whether a detached process serves."""
 STOP_TIMEOUT_S = 60.0
-_POLL_S = 0.05
 
 
 @command(
@@ -82,16 +81,16 @@ _POLL_S = 0.05
     *setting_options(common=COMMON),
 )  # fmt: skip
 def serve(arguments: Arguments) -> int:
-    """Serves until a signal; with `--detach` returns once the deployment is ready."""
+    """Serves until a signal. With `--detach`, returns once the deployment is ready."""
     if arguments.target is not None:
         model = arguments.settings.setdefault("model", arguments.target)
         if model != arguments.target:
             raise ConfigError(f"--model: {model!r} is not the TARGET {arguments.target!r}")
-    config = deployment_config(arguments)  # Before detaching, so that errors show here.
+    config = deployment_config(arguments)  # Errors are raised here, before `fork`.
     state = state_directory(os.environ)
     if arguments.detach:
         with exclusive(state):
-            pass  # Raises if another deployment runs: here, not only in the log.
+            pass  # Raises here, before `fork`, if another deployment runs.
         (state / LOG_NAME).unlink(missing_ok=True)
         log = LogFile(state / LOG_NAME, descriptors=(1, 2))
         if pid := os.fork():  # Safe: no other thread runs yet.
@@ -104,8 +103,8 @@ def serve(arguments: Arguments) -> int:
 
 
 async def _serve(deployment: Deployment, state: Path, arguments: Arguments) -> int:
-    """Runs until SIGINT or SIGTERM, or until a role that requests need has no replica left. Returns
-    0, or 130 (interrupted) if SIGINT came before the deployment served."""
+    """Runs until SIGINT or SIGTERM, or until no replica is left of a role that requests need.
+    Returns the exit code: 0, or 130 (interrupted) if SIGINT came before the deployment served."""
     serving = asyncio.create_task(_until_it_fails(deployment, state, arguments))
     loop = asyncio.get_running_loop()
     received: list[int] = []
@@ -143,7 +142,7 @@ async def _until_it_fails(deployment: Deployment, state: Path, arguments: Argume
         try:
             publish(state, deployment.record)
         except OSError as error:
-            _log.error("the record of what runs cannot be written: %s", error)
+            _log.error("the record of the deployment cannot be written: %s", error)
     raise Unavailable(f"there is no {role}, and none can be started; logs are in {state / 'logs'}")
 
 
@@ -152,8 +151,7 @@ def _announce(record: DeploymentRecord, arguments: Arguments) -> int:
 
 
 def endpoints_text(record: DeploymentRecord) -> str:
-    """The addresses of a deployment, what other users need to call it, and commands to try and to
-    stop it."""
+    """The addresses of a deployment, what callers need, and the commands that try and stop it."""
     words = '"The capital of France is"' if record.tokenizer_directory else "--token-ids 1,2,3"
     needed = ["an API key"] if record.asks_for_keys else []
     if certificate := record.settings.get("ssl_certfile"):
@@ -176,7 +174,7 @@ def endpoints_text(record: DeploymentRecord) -> str:
 
 
 def _announce_detached(pid: int, state: Path, arguments: Arguments) -> int:
-    """Waits until the detached process serves. If that ends instead, raises its error."""
+    """Waits until the detached process serves. If the process ends instead, raises its error."""
     try:
         found = _record_once_ready(state, pid)
     except KeyboardInterrupt:
@@ -194,8 +192,8 @@ def _announce_detached(pid: int, state: Path, arguments: Arguments) -> int:
 
 
 def _record_once_ready(state: Path, pid: int) -> DeploymentRecord | int:
-    """The record of a detached process once it serves, or its exit code if it ends first. Relays
-    its progress from its log."""
+    """The record of a detached process once it serves, or its exit code if it ends before. Prints
+    the progress in its log meanwhile."""
     with (state / LOG_NAME).open("rb") as log:
         said = b""
         while True:
@@ -213,7 +211,7 @@ def _record_once_ready(state: Path, pid: int) -> DeploymentRecord | int:
 def _detach(log: LogFile) -> None:
     """Makes this process the leader of a session, with the log as standard output and error."""
     os.setsid()
-    progress.quiet = False  # The parent process decides what to relay.
+    progress.quiet = False  # The parent decides which of these lines it prints.
     log.take_over()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     root = logging.getLogger()
@@ -231,8 +229,8 @@ def _detach(log: LogFile) -> None:
     ),
 )  # fmt: skip
 def stop(arguments: Arguments) -> int:
-    """Stops the deployment's process and waits until it has ended. It is no error if no deployment
-    runs: one that ended by itself is reported, and its record removed."""
+    """Stops the deployment's process and waits for its end. If no process runs, reports why, and
+    returns 0 as well."""
     directory = state_directory(os.environ)
     record = recorded_deployment(directory)
     holder = lock_holder(directory)
@@ -251,29 +249,15 @@ def stop(arguments: Arguments) -> int:
 def _end(pid: int, timeout_s: float) -> None:
     """Ends a process. Raises `Unavailable` if it still runs after `timeout_s`."""
     progress(f"stopping the deployment (pid {pid})", at_once=False)
-    give_up_at = time.monotonic() + timeout_s
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGTERM)
-        # It is not a child of this process, so its end has to be polled.
-        while not _is_zombie(pid):
-            if time.monotonic() >= give_up_at:
-                raise Unavailable(
-                    f"the deployment (pid {pid}) is still running after {timeout_s:g} s"
-                )
-            time.sleep(_POLL_S)
-            os.kill(pid, 0)
+    with suppress(ProcessLookupError), open(os.pidfd_open(pid)) as process:
+        signal.pidfd_send_signal(process.fileno(), signal.SIGTERM)
+        if not select.select([process], [], [], timeout_s)[0]:
+            raise Unavailable(f"the deployment (pid {pid}) is still running after {timeout_s:g} s")
     progress.rest()
 
 
-def _is_zombie(pid: int) -> bool:
-    """Works on Linux only; elsewhere False."""
-    with suppress(FileNotFoundError):
-        return Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0] == "Z"
-    return False
-
-
 def _nothing_to_stop(directory: Path, record: DeploymentRecord | None) -> str:
-    """Says why nothing runs; removes the record of a process that is gone."""
+    """The reason why no deployment runs. Removes the record of a process that has died."""
     error = logged_error(directory)
     if record is not None:
         withdraw(directory)
@@ -291,7 +275,7 @@ Facts = dict[str, Any]
 TIMEOUT_S = 5.0
 WATCH_S = 2.0
 NEEDED = ("coordinator", "target")
-"""Roles that every request needs."""
+"""The roles that every request needs."""
 HEALTH = {"serving": "green", "not serving": "red", "leaving": "yellow"}
 FIGURES = {
     "tokens_per_second": "{:.0f} tokens/s", "busy": "{:.0%} busy", "fill": "{:.0%} slots",
@@ -311,7 +295,7 @@ PRINTS = {
     json_option(),
     option(
         "--server", metavar="HOST:PORT",
-        help="coordinator to ask; by default all replicas of this machine's deployment",
+        help="only ask this coordinator; by default all replicas of this machine's deployment",
     ),
     option(
         "--timeout", type=Seconds(0.001, 3600), default=TIMEOUT_S, metavar="S",
@@ -329,7 +313,7 @@ def status(arguments: Arguments) -> int:
 
 
 async def _watch(arguments: Arguments) -> int:
-    """With `--watch`, each table replaces the last one if the output is a terminal."""
+    """Shows the status. With `--watch`, repeats that until it is interrupted."""
     watches = arguments.watch is not None
     while True:
         found = await _status(arguments)
@@ -350,11 +334,10 @@ async def _status(arguments: Arguments) -> Facts:
     if arguments.server:
         address, trust = checked_address(arguments.server), caller_trust_of(arguments, {})
         one = await _ask("coordinator", address, key, trust, timeout_s)
-        # A serving coordinator may refuse this caller, as `error` says.
+        # A coordinator that serves may refuse this caller. Then there is an `error`, too.
         running = one["error"] is None or one["serving"]
         return found | {"running": running, "serving": one["serving"], "coordinators": [one]}
     state = state_directory(os.environ)
-    # The lock allows one deployment for each state directory.
     found["lease"] = {"file": str(state / LOCK_NAME), "holder": lock_holder(state)}
     record = running_deployment(state)
     if record is None:
@@ -377,7 +360,6 @@ async def _status(arguments: Arguments) -> Facts:
         found[f"{role}s"] = [known.get(one["address"], {}) | one for one in replicas]
     return found | {
         "running": True,
-        # Without a draft, requests are slower but still served.
         "serving": all(any(one["serving"] for one in found[f"{role}s"]) for role in NEEDED),
         "deployment": _deployment(record, state),
         "registry_error": registry_error,
@@ -387,8 +369,9 @@ async def _status(arguments: Arguments) -> Facts:
 async def ask_registry(
     record: DeploymentRecord, timeout_s: float
 ) -> tuple[dict[str, Facts], str | None]:
-    """The replicas' records in the deployment's Redis by address, and an error if some are missing.
-    A password without a file comes from the environment variable that replicas also read."""
+    """The replicas' records in the deployment's Redis, by address; and the error, if not all could
+    be read. The password of Redis comes from its file, or from the same environment variable as for
+    replicas."""
     from outrider.registry.redis_registry import RedisRegistry
 
     known: dict[str, Facts] = {}
@@ -421,8 +404,8 @@ def _deployment(record: DeploymentRecord, state: Path) -> Facts:
 async def _ask(
     role: Role, address: str, key: str, trust: Trust | None, timeout_s: float, internal: str = ""
 ) -> Facts:
-    """Describes a replica. Calls targets and drafts as a coordinator does: with the certificate in
-    the directory `internal`, unless that is empty."""
+    """Asks a replica to describe itself. Targets and drafts are called as by a coordinator, with
+    the coordinator's certificate from the directory `internal` unless that is empty."""
     from outrider.transport.channel import PLAIN
     from outrider.transport.grpc_link import draft_link, target_link
     from outrider.transport.tls import internal_trust

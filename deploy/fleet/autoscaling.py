@@ -1,22 +1,22 @@
-"""Changes the wanted numbers of replicas by the load that they report.
+"""Autoscaling: changes the wanted numbers of replicas by the load that replicas report.
 
-| role | grows if, on average |
+| role | a replica is added if, on average |
 | --- | --- |
-| target | an item waits more than `autoscale_queue_steps` steps in the queue |
+| target | an item waits in the queue for more than `autoscale_queue_steps` steps |
 | draft | more than `autoscale_draft_waits` of the rounds wait for a draft |
-| coordinator | one has more than `SESSIONS` sessions, is busy for more than `BUSY` of the time, |
-|  | or lags by more than `LAG_MS` |
+| coordinator | each has more than `SESSIONS` sessions, is busy for more than `BUSY` of the time, |
+|  | or has an event loop that is late by more than `LAG_MS` |
 
-A role shrinks by one if its load is below `CALM` of that bound, and one replica fewer would be busy
-for less than `CALM` of its time and places.
+A role is calm if its load is below `CALM` times this bound, and the replicas would be busy for less
+than `CALM` of their time and places if there were one fewer.
 
-Growing is quick: in proportion to the excess, at most to twice the number. Shrinking is slow: by
-one, after its condition has held for `autoscale_calm_s`. Between two changes of a role at least
-`COOLDOWN_S` pass.
+A number grows at once, in proportion to the excess, at most to `GROWTH_MAX` times the number. It
+shrinks by one after the role has been calm for `autoscale_calm_s`. At least `COOLDOWN_S` pass
+between two changes of a role.
 
-While replicas are missing, the number does not grow, as the missing ones may be enough. It can
-shrink, by the load of the present ones, to the most that were present during `autoscale_calm_s`.
-While a replica is leaving, or if none is present, nothing changes.
+While replicas are missing, a number does not grow, as the missing replicas may be enough. It can
+shrink to the most replicas that were present while the role was calm. While a replica is leaving,
+or if no replica is present, nothing changes.
 """
 
 import asyncio
@@ -32,14 +32,14 @@ from outrider.registry.registry import ROLES, ReplicaRecord, Role
 _log = logging.getLogger(__name__)
 
 LOOK_PERIOD_S = 1.0
-"""Time between two looks at the reported load."""
+"""Time between two reads of the reported load."""
 GROWTH_MAX = 2
-"""Largest factor of one change."""
+"""Largest factor of one growth."""
 SESSIONS, BUSY, LAG_MS = 1024, 0.8, 100.0
 COOLDOWN_S = 15.0
 CALM = 0.6
 IDLE = 0.01
-"""A replica that is busy for less than this share of the time is idle."""
+"""A replica that is busy for less than this share of the time counts as idle."""
 
 
 Records = Mapping[Role, Sequence[ReplicaRecord]]
@@ -50,27 +50,27 @@ Change = tuple[Role, int, str]
 
 
 class Autoscaler:
-    """Decides changes, and keeps when each role changed and since when it has been calm."""
+    """Changes the wanted numbers in `registry`."""
 
     def __init__(self, registry: RedisRegistry, config: AutoscaleConfig) -> None:
-        """`config` may be replaced at any time."""
+        """The attribute `config` may be replaced at any time."""
         self.config = config
         self._registry = registry
         self._changed_at: dict[Role, float] = {}
         self._calm: dict[Role, tuple[float, int]] = {}
-        """Since when a role has been calm, and the most replicas that it had since."""
+        """By calm role, since when it has been calm, and the most replicas present since then."""
 
     async def run(self) -> None:
         while True:
             try:
                 await self.look()
-            except Exception as error:  # noqa: BLE001 (the numbers stay as they are)
+            except Exception as error:  # noqa: BLE001 (try again)
                 known = isinstance(error, OutriderError)
-                _log.warning("not autoscaling now: %s", error, exc_info=not known)
+                _log.warning("autoscaling is interrupted: %s", error, exc_info=not known)
             await asyncio.sleep(LOOK_PERIOD_S)
 
     async def look(self) -> None:
-        """Looks once, and changes the wanted numbers. Raises `StoreUnavailable`."""
+        """Reads the load once, and changes the wanted numbers. Raises `StoreUnavailable`."""
         if not self.config.bounds:
             return
         wanted = await self._registry.wanted()
@@ -89,7 +89,7 @@ class Autoscaler:
             on_trial = any(one.trial_share for one in records[role])
             if not least <= count <= most:
                 change = role, min(max(count, least), most), f"it must be {least} to {most}"
-            elif on_trial:  # The trial's sessions distort the average wait.
+            elif on_trial:  # The trial's replica distorts the averages.
                 self._calm.pop(role, None)
             elif now >= self._changed_at.get(role, -math.inf) + COOLDOWN_S:
                 change = self._change(now, role, count, records)
@@ -123,7 +123,7 @@ class Autoscaler:
 
 
 _Load = tuple[float, float, str]
-"""Load over its bound, share of time that the replicas are busy, and both in words."""
+"""Load relative to its bound, share of the time that replicas are busy, and both in words."""
 
 
 def _load(role: Role, config: AutoscaleConfig, records: Records) -> _Load:
@@ -150,7 +150,7 @@ def _load(role: Role, config: AutoscaleConfig, records: Records) -> _Load:
 
 
 def _load_of_fewer(load: float, num_there: int, num_left: int) -> float:
-    """The busy share if `num_left` of `num_there` replicas are left."""
+    """The busy share of `num_left` replicas that do the work of `num_there`."""
     if num_left > 0:
         return load * num_there / num_left
     return math.inf if load > IDLE else 0.0
@@ -161,5 +161,5 @@ def _num_staying(records: Sequence[ReplicaRecord]) -> int:
 
 
 def _mean(values: Sequence[float | None]) -> float:
-    """The mean, where None means 0: a replica without a figure has had nothing to do."""
+    """The mean. None counts as 0, because a replica without a figure has had nothing to do."""
     return sum(value or 0.0 for value in values) / len(values) if values else 0.0

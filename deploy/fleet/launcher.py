@@ -2,12 +2,12 @@
 
 | step | time limit |
 | --- | --- |
-| start or connect to Ray and Redis, and find the models' files, concurrently | |
+| concurrently: start Ray and Redis, or connect to them; find the models' files | |
 | place every actor | `startup_timeout_s` |
 | targets and drafts load their models and register in Redis | `model_timeout_s` |
 | coordinators find them there, and serve | `model_timeout_s` |
 
-Stopping undoes these steps in reverse order, also after a failed start.
+A stop undoes these steps in reverse order. A failed start does so, too.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ FOLLOW_PERIOD_S = 0.5
 REDIS_LOOK_PERIOD_S = 0.25
 """Time between two checks of the embedded Redis."""
 CLOSE_AWAY_S = 2.0
-"""How long to wait for a reconciler that is being restarted before replicas are killed."""
+"""While the reconciler is being restarted, how long a stop waits before it kills the replicas."""
 
 
 class Deployment:
@@ -68,12 +68,12 @@ class Deployment:
         state: Path,
         report: Callable[[str], None] = _log.info,
     ) -> None:
-        """`state` is a directory for the deployment alone, with its logs and the embedded Redis's
-        data. `report` gets a line for each step of the start."""
+        """`state` is a directory for this deployment alone, with its logs and the data of the
+        embedded Redis. `report` gets a line for each step of the start."""
         config, self.api_key, self._passwords = without_secrets(config)
         self.config = self._given = config
         self.name = config.deployment_name or uuid.uuid4().hex[:12]
-        """Its name in Redis, which several deployments may share."""
+        """Its name in Redis. Several deployments may share a Redis."""
         self._state = state
         self._started_at = datetime.now(UTC).isoformat(timespec="seconds")
         self._report = report
@@ -81,11 +81,10 @@ class Deployment:
         self.ray = RayConnection(config.address, namespace_of(self.name), self._secrets_at)
         self.reconciler = ReconcilerClient(self.ray.namespace)
         self.redis: EmbeddedRedis | None = None
-        """The embedded server; None with `redis_url`."""
+        """The embedded server; None if `redis_url` is set."""
         self._is_own = False
-        """Whether the deployment runs and this process must end it."""
+        """Whether this process must end the replicas."""
         self.overview = Overview({}, (), None)
-        """Its replicas."""
         self._following: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
 
@@ -103,7 +102,7 @@ class Deployment:
 
     @property
     def record(self) -> DeploymentRecord:
-        """What other processes need to find the deployment, without secrets."""
+        """The record from which other processes find the deployment. It has no secrets."""
         config, overview = self.config, self.overview
         redis = replace(config.coordinator.redis, password="", sentinel_password="")
         return DeploymentRecord(
@@ -123,8 +122,8 @@ class Deployment:
         )  # fmt: skip
 
     async def start(self) -> None:
-        """Starts everything; returns when the coordinators serve. If it fails, stops everything and
-        raises a `ConfigError` or another `OutriderError`."""
+        """Starts everything; returns when the coordinators serve. After a failure stops everything,
+        and raises an `OutriderError`."""
         try:
             await self._start()
         except BaseException:
@@ -134,7 +133,7 @@ class Deployment:
     async def _start(self) -> None:
         verb = "starting" if self.ray.local else "connecting to"
         self._report(f"{verb} Ray and Redis, finding the models")
-        self._forget_secrets()  # Those of an earlier deployment.
+        self._forget_secrets()  # An earlier deployment may have left some.
         config = await self._prepare()
         for line in warnings(config):
             self._report(line)
@@ -153,17 +152,17 @@ class Deployment:
         self._is_own = True
         reconciler = start_reconciler(spec, self.ray.namespace)
         self._report(f"loading {config.target_name}, and {config.draft.model} as its draft")
-        # Not by `ReconcilerClient`, which would retry if a replica is `Unavailable`.
+        # `ReconcilerClient` would call again if a replica is `Unavailable`.
         await reconciler.call("start")
         await self._go_on()
 
     async def _take_over(self) -> None:
-        """Takes over a running deployment of this name, and changes its settings to these. If that
-        is impossible, raises `ConfigError` and leaves the deployment as it was."""
+        """Takes over a running deployment of this name, and changes its settings to this
+        process's. Raises `ConfigError` if that is impossible; then the deployment is unchanged."""
         self._report(f"deployment {self.name} runs there already: taking it over")
         self.api_key = ""  # The running coordinators do not know this key.
         before: FleetSpec = await self.reconciler.call("spec")
-        # Another Redis means another deployment, so a change of these two must be refused.
+        # A change of these two is not ignored, but refused: another Redis means another deployment.
         kept = {*FIXED, *BOUND_SETTINGS} - {"redis_url", "redis_key_prefix"}
         if changes := differing(before.given, self._given.values(), kept):
             self._report(f"replacing its replicas one by one: {', '.join(changes)}")
@@ -185,23 +184,23 @@ class Deployment:
             self._changed.set()
 
     async def _follow(self) -> None:
-        """Keeps the overview up to date. Replicas keep running while the reconciler is away."""
+        """Keeps the overview up to date. While the reconciler is away, replicas keep running."""
         while True:
             try:
                 await self._hear()
-            except Exception as error:  # noqa: BLE001 (whatever Ray raises, try again)
+            except Exception as error:  # noqa: BLE001 (Ray may raise anything; try again)
                 known = isinstance(error, Unavailable)
                 _log.warning("the reconciler is away: %s", error, exc_info=not known)
                 await asyncio.sleep(FOLLOW_PERIOD_S)
 
     async def _prepare(self) -> DeploymentConfig:
-        """Starts Ray and Redis and finds the models; returns the configuration with their
-        locations."""
+        """Starts Ray and Redis and finds the models. Returns the configuration with the addresses
+        and directories that result."""
         front = self.config.coordinator
         if self.ray.local:
             await asyncio.to_thread(check_before_start, self.config)
         if front.redis.url:
-            # Checked now, so that a wrong URL is reported before models are loaded.
+            # A wrong URL is reported before models are loaded.
             reached = replace(
                 front.redis, password=self._passwords.redis,
                 sentinel_password=self._passwords.sentinel,
@@ -218,7 +217,7 @@ class Deployment:
                 "redis_wait_replicas", "needs redis_url: an embedded server has no replicas"
             )
         if self.ray.local:
-            check_ports(self.config)  # After errors in the settings themselves.
+            check_ports(self.config)  # Errors in the settings themselves are reported first.
         config: DeploymentConfig
         _, redis_url, config = await _all(
             self._connect(),
@@ -235,7 +234,7 @@ class Deployment:
         return replace(config, coordinator=config.coordinator.reaching(redis))
 
     async def _connect(self) -> None:
-        """Raises `ConfigError`, also for another cluster that requires no token."""
+        """Connects to Ray. Raises `ConfigError`, also if another cluster requires no token."""
         await self.ray.connect()
         if not (self.ray.local or self.config.target.insecure):
             await asyncio.to_thread(check_asks_for_token, self.ray.found)
@@ -253,21 +252,21 @@ class Deployment:
         return self.redis.url
 
     async def changed(self) -> None:
-        """Waits until `overview` changes; for one caller."""
+        """Waits until `overview` changes. Only one caller may wait."""
         await self._changed.wait()
         self._changed.clear()
 
     async def stop(self) -> None:
         """Gives running requests `stop_timeout_s` to end, and their last steps the same time again.
-        Then stops everything that was started. Idempotent. Raises `Unavailable` if replicas may be
-        left on another cluster, as its head does not answer."""
+        Then stops everything that was started. Idempotent. Raises `Unavailable` if the head of
+        another cluster does not answer, so that replicas may be left there."""
         for task in self._following:
             task.cancel()
         await asyncio.gather(*self._following, return_exceptions=True)
-        async with AsyncExitStack() as ending:  # Runs every step, even if one before it fails.
+        async with AsyncExitStack() as ending:  # Runs all steps, even if one fails.
             ending.push_async_callback(self._stop_redis)
             ending.callback(self._forget_secrets)
-            # This ends all clients of Redis.
+            # Before Redis stops, this ends the processes that use it.
             ending.push_async_callback(self.ray.disconnect)
             if not self._is_own:
                 return
@@ -277,7 +276,7 @@ class Deployment:
             except Unavailable as error:
                 if not self.ray.local:
                     raise
-                _log.warning("the replicas end with Ray's processes: %s", error)
+                _log.warning("Ray's processes are ended, and with them the replicas: %s", error)
 
     def _forget_secrets(self) -> None:
         shutil.rmtree(self._secrets_at, ignore_errors=True)
@@ -292,7 +291,7 @@ class Deployment:
         try:
             await closing.call("close", timeout_s=close_timeout_s(self.config.stop_timeout_s))
         except OutriderError as error:
-            _log.warning("the replicas do not end in order, and are killed: %s", error)
+            _log.warning("the replicas did not end in time, and are killed: %s", error)
         try:
             if (reconciler := await find_reconciler(self.ray.namespace)) is not None:
                 await reconciler.kill()
@@ -301,7 +300,7 @@ class Deployment:
 
 
 async def _keep_running(redis: EmbeddedRedis) -> None:
-    """Restarts the embedded server if it dies (its data is on disk), and keeps its log small."""
+    """Restarts the embedded server if it dies. Its data is on disk. Also keeps its log small."""
     while True:
         await asyncio.sleep(REDIS_LOOK_PERIOD_S)
         redis.rotate_log()
@@ -311,14 +310,13 @@ async def _keep_running(redis: EmbeddedRedis) -> None:
         try:
             await asyncio.to_thread(redis.stop)
             await asyncio.to_thread(redis.start)
-        except Exception:  # noqa: BLE001 (nothing works without it, so try again)
-            _log.exception("it did not start")
+        except Exception:  # noqa: BLE001 (try again: no request can be served without Redis)
+            _log.exception("the embedded Redis did not start")
 
 
 async def _all(*work: Awaitable[Any]) -> list[Any]:
-    """The results of all. Waits for all of them even if one fails or the caller is cancelled, so
-    that nothing is still starting during a stop. Raises the first error, a `ConfigError` before
-    others."""
+    """The results of all. Even if one fails or the caller is cancelled, waits for all of them:
+    nothing may still be starting during a stop. Raises as `raise_first`."""
     tasks = asyncio.gather(*work, return_exceptions=True)
     try:
         results = await asyncio.shield(tasks)

@@ -1,8 +1,8 @@
-"""The deployment of this user on this machine: its process and its addresses.
+"""The record of this user's deployment on this machine: its process and its addresses.
 
-`deployment.json` in the state directory is written atomically when the deployment is ready, and
-removed when it stops; so is `cli.key` if callers need a key. While it runs, the process holds a
-lock file that contains its pid, so that there is only one deployment.
+`deployment.json` in the state directory is written when the deployment is ready, and removed when
+it stops. So is `cli.key`, if callers need a key. The deployment's process locks a file that
+contains its pid, so that only one deployment can run.
 """
 
 import fcntl
@@ -24,18 +24,18 @@ KEY_NAME = "cli.key"
 LOCK_NAME = "deployment.lock"
 LOG_NAME = "serve.log"
 ERROR_PREFIX = "outrider: error: "
-"""Begins the line with which a command reports an error."""
+"""Begins each line that reports the error of a command."""
 _LOCK_ATTEMPTS = 10
 _LOCK_PERIOD_S = 0.02
-"""Time between two attempts: a process in `lock_holder` also holds the lock for a moment."""
+"""Time between two attempts. Several are needed: `lock_holder` too holds the lock for a moment."""
 
 
 @dataclass(frozen=True)
 class DeploymentRecord:
-    """A running deployment, as other commands on this machine find it."""
+    """A running deployment, as `deployment.json` describes it to other commands."""
 
     pid: int
-    """The process that started it and will stop it."""
+    """The process that has started it and will stop it."""
     started_at: str
     """ISO 8601, UTC."""
     draft_model: str
@@ -49,7 +49,7 @@ class DeploymentRecord:
     tokenizer_directory: str
     """Empty if the model has no tokenizer."""
     redis: dict[str, Any]
-    """The fields of its `RedisAddress`, without passwords (but with the names of their files)."""
+    """The fields of its `RedisAddress`. They name the files of passwords, and hold no passwords."""
     http_address: str = ""
     """HOST:PORT of the coordinators' HTTP servers, separated by commas; empty = no HTTP."""
     deployment: str = ""
@@ -57,7 +57,7 @@ class DeploymentRecord:
     ray_address: str = ""
     """HOST:PORT of its Ray cluster."""
     ray_token: str = ""
-    """File of the token of a local cluster."""
+    """File of the Ray token, if the cluster is local."""
     asks_for_keys: bool = False
     """Whether callers need an API key."""
     wanted: dict[Any, int] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class DeploymentRecord:
     trial: str = ""
     """State of the latest trial of a drafter."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """All settings by key, except secrets."""
+    """All settings by key, without secrets."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class DeploymentLocation:
     """HOST:PORT of the Ray cluster."""
     deployment: str
     token: Path | None = None
-    """File of Ray's token; None = Ray finds it, by RAY_AUTH_TOKEN_PATH and the like."""
+    """File of Ray's token; None = Ray looks for it, in RAY_AUTH_TOKEN_PATH for example."""
 
 
 def namespace_of(deployment: str) -> str:
@@ -85,8 +85,8 @@ def namespace_of(deployment: str) -> str:
 
 
 def state_directory(environment: Mapping[str, str]) -> Path:
-    """`$OUTRIDER_STATE_DIR`, or `~/.local/state/outrider`; created if missing, accessible to its
-    owner only. Raises `ConfigError`."""
+    """`$OUTRIDER_STATE_DIR`, or by default `~/.local/state/outrider`. Creates the directory if it
+    is missing, and makes it accessible to its owner only. Raises `ConfigError`."""
     place = environment.get("OUTRIDER_STATE_DIR", "")
     path = Path(place).expanduser() if place else Path.home() / ".local" / "state" / "outrider"
     try:
@@ -98,8 +98,8 @@ def state_directory(environment: Mapping[str, str]) -> Path:
 
 
 def recorded_deployment(directory: Path) -> DeploymentRecord | None:
-    """The recorded deployment, whether or not its process still runs. Raises `ConfigError` for a
-    damaged record."""
+    """The recorded deployment. Its process may have died. Raises `ConfigError` for a damaged
+    record."""
     path = directory / FILE_NAME
     try:
         return DeploymentRecord(**json.loads(path.read_text(encoding="utf-8")))
@@ -112,13 +112,14 @@ def recorded_deployment(directory: Path) -> DeploymentRecord | None:
 
 
 def running_deployment(directory: Path) -> DeploymentRecord | None:
-    """The running deployment, if it is ready. Raises `ConfigError` for a damaged record."""
+    """The deployment that runs and is ready, if there is one. Raises `ConfigError` for a damaged
+    record."""
     record = recorded_deployment(directory)
     return record if record is not None and record.pid == lock_holder(directory) else None
 
 
 def logged_error(directory: Path) -> str | None:
-    """The last error in the log of the last detached deployment, if there is one."""
+    """The last error in the log of the last detached deployment, if it has one."""
     try:
         lines = (directory / LOG_NAME).read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
@@ -128,8 +129,8 @@ def logged_error(directory: Path) -> str | None:
 
 
 def publish(directory: Path, record: DeploymentRecord, key: str = "") -> None:
-    """Writes the record atomically, and an API key for this machine's commands if there is one.
-    Both are for their owner only."""
+    """Writes the record atomically, and before that the API `key` of this machine's commands if it
+    is not empty. Only their owner can read the two files."""
     if key:
         write_whole(directory / KEY_NAME, key, 0o600)
     write_whole(directory / FILE_NAME, json.dumps(asdict(record), indent=2) + "\n", 0o600)
@@ -144,7 +145,7 @@ def local_key(directory: Path) -> str:
 
 
 def withdraw(directory: Path) -> None:
-    """Removes the record and the key. Only the holder of the lock may call it."""
+    """Removes the record and the key. The caller must hold the lock."""
     (directory / FILE_NAME).unlink(missing_ok=True)
     (directory / KEY_NAME).unlink(missing_ok=True)
 
@@ -162,14 +163,15 @@ def lock_holder(directory: Path) -> int | None:
         except BlockingIOError:
             if text := path.read_text("ascii"):
                 return int(text)
-        time.sleep(_LOCK_PERIOD_S)  # The holder is just taking or releasing it.
+        time.sleep(_LOCK_PERIOD_S)  # Another process is taking or releasing the lock.
     raise ConfigError(f"{path}: is locked, but does not contain a process number")
 
 
 @contextmanager
 def exclusive(directory: Path) -> Iterator[None]:
-    """Holds the lock, and removes the record of a deployment that was killed. Raises `ConfigError`
-    if another process holds the lock. The kernel releases it when this process ends."""
+    """Holds the lock while the context lasts; the kernel releases it if this process dies. Removes
+    the record of a deployment that was killed. Raises `ConfigError` if another process holds the
+    lock."""
     with (directory / LOCK_NAME).open("a", encoding="ascii") as file:
         for _ in range(_LOCK_ATTEMPTS):
             with suppress(BlockingIOError):

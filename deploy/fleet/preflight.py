@@ -1,5 +1,5 @@
-"""Checks before anything starts, so that a mistake is reported before models are loaded: key files,
-ports, and the models' files, which are found or fetched here."""
+"""Checks before a start: key files, ports, and the models, which are also found or fetched here. So
+a mistake is reported before models are loaded."""
 
 import errno
 import logging
@@ -35,14 +35,14 @@ from outrider.settings import Value, blaming, by_its_keys
 _log = logging.getLogger(__name__)
 
 _PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)
-"""Errors that depend on the port, not on the host."""
+"""Errors of `bind` for which the port is to blame, not the host."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
 def check_before_start(config: DeploymentConfig) -> None:
-    """Checks a deployment on this machine. Raises `SettingError` for wrong files of keys,
-    certificates or a chat template, for ports that collide, for a model that is certainly missing,
-    for a wrong emulated engine, and if vLLM is requested and cannot be used."""
+    """Checks the settings of a deployment on this machine. Raises `SettingError` for wrong files of
+    keys, certificates or a chat template, for ports that collide, for a model that is certainly
+    missing, for a wrong emulated engine, and for vLLM if it cannot be used."""
     check_security_files(config.coordinator)
     read_chat_template(config.coordinator.chat_template)
     listeners(config)
@@ -54,9 +54,9 @@ def check_before_start(config: DeploymentConfig) -> None:
 
 
 def listeners(config: DeploymentConfig) -> list[tuple[str, str, int]]:
-    """Setting, host and port of each listener of a deployment on this machine. A role that takes
-    any free ports has one entry, with port 0. Raises `SettingError` if the port ranges of two roles
-    overlap, or exceed the last port."""
+    """Setting, host and port of each server of a deployment on this machine. A setting that allows
+    any free port has one entry, with port 0. Raises `SettingError` if two settings need the same
+    port, or a port is above `PORT_MAX`."""
     front = config.coordinator
     taken: dict[int, str] = {}
     found = []
@@ -76,8 +76,7 @@ def listeners(config: DeploymentConfig) -> list[tuple[str, str, int]]:
 
 
 def check_ports(config: DeploymentConfig) -> None:
-    """Binds each port of a deployment on this machine for a moment. Raises `SettingError` if that
-    fails."""
+    """Binds each port of `listeners` for a moment. Raises `SettingError` if that fails."""
     for key, host, port in listeners(config):
         try:
             family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -85,7 +84,7 @@ def check_ports(config: DeploymentConfig) -> None:
             reason = f"{host!r} is no address: {error.strerror or error}"
             raise SettingError("host", reason) from error
         with socket.socket(family, kind) as probe:
-            # Like the server: an address in TIME_WAIT counts as free.
+            # The server sets this, too: an address in TIME_WAIT counts as free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(address)
@@ -100,10 +99,10 @@ def check_ports(config: DeploymentConfig) -> None:
 
 
 def check_names(config: DeploymentConfig) -> DeploymentConfig:
-    """Checks the models without fetching any. Returns the configuration; for a published head on
-    this machine, its name gets its kind (this imports torch and opens the weights). Raises
-    `SettingError` if `resolve_models` certainly would, and for a draft model that is probably a
-    typing error."""
+    """Checks the models without fetching any. Returns the configuration. If the draft model is a
+    published head on this machine, the configuration then names the kind of the head; this imports
+    torch and opens the weights. Raises `SettingError` for a model that `resolve_models` would
+    certainly refuse, and for a draft model whose name is probably misspelt."""
     drafter = config.draft.drafter
     name = drafter.on_target if drafter.model is None else drafter.model.name
     is_head = drafter.reads_target and drafter.kind != EAGLE3
@@ -130,9 +129,9 @@ def check_names(config: DeploymentConfig) -> DeploymentConfig:
 
 
 def _with_kind(config: DeploymentConfig, name: str, where: Path) -> DeploymentConfig:
-    """The configuration, with the kind added to the name of a published head in directory `where`.
-    Raises `SettingError` for a drafter that cannot be served, and for a head whose name has another
-    kind."""
+    """The configuration. If the directory `where` holds a published head, the kind of the head is
+    added to its name. Raises `SettingError` for a drafter that cannot be served, and if the name
+    states another kind."""
     from outrider.models.published_drafters import SERVED, DrafterFormat, recognise
 
     with blaming("draft_model"):
@@ -158,9 +157,9 @@ def _with_kind(config: DeploymentConfig, name: str, where: Path) -> DeploymentCo
 
 def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
     """The configuration with the directories of models and tokenizer. Takes minutes if a model must
-    be fetched or converted. Raises `SettingError` for a model that cannot be found, a length that
-    it does not support, ranks that it cannot be divided among, a draft whose tokenizer differs from
-    the target's, and `eagle3_on` without an EAGLE-3 head."""
+    be fetched or converted. Raises `SettingError` for a model that cannot be found, a length or a
+    number of ranks that the model does not support, a draft with another tokenizer than the
+    target's, and `eagle3_on` without an EAGLE-3 head."""
     found = _resolved(config)
     if found.draft.eagle3_on == "draft" and found.draft.drafter.kind != EAGLE3:
         raise SettingError(
@@ -190,7 +189,7 @@ def _resolved(config: DeploymentConfig) -> DeploymentConfig:
     coordinator = replace(coordinator, served_model_name=config.served_model_name, **places)
     if drafter.on_target is None and drafter.model is None:
         return replace(config, target=target, draft=draft, coordinator=coordinator)
-    # Imported only if needed: the model library takes seconds and memory.
+    # These imports take seconds and memory, so they run only if needed.
     from outrider.models.drafter_checkpoint import TrainedKind, check_target, is_trained_drafter
     from outrider.models.loading import check_same_tokenizer
     from outrider.models.mtp import check_mtp
@@ -201,11 +200,11 @@ def _resolved(config: DeploymentConfig) -> DeploymentConfig:
         if drafter.kind == MTP:
             drafts = MTP
             check_mtp(directory, name)
-        elif model.name is not None:  # Otherwise the target's weights draft.
+        elif model.name is not None:  # Without a name, the target's own weights draft.
             drafts, is_head = model.name, drafter.reads_target and drafter.kind != EAGLE3
             where = resolve_model(drafts, trust_remote_code=trust, heads=is_head, drafts=True)
             named = config if is_head else _with_kind(config, drafts, where)
-            if named is not config:  # The kind was unknown before the fetch.
+            if named is not config:  # Before the fetch, the head's kind was unknown.
                 return _resolved(named)
             if is_head:
                 check_target(where, TrainedKind(drafter.kind), name=drafts, **made_for)
@@ -229,14 +228,14 @@ def _resolved(config: DeploymentConfig) -> DeploymentConfig:
 
 
 def _lookup_of(draft: DraftConfig) -> DraftConfig | None:
-    """The coordinators' look-up, if there is one, without settings of draft replicas, as a change
-    of only those must not replace coordinators."""
+    """The settings of the coordinators' look-up, if there is one. Settings of draft replicas are
+    left out: a change of those must not replace coordinators."""
     lookup = draft.drafter.lookup
     if lookup is None:
         return None
     prefixes = ("ngram_", "suffix_", "hybrid_")
     names = [one.name for one in fields(draft) if one.name.startswith(prefixes)]
-    # Every model of a hybrid gives the same name.
+    # The name must not depend on which model a hybrid has.
     model = lookup.value if draft.drafter.is_lookup else f"hybrid:{lookup},model"
     return DraftConfig(model=model, **{name: getattr(draft, name) for name in names})
 
@@ -248,9 +247,9 @@ def emulated_spec(text: str) -> EmulatedSpec:
 
 
 def check_same_tokens(running: TargetConfig, other: TargetConfig) -> None:
-    """Raises `SettingError` if token ids of the `other` target have another meaning than those of
-    the `running` one, whose tokenizer and sessions the coordinators have. Both have the directories
-    of their models. Accepts any target if the files of the running one are gone."""
+    """Raises `SettingError` if token ids have another meaning for the `other` target than for the
+    `running` one: coordinators keep their tokenizer and sessions. Both configurations have the
+    directories of their models. If the running target's files are gone, accepts any other."""
     if running.emulated == other.emulated and running.directory == other.directory:
         return
     try:
@@ -263,7 +262,7 @@ def check_same_tokens(running: TargetConfig, other: TargetConfig) -> None:
         names = [one.model if one.emulated is None else one.engine for one in (other, running)]
         raise SettingError(
             "engine" if is_engine else "model",
-            f"{names[0]!r} has another vocabulary or tokenizer than {names[1]!r}, which runs; "
+            f"{names[0]!r} has another vocabulary or tokenizer than the running {names[1]!r}; "
             "start another deployment for it",
         )
 
@@ -279,8 +278,8 @@ def _tokens(target: TargetConfig) -> tuple[int, str]:
 def _check_size(
     service: TargetConfig | DraftConfig, name: str, directory: Path, trust: bool
 ) -> None:
-    """Raises `SettingError` for a length that a model does not support, and for ranks that it
-    cannot be divided among."""
+    """Raises `SettingError` if the model does not support `max_model_len`, or cannot be divided
+    among `tensor_parallel_size` ranks."""
     with by_its_keys(type(service)):
         if service.max_model_len:
             from outrider.models.loading import stated_length
@@ -301,7 +300,8 @@ def _check_size(
 
 
 def warnings(config: DeploymentConfig) -> Iterator[str]:
-    """Warnings about a resolved configuration that is allowed but may not be intended."""
+    """Warnings about settings that are allowed but may not be intended. `config` is the result of
+    `resolve_models`."""
     front = config.coordinator
     if not front.tokenizer_directory:
         yield (
@@ -316,9 +316,10 @@ def warnings(config: DeploymentConfig) -> Iterator[str]:
 
 
 def without_secrets(config: DeploymentConfig) -> tuple[DeploymentConfig, str, Passwords]:
-    """The configuration with hashes instead of keys and without passwords of Redis and Sentinels; a
-    new key for this machine's commands, whose hash it has (empty if keys are not required); and the
-    passwords. Ray and Redis get none of the secrets. Raises `SettingError`."""
+    """The configuration without secrets, a new API key, and the passwords of Redis and Sentinels.
+    The configuration has hashes instead of keys. The new key is for this machine's commands, and
+    its hash is among them; it is empty if callers need no key. Ray and Redis get none of the
+    secrets. Raises `SettingError`."""
     config = configuration(whole_paths(config.values()))
     front, key = config.coordinator, ""
     if front.asks_for_keys:
@@ -330,7 +331,7 @@ def without_secrets(config: DeploymentConfig) -> tuple[DeploymentConfig, str, Pa
 
 
 def whole_paths(values: Mapping[str, Value]) -> dict[str, Any]:
-    """The settings with absolute paths."""
+    """The settings, with the paths in them made absolute."""
     return {
         key: str(Path(value).expanduser().absolute())
         if isinstance(value, str)
@@ -342,7 +343,7 @@ def whole_paths(values: Mapping[str, Value]) -> dict[str, Any]:
 
 
 def check_security_files(config: CoordinatorConfig) -> None:
-    """Reads the files of keys and certificates. Raises `SettingError`."""
+    """Reads the files of keys and certificates. Raises `SettingError` if one is wrong."""
     from outrider.transport.tls import RoleFiles, check_pair
 
     if config.ssl_certfile:

@@ -1,8 +1,7 @@
-"""Ray: starts a local cluster or connects to another, with its token; places, finds, calls and ends
-actors; and saves text for an actor that Ray restarts.
+"""Ray: starts a local cluster or connects to another one; places, finds, calls and ends actors.
 
-Ray reads RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH, and its processes inherit both. The token itself is
-in a file for its owner only, never in arguments or variables.
+Ray reads RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH, and its processes inherit both. The token is in a
+file that only its owner can read. It is never in arguments or variables.
 """
 
 import asyncio
@@ -32,19 +31,18 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 CALLS_PER_ACTOR_MAX = 1000
-"""Concurrent Ray calls to one actor. Generation does not use Ray, but a watcher that dies leaves
-its call behind."""
+"""Concurrent Ray calls to one actor. The calls of a process that has died count as well."""
 RECONCILER = "reconciler"
-"""Name of the actor that places the others."""
+"""Name of the reconciler's actor."""
 RETRY_PERIOD_S = 1.0
 _SAVED = b"changes"
 _RANK = "-rank-"
-"""In the name of a follower's actor, between the replica's name and the rank."""
+"""Stands between a replica's name and the rank in the name of a further rank's actor."""
 
 
 @contextmanager
 def asking_head() -> Iterator[None]:
-    """For calls to Ray's head (GCS). Raises `Unavailable` if it does not answer."""
+    """A context for calls to Ray's head (GCS). Raises `Unavailable` if it does not answer."""
     from ray.exceptions import RayError
 
     try:
@@ -61,19 +59,20 @@ class Demand:
     num_cpus: float
     num_gpus: float
     num_ranks: int = 1
-    """Number of actors, each of which needs these resources."""
+    """Number of actors. Each needs these resources."""
     resources: Mapping[str, float] = field(default_factory=dict)
-    """Further resources by Ray's names."""
+    """Ray's custom resources by name."""
     name: str = ""
     """Name of the replica; unique."""
     classes: tuple[type, type] = (object, object)
-    """Classes of the actor that serves, and of the other ranks."""
+    """The class of the actor of rank 0, and the class of the other ranks."""
     preload: str = ""
-    """A library that is loaded before all others where it is installed, without `lib` and `.so`."""
+    """Name of a shared library, without `lib` and `.so`. If it is installed, the actors load it
+    before all others."""
 
     @property
     def each(self) -> dict[str, float]:
-        """The resources of each actor by Ray's names, without zeros."""
+        """The resources of one actor by Ray's names, without zeros."""
         asked = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
         return {name: amount for name, amount in asked.items() if amount}
 
@@ -87,7 +86,7 @@ class Actor:
     """One actor: a rank of a replica, or the reconciler."""
 
     def __init__(self, replica: str, handle: Any, rank: int = 0) -> None:
-        """The actor of rank 0 serves, and leads the others of its replica."""
+        """`replica` is the replica's name, `handle` Ray's handle of the actor."""
         self.replica = replica
         self.rank = rank
         self.name = f"{replica}{_RANK}{rank}" if rank else replica
@@ -96,7 +95,7 @@ class Actor:
         self._handle = handle
 
     def start(self, kind: type, namespace: str, *arguments: object, **options: Any) -> None:
-        """Starts an actor of class `kind`; it outlives this process."""
+        """Starts an actor of class `kind`, which outlives this process."""
         import ray
 
         actor = ray.remote(kind).options(
@@ -106,8 +105,8 @@ class Actor:
         self._handle = actor.remote(*arguments)
 
     async def find_place(self, timeout_s: float) -> bool:
-        """Waits until the actor runs, and finds its place. False after the time limit. Raises
-        `Unavailable` if it died."""
+        """Waits until the actor runs, and sets `place`. Returns False if it does not run within
+        `timeout_s`. Raises `Unavailable` if it died."""
         try:
             self.place = await self.call("ping", timeout_s=timeout_s)
         except Unavailable as error:
@@ -117,8 +116,8 @@ class Actor:
         return True
 
     async def call(self, method: str, *arguments: object, timeout_s: float | None = None) -> Any:
-        """Calls a method. Raises its `OutriderError`, and `Unavailable` if the actor died or does
-        not answer within `timeout_s`."""
+        """Calls a method. Raises the method's `OutriderError`, and `Unavailable` if the actor died
+        or does not answer within `timeout_s`."""
         import ray
 
         called = getattr(self._handle, method).remote(*arguments)
@@ -144,16 +143,18 @@ class Cluster:
     """The actors of a deployment on a Ray cluster."""
 
     def __init__(self, namespace: str, *, local: bool) -> None:
-        """The `namespace` is the deployment's alone. `local`: the cluster is this machine only, and
+        """The `namespace` belongs to the deployment alone. A `local` cluster is this machine, and
         cannot grow."""
         self.namespace = namespace
         self.local = local
 
     async def place(self, demands: Sequence[Demand], timeout_s: float) -> list[list[Actor]]:
-        """Starts the actors of all demands; returns the ranks of each once all run. The ranks of a
-        replica are in one placement group, on one machine if possible. If that fails, ends all of
-        them, and raises `ConfigError` with those that found no place within `timeout_s` (on a local
-        cluster at once, if there can be none), or `Unavailable` if one died."""
+        """Starts the actors of all demands, and waits until all run. Returns the ranks of each
+        demand. Ray places the ranks of a replica as one group, on one machine if possible.
+
+        Raises `ConfigError` if some actors find no place within `timeout_s`; on a local cluster at
+        once if it is too small. Raises `Unavailable` if an actor died. Then all actors are ended.
+        """
         if self.local and (too_much := beyond(demands, resources())):
             raise ConfigError(_no_place("there is no place", too_much, demands))
         placed = [self._begin(demand) for demand in demands]
@@ -176,8 +177,8 @@ class Cluster:
             await asyncio.to_thread(_remove_group, self._group(name))
 
     async def free_groups(self, spared: Collection[str] = ()) -> None:
-        """Removes all placement groups except those of `spared` replicas. A group is left over if
-        all its ranks died with their machine."""
+        """Removes all placement groups except those of the `spared` replicas. If all ranks of a
+        replica die with their machine, its group is left over."""
         from ray.util import placement_group_table
 
         found = await asyncio.to_thread(placement_group_table)
@@ -187,8 +188,8 @@ class Cluster:
                 await asyncio.to_thread(_remove_group, name)
 
     def _group(self, replica: str) -> str:
-        """The name of a replica's placement group. It has the namespace, as Ray lists the groups of
-        all namespaces without telling them apart."""
+        """The name of a replica's placement group. It contains the namespace, because Ray lists the
+        groups of all namespaces together."""
         return f"{self.namespace}/{replica}"
 
     async def replicas(self) -> dict[str, list[Actor]]:
@@ -214,7 +215,7 @@ class Cluster:
             await self.free_groups()
 
     async def saved(self) -> str:
-        """The text that was saved last, or an empty one. Raises `Unavailable`."""
+        """The text that `save` has written, or an empty one. Raises `Unavailable`."""
         from ray.experimental.internal_kv import _internal_kv_get
 
         space = self.namespace.encode()
@@ -223,8 +224,8 @@ class Cluster:
         return "" if found is None else bytes(found).decode()
 
     async def save(self, text: str) -> None:
-        """Saves a text for a restarted reconciler in the key-value store of Ray's head (GCS), not
-        in Redis: to write here, a process must be allowed to run code on the cluster. Raises
+        """Writes a text to the key-value store of Ray's head (GCS), for a restarted reconciler.
+        Redis would not be safe. A process that can write to this store may run code anyway. Raises
         `Unavailable`."""
         from ray.experimental.internal_kv import _internal_kv_put
 
@@ -233,8 +234,8 @@ class Cluster:
             await asyncio.to_thread(_internal_kv_put, _SAVED, text.encode(), namespace=space)
 
     def _begin(self, demand: Demand) -> list[Actor]:
-        """Starts the actors of a demand. They are spread over the machines if it has only one rank,
-        or needs no resources, as such ranks cannot form a group."""
+        """Starts the actors of a demand. A single rank, and ranks without resources, get no
+        placement group; Ray spreads them over the machines."""
         import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -279,8 +280,8 @@ def _no_place(what: str, homeless: Sequence[Demand], demands: Sequence[Demand]) 
 
 
 async def run_task(function: Callable[..., T], *arguments: object) -> T:
-    """Runs a function in another process of the cluster. Raises its `OutriderError`, and
-    `Unavailable` if its process died."""
+    """Runs a function in another process of the cluster. Raises the function's `OutriderError`, and
+    `Unavailable` if the process died."""
     import ray
 
     try:
@@ -311,7 +312,8 @@ def resources() -> Mapping[str, float]:
 
 
 def beyond(demands: Sequence[Demand], amounts: Mapping[str, float]) -> list[Demand]:
-    """The demands that these resources cannot meet in addition to the demands before them. Pure."""
+    """The demands that find no room beside the demands before them. `amounts` are all resources.
+    Pure."""
     left = dict(amounts)
     found = []
     for demand in demands:
@@ -324,8 +326,8 @@ def beyond(demands: Sequence[Demand], amounts: Mapping[str, float]) -> list[Dema
 
 
 def strategy(demand: Demand, machines: Sequence[Mapping[str, float]]) -> str:
-    """Ray's placement strategy for ranks on machines with these resources: all on one machine if
-    one is large enough, else on as few as possible. Pure."""
+    """Ray's placement strategy for the ranks of a replica. If one of the machines is large enough,
+    all ranks must be on one machine; otherwise on as few as possible. Pure."""
     return "STRICT_PACK" if any(not beyond([demand], machine) for machine in machines) else "PACK"
 
 
@@ -345,8 +347,8 @@ def one_line(error: BaseException) -> str:
 
 
 async def retried(what: str, work: Callable[[], Awaitable[T]]) -> T:
-    """The result of `work`, which is repeated while it raises an `OutriderError` or a
-    `ValueError`. `what` is for the log."""
+    """Calls `work` until it raises neither an `OutriderError` nor a `ValueError`. Returns its
+    result. `what` names the result in the log."""
     while True:
         try:
             return await work()
@@ -356,20 +358,21 @@ async def retried(what: str, work: Callable[[], Awaitable[T]]) -> T:
 
 
 OBJECT_STORE_BYTES = 100 * 2**20
-"""Size of Ray's object store. Small, as nothing large goes through Ray."""
+"""Size of Ray's object store. It is small, as no large objects go through Ray."""
 _TEMPORARY_BYTES_MAX = 16
-"""Most bytes of the temporary directory: Ray adds about 85 to a socket's path, of at most 107."""
+"""Longest path of the temporary directory, bytes. The path of a socket may have 107 bytes, and Ray
+appends about 85."""
 _RAY_FOLDER = "r"
-"""Ray's directory within the temporary one: Ray makes it accessible to all users (mode 0777), but
-the one around it is not (0700)."""
+"""Ray's directory inside a temporary one. Ray makes its own directory accessible to all users (mode
+0777). The temporary one around it has mode 0700."""
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
     # Avoids a warning about a later version of Ray.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # By default Ray's workers have a low priority; these serve requests.
+    # By default Ray's workers have a low priority. Ours serve requests.
     "RAY_worker_niceness": "0",
-    # Without these two, the workers' standard error is a file without a size limit.
+    # Without these two, the file of the workers' standard error has no size limit.
     "RAY_ROTATION_MAX_BYTES": str(LOG_BYTES_MAX),
     "RAY_ROTATION_BACKUP_COUNT": str(LOG_FILES_KEPT),
 }
@@ -381,22 +384,23 @@ _ANSWER_S = 5.0
 
 
 def hide(directory: Path, name: str, secret: str) -> Path:
-    """Writes a secret to a file of mode 0600 in a directory of mode 0700. (All users can read Ray's
-    directory, and the arguments of processes.)"""
+    """Writes a secret to a file of mode 0600 in a directory of mode 0700. Ray's own directory and
+    the arguments of processes would show it to all users."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_whole(directory / name, secret, 0o600)
     return directory / name
 
 
 class RayConnection:
-    """A connection to a Ray cluster: a local one, which it starts, or another one."""
+    """A connection to a Ray cluster. Starts and ends the cluster if it is local."""
 
     def __init__(
         self, address: str, namespace: str, secrets_at: Path | None = None,
         token: Path | None = None,
     ) -> None:  # fmt: skip
-        """`address` is HOST:PORT, empty = local. The `namespace` is the deployment's alone. The
-        token of a local cluster is stored in `secrets_at`; `token` is the file of another's."""
+        """`address` is HOST:PORT; empty = a local cluster. The `namespace` belongs to the
+        deployment alone. A local cluster's token is written to the directory `secrets_at`. `token`
+        is the file of another cluster's token."""
         self.local = not address
         self.namespace = namespace
         self._secrets_at = secrets_at
@@ -404,17 +408,17 @@ class RayConnection:
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._connected = False
         self._before = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
-        """The user's values, which `disconnect` restores."""
+        """The values that the user has set. `disconnect` restores them."""
         self.found = ""
         """HOST:PORT of the cluster, once connected."""
         self.token = token
-        """File of the token; None = Ray finds it, by RAY_AUTH_TOKEN_PATH and the like."""
+        """File of the token; None = Ray looks for it, in RAY_AUTH_TOKEN_PATH for example."""
 
     async def connect(self) -> None:
         """Starts a local cluster, or connects to the one at the address. Raises `ConfigError`."""
         await asyncio.to_thread(self._connect)
         if threading.current_thread() is threading.main_thread():
-            # Ray installs a handler below Python's that dumps a stack. This removes it.
+            # Ray has installed a C handler that dumps a stack. Setting Python's again removes it.
             signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
     def _connect(self) -> None:
@@ -426,7 +430,7 @@ class RayConnection:
         options: dict[str, Any] = {"address": self._address, "namespace": self.namespace}
         if self.local and self._secrets_at is not None:
             self._temporary = _short_directory()
-            # Needed, because Ray's processes always listen on all addresses of the machine.
+            # Ray's processes listen on all addresses of the machine, so they need a token.
             self.token = hide(self._secrets_at, TOKEN_FILE, secrets.token_hex(_BYTES))
             options |= {
                 "include_dashboard": False,
@@ -451,7 +455,7 @@ class RayConnection:
         self.found = str(ray.get_runtime_context().gcs_address)
 
     async def disconnect(self) -> None:
-        """Ends a local cluster with all its processes, or disconnects from another one."""
+        """Ends a local cluster and its processes, or disconnects from another cluster."""
         try:
             if self._connected:
                 import ray
@@ -466,7 +470,8 @@ class RayConnection:
 
 @contextmanager
 def _without_secrets() -> Iterator[None]:
-    """Removes variables with secrets, so that processes started within do not inherit them."""
+    """Removes the variables that hold secrets while the context lasts. Processes that start
+    meanwhile do not inherit them."""
     names = {one.variable for one in deployment_settings().values() if one.secret}
     hidden = {name: os.environ.pop(name) for name in names & os.environ.keys()}
     try:
@@ -476,8 +481,8 @@ def _without_secrets() -> Iterator[None]:
 
 
 def _short_directory() -> tempfile.TemporaryDirectory[str]:
-    """A new directory around Ray's that no other user can enter: in the usual temporary directory,
-    or in /tmp if that path is too long. Raises `ConfigError`."""
+    """A new directory for Ray that no other user can enter. It is in the usual temporary directory,
+    or if that path is too long, in /tmp. Raises `ConfigError`."""
     usual = tempfile.gettempdir()
     short = len(os.fsencode(usual)) <= _TEMPORARY_BYTES_MAX
     try:
@@ -493,7 +498,7 @@ def _short_directory() -> tempfile.TemporaryDirectory[str]:
 
 
 def use_token(path: Path) -> None:
-    """Makes this process, and those that it starts, use and require the token in a file."""
+    """This process, and the processes that it starts, then use and require the token in a file."""
     _set_variables({MODE: "token", PATH: str(path)})
 
 
@@ -501,7 +506,7 @@ def _set_variables(texts: dict[str, str]) -> None:
     for name in _VARIABLES:
         os.environ.pop(name, None)
     os.environ.update(texts)
-    if "ray" in sys.modules:  # Ray has read the variables, and perhaps another token, before.
+    if "ray" in sys.modules:  # Ray may have read other values, or another token, before.
         raylet: Any = importlib.import_module("ray._raylet")
         raylet.Config.initialize("")
         raylet.AuthenticationTokenLoader.instance().reset_cache()
@@ -509,8 +514,8 @@ def _set_variables(texts: dict[str, str]) -> None:
 
 def check_asks_for_token(address: str) -> None:
     """Calls the head (GCS) of a Ray cluster without a token. Raises `SettingError` unless the head
-    refuses: if it accepts, any process that reaches it can run code on every machine. Does nothing
-    if Ray uses TLS, which requires certificates."""
+    refuses the call. If it accepts, any process that reaches it can run code on every machine. Does
+    nothing if Ray uses TLS, because then callers need certificates."""
     import grpc
 
     if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):

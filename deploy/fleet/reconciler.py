@@ -1,17 +1,17 @@
-"""The reconciler, the actor that keeps a deployment in its wanted state, and its client. It
-outlives the process that started it. If it dies, Ray restarts it, and it takes over the existing
-replicas.
+"""The reconciler and its client. The reconciler is the actor that keeps a deployment in its wanted
+state. It outlives the process that started it. If it dies, Ray restarts it, and it takes over the
+existing replicas.
 
-| it knows | from |
+| the reconciler reads | from |
 | --- | --- |
 | the original settings | its arguments, which Ray keeps |
-| the existing replicas | Ray, by their names, and the replicas themselves |
-| the wanted numbers | Redis, from which only numbers are read |
+| which replicas exist | Ray, and the replicas |
+| the wanted numbers of replicas | Redis |
 | changed settings and bounds, and which trial ran | Ray's head (`Cluster.save`) |
 | the results of the trial | the coordinators |
 
-Changes of settings come only through Ray, whose callers need the cluster's token and may run code
-anyway, never through Redis.
+It reads only numbers from Redis. Settings change only by calls through Ray: such a caller has the
+cluster's token, and so may run any code anyway.
 """
 
 from __future__ import annotations
@@ -68,17 +68,17 @@ FIXED = {
     "num_drafts": _SCALE,
     "num_coordinators": _SCALE,
 }
-"""Settings that cannot change while a deployment runs, and why, or what to do instead."""
+"""Settings that cannot change while a deployment runs. The texts give the reason or another way."""
 SWITCHES = ("internal_tls_dir",)
-"""Settings that can change, but not be turned on or off."""
+"""Settings that can change, but cannot be turned on or off while a deployment runs."""
 SHARING = frozenset({"device", "target_num_gpus", "draft_num_gpus", "tensor_parallel_size",
                             "draft_tensor_parallel_size"})  # fmt: skip
-"""A change of one of these counts the cluster's GPUs again, and redistributes them."""
+"""If one of these settings changes, the cluster's GPUs are counted and distributed again."""
 
 
 Changes = tuple[dict[str, Value], float | None, tuple[str, float] | None]
-"""All changes since the deployment was started, by `outrider upgrade`; `cluster_gpus` of a
-`FleetSpec`, if they were counted again; draft model and share of the running trial."""
+"""All settings that `outrider upgrade` has changed; `FleetSpec.cluster_gpus`, or None if the GPUs
+have not been counted again; draft model and share of the running trial."""
 
 
 def changed(given: DeploymentConfig, changes: Mapping[str, Value]) -> DeploymentConfig:
@@ -95,8 +95,7 @@ def changed(given: DeploymentConfig, changes: Mapping[str, Value]) -> Deployment
                 "not call each other",
             )
     if changes.get("model", given.target.model) != given.target.model:
-        # The draft model was chosen for the old target.
-        del values["draft_model"]
+        del values["draft_model"]  # It was chosen for the old target.
     return configuration(values | dict(changes))
 
 
@@ -115,34 +114,35 @@ def differing(
 
 
 def _shared(values: Mapping[str, Value], gpus: float | None) -> float | None:
-    """The number of GPUs to distribute with these changes; `gpus` is the number so far."""
+    """The number of GPUs to distribute after these changes. `gpus` is the current number."""
     return gpus if SHARING.isdisjoint(values) else resources().get("GPU", 0.0)
 
 
 _log = logging.getLogger(__name__)
 
 AWAY_S = 60.0
-"""Ray restarts a reconciler within seconds; after this time it is considered lost."""
+"""Ray restarts a reconciler within seconds. After this time the reconciler counts as lost."""
 RETRY_PERIOD_S = 0.5
 """Time between two calls of a reconciler that does not answer."""
 NEWS_S = 10.0
-"""Longest wait for a new overview."""
+"""Longest wait for a change of the overview."""
 NEWS_PERIOD_S = 0.5
-"""Time between two looks for a new overview."""
+"""Time between two checks for such a change."""
 TRIAL_LOOK_S = 2.0
-"""Time between two looks at a trial."""
+"""Time between two checks of a trial."""
 TRIAL_CALL_S = 5.0
 """Time limit for a coordinator's answer about a trial."""
 END_TRIAL = "end it with `outrider upgrade --trial-share 0`"
 CHANGE_S = 900.0
-"""Time limit of a change: a model may have to be fetched."""
+"""Time limit of a change of settings, which may have to fetch a model."""
 
 
 class Reconciler(PlacedActor):
     """The actor around a `Fleet`."""
 
     def __init__(self, spec: FleetSpec, namespace: str) -> None:
-        """`namespace` is that of its actors. After a restart by Ray, it goes on by itself."""
+        """`namespace` is the Ray namespace of the deployment's actors. If Ray has restarted this
+        actor, supervision continues without a call of `start`."""
         import ray
 
         log_to(spec.log_directory, RECONCILER, spec.config.coordinator.log_level)
@@ -156,16 +156,15 @@ class Reconciler(PlacedActor):
         self._changes: Changes = {}, None, None
         self._report: TrialReport | None = None
         self._trial_over_at = math.inf
-        """End of the trial's time, by the loop's clock. The time begins when the trial's replica
-        serves."""
+        """End of the trial by the loop's clock; infinite until the trial's replica serves."""
         self._changing = asyncio.Lock()
         self._registry = RedisRegistry(redis, spec.deployment)
         self._cluster = Cluster(namespace, local=spec.local)
         self._fleet = Fleet(self._cluster, spec, self._registry)
         self._autoscaler = Autoscaler(self._registry, spec.config.autoscale)
         self._keeps = asyncio.Event()
-        """Set once it supervises the fleet (after a restart: with all changes), or could not start
-        it."""
+        """Set once the fleet is supervised, or its start has failed. After a restart the saved
+        changes are applied before that."""
         self._closing: asyncio.Task[None] | None = None
         self._upgrades = returns = ray.get_runtime_context().was_current_actor_reconstructed
         self._work: asyncio.Task[None] | None = None
@@ -174,13 +173,12 @@ class Reconciler(PlacedActor):
             self._work = asyncio.create_task(self._keep(returns=True))
 
     async def start(self) -> None:
-        """Starts all replicas, and supervises them. Raises as `Fleet.start`, and `SettingError` if
-        its machine lacks the password of Redis."""
+        """Starts all replicas and begins to supervise them. Raises as `Fleet.start`, and
+        `SettingError` if this machine lacks the password of Redis."""
         if self._work is None:
             if self._no_password is not None:
                 raise self._no_password
-            # Cleared first, as a restarted reconciler uses what is saved.
-            await self._cluster.save("")
+            await self._cluster.save("")  # An earlier deployment may have saved changes.
             self._work = asyncio.create_task(self._fleet.start())  # `close` may cancel it.
             try:
                 await self._work
@@ -191,8 +189,8 @@ class Reconciler(PlacedActor):
         await self._ready()
 
     async def _ready(self) -> None:
-        """Waits until it supervises the fleet. Raises the error of the start, but never as
-        `Unavailable`: callers would take the reconciler for away, and call again."""
+        """Waits until the fleet is supervised. Raises the error of the start. An `Unavailable` is
+        raised as another error, because `ReconcilerClient` repeats a call that is `Unavailable`."""
         await self._keeps.wait()
         try:
             if self._work is not None and self._work.done() and not self._work.cancelled():
@@ -201,7 +199,7 @@ class Reconciler(PlacedActor):
             raise OutriderError(f"the deployment did not start: {error}") from error
 
     async def want(self, counts: Mapping[Role, int]) -> AutoscaleConfig:
-        """Sets the wanted numbers of roles; returns the settings of autoscaling. Raises
+        """Sets the wanted numbers of these roles. Returns the settings of autoscaling. Raises
         `ConfigError` for impossible numbers, and `StoreUnavailable`."""
         await self._ready()
         for role, count in counts.items():
@@ -210,8 +208,8 @@ class Reconciler(PlacedActor):
         return self._autoscaler.config
 
     async def change(self, values: dict[str, Value]) -> AutoscaleConfig:
-        """Changes settings; returns the settings of autoscaling. Raises `ConfigError` for settings
-        that cannot work, and `Unavailable`; then nothing has changed."""
+        """Changes settings. Returns the settings of autoscaling. Changes nothing if it raises
+        `ConfigError` (for settings that cannot work) or `Unavailable`."""
         await self._ready()
         if not values:
             return self._autoscaler.config
@@ -233,7 +231,7 @@ class Reconciler(PlacedActor):
             fleet.settled(spec)
             if "draft_model" in values and "draft" in spec.demands:
                 wanted = await self._registry.wanted()
-                if not wanted.get("draft"):  # There were no draft replicas before.
+                if not wanted.get("draft"):  # The old settings had no draft replicas.
                     await self._registry.want({"draft": spec.counts["draft"]})
             await self._adopt_spec(spec, (changes, gpus, before[2]))
             _log.info("changed settings: %s", ", ".join(values))
@@ -248,14 +246,14 @@ class Reconciler(PlacedActor):
             await self._save(*before)
             raise
         if "draft" not in spec.demands:
-            with suppress(OutriderError):  # Only a metric reads this.
+            with suppress(OutriderError):  # A metric alone reads this number.
                 await self._registry.want({"draft": 0})
 
     async def begin_trial(self, values: dict[str, Value], share: float, seconds: float) -> None:
-        """Begins a trial: one replica with these settings gets a share of the new sessions, and all
-        get the settings if they are better. The replica is a draft, or a target if heads on the
-        target are tried. Idempotent. Raises as `change`, and `ConfigError` for settings that cannot
-        be tried."""
+        """Begins a trial. One replica with these settings gets a share of the new sessions. If its
+        sessions are faster, all replicas get the settings. The replica is a draft, or if a head on
+        the target is tried, a target. Idempotent. Raises as `change`, and `ConfigError` for
+        settings that cannot be tried."""
         await self._ready()
         async with self._changing:
             (changes, gpus, _), fleet = self._changes, self._fleet
@@ -281,7 +279,7 @@ class Reconciler(PlacedActor):
             _log.info("%s", self._report)
 
     async def end_trial(self) -> None:
-        """Ends the running trial, if there is one, without a change of settings."""
+        """Ends the running trial, if there is one. Settings stay as they are."""
         await self._ready()
         if (trial := self._fleet.trial) is not None:
             await self._decide(trial, False, "it was ended by `outrider upgrade --trial-share 0`")
@@ -294,9 +292,9 @@ class Reconciler(PlacedActor):
             try:
                 is_better, reason = await self._compare(trial)
                 await self._decide(trial, is_better, reason)
-            except Exception as error:  # noqa: BLE001 (the fleet continues; try again)
+            except Exception as error:  # noqa: BLE001 (try again; the fleet must be supervised)
                 known = isinstance(error, OutriderError)
-                _log.warning("the trial of a drafter continues: %s", error, exc_info=not known)
+                _log.warning("the trial cannot be compared: %s", error, exc_info=not known)
 
     async def _compare(self, trial: Trial) -> tuple[bool | None, str]:
         fleet, now = self._fleet, asyncio.get_running_loop().time()
@@ -315,11 +313,11 @@ class Reconciler(PlacedActor):
             *(one.leader.call("trial_sums", timeout_s=TRIAL_CALL_S) for one in serving),
             return_exceptions=True,
         )
-        told = [one for one in found if not isinstance(one, BaseException)]  # Others timed out.
+        told = [one for one in found if not isinstance(one, BaseException)]
         return judged(added(told, replica.name), now >= self._trial_over_at)
 
     async def _decide(self, trial: Trial, is_better: bool | None, reason: str) -> None:
-        """Updates the report of the trial, and ends the trial unless `is_better` is None."""
+        """Updates the report of the trial. Ends the trial unless `is_better` is None."""
         async with self._changing:
             if self._fleet.trial is not trial or self._report is None:
                 return
@@ -342,13 +340,12 @@ class Reconciler(PlacedActor):
             _log.info("%s", self._report)
 
     async def _plan(self, changes: Mapping[str, Value], gpus: float | None) -> FleetSpec:
-        """The spec with all changes together. Raises `ConfigError` for settings that cannot
-        work."""
+        """The spec with all changes. Raises `ConfigError` for settings that cannot work."""
         before = self._original
         given = changed(before.given, changes)
         if before.local:
             listeners(given)
-        # In a separate process, as this imports the model library.
+        # This imports the model library, so it runs in another process.
         config = await run_task(resolve_models, given)
         coordinator = config.coordinator.reaching(before.config.coordinator.redis)
         return plan_fleet(
@@ -362,23 +359,15 @@ class Reconciler(PlacedActor):
         self._changes = changes
 
     async def _restore(self) -> None:
-        """Applies the changes that the reconciler had saved before it was restarted. A trial ends:
-        its replica leaves."""
+        """Applies the changes that a reconciler had saved before it died. If a trial ran, it ends:
+        its replica leaves. Raises `ValueError` for a text of another release."""
         if text := await self._cluster.saved():
-            match json.loads(text):
-                case [
-                    dict() as values,
-                    None | int() | float() as gpus,
-                    None | [str(), int() | float()] as tried,
-                ]:
-                    self._use(await self._plan(values, gpus))
-                    self._changes = values, gpus, None
-                    if tried is not None:
-                        await self._save(values, gpus, None)
-                        model, share = tried
-                        self._report = TrialReport(model, share, "not taken", "the reconciler died")
-                case _:
-                    raise ValueError("the saved changes are not of this release")
+            values, gpus, tried = json.loads(text)
+            self._use(await self._plan(values, gpus))
+            self._changes = values, gpus, None
+            if tried is not None:
+                await self._save(values, gpus, None)
+                self._report = TrialReport(*tried, "not taken", "the reconciler died")
 
     def _use(self, spec: FleetSpec) -> None:
         log_at(spec.config.coordinator.log_level)
@@ -390,7 +379,8 @@ class Reconciler(PlacedActor):
         return self._fleet.spec
 
     async def overview(self, seen: Overview | None = None) -> Overview:
-        """The overview, once it differs from `seen` or after `NEWS_S`. Raises as `_ready`."""
+        """The overview. Waits until it differs from `seen`, at most `NEWS_S`. Raises as
+        `_ready`."""
         await self._ready()
         loop = asyncio.get_running_loop()
         until = loop.time() + NEWS_S
@@ -414,11 +404,11 @@ class Reconciler(PlacedActor):
         return found
 
     async def ends(self) -> bool:
-        """Whether `close` was called, so that there is nothing to take over."""
+        """Whether `close` was called. Then no new process can take the deployment over."""
         return self._closing is not None
 
     async def close(self) -> None:
-        """Cancels its work and ends all replicas, even if the caller goes away. Idempotent:
+        """Stops supervising and ends all replicas, even if the caller dies meanwhile. Idempotent:
         concurrent callers await the same end."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
@@ -444,7 +434,7 @@ class Reconciler(PlacedActor):
                 await self._fleet.adopt()
             self._keeps.set()
             await asyncio.gather(self._fleet.run(), self._autoscaler.run(), self._watch_trials())
-        except Exception:  # noqa: BLE001 (whatever it is, a restart may help)
+        except Exception:  # noqa: BLE001 (a restart may help)
             _log.exception("the fleet is no longer supervised; restarting")
             await asyncio.sleep(FIRST_REST_S)
             os._exit(1)  # Ray restarts it.
@@ -457,8 +447,8 @@ def start_reconciler(spec: FleetSpec, namespace: str) -> Actor:
 
 
 async def find_reconciler(namespace: str) -> Actor | None:
-    """The reconciler of a deployment, if there is one. Raises `Unavailable` if Ray's head does not
-    answer."""
+    """The reconciler in this namespace, if there is one. Raises `Unavailable` if Ray's head does
+    not answer."""
     import ray
 
     with asking_head(), suppress(ValueError):
@@ -469,8 +459,8 @@ async def find_reconciler(namespace: str) -> Actor | None:
 
 @asynccontextmanager
 async def connect_reconciler(where: DeploymentLocation) -> AsyncIterator[ReconcilerClient]:
-    """Connects to the cluster while the context lasts. Raises `SettingError` if it cannot be
-    reached."""
+    """A client of a deployment's reconciler, connected to the Ray cluster while the context lasts.
+    Raises `SettingError` if the cluster cannot be reached."""
     connection = RayConnection(where.address, namespace_of(where.deployment), token=where.token)
     try:
         await connection.connect()
@@ -480,20 +470,21 @@ async def connect_reconciler(where: DeploymentLocation) -> AsyncIterator[Reconci
 
 
 class ReconcilerClient:
-    """Calls a reconciler, and retries while it is being restarted, for at most `away_s`."""
+    """Calls a reconciler. Repeats a call while Ray restarts it, for at most `away_s`."""
 
     def __init__(self, namespace: str, away_s: float = AWAY_S) -> None:
         self._namespace = namespace
         self._away_s = away_s
 
     async def call(self, method: str, *arguments: object, timeout_s: float | None = AWAY_S) -> Any:
-        """Calls a method, perhaps repeatedly. Raises the method's errors, and `Unavailable` if
-        there is no reconciler, it does not answer within `timeout_s`, or is away for too long."""
+        """Calls a method, perhaps more than once. Raises the method's errors, and `Unavailable` if
+        the reconciler does not exist, does not answer within `timeout_s`, or is away for
+        `away_s`."""
         loop = asyncio.get_running_loop()
         give_up_at = None
         while True:
             try:
-                found = await find_reconciler(self._namespace)  # It may have been replaced.
+                found = await find_reconciler(self._namespace)  # Ray may have replaced it.
                 if found is not None:
                     return await found.call(method, *arguments, timeout_s=timeout_s)
             except Unavailable as error:

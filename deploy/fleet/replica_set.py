@@ -1,12 +1,12 @@
-"""The replicas of a deployment: keeps as many as are wanted, and replaces those that die.
+"""The replicas of a deployment: starts missing ones, ends surplus ones, replaces dead ones.
 
-| a replica that | is | when |
+| a replica | is | when |
 | --- | --- | --- |
-| is missing | placed and started | at once; with growing delays while that fails |
-| dies (any of its ranks) | removed, and then counts as missing | at once |
-| is not wanted | drained and stopped | once it gets no more items, at most after `stop_timeout_s` |
+| that is missing | placed and started | at once; after failures, with growing delays |
+| of which a rank has died | removed; then it is missing | at once |
+| that is surplus | drained and stopped | after a pause in its items, or after `stop_timeout_s` |
 
-The wanted numbers are in Redis, where coordinators read them too.
+Redis stores the wanted number of replicas of each role. Coordinators read these numbers too.
 """
 
 import asyncio
@@ -34,23 +34,24 @@ from .trial import PLAN, Trial, TrialReport
 _log = logging.getLogger(__name__)
 
 ERROR_GRACE_S = 2.0
-"""After one rank fails to start, how long to wait for a more telling error of another rank."""
+"""Time to wait for the errors of other ranks after one rank has failed to start. They may tell
+more."""
 STOP_CALL_TIMEOUT_S = 5.0
-"""How long an actor may take to stop, beyond the time for running requests."""
+"""Time that an actor may take to stop after its running requests have ended."""
 SILENCE_S = 30.0
-"""Time limit for an actor's answer about its state. Ray reports a dead actor at once, but waits
-while a machine is paused."""
+"""Time limit for an actor's answer about its state. Ray reports a dead actor at once, but says
+nothing about an actor on a paused machine."""
 QUIET_S = 1.0
-"""A leaving replica that got no items for this time is drained."""
+"""A leaving replica that has received no items for this time is drained."""
 LOOK_PERIOD_S = 0.5
-"""Time between two looks at the wanted numbers."""
+"""Time between two reads of the wanted numbers."""
 FIRST_REST_S = 1.0
-"""Delay before a replica that failed to start, or died, is started again; doubles each time."""
+"""Delay before the first retry of a failed start. Each further failure doubles the delay."""
 REST_S_MAX = 30.0
 STABLE_S = 30.0
-"""A replica that dies after serving for this time does not count as a failed start."""
+"""The death of a replica counts as a failed start, unless the replica has served for this time."""
 HOPELESS_AFTER = 4
-"""Consecutive failures after which a role without replicas is hopeless."""
+"""After this many consecutive failures, a role without replicas is hopeless."""
 
 
 ROLLING: tuple[Role, ...] = ("draft", "target", "coordinator")
@@ -66,45 +67,45 @@ class ReplicaView:
     address: str
     """HOST:PORT; empty while it does not serve."""
     leaves: bool = False
-    """Whether it gets no new work, and will end."""
+    """Whether it gets no new work and will end."""
     stale: bool = False
-    """Whether it was started with other settings than the current ones."""
+    """Whether its settings differ from the current ones."""
     places: tuple[Place, ...] = ()
-    """Places of its ranks, the serving rank first; empty while it does not serve."""
+    """Places of its ranks, with the serving rank first; empty while it does not serve."""
     http_address: str = ""
     """HOST:PORT of a coordinator's HTTP server, if it has one."""
     on_trial: bool = False
-    """If so, it does not count as one of the wanted replicas, and is never stale."""
+    """Whether it tries a drafter. Then it is not one of the wanted replicas, and is never stale."""
 
 
 @dataclass(frozen=True)
 class Overview:
-    """All replicas, the oldest first, and the wanted numbers."""
+    """The state of a deployment. Replicas are ordered by age, the oldest first."""
 
     wanted: Mapping[Role, int]
     replicas: tuple[ReplicaView, ...]
     hopeless: Role | None
-    """A role that requests need, but that has no replica and cannot start one."""
+    """A role that requests need, that has no replica, and whose replicas fail to start."""
     upgrades: bool = False
-    """Whether an upgrade is still running."""
+    """Whether an upgrade is running."""
     failures: tuple[str, ...] = ()
-    """Why missing replicas did not start."""
+    """Errors of replicas that did not start."""
     trial: TrialReport | None = None
-    """Report of the running trial, or of the last one since the reconciler was started."""
+    """Report of the running trial, or of the last one since the reconciler started."""
 
     def of(self, role: Role) -> list[ReplicaView]:
         """The replicas of a role."""
         return [one for one in self.replicas if one.role == role]
 
     def late(self, what: str, after_s: float) -> Unavailable:
-        """The error "not `what` after ... s", with the reason if it is known."""
+        """The error of a command that has waited for `after_s`, with the reasons if known."""
         reasons = "; ".join(self.failures) or "see `outrider status` and the logs that it names"
         return Unavailable(f"not {what} after {after_s:g} s: {reasons}")
 
     @property
     def num_stale(self) -> int:
-        """Replicas that an upgrade still has to replace. Each counts until it has ended and a
-        replica with the current settings serves in its place."""
+        """How many replicas the upgrade still has to replace. A replica counts until it has ended
+        and its replacement serves."""
         if not self.upgrades:
             return 0
         total = 0
@@ -117,23 +118,21 @@ class Overview:
         return total
 
     def addresses(self, role: Role, *, http: bool = False) -> list[str]:
-        """The gRPC or HTTP addresses of a role's replicas that are not leaving, the oldest
-        first."""
+        """The gRPC or HTTP addresses of a role's replicas that are not leaving."""
         found = [
             one.http_address if http else one.address for one in self.of(role) if not one.leaves
         ]
-        # While a coordinator replaces another one, both have the same address.
+        # A coordinator has the same address as the coordinator that it replaces.
         return list(dict.fromkeys(filter(None, found)))
 
 
 class Replica:
-    """One replica: the actor that serves (rank 0), and those of its other ranks."""
+    """One replica. Its actor of rank 0 serves."""
 
     def __init__(self, role: Role, age: int, slot: int, plan: str) -> None:
-        """`age` is its number among all replicas that the deployment ever started; `slot` its
-        number among the current replicas of its role; `plan` identifies its settings."""
+        """`age` counts all replicas that the deployment has ever started. `slot` is a number among
+        the current replicas of the role. `plan` identifies the replica's settings."""
         self.role: Role = role
-        self.age = age
         self.name = f"{role}-{age}"
         self.slot = slot
         self.plan = plan
@@ -142,11 +141,13 @@ class Replica:
         """HOST:PORT, once it serves."""
         self.http_address = ""
         self.leaves = False
+        self.task: asyncio.Task[None] | None = None
+        """Starts and watches the replica, or ends it."""
 
     @classmethod
     async def adopted(cls, name: str, ranks: Sequence[Actor]) -> Self | None:
-        """The replica of existing actors, which were started before the reconciler was restarted;
-        None if it does not serve with all its ranks."""
+        """The replica whose actors a reconciler started before it died. None if the replica does
+        not serve, or lacks a rank."""
         if ranks[0].rank:
             return None
         found: Engagement
@@ -170,7 +171,7 @@ class Replica:
         return self.ranks[0]
 
     def view(self, plan: str) -> ReplicaView:
-        """Its public state; `plan` is the current one."""
+        """Its public state. `plan` is the current plan of its role."""
         return ReplicaView(
             self.name, self.role, self.address, self.leaves,
             stale=self.plan != plan and not self.on_trial,
@@ -202,7 +203,8 @@ class Replica:
         self.address, self.http_address = found.address, found.http_address
 
     async def ended(self) -> OutriderError | None:
-        """Waits until any of its ranks ends; returns the error, or None if it was stopped."""
+        """Waits until one of its ranks ends. Returns the error of that rank, or None if the rank
+        was stopped."""
         waiting = [asyncio.create_task(actor.call("wait")) for actor in self.ranks]
         try:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -217,8 +219,8 @@ class Replica:
         return errors[0] if errors else None
 
     async def drain(self, timeout_s: float) -> None:
-        """Announces that it leaves, and waits at most `timeout_s` until it gets no more items. A
-        coordinator is not drained: its sessions end while it stops."""
+        """Announces that the replica leaves. Then waits until it receives no more items, for at
+        most `timeout_s`. A coordinator is not drained, as its sessions end when it stops."""
         if self.role == "coordinator":
             return
         try:
@@ -240,7 +242,7 @@ class Replica:
 
 
 def close_timeout_s(grace_s: float) -> float:
-    """Time limit for ending all replicas in order: first the coordinators, then the others."""
+    """Time limit for ending all replicas: first the coordinators, then the others."""
     return 2 * (grace_s + STOP_CALL_TIMEOUT_S) + STOP_CALL_TIMEOUT_S
 
 
@@ -258,8 +260,8 @@ async def _stop(actor: Actor, grace_s: float) -> None:
 
 
 async def _all_or_error(*work: Awaitable[Any]) -> None:
-    """Waits for all; raises when one fails. If others fail within `ERROR_GRACE_S`, prefers a
-    `ConfigError`, as ranks also end because another rank ended."""
+    """Waits until all succeed or one fails. After a failure waits `ERROR_GRACE_S` for others, and
+    raises a `ConfigError` if there is one: the first error may be a rank's that lost a peer."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -272,7 +274,7 @@ async def _all_or_error(*work: Awaitable[Any]) -> None:
 
 
 def raise_first(results: Sequence[object]) -> None:
-    """Raises the first error among the results, a `ConfigError` before others."""
+    """Raises the first `ConfigError` among the results, or else the first error, if any."""
     errors = [result for result in results if isinstance(result, BaseException)]
     for error in sorted(errors, key=lambda error: not isinstance(error, ConfigError)):
         raise error
@@ -288,13 +290,15 @@ def next_steps(
     """The roles of replicas to start, and the names of replicas that must leave. Pure. `fleet` is
     ordered by age, the oldest first.
 
-    Missing replicas are started, except of roles that are `held_back`. If there are too many,
-    replicas that do not serve yet leave first, then stale ones, then the youngest.
+    A missing replica is started, unless its role is `held_back`. Of surplus replicas, those that
+    do not serve yet leave first, then stale ones, then the youngest.
 
-    If none is missing, stale replicas are replaced one by one, role by role: a new one is started,
-    and the stale one leaves when the new one serves. For roles `in_place`, the stale one leaves
-    first, and another one is started when it has ended. A `crowded` role has no room for
-    missing replicas, so there a stale one leaves first, too, unless it is the role's last."""
+    If no replica is missing, stale replicas are replaced one by one, role by role. A new replica is
+    started, and a stale one leaves when the new one serves. In a role `in_place`, the stale replica
+    leaves first, and the new one is started after its end.
+
+    A `crowded` role has no room for its missing replicas. A stale one leaves to make room for
+    them, unless it is the last of its role."""
     starts: list[Role] = []
     leaves: list[str] = []
     stale = {one.role for one in fleet if one.stale and not one.leaves}
@@ -309,7 +313,7 @@ def next_steps(
             elif num_more > 0 and role in crowded and len(stay) > 1:
                 num_more = -1
         elif role == rolled and num_more < 0:
-            num_more += 1  # The surplus one replaces a stale one.
+            num_more += 1  # The surplus replica is the replacement of a stale one.
         makes_room = any(one.role == role and one.stale and one.leaves for one in fleet)
         is_held = role in held_back or (role in in_place and makes_room)
         if num_more > 0 and not is_held:
@@ -320,7 +324,7 @@ def next_steps(
 
 
 class Trouble:
-    """Failures of a role since its wanted number or the settings changed."""
+    """The failures of a role since its wanted number or its settings changed."""
 
     def __init__(self) -> None:
         self.num_failures = 0
@@ -328,12 +332,12 @@ class Trouble:
         self.not_before = 0.0
         """Earliest time of the next start."""
         self.reason = ""
-        """Why the last start failed; empty after a successful one."""
+        """Why the last start failed; empty if it succeeded."""
         self.crowded = False
-        """Whether there was no room for another replica: a stale one must leave first."""
+        """Whether the cluster had no room for another replica, so that a stale one must leave."""
         self.made_way = False
-        """Whether a stale replica has left to make room, and no new one has served since. If so,
-        no other stale one leaves, as the new one may never serve."""
+        """Whether a stale replica has left to make room, and no new one has served since. Until one
+        serves, no other stale replica leaves: new ones may fail to start."""
 
 
 class Fleet:
@@ -348,25 +352,23 @@ class Fleet:
         self._num_started = 0
         self._troubles = {role: Trouble() for role in ROLES}
         self.trial: Trial | None = None
-        """The running trial, with one replica beside the wanted ones."""
+        """The running trial. Its replica is not one of the wanted ones."""
         self.trial_failure = ""
-        """Why that replica did not start, or died."""
+        """Why the trial's replica did not start, or how it died."""
         self._ports: dict[int, dict[str, int]] = {}
-        """The ports of the last replica in each slot, for the role that keeps its ports."""
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        """The task that starts and watches each replica, or ends it, by name."""
+        """By slot, the ports of the last coordinator in it; see `FleetSpec.keeps_ports`."""
         self._changed = asyncio.Event()
 
     @property
     def replicas(self) -> list[Replica]:
+        """All replicas, the oldest first."""
         return list(self._replicas.values())
 
     def views(self) -> tuple[ReplicaView, ...]:
-        """The public states of all replicas, the oldest first."""
-        return tuple(one.view(self.spec.plans[one.role]) for one in self._replicas.values())
+        return tuple(one.view(self.spec.plans[one.role]) for one in self.replicas)
 
     def of(self, role: Role) -> list[Replica]:
-        return [one for one in self._replicas.values() if one.role == role]
+        return [one for one in self.replicas if one.role == role]
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -374,18 +376,14 @@ class Fleet:
 
     @property
     def hopeless(self) -> Role | None:
-        """A role that requests need, but that has no replica and fails to start one."""
-        return next(
-            (
-                role for role in ("target", "coordinator")
-                if self._troubles[role].num_failures >= HOPELESS_AFTER and not self.of(role)
-            ),
-            None,
-        )  # fmt: skip
+        """See `Overview.hopeless`."""
+        roles: tuple[Role, ...] = ("target", "coordinator")
+        failing = (role for role in roles if self._troubles[role].num_failures >= HOPELESS_AFTER)
+        return next((role for role in failing if not self.of(role)), None)
 
     async def start(self) -> None:
-        """Starts the first replicas, the coordinators once the others serve. Raises the first error
-        (a `ConfigError` before others), errors of `Cluster.place`, and `StoreUnavailable`."""
+        """Starts the first targets and drafts, and when these serve, the coordinators. Raises the
+        errors of replicas and of `Cluster.place`, and `StoreUnavailable`."""
         await self._registry.want(self.wanted)
         self._num_started = await self._registry.started()
         replicas = [
@@ -405,8 +403,8 @@ class Fleet:
         self.spec = self.settled(self.spec)
 
     async def adopt(self) -> None:
-        """Takes over the replicas after a restart of the reconciler. Those that do not serve yet
-        are ended, and started again."""
+        """Takes over the existing replicas, after a restart of the reconciler. Ends replicas that
+        do not serve yet; they are missing then."""
         there = await self._cluster.replicas()
         found = await asyncio.gather(*map(Replica.adopted, there, there.values()))
         by_age = {role_and_age(name)[1]: name for name in there}
@@ -420,35 +418,35 @@ class Fleet:
                 await self._cluster.remove(there[name])
         self._num_started = max(by_age, default=-1) + 1
         await self._cluster.free_groups(self._replicas)
-        await retried("what is wanted", self._recall)
+        await retried("the wanted numbers", self._recall)
         try:
             self.spec = self.settled(self.spec)
         except ConfigError as error:  # The existing replicas serve anyway.
             _log.error("new replicas may not be reachable: %s", error)
-        _log.info("taken over: %s", ", ".join(self._replicas) or "nothing")
+        _log.info("replicas taken over: %s", ", ".join(self._replicas) or "none")
 
     async def _recall(self) -> None:
-        """Reads the wanted numbers, and how many replicas were ever started. New replicas must wait
-        for this: without Redis they could not register, and their names might not be unique."""
+        """Reads the wanted numbers, and how many replicas were ever started. Before that, no
+        replica may be started: its name might not be unique."""
         wanted, num_started = await self._registry.wanted(), await self._registry.started()
         there = Counter(one.role for one in self.replicas if not one.on_trial)
         self.wanted = self.spec.bounded(self.wanted | there | wanted)
         self._num_started = max(self._num_started, num_started)
 
     def settled(self, spec: FleetSpec) -> FleetSpec:
-        """The spec for the machines of the replicas. Raises `SettingError` if it does not fit."""
+        """The spec, settled for the machines of the replicas; see `FleetSpec.settled`."""
         return spec.settled([
             (one.role, actor.place.node) for one in self.replicas for actor in one.ranks
         ])  # fmt: skip
 
     def use(self, spec: FleetSpec) -> None:
-        """Changes the spec; replicas that it changes are replaced one by one. Raises what
-        `settled` raises."""
+        """Changes the spec. Replicas whose plan differs from the new one are replaced one by one.
+        Raises as `settled`."""
         self.spec = self.settled(spec)
         self._forget_troubles()
 
     def try_out(self, trial: Trial | None) -> None:
-        """Begins a trial, or with None ends the running one, whose replica then leaves."""
+        """Begins a trial. None ends the running trial: its replica leaves."""
         self.trial, self.trial_failure = trial, ""
         self._changed.set()
 
@@ -459,8 +457,8 @@ class Fleet:
         return next((one for one in self.replicas if one.plan == plan and not one.leaves), None)
 
     def _is_tried(self, one: Replica) -> bool:
-        """Whether a replica on trial stays. If its settings were adopted, it stays until another
-        replica with these settings serves."""
+        """Whether a replica on trial stays. If the deployment has adopted its settings, it stays
+        until another replica with these settings serves."""
         plan = self.spec.plans[one.role]
         is_taken = one.plan == PLAN + plan and self.wanted[one.role] > 0
         serves = any(other.address and other.plan == plan for other in self.of(one.role))
@@ -471,7 +469,7 @@ class Fleet:
         self._changed.set()
 
     async def run(self) -> None:
-        """Keeps the wanted numbers of replicas."""
+        """Keeps as many replicas as are wanted."""
         for one in self.replicas:
             self._follow(one)
         while True:
@@ -512,19 +510,18 @@ class Fleet:
             self._follow(one)
 
     def _follow(self, one: Replica) -> None:
-        before = self._tasks.get(one.name)
-        work = self._leave(one, before) if one.leaves else self._live(one)
-        self._tasks[one.name] = asyncio.create_task(work)
+        work = self._leave(one, one.task) if one.leaves else self._live(one)
+        one.task = asyncio.create_task(work)
 
     async def close(self) -> None:
         """Stops all replicas, coordinators first."""
-        tasks = list(self._tasks.values())
+        tasks = [one.task for one in self.replicas if one.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         grace_s = self.spec.config.stop_timeout_s
         for roles in (("coordinator",), ("target", "draft")):
-            going = [one for one in self._replicas.values() if one.role in roles]
+            going = [one for one in self.replicas if one.role in roles]
             await asyncio.gather(*(one.stop(grace_s) for one in going))
         self._replicas.clear()
 
@@ -535,15 +532,15 @@ class Fleet:
         return one
 
     def _free_slot(self, role: Role) -> int:
-        """The lowest free slot. For a role that keeps its ports, the slot of the stale replica that
+        """The lowest free slot. In a role that keeps its ports, the slot of the stale replica that
         leaves next, if there is one."""
         taken, stale = set(), []
         for one in self.of(role):
             if self.spec.keeps_ports(role) and one.plan != self.spec.plans[role]:
-                stale.append(one.slot)  # Oldest first; reversed below: the youngest leaves first.
+                stale.append(one.slot)
             else:
                 taken.add(one.slot)
-        left = [slot for slot in reversed(stale) if slot not in taken]
+        left = [slot for slot in reversed(stale) if slot not in taken]  # The youngest leaves first.
         return left[0] if left else min({*range(len(taken) + 1)} - taken)
 
     def _spec_of(self, one: Replica) -> FleetSpec:
@@ -559,7 +556,7 @@ class Fleet:
         ports: Mapping[str, int] = {}
         if spec.keeps_ports(one.role):
             ports = self._ports.get(one.slot, ports)
-            if not takes_over:  # If another program has taken them, the next try uses others.
+            if not takes_over:  # Another program may have taken these ports. Do not retry them.
                 self._ports.pop(one.slot, None)
         config = spec.replica_config(
             one.role, one.name, one.slot, takes_over=takes_over, ports=ports
@@ -579,7 +576,7 @@ class Fleet:
             }  # fmt: skip
 
     async def _live(self, one: Replica) -> None:
-        """Starts a replica unless it serves, watches it until it ends, and removes it."""
+        """Starts a replica unless it serves already, watches it until it ends, and removes it."""
         loop = asyncio.get_running_loop()
         began, is_its_own, reason = math.inf, True, ""
         try:
@@ -624,7 +621,8 @@ class Fleet:
         self._changed.set()
 
     async def _leave(self, one: Replica, life: asyncio.Task[None] | None) -> None:
-        """Drains and ends a replica; one that does not serve yet ends at once."""
+        """Drains and ends a replica. A replica that does not serve yet ends at once. `life` is the
+        task that has started or watched it."""
         grace_s = self.spec.config.stop_timeout_s
         if life is not None:
             life.cancel()
@@ -639,29 +637,27 @@ class Fleet:
         await self._remove(one)
 
     async def _remove(self, one: Replica) -> None:
-        """Removes a replica's actors, and then frees its slot and ports."""
+        """Removes a replica's actors. After that its slot and ports are free."""
         one.address = one.http_address = ""
         try:
             await self._cluster.remove(one.ranks)
         finally:
             self._replicas.pop(one.name, None)
-            if self._tasks.get(one.name) is asyncio.current_task():  # Not if `_leave` took over.
-                del self._tasks[one.name]
             self._changed.set()
 
     async def _hear_wanted(self) -> None:
-        """Reads the wanted numbers. Writes them if the registry has none, or lost them; always
-        writes how many replicas were started, as the registry may lose the latest number."""
+        """Reads the wanted numbers, and writes those that Redis lacks. Also writes how many
+        replicas were started, because Redis may have lost the latest number."""
         try:
             wanted = await self._registry.wanted()
             if wanted.keys() != self.wanted.keys():
                 await self._registry.want(self.wanted | wanted)
             await self._registry.note_started(self._num_started)
         except OutriderError as error:
-            _log.info("the wanted numbers stay: %s", error)
+            _log.info("the wanted numbers cannot be read: %s", error)
             return
         found = self.spec.bounded(self.wanted | wanted)
         if found != self.wanted:
-            _log.info("wanted: %s", ", ".join(f"{role}={found[role]}" for role in ROLES))
+            _log.info("wanted numbers: %s", ", ".join(f"{role}={found[role]}" for role in ROLES))
             self.wanted = found
             self._forget_troubles()

@@ -1,4 +1,4 @@
-"""What each replica of a deployment gets: its configuration, its resources and its device. Pure."""
+"""The configuration, resources and device of each replica of a deployment. Pure."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ ACTORS: Mapping[Role, type] = {
 
 @dataclass(frozen=True)
 class FleetSpec:
-    """What the replicas of each role get."""
+    """The configuration and resources of the replicas of each role."""
 
     config: DeploymentConfig
-    """The configuration with models' files, devices and GPUs resolved."""
+    """The configuration with directories of models, devices and GPUs filled in."""
     given: DeploymentConfig
-    """The configuration as given by the user."""
+    """The configuration as the user gave it."""
     cluster_gpus: float
-    """GPUs of the whole cluster, when they were distributed."""
+    """Number of the cluster's GPUs at the time when they were distributed."""
     demands: Mapping[Role, Demand]
-    """Resources of each role's replicas; without drafts if the target or a look-up drafts."""
+    """Resources of each role's replicas. Has no drafts if the target or a look-up drafts."""
     plans: Mapping[Role, str]
-    """Identifies the settings of each role's replicas; independent of where they are placed."""
+    """A hash of the settings of each role's replicas. It does not depend on their machines."""
     deployment: str
     """Its name in Redis."""
     log_directory: str
-    """See `log_to`."""
+    """Directory of the replicas' logs, or where else `log_to` writes them."""
     local: bool
-    """Whether all replicas share one machine, its ports and its cores."""
+    """Whether all replicas share one machine, with its ports and cores."""
 
     @property
     def counts(self) -> dict[Role, int]:
@@ -67,8 +67,8 @@ class FleetSpec:
         }
 
     def bounded(self, counts: Mapping[Role, int]) -> dict[Role, int]:
-        """Counts limited to what is possible: at least one target and one coordinator, and no draft
-        if the target or the coordinators draft."""
+        """The nearest possible counts: at least one target and one coordinator, and no draft if the
+        target or the coordinators draft."""
         return {
             role: min(max(counts[role], LEAST[role]), REPLICAS_MAX) if role in self.demands else 0
             for role in ROLES
@@ -87,14 +87,14 @@ class FleetSpec:
             raise ConfigError(f"{role}={count}: it must be {LEAST[role]} to {REPLICAS_MAX}")
 
     def replaced_in_place(self, role: Role) -> bool:
-        """Whether a replica ends before its replacement starts. So do coordinators on one machine
-        with a port for metrics, which two processes cannot share."""
+        """Whether a replica must end before its replacement starts. This is so for coordinators on
+        one machine that have a port for metrics: two processes cannot share it."""
         telemetry = self.config.coordinator.telemetry
         return self.keeps_ports(role) and bool(Destination.parse(telemetry).prometheus_port)
 
     def keeps_ports(self, role: Role) -> bool:
-        """Whether a replica gets the ports of the one that it replaces. So do coordinators on one
-        machine, whose ports callers know."""
+        """Whether a replica gets the ports of the replica that it replaces. This is so for
+        coordinators on one machine, because callers know their ports."""
         return role == "coordinator" and self.local
 
     def replica_config(
@@ -106,9 +106,9 @@ class FleetSpec:
         takes_over: bool = False,
         ports: Mapping[str, int] = MappingProxyType({}),
     ) -> Any:
-        """The configuration of a replica; `slot` is its number among those of its role. It
-        `takes_over` if another replica still has that slot. `ports`, by key, replace ports set to
-        any free one. Raises `SettingError` for a port beyond the last."""
+        """The configuration of a replica. `slot` is its number among the replicas of its role; if
+        another replica still has this slot, it `takes_over`. `ports` by key are used where the
+        setting is 0 (any free port). Raises `SettingError` for a port above `PORT_MAX`."""
         own: Any = getattr(self.config, role)
         slot = slot if self.local else 0
         member = Membership(
@@ -130,8 +130,8 @@ class FleetSpec:
         return replace(own, **changes)
 
     def settled(self, placed: Sequence[tuple[Role, str]]) -> FleetSpec:
-        """The spec with the settings that depend on the machine of each actor. Raises
-        `SettingError` for servers that other machines could not reach."""
+        """The spec with the settings that depend on where actors are `placed` (their role and
+        machine). Raises `SettingError` if one machine cannot reach the servers of another."""
         config = self.config
         nodes = {node for _, node in placed}
         if len(nodes) > 1 and is_loopback(config.target.host):
@@ -161,11 +161,12 @@ def plan_fleet(
     *,
     local: bool,
 ) -> FleetSpec:
-    """The spec of a deployment. `found` is `given` with the models' files and Redis; `amounts` are
-    the cluster's resources. Distributes GPUs unless the configuration does: one for each rank of a
-    model, or an equal fraction if there are fewer. On one machine, targets share the cores unless
-    their number of threads is set. Raises `SettingError` for a GPU device without a GPU, and for
-    several ranks without a model."""
+    """The spec of a deployment. `found` is `given` with the directories of models and the address
+    of Redis. `amounts` are the cluster's resources.
+
+    By default each rank of a model gets one GPU, or if there are too few, an equal fraction of one.
+    By default targets on one machine divide its cores. Raises `SettingError` for a GPU device
+    without a GPU, and for several ranks without a model."""
     target, draft, coordinator = found.target, found.draft, found.coordinator
     runs_model = target.emulated is None
     drafts = draft.drafter.model is not None
@@ -177,7 +178,7 @@ def plan_fleet(
             raise SettingError(key, f"{num_ranks} given, but there is no model to divide")
     num_ranks = target.tensor_parallel_size * found.num_targets
     if local and found.num_targets > 1 and runs_model and not target.num_threads:
-        # By default, each target would use all cores.
+        # Otherwise each target would use all cores.
         target = replace(target, num_threads=max(1, available_cores() // num_ranks))
     default_gpus, cluster_gpus = 0.0, amounts.get("GPU", 0.0)
     if cluster_gpus > 0 and runs_model:
@@ -203,8 +204,8 @@ def plan_fleet(
         del demands["draft"]
     config = replace(found, **parts)
     reads = draft.drafter.model is not None and draft.drafter.model.reads_features
-    # Coordinators learn from the first replicas that they find how drafting works. So if that
-    # changes, they are replaced, after the others.
+    # A coordinator learns from the first replicas that it finds which role drafts. If that changes,
+    # coordinators are replaced after the other roles.
     beside: dict[Role, Any] = {"coordinator": (drafts, draft.drafter.on_target is None, reads)}
     plans = {
         role: hashlib.blake2b(
@@ -220,7 +221,7 @@ def plan_fleet(
 
 
 def _preload(service: CoordinatorConfig | TargetConfig | DraftConfig) -> str:
-    """See `Demand.preload`. vLLM on CPUs allocates memory in every step; with tcmalloc eight
+    """See `Demand.preload`. vLLM on CPUs allocates memory in every step. With tcmalloc, eight
     sessions of the demo target decode 6 % faster."""
     if isinstance(service, CoordinatorConfig):
         return ""
@@ -229,14 +230,14 @@ def _preload(service: CoordinatorConfig | TargetConfig | DraftConfig) -> str:
 
 
 def are_apart(config: DeploymentConfig, *, same_node: bool, num_cores: int) -> bool:
-    """Whether target and draft have cores or devices of their own. `config` is a spec's;
-    `num_cores` is of the node that both share, 0 = unknown. If no model drafts, the coordinators
-    do, on a core each."""
+    """Whether target and draft have separate cores or devices. `config` is `FleetSpec.config`.
+    `num_cores` is the number of cores of the node that both share; 0 = unknown. If no model drafts,
+    the coordinators draft, on one core each."""
     target, draft = config.target, config.draft
     if not same_node or target.emulated is not None:
         return True
     on_devices = [service.device.startswith("cuda") for service in (target, draft)]
-    if all(on_devices):  # If devices are too few, each has a fraction of one.
+    if all(on_devices):  # With fractions of a GPU, both may share one.
         return max(target.num_gpus or 0, draft.num_gpus or 0) >= 1
     if any(on_devices):
         return True
@@ -250,7 +251,7 @@ def are_apart(config: DeploymentConfig, *, same_node: bool, num_cores: int) -> b
 
 
 def _resources(role: Role, config: DeploymentConfig) -> dict[str, float]:
-    """Parses `NAME=AMOUNT,...`. Raises `SettingError`."""
+    """The custom resources of a role by name. Raises `SettingError`."""
     text: str = getattr(config, f"{role}_resources")
     found: dict[str, float] = {}
     try:
@@ -269,7 +270,7 @@ def _resources(role: Role, config: DeploymentConfig) -> dict[str, float]:
 
 
 def _on_device(role: Role, config: TargetConfig | DraftConfig, default_gpus: float) -> Any:
-    """The configuration with its device and GPUs. Raises `SettingError`."""
+    """The configuration with its device and number of GPUs filled in. Raises `SettingError`."""
     gpus = default_gpus if config.num_gpus is None else config.num_gpus
     device = config.device
     if device == "cpu":

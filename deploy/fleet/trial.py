@@ -1,6 +1,6 @@
-"""The trial of a drafter: one draft replica with other settings, or one target with another head,
-for a share of the sessions. The drafter is better if its sessions get more tokens per second of
-decoding. Pure."""
+"""The trial of a drafter. One draft replica with other settings, or one target with another head,
+gets a share of the sessions. If these sessions get more tokens per second of decoding than the
+others, the new drafter is better. Pure."""
 
 import math
 from collections.abc import Iterable
@@ -18,15 +18,16 @@ SHARE_MAX = 0.9
 MINUTES_DEFAULT = 15.0
 MINUTES_MAX = 7 * 24 * 60.0
 SESSIONS_MIN = 10
-"""Sessions that must have ended with each drafter before a decision."""
+"""Before a decision, this many sessions must have ended with each of the two drafters ..."""
 ROUNDS_MIN = 200
-"""Rounds that these sessions must have had, for each drafter."""
+"""... and must have had this many rounds."""
 EARLY_ERRORS = 4.0
-"""A difference of this many standard errors ends a trial early. Large, as it is tested often."""
+"""A difference of this many standard errors ends a trial early. The bound is high, because the
+difference is tested many times."""
 LATE_ERRORS = 2.0
-"""The difference that is needed at the end of a trial's time, in standard errors."""
+"""At the end of a trial's time, the new drafter must be faster by this many standard errors."""
 PLAN = "trial-"
-"""Prefix of the plan of a replica on trial."""
+"""Prefix of `Replica.plan` if the replica is on trial."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,11 @@ class Trial:
     values: dict[str, Value]
     """The settings to try."""
     share: float
-    """Share of the new sessions."""
+    """Share of the new sessions that the trial's replica gets."""
     seconds: float
-    """Time limit; starts when the trial's replica serves."""
+    """Time limit from the moment when this replica serves."""
     spec: FleetSpec
-    """The spec of a deployment with these settings."""
+    """The spec of a whole deployment with these settings."""
 
     @property
     def role(self) -> Role:
@@ -72,7 +73,8 @@ def drafts_on(spec: FleetSpec) -> Role:
 
 
 def check_trial(before: FleetSpec, tried: FleetSpec) -> None:
-    """Raises `ConfigError` for changes that one replica cannot try beside the others."""
+    """Raises `ConfigError` if one replica with the settings `tried` cannot run beside replicas with
+    the settings `before`."""
     now, then = (spec.config.draft.model for spec in (before, tried))
     cannot = f"{then!r} cannot be tried beside {now!r}"
     at_once = "without --trial-share it is replaced at once"
@@ -105,8 +107,8 @@ def check_trial(before: FleetSpec, tried: FleetSpec) -> None:
 
 
 def check_share(share: float, role: Role, num_replicas: int) -> None:
-    """Raises `ConfigError` for a share that would load the replica on trial much more or less than
-    the others."""
+    """Raises `ConfigError` if the share would give the replica on trial a much higher or lower load
+    than the other replicas."""
     fair = 1 / (num_replicas + 1)
     least, most = fair / 2, min(2 * fair, SHARE_MAX)
     if not least <= share <= most:
@@ -117,21 +119,22 @@ def check_share(share: float, role: Role, num_replicas: int) -> None:
 
 
 def check_weights(records: Iterable[ReplicaRecord]) -> str:
-    """Why sessions could not move between the target on trial and the others, by the records of all
-    targets; empty if they can."""
+    """Given the records of all targets, why sessions cannot move between the target on trial and
+    the others; empty if they can."""
     records = [*records]
     kept = {one.weights for one in records if not one.trial_share}
     for one in records:
         if one.trial_share and kept and one.weights not in kept:
             return (
-                f"its target runs {one.weights} (weights/dtype/max_model_len), others "
-                f"{', '.join(sorted(kept))}: sessions could not move; give --max-model-len"
+                f"its target runs {one.weights} (weights/dtype/max_model_len), the others "
+                f"{', '.join(sorted(kept))}. Sessions could not move between them; give "
+                "--max-model-len"
             )
     return ""
 
 
 def added(found: Iterable[TrialSums | None], replica: str) -> TrialSums:
-    """The sums of all coordinators over the trial of this replica."""
+    """Adds up what the coordinators report of the trial of this replica."""
     sums = TrialSums(replica)
     for one in found:
         if one is not None and one.replica == replica:
@@ -140,8 +143,8 @@ def added(found: Iterable[TrialSums | None], replica: str) -> TrialSums:
 
 
 def judged(sums: TrialSums, is_over: bool) -> tuple[bool | None, str]:
-    """Whether the new drafter is better (None = not known yet), and the reason. `is_over`: the time
-    is over, so the answer is not None."""
+    """Whether the new drafter is better, and the reason. None = not known yet. If the trial's time
+    `is_over`, the answer is never None."""
     old, new = sums.old, sums.new
     for which, one in (("old", old), ("new", new)):
         if one.num_sessions < SESSIONS_MIN or one.num_rounds < ROUNDS_MIN:

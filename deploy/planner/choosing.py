@@ -17,26 +17,26 @@ from outrider.speculation.text_acceptance import NUM_DEPTHS
 from .rounds import Option, Rounds, ServiceTimes, scripted, stacked, total, weighted
 
 GAIN_MIN = 0.005
-"""A later option must be faster by this share to be chosen over an earlier one."""
+"""An option is preferred to an earlier one if it is faster by this share."""
 REPLICAS_LOSS_MAX = 0.05
-"""Fewer drafts may cost this share of the speed with one draft for each session."""
+"""Compared with one draft for each session, fewer drafts may be slower by this share."""
 SWEEP = (1, 2, 3, 4, 6, 8, 12, 16)
 """Values of K to compare with plain decoding."""
 FAN_OUTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Values of look-ahead to compare."""
 RESAMPLES = 200
 LEVEL = 0.9
-"""Share of the resamples that lie within the interval."""
+"""Share of the resamples within `Spread.speedup`."""
 
 
 class Chooser:
-    """Compares ways to decode the same texts, with `sessions` at a time."""
+    """Computes the speed of ways to decode the same texts, with `sessions` at a time."""
 
     def __init__(
         self, times: ServiceTimes, sessions: int, prompt_tokens: Sequence[int], plain: Rounds,
         rule: Rule,
     ) -> None:  # fmt: skip
-        """`prompt_tokens` [texts] are the lengths of the prompts; `plain` the rounds without
+        """`prompt_tokens` [texts] are the lengths of the prompts. `plain` are the rounds without
         drafts."""
         self._times, self._sessions = times, sessions
         self._first_s = times.first_seconds(prompt_tokens)
@@ -44,7 +44,7 @@ class Chooser:
         self.plain = self.timed(self.plain, plain)
 
     def timed(self, way: Option, rounds: Rounds) -> Option:
-        """The way, with its speed over these rounds filled in."""
+        """The way, with its speed in these rounds."""
         seconds = self._first_s + self._times.seconds(rounds, way, self._sessions)
         rate = self._sessions * rounds.num_tokens / seconds
         return replace(
@@ -59,7 +59,7 @@ class Chooser:
     def best_way(
         self, rule: Rule, num_draft_tokens: int, rounds: Rounds, hit_rates: Sequence[float] = ()
     ) -> Option:
-        """The best number of outcomes to look ahead, or none, with the drafts that it needs.
+        """The way with the best look-ahead, which may be none, and with as many drafts as it needs.
         `hit_rates` are for 1, 2, ... outcomes; empty if the drafter cannot look ahead."""
         waits = Option(rule=rule, num_draft_tokens=num_draft_tokens)
         ahead = [
@@ -70,7 +70,7 @@ class Chooser:
         return best(self._with_replicas(way, rounds) for way in (waits, *ahead))
 
     def _with_replicas(self, way: Option, rounds: Rounds) -> Option:
-        """The way with the fewest drafts that cost little speed; no drafts for a look-up."""
+        """The way with the fewest drafts that cost little speed. For a look-up, without drafts."""
         if self._times.draft is None:
             return self.timed(way, rounds)
 
@@ -84,7 +84,7 @@ class Chooser:
 
 
 def best(options: Iterable[Option]) -> Option:
-    """The fastest option; of nearly equal ones the first."""
+    """The fastest option. If several are nearly as fast, the first of them."""
     first, *others = options
     for option in others:
         if option.tokens_per_second > first.tokens_per_second * (1 + GAIN_MIN):
@@ -94,13 +94,13 @@ def best(options: Iterable[Option]) -> Option:
 
 @dataclass(frozen=True)
 class Spread:
-    """How the plan depends on the sample of prompts."""
+    """How much the plan depends on the sample of prompts, by resampling."""
 
     num_texts: int
     speedup: tuple[float, float]
-    """Interval of the chosen option's speed-up over plain decoding, at `LEVEL`."""
+    """Interval of the chosen option's speed-up over plain decoding in `LEVEL` of the resamples."""
     same_share: float
-    """Share of the resamples with the same choice of rule and K."""
+    """Share of the resamples that lead to the same rule and K."""
 
 
 def spread(
@@ -110,8 +110,9 @@ def spread(
     sessions: int,
     prompt_tokens: Sequence[int],
 ) -> Spread | None:
-    """Repeats the choice among `options` (the first is plain decoding) over bootstrap samples of
-    the texts. `rounds` are by option and text, `prompt_tokens` by text. None for a single text."""
+    """Repeats the choice among `options` for bootstrap samples of the texts. The first option is
+    plain decoding. `rounds` are by option and text, `prompt_tokens` by text. None for a single
+    text."""
     num = len(prompt_tokens)
     if num < 2:
         return None
@@ -135,9 +136,8 @@ def spread(
 class TemperaturePlan:
     temperature: float
     acceptance: Mapping[str, Mapping[str, Any]]
-    """For the texts of each category and for `all`: `num_tokens`, and by rule `by_position`: the
-    chance in played rounds that draft token 1, 2, ... is accepted given that those before it were;
-    None for depths that were not reached."""
+    """For the texts of each category, and for `all`: `num_tokens`, and for each rule `by_position`
+    (see `Rounds.by_position`)."""
     chosen: Option
     """Plain decoding if no draft pays."""
     plain: Option
@@ -145,7 +145,7 @@ class TemperaturePlan:
     """The best way for each rule and K."""
     times: ServiceTimes
     survival: tuple[float, ...]
-    """[K]: the chance that at least 1, 2, ... draft tokens are accepted with the chosen option."""
+    """[K]: the chances that at least 1, 2, ... draft tokens are accepted, for the chosen option."""
     spread: Spread | None
     """None if there was only one prompt."""
 
@@ -156,21 +156,22 @@ class Replays:
     def __init__(self, draft: DraftConfig, sample: Sample) -> None:
         self.sample = sample
         self.rules = rules_at(sample.temperature)
-        """One rule for a look-up, as every rule accepts the same of its tokens."""
+        """A single one for a look-up, because all rules accept the same tokens of a look-up."""
         if draft.drafter.model is None:
             self.rules = self.rules[:1]
         self.rounds = {
             (rule, k): scripted(draft, sample, rule, k) for rule in self.rules for k in (0, *SWEEP)
         }
-        """Rounds by rule and K (0 = plain decoding), for each text."""
+        """The rounds of each text, by rule and K (0 = plain decoding)."""
         self._looks_ahead = draft.drafter.lookup is None
 
     def chances(self, rule: Rule, k: int) -> list[float]:
-        """[K]: the chance that each draft token is accepted, given that those before it were."""
+        """[K]: the chance that each draft token is accepted if all before it were."""
         return [chance or 0.0 for chance in total(self.rounds[rule, k]).by_position[:k]]
 
     def hit_rates(self, rule: Rule, k: int) -> tuple[float, ...]:
-        """The hit rates with 1, 2, ... outcomes ahead; empty unless a model alone drafts."""
+        """The hit rates of a draft that drafts for 1, 2, ... outcomes; empty if a look-up
+        drafts."""
         guessing = self.sample.guessing[rule]
         return guessing.hit_rates(self.chances(rule, k)) if self._looks_ahead else ()
 

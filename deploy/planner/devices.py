@@ -1,9 +1,11 @@
-"""`outrider plan --devices`: whether a draft is worth its device, by bytes and bandwidth.
+"""`outrider plan --devices` computes from bytes and bandwidth whether a draft is worth its device.
 
-A step reads the weights once, and each session's keys and values once. Above `compute_rows` rows,
-computing takes longer than reading the weights. A step also takes `layer_ms` for each layer and
-`session_ms` for each further session. In each round, a head on a draft device waits for its rows:
-`head_width` numbers of 2 bytes for each committed token, over two links of `link_gb`.
+A step reads the weights once, and the keys and values of each session once. Above `compute_rows`
+rows, computing takes longer than reading the weights. A step also takes `layer_ms` for each layer,
+and `session_ms` for each session after the first.
+
+In each round, a head on a draft device waits for its rows of hidden states. A row has `head_width`
+numbers of 2 bytes for each committed token, and passes two links of `link_gb`.
 """
 
 from collections.abc import Sequence
@@ -23,7 +25,7 @@ from .choosing import SWEEP
 from .rounds import Attempt, Line, Option, ServiceTimes, replay
 
 SHARES = (0.0, 1 / 8, 1 / 4, 1 / 2, 1.0)
-"""Numbers of drafts for each target to compare; 0 = the draft runs on the target's devices."""
+"""The numbers of drafts for each target to compare; 0 = the draft runs on the target's devices."""
 PRESETS = {"h200-8b": "", "h200-70b-fp8": "target=70.6/80/327.7/4,head=2.81/1/20.5/4,"}
 DRAFT, HEAD, HEAD_APART = "a draft", "a head", "a head on a draft device"
 RATE, SPEED = "device_tokens_per_second", "session_tokens_per_second"
@@ -32,10 +34,10 @@ _BYTES_OF_A_NUMBER = 2
 
 class _Model(NamedTuple):
     gb: PositiveFloat
-    """Size of the weights."""
+    """Size of the weights, GB."""
     layers: PositiveInt
     kv_kb: PositiveFloat
-    """Size of a token's keys and values."""
+    """Size of a token's keys and values, KB."""
     devices: PositiveInt = 1
 
 
@@ -43,11 +45,11 @@ _Spec = Annotated[_Model, Parts]
 
 
 class _Devices(BaseModel, extra="forbid", validate_default=True, allow_inf_nan=False):
-    """By default H200s, Llama 3.1 8B, Llama 3.2 1B and an EAGLE-3 head; docs/performance.md has the
-    sources."""
+    """The defaults are those of H200s, Llama 3.1 8B, Llama 3.2 1B and an EAGLE-3 head;
+    docs/performance.md has their sources."""
 
     sessions: PositiveInt = 1
-    """Sessions of each target, unless fewer fit."""
+    """Sessions of each target. If fewer fit into the memory, there are fewer."""
     context: PositiveInt = 1024
     """Tokens of each session."""
     target: _Spec = "16.06/32/131.1"  # type: ignore[assignment]
@@ -55,7 +57,7 @@ class _Devices(BaseModel, extra="forbid", validate_default=True, allow_inf_nan=F
     head: _Spec = "0.85/1/12.3"  # type: ignore[assignment]
     head_width: PositiveInt = 4096
     link_gb: PositiveFloat = 3.0
-    """GB/s of each link: target to coordinator, and coordinator to draft (25 Gbit/s)."""
+    """GB/s of each of the links target to coordinator and coordinator to draft (25 Gbit/s)."""
     acceptance: Share = 0.65
     head_acceptance: Share = 0.71
     hit_rate: Share = 0.84
@@ -64,15 +66,16 @@ class _Devices(BaseModel, extra="forbid", validate_default=True, allow_inf_nan=F
     bandwidth_tb: PositiveFloat = 3.6
     """0.75 of 4.8 TB/s."""
     compute_rows: PositiveInt = 206
-    """990 TFLOP/s over 4.8 TB/s. The same in 8 bits, at twice the speed and half the bytes."""
+    """990 TFLOP/s divided by 4.8 TB/s. In 8 bits the number is the same: twice the speed, half the
+    bytes."""
     layer_ms: NonNegativeFloat = 0.07
     session_ms: NonNegativeFloat = 0.05
     verdict_ms: NonNegativeFloat = 0.07
-    """Time of a session's verdict."""
+    """Time that the verdict of one session takes."""
     round_ms: NonNegativeFloat = 1.3
-    """The rest of a round with a draft, beside steps and verdicts."""
+    """Time of a round with a draft beside its steps and verdicts."""
     plain_ms: NonNegativeFloat = 0.5
-    """The rest of a round without a draft."""
+    """Time of a round without a draft beside its step."""
 
     def costs(self, model: _Model) -> StepCosts:
         gb_s = 1 / (self.bandwidth_tb * 1e3 * model.devices)
@@ -84,18 +87,18 @@ class _Devices(BaseModel, extra="forbid", validate_default=True, allow_inf_nan=F
         )  # fmt: skip
 
     def seats(self, model: _Model) -> float:
-        """Sessions that fit into the memory of its devices."""
+        """Sessions that fit into the memory of the model's devices."""
         room_gb = self.memory_gb * model.devices - model.gb
         return room_gb * 1e6 / (model.kv_kb * self.context)
 
     def wire_s(self, num_tokens: float) -> float:
-        """Time that the rows of `num_tokens` take over both links."""
+        """Time, s, that the rows of `num_tokens` tokens take over both links."""
         return 2 * num_tokens * self.head_width * _BYTES_OF_A_NUMBER / (self.link_gb * 1e9)
 
     def row(
         self, way: str, model: _Model, acceptance: float, share: float, round_trip_s: float
     ) -> dict[str, Any] | None:
-        """The fastest rounds with `share` drafts for each target; None if they do not fit."""
+        """The fastest rounds with `share` drafts for each target. None if no session fits."""
         seats = self.seats(self.target), self.seats(model) * (share or 1)
         sessions = int(min(self.sessions, *seats))
         if sessions < 1 or (not share and model.devices > self.target.devices):

@@ -1,4 +1,4 @@
-"""The rehearsal of `outrider plan`: sessions through the real services."""
+"""The rehearsal of `outrider plan`: it measures sessions through the real services."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -25,19 +25,19 @@ from .choosing import Replays, TemperaturePlan, choose
 from .rounds import Script, ServiceTimes, fitted
 
 REHEARSED_K = (0, 1, 8, 2, 4, 16)
-"""Values of K in a rehearsal; every second prompt has them in reverse order."""
+"""Values of K in a rehearsal. Every second prompt has them in reverse order."""
 TEXTS_MAX = 4
 TOKENS_MAX = 48
 """Length of a rehearsed answer."""
 OUTLIER = 3.0
-"""Rounds longer than this many times the median of their K are ignored."""
+"""A round is ignored if it takes this many times the median of rounds with the same K."""
 DESCRIBE_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
 class PlayedSession:
     text: Answer
-    """The target's answer to the same prompt, as it was read."""
+    """The target's answer to the same prompt, from the reading."""
     num_draft_tokens: int
     done: Completion
     is_cached: bool = True
@@ -45,7 +45,7 @@ class PlayedSession:
 
     @property
     def unread_tokens(self) -> int:
-        """Tokens of the prompt that had to be prefilled; only full pages are cached."""
+        """Tokens of the prompt that had to be prefilled. A cache holds only full pages."""
         num = len(self.text.prompt_ids)
         return num - (num - 1) // PAGE_SIZE * PAGE_SIZE if self.is_cached else num
 
@@ -53,7 +53,7 @@ class PlayedSession:
 async def play(
     client: Client, text: Answer, temperature: float, rule: Rule, num_draft_tokens: int
 ) -> PlayedSession:
-    """Lets the services answer the prompt of `text`, with its seed. Raises as `complete`."""
+    """The services answer the prompt of `text`, with its seed. Raises as `complete`."""
     request = GenerateRequest(
         prompt=text.prompt_ids, sampling=SamplingParams(temperature=temperature), rule=rule,
         num_draft_tokens=num_draft_tokens, deadline_ms=DEADLINE_MS_MAX, include_rounds=True,
@@ -66,13 +66,13 @@ async def rehearsed_plans(
     config: DeploymentConfig, samples: Sequence[Sample], progress: Progress, sessions: int,
     **link: Any,
 ) -> tuple[TemperaturePlan, ...]:  # fmt: skip
-    """A plan for each sample (all of the same prompts). `link` are further fields of
+    """A plan for each sample. All samples have the same prompts. `link` are further fields of
     `ServiceTimes`. Raises `Unavailable`."""
     replays = [Replays(config.draft, sample) for sample in samples]
     progress("starting the services for a rehearsal")
     coordinator = config.coordinator
     if coordinator.lookup is not None:
-        # Prompts are answered several times, so answers must not be copied.
+        # Each prompt is answered several times, and drafts must not be copies of earlier answers.
         lookup = replace(coordinator.lookup, suffix_tokens_per_tenant=0)
         coordinator = replace(coordinator, lookup=lookup)
     async with running_pair(config.target, config.draft, coordinator) as replicas:
@@ -88,7 +88,7 @@ async def rehearsed_plans(
             async with replicas.coordinator() as (client, _):
                 rehearsed = await _rehearsed(client, sample, progress, is_first=not times)
             found = fit(known, config.draft, sample.temperature, rehearsed)
-            # Only the first sample prefills whole prompts; the others would take as long.
+            # Only in the first sample, whole prompts are prefilled.
             times.append(replace(found, first=times[0].first) if times else found)
     return tuple(choose(sessions, *pair) for pair in zip(replays, times, strict=True))
 
@@ -108,9 +108,9 @@ async def _tables(replicas: Replicas) -> tuple[StepCosts | None, StepCosts | Non
 async def _rehearsed(
     client: Client, sample: Sample, progress: Progress, is_first: bool
 ) -> list[PlayedSession]:
-    """`is_first`: the prompts are not cached yet."""
+    """Plays texts of the sample. If it `is_first`, the prompts are not cached yet."""
     rule = rehearsed_rule(sample.temperature)
-    # Evenly spaced in the sample, so of different categories.
+    # These texts are evenly spaced in the sample, so they are of different categories.
     texts = sample.texts[:: math.ceil(len(sample.texts) / TEXTS_MAX)]
     texts = tuple(replace(text, max_tokens=min(TOKENS_MAX, text.max_tokens)) for text in texts)
     warm_up = replace(texts[-1], seed=(texts[0].seed - 1) & SEED_MAX)
@@ -120,7 +120,7 @@ async def _rehearsed(
     for index, text in enumerate(texts):
         number = f"prompt {index + 1} of {len(texts)}"
         progress(f"temperature {sample.temperature:g}, {number}: {text.category}")
-        is_cached = not is_first or text is texts[-1]  # The warm-up has cached the last one.
+        is_cached = not is_first or text is texts[-1]  # The warm-up has played the last text.
         for k in REHEARSED_K if index % 2 == 0 else reversed(REHEARSED_K):
             one = await play(client, text, sample.temperature, rule, k)
             played.append(replace(one, is_cached=is_cached))
@@ -129,14 +129,14 @@ async def _rehearsed(
 
 
 def rehearsed_rule(temperature: float) -> Rule:
-    """Greedy, or coupled above temperature 0: with these, answers do not depend on K."""
+    """Greedy, or above temperature 0 coupled. With these rules, answers do not depend on K."""
     return rules_at(temperature)[-1]
 
 
 def fit(
     known: ServiceTimes, draft: DraftConfig, temperature: float, played: Sequence[PlayedSession]
 ) -> ServiceTimes:
-    """Fits lines over the engines' tables to the times of the sessions."""
+    """Fits the lines that correct the engines' cost tables to the times of the sessions."""
     first, plain, wait, verify = (list[tuple[float, float]]() for _ in range(4))
     rest = list[float]()
     step_seconds = known.target.step_seconds
@@ -148,7 +148,7 @@ def fit(
         if k > 0:
             drafted.setdefault(k, []).extend(_drafted_rounds(draft, temperature, session))
         elif len(rounds) > 1:
-            # The session's mean, as the target runs ahead, so tokens arrive in bursts.
+            # The mean, because the target runs ahead, and tokens arrive in bursts.
             elapsed_s = rounds[-1].arrived_s - rounds[0].arrived_s
             table_s = step_seconds(1, 1, num_tokens + len(rounds) // 2)
             plain.append((table_s, elapsed_s / (len(rounds) - 1)))
@@ -171,8 +171,8 @@ def fit(
 def _drafted_rounds(
     draft: DraftConfig, temperature: float, session: PlayedSession
 ) -> Iterator[tuple[int, int, RoundReport, float]]:
-    """Steps of the draft model, context, report and seconds of each round with a draft, except the
-    first, in which the draft may still prefill the prompt."""
+    """Steps of the draft model, context, report and seconds of each round with a draft. The first
+    one is left out, because the draft may prefill the prompt in it."""
     script, text = Script(draft, temperature), session.text
     for index, (before, now) in enumerate(pairwise(session.done.rounds)):
         start = now.tokens.first_index

@@ -31,19 +31,19 @@ class PlanReport:
 
     @property
     def pair(self) -> Pair:
-        """The option chosen for the first temperature."""
+        """The pair for a simulation: the option chosen for the first temperature."""
         plan, name = self.plans[0], f"{self.draft_model} for {self.model}"
         return Pair(name=name, times=plan.times, way=plan.chosen, survival=plan.survival)
 
     def values(self) -> dict[str, Any]:
-        """The JSON object."""
+        """The JSON object of the report."""
         found = asdict(self)
         plans = found.pop("plans")
         by_temperature = {f"{plan['temperature']:g}": plan for plan in plans}
         return found | {"temperatures": by_temperature, "pair": asdict(self.pair)}
 
     def tables(self) -> Iterator[RenderableType]:
-        """Tables and sentences."""
+        """Tables and sentences of the report, as they are printed."""
         link = f", link {self.round_trip_ms:g} ms" if self.round_trip_ms else ""
         for plan in self.plans:
             yield self._acceptance(plan)

@@ -1,9 +1,9 @@
-"""The rounds that a text of the target takes, how much of each proposal is accepted, and the
-rounds' times, from engines' cost tables corrected by lines through measured rounds.
+"""The rounds that a text of the target takes, and their times. The times come from engines' cost
+tables, corrected by lines through measured rounds.
 
 A lossless verifier commits the target's own text x, whatever is drafted. So given x, the rounds are
-a Markov chain, which can be computed without running any. With p and q after every transform, at
-each place of the text:
+a Markov chain, and are computed without running any. p and q are those at each place of the text,
+after all transforms:
 
 | rule | chance that the first n tokens of a proposal are accepted, given the text |
 | --- | --- |
@@ -12,9 +12,9 @@ each place of the text:
 | coupled | prod_{i<=n} P(the draft draws x_i, given that the target does) |
 | greedy | 1 while x_i is the draft's likeliest token, then 0 |
 
-Token: the chance to draw x and accept it is prod min(p, q), and the text begins with x with chance
+Token: x is drawn and accepted with chance prod min(p, q), and the text begins with x with chance
 prod p. Block: P(tau >= n, x) is q(x_1..x_n) pi_n (Sun et al., ICLR 2025, lemma 3), and pi_n q / p
-telescopes to the minimum above. Coupled: see `benchmarks.acceptance.matched`.
+telescopes to the minimum above. `benchmarks.acceptance.matched` computes the chance for coupled.
 """
 
 import math
@@ -34,15 +34,15 @@ from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
 NOISE = 0.15
-"""Assumed standard deviation of a time, relative to it."""
+"""Assumed relative standard deviation of a measured time."""
 FACTOR_SPREAD = 0.5
 """Assumed standard deviation of a line's factor, around 1."""
 FACTOR_MAX = 4.0
 
 
 def survival(rule: Rule, steps: Sequence[float]) -> Array:
-    """The chances that at least 1, 2, ... len(steps) tokens of a proposal for these places are
-    accepted, given the text. `steps` are from `Answer.steps`."""
+    """The chances that at least 1, 2, ... tokens of a proposal for these places are accepted, given
+    the text. `steps` are those of `Answer.steps`."""
     values = np.asarray(steps, dtype=np.float64)
     if rule is not Rule.BLOCK:
         return np.minimum(values, 1.0).cumprod()
@@ -56,9 +56,10 @@ class Attempt(NamedTuple):
 
     num_proposed: int
     num_steps: int
-    """Steps of the draft model; 0 if a look-up proposes, or nothing is proposed."""
+    """Steps of the draft model; 0 without a proposal of the model."""
     survival: Sequence[float]
-    """Survival of the proposed tokens, up to the end of the text."""
+    """The chances that at least 1, 2, ... of the proposed tokens are accepted. A token behind the
+    end of the text has none."""
 
 
 _DEPTHS = NUM_DRAFT_TOKENS_MAX
@@ -66,20 +67,20 @@ _KINDS = _DEPTHS + 1
 
 
 class Rounds(NamedTuple):
-    """Expected rounds of any number of texts. The first round of each text has no draft; all others
+    """Expected rounds of one or more texts. The first round of each text has no draft. The others
     are *later* rounds."""
 
     num_texts: float
     num_tokens: float
     num_rounds: float
     contexts: float
-    """The session's tokens when a later round began, summed over these rounds."""
+    """The number of the session's tokens at the start of a round, summed over later rounds."""
     reached: Array
-    """How often each depth from 1 on was reached."""
+    """[K]: how often a token at depth 1, 2, ... was tested."""
     accepted: Array
-    """How often each depth from 1 on was accepted, with all before it."""
+    """[K]: how often a token at depth 1, 2, ... was accepted."""
     kinds: Array
-    """[tokens proposed, steps of the draft model]: the number of such later rounds."""
+    """[tokens proposed, steps of the draft model]: number of such later rounds."""
 
     @property
     def num_later(self) -> float:
@@ -87,7 +88,7 @@ class Rounds(NamedTuple):
 
     @property
     def context(self) -> float:
-        """Mean number of the session's tokens when a later round began."""
+        """Mean number of the session's tokens at the start of a later round."""
         return self._mean(self.contexts)
 
     @property
@@ -96,8 +97,8 @@ class Rounds(NamedTuple):
 
     @property
     def by_position(self) -> tuple[float | None, ...]:
-        """The chance, for depth 1, 2, ..., that a token is accepted given that those before it
-        were; None for depths that were not reached."""
+        """For depth 1, 2, ..., the chance that a token is accepted if all before it were; None for
+        depths that were not reached."""
         pairs = zip(self.accepted.tolist(), self.reached.tolist(), strict=True)
         return tuple(accepted / reached if reached > 0 else None for accepted, reached in pairs)
 
@@ -116,7 +117,7 @@ class Rounds(NamedTuple):
 
 
 def stacked(parts: Sequence[Rounds]) -> Rounds:
-    """Rounds of several texts, whose fields have a further, first dimension for the texts."""
+    """Rounds of several texts, as one `Rounds` whose arrays have a first dimension for the text."""
     fields: Any = map(np.stack, zip(*parts, strict=True))
     return Rounds(*fields)
 
@@ -132,9 +133,9 @@ def total(parts: Sequence[Rounds]) -> Rounds:
 
 
 def replay(num_tokens: int, attempt_at: Callable[[int], Attempt], prompt_tokens: int = 0) -> Rounds:
-    """The rounds of one text of `num_tokens` >= 1. `attempt_at(t)` is the proposal of a round that
-    begins with t = 1..num_tokens - 1 committed tokens; it is called in ascending order, only where
-    a round may begin."""
+    """The rounds of one text of `num_tokens` >= 1. `attempt_at(t)` returns the proposal of a round
+    that begins after t = 1..num_tokens - 1 tokens of the text. It is called for each t at which a
+    round may begin, in ascending order."""
     visits = np.zeros(num_tokens + 1)
     visits[1] = 1.0
     contexts, kinds = 0.0, np.zeros((_KINDS, _KINDS))
@@ -155,8 +156,8 @@ def replay(num_tokens: int, attempt_at: Callable[[int], Attempt], prompt_tokens:
 
 
 class Script:
-    """A drafter that goes through texts as if they were sessions, one after the other, so that it
-    can copy from earlier answers."""
+    """A drafter that drafts for texts as if they were sessions, one after the other. So it can copy
+    from earlier answers."""
 
     def __init__(self, draft: DraftConfig, temperature: float) -> None:
         self._draft = draft
@@ -164,7 +165,7 @@ class Script:
         self._sampling = SamplingParams(temperature=temperature)
 
     def attempt(self, text: Answer, start: int, bound: int, rule: Rule) -> Attempt:
-        """Its proposal of at most `bound` tokens, after the first `start` tokens of an answer."""
+        """The proposal of at most `bound` tokens after the first `start` tokens of an answer."""
         draft, num_steps, guessed = self._draft, bound, None
         if self._lookup is not None:
             token_ids = (*text.prompt_ids, *text.token_ids[:start])
@@ -208,14 +209,14 @@ class Script:
 def scripted(
     draft: DraftConfig, sample: Sample, rule: Rule, num_draft_tokens: int
 ) -> tuple[Rounds, ...]:
-    """The expected rounds of each text, with one drafter for all."""
+    """The expected rounds of each text. One drafter drafts for all of them."""
     script = Script(draft, sample.temperature)
     return tuple(script.rounds(text, rule, num_draft_tokens) for text in sample.texts)
 
 
 @dataclass(frozen=True)
 class Line:
-    """Corrects the seconds of a table. The default corrects nothing."""
+    """Corrects the seconds of a cost table. The default leaves them as they are."""
 
     base_s: float = 0.0
     factor: float = 1.0
@@ -226,8 +227,8 @@ class Line:
 
 
 def fitted(pairs: Sequence[tuple[float, float]]) -> Line:
-    """The least-squares line through pairs of table and measured seconds. Its factor is 0 to
-    `FACTOR_MAX`, and is drawn towards 1 as far as it may be noise."""
+    """The least-squares line through pairs of table and measured seconds. Its factor is from 0 to
+    `FACTOR_MAX`. The less certain the factor is, the closer it is to 1 (ridge regression)."""
     if not pairs:
         return Line()
     x, y = np.array(pairs, dtype=np.float64).T
@@ -246,20 +247,21 @@ class Option:
     num_draft_tokens: int
     """K; 0 = plain decoding."""
     look_ahead: int = 0
-    """Outcomes of a round that the draft works out ahead; 0 = rounds wait for the draft."""
+    """Outcomes of a round for which the draft drafts ahead; 0 = rounds wait for the draft."""
     draft_replicas: float = 0
-    """Drafts for each target, below 1 if several share one; 0 for plain decoding and look-ups."""
+    """Drafts for each target. Below 1 if targets share a draft; 0 for plain decoding and look-ups.
+    """
     hit_rate: float | None = None
-    """Share of rounds whose proposal is ready when they begin; None without look-ahead."""
+    """Share of rounds whose proposal is ready at their start; None without look-ahead."""
     tokens_per_second: float = 0.0
-    """Speed of all sessions of a target replica together, including prefill."""
+    """Speed of all sessions of a target replica together, with their prefill."""
     speedup: float = 1.0
     """Speed relative to plain decoding of the same number of sessions."""
     tokens_per_round: float = 1.0
     proposed_per_round: float = 0.0
     """Mean number of draft tokens of rounds with a draft."""
     steps_per_round: float = 0.0
-    """Mean number of steps of the draft model; fewer than K if a look-up proposes."""
+    """Mean number of steps of the draft model; below K if a look-up proposes."""
 
 
 @dataclass(frozen=True)
@@ -268,32 +270,32 @@ class ServiceTimes:
 
     target: StepCosts
     draft: StepCosts | None
-    """None = a look-up, without a replica."""
+    """None = a look-up drafts, in the coordinator."""
     verify: Line = Line()
-    """From the target's table to its part of a round with a draft."""
+    """Turns the target's step into the wait for a verdict."""
     plain: Line = Line()
-    """From the target's table to a round of plain decoding."""
+    """Turns the target's step into a round of plain decoding."""
     wait: Line = Line()
-    """From the steps of the draft model to the wait for a proposal."""
+    """Turns the draft's steps into the wait for a proposal."""
     rest_s: float = 0.0
-    """The rest of a round with a draft, beside wait and verification."""
+    """Time of a round with a draft beside these two waits."""
     first: Line = Line()
-    """From the target's step for the prompt to the time to the first token."""
+    """Turns the target's step for the prompt into the time to the first token."""
     round_trip_s: float = 0.0
-    """Extra round-trip time between coordinator and draft; 0 = on one machine."""
+    """Extra round-trip time between coordinator and draft; 0 = both are on one machine."""
     target_max_num_seqs: int = ENGINE_SEQUENCES_MAX
     """Most sequences in a step of the target."""
     max_num_seqs: int = ENGINE_SEQUENCES_MAX
     """Most sequences in a step of the draft."""
     shares_device: bool = False
-    """Whether draft and target share cores or a device, and so never compute at the same time."""
+    """Whether draft and target share cores or a device, so that only one of them computes."""
 
     def first_seconds(self, prompt_tokens: Iterable[int]) -> float:
-        """Total time to the first token of prompts with these lengths."""
+        """Sum of the times to the first token for prompts of these lengths."""
         return sum(self.first.at(self.target.step_seconds(max(1, n))) for n in prompt_tokens)
 
     def seconds(self, rounds: Rounds, way: Option, sessions: int = 1) -> float:
-        """Total time of the later rounds of a session, with `sessions` at a time."""
+        """Total time of the later rounds of a session, if `sessions` run at a time."""
         if way.num_draft_tokens == 0:
             table_s = self.target.step_seconds(sessions, sessions, sessions * rounds.context)
             return rounds.num_later * self.plain.at(table_s)
@@ -305,16 +307,17 @@ class ServiceTimes:
 
 @dataclass(frozen=True)
 class _SharedSteps:
-    """Rounds that share steps with other sessions, whose rounds have the same means."""
+    """The times of rounds that share steps with other sessions. The rounds of all sessions have the
+    same means."""
 
     times: ServiceTimes
     rounds: Rounds
     draft_replicas: float
 
     def drafted_seconds(self, sessions: int) -> float:
-        """Total time of rounds that wait for their drafts. Sessions that share a step stay together
-        as a group; target and draft each serve one group at a time. In a cycle each session has one
-        round. The number of groups is chosen for the shortest cycle."""
+        """Total time of rounds that wait for their drafts. Sessions that share a step form a group
+        and stay together. Target and draft each serve one group at a time. In a cycle every session
+        has one round. The number of groups is the one with the shortest cycle."""
         mean = 1.0 + self.rounds.proposed_per_round, self.rounds.steps_per_round
 
         def cycle_s(groups: int) -> float:
@@ -337,11 +340,11 @@ class _SharedSteps:
         )
 
     def look_ahead_s(self, sessions: int, way: Option, hit_rate: float) -> float:
-        """Time of a round with a draft that works out `way.look_ahead` outcomes while the target
-        verifies. After a hit, a round takes the longer of the target's step and the draft's work
-        for all outcomes. After a miss, the proposal is drafted once the outcome is known (Kumar et
-        al., arXiv 2603.03251, theorem 7). Each pass of the draft adds a token to as many outcomes
-        as fit into a step; the bonus joins at the second pass."""
+        """Time of a round whose draft drafts for `way.look_ahead` outcomes while the target
+        verifies (Kumar et al., arXiv 2603.03251, theorem 7). A hit takes the longer one of the
+        target's step and the draft's work for all outcomes. After a miss, the proposal is drafted
+        once the outcome is known. Each pass of the draft adds a token to as many outcomes as fit
+        into a step. There are K + 1 passes, as outcomes with the bonus join at the second."""
         times, k = self.times, way.num_draft_tokens
         verify_s = self._verify_s(sessions, 1.0 + k) + times.rest_s
         branches = math.ceil(sessions / self.draft_replicas) * way.look_ahead
@@ -354,17 +357,17 @@ class _SharedSteps:
         return verify_s + hit_rate * max(0.0, ahead_s - verify_s) + missed_s
 
     def _round_s(self, together: float, rows: float, steps: float) -> float:
-        """Time of a round with `together` sessions in a step, without queueing."""
+        """Time of a round without queues, if `together` sessions share a step."""
         return self._wait_s(together, steps) + self._verify_s(together, rows) + self.times.rest_s
 
     def _verify_s(self, together: float, rows: float) -> float:
-        """The target's part of a round with these rows, in a step with other sessions' rows."""
+        """The wait for the verdict of a round with these rows, in a step with other sessions."""
         all_rows = rows + (together - 1) * (1.0 + self.rounds.proposed_per_round)
         context = together * self.rounds.context
         return self.times.verify.at(self.times.target.step_seconds(all_rows, together, context))
 
     def _wait_s(self, together: float, steps: float) -> float:
-        """The wait for a proposal; the round trip counts only if a replica drafts."""
+        """The wait for a proposal. The round trip is added only if a replica drafts."""
         link_s = self.times.round_trip_s * min(1.0, steps)
         return self.times.wait.at(self._drafted_s(together, steps)) + link_s
 

@@ -1,8 +1,8 @@
 """`outrider plan --simulate`: simulates fleets, and searches for the smallest that is fast enough.
 
-A simulated fleet is the real services (coordinators, targets, drafts and the memory store) in one
-event loop on a virtual clock. Two things are given instead of computed: the time of a step, by the
-plan's cost tables, and which tokens are accepted, by emulated distributions (`_rows`).
+A simulated fleet consists of the real services (coordinators, targets, drafts and the memory store)
+in one event loop on a virtual clock. The engines are emulated: cost tables of the plan state the
+time of each step, and made-up distributions (`_rows`) determine which tokens are accepted.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -47,53 +47,54 @@ from target_service.service import TargetService
 from .rounds import Line, Option, ServiceTimes
 
 ANSWER_TOKENS_MAX = 2**17
-"""Length of an answer without an end."""
+"""Length of an answer that should not end."""
 VOCABULARY = 64
 _GUESSED_MASS = 2.0**-10
 _DECOY_MASS = 2.0**-15
-"""Probabilities, in the draft's distribution, of a correction that it guesses and of a decoy."""
+"""The draft's probabilities of a correction that it guesses, and of a decoy; see `_rows`."""
 ROLES: tuple[Role, ...] = ("target", "draft", "coordinator")
-"""Ordered as their numbers are searched: the most expensive role first."""
+"""The order in which numbers of replicas are searched: the most expensive role comes first."""
 STEPPED_ROWS = 512
 SEARCH_S = 5.0
-"""Measured time of each simulation in a search; the warm-up takes half as long."""
+"""Measured time of each simulation in a search. The warm-up takes half as long."""
 TOLERANCE = 0.02
-"""The number found may exceed the smallest that is enough by this share."""
+"""The number found may exceed the smallest sufficient number by this share."""
 GENEROUS = 4
-"""While one role's number is searched, later roles have this many times their least need."""
+"""While a role's number is searched, later roles have this many times their least need."""
 HOPELESS = 16
-"""The search gives up at this many times a role's least need."""
+"""The search for a role's number gives up at this many times its least need."""
 ReplicaRole = Literal["target", "draft"]
 Fleet = Mapping[Role, int]
-"""Numbers of replicas. With a look-up there are no drafts."""
+"""Numbers of replicas. If a look-up drafts, there are no drafts."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The load: exactly one of `sessions` and `rate`."""
+    """The load. Either `sessions` or `rate` is set."""
 
     sessions: int | None = None
-    """Sessions at a time; when one ends, the next begins."""
+    """Sessions at a time; when a session ends, the next begins."""
     rate: float | None = None
     """Requests a second (a Poisson process)."""
     prompt_tokens: int = 64
     answer_tokens: float = 256.0
-    """Mean length, of a geometric distribution; `inf` = answers do not end."""
+    """Mean of the geometric distribution of an answer's length; `inf` = answers do not end."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A target and a draft with devices of their own, and how they decode."""
+    """A target and a draft, each on its own device, and how they decode."""
 
     times: ServiceTimes
     way: Option
     survival: tuple[float, ...]
-    """[K]: the chance that at least 1, 2, ... K draft tokens are accepted; empty = plain."""
+    """[K]: the chances that at least 1, 2, ... K draft tokens are accepted; empty = plain
+    decoding."""
     name: str = ""
 
     @property
     def has_drafts(self) -> bool:
-        """Whether a model drafts: false for plain decoding and for look-ups."""
+        """Whether a model drafts. False for plain decoding and for look-ups."""
         return len(self.survival) > 0 and self.times.draft is not None
 
     def seats(self, role: ReplicaRole) -> int:
@@ -102,7 +103,7 @@ class Pair:
         return times.target_max_num_seqs if role == "target" else times.max_num_seqs
 
     def costs(self, role: ReplicaRole) -> StepCosts:
-        """The table of a role's steps, corrected by measured rounds."""
+        """The cost table of a role's steps, corrected by the lines in `times`."""
         times, k = self.times, len(self.survival)
         if role == "target":
             return _on_line(times.target, times.verify if k else times.plain)
@@ -128,7 +129,7 @@ class Scenario:
     config: DeploymentConfig = field(default_factory=DeploymentConfig)
     """Time-outs and limits of the services."""
     coordinator_s: float = 0.00029
-    """CPU time of a coordinator for a round, as `outrider bench overhead` measures it."""
+    """CPU time that a coordinator takes for a round; `outrider bench overhead` measures it."""
     warm_up_s: float = 3.0
     seconds: float = 10.0
     """Measured time, after the warm-up."""
@@ -136,8 +137,7 @@ class Scenario:
 
 @dataclass(frozen=True)
 class FleetFigures:
-    """The results. Times of requests are p50 and p99, or None if there was no request; `busy`
-    is for targets, drafts and coordinators, in this order."""
+    """The results. Times of requests are p50 and p99, or None if there was no request."""
 
     tokens_per_second: float
     rounds_per_second: float
@@ -154,7 +154,7 @@ class FleetFigures:
     hit_rate: float
     """Share of these rounds whose proposal was ready when they began."""
     busy: tuple[float, float, float]
-    """Mean share of the time for which replicas were in steps."""
+    """Mean share of the time in which targets, drafts and coordinators worked."""
     sessions_per_step: float
     """Mean over the steps of all targets."""
 
@@ -165,13 +165,15 @@ def simulate(scenario: Scenario) -> FleetFigures:
 
 
 def _rows(pair: Pair, role: ReplicaRole) -> torch.Tensor:
-    """Logits [VOCABULARY + 1, VOCABULARY] after each token; the last row is for an empty context.
+    """Logits [VOCABULARY + 1, VOCABULARY] after each token. The last row is for an empty context.
 
-    Token d = 1..K is proposed at depth d; the token before it tells the depth. The target accepts
-    it with the plan's chance for that depth, and otherwise draws 0 or K + 1. A draft that looks
-    ahead guesses 0 but never K + 1, and a look-up finds nothing after K + 1. So how often the
-    target draws 0 rather than K + 1 sets the stated hit rate. Further guesses are decoys, which the
-    target never draws: they make the draft work out as many outcomes as stated."""
+    The draft proposes token d at depth d = 1..K, so the last token gives the depth. The target
+    draws token d with the plan's chance for depth d, and otherwise 0 or K + 1. A draft that looks
+    ahead guesses 0 and never K + 1, and a look-up finds nothing after K + 1. So the share of 0
+    among the draws of 0 and K + 1 determines the hit rate.
+
+    The draft's other guesses are decoys, which the target never draws. With them, the draft works
+    for as many outcomes as the plan states."""
     k, ahead = len(pair.survival), pair.way.look_ahead
     reached = (1.0, *pair.survival)
     chances = [b / a if a > 0 else 0.0 for a, b in pairwise(reached)]
@@ -200,7 +202,7 @@ def _rows(pair: Pair, role: ReplicaRole) -> torch.Tensor:
 
 
 class _Engine(EmulatedEngine):
-    """An engine whose steps take the plan's times; counts its work."""
+    """An emulated engine whose steps take the times of the plan. It counts its work."""
 
     def __init__(self, scenario: Scenario, role: ReplicaRole) -> None:
         length = scenario.workload.prompt_tokens + ANSWER_TOKENS_MAX + VOCABULARY
@@ -230,7 +232,7 @@ class _Engine(EmulatedEngine):
 
 
 class _Lookup(LookupDrafter):
-    """A look-up that finds all K tokens, or none."""
+    """A look-up that finds all K tokens, or if the last token is K + 1, none."""
 
     def __init__(self, num_tokens: int) -> None:
         self._num = num_tokens
@@ -297,8 +299,8 @@ class _Coordinator:
         )
 
     def _carrier(self, both_s: float, turn_s: float) -> Callable[[Callable[[], None]], None]:
-        """Delivers messages of a round: each takes half of `both_s`, after half of `turn_s` on the
-        coordinator's thread, which serves messages in turn."""
+        """Delivers the two messages of a call. For each, the coordinator's thread works half of
+        `turn_s`, on one message at a time. Then the message travels for half of `both_s`."""
 
         def carry(message: Callable[[], None]) -> None:
             loop = asyncio.get_running_loop()
@@ -310,15 +312,15 @@ class _Coordinator:
 
 
 class _Request(NamedTuple):
-    """One request, as its client sees it. Times are of the loop's clock, in seconds."""
+    """A request, as its client sees it. Times are those of the loop's clock, in seconds."""
 
     began_at: float
     tokens: list[tuple[float, int]]
-    """Arrival times of tokens, and their numbers."""
+    """For each event, its time and its number of tokens."""
 
     def pace(self, begin: float) -> tuple[float, int] | None:
-        """Seconds per token, and the number of tokens that this covers: those after `begin` and
-        after the first event."""
+        """Seconds per token, and for how many tokens: those after the time `begin` and after the
+        first event. None if there are none."""
         start = max(sum(at < begin for at, _ in self.tokens) - 1, 0)
         num = sum(n for _, n in self.tokens[start + 1 :])
         return ((self.tokens[-1][0] - self.tokens[start][0]) / num, num) if num else None
@@ -331,9 +333,9 @@ class _Simulation:
         self._tasks: list[asyncio.Task[Any]] = []
         self._requests: list[_Request] = []
         self._rounds: list[RoundReport] = []
-        """Rounds since the end of the warm-up."""
+        """Rounds after the warm-up."""
         self._ends: list[bool] = []
-        """For each request that ended since then, whether it was served."""
+        """For each request that ended after the warm-up, whether it was served."""
 
     async def run(self) -> FleetFigures:
         scenario = self._scenario
@@ -354,7 +356,7 @@ class _Simulation:
             self.begin(self._arrive(workload.rate))
 
         def work() -> dict[Role, Any]:
-            """For each role so far: seconds busy, steps, and sessions in them."""
+            """For each role until now: seconds busy, number of steps, and sessions in them."""
             found: dict[Role, Any] = {role: np.zeros(3) for role in ROLES}
             for one in replicas:
                 found[one.role] += one.engine.work
@@ -373,8 +375,8 @@ class _Simulation:
         self._tasks.append(asyncio.create_task(work))
 
     async def _keep(self, start_s: float) -> None:
-        """Sends one request after the other. The first prompt is short, so that a simulation does
-        not begin with a prefill of all prompts at once."""
+        """Sends one request after the other. The first prompt is short, so that the simulation does
+        not begin with the prefill of many long prompts."""
         await asyncio.sleep(start_s)
         prompt_tokens = self._scenario.workload.prompt_tokens
         is_served = await self._request(min(PAGE_SIZE, prompt_tokens))
@@ -420,7 +422,7 @@ class _Simulation:
         return asyncio.get_running_loop().time() >= self._scenario.warm_up_s
 
     def _measured(self, work: dict[Role, Any]) -> FleetFigures:
-        """The figures since the end of the warm-up; `work` is as in `run`."""
+        """The figures for the time after the warm-up. `work` is the result of `work` in `run`."""
         begin, seconds = self._scenario.warm_up_s, self._scenario.seconds
         fleet, requests, num_rounds = self._scenario.fleet, self._requests, len(self._rounds)
         drafted = [report for report in self._rounds if report.proposed_token_ids]
@@ -466,7 +468,8 @@ def read_report(path: Path) -> Pair:
 
 
 def of_emulated(text: str, target_seats: int, draft_seats: int) -> Pair:
-    """The pair of an emulated engine with acceptance rates. Raises `ConfigError`."""
+    """The pair that the specification of an emulated engine describes. Raises `ConfigError`, also
+    if it has no acceptance rates."""
     spec = EmulatedSpec.parse(text)
     if not spec.acceptance_rates:
         raise SettingError(
@@ -477,8 +480,8 @@ def of_emulated(text: str, target_seats: int, draft_seats: int) -> Pair:
     if spec.head_on:
         raise SettingError(
             "engine",
-            f"{EMULATED}{text}: head_on={spec.head_on} is wrong; leave it out: a simulated draft "
-            "does not read the target's hidden states",
+            f"{EMULATED}{text}: head_on={spec.head_on} is wrong; leave it out, as a simulated "
+            "draft does not read the target's hidden states",
         )
     times = ServiceTimes(
         target=_stepped(spec.verify_ms, spec.verify_tokens),
@@ -494,8 +497,8 @@ def of_emulated(text: str, target_seats: int, draft_seats: int) -> Pair:
 
 
 def _stepped(ms: float, rows: int) -> StepCosts:
-    """A table of steps that take `ms` for each started block of `rows`; linear beyond
-    `STEPPED_ROWS`."""
+    """The table of an engine whose steps take `ms` for every `rows` rows or part of them. Beyond
+    `STEPPED_ROWS` the time is linear."""
     last = math.ceil(STEPPED_ROWS / rows) + 1
     seconds = {last * rows: last * ms / 1e3}
     for begun in range(1, last):
@@ -507,9 +510,9 @@ def _stepped(ms: float, rows: int) -> StepCosts:
 def simulated(
     scenario: Scenario, tpot_ms: float | None, free: Sequence[Role], progress: Callable[[str], None]
 ) -> Report:
-    """Simulates a scenario, with the smallest numbers of `free` roles that meet the goal `tpot_ms`.
-    Replicas and busy shares are listed for targets, drafts and coordinators, in this order; times
-    are p50 and p99."""
+    """Simulates a scenario. The `free` roles get the smallest numbers that meet the goal `tpot_ms`.
+    In the table, replicas and busy shares are those of targets, drafts and coordinators, in this
+    order; times are p50 and p99."""
     workload, pair, figures = scenario.workload, scenario.pair, None
     fleet = smallest(scenario, tpot_ms, free, progress) if free and tpot_ms else scenario.fleet
     if workload.sessions is None:
@@ -533,8 +536,8 @@ def simulated(
 
 
 def keeps(figures: FleetFigures, tpot_ms: float) -> bool:
-    """Whether 99 % of the tokens belong to requests that meet this time per token, and no request
-    was refused."""
+    """Whether no request was refused, and 99 % of the tokens are of requests that meet this time
+    per token."""
     return figures.tpot_ms is not None and figures.tpot_ms[1] <= tpot_ms and not figures.num_refused
 
 
@@ -544,9 +547,9 @@ def smallest(
     free: Sequence[Role],
     progress: Callable[[str], None] = lambda line: None,
 ) -> Fleet | None:
-    """The fleet with the fewest targets, then drafts, then coordinators (within `TOLERANCE`) that
-    meets this time per token, or None. Roles that are not `free` keep the scenario's numbers. While
-    one role's number is searched, later roles have plenty of replicas."""
+    """A fleet that meets this time per token, or None: with the fewest targets, then the fewest
+    drafts, then the fewest coordinators (within `TOLERANCE`). Roles that are not `free` keep the
+    scenario's numbers. While a role's number is searched, later roles have plenty of replicas."""
     workload = scenario.workload
     tokens = (workload.rate or 0.0) * workload.answer_tokens
     if workload.sessions is not None:
@@ -559,17 +562,12 @@ def smallest(
     for role, need in needs.items():
         fleet[role] = _bounded(GENEROUS * need)
 
-    @cache
-    def are_enough(*numbers: int) -> bool:
-        tried = dict(zip(ROLES, numbers, strict=True))
+    def is_enough(role: Role, number: int) -> bool:
+        tried = fleet | {role: _bounded(number)}
         figures = simulate(replace(scenario, fleet=tried))
         _, p99 = figures.tpot_ms or (0.0, 0.0)
         progress(f"{_in_words(tried)}: 99 % of the tokens take at most {p99:.1f} ms each")
         return keeps(figures, tpot_ms)
-
-    def is_enough(role: Role, number: int) -> bool:
-        tried = fleet | {role: _bounded(number)}
-        return are_enough(*(tried[one] for one in ROLES))
 
     for role, need in needs.items():
         number = _fewest(partial(is_enough, role), math.ceil(need), math.ceil(HOPELESS * need))
@@ -580,7 +578,7 @@ def smallest(
 
 
 def _busy_s(scenario: Scenario, role: Role) -> float:
-    """The least time for which a round occupies one replica of a role."""
+    """The least time of a replica of a role that a round takes, s."""
     pair = scenario.pair
     if role == "coordinator":
         return scenario.coordinator_s
@@ -593,8 +591,8 @@ def _busy_s(scenario: Scenario, role: Role) -> float:
 
 
 def _fewest(enough: Callable[[int], bool], least: int, most: int) -> int | None:
-    """The smallest number that is enough (within `TOLERANCE`): grows from `least`, then bisects.
-    None if even `most` are not enough."""
+    """The smallest number from `least` to `most` that is enough (within `TOLERANCE`), or None.
+    Tries growing numbers, and then bisects."""
     low, high = least - 1, least
     while not enough(high):
         if high >= most:

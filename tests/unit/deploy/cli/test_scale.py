@@ -143,7 +143,7 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> Fleet:
         ),
         (
             ["upgrade", "--trial-share", "0", "--draft-model", "b"],
-            "--draft-model: cannot go with --trial-share 0, which only ends a trial",
+            "--draft-model: cannot go with --trial-share 0, which ends a trial",
         ),
         (["upgrade", "--num-targets", "3"], "--num-targets: cannot change while a deployment"),
         (["upgrade", "--internal-tls-dir", "tls"], "--internal-tls-dir: cannot be turned on or of"),
@@ -185,7 +185,9 @@ def test_what_is_wanted_is_said_to_the_reconciler_and_printed(
     assert capsys.readouterr().out == "wanted: coordinator=1, target=2, draft=3\n"
     fleet.scaling = AutoscaleConfig(autoscale_targets="1:3")
     assert main(["scale", "draft=0", f"target={REPLICAS_MAX}"]) == 0
-    assert capsys.readouterr().err.startswith("note: target is autoscaled, 1 to 3, ")
+    assert capsys.readouterr().err.startswith(
+        "note: autoscaling may change the number of targets (1 to 3);"
+    )
 
 
 def test_settings_name_a_deployment_elsewhere(fleet: Fleet, tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ async def test_commands_wait_while_the_only_coordinator_is_replaced(
     async with connected(parse(["chat"])) as found:
         assert found.address == "h:1"
     said = capsys.readouterr().err
-    assert said == "outrider: no coordinator is serving: waiting for one\n"
+    assert said == "outrider: waiting for a coordinator that serves\n"
     publish(state, away)
     monkeypatch.setattr(options, "COORDINATOR_WAIT_S", 0.1)
     with pytest.raises(Unavailable, match=r"no coordinator has served for 0\.1 s"):
