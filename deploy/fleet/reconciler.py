@@ -26,6 +26,8 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from outrider.config import BOUND_SETTINGS, AutoscaleConfig, DeploymentConfig, configuration
 from outrider.drafters.names import same_drafter
 from outrider.errors import ConfigError, OutriderError, SettingError, Unavailable
@@ -362,7 +364,7 @@ class Reconciler(PlacedActor):
         """Applies the changes that a reconciler had saved before it died. If a trial ran, it ends:
         its replica leaves. Raises `ValueError` for a text of another release."""
         if text := await self._cluster.saved():
-            values, gpus, tried = json.loads(text)
+            values, gpus, tried = TypeAdapter(Changes).validate_json(text)
             self._use(await self._plan(values, gpus))
             self._changes = values, gpus, None
             if tried is not None:
