@@ -5,7 +5,7 @@
 {{- join "," $parts -}}
 {{- end -}}
 
-{{/* What `outrider serve --config` reads. */}}
+{{/* The file that `outrider serve --config` reads. */}}
 {{- define "outrider.config" -}}
 {{- $target := .Values.target -}}
 {{- $draft := .Values.draft -}}
@@ -42,7 +42,7 @@
 {{- with .keysSecret }}{{ $_ := set $own "api_key_file" (printf "/etc/outrider/keys/%s" $.Values.security.keysKey) }}{{ end -}}
 {{- with .internalTlsSecret }}{{ $_ := set $own "internal_tls_dir" "/etc/outrider/internal" }}{{ end -}}
 {{- end -}}
-{{- /* Pods may have to be started first, and their image fetched. */ -}}
+{{- /* Before actors start, Kubernetes may have to start pods and fetch their image. */ -}}
 {{- $defaults := dict "startup_timeout_s" 1800 "model_timeout_s" 3600 -}}
 {{- toYaml (mergeOverwrite $defaults (deepCopy .Values.settings) $own) -}}
 {{- end -}}

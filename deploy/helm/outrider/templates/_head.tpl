@@ -8,14 +8,14 @@ metadata:
     {{- toYaml . | nindent 4 }}
     {{- end }}
   annotations:
-    # A changed configuration is a changed specification; see ray.upgradeStrategy.
+    # So a change of the configuration changes the specification of the pod; see ray.upgradeStrategy.
     checksum/config: {{ include "outrider.config" . | sha256sum }}
     {{- with .Values.head.podAnnotations }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
 spec:
   {{- include "outrider.placing" (dict "root" . "group" .Values.head) | trim | nindent 2 }}
-  # Only the autoscaler calls Kubernetes, to request pods.
+  # The autoscaler alone calls Kubernetes, to request pods.
   automountServiceAccountToken: {{ .Values.ray.autoscaling.enabled }}
   terminationGracePeriodSeconds: {{ add (mul 2 .Values.drainSeconds) 60 }}
   securityContext:
@@ -47,7 +47,7 @@ ports:
 lifecycle:
   preStop:
     exec:
-      # Keeps Ray until the deployment has stopped its actors; it holds this lock while it runs.
+      # `outrider serve` holds this lock until it has stopped its actors. Ray has to run until then.
       command:
         - /usr/bin/flock
         - --timeout
@@ -63,8 +63,8 @@ volumeMounts:
   - {name: state, mountPath: /var/lib/outrider}
 {{- end -}}
 
-{{/* No readiness probe: workers may not find Ray until the head's pod is ready, and `serve` is not
-ready without workers. Kubernetes restarts it when it ends. */}}
+{{/* The container that runs `outrider serve`; Kubernetes restarts it if it ends. It has no readiness
+probe: workers find Ray only when the head's pod is ready, and `serve` is ready only with workers. */}}
 {{- define "outrider.serve" -}}
 name: outrider
 image: {{ include "outrider.image" . }}
@@ -87,7 +87,7 @@ env:
   - name: RAY_AUTH_TOKEN
     valueFrom:
       secretKeyRef:
-        # Without a name the operator makes a Secret with the name of the cluster.
+        # By default the operator makes this Secret, with the name of the cluster.
         name: {{ default (include "outrider.fullname" .) .Values.ray.auth.secret }}
         key: auth_token
   {{- end }}

@@ -1,4 +1,4 @@
-{{/* The name of everything in a release. KubeRay shortens longer ones than it can use. */}}
+{{/* The name of all objects of a release. KubeRay shortens names that are too long for it. */}}
 {{- define "outrider.fullname" -}}
 {{- $name := default .Chart.Name .Values.nameOverride -}}
 {{- $full := .Values.fullnameOverride -}}
@@ -8,7 +8,7 @@
 {{- $full | trunc 40 | trimSuffix "-" -}}
 {{- end -}}
 
-{{/* Where a coordinator listens, in each of its pods. */}}
+{{/* The ports on which a coordinator listens in its pod. */}}
 {{- define "outrider.grpcPort" -}}50051{{- end -}}
 {{- define "outrider.httpPort" -}}8000{{- end -}}
 {{- define "outrider.gatewayPort" -}}8080{{- end -}}
@@ -17,7 +17,7 @@
 {{- printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) -}}
 {{- end -}}
 
-{{/* Not on Ray's pods: KubeRay's own services select these by app.kubernetes.io/name. */}}
+{{/* Ray's pods do not have these labels: KubeRay's services select pods by app.kubernetes.io/name. */}}
 {{- define "outrider.labels" -}}
 app.kubernetes.io/name: {{ .Chart.Name }}
 app.kubernetes.io/instance: {{ .Release.Name }}
@@ -33,13 +33,13 @@ app.kubernetes.io/instance: {{ .root.Release.Name }}
 app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 
-{{/* The pods that a role's actors need. Takes a group's values. */}}
+{{/* The number of pods that a role's actors need. Takes a group's values. */}}
 {{- define "outrider.pods" -}}
 {{- $actors := mul .replicas (default 1 .ranks) -}}
 {{- int (ceil (divf $actors (default 1 .slots))) -}}
 {{- end -}}
 
-{{/* The Ray resource, NAME=AMOUNT, that each actor of a role needs; its pods have it per slot. */}}
+{{/* The name of a Ray resource. An actor of the role needs 1 of it, and a pod has 1 for each slot. */}}
 {{- define "outrider.resource" -}}outrider_{{ . }}{{- end -}}
 
 {{- define "outrider.redisUrl" -}}
@@ -53,7 +53,7 @@ app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 {{- end -}}
 
-{{/* Name and key of the Secret with Redis's password, as JSON; the name is empty where none is. */}}
+{{/* Name and key of the Secret with Redis's password, as JSON. Without a password the name is empty. */}}
 {{- define "outrider.redisSecret" -}}
 {{- $name := .Values.redis.external.existingSecret -}}
 {{- $key := .Values.redis.external.existingSecretKey -}}
@@ -64,7 +64,7 @@ app.kubernetes.io/component: {{ .component }}
 {{- dict "name" $name "key" $key | toJson -}}
 {{- end -}}
 
-{{/* The same of the server that keeps what Ray's head knows. */}}
+{{/* The same for the Redis that stores the state of Ray's head. */}}
 {{- define "outrider.gcsSecret" -}}
 {{- $gcs := .Values.ray.gcsFaultTolerance -}}
 {{- if $gcs.external.address -}}

@@ -60,17 +60,17 @@ enableServiceLinks: false
   value: "0"
 - name: RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO
   value: "0"
-# By default Ray's workers have a low priority; these serve requests.
+# By default Ray's workers have a low priority. These workers serve requests.
 - name: RAY_worker_niceness
   value: "0"
-# Without these two, the workers' standard error is a file without a size limit.
+# Without these two, the file of the workers' standard error has no size limit.
 - name: RAY_ROTATION_MAX_BYTES
   value: "16777216"
 - name: RAY_ROTATION_BACKUP_COUNT
   value: "3"
 {{- end -}}
 
-{{/* Actors find the password here: it does not travel through Ray. */}}
+{{/* Actors read the passwords from these variables. Ray does not get them. */}}
 {{- define "outrider.redisEnv" -}}
 {{- $redis := include "outrider.redisSecret" . | fromJson -}}
 {{- with $redis.name -}}
@@ -96,13 +96,13 @@ enableServiceLinks: false
 - name: HF_HOME
   value: {{ .Values.cache.mountPath }}/huggingface
 {{- end }}
-# A model's own code, where it is trusted, is copied here.
+# A model may bring code of its own. If the settings trust the code, it is copied to this directory.
 - name: HF_MODULES_CACHE
   value: /home/outrider/huggingface-modules
 {{- end -}}
 
-{{/* Places that are written to: the root file system is not. The names ray-logs and shared-mem are
-those of the operator, which else would add volumes of its own. */}}
+{{/* Writable directories; the root file system is read-only. The operator adds volumes with the names
+ray-logs and shared-mem unless they exist. */}}
 {{- define "outrider.scratchMounts" -}}
 - {name: scratch, mountPath: /tmp}
 - {name: ray-logs, mountPath: /tmp/ray}
@@ -110,7 +110,7 @@ those of the operator, which else would add volumes of its own. */}}
 - {name: home, mountPath: /home/outrider}
 {{- end -}}
 
-{{/* Takes the root and a group's values. A pod that needs more is evicted. */}}
+{{/* Takes the root and a group's values. Kubernetes evicts a pod that exceeds a size limit. */}}
 {{- define "outrider.scratchVolumes" -}}
 - {name: scratch, emptyDir: {sizeLimit: {{ .root.Values.scratch.tmp }}}}
 - {name: ray-logs, emptyDir: {sizeLimit: {{ .root.Values.scratch.logs }}}}
@@ -121,8 +121,8 @@ those of the operator, which else would add volumes of its own. */}}
     sizeLimit: {{ .group.sharedMemory }}
 {{- end -}}
 
-{{/* Where models are, and the authority that Redis's certificate is checked by. Takes the root and
-whether models are only read. */}}
+{{/* The models, and the authority that has signed Redis's certificate. Takes the root, and whether the
+models are read-only. */}}
 {{- define "outrider.dataMounts" -}}
 {{- if ne .root.Values.cache.kind "image" }}
 - {name: models, mountPath: {{ .root.Values.cache.mountPath }}, readOnly: {{ .readOnly }}}
@@ -151,8 +151,8 @@ whether models are only read. */}}
 {{- end }}
 {{- end -}}
 
-{{/* Keys of callers, and the certificate of a role. Both take the root and the role's name. Whole
-directories, so that what changes in a Secret comes to running pods. */}}
+{{/* The API keys of callers, and the certificate of a role. Take the root and the role's name. They
+mount whole directories, so that running pods see changes of a Secret. */}}
 {{- define "outrider.lockMounts" -}}
 {{- if and .root.Values.security.keysSecret (eq .name "coordinator") }}
 - {name: keys, mountPath: /etc/outrider/keys, readOnly: true}

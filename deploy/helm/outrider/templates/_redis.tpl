@@ -1,5 +1,5 @@
-{{/* A Redis server of the release's own. Takes the root, its component, its name, the name and key of
-the Secret with its password, and its values. */}}
+{{/* A Redis server of the release. Takes the root, the server's component and name, the name and key
+of the Secret with its password, and the server's values. */}}
 {{- define "outrider.redisServer" -}}
 {{- $server := .server }}
 {{- $root := .root }}
@@ -31,10 +31,11 @@ metadata:
 data:
   redis.conf: |
     dir /data
-    # Sessions survive a restart; a crash loses at most a second, which coordinators restore.
+    # Sessions survive a restart. A crash loses at most the last second of writes, which coordinators
+    # restore.
     appendonly yes
     appendfsync everysec
-    # An evicted session would be lost, so writes are refused instead.
+    # An evicted session would be lost. So when the memory is full, writes are refused.
     maxmemory {{ $server.maxmemory }}
     maxmemory-policy noeviction
 ---
@@ -93,7 +94,7 @@ spec:
         - name: redis
           image: {{ $root.Values.redis.image.repository }}:{{ $root.Values.redis.image.tag }}
           imagePullPolicy: {{ $root.Values.redis.image.pullPolicy }}
-          # The password is passed by standard input, as process lists show arguments.
+          # Process lists show arguments, so the password is passed by standard input.
           command:
             - /bin/sh
             - -c
@@ -117,7 +118,7 @@ spec:
                 - REDISCLI_AUTH="$REDIS_PASSWORD" redis-cli ping | grep -q PONG
             periodSeconds: 5
             timeoutSeconds: 3
-          # While it loads its file it listens, but answers no command.
+          # While Redis loads its file, it accepts connections, but answers no command.
           livenessProbe:
             tcpSocket:
               port: redis

@@ -12,9 +12,9 @@ replicas: {{ $pods }}
 minReplicas: {{ .group.minPods }}
 maxReplicas: {{ .group.maxPods }}
 rayStartParams:
-  # Each actor of this role needs one, so it is placed in these pods only.
+  # Each actor of this role needs 1 of this resource, so Ray places it in one of these pods.
   resources: '"{\"{{ include "outrider.resource" .name }}\": {{ default 1 .group.slots }}}"'
-  # Bytes; nothing large goes through Ray.
+  # Bytes. No large objects go through Ray.
   object-store-memory: "104857600"
 template:
   metadata:
@@ -54,9 +54,8 @@ env:
 ports:
   - {name: grpc, containerPort: {{ include "outrider.grpcPort" .root }}}
   - {name: http, containerPort: {{ include "outrider.httpPort" .root }}}
-# A pod is ready while its coordinator serves; not before it has one, or while its store or targets do
-# not answer. The operator's own liveness probe checks Ray: a missing coordinator is no reason to
-# restart the pod.
+# A pod is ready while it has a coordinator, and Redis and a target answer that coordinator. The
+# operator's liveness probe checks only Ray, as a missing coordinator is no reason to restart the pod.
 readinessProbe:
   grpc:
     port: {{ include "outrider.grpcPort" .root }}
@@ -68,7 +67,7 @@ lifecycle:
   preStop:
     exec:
       {{- if eq .name "coordinator" }}
-      # New callers no longer come here; running requests get this time.
+      # The service sends no new callers to this pod. Running requests get this time to end.
       command:
         - /bin/bash
         - -c
@@ -78,7 +77,7 @@ lifecycle:
             sleep 1
           done
       {{- else }}
-      # Outlives coordinators that stop at the same time and still have requests here.
+      # Coordinators that stop at the same time may still need this pod for running requests.
       command: [/bin/sleep, {{ .root.Values.drainSeconds | quote }}]
       {{- end }}
 resources:
@@ -87,7 +86,7 @@ resources:
   limits:
     {{- toYaml .group.resources.limits | nindent 4 }}
     {{- if .group.gpus }}
-    # The operator registers it with Ray as a GPU.
+    # The operator registers this resource with Ray as a GPU.
     {{ .group.gpuResource }}: {{ .group.gpus }}
     {{- end }}
 securityContext:
