@@ -37,18 +37,22 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
     entries_max=st.integers(1, 20),
 )
 def test_quantise(weights, entries_max):
-    """Positive counts that sum to 2^16 over at most `entries_max` of the likeliest tokens, each
-    within one of its share."""
+    """Positive counts that sum to 2^16 over at most `entries_max` of the likeliest tokens,
+    likeliest first. The count of each of these tokens, 0 included, is within one of its share."""
     probabilities = torch.tensor(weights, dtype=torch.float64)
     q = quantise(probabilities, entries_max)
     assert sum(q.counts) == COUNT_TOTAL
     assert min(q.counts) > 0
     assert len(set(q.token_ids)) == len(q.token_ids)
+    listed = [weights[token_id] for token_id in q.token_ids]
+    assert listed == sorted(listed, reverse=True)
     ranked = sorted(weights, reverse=True)[:entries_max]
-    counts = [*q.counts, *[0] * len(ranked)]
-    for token_id, weight, count in zip(q.token_ids, ranked, counts, strict=False):
-        assert weights[token_id] == weight
-        assert abs(count - weight / sum(ranked) * COUNT_TOTAL) < 1 + 1e-6
+    assert listed[-1] >= ranked[-1]
+    counts = dict(zip(q.token_ids, q.counts, strict=True))
+    for token_id, weight in enumerate(weights):
+        if weight > ranked[-1] or token_id in counts:
+            share = weight / sum(ranked) * COUNT_TOTAL
+            assert abs(counts.get(token_id, 0) - share) < 1 + 1e-6
 
 
 @pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK])
