@@ -1,4 +1,5 @@
-"""Turns a verdict into an outcome, by pure functions: so coordinator and target decide alike."""
+"""Turns a verdict into an outcome. The functions are pure, so coordinator and target decide
+alike."""
 
 from __future__ import annotations
 
@@ -44,10 +45,10 @@ class Outcome:
 
 
 def count_accepted(rule: Rule, passes: Iterable[bool]) -> int:
-    """The number of accepted draft tokens, from the result of each token's own test. Under block:
-    the longest prefix whose last token passes, whatever the tokens before it did (Sun et al., ICLR
-    2025, algorithm 2). Under the other rules: the tokens before the first failure; later results
-    are not read."""
+    """The number of accepted draft tokens, from the result of each token's own test. Block accepts
+    the longest prefix whose last token passes, even if tokens before it fail (Sun et al., ICLR
+    2025, algorithm 2). The other rules accept the tokens before the first failure, and read no
+    later result."""
     if rule is Rule.BLOCK:
         return max((i for i, passed in enumerate(passes, start=1) if passed), default=0)
     num = 0
@@ -60,8 +61,7 @@ def count_accepted(rule: Rule, passes: Iterable[bool]) -> int:
 
 def survival(rule: Rule, accept_probability: Sequence[float]) -> tuple[float, ...]:
     """The probability, for n = 1..K, that at least n draft tokens are accepted.
-    `accept_probability` [K] is that of each token's own test, including the tokens after the first
-    rejected one."""
+    `accept_probability` [K] has the probability that each token passes its own test."""
     if rule is Rule.BLOCK:
         refusals = [1.0 - chance for chance in reversed(accept_probability)]
         return tuple(1.0 - none_passes for none_passes in accumulate(refusals, mul))[::-1]
@@ -75,12 +75,11 @@ def decide(
     uniforms: Iterable[float],
     parents: tuple[int, ...] = (),
 ) -> Outcome:
-    """Accepts draft tokens by `uniforms` [N] in (0, 1), and adds the token that follows. In a chain
-    only as many uniforms are read as are needed.
+    """Accepts draft tokens by `uniforms` [N] in (0, 1), and adds the token that follows.
 
     Draft token i passes iff uniforms[i] <= verdict.accept_probability[i]. No uniform is 0, so a
     probability of 0 never passes. In a tree (`parents`) the first sibling that passes is accepted,
-    then its children are tried. Raises `InvariantError` if the lengths do not match.
+    then its children are tested. Raises `InvariantError` if the lengths do not match.
     """
     num_draft_tokens, accept = len(proposal_ids), verdict.accept_probability
     if len(accept) != num_draft_tokens or len(verdict.correction) != num_draft_tokens + 1:
@@ -108,10 +107,10 @@ def ending_at(
     verdict: Verdict, index: int, proposal_ids: Sequence[int], parents: tuple[int, ...] = ()
 ) -> Verdict:
     """The verdict under which a round commits the path up to draft token `index` and nothing after
-    it: that draft token replaces the correction of the row it follows.
+    it. To this end the draft token becomes the correction of the row that it follows.
 
-    Used when an outcome's path contains this token but nothing can be drawn after it. The round
-    commits the same tokens as the outcome up to there, so their law is unchanged: under every rule
+    For an outcome whose path contains this token, if no token can be drawn after it. The round
+    commits the outcome's tokens up to this one. Their law is unchanged, because under every rule
     the probability of committing a path up to a token does not depend on later rows.
     """
     tree = draft_tree(parents, len(proposal_ids))
@@ -139,7 +138,7 @@ def _passes(probabilities: Sequence[float], uniforms: Iterable[float]) -> Iterat
     numbers = iter(uniforms)
     for probability in probabilities:
         uniform = next(numbers, 0.0)
-        check(0.0 < uniform < 1.0, "each draft token has a uniform strictly between 0 and 1")
+        check(0.0 < uniform < 1.0, "each draft token needs a uniform strictly between 0 and 1")
         yield uniform <= probability
 
 
@@ -148,7 +147,7 @@ class Verdict:
     """The target's answer to a proposal of K tokens."""
 
     accept_probability: tuple[float, ...]
-    """[K]: draft token i passes iff its uniform is at most this. It is min(1, p / q) under token,
-    h_i under block, and 0 or 1 under coupled and greedy."""
+    """[K]: draft token i passes iff its uniform is at most element i. This is min(1, p / q) under
+    token, h_i under block, and 0 or 1 under coupled and greedy."""
     correction: tuple[int, ...]
     """[K+1]: the token that follows n accepted draft tokens."""

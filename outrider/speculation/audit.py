@@ -2,14 +2,15 @@
 
 Under the target's distribution p_i, given all earlier tokens, the surprise -log p_i(x_i) of a token
 has the mean H(p_i) and the variance of -log p_i under p_i. Both are known without the token. So the
-sum of surprise minus entropy is a martingale, also for sessions whose tokens decide where they end.
-Divided by the square root of the summed variances it is approximately standard normal for many
-tokens. If tokens come from another distribution, the mean per token is the cross entropy minus the
-entropy of p: usually positive, and negative for a sharper distribution. A distribution that differs
-from p but has the same mean surprise is not detected.
+sum of surprise minus entropy is a martingale, even though a session's tokens decide where it ends.
+For many tokens, this sum divided by the square root of the summed variances is approximately
+standard normal. If the tokens come from another distribution, the mean of surprise minus entropy is
+the cross entropy minus the entropy of p. It is negative for a sharper distribution and usually
+positive for others. A distribution that differs from p but has the same mean surprise is not
+detected.
 
-Greedy tokens are compared with the likeliest token. The transforms are those of the verdicts, in
-float64: an audit finds wrong noise, acceptance or residuals, but no wrong transform.
+Greedy tokens are compared with the likeliest token. An audit uses the same transforms as verdicts,
+in float64. So it detects wrong noise, acceptance or residuals, but no wrong transform.
 """
 
 from collections.abc import Sequence
@@ -28,9 +29,9 @@ from outrider.speculation.logits_processing import (
 from outrider.speculation.sampling_params import SamplingParams
 
 NEAR_TIE = 2.0**-6
-"""Relative to the largest logit, or absolute if that is below 1: how far rounding can move two
-bfloat16 logits apart (neighbouring values differ by up to 2^-7 of themselves). A greedy token
-within this distance of the likeliest one counts as a tie."""
+"""How far rounding can move two bfloat16 logits apart, as neighbouring values differ by up to 2^-7
+of themselves. It is relative to the largest logit, or absolute if that logit is below 1. A greedy
+token whose logit is within this distance of the largest counts as a near tie."""
 _P_MIN = 1e-300
 """Replaces p = 0 in a division of 0 by p."""
 
@@ -41,9 +42,9 @@ def audit(
     params: SamplingParams,
     history: TokenHistory = NO_HISTORY,
 ) -> AuditSums:
-    """Audits a chain of tokens, token i against row i of `logits` [N, V] (any float type, on the
-    CPU, unchanged). Penalties of row i count the history and its `drafted_ids[:i]`, as in a
-    verification. Raises `InvariantError` for rows that `target_probabilities` refuses."""
+    """Audits a chain of tokens: token i against row i of `logits` [N, V] (any float type, on the
+    CPU, unchanged). Penalties count the history as in a verification. Raises `InvariantError` for
+    rows that `target_probabilities` refuses."""
     num, vocab_size = logits.shape
     check(len(token_ids) == num, f"{len(token_ids)} tokens and {num} rows")
     inside = [index for index in range(num) if token_ids[index] < vocab_size]

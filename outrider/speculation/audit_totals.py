@@ -1,4 +1,5 @@
-"""The sums of an audit; `audit.py` says what they mean. A separate module, as it needs no torch."""
+"""The sums of an audit; `audit.py` says what they mean. Unlike that module, this one needs no
+torch."""
 
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ class AuditSums:
 
     num_tokens: int = 0
     num_impossible: int = 0
-    """Tokens with p = 0; the sums below leave them out."""
+    """Tokens with p = 0. They are not part of surprise, entropy and variance."""
     num_unlikely: int = 0
     """Greedy tokens that are neither the likeliest token nor a near tie."""
     num_near_ties: int = 0

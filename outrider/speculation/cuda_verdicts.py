@@ -1,5 +1,5 @@
-"""Verdicts on a CUDA device: at most three kernels and one wait for all sessions together. The
-rules are those of `verification.py`."""
+"""Verdicts on a CUDA device: at most three kernels and one wait for all sessions together, by the
+rules in `verification.py`."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ _WARPS = 16
 
 
 Transforms = tuple[SamplingParams, TokenHistory, Sequence[TokenMask | None]]
-"""What changes the rows of one session; the list has a mask for each row, or is empty."""
+"""What changes the logits of one session. The last part has a mask for each row, or is empty."""
 
 
 _FAILED: set[torch.device] = set()
@@ -60,16 +60,16 @@ class JudgedRows:
     maxima: RealArray
     """The largest logit; NaN if any is NaN."""
     behind: RealArray
-    """For a row that judges a draft token: min(1, p / q), or in a block pi after the token; NaN if
+    """For a row that judges a draft token: min(1, p / q), or under block pi after the token. NaN if
     the token is outside its q."""
     left: RealArray
-    """Z in a block."""
+    """Z of block verification."""
     drawn: IntArray
-    """The token that follows; the correction where the row judges a draft token."""
+    """The token drawn from the row, or from the residual if the row judges a draft token."""
 
 
 class RowJudge:
-    """One batch of verdicts: the first kernels run while the input of the last one is prepared."""
+    """One batch of verdicts. The first kernels run while the host prepares the last one's input."""
 
     def __init__(
         self,
@@ -110,8 +110,8 @@ class RowJudge:
         blocks: npt.NDArray[np.bool_],
         q: Sequence[DraftDistribution | None],
     ) -> JudgedRows:
-        """For each row: its noise `keys`; how many draft tokens of its chain come before the one
-        that it judges (-1: it judges none); whether it belongs to a block. `q`: the distribution
+        """Takes for each row: its noise `keys`; the number of draft tokens of its chain before the
+        one that it judges (-1: it judges none); whether the rule is block. `q` has the distribution
         that each judged draft token was drawn from, or None."""
         device = self._weights.device
         packed = [b"" if each is None else each.packed for each in q]
@@ -158,8 +158,8 @@ def settle(weights: Tensor, found: Tensor, words: Tensor, sent: Tensor, stride: 
 def _changes(
     transforms: Sequence[Transforms], sizes: IntArray, words: IntArray, width: int
 ) -> list[npt.NDArray[Any]]:
-    """The arrays that follow the rows' words and are referenced there: tokens with biases or
-    penalties, then masks. Empty if no row has any."""
+    """The arrays to send after the rows' words: tables of tokens with biases or penalties, then
+    masks. Writes their offsets into `words`. Empty if no row has any."""
     tables: list[npt.NDArray[Any]] = []
     masks: dict[int, tuple[int, TokenMask]] = {}
     words[:, 7] = -1
@@ -190,18 +190,19 @@ def _changes(
 
 
 def send(parts: Sequence[npt.NDArray[Any]], device: torch.device) -> Tensor:
-    """Copies all parts as bytes to a device, in one copy, without waiting for it."""
+    """Copies all parts as bytes to a device, in one copy, and does not wait for its end."""
     words = torch.from_numpy(np.concatenate([part.reshape(-1).view(np.uint8) for part in parts]))
     return words.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else words
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Makes the device current: kernels start on the current device."""
+    """Makes the device current, because Triton starts kernels on the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def filters(sampling: SamplingParams) -> tuple[float, float, float, float]:
-    """Temperature, min-p, top-p and top-k of a row; greedy rows keep the likeliest token."""
+    """Temperature, min-p, top-p and top-k of a row. A greedy row keeps the likeliest token
+    alone."""
     if sampling.greedy:
         return 1.0, 0.0, 1.0, 1.0
     return sampling.temperature, sampling.min_p, sampling.top_p, float(max(sampling.top_k, 0))

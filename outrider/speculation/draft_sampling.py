@@ -1,10 +1,11 @@
-"""Draws draft tokens. Under token and block a distribution is truncated and quantised before it is
-sampled, and exactly this distribution is sent, so q is exact.
+"""Draws draft tokens. Under token and block a distribution is truncated and quantised before a
+token is drawn from it. Exactly this distribution is sent to the target, so q is exact.
 
 Counts are the steps of the rounded cumulative distribution, so each is within 1 of its token's
-share. A quantised draw takes one uniform u. It returns the token at which the running sum of the
-counts, in the order sent, exceeds u times their total. Siblings are drawn one after another without
-replacement. A coupled draw is the race that the target runs (`gumbel_max.py`).
+share of `COUNT_TOTAL`. A quantised draw takes one uniform u. It returns the token at which the
+running sum of the counts, in the order sent, exceeds u times their total. Siblings are drawn one
+after another without replacement. A coupled draw is the race that the target runs
+(`gumbel_max.py`).
 """
 
 from __future__ import annotations
@@ -56,17 +57,16 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 
 _Reals = TypeVar("_Reals", RealArray, Tensor)
 DraftedToken = tuple[int, DraftDistribution | None]
-"""A token and the distribution it was drawn from; None if the rule does not use q or the draw was
-certain (one-hot)."""
+"""A token and the distribution that it was drawn from. The latter is None if the rule does not use
+q, or if the draw was certain (one-hot)."""
 DraftedGroup = tuple[tuple[int, ...], DraftDistribution | None]
 """Siblings, and the distribution they were drawn from without replacement."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LikelyTokens:
-    """The M likeliest tokens of each of R rows, likeliest first: `ids` [R, M] int64 in the target's
-    vocabulary, and `mass` [R, M] float64, proportional to their probabilities (0 if impossible). On
-    the CPU."""
+    """The M likeliest tokens of each of R rows, likeliest first, on the CPU: `ids` [R, M], int64,
+    in the target's vocabulary, and `mass` [R, M], float64, proportional to their probabilities."""
 
     ids: IntArray
     mass: RealArray
@@ -100,10 +100,10 @@ def draw_from_logits(
     vocabulary: DraftVocabulary | None = None,
 ) -> tuple[list[DraftedToken], LikelyTokens | None]:
     """Draws the next token for each of B sessions that share rule and parameters (and the history,
-    if penalties use it). `logits` [B, V] are unchanged; with a `vocabulary` they are [B, N], while
+    if penalties use it). `logits` [B, V] are unchanged. With a `vocabulary` they are [B, N], while
     parameters, history, tokens and noise use the target's ids. Also returns the `likely_tokens` of
-    the rows, or None where the likeliest token is taken. Raises `InvariantError` where
-    `target_probabilities` does."""
+    the rows, or None if each row's likeliest token is taken. Raises `InvariantError` for rows that
+    `target_probabilities` refuses."""
     check(len(noises) == len(indices) == len(logits), "one noise and index for each row")
     if not noises:
         return [], None
@@ -130,11 +130,11 @@ def draw_siblings(
     counts: Sequence[int],
     vocabulary: DraftVocabulary | None = None,
 ) -> list[DraftedGroup]:
-    """Draws up to `counts[b]` candidates for one position of each of B sessions that share rule and
-    parameters, without penalties. The first is what `draw_from_logits` draws. Under token the
-    others are drawn from the returned q without replacement. Under coupled they are the next to
-    arrive in the race among the `DRAFT_SUPPORT_ENTRIES` likeliest tokens; under greedy, the next
-    likeliest."""
+    """Draws up to `counts[b]` siblings for one position of each of B sessions that share rule and
+    parameters, without penalties. The first sibling is what `draw_from_logits` draws. Under token
+    the others are drawn from the returned q without replacement. Under coupled they are the next to
+    arrive in the race among the `DRAFT_SUPPORT_ENTRIES` likeliest tokens. Under greedy they are the
+    next likeliest tokens."""
     check(len(noises) == len(indices) == len(counts) == len(logits), "a count for each row")
     check(not params.penalised, "penalties would count siblings")
     rule = _shared_rule(noises)
@@ -175,8 +175,8 @@ def likely_tokens(
     vocabulary: DraftVocabulary | None = None,
 ) -> LikelyTokens:
     """The `DRAFT_SUPPORT_ENTRIES` likeliest tokens of each row of a draft's `logits` [R, V] under
-    `params`. With a `vocabulary`, parameters and history are in its columns. Raises as
-    `target_probabilities` does."""
+    `params`. With a `vocabulary`, parameters and history are in terms of its columns. Raises
+    `InvariantError` for rows that `target_probabilities` refuses."""
     count = min(DRAFT_SUPPORT_ENTRIES, logits.shape[1])
     if not params.tempered_alone:
         return likely_by_weight(_weights(logits, params, history), count, vocabulary)
@@ -196,8 +196,9 @@ def likely_tokens(
 
 
 def arrival_order(rows: LikelyTokens, keys: RowKeys) -> tuple[IntArray, RealArray]:
-    """The tokens of each row in the order in which they arrive in its race, and the logarithms of
-    their scores (log mass + Gumbel noise): [R, M] each; -1 and -inf for impossible tokens."""
+    """The tokens of each row in the order in which they arrive in the row's race, and the
+    logarithms of their scores (log mass + Gumbel noise): [R, M] each. Tokens without mass come
+    last, as -1 with a score of -inf."""
     found = scores(torch.from_numpy(rows.mass), torch.from_numpy(rows.ids), keys).numpy()
     order = np.argsort(-found, axis=1)
     found = np.take_along_axis(found, order, 1)
@@ -210,10 +211,8 @@ def quantise(
     probabilities: Tensor, entries_max: int, vocabulary: DraftVocabulary | None = None
 ) -> DraftDistribution:
     """The `entries_max` likeliest of `probabilities` [V] as counts that sum to `COUNT_TOTAL`,
-    likeliest first; tokens whose count is 0 are dropped. With a `vocabulary` the probabilities are
-    of its columns, and the ids are the target's.
-
-    The support may have one entry; on the wire that is None.
+    likeliest first, without tokens whose count is 0. With a `vocabulary` the probabilities are
+    those of its columns, and the ids are the target's. The support may have a single entry.
     """
     rows = likely_by_weight(probabilities[None], entries_max, vocabulary)
     return _as_distributions(rows.ids, _host_levels(rows.mass))[0]
@@ -221,7 +220,7 @@ def quantise(
 
 def count_levels(mass: _Reals) -> _Reals:
     """The cumulative counts of `mass` [R, M], float64: [R, M], whole numbers up to `COUNT_TOTAL`.
-    For arrays and for tensors on any device."""
+    Takes arrays, and tensors on any device."""
     sums = mass.cumsum(1)
     levels: _Reals = (sums / sums[:, -1:] * COUNT_TOTAL).round()
     return levels
@@ -234,8 +233,8 @@ def _host_levels(mass: RealArray) -> RealArray:
 
 
 def place_of(levels: Any, count: Any) -> Any:
-    """The index of the token in each row of `levels` [R, M] to which count `count` [R, 1] belongs:
-    [R]. For arrays and for tensors on any device."""
+    """The index of the first of `levels` [R, M] that exceeds `count` [R, 1], in each row: [R].
+    Takes arrays, and tensors on any device."""
     return (levels <= count).sum(1)
 
 
@@ -272,7 +271,7 @@ def likely_by_weight(
 
 
 def _token_ids(columns: Tensor, vocabulary: DraftVocabulary | None) -> IntArray:
-    """The tokens of these columns; any token for a column that pads the row."""
+    """The tokens of these columns. Columns that pad a row have no mass, so any token will do."""
     found: IntArray = columns.numpy()
     if vocabulary is None:
         return found
@@ -345,14 +344,14 @@ def _shared_rule(noises: Sequence[RoundNoise]) -> Rule:
 
 
 _ROW_WORDS = 16
-"""The words of each row: six for `weigh_rows`; whether it is coupled, and whether it is quantised;
-six for `settle_rows`; and the drawn count as a float64."""
+"""The words of each row: six for `weigh_rows`; whether the draw is coupled; whether it is
+quantised; six for `settle_rows`; and the drawn count as a float64."""
 _COUPLED, _QUANTISED, _KEYS, _COUNT = 6, 7, 8, 14
 
 
 def can_draw_on_device(logits: Tensor, params: SamplingParams) -> bool:
-    """Whether `draw_on_device` accepts these logits: they are on a device with kernels, and no bias
-    or penalty applies."""
+    """Whether `draw_on_device` can be used: the logits are on a device with kernels and narrower
+    than float64, and no bias or penalty applies."""
     is_narrow = logits.dtype != torch.float64
     return is_narrow and has_kernels(logits.device) and not (params.penalised or params.logit_bias)
 
@@ -364,8 +363,8 @@ def draw_on_device(
     indices: Sequence[int],
     vocabulary: DraftVocabulary | None = None,
 ) -> tuple[list[DraftedToken], list[LikelyTokens | None]]:
-    """Like `draw_from_logits`, for sessions of any rules and parameters, with one wait for the
-    device of `logits`. Returns the likely tokens of each row separately."""
+    """Like `draw_from_logits`, for sessions with different rules and parameters. Waits only once
+    for the device of `logits`. Returns the likely tokens of each row separately."""
     is_greedy = np.array(
         [one.greedy or noise.rule is Rule.GREEDY for one, noise in zip(params, noises, strict=True)]
     )

@@ -18,7 +18,7 @@ since the distribution is memoryless:
                       this wait
     number v          every other token of the block waits m_b + E
 
-A token can win only if w_v / m_b exceeds the score of another token.
+A token can win only if w_v / m_b exceeds the best score that was found before.
 """
 
 from functools import lru_cache
@@ -42,7 +42,8 @@ _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _FIRST = 0xBF58476D1CE4E5B9 - 2**64
 _SECOND = 0x94D049BB133111EB - 2**64
 _FRACTION_BITS = 52
-"""Bits of a uniform (n + 0.5) * 2^-52: float64 represents each exactly, and none is 0 or 1."""
+"""Bits of n in a uniform (n + 0.5) * 2^-52. A float64 holds each such number exactly, and none is 0
+or 1."""
 IntArray: TypeAlias = npt.NDArray[np.int64]
 RealArray: TypeAlias = npt.NDArray[np.float64]
 _Ints = TypeVar("_Ints", IntArray, Tensor)
@@ -59,7 +60,7 @@ def numbers(keys: tuple[_Ints, _Ints], indices: _Ints) -> _Ints:
     are columns [R, 1]. For arrays and for tensors on any device."""
     first, second = keys
     bits = indices * _GAMMA + first
-    bits ^= (bits >> 30) & (2**34 - 1)  # the mask clears the sign bits of the shift
+    bits ^= (bits >> 30) & (2**34 - 1)  # The mask clears the copies of the sign bit.
     bits *= _FIRST
     bits ^= second
     bits ^= (bits >> 27) & (2**37 - 1)
@@ -76,7 +77,7 @@ def uniforms(keys: tuple[_Ints, _Ints], indices: _Ints) -> _Ints:
 
 def race(weights: Tensor, keys: RowKeys) -> Tensor:
     """One token for each row: [R], int64. `weights` [R, V] are float32 or float64, >= 0, on the
-    CPU, unchanged. A row without a positive weight gives 0. Ties: lowest id."""
+    CPU, unchanged. A row without a positive weight gives 0. Of equal scores the lowest id wins."""
     num_rows, width = weights.shape
     if width <= _DENSE_WIDTH:
         return scores(weights, torch.arange(width)[None], keys).argmax(dim=1)
@@ -88,8 +89,8 @@ def race(weights: Tensor, keys: RowKeys) -> Tensor:
 
 def scores(weights: Tensor, token_ids: Tensor, keys: RowKeys) -> Tensor:
     """The scores w / t of the listed tokens, on the CPU: [R, M], float64. `token_ids` ([R, M] or
-    [1, M], int64, >= 0) are the tokens of `weights` [R, M]. The largest score of all tokens wins
-    the row's race."""
+    [1, M], int64, >= 0) are the tokens of `weights` [R, M]. The token with the largest score of its
+    row wins the race."""
     low, high = map(torch.from_numpy, token_keys(keys))
     blocks = numbers((low, high), (token_ids >> _BLOCK_BITS) + _BLOCK_NUMBERS)
     later = _exponentials(numbers((low, high), token_ids))
@@ -104,8 +105,8 @@ def _pruned_race(
     """`race` for rows of whole blocks, [R, V]; `tops` [R, V / 128] holds the largest weight of each
     block.
 
-    First scores the token of least wait in every block, then only the tokens that could still beat
-    the best of these.
+    First scores the token with the least wait of every block, then only the tokens that could still
+    beat the best of these.
     """
     num_rows, num_blocks = tops.shape
     blocks = weights.reshape(-1, BLOCK)

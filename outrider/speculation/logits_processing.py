@@ -1,5 +1,5 @@
-"""Turns logits into the distribution that is sampled, on the CPU: in float64 for float64 logits,
-else in float32. Sums over a row are always in float64.
+"""Turns logits into the distribution that is sampled, on the CPU. Float64 logits are processed in
+float64, narrower ones in float32. Sums over a row are always in float64.
 
 Order: logit bias, penalties, temperature, min-p, top-k, top-p, renormalisation. Each filter sees
 what the previous one kept, so top-p is a share of the mass that min-p and top-k left.
@@ -26,16 +26,16 @@ from outrider.speculation.proposal import ROOT, Proposal
 from outrider.speculation.sampling_params import SamplingParams
 
 _HEAD_ENTRIES = 64
-"""Number of largest weights that are searched first for top-p; if they do not hold the mass, a
-wider search follows."""
+"""Number of largest weights that are searched first for top-p. If their mass is too small, all
+weights are searched."""
 _BUCKETS = {
     np.dtype(np.float32): (np.int32, 0x3F800000, 17),
     np.dtype(np.float64): (np.int64, 0x3FF0000000000000, 46),
 }
-"""The integer type of a float's bits, the bits of 1.0, and a shift that leaves the exponent and six
-bits of the fraction: 64 buckets an octave."""
+"""By type of float: the integer type of its bits, the bits of 1.0, and a shift that leaves the
+exponent and six bits of the fraction. So each octave has 64 buckets."""
 _NUM_BUCKETS = 64 * 64
-"""64 octaves below 1; smaller weights share the last bucket."""
+"""For 64 octaves below 1. Smaller weights share the last bucket."""
 _BLOCK = 64
 """Size of the blocks whose maxima are compared first when the largest weights of a row are
 wanted."""
@@ -43,8 +43,8 @@ wanted."""
 
 @dataclass(frozen=True, slots=True)
 class TokenHistory:
-    """The tokens that penalties count. Row i of a verification counts the output and
-    `drafted_ids[:i]`; a drafter appends its own draft tokens to `output_ids`."""
+    """The tokens that penalties count. Row i of a verification counts the prompt, the output and
+    `drafted_ids[:i]`. A drafter appends its own draft tokens to `output_ids`."""
 
     prompt_ids: Sequence[int] = ()
     output_ids: Sequence[int] = ()
@@ -59,9 +59,9 @@ def target_probabilities(
 ) -> Tensor:
     """The sampled distribution of every row: [R, V], float64, rows sum to 1. `logits` [R, V] may
     have any float type and are unchanged. Greedy parameters give a one-hot row at the largest logit
-    (ties: lowest id). -inf is legal and gets probability 0. Biased or past ids beyond V are
-    ignored, as a padded vocabulary may differ. Raises `InvariantError` for a row with NaN, +inf or
-    nothing above -inf."""
+    (ties: lowest id). A logit of -inf gets probability 0. Ids of V or more, in the bias or the
+    history, are ignored, because draft and target may pad their vocabularies differently. Raises
+    `InvariantError` for a row with NaN, +inf or nothing above -inf."""
     check(logits.dim() == 2 and logits.shape[1] > 0, "logits are [rows, vocabulary]")
     logits = logits.cpu()
     weights = torch.empty(logits.shape, dtype=torch.float64)
@@ -73,8 +73,8 @@ def write_weights(
     logits: Tensor, params: SamplingParams, history: TokenHistory, weights: Tensor
 ) -> None:
     """Writes the sampled distribution of every row of `logits` [R, V], up to a factor, to `weights`
-    [R, W], float32 or float64; columns beyond V become 0. A row without a distribution becomes NaN;
-    `check_weights` reports why."""
+    [R, W], float32 or float64. Columns beyond V become 0. A row without a distribution becomes NaN,
+    for which `check_weights` raises an error."""
     width = logits.shape[1]
     adjusted = adjusted_logits(logits, params, history)
     weights[:, width:] = float("-inf")
@@ -108,7 +108,7 @@ def row_sums(weights: Tensor) -> Tensor:
 
 
 def joined_rows(parts: Sequence[Tensor]) -> Tensor:
-    """The rows [n, V] of all parts as [R, V]; without a copy if the parts are adjacent in memory,
+    """The rows [n, V] of all parts as [R, V]. Copies nothing if the parts are adjacent in memory,
     as the parts of one pass are."""
     first = parts[0]
     begin = end = first.data_ptr()
@@ -126,8 +126,9 @@ def joined_rows(parts: Sequence[Tensor]) -> Tensor:
 def likeliest(
     logits: Tensor, params: SamplingParams, history: TokenHistory = NO_HISTORY
 ) -> list[int]:
-    """The id of the largest logit of every row [R, V] after bias and penalties (ties: lowest id),
-    where greedy `target_probabilities` are 1. On any device. Raises what that function raises."""
+    """The id of the largest logit of every row [R, V] after bias and penalties (ties: lowest id).
+    Greedy `target_probabilities` are 1 there. For logits on any device. Raises `InvariantError` as
+    `target_probabilities` does."""
     found, maxima = _largest(logits)
     check_maxima(maxima)
     adjusted = adjusted_logits(logits, params, history)
@@ -195,16 +196,14 @@ def raw_logprobs(
     logits: Tensor,
     chosen: Sequence[int],
     num_top: int,
-    rows: Sequence[int] | None = None,
+    rows: Sequence[int],
 ) -> tuple[tuple[float, tuple[tuple[int, float], ...]], ...]:
-    """For each chosen token its log-probability under the raw logits, and the `num_top` likeliest
-    (id, log-probability), likeliest first, ties lowest id.
+    """For each chosen token: its log-probability under the raw logits, and the `num_top` likeliest
+    tokens as (id, log-probability), the likeliest first and of equals the lowest id first.
 
-    Token i is looked up in row `rows[i]` of `logits` [R, V], by default in row i. A token outside
-    the vocabulary, or with a logit of -inf, has -inf.
+    Token i is looked up in row `rows[i]` of `logits` [R, V]. A token outside the vocabulary, or
+    with a logit of -inf, has -inf.
     """
-    rows = range(len(chosen)) if rows is None else rows
-    check(len(rows) == len(chosen), "as many rows as chosen tokens")
     _check_rows(logits)
     exact = logits.double()
     normaliser = exact.logsumexp(dim=1, keepdim=True)
@@ -240,8 +239,8 @@ def largest_ids(values: Tensor, count: int) -> Tensor:
 
 
 def check_maxima(maxima: Sequence[float]) -> None:
-    """Raises `InvariantError` unless each row's largest logit is finite. This covers every bad row,
-    because the maximum is NaN if any logit is."""
+    """Raises `InvariantError` unless each row's largest logit is finite. If any logit of a row is
+    NaN, so is the maximum."""
     for row, largest in enumerate(maxima):
         check(
             math.isfinite(largest),
@@ -265,8 +264,8 @@ def _check_rows(logits: Tensor) -> None:
 
 def _keep_likely(row: Tensor, min_p: float, top_k: int, top_p: float) -> None:
     """Sets to 0 what the filters drop from `row` [V], whose weights are at most 1. Of equal weights
-    at the boundary the lowest ids are kept. Sorts only the first few weights and, if top-p keeps
-    more, the bucket at the boundary."""
+    at the boundary the lowest ids are kept. Sorts only the largest weights, or, if top-p keeps more
+    than `_HEAD_ENTRIES`, the bucket at the boundary."""
     if min_p > 0.0:
         _keep_from(row, float(row.amax() * min_p))
     is_cut = 0 < top_k < len(row)
@@ -309,7 +308,8 @@ def largest(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest of each row of `weights` [R, V], largest first, and their indices: [R,
     count] each. Which of several equal weights are included is undefined.
 
-    On a CPU only the `count` blocks with the largest maxima are searched; they contain all results.
+    On a CPU only the `count` blocks with the largest maxima are searched, because these contain all
+    results.
     """
     num_rows, width = weights.shape
     count = min(count, width)
@@ -325,11 +325,10 @@ def largest(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _long_head_end(row: npt.NDArray[Any], goal: float) -> tuple[float, int]:
-    """The smallest weight of `row` [V] that is needed to reach `goal`, and how many weights are
-    needed.
+    """The smallest of the fewest weights of `row` [V] whose sum reaches `goal`, and their number.
 
-    The leading bits of a positive float are its octave and the fraction within it, so they sort the
-    weights into buckets by size. Only the bucket in which the goal is reached is sorted.
+    The leading bits of a positive float are its exponent and the start of its fraction. They divide
+    the weights into buckets by size. Only the bucket in which the sum reaches the goal is sorted.
     """
     integers, bits_of_one, shift = _BUCKETS[row.dtype]
     buckets = (bits_of_one - row.view(integers)) >> shift
@@ -348,8 +347,7 @@ class DraftVocabulary:
     """The tokens of a reduced draft vocabulary, one for each column of the draft's logits."""
 
     token_ids: npt.NDArray[np.int64]
-    """[N], ascending, so that the lowest column of a tie is the lowest id and lists keep their
-    order."""
+    """[N], ascending, so that of equal logits the lowest column is the lowest id."""
     _tables: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -358,12 +356,11 @@ class DraftVocabulary:
 
     @classmethod
     def of(cls, token_ids: Sequence[int]) -> DraftVocabulary | None:
-        """The vocabulary of these tokens; None for an empty list, where each column is its
-        token."""
+        """The vocabulary of these tokens. None for an empty list: each token is its own column."""
         return cls(np.array(token_ids, dtype=np.int64)) if token_ids else None
 
     def table(self, device: torch.device) -> Tensor:
-        """`token_ids` on the device; cached, so it is the same tensor each time."""
+        """`token_ids` on the device. Always the same tensor."""
         if device not in self._tables:
             self._tables[device] = torch.from_numpy(self.token_ids).to(device)
         return self._tables[device]
@@ -399,8 +396,8 @@ def masked_logits(
     masks: Sequence[TokenMask | None],
     vocabulary: DraftVocabulary | None = None,
 ) -> Tensor:
-    """`logits` ([R, V], or [R, N] for the columns of a `vocabulary`) with -inf for what each row's
-    mask forbids: a copy, or `logits` itself if no row has a mask."""
+    """`logits` ([R, V], or [R, N] for the columns of a `vocabulary`) with -inf for each token that
+    the mask of its row forbids. A copy, or `logits` itself if no row has a mask."""
     wanted = [row for row, mask in enumerate(masks) if mask is not None]
     given = [mask for mask in masks if mask is not None]
     if not given:
@@ -420,16 +417,16 @@ class RowMasks:
 
     masks: list[TokenMask | None]
     """[N + 1]: what may follow the committed tokens, then what may follow each draft token. None
-    after a draft token that its own mask forbids: its p is 0, so no outcome uses the row."""
+    after a forbidden draft token. As p of that token is 0, no outcome uses the row after it."""
     untold: frozenset[int]
-    """Rows of legal draft tokens after which the constraint cannot be followed, so that they have
-    no mask. An outcome that reaches one ends with that draft token: see `ending_at`."""
+    """Rows without a mask because the constraint cannot be followed after their draft token, which
+    is itself allowed. An outcome that reaches such a row ends with its draft token: `ending_at`."""
 
 
 def row_masks(allowed: Allowed, proposal: Proposal) -> RowMasks:
     """The masks for the rows of a proposal. Raises `Incompatible` if the mask after the committed
-    tokens cannot be computed. After a draft token this is no error yet, because the token may be
-    rejected: drafts change no outcome, failures included."""
+    tokens cannot be computed. A mask after a draft token that cannot be computed raises no error,
+    as the token may be rejected, and drafts must not make a session fail."""
     masks = [allowed.after(())]
     untold: set[int] = set()
     paths: list[tuple[int, ...]] = []
@@ -480,7 +477,7 @@ def _mask_without(token_ids: frozenset[int], vocab_size: int) -> TokenMask:
 def allowed_early(
     sampling: SamplingParams, num_tokens: int, eos_token_ids: Sequence[int], vocab_size: int
 ) -> AnyButEnds | None:
-    """What `min_tokens` allows after `num_tokens` tokens of a completion; None = every token."""
+    """What `min_tokens` allows after `num_tokens` tokens of a completion; None = all tokens."""
     num_left = sampling.min_tokens - num_tokens
     ends = frozenset((*eos_token_ids, *sampling.stop_token_ids))
     return AnyButEnds(ends, num_left, vocab_size) if num_left > 0 else None
@@ -489,12 +486,13 @@ def allowed_early(
 def draft_mask(
     allowed: Allowed, drafted: Sequence[int], vocabulary: DraftVocabulary | None = None
 ) -> TokenMask | None:
-    """What a draft may draw after `drafted`; None if it should stop there, because the completion
-    has ended or no token of its vocabulary may follow. This depends on proposed tokens alone."""
+    """What a draft may draw after `drafted`. None if the draft should stop, because the completion
+    has ended, no token of its vocabulary may follow, or the mask cannot be computed. The result
+    depends on committed and proposed tokens alone."""
     try:
         mask = allowed.after(drafted)
     except OutriderError:
-        return None  # The target reports it.
+        return None  # The target reports the error.
     if mask is None or mask.is_over:
         return None
     if vocabulary is not None and not _flags(mask, 0, vocabulary).any():

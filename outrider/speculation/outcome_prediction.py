@@ -2,17 +2,16 @@
 
 A round of K draft tokens has K + 1 kinds of outcome: n tokens are accepted, and a correction
 follows (for n = K the bonus). The correction wins a race over the target's distribution, or over
-the residual after a rejection, and the noise of this race is known to every process. So a draft
-does not guess its likeliest tokens. It runs the same race over its own distribution q and takes the
-first tokens to arrive (ordered by log q + Gumbel noise). Under coupled and with q = p this race is
-the target's own.
+the residual after a rejection. Every process knows the noise of this race. So a draft runs the same
+race over its own distribution q, and guesses the first tokens to arrive (ordered by log q + Gumbel
+noise) instead of the likeliest ones. Under coupled and with q = p this is the target's race.
 
-Acceptance of draft token i is predicted in a similar way. Under coupled and greedy the token's race
-decides it, and acceptance is the more certain the larger the token's lead over the next one. Under
-token and block a uniform u is drawn for it, and a small u makes acceptance likely.
+Acceptance of draft token i is predicted in a similar way. Under coupled and greedy the race decides
+it: the larger the token's lead over the next one, the more certain is its acceptance. Under token
+and block a uniform u decides it: the smaller u, the likelier is acceptance.
 
-The noise is that of the current round. Whatever is drafted for an outcome has noise of its own, so
-predictions say nothing about it.
+Predictions use the noise of the current round. Tokens that are drafted for an outcome have the next
+round's noise, so predictions say nothing about them.
 """
 
 import math
@@ -38,23 +37,23 @@ from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
 EVIDENCE_MAX = 16.0
-"""Bound of the evidence for or against a draft token: a probability of e^-16 is practically 0."""
+"""Bound of the evidence for or against a draft token. A probability of e^-16 is practically 0."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OutcomeGuesses:
-    """What a draft predicts for a round of K draft tokens, before its accuracy is taken into
-    account."""
+    """What a draft predicts for a round of K draft tokens. `OutcomeModel` turns this into
+    probabilities."""
 
     corrections: list[list[int]]
-    """For n = 0..K accepted tokens the guesses of the correction, best first, without the draft
-    token that is rejected there. The last row, the bonus, may be missing."""
+    """For n = 0..K accepted tokens: the guesses of the correction, best first, without the rejected
+    draft token. The last row, the bonus, may be missing."""
     scores: RealArray
-    """[K + 1, R] or [K, R]: log q + g of each guess, up to a constant for each row; under greedy
-    the logit. Falling; -inf after the last guess."""
+    """[K + 1, R] or [K, R]: log q + Gumbel noise of each guess, up to a constant for each row;
+    under greedy the logit. Each row falls, and is -inf after the last guess."""
     evidence: RealArray
     """[K]: evidence that each draft token is accepted, within +-`EVIDENCE_MAX`. Under coupled and
-    greedy its score minus that of the best other token, under token and block -log u."""
+    greedy: its score minus that of the best other token. Under token and block: -log u."""
 
     @property
     def num_drafted(self) -> int:
@@ -70,8 +69,8 @@ def likely_rows(
     logits: Tensor, params: SamplingParams, vocabulary: DraftVocabulary | None = None
 ) -> LikelyTokens:
     """The likeliest tokens of a draft's `logits` [R, V] and their masses (under greedy their
-    logits), for parameters without penalties. With a `vocabulary` logits are its columns, and
-    tokens have the target's ids. Raises as `target_probabilities` does."""
+    logits), for parameters without penalties. With a `vocabulary` the logits are those of its
+    columns, and tokens have the target's ids. Raises as `likely_tokens` does."""
     check(not params.penalised, "penalties would count draft tokens")
     if vocabulary is not None:
         params = vocabulary.params(params)
@@ -92,8 +91,8 @@ def guess_outcomes(
 ) -> OutcomeGuesses:
     """Guesses up to `count` corrections for each possible number of accepted tokens, for the tokens
     `drafted` in the round of `noise`. Row n of `rows` [K + 1] has the likely tokens after the first
-    n draft tokens, from `likely_rows`. Except under greedy, the rows that the tokens were drawn
-    from will do. Without the last row the bonus is not guessed."""
+    n draft tokens, from `likely_rows`; except under greedy, the rows that the tokens were drawn
+    from are equal to those. Without the last row the bonus is not guessed."""
     check(len(rows) in (len(drafted), len(drafted) + 1), "one row for each outcome")
     if params.greedy:
         ids, scores = rows.ids, rows.mass
@@ -140,10 +139,10 @@ _FADE = 1 - 1 / 500
 _PRIOR_WEIGHT = 1.0
 _PRIOR_OFFSET = 0.0
 _PRIOR_SHARPNESS = 1.0
-"""Initial coefficients. Under coupled they are right for a draft whose logits have errors as large
-as the noise of one draw."""
+"""Initial coefficients. Under coupled they suit a draft whose logits have errors of the size of the
+Gumbel noise."""
 _PRIOR_INFORMATION = 5.0
-"""Weight of these priors: about twenty outcomes."""
+"""Initial information about each coefficient. It weighs as much as about twenty outcomes."""
 _WEIGHT_MAX = 8.0
 _OFFSET_MAX = 6.0
 _STEP_MAX = 0.5
@@ -153,18 +152,17 @@ RANKS_MAX = 16
 
 
 class LikelyOutcome(NamedTuple):
-    """An outcome: the number of accepted draft tokens, and which guess of the correction is
-    right."""
+    """A predicted outcome, and its probability."""
 
     num_accepted: int
     rank: int
-    """Rank of the guess, from 0."""
+    """Index of the right guess among those of the correction."""
     chance: float
 
 
 class _Coefficient:
-    """One coefficient of a model, and how much has been learned about it (its observed
-    information)."""
+    """One coefficient of a model, and its observed information: how much has been learned about
+    it."""
 
     def __init__(self, value: float, low: float, high: float) -> None:
         self.value = value
@@ -173,7 +171,8 @@ class _Coefficient:
         self._information = _PRIOR_INFORMATION
 
     def step(self, slope: float, information: float) -> None:
-        """Updates the value by one outcome's slope and negated curvature of the log likelihood."""
+        """Updates the value by one outcome: by the slope of its log likelihood, and by the negated
+        curvature, which is its information."""
         self._information = self._information * _FADE + information
         step = min(max(slope / self._information, -_STEP_MAX), _STEP_MAX)
         self.value = min(max(self.value + step, self._low), self._high)
@@ -183,8 +182,8 @@ class _Corrections(_Coefficient):
     """The probability of each guess of a correction, from its score."""
 
     def chances(self, scores: RealArray) -> RealArray:
-        """The probabilities of the guesses of each row [N, R], whose scores fall; all 0 for a row
-        without guesses."""
+        """The probabilities of the guesses of each row [N, R], whose `scores` fall. A row without
+        guesses has zeros."""
         known = np.isfinite(scores)
         best = np.where(known[:, :1], scores[:, :1], 0.0)
         behind = np.where(known, scores - best, 0.0)
@@ -216,8 +215,8 @@ class OutcomeModel:
         )
 
     def _acceptance(self, depth: int, evidence: float) -> float:
-        """The probability that a draft token is accepted, given that those before it are, from its
-        depth and evidence."""
+        """The probability that a draft token of this depth and evidence is accepted, if all before
+        it are."""
         total = self._weight.value * evidence + self._offsets[depth].value
         return 1 / (1 + math.exp(-total))
 
@@ -262,13 +261,13 @@ class OutcomeModels:
     """The models that the sessions of a draft replica share, by rule and temperature.
 
     Under rules whose noise is keyed by the round, only the first session of each seed uses the
-    shared model. A later one has the same noise, on which the first one's outcomes depend, so it
-    learns alone.
+    shared model. A later session with this seed has the same noise, on which the first one's
+    outcomes depend, so it has a model of its own.
     """
 
     def __init__(self, seeds_max: int = DRAFTED_SEEDS_MAX) -> None:
-        """After `seeds_max` seeds all of them are forgotten, with what their sessions
-        contributed."""
+        """After `seeds_max` seeds, all seeds are forgotten, with the models that their sessions
+        have taught."""
         self._seeds_max = seeds_max
         self._shared: dict[tuple[Rule, float], OutcomeModel] = {}
         self._first: dict[int, str] = {}
@@ -288,5 +287,5 @@ class OutcomeModels:
         return self._shared.setdefault((rule, round(temperature, 1)), OutcomeModel())
 
     def forget(self, session_id: str) -> None:
-        """The session has ended; its seed stays known."""
+        """Forgets the own model of a session that has ended. Its seed stays known."""
         self._alone.pop(session_id, None)

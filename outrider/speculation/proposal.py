@@ -13,7 +13,8 @@ from outrider.speculation.sampling_params import Rule
 from outrider.values import value
 
 COUNT_TOTAL = 2**16
-"""Counts of one draft distribution sum to this: q(v) = count / COUNT_TOTAL, exact in a float."""
+"""The sum of the counts of one draft distribution. q(v) = count / COUNT_TOTAL, which a float holds
+exactly."""
 _SIZE_BYTES = 2
 ID_BYTES = 4
 ENTRY_BYTES = ID_BYTES + 2
@@ -22,11 +23,12 @@ Q_BYTES_MAX = TREE_TOKENS_MAX * (_SIZE_BYTES + DRAFT_SUPPORT_ENTRIES_MAX * ENTRY
 
 
 class UnreadableQ(BadRequest):
-    """Raised if the q of a proposal is unreadable, beginning at some group of siblings."""
+    """Raised if the q of a proposal is unreadable from some group of siblings on."""
 
     def __init__(self, group: int, message: str, *, after_draw: bool = False) -> None:
-        """`after_draw`: the fault may depend on the tokens drawn from this q or on later ones;
-        otherwise it was fixed before they were drawn."""
+        """`group` is the index of the first unreadable group. `after_draw`: the fault may depend on
+        the tokens drawn from this q, or on later tokens. Without it, the fault was there before
+        they were drawn."""
         super().__init__("proposal.q", message)
         self.group = group
         self.after_draw = after_draw
@@ -36,7 +38,7 @@ class UnreadableQ(BadRequest):
 class DraftDistribution:
     """q over a truncated support: distinct ids, and positive counts that sum to `COUNT_TOTAL`.
 
-    A support of one is never built: such a position is one-hot and has no distribution.
+    A proposal has None in place of a distribution with a single token.
     """
 
     token_ids: tuple[int, ...]
@@ -45,7 +47,7 @@ class DraftDistribution:
 
     @property
     def packed(self) -> bytes:
-        """Its ids (uint32), then its counts (uint16), little endian."""
+        """The ids (uint32), then the counts (uint16), little endian."""
         num = len(self.token_ids)
         return self._sent or struct.pack(f"<{num}I{num}H", *self.token_ids, *self.counts)
 
@@ -53,9 +55,8 @@ class DraftDistribution:
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """Draft tokens, as a chain or as a tree. The i-th group of siblings was drawn from `q[i]`
-    without replacement; None = each was certain. In a chain each token is a group.
-
-    `q` is empty under rules that do not use it.
+    without replacement; None = each token of the group was certain. In a chain each token is a
+    group. Under rules that do not use q, `q` is empty.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -68,7 +69,7 @@ class Proposal:
 
     @property
     def tree(self) -> DraftTree:
-        """The tokens as a tree; a chain is a tree, too."""
+        """The tokens as a tree. A chain is a tree without siblings."""
         return draft_tree(self.parents, len(self.token_ids))
 
     @property
@@ -84,10 +85,8 @@ EMPTY_PROPOSAL = Proposal()
 
 @value(frozen=True, slots=True)
 class SealedProposal:
-    """A proposal in transit: `q` is encoded by `encode_q`, and only the target decodes it.
-
-    The draft seals and the target opens where their steps run. In between only token ids and
-    parents are read.
+    """A proposal in transit. Its `q` is encoded by `encode_q`, on the draft's thread of steps, and
+    decoded on the target's. Other code reads only token ids and parents.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -109,12 +108,12 @@ class SealedProposal:
 
     def cut(self, num_depths: int) -> SealedProposal:
         """The first `num_depths` tokens of each path, with their q. A tree must be listed by depth,
-        as `caterpillar_tree` lists it. This is exact only if `num_depths` does not depend on the
+        as `caterpillar_tree` lists it. The cut is exact only if `num_depths` does not depend on the
         proposal."""
         tree = self.tree
         if num_depths >= tree.num_depths:
             return self
-        check(list(tree.depths) == sorted(tree.depths), "a tree is cut that is listed by depth")
+        check(list(tree.depths) == sorted(tree.depths), "only a tree listed by depth can be cut")
         num = sum(depth < num_depths for depth in tree.depths)
         groups = [group for group in tree.groups if group[0] < num]
         end = 0
@@ -131,8 +130,8 @@ class SealedProposal:
         return SealedProposal(self.token_ids, encode_q(q), self.parents)
 
     def readable(self) -> tuple[SealedProposal, bool]:
-        """The depths whose q can be read, and whether the draft is broken. It is broken if the
-        fault in the rest may depend on a token that is cut off; otherwise the cut is exact."""
+        """The depths whose q can be read, and whether the draft is broken. A draft is broken if the
+        fault may depend on a token that is cut off. If not, the cut is exact."""
         try:
             self.open()
         except UnreadableQ as error:
@@ -158,13 +157,14 @@ NOTHING_SEALED = SealedProposal()
 
 
 def require_q(proposal: SealedProposal, rule: Rule) -> None:
-    """Raises `BadRequest` if `rule` uses q and the proposal has none. Treating the tokens as
-    certain draws would be exact, but would silently cost acceptance."""
+    """Raises `BadRequest` if `rule` uses q and the proposal has none. Its tokens could count as
+    certain draws, which is exact, but fewer of them would be accepted and no error would say
+    why."""
     if rule.needs_q and proposal.token_ids and not proposal.q:
         raise BadRequest(
             "proposal.q",
             f"is empty; rule {rule.value} needs a distribution for each of the {len(proposal)} "
-            f"tokens, or of a tree's siblings (one without entries for a one-hot draw)",
+            f"tokens, or for each group of a tree's siblings (without entries if one-hot)",
         )
 
 
@@ -183,9 +183,9 @@ def encode_q(q: Sequence[DraftDistribution | None]) -> bytes:
 def decode_q(data: bytes, drawn: Sequence[Sequence[int]]) -> tuple[DraftDistribution | None, ...]:
     """The distributions of groups of siblings, whose tokens are `drawn`; () if `data` is empty.
 
-    Validates everything: raises `UnreadableQ` naming `proposal.q` and the position unless `data`
-    has the length it states, 0 or 2..`DRAFT_SUPPORT_ENTRIES_MAX` entries a position, distinct ids,
-    positive counts that sum to `COUNT_TOTAL`, and the drafted tokens among the ids.
+    Raises `UnreadableQ`, which names `proposal.q` and the position, unless `data` has the length
+    that its sizes state, each position has 0 or 2..`DRAFT_SUPPORT_ENTRIES_MAX` entries, distinct
+    ids and positive counts that sum to `COUNT_TOTAL`, and the drafted tokens are among the ids.
     """
     if not data:
         return ()
@@ -251,14 +251,14 @@ class DraftTree:
     depths: tuple[int, ...]
     """[N]: the number of draft tokens before each on its path."""
     ranks: tuple[int, ...]
-    """[N]: how many tokens of the same depth are listed before each; this gives each its own noise.
-    The first token of each depth has 0, as has every token of a chain."""
+    """[N]: how many tokens of the same depth are listed before each. Depth and rank determine a
+    token's noise. Every token of a chain has rank 0."""
     groups: tuple[tuple[int, ...], ...]
     """All groups of siblings, ordered by their first token; each group has one q."""
 
     @cached_property
     def spine(self) -> tuple[int, ...]:
-        """The path of first siblings. A draft has run all of its tokens but the last."""
+        """The path of first siblings."""
         path: list[int] = []
         siblings = self.children[0]
         while siblings:

@@ -6,19 +6,19 @@
 | coupled        | TARGET, position | -             | TARGET, position | TARGET, position     |
 | greedy         | -                | -             | -                | -                    |
 
-Under token and block, the uniform of a draft's draw is its place's number for token id 0; that of
-sibling j is the number for token id j. Every other draw is a race over the numbers of all tokens
-(`gumbel_max.py`), so that a draft can predict corrections by running the same race. In a tree i is
-the depth of a draft token, and its rank among the tokens of that depth gives it numbers of its own.
-What follows a token is a RESIDUAL draw at its depth + 1 if the token has children, and a TARGET
-draw otherwise.
+Under token and block, a draft's draw uses one uniform: the number of its place for token id 0.
+Sibling j uses the number for token id j. Every other draw is a race over the numbers of all tokens
+(`gumbel_max.py`), so that a draft can predict a correction by running the same race. In a tree, i
+is the depth of a draft token. Tokens of one depth have different numbers, as their rank at that
+depth is part of their place. If a token has children, the token after it is a RESIDUAL draw at its
+depth + 1; otherwise it is a TARGET draw.
 
-A position is absolute: the committed length at the round's start + the index. An index place keeps
-committed length and index apart. Token and block must not use positions. Otherwise a draft
-token that was discarded would share its noise with the next round's token at the same position. But
-the discarded token has already had an influence: block verification reads it, and length control
-may learn from it. Committed lengths never repeat, so index places are fresh in every round. Under
-coupled every draw is the target's own draw at that position, whatever was read before.
+A position is absolute: the committed length at the round's start plus the index. An index place
+holds the two separately. Committed lengths never repeat, so every round has new index places. Token
+and block must not use positions: a discarded draft token would then share its noise with the next
+round's token at the same position, although block verification has read the discarded token, and
+length control may have learned from it. Coupled may use positions, as each of its draws is the
+target's own draw at that position, independent of what was read before.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from outrider.values import value
 
 WORD_MASK = 0xFFFFFFFF
 INDEX_TAG = 0x80000000
-"""Distinguishes an index place from a position: the high half of a position is always smaller."""
+"""Set in the second word of an index place. That word of a position is always smaller."""
 SIBLING_SHIFT = 16
 INDEX_MAX = 2**16 - 1
 SIBLING_MAX = 2**15 - 1
 NO_ACCEPT_NOISE = 0.5
-"""Under coupled and greedy the acceptance probability is 0 or 1, and any number in (0, 1) gives the
-same result."""
+"""The uniform under coupled and greedy. Their acceptance probability is 0 or 1, so that every
+number in (0, 1) gives the same result."""
 
 
 class Stream(IntEnum):
-    """The use of a number; numbers of different streams are independent."""
+    """The purpose of a number. Numbers of different streams are independent."""
 
     TARGET = 0
     DRAFT = 1
@@ -61,7 +61,7 @@ class Stream(IntEnum):
 
 
 class Place(NamedTuple):
-    """The two inner 32-bit words of the counter."""
+    """The two 32-bit words of a Philox counter that say where in the session a number is used."""
 
     a: int
     b: int
@@ -81,7 +81,7 @@ class RoundNoise:
         check(0 <= self.committed_length <= WORD_MASK, "a committed length has 32 bits")
 
     def place(self, index: int, sibling: int = 0) -> Place:
-        """The place of depth `index` (the bonus has index K) on branch `sibling`."""
+        """The place of the token at depth `index`, 0..K, with the rank `sibling` at this depth."""
         check(0 <= index <= INDEX_MAX, f"index {index} is not in 0..{INDEX_MAX}")
         check(0 <= sibling <= SIBLING_MAX, f"sibling {sibling} is not in 0..{SIBLING_MAX}")
         if self.rule.absolute_noise:
@@ -113,8 +113,8 @@ class RoundNoise:
         return map(uniform, unpack(f"<{size}Q", words.to_bytes(8 * size, "little")))
 
     def tree_keys(self, tree: DraftTree) -> RowKeys:
-        """Keys for what follows the last committed token and each draft token of a tree: [N + 1]
-        rows, one of which is used."""
+        """Keys for the draws of the token after the last committed token and after each draft token
+        of a tree: [N + 1] rows. A round uses one of them."""
         rows = [(0, 0), *((d + 1, rank) for d, rank in zip(tree.depths, tree.ranks, strict=True))]
         places = [self.place(depth, rank) for depth, rank in rows]
         streams = [
@@ -129,8 +129,8 @@ def _index_word(index: int, sibling: int) -> int:
 
 @lru_cache(maxsize=256)
 def _places_in_one(num_draft_tokens: int, parents: tuple[int, ...]) -> tuple[int, int, int]:
-    """`ones` for `rounds`, the second words of the tokens' index places, and their streams: each in
-    one integer."""
+    """Arguments of `rounds` for all draft tokens at once: `ones`, the second words of their index
+    places, and their streams."""
     tree = draft_tree(parents, num_draft_tokens)
     words = map(_index_word, tree.depths, tree.ranks)
     ones = sum(1 << 64 * number for number in range(num_draft_tokens))
@@ -198,8 +198,8 @@ _KEY_STEP_HIGH = 0xBB67AE85
 _ROUNDS = 10
 _WORD_SCALE = 2.0**-32
 _FEW = 16
-"""Up to this number, counters are computed one by one as integers, which is faster than the hundred
-array operations."""
+"""Up to this number of rows, each counter is computed by itself, from Python integers. The hundred
+array operations that compute all at once would take longer."""
 
 WordArray: TypeAlias = npt.NDArray[Any]
 """uint64 arrays of 32-bit words, so that a product keeps its high half."""
@@ -234,11 +234,12 @@ def rounds(
 ) -> tuple[_Words, _Words, _Words, _Words]:
     """Philox4x32-10: turns the four words of a counter, under a key given by its `key_steps`, into
     four random words. All have 32 bits. Takes integers, or arrays that broadcast. An integer may
-    hold the words of several counters, each in 64 bits (the size of a product); `ones` then has a 1
-    in each of these, here and for the steps. Eight counters together take little longer than one.
+    hold the words of several counters, each in 64 bits (the size of a product). `ones`, here and in
+    `key_steps`, is then the integer with a 1 in each of these 64-bit fields. Eight counters in one
+    integer take little longer than one.
 
-    The low half of a product is left unmasked, since it is only xored into a word that is masked
-    afterwards.
+    The low half of a product is not masked here, because it is only xored into a word that the next
+    round masks.
     """
     mask = WORD_MASK * ones
     for key_low, key_high in steps:
@@ -259,4 +260,4 @@ def key_steps(low: _Words, high: _Words, ones: int = 1) -> KeySteps[_Words]:
 
 
 _kept_key_steps = lru_cache(maxsize=1024)(key_steps)
-"""For integers; cached, as a session has the same key in every round."""
+"""`key_steps` of integers, cached: a session has the same key in every round."""

@@ -19,7 +19,7 @@ from outrider.limits import (
 
 
 class Rule(StrEnum):
-    """How a proposal is accepted or rejected (docs/ARCHITECTURE.md, a round)."""
+    """How a proposal is accepted or rejected (docs/ARCHITECTURE.md, "A round")."""
 
     TOKEN = "token"  # noqa: S105 (a rule, not a secret)
     BLOCK = "block"
@@ -39,7 +39,8 @@ class Rule(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Transforms between logits and the sampled distribution; limits are in `outrider.limits`."""
+    """The transforms from logits to the sampled distribution. `outrider.limits` has their
+    ranges."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -50,7 +51,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, added to its logit), sorted by id."""
+    """(token id, bias that is added to its logit), sorted by id."""
     min_tokens: int = 0
     """Before this many tokens only `max_tokens` ends the completion: EOS and stop tokens cannot be
     drawn, and stop strings are ignored."""
@@ -64,7 +65,7 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        """Whether the distribution depends on earlier tokens other than through the model."""
+        """Whether a penalty applies, so that the transforms depend on earlier tokens."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
     @property
@@ -78,8 +79,8 @@ class SamplingParams:
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     def hash(self) -> int:
-        """A 64-bit hash of these parameters, the same in every process, and the same for 1 as for
-        1.0."""
+        """A 64-bit hash of these parameters. It is the same in every process, and the same for 1 as
+        for 1.0."""
         floats: dict[str, Any] = {name: float(getattr(self, name)) for name, *_ in _RANGES}
         biases = tuple(sorted((int(v), float(bias)) for v, bias in self.logit_bias))
         whole = {name: int(getattr(self, name)) for name in ("top_k", "min_tokens")}

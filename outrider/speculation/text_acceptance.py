@@ -1,4 +1,4 @@
-"""Estimates acceptance from a text that the target wrote, without running rounds."""
+"""Estimates acceptance from texts that the target wrote, without running rounds."""
 
 from collections.abc import Sequence
 
@@ -10,10 +10,10 @@ NUM_DEPTHS = 8
 
 
 def conditional_acceptance(texts: Sequence[Sequence[float]]) -> tuple[float | None, ...]:
-    """For draft token 1..`NUM_DEPTHS`, the probability that it is accepted if those before it were,
-    from min(1, q(x) / p(x)) along texts that the target drew.
+    """For draft tokens 1..`NUM_DEPTHS`, the probability that each is accepted if all before it
+    were. `texts` has min(1, q(x) / p(x)) for each token x of texts that the target drew.
 
-    For such a text the mean of prod_{i<=k} min(1, q_i / p_i) over windows of k tokens is the
+    The mean of prod_{i<=k} min(1, q_i / p_i) over windows of k tokens of such a text is the
     probability that the first k tokens of a chain are accepted. The probabilities for depths k and
     k - 1 use the same windows, those of at least k tokens, so that a text's end favours neither.
     """
@@ -25,9 +25,9 @@ def conditional_acceptance(texts: Sequence[Sequence[float]]) -> tuple[float | No
 def acceptance_of_windows(
     texts: Sequence[Sequence[npt.NDArray[np.float64]]], num_depths: int
 ) -> tuple[float | None, ...]:
-    """Like `conditional_acceptance`, for draft token 1..`num_depths`, where the ratio at a position
-    depends on where its window begins: `texts[t][k][w]` is the ratio of draft token k + 1 in window
-    w. Windows that the end of a text cuts off come last; a text may have fewer depths."""
+    """Like `conditional_acceptance`, for draft tokens 1..`num_depths` whose ratio depends on where
+    the window begins: `texts[t][k][w]` is the ratio of draft token k + 1 in window w of text t.
+    Windows that the end of a text cuts off come last. A text may have fewer depths."""
     found: list[float | None] = []
     for depth in range(num_depths):
         reached = accepted = 0.0

@@ -21,22 +21,22 @@ import triton.language as tl
 from outrider.speculation import cuda_verdicts, gumbel_max, proposal
 
 ROW_WORDS = tl.constexpr(cuda_verdicts.ROW_WORDS)
-"""Words of a row: temperature, min-p, top-p as float64, top-k; the draft token that it judges, or
--1; how many tokens have biases or penalties, and the byte offset of their `ENTRY_WORDS`; the byte
-offset of its mask, or -1; the number of draft tokens before it; repetition, presence and frequency
-penalty as float64."""
+"""Words of a row: temperature, min-p, top-p as float64, top-k; the draft token that the row judges,
+or -1; the number of tokens with biases or penalties, and the byte offset of their `ENTRY_WORDS`;
+the byte offset of the row's mask, or -1; the number of draft tokens before the row; repetition,
+presence and frequency penalty as float64."""
 ENTRY_WORDS = tl.constexpr(3)
-"""Words of a token with a bias or a penalty: its id, its bias as float64, and twice its count in
+"""Words of a token with a bias or a penalty: id, bias as float64, and twice the token's count in
 the output, plus 1 if it is in the prompt."""
 JUDGED_WORDS = tl.constexpr(cuda_verdicts.JUDGED_WORDS)
-"""Words of a row: its `RowKeys`; how many draft tokens come before the one that it judges, or -1 if
-it judges none; whether its chain is judged as a block; the byte offset of that token's q, as
-`DraftDistribution.packed`, and its number of tokens (0 = certain)."""
+"""Words of a row: its `RowKeys`; the number of draft tokens before the one that the row judges, or
+-1 if it judges none; whether the rule is block; the byte offset of the draft token's q, as
+`DraftDistribution.packed`, and the number of tokens in q (0 = certain)."""
 MAXIMUM, TOTAL, DRAFTED, ACCEPTED, LEFT, DRAWN = [tl.constexpr(i) for i in range(6)]
-"""Results for each row: the largest logit, NaN if any is NaN; the sum of its weights; p of the
-draft token; its acceptance, or in a block pi after it, NaN if its q does not contain it; in a block
-Z; the token that follows. Before that, for rows that keep a single token, ACCEPTED and LEFT hold
-the largest changed logit, exactly, and its token."""
+"""Results for each row: the largest logit, NaN if any is NaN; the sum of the weights; p of the
+draft token; its acceptance, or under block pi after it, NaN if its q does not contain it; under
+block Z; the token that is drawn. Until `settle_rows` runs, ACCEPTED and LEFT of a row that keeps a
+single token hold the largest changed logit, exactly, and its token."""
 BITS_OF_ONE = tl.constexpr(0x3F800000)
 COUNT_TOTAL = tl.constexpr(proposal.COUNT_TOTAL)
 NEARLY_EMPTY = tl.constexpr(1e-4)

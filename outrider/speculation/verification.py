@@ -1,4 +1,4 @@
-"""The target's verdict on a proposal. Rows are p_1..p_{K+1}; row n (from 0) follows n draft tokens.
+"""The target's verdict on a proposal. Rows are p_1..p_{K+1}; row n = 0..K follows n draft tokens.
 
 | rule    | acceptance probability of x_i       | law of correction n < K     | source         |
 | ------- | ----------------------------------- | --------------------------- | -------------- |
@@ -11,15 +11,16 @@
 Correction K is a draw from p_{K+1} under every rule. pi_0 = 1, and pi_i = min(1, pi_{i-1} p_i(x_i)
 / q_i(x_i)); pos(z) = max(z, 0).
 
-In a tree row 0 follows the last committed token, and row i + 1 follows draft token i. Under coupled
-and greedy a draft token is accepted if it is the target's own token in the row it follows. Under
-token the siblings s_1, s_2, .. after a row p, drawn from q without replacement, are tried in turn.
-With p^1 = p and q^1 = q, s_j is accepted with min(1, p^j(s_j) / q^j(s_j)); then p^{j+1} =
-norm(pos(p^j - q^j)) and q^{j+1} = norm(q^j without s_j). If all are rejected, the next token is
-drawn from the last p^{j+1}; after a leaf it is drawn from p (recursive rejection: SpecInfer, arXiv
-2305.09781; without replacement: Sequoia, arXiv 2402.12374). Block has no tree.
+In a tree, row 0 follows the last committed token, and row i + 1 follows draft token i. Under
+coupled and greedy a draft token is accepted if it is the target's own token in the row that it
+follows. Under token the siblings s_1, s_2, .. that follow a row p were drawn from q without
+replacement, and are tested in turn. With p^1 = p and q^1 = q, s_j is accepted with min(1, p^j(s_j)
+/ q^j(s_j)). If it is rejected, p^{j+1} = norm(pos(p^j - q^j)) and q^{j+1} = norm(q^j without s_j).
+If all siblings are rejected, the next token is drawn from the last p^{j+1}. After a leaf the next
+token is drawn from p (recursive rejection: SpecInfer, arXiv 2305.09781; without replacement:
+Sequoia, arXiv 2402.12374). Block has no tree.
 
-Rows are given as weights: p up to a factor, with the sum of each row. A token beyond the width of p
+Rows are given as weights, which are p up to a factor, and their sums. A token beyond the width of p
 has p = 0, and a token outside q's support has q = 0. So the vocabularies of draft and target may be
 padded differently, and a residual always covers the target's whole vocabulary.
 """
@@ -58,11 +59,10 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 
 _log = logging.getLogger(__name__)
 _NEARLY_EMPTY = 1e-4
-"""Share of a row's mass. A row with more than this left cannot be empty."""
+"""Share of a row's mass. If more than this share is left, the row is certainly not empty."""
 
 _PI_MIN = 1e-290
-"""A path with a smaller ratio is not taken; the reciprocal of this times any mass is still
-finite."""
+"""A path with a smaller pi is not taken. Any mass divided by this number is finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class DraftRows:
     token_ids: IntArray
     """[B, K]"""
     support: IntArray
-    """[B, K, M]; the ids with mass are distinct."""
+    """[B, K, M]. The ids with mass > 0 are distinct."""
     mass: RealArray
     """[B, K, M]: q of each id; 0 is padding."""
 
@@ -85,7 +85,7 @@ class Question:
     """[N + 1, V] of any float type on any device; unchanged."""
     params: SamplingParams
     history: TokenHistory
-    """What penalties count; unused for a tree."""
+    """What penalties count. A tree has no penalties."""
     proposal: Proposal
     noise: RoundNoise
     masks: Sequence[TokenMask | None] = ()
@@ -95,8 +95,7 @@ class Question:
         """Raises `InvariantError` if the parts do not fit together."""
         proposal = self.proposal
         check_parts(self.logits, proposal, self.noise.rule)
-        is_chain = not (proposal.parents and self.params.penalised)
-        check(is_chain, "penalties count the tokens of a chain")
+        check(not (proposal.parents and self.params.penalised), "penalties need a chain")
 
     @property
     def takes_likeliest(self) -> bool:
@@ -106,9 +105,9 @@ class Question:
 
 def verdicts_from_logits(questions: Sequence[Question]) -> list[Verdict]:
     """Verdicts on the proposals of several sessions, whose logits have one width, type and device,
-    in one pass over all rows. Each is bit for bit what it would be alone. Raises `InvariantError`
-    if the rule needs a q that is missing, if a draft token is outside its q, and where
-    `target_probabilities` does."""
+    in one pass over all rows. Each verdict is bit for bit the same as without the other questions.
+    Raises `InvariantError` if the rule needs a q that is missing, if a draft token is outside its
+    q, and for rows that `target_probabilities` refuses."""
     for question in questions:
         question.check()
     verdicts: dict[int, Verdict] = {}
@@ -120,16 +119,16 @@ def verdicts_from_logits(questions: Sequence[Question]) -> list[Verdict]:
 
 
 def _suits_kernels(question: Question) -> bool:
-    """The kernels handle neither trees with q nor float64."""
+    """Whether the kernels can judge a question. They handle neither trees with q nor float64."""
     is_tree = bool(question.proposal.parents) and question.noise.rule.needs_q
     is_double = question.logits.dtype == torch.float64
     return has_kernels(question.logits.device) and not is_tree and not is_double
 
 
 def try_kernels(logits: Tensor, token_ids: Sequence[int] = ()) -> None:
-    """Compiles a device's kernels for `logits` [2, V] of a model, or [2, N] of a drafter for
-    `token_ids` [N]. If they fail, or draw other tokens than the CPU, verdicts and draws on this
-    device use no kernels from now on."""
+    """Compiles a device's kernels for `logits` [2, V] of a model, or [2, N] of a drafter whose
+    columns stand for `token_ids` [N]. If the kernels fail, or draw other tokens than the CPU,
+    verdicts and draws on this device use none from now on."""
     if not has_kernels(logits.device):
         return
     params, noise = SamplingParams(top_k=50, top_p=0.9), RoundNoise(0, Rule.TOKEN, 1)
@@ -145,7 +144,7 @@ def try_kernels(logits: Tensor, token_ids: Sequence[int] = ()) -> None:
         draw_on_device(logits, [SamplingParams()] * 2, coupled, [0, 0], vocabulary=vocabulary)
     except Exception:  # noqa: BLE001 (a lasting fault shows again without kernels)
         _log.warning(
-            "no kernels are used for verdicts and draws on %s", logits.device, exc_info=True
+            "verdicts and draws on %s use no kernels: a trial failed", logits.device, exc_info=True
         )
         give_up(logits.device)
 
@@ -179,7 +178,7 @@ def _drawn_verdicts(questions: Sequence[Question]) -> list[Verdict]:
 
 
 def _verdicts_on_device(questions: Sequence[Question]) -> list[Verdict]:
-    """See `cuda_verdicts.py`."""
+    """Verdicts by the kernels of `cuda_verdicts.py`."""
     proposals = [each.proposal for each in questions]
     noises = [each.noise for each in questions]
     rules = [noise.rule for noise in noises]
@@ -259,7 +258,8 @@ def _weights(questions: Sequence[Question]) -> Tensor:
 def verdicts_from_weights(
     weights: Tensor, sums: RealArray, entries: Sequence[tuple[Proposal, RoundNoise]]
 ) -> list[Verdict]:
-    """Verdicts from the rows of all proposals, one after another; changes `weights` and `sums`."""
+    """Verdicts from the rows of all proposals, one after another. Overwrites `weights` and
+    `sums`."""
     accept: dict[int, tuple[float, ...]] = {}
     chains: dict[tuple[Rule, int], list[int]] = {}
     ends = [*accumulate(len(proposal) + 1 for proposal, _ in entries)]
@@ -295,15 +295,15 @@ def check_drafted(is_in_support: bool) -> None:
 
 
 def _own_tokens(own: list[int], proposal: Proposal) -> Verdict:
-    """Accepts each draft token iff it is the target's own token there: `own` [N + 1]."""
+    """Accepts each draft token iff it is the target's own token, `own` [N + 1], of its row."""
     pairs = zip(proposal.tree.parents, proposal.token_ids, strict=True)
     return Verdict(tuple(float(own[parent + 1] == ids) for parent, ids in pairs), tuple(own))
 
 
 def tree_law(weights: Tensor, sums: RealArray, proposal: Proposal) -> tuple[float, ...]:
     """Acceptance [N] of a tree under token, from its rows `weights` [N + 1, V] and their `sums`.
-    The row that siblings follow becomes the weights of the next token if all of them are
-    rejected."""
+    Overwrites each row that siblings follow by the weights of the token that is drawn if all of
+    these are rejected."""
     tree = proposal.tree
     accept = [0.0] * len(proposal)
     for group, entry in zip(tree.groups, proposal.q, strict=True):
@@ -354,10 +354,10 @@ class _Places:
     def subtract(
         self, weights: Tensor, sums: RealArray, rows: IntArray, amounts: RealArray
     ) -> RealArray:
-        """Subtracts `amounts` [B, K] times q from the rows, clamped at 0, and returns the remaining
-        sums: [B, K]. A row that would become empty is left unchanged, and its sum is 0. Its token
-        is used only through a rounding error, because its draft token is accepted or the path to it
-        is not taken."""
+        """Subtracts `amounts` [B, K] times q from the rows, clamped at 0, and returns the sums that
+        are left: [B, K]. A row that would become empty is left unchanged, with a sum of 0. Only a
+        rounding error can lead to its token: the draft token is accepted for certain, or the path
+        to the row is not taken."""
         change = np.maximum(self.before - self.mass * amounts[..., None], 0.0) - self.before
         self._add(weights, change)
         left: RealArray = np.maximum(sums[rows] + change.sum(axis=2), 0.0)
@@ -378,8 +378,9 @@ class _Places:
 def chain_law(
     rule: Rule, weights: Tensor, sums: RealArray, rows: IntArray, drafts: DraftRows
 ) -> RealArray:
-    """Acceptance [B, K] of B chains whose draft token i is judged by row `rows[b, i]` of `weights`
-    [R, V] with their `sums` [R]; these rows become the weights of the corrections."""
+    """Acceptance [B, K] of B chains. Draft token i of chain b is judged by row `rows[b, i]` of
+    `weights` [R, V], whose sums are `sums` [R]. Overwrites these rows by the weights of the
+    corrections."""
     places = _Places.of(weights, rows, drafts)
     totals = sums[rows]
     p, q = places.p / totals, places.q
@@ -389,7 +390,7 @@ def chain_law(
         return accept
     pi = _path_ratios(p, q)
     before = pi[:, :-1]
-    # pos(pi p - q) is in proportion to pos(p - q / pi); a path with pi = 0 is never taken.
+    # pos(pi p - q) is proportional to pos(p - q / pi). A path with pi = 0 is never taken.
     is_possible = before > _PI_MIN
     amounts = np.where(is_possible, totals / np.where(is_possible, before, 1.0), 0.0)
     left = places.subtract(weights, sums, rows, amounts)
@@ -419,7 +420,7 @@ def _block_acceptance(pi: RealArray, z: RealArray) -> RealArray:
 
 
 def _drafts(proposals: Sequence[Proposal]) -> DraftRows:
-    """Chains of one length as arrays; a one-hot position is a support of its own token."""
+    """Chains of one length as arrays. The support of a one-hot position is the draft token."""
     supports, counts, sizes = [], [], []
     for proposal in proposals:
         for token_id, entry in zip(proposal.token_ids, proposal.q, strict=True):
