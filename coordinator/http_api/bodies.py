@@ -1,15 +1,16 @@
 """The bodies of requests, and their translation into the coordinator's requests.
 
-The coordinator checks its own limits; `TranslatedBody.renamed` replaces the field names in its
-errors by those of the body. A field of OpenAI's or vLLM's API that Outrider does not implement is
-refused unless its value asks for nothing, as some clients send every field.
+The coordinator checks its own limits. `TranslatedBody.renamed` replaces the field names in the
+coordinator's errors by those of the body. Some clients send every field of OpenAI's API. A field
+that Outrider does not implement is therefore accepted with a value that asks for nothing, and
+refused with any other value.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -28,6 +29,7 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from coordinator.http_api.reading import SHOWN_CHARS_MAX, UNKNOWN_FIELD
 from coordinator.http_api.tool_parsers import AnswerForm
 from coordinator.http_api.tools import (
     REQUIRED,
@@ -62,35 +64,24 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 Unserved = Mapping[str, tuple[Any, ...]]
 """Fields that are not implemented, and the values besides null that ask for nothing."""
 ANY_VALUE = object()
-"""For fields of which no value asks for anything: labels, and hints that change no answer."""
-_NAME_CHARS_MAX = 64
-"""Characters of an unknown field's name that are compared with the known names."""
+"""Stands for all values, in fields that change no answer: labels and hints."""
 _COMPLETION_TOKENS = 16
 """OpenAI's default of a completion's `max_tokens`."""
 
 Item = TypeVar("Item")
 Several = Annotated[list[Item], Field(fail_fast=True)]
-"""Validation stops at the first wrong item, as there may be millions."""
+"""A list of up to a million items. Its validation stops at the first wrong one."""
 
 
 def asks_nothing(names: str, *values: Any) -> Unserved:
     return dict.fromkeys(names.split(), values)
 
 
-def field_error(name: str, reason: str) -> ValidationError:
+def field_error(name: str, reason: str, kind: Any = "value_error") -> ValidationError:
     """An error of one field, for a validator of the whole body to raise."""
-    details: InitErrorDetails = {
-        "type": "value_error", "loc": (name,), "input": None, "ctx": {"error": ValueError(reason)}
-    }  # fmt: skip
-    return ValidationError.from_exception_data(name, [details])
-
-
-def check_spelling(name: str, known: Collection[str]) -> None:
-    """Raises an error that suggests one of the `known` fields if `name` is similar to it."""
-    if name not in known and (hint := did_you_mean(name[:_NAME_CHARS_MAX], known)):
-        error = PydanticCustomError("extra_forbidden", "unknown", {"hint": hint})
-        details: InitErrorDetails = {"type": error, "loc": (name,), "input": None}
-        raise ValidationError.from_exception_data(name, [details])
+    error = PydanticCustomError(kind, "{reason}", {"reason": reason})
+    details: InitErrorDetails = {"type": error, "loc": (name,), "input": None}
+    return ValidationError.from_exception_data("", [details])
 
 
 class Body(BaseModel):
@@ -116,12 +107,16 @@ class Body(BaseModel):
                 raise field_error(
                     name, "is not supported; leave it out" + (allowed and f", or give {allowed}")
                 )
-            check_spelling(name, cls.model_fields)
+            # pydantic refuses unknown names, too, but suggests none.
+            known = cls.model_fields
+            if name not in known and (hint := did_you_mean(name[:SHOWN_CHARS_MAX], known)):
+                raise field_error(name, f"there is no such field{hint}", UNKNOWN_FIELD)
         return kept
 
     @classmethod
     def _is_idle(cls, name: str, value: Any) -> bool:
-        """Whether a field asks for nothing. 1 does not count as true, although 1 == True."""
+        """Whether a field can be left out. `isinstance` tells 1 from true, which Python finds
+        equal."""
         if value is None:
             return name in cls.unserved or name in cls.model_fields
         return any(
@@ -132,7 +127,7 @@ class Body(BaseModel):
 
 
 def must_be(words: str) -> WrapValidator:
-    """Replaces the errors about each member of a union by one that says what is allowed."""
+    """Replaces pydantic's errors, one for each member of a union, by one with these words."""
 
     def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -148,7 +143,7 @@ NO_STREAM = "is for streams; set stream to true, or leave it out"
 
 
 class Speculation(Body):
-    """How drafts are used for this request, and what is reported of them."""
+    """How the request uses drafts, and what is reported about them."""
 
     enabled: bool = True
     """false = plain decoding by the target alone."""
@@ -157,13 +152,13 @@ class Speculation(Body):
     num_draft_tokens: int | None = None
     """Most draft tokens of a round, 0..16."""
     draft_deadline_ms: int | None = None
-    """How long a round waits for its draft, which then answers with the tokens it has."""
+    """Time limit for the draft of a round. The round uses the draft tokens that are ready then."""
     histograms: bool = False
-    """Report how many rounds accepted how many tokens."""
+    """Report the number of rounds by the number of draft tokens that they accepted."""
 
 
 class StreamOptions(Body):
-    """What to add to a stream besides the text."""
+    """What a stream has besides the text."""
 
     include_usage: bool = False
     """Add the usage in a last chunk."""
@@ -173,7 +168,7 @@ class StreamOptions(Body):
 
 
 class GenerationBody(Body):
-    """Fields of every kind of generation."""
+    """The fields that all routes for generations share."""
 
     unserved: ClassVar[Unserved] = {
         **asks_nothing("request_id", ANY_VALUE),
@@ -186,13 +181,13 @@ class GenerationBody(Body):
     }
 
     model: str = ""
-    """The name of the served model, if given."""
+    """The name of the served model. May be left out."""
     min_tokens: int = 0
-    """No EOS, stop token or stop string ends the text before it has this many tokens."""
+    """Least number of tokens before an EOS, stop token or stop string can end the text."""
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = Field(default=None, ge=-(2 ** (SEED_BITS - 1)), le=SEED_MAX)
-    """A negative seed is the same as itself plus 2**64."""
+    """A negative seed S is the same as S + 2**64."""
     stop: Annotated[
         str | Annotated[Several[str], Field(max_length=STOP_STRINGS_MAX)],
         must_be(f"a string or a list of at most {STOP_STRINGS_MAX} strings"),
@@ -205,15 +200,15 @@ class GenerationBody(Body):
     logit_bias: dict[str, float] = Field(default={}, max_length=LOGIT_BIAS_ENTRIES_MAX)
     """Added to logits, by token id."""
     user: str = ""
-    """A label of the caller's; ignored."""
+    """A label that the caller chooses; ignored."""
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     ignore_eos: bool = False
     deadline_ms: int | None = None
-    """When to cut off the answer, ms from now."""
+    """Time after which the answer is cut off, ms."""
     speculation: Speculation = Speculation()
-    structured_outputs: dict[str, Any] = {}
+    structured_outputs: dict[Literal["json", "json_object", "regex", "choice"], Any] = {}
     """The form of the answer, as in vLLM: one of json, json_object, regex and choice."""
 
 
@@ -249,8 +244,8 @@ class ChoicesBody(GenerationBody):
         tools: Tools | None = None,
         **own: Any,
     ) -> TranslatedBody:
-        """The requests for these prompts. `names` are the body's names for fields of a request,
-        and `own` the fields that differ between kinds of bodies."""
+        """The requests for these prompts. `names` maps fields of a request to fields of the body.
+        `own` are the fields of the request that only one kind of body sets."""
         if self.stream_options is not None and not self.stream:
             raise BadRequest("stream_options", NO_STREAM)
         found, speculation = self._constraints(tools), self.speculation
@@ -298,8 +293,8 @@ class ChoicesBody(GenerationBody):
         return SamplingParams(**values | listed)
 
     def _constraints(self, tools: Tools | None) -> list[tuple[str, Constraint]]:
-        """Each form that the body asks for, with the field that asks for it. `response_format` does
-        not apply to an answer that must be a call. Raises `BadRequest`."""
+        """The constraints that the body asks for, each with its field. An answer that must be a
+        call ignores `response_format`. Raises `BadRequest`."""
         field, asked = "response_format", list[tuple[str, str, Any]]()
         match self.response_format:
             case None | {"type": "text"}:
@@ -340,23 +335,20 @@ def _constraint(field: str, kind: str, value: Any) -> Constraint:
         if value is not True:
             raise BadRequest(field, f"got {value!r}; allowed: true, false")
         return Constraint.any_object()
-    if kind not in _CONSTRAINTS:
-        reason = "is not supported; allowed: one of json, json_object, regex, choice"
-        raise BadRequest(field, reason)
     if kind == "choice" and not isinstance(value, list):
         raise BadRequest(field, "must be a list of texts")
     return _CONSTRAINTS[kind](value, field)
 
 
 class ResumeBody(Body):
-    """How the rest of an answer is sent."""
+    """The body of a request for the rest of an answer."""
 
     stream: bool = True
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
 
     def as_part_of(self, kind: type[B], **more: Any) -> B:
-        """A body of this kind with these fields and `more`."""
+        """A body of this kind, with these fields and `more`; not validated."""
         if self.stream_options is not None and not self.stream:
             raise BadRequest("stream_options", NO_STREAM)
         return kind.model_construct(**dict(self), **more)
@@ -388,7 +380,7 @@ class TextPart(Body):
 
 
 def lines(content: str | list[Any]) -> str:
-    """The text of a message; each part is a line."""
+    """The text of a message. A list of parts becomes a line for each."""
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
@@ -399,7 +391,8 @@ def _known_role(role: str) -> str:
 
 
 class Message(Body):
-    """A message of a conversation."""
+    """A message of a conversation. Only assistants have calls, and need no content. Only tools have
+    a `tool_call_id`, and need one."""
 
     unserved = {
         **asks_nothing("name", ANY_VALUE),
@@ -414,7 +407,7 @@ class Message(Body):
     tool_calls: Annotated[Several[CalledTool], Field(max_length=CALLS_MAX)] = []
     """The calls that the assistant made."""
     tool_call_id: str | None = None
-    """In a message of a tool: the call whose result it is."""
+    """The id of the call whose result this message is."""
 
     @model_validator(mode="after")
     def _fit_for_its_role(self) -> Self:
@@ -431,8 +424,8 @@ class Message(Body):
         return self
 
     def turn(self, place: str) -> ChatMessage:
-        """The message for the chat template. Raises `BadRequest` for wrong arguments of a call,
-        with the message's `place` in the body."""
+        """The message for the chat template. `place` is its path in the body. Raises `BadRequest`
+        for arguments of a call that are not a JSON object."""
         more: dict[str, Any] = {}
         if self.reasoning_content:
             more["reasoning_content"] = self.reasoning_content
@@ -460,7 +453,7 @@ class FunctionTool(Body):
     """1 to 64 letters, digits, - and _."""
     description: str = ""
     parameters: dict[str, Any] = {}
-    """JSON schema of the parameters; empty = the function has none."""
+    """JSON schema of the parameters. Without it the function has none."""
 
 
 class Tool(Body):
@@ -493,7 +486,8 @@ TemplateVariable = (
 
 
 def few_parts(messages: Any) -> Any:
-    """Counts the parts of all messages before any is validated."""
+    """Refuses messages with more than `CHAT_PARTS_MAX` parts together. Validating that many would
+    block the event loop too long."""
     if isinstance(messages, list):
         contents = (one.get("content") for one in messages if isinstance(one, dict))
         if sum(len(one) for one in contents if isinstance(one, list)) > CHAT_PARTS_MAX:
@@ -565,7 +559,7 @@ class ChatBody(ChoicesBody):
         return self.translate_with(self._turns(), self._tools())
 
     def translate_with(self, turns: tuple[ChatMessage, ...], tools: Tools | None) -> TranslatedBody:
-        """Like `translate`, with these in place of the body's messages and tools."""
+        """As `translate`, but ignores the messages and tools of the body, and uses these."""
         old, new = self.max_tokens, self.max_completion_tokens  # OpenAI has two names.
         if old is not None and new is not None and old != new:
             raise BadRequest("max_completion_tokens", f"{new} is not the {old} of max_tokens")
@@ -605,11 +599,11 @@ class CompletionBody(ChoicesBody):
     ]
     logprobs: int | None = None
     echo: bool = False
-    """Begin the answer with the prompt, and with its log-probabilities if logprobs is given. Then
-    max_tokens may be 0."""
+    """Begin the answer with the prompt. With logprobs, the answer also has those of the prompt's
+    tokens, and max_tokens may be 0."""
 
     def translate(self) -> TranslatedBody:
-        """See `ChatBody.translate`."""
+        """Raises `BadRequest` for fields that contradict each other."""
         given = self.prompt
         prompts: list[Any] = (
             [given] if isinstance(given, str) or isinstance(given[0], int) else given
@@ -634,12 +628,12 @@ class TokenizeBody(Body):
     }
 
     model: str = ""
-    """The name of the served model, if given."""
+    """The name of the served model. May be left out."""
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
-    """Whether a prompt gets the special tokens that the tokenizer adds to every text (default). A
-    conversation never gets them, as its template has them."""
+    """Whether the tokenizer adds its special tokens to a prompt; the default is true. A
+    conversation has only those of its template."""
     return_token_strs: bool = False
     """Add the text of each token."""
     tools: ToolList = []
@@ -648,7 +642,7 @@ class TokenizeBody(Body):
     """Variables for the template of a conversation."""
 
     def translate(self) -> TranslatedBody:
-        """The request with this prompt. Raises `BadRequest`."""
+        """A request whose prompt is to be tokenized. Raises `BadRequest`."""
         if (self.prompt is None) is (self.messages is None):
             raise BadRequest("prompt", "or messages must be given; allowed: one of the two")
         if self.messages is None:
@@ -665,12 +659,12 @@ class DetokenizeBody(Body):
     """The body of `POST /detokenize`."""
 
     model: str = ""
-    """The name of the served model, if given."""
+    """The name of the served model. May be left out."""
     tokens: Several[int]
 
 
 _NAMES = {name: f"speculation.{name}" for name in ("rule", "num_draft_tokens", "draft_deadline_ms")}
-"""By the coordinator's name of a field, its name in every body."""
+"""Names of fields in all bodies, by the coordinator's names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -679,9 +673,9 @@ class TranslatedBody:
 
     body: ChoicesBody
     requests: tuple[GenerateRequest, ...]
-    """`n` for each prompt, all of the first prompt first."""
+    """`n` for each prompt: first those of the first prompt, then those of the second, and so on."""
     names: Mapping[str, str]
-    """The body's names of the coordinator's fields."""
+    """Names of fields in the body, by the coordinator's names."""
     tools: Tools | None = None
     """The tools that the answers may call."""
     form: AnswerForm | None = None
@@ -693,7 +687,8 @@ class TranslatedBody:
         return self.requests[0].logprobs is not None
 
     def renamed(self, error: BadRequest, index: int) -> BadRequest:
-        """An error of the request at `index`, with the body's name of the field."""
+        """The coordinator's error about the request at `index`, with the name of the field in the
+        body."""
         name = error.field.removeprefix("sampling.")
         head, bracket, rest = name.partition("[")
         name = self.names.get(name) or self.names.get(head, head) + bracket + rest
@@ -702,7 +697,7 @@ class TranslatedBody:
         return BadRequest(name, error.reason)
 
 
-# Errors name the place of a wrong value; `wrong_body` leaves out parts that are not identifiers.
+# pydantic puts tags into the paths of errors. `wrong_body` drops a tag that is not an identifier.
 _CHAT = "with messages"
 _RAW = "with a prompt"
 

@@ -1,8 +1,8 @@
 """Reads the bodies of requests, and writes JSON and errors. Each error has a status and OpenAI's
 form, `{"error": {"message", "type", "param", "code"}}`.
 
-A body that would take long to parse is refused unparsed: parsing blocks the coordinator's event
-loop, which also renews its leases.
+Parsing a body blocks the coordinator's event loop, which must renew leases every 0.5 s. `read_body`
+therefore counts the values of a body first, and refuses one with too many before it parses it.
 """
 
 import asyncio
@@ -50,9 +50,11 @@ from outrider.limits import (
 _log = logging.getLogger(__name__)
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-"""Made once: `json.dumps` would make one for each chunk."""
-_VALUE_CHARS_MAX = 64
-"""Characters of a wrong value in an error."""
+"""`json.dumps` with these options would make a new encoder for each chunk of a stream."""
+UNKNOWN_FIELD = "extra_forbidden"
+"""pydantic's type of errors about fields that do not exist."""
+SHOWN_CHARS_MAX = 64
+"""Most characters that an error repeats of a name or value from the body."""
 _KINDS: Mapping[int, tuple[str, str, str | None]] = {
     400: ("invalid_request_error", "invalid_value", None),
     401: ("authentication_error", "invalid_api_key", None),
@@ -68,13 +70,13 @@ _KINDS: Mapping[int, tuple[str, str, str | None]] = {
 _CODES = {
     404: "not_found", 405: "method_not_allowed", 408: "request_timeout", 413: "body_too_large",
 }  # fmt: skip
-"""`code` of errors that FastAPI raises, and of unknown sessions."""
+"""`code` by status, for errors that FastAPI raises and for unknown sessions."""
 _WORDS_OF_TYPES = ("str", "int", "float", "bool", "none", "body")
-"""Parts of a place in a body that are not field names."""
+"""Names that pydantic and FastAPI add to the path of a wrong field."""
 
 
 def to_json(value: Any) -> bytes:
-    """JSON in UTF-8. A lone surrogate, which a header may have, is escaped."""
+    """JSON in UTF-8. Escapes lone surrogates, which UTF-8 cannot encode."""
     return _ENCODER.encode(value).encode("utf-8", "backslashreplace")
 
 
@@ -101,7 +103,9 @@ class ErrorBody(BaseModel):
 
 
 def error_body(error: Exception) -> dict[str, Any]:
-    """The error as the client gets it. A bug is logged with its traceback, and not shown."""
+    """The body for an error. For a bug, which is any error that is not an `OutriderError`, the
+    client gets only a general message. The log gets the traceback of every error with status 500.
+    """
     shown = OutriderError("internal error; the server's log has its traceback")
     if isinstance(error, OutriderError):
         shown = error
@@ -116,8 +120,9 @@ def error_body(error: Exception) -> dict[str, Any]:
 
 
 def error_response(error: Exception) -> Response:
-    """The response for an error. `Retry-After` says when to repeat the request. If that cannot
-    help, `x-should-retry` stops OpenAI's clients, which otherwise decide by the status."""
+    """The response for an error. Its `Retry-After` says when to repeat the request. OpenAI's
+    clients repeat every request with status 409 or 504; where that cannot help, `x-should-retry:
+    false` stops them."""
     status = error.http_status if isinstance(error, OutriderError) else 500
     headers = {}
     if isinstance(error, Incompatible | DeadlineExceeded):
@@ -157,28 +162,31 @@ def _body(message: str, name: str, param: str | None, code: str) -> dict[str, An
 
 
 def wrong_body(errors: Sequence[Mapping[str, Any]]) -> BadRequest:
-    """The first of pydantic's errors in a body. Each member of a union causes an error about one
-    field; of these it is the one about the innermost value."""
+    """The error to show of all that pydantic found in a body. A value that fits no member of a
+    union causes an error for each member. Of the errors about the first wrong field, the one with
+    the longest path is chosen, as it says most."""
     same = [one for one in errors if one["loc"][:2] == errors[0]["loc"][:2]]
     found = max(same, key=lambda one: len(one["loc"]))
-    *place, last = found["loc"]
-    parts = [part for part in place if _names_a_field(part)]
-    is_unknown = found["type"] == "extra_forbidden"
-    if is_unknown or _names_a_field(last):
+    kind, reason = found["type"], str(found["msg"]).removeprefix("Value error, ")
+    *path, last = found["loc"]
+    parts = [part for part in path if _names_a_field(part)]
+    if kind == UNKNOWN_FIELD or _names_a_field(last):
         parts.append(last)
-    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
-    reason = str(found["msg"]).removeprefix("Value error, ")
-    if is_unknown:
-        reason = "there is no such field" + found.get("ctx", {}).get("hint", "")
-    elif found["type"] == "missing":
+    field = "".join(
+        f"[{part}]" if isinstance(part, int) else f".{_cut(part)}" for part in parts
+    ).removeprefix(".")
+    if not field:
+        is_ours = kind == "value_error"
+        return of_body(
+            reason if is_ours else "must be a JSON object, with Content-Type: application/json"
+        )
+    if kind == "missing":
         reason = "is missing"
-    elif found["type"] != "value_error":
+    elif kind == UNKNOWN_FIELD:
+        reason = found.get("ctx", {}).get("reason", "there is no such field")
+    elif kind != "value_error":
         reason = f"{reason[:1].lower()}{reason[1:]}; got {_shown(found.get('input'))}"
-    if field:
-        return BadRequest(field.removeprefix("."), reason)
-    if found["type"] != "value_error":
-        reason = "must be a JSON object, with Content-Type: application/json"
-    return of_body(reason)
+    return BadRequest(field, reason)
 
 
 def of_body(reason: str) -> BadRequest:
@@ -189,6 +197,8 @@ def of_body(reason: str) -> BadRequest:
 
 
 def _names_a_field(part: object) -> bool:
+    """Whether a part of an error's path is a field or an index, and not the name of a union's
+    member. Names of members that are not in `_WORDS_OF_TYPES` are not identifiers."""
     return isinstance(part, int) or (
         isinstance(part, str) and part.isidentifier() and part not in _WORDS_OF_TYPES
     )
@@ -197,23 +207,26 @@ def _names_a_field(part: object) -> bool:
 def _shown(value: object) -> str:
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
-    text = repr(value)
-    return text if len(text) <= _VALUE_CHARS_MAX else f"{text[:_VALUE_CHARS_MAX]}..."
+    return _cut(repr(value))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= SHOWN_CHARS_MAX else f"{text[:SHOWN_CHARS_MAX]}..."
 
 
 _BOM = b"\xef\xbb\xbf"
 _OPENINGS = (b"[", b"{")
 _MARKS = (*_OPENINGS, b",", b":")
-"""A mark comes before every value and every key but the first."""
+"""One of these stands before every value and key of an object or list."""
 _QUOTES_MAX = 2 * (HTTP_VALUES_MAX + 1)
 _PORT = re.compile(r":\d*$")
 PAGE = "/page"
-"""Path of the page's files."""
+"""Path of the files of the window."""
 
 
 class BodyRoute(APIRoute):
-    """A route whose body `read_body` parses. Before that it checks the caller's rate limit, which
-    applies to all routes with a body."""
+    """A route that checks the caller's rate limit, and then parses its body by `read_body`. A route
+    without a body does neither."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -231,16 +244,17 @@ class BodyRoute(APIRoute):
 
 
 class Unsent(Response):
-    """The response to a client that has disconnected; sends nothing."""
+    """Sends nothing, for a client that has disconnected."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
 
 
 async def whole_body(request: Request, num_bytes: Counter[str]) -> bytes:
-    """Reads a body of at most `HTTP_BODY_BYTES_MAX`, which may take `HTTP_BODY_S_MAX` in all and
-    `HTTP_BODY_PART_S_MAX` for a part. `num_bytes` counts the bytes of incomplete bodies by tenant:
-    at most `HTTP_BODIES_BYTES_MAX` in all, and `HTTP_TENANT_BODIES_BYTES_MAX` of one tenant where
-    keys distinguish tenants."""
+    """Reads the body of a request. Refuses one that exceeds `HTTP_BODY_BYTES_MAX`, or that takes
+    longer than `HTTP_BODY_S_MAX`, or longer than `HTTP_BODY_PART_S_MAX` for one part. `num_bytes`
+    has the number of bytes received of incomplete bodies, by tenant. It is limited to
+    `HTTP_BODIES_BYTES_MAX` in all and, if there are API keys, to `HTTP_TENANT_BODIES_BYTES_MAX` for
+    each tenant."""
     caller: Caller = request.state.caller
     tenant, data, parts = caller.tenant, bytearray(), request.stream()
     end = asyncio.get_running_loop().time() + HTTP_BODY_S_MAX
@@ -265,7 +279,7 @@ async def whole_body(request: Request, num_bytes: Counter[str]) -> bytes:
 
 
 async def _received_by(end: float, parts: AsyncGenerator[bytes]) -> bytes:
-    """The next part; empty = the end."""
+    """The next part of a body; empty at its end."""
     part_end = asyncio.get_running_loop().time() + HTTP_BODY_PART_S_MAX
     try:
         async with asyncio.timeout_at(min(end, part_end)):
@@ -280,10 +294,10 @@ async def _received_by(end: float, parts: AsyncGenerator[bytes]) -> bytes:
 
 def read_body(data: bytes) -> Any:
     """The value of a body in JSON. Raises `BadRequest` for anything that is not JSON in UTF-8, and
-    for more values than a request may have; types are not checked."""
-    if _too_many(data):
+    for more values than `HTTP_VALUES_MAX` or lists and objects than `HTTP_CONTAINERS_MAX`."""
+    if _too_many(data):  # Perhaps only because of marks within strings: count without strings.
         bare = data.replace(rb"\\", b"").replace(rb"\"", b"")
-        found = f"more than {HTTP_VALUES_MAX} values"  # Any two strings have a mark between them.
+        found = f"more than {HTTP_VALUES_MAX} values"  # Each string but the first follows a mark.
         if bare.count(b'"') <= _QUOTES_MAX:
             found = _too_many(b"".join(bare.split(b'"')[::2]))
         if found:
@@ -295,7 +309,7 @@ def read_body(data: bytes) -> Any:
 
 
 def _too_many(data: bytes) -> str:
-    """What exceeds a limit, or nothing. Marks within strings count too."""
+    """The limit that is exceeded, or nothing. Marks within strings are counted, too."""
     if sum(map(data.count, _OPENINGS)) > HTTP_CONTAINERS_MAX:
         return f"more than {HTTP_CONTAINERS_MAX} lists and objects"
     if sum(map(data.count, _MARKS)) > HTTP_VALUES_MAX:
@@ -304,13 +318,13 @@ def _too_many(data: bytes) -> str:
 
 
 def is_open(path: str) -> bool:
-    """Whether no key is needed: probes have none, and the page, whose files contain no data, asks
-    for a key itself."""
+    """Whether a path needs no API key. Probes have none. The files of the window and of the
+    documentation contain no data; the window asks its user for a key."""
     return path in ("/", "/docs", "/health", "/ping") or path.startswith(f"{PAGE}/")
 
 
 class Entrance:
-    """Middleware that identifies the caller before anything of a request's body is read."""
+    """Middleware that identifies the caller of each request before its body is read."""
 
     def __init__(self, app: ASGIApp, access: AccessControl, hosts: Collection[str]) -> None:
         self._app = app
@@ -320,7 +334,8 @@ class Entrance:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers, caller = Headers(scope=scope), ANYBODY
         try:
-            # A web page whose own name resolves to this machine could make browsers call.
+            # Against DNS rebinding: a web page whose own host name resolves to this machine could
+            # make browsers call this server.
             if self._hosts and _PORT.sub("", headers.get("host", "")).lower() not in self._hosts:
                 raise PermissionDenied(
                     "Host: is not a name of this machine; call localhost, or give the server API "

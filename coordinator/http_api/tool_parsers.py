@@ -7,8 +7,9 @@
 | `HeldCalls`, `HeldArguments` | answers that a grammar constrains to calls |
 | `Reasoning` | `<think>...</think>`, and then what another parser takes |
 
-A parser is a generator that continues with each piece of text. It holds back text that may begin a
-mark. White space beside a mark belongs to the mark. Text that only looks like a call is content.
+A *mark* is a text that begins or ends something, such as `<tool_call>`. A parser gets the text in
+pieces. It returns nothing of a text that may turn out to begin a mark until the next piece decides.
+It drops marks and the white space around them. Text that only looks like a call is content.
 """
 
 from __future__ import annotations
@@ -33,78 +34,84 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]
-"""Waits for more text at each `yield`."""
+"""A part of a parser. It waits for more text at each `yield`, and returns a T."""
 Kind = Literal["content", "reasoning", "name", "arguments"]
 
 _OPENINGS_KEPT = 64
-"""Entries of the cache that says for which variables the chat template begins the reasoning."""
+"""Most sets of template variables for which `ChatFormats` remembers `_opens_with`."""
 _SPACE_MAX = 256
-"""At most this many characters of white space before a mark are left out."""
+"""Most characters of white space that are dropped before a mark."""
 _HEAD_CHARS_MAX = 256
 """Most characters of a call before its arguments."""
 _SOME_TURN = {"role": "user", "content": "x"}
 _OTHER_CALLS = ("<function=", "<arg_key>")
-"""Found in templates whose `<tool_call>` does not contain JSON."""
+"""Templates with one of these write something other than JSON within `<tool_call>`."""
 _NAME_OF_OBJECT = re.compile(
     r'\s*\{\s*(?:"\w+"\s*:\s*"[^"}]*"\s*,\s*)*?"name"\s*:\s*"(?P<name>[^"\\}]*)"'
 )
 _HEAD_OF_OBJECT = re.compile(
     _NAME_OF_OBJECT.pattern + r'\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
-"""The usual beginning of a call as an object; Llama writes `parameters`. As in other heads, no
-closing brace comes before the arguments, so the result does not depend on how the text is cut."""
+"""The usual beginning of a call that is a JSON object, up to its arguments. Llama writes
+`parameters` for `arguments`. The pattern allows no closing brace before the arguments. So `_call`
+can stop waiting for a match at the first closing brace, wherever the text was cut into pieces."""
 _JSON_MARK = re.compile(r'[\\"{}\[\]]')
 
 
 class Part(NamedTuple):
-    """A piece of an answer. A call has a part for its name, then some for its arguments."""
+    """A piece of an answer. A call has a part with its name, and then parts with its arguments."""
 
     kind: Kind
     text: str
 
 
 def joined(parts: Iterable[Part]) -> Iterator[Part]:
-    """Merges adjacent parts of the same kind, except names."""
+    """Merges adjacent parts of the same kind. Names stay apart, as each begins a call."""
     for kind, run in groupby(parts, key=attrgetter("kind")):
         texts = [part.text for part in run]
         yield from (Part(kind, text) for text in (texts if kind == "name" else ["".join(texts)]))
 
 
 class Reader:
-    """Parses text whose calls begin with a mark. This base class knows no marks: all is content."""
+    """Parses text whose calls begin with a mark. This base class has no marks, so all text is
+    content."""
 
     shown_tokens: ClassVar[tuple[str, ...]] = ()
-    """Marks that the text must contain even if they are special tokens."""
+    """Texts that the parser needs. The parsed text must contain them even if they are special
+    tokens, which answers otherwise leave out."""
     marks: ClassVar[tuple[str, ...]] = ()
-    """Marks around calls, which are not content. Calls follow the first one."""
+    """The marks. A call, or several, follow the first one; the others are only dropped."""
     named_head: ClassVar[re.Pattern[str] | None] = None
-    """The head of a call that is not an object, up to its arguments; None = all are objects."""
+    """The beginning of a call that is a name and a JSON object, up to that object. None = calls are
+    always JSON objects with a `name`."""
     shows_mark = False
-    """Whether a mark that no call follows is content."""
+    """Whether the first mark is content if no call follows it."""
     begins_with_calls = False
     """Whether an object at the beginning of the text is a call without a mark."""
     knows_names = False
-    """Whether an object whose name is not that of a tool is content."""
+    """Whether an object with a name that no tool has is content."""
     has_content = True
-    """Whether text besides calls is content; if not, it is dropped."""
+    """Whether text outside of calls is content. If not, it is dropped."""
 
     def __init__(self, names: Collection[str] = (), *, several: bool = True) -> None:
-        """`names` are those of the tools. Unless `several`, only the first call counts."""
+        """`names` are the names of the tools. Without `several`, the second call and all text after
+        it are dropped."""
         self._names = names
         self._several = several
         self._num_calls = 0
         self._is_extra = False
-        """Whether the text belongs to a call that does not count, or follows such a call."""
+        """Whether the text is dropped: the second call has come, and `several` is false."""
         self._text = ""
         """Text that is not parsed yet."""
         self._parts: list[Part] = []
         """Parts that are not returned yet."""
         self._follows_mark = False
+        """Whether only white space was parsed since the last mark."""
         self._is_over = False
         self._reading = self._read()
 
     def push(self, text: str) -> list[Part]:
-        """The parts that are certain after this text."""
+        """The parts that this text completes."""
         self._text += text
         return self._go_on()
 
@@ -133,7 +140,7 @@ class Reader:
             self._parts.append(Part(kind, text))
 
     def _until(self, kind: Kind, *marks: str) -> Reading[str]:
-        """Adds the text up to one of the marks, which it returns, or up to the end."""
+        """Adds the text before the next mark, and returns the mark; empty = the text has ended."""
         while True:
             if self._follows_mark:
                 self._text = self._text.lstrip()
@@ -154,15 +161,14 @@ class Reader:
             yield
 
     def _all(self, kind: Kind) -> Reading[None]:
-        """Adds the text up to the end."""
+        """Adds all text that comes."""
         while True:
             self._add(kind, self._text)
             self._text = ""
             yield
 
     def _peek(self) -> Reading[str]:
-        """The next character that is not white space, or nothing at the end; the text stays as it
-        is."""
+        """The next character that is not white space, or nothing at the end. Takes nothing."""
         num_seen = 0
         while not (text := self._text[num_seen:].lstrip()) and not self._is_over:
             num_seen = len(self._text)
@@ -170,7 +176,8 @@ class Reader:
         return text[:1]
 
     def _take(self, char: str) -> Reading[str]:
-        """Takes the next character, and white space before it, if it is one of those in `char`."""
+        """If the next character besides white space is one of those in `char`, takes it with the
+        white space, and returns it. Else returns nothing."""
         found = yield from self._peek()
         if found and found in char:
             self._text = self._text.lstrip()[1:]
@@ -178,8 +185,8 @@ class Reader:
         return ""
 
     def _calls(self, mark: str = "") -> Reading[None]:
-        """Parses calls up to the first text that is not one: a list of calls, several separated by
-        commas or semicolons, or a single one. If there is no call, the mark is content."""
+        """Parses one call, several with commas or semicolons between them, or a list of calls. Ends
+        at the first text that is no call. If there is no call at all, `mark` is content."""
         before = mark + (opening := (yield from self._take("[")))
         while (yield from self._call(before)):
             before = ""
@@ -190,8 +197,8 @@ class Reader:
             yield from self._take("]")
 
     def _call(self, before: str) -> Reading[bool]:
-        """Parses a call. Returns whether it was one; if not, the text `before` it and the object
-        that it seemed to be are content."""
+        """Parses a call, and returns True. If there is none, returns False; then the text `before`
+        it is content, and so is an object that is no call."""
         self._is_extra = self._num_calls > 0 and not self._several
         is_object = (yield from self._peek()) == "{"
         head, found, whole = _HEAD_OF_OBJECT if is_object else self.named_head, None, ""
@@ -206,7 +213,7 @@ class Reader:
             self._text = self._text[found.end() :]
             self._begin_call(found["name"])
             yield from self._value(is_added=True)
-            if is_object:  # Nothing after the arguments matters.
+            if is_object:  # Drop the rest of the object around the arguments.
                 yield from self._value(depth=1)
             return True
         if is_object:
@@ -231,9 +238,10 @@ class Reader:
         self._add("name", name)
 
     def _value(self, depth: int = 0, *, is_added: bool = False) -> Reading[str]:
-        """Takes and returns the text up to the end of an object, or of the whole text. `depth` of
-        its brackets were taken before. With `is_added`, adds it as arguments. Only finds the
-        object's end: the JSON may be invalid."""
+        """Takes and returns a JSON object, or all text that is left if its end does not come.
+        `depth` is the number of its brackets that are open already. With `is_added`, adds the
+        object as arguments, piece by piece. Only brackets and strings are parsed: the JSON may be
+        invalid."""
         taken, is_in_string, escaped = list[str](), False, -1
         while True:
             end = None
@@ -251,7 +259,7 @@ class Reader:
                         end = found.end()
                         break
             piece, rest = self._text[:end], "" if end is None else self._text[end:]
-            escaped -= len(piece)  # The escaped character may be the first of the next piece.
+            escaped -= len(piece)  # A backslash at the end escapes the next piece's beginning.
             self._text = rest
             taken.append(piece)
             if is_added:
@@ -267,7 +275,7 @@ def _any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def _without_space(text: str) -> str:
-    """The text before a mark or a possible mark, without white space at its end."""
+    """The text without the white space at its end, which stands before a mark."""
     return text[: max(len(text.rstrip()), len(text) - _SPACE_MAX)]
 
 
@@ -280,8 +288,8 @@ def _loaded(text: str) -> Any:
 
 
 def _arguments(call: dict[str, Any]) -> str:
-    """The arguments of a call as an object. Some models write the object in a string; for no
-    arguments, some write null or nothing."""
+    """The arguments of a call, as JSON text. Some models write that text as a string. For a call
+    without arguments, some write null, and some leave the arguments out."""
     found = call.get("arguments", call.get("parameters"))
     if isinstance(found, str):
         return found
@@ -314,34 +322,34 @@ class AnswerForm:
     ends_with_calls: bool = True
     """Whether an answer with calls has `tool_calls` as its `finish_reason`."""
     has_short_ids: bool = False
-    """Whether ids of calls must be nine letters and digits, as some chat templates require."""
+    """Whether ids of calls are nine letters and digits, as Mistral's chat templates require."""
 
     def call_id(self, session_id: str, index: int) -> str:
-        """The id of a call in a session, which does not change when the session is resumed."""
+        """The id of a call in a session. It stays the same when the session is resumed."""
         name = f"{session_id}/{index}".encode()
         digest = hashlib.blake2b(name, digest_size=12).hexdigest()
         return digest[:9] if self.has_short_ids else f"call_{digest}"
 
 
 class Hermes(Reader):
-    """`<tool_call>{"name": .., "arguments": {..}}</tool_call>`, any number of them. Qwen's models
-    write the same."""
+    """Any number of `<tool_call>{"name": .., "arguments": {..}}</tool_call>`. Qwen's models write
+    calls in this way, too."""
 
     shown_tokens = marks = ("<tool_call>", "</tool_call>")
     shows_mark = True
 
 
 class Llama3(Reader):
-    """`{"name": .., "parameters": {..}}` at the beginning, or after `<|python_tag|>`; semicolons
-    separate several. An object whose name is not that of a tool is content."""
+    """`{"name": .., "parameters": {..}}` at the beginning, or after `<|python_tag|>`, with
+    semicolons between several calls. An object with a name that no tool has is content."""
 
     shown_tokens = marks = ("<|python_tag|>",)
     begins_with_calls = knows_names = True
 
 
 class Mistral(Reader):
-    """`[TOOL_CALLS]` and a list of calls. Newer models write it before each call, and a call as
-    `name[ARGS]{..}` or `name{..}`."""
+    """`[TOOL_CALLS]` and a list of calls. Newer models write `[TOOL_CALLS]name[ARGS]{..}` or
+    `[TOOL_CALLS]name{..}` for each call."""
 
     shown_tokens = marks = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
     named_head = re.compile(
@@ -367,12 +375,13 @@ class DeepSeek(Reader):
 
 
 class Reasoning(Reader):
-    """The text from `<think>` to `</think>` at the beginning; another parser takes the rest."""
+    """Parses reasoning, the text from `<think>` to `</think>` at the beginning. The parser `rest`
+    gets the text after that."""
 
     shown_tokens = ("<think>", "</think>")
 
     def __init__(self, rest: Reader, *, is_open: bool) -> None:
-        """`is_open` = the text begins within the reasoning."""
+        """With `is_open`, the text begins within the reasoning, without `<think>`."""
         super().__init__()
         self._rest = rest
         self._is_open = is_open
@@ -404,17 +413,17 @@ CALL_READERS: dict[str, type[Reader]] = {
 
 
 class ChatFormats:
-    """How the served model writes calls and reasoning."""
+    """How the served model writes calls and reasoning, and the parsers for that."""
 
     def __init__(
         self, text: TokenizerText | None, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO
     ) -> None:
-        """The names of the parsers, from the settings; `auto` = by the chat template."""
+        """The settings name the parsers; with `auto`, the model's chat template decides."""
         self._template = template = "" if text is None else text.chat_template
         self._text = text
         name = tool_call_parser if tool_call_parser != AUTO else _calls_in(template)
         self._calls = CALL_READERS.get(name)
-        """None = unknown."""
+        """The parser of calls; None = the chat template does not show how the model writes them."""
         self._has_short_ids = name == "mistral"
         self._has_reasoning = reasoning_parser != "none" and (
             reasoning_parser != AUTO or "</think>" in template
@@ -423,16 +432,19 @@ class ChatFormats:
         self._opens = lru_cache(_OPENINGS_KEPT)(self._opens_with)
 
     def fitted(self, asked: TranslatedBody) -> TranslatedBody:
-        """The body of a conversation, with the form of its answers. Raises `BadRequest` if the body
-        has tools and it is unknown how the model writes calls."""
+        """The body of a conversation, with the form of its answers. A constrained answer has no
+        reasoning, and no calls unless it is constrained to calls: JSON that a `response_format`
+        asks for stays content, even if it looks like a call. Raises `BadRequest` if the answer may
+        have calls and it is unknown how the model writes them."""
         tools, request = asked.tools, asked.requests[0]
         read: dict[str, Any] = {}
         shown: tuple[str, ...] = ()
-        if tools is not None:
-            if self._text is not None:
-                self._text.check_tools("tools")
-            read["tools"] = [sorted(tools.names), tools.named, tools.is_required, tools.several]
-            if self._calls is not None and not tools.is_held:
+        if tools is not None and self._text is not None:
+            self._text.check_tools("tools")
+        if tools is not None and (tools.is_required or request.constraint is None):
+            names = sorted(one["name"] for one in tools.functions)
+            read["tools"] = [names, tools.named, tools.is_required, tools.several]
+            if self._calls is not None and not tools.is_required:
                 shown = self._calls.shown_tokens
         if self._has_reasoning and request.constraint is None:
             variables = json.dumps({**request.template_variables})
@@ -447,7 +459,8 @@ class ChatFormats:
         return replace(asked, form=self.form(form), requests=requests)
 
     def form(self, answer_form: str) -> AnswerForm | None:
-        """The form of the answer to a request with this `answer_form`. Raises like `fitted`."""
+        """Reads a request's `answer_form`, which `fitted` has written. Raises `BadRequest` as
+        `fitted`."""
         if not answer_form:
             return None
         read, form = json.loads(answer_form), AnswerForm(Reader)
@@ -472,7 +485,8 @@ class ChatFormats:
         return replace(form, make_reader=lambda: Reasoning(make(), is_open=read["reasoning"]))
 
     def _opens_with(self, variables: str) -> bool:
-        """Whether the chat template begins the reasoning itself; `variables` are in JSON."""
+        """Whether a prompt that the chat template renders with these variables (in JSON) ends with
+        `<think>`."""
         if self._text is None:
             return False
         try:
@@ -483,7 +497,7 @@ class ChatFormats:
 
 
 def _calls_in(template: str) -> str:
-    """The name of the parser for the calls in a chat template; empty = none fits."""
+    """The name of the parser for calls as this chat template writes them; empty = none fits."""
     for name in ("deepseek", "mistral"):
         if CALL_READERS[name].marks[0] in template:
             return name

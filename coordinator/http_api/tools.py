@@ -1,5 +1,5 @@
-"""The tools of a request: the constraint on answers that must call one, and their form in chat
-templates."""
+"""The tools of a request, their form in chat templates, and the constraint on an answer that must
+call one of them."""
 
 import json
 import re
@@ -24,32 +24,24 @@ class Tools:
     functions: Sequence[Mapping[str, Any]]
     """Each with its `name`, its `parameters` (a JSON schema) and, if given, its `description`."""
     named: str = ""
-    """The tool that the answer must call; empty = any."""
+    """The only tool that the answer may call; empty = any."""
     is_required: bool = False
-    """Whether the answer must consist of calls."""
+    """Whether the answer must consist of calls, and is constrained to them. True with `named`."""
     several: bool = True
     """Whether the answer may have more than one call."""
-
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset(str(function["name"]) for function in self.functions)
-
-    @property
-    def is_held(self) -> bool:
-        """Whether the answer is constrained to calls."""
-        return self.is_required or bool(self.named)
 
     def for_template(self) -> list[dict[str, Any]]:
         return [{"type": "function", "function": dict(one)} for one in self.functions]
 
     def constraint(self) -> Constraint | None:
-        """The constraint on an answer that must be calls: to a list of names with arguments, or to
-        the arguments of the named tool. None if text is allowed. Raises `BadRequest`."""
+        """The constraint on an answer that must consist of calls. With `named`, the answer is the
+        arguments of that tool, else a list of objects with `name` and `arguments`. None if the
+        answer may be text. Raises `BadRequest`."""
+        if not self.is_required:
+            return None
         if self.named:
             [schema] = [one["parameters"] for one in self.functions if one["name"] == self.named]
             return Constraint.of_schema(schema, "tools")
-        if not self.is_required:
-            return None
         call = {"type": "object", "required": ["name", "arguments"], "additionalProperties": False}
         calls = [
             {
@@ -77,10 +69,10 @@ class Tools:
 def tools_of(
     functions: Sequence[Mapping[str, Any]], choice: str, named: str, *, several: bool, place: str
 ) -> Tools | None:
-    """The tools of a request with these functions; None if none may be called. `choice` is `AUTO`,
-    `REQUIRED` or `NONE`, or a function is `named`. `place` is the path of a tool's name in the
-    body. Raises `BadRequest`."""
-    if not functions and (named or choice == REQUIRED):
+    """The tools of a request with these functions; None if the answer may call none of them.
+    `choice` is `AUTO`, `REQUIRED` or `NONE`; if a function is `named`, it is `REQUIRED`. `place` is
+    the path of the name within a tool of the body. Raises `BadRequest`."""
+    if not functions and choice == REQUIRED:
         raise BadRequest("tool_choice", "asks for a call, but there are no tools")
     names = set[str]()
     for index, function in enumerate(functions):
@@ -95,7 +87,7 @@ def tools_of(
     size = len(json.dumps(functions, ensure_ascii=False).encode(errors="surrogatepass"))
     if size > TOOLS_BYTES_MAX:
         raise BadRequest("tools", f"have {size} bytes; at most {TOOLS_BYTES_MAX} are allowed")
-    if not functions or (choice == NONE and not named):
+    if not functions or choice == NONE:
         return None
     whole = [{**one, "parameters": _of_object(one.get("parameters"))} for one in functions]
     return Tools(whole, named, choice == REQUIRED, several)
@@ -109,8 +101,8 @@ def check_arguments(texts: Sequence[str], field: str) -> None:
 
 
 def parsed_call(call_id: str, name: str, arguments: str, field: str) -> dict[str, Any]:
-    """An earlier call in the form for chat templates, with its arguments as an object. Empty
-    arguments are an empty object. Raises `BadRequest` with this `field`."""
+    """A call of the conversation in the form for chat templates: its arguments are an object, not
+    text. Empty text counts as an empty object. Raises `BadRequest` with this `field`."""
     try:
         found = from_json(arguments) if arguments else {}
     except ValueError as error:
@@ -121,7 +113,8 @@ def parsed_call(call_id: str, name: str, arguments: str, field: str) -> dict[str
 
 
 def _of_object(schema: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """A schema of an object, as arguments are one; of an empty one without parameters."""
+    """The schema of a function's arguments, which are an object. Without parameters, the object
+    must be empty."""
     if not schema:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     is_open = schema.keys().isdisjoint({"type", "$ref", "anyOf", "oneOf", "allOf"})
@@ -129,7 +122,7 @@ def _of_object(schema: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """A schema for another place of a document, with its references adjusted."""
+    """The schema for use at `place` of a larger document. Its references start from there."""
     if isinstance(schema, list):
         return [_moved(one, place) for one in schema]
     if not isinstance(schema, dict):

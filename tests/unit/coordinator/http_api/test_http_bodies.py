@@ -15,7 +15,7 @@ from test_http_app import Front
 from told_coordinator import ToldCoordinator
 
 from coordinator.http_api.bodies import ChatBody, CompletionBody, TranslatedBody
-from coordinator.http_api.reading import read_body, wrong_body
+from coordinator.http_api.reading import SHOWN_CHARS_MAX, read_body, wrong_body
 from outrider.errors import BadRequest
 from outrider.grammar.constraint import Constraint
 from outrider.limits import (
@@ -292,7 +292,7 @@ def test_each_way_to_ask_for_a_form(
             ".json_schema.schema: is missing",
         ),
         ({"guided_json": 1}, "guided_json: "),
-        ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar: is not supported"),
+        ({"structured_outputs": {"grammar": "x"}}, "'regex' or 'choice'; got 'grammar'"),
         ({"structured_outputs": {"choice": "ab"}}, "structured_outputs.choice: must be a list"),
         ({"structured_outputs": {"json_object": 1}}, "structured_outputs.json_object: got 1"),
         ({"structured_outputs": {"json_object": 0}}, "structured_outputs.json_object: got 0"),
@@ -330,7 +330,16 @@ BODIES: dict[str, tuple[str, Callable[[], bytes], str | None]] = {
     "half characters": (
         COMPLETIONS, lambda: filled('{"prompt":["', "\\u00e9" * 50, '\\ud800"]}'), None
     ),
-    "a name": (COMPLETIONS, lambda: json.dumps({"max_token" * 400_000: 1}).encode(), "prompt"),
+    "a name": (
+        COMPLETIONS,
+        lambda: json.dumps({"prompt": "x", "max_token" * 400_000: 1}).encode(),
+        ("max_token" * 400_000)[:SHOWN_CHARS_MAX] + "...",
+    ),
+    "a key": (
+        CHAT,
+        lambda: (CONVERSATION + f'"chat_template_kwargs":{{"{"k" * 4_000_000}":[]}}}}').encode(),
+        f"chat_template_kwargs.{'k' * SHOWN_CHARS_MAX}...",
+    ),
     "tokens": (COMPLETIONS, lambda: filled('{"prompt":[', "1234567", "]}"), "model"),
     "text with marks": (COMPLETIONS, lambda: filled('{"prompt":"', '[{\\"a\\":1}]', '"}'), "model"),
 }  # fmt: skip

@@ -258,6 +258,23 @@ def test_no_text_takes_long(make: Callable[[], Reader], text: str) -> None:
     assert time.thread_time() - began < 5
 
 
+@pytest.mark.parametrize("template", ['<|eot_id|> "parameters"', "<tool_call>", ""])
+@pytest.mark.parametrize("form", [{"response_format": {"type": "json_object"}},
+                                  {"structured_outputs": {"regex": ".*"}}])  # fmt: skip
+def test_a_constrained_answer_has_no_calls(template: str, form: dict[str, Any]) -> None:
+    """JSON of the form of a call is content. The template still gets the tools, and need not show
+    how calls are written."""
+    formats = ChatFormats(text_of(TOLD + template))
+    fitted = formats.fitted(chat(tools=BOTH, **form))
+    assert (fitted.form, fitted.requests[0].shown_tokens) == (None, ())
+    assert len(fitted.requests[0].tools) == 2
+    written = '{"name": "weather", "parameters": {"city": "Rome"}}'
+    if "response_format" in form:
+        [choice] = answered(written, FinishReason.STOP, template, **form)["choices"]
+        assert choice["message"]["content"] == written
+        assert (choice["finish_reason"], "tool_calls" in choice["message"]) == ("stop", False)
+
+
 def text_of(template: str, *special: str) -> TokenizerText:
     tokenizer = byte_level_tokenizer()
     tokenizer.chat_template = template
