@@ -15,15 +15,15 @@ from outrider.limits import SEQUENCES_PER_REPLICA_MAX
 from outrider.newest import Newest
 
 GAIN = 0.9
-"""A step waits if this shortens the cycle to less than this fraction."""
+"""A step waits if waiting shortens the cycle to less than this share of its time."""
 MEMORY = 0.25
 """Weight of the newest value in the averages of gaps and of step times."""
 SPREAD = 2.5
-"""A session counts as late after this many mean deviations ..."""
+"""A session counts as late this many mean deviations, and `SPREAD_S`, after its mean gap."""
 SPREAD_S = 0.0005
-"""... plus this, for jitter of event loops and networks."""
+"""Allows for jitter of event loops and networks, s."""
 FORGIVEN = 0.03
-"""How much each step without a delay adds to the trust that vain delays have reduced."""
+"""What each step without a delay adds to `_trust`, which delays in vain reduce."""
 
 
 class _Rhythm:
@@ -51,18 +51,18 @@ class BatchingDelay:
         self._rhythms: Newest[str, _Rhythm] = Newest(SEQUENCES_PER_REPLICA_MAX)
         """Sorted by the time of their last answer."""
         self._typical = _Rhythm(1)
-        """Of sessions that have not come back yet."""
+        """Assumed for sessions that have not come back yet."""
         self._num_gaps = 0
         self._scale = 1.0
         """Ratio of measured step times to those of `step_seconds`."""
         self._trust = 1.0
         """Share of the awaited sessions that came in time, averaged over the last delays."""
         self.awaited: set[str] = set()
-        """Sessions for which the step waits, or waited, and that have not come."""
+        """The sessions of the last delay that have not come, or did not come in time."""
         self._num_awaited = 0
-        """Their number at first ..."""
+        """All sessions of the last delay."""
         self._until = 0.0
-        """... and until when the step waits for them."""
+        """When the last delay ends."""
 
     def arrived(self, session_id: str, now: float) -> None:
         """An item of the session has come."""
@@ -97,8 +97,8 @@ class BatchingDelay:
             self._scale += MEMORY * (seconds / told - self._scale)
 
     def hold(self, now: float, waiting: Sequence[int]) -> float | None:
-        """Until when a step, whose items have these numbers of rows, should wait; None = not at
-        all. Sets the sessions that are `awaited`."""
+        """Until when the next step should wait, if the items of `waiting` have these numbers of
+        rows; None = it should begin now. Sets the sessions that are `awaited`."""
         if self._num_awaited:
             came = 1 - len(self.awaited) / self._num_awaited
             self._trust += MEMORY * (came - self._trust)
@@ -131,7 +131,7 @@ class BatchingDelay:
         return self._until
 
     def _expected(self, now: float, before: float) -> list[tuple[float, str, int]]:
-        """Sessions expected back before that time, the earliest first: time, name, rows."""
+        """Sessions that are expected back before a time, the earliest first: when, name, rows."""
         found = []
         for name, rhythm in self._rhythms.items():
             if rhythm.answered_at is not None:

@@ -1,4 +1,4 @@
-"""Executors, which run a replica's steps one after another."""
+"""Executors run the steps of a replica, one after another."""
 
 import asyncio
 import time
@@ -10,19 +10,20 @@ T = TypeVar("T")
 
 
 class ThreadExecutor:
-    """One thread. A step lasts at least `step_seconds`, which it calls afterwards."""
+    """Runs steps on a thread of its own. After each step, calls `step_seconds`. If the step took
+    less than the result, waits for the rest."""
 
     def __init__(self, name: str, step_seconds: Callable[[], float]) -> None:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self._step_seconds = step_seconds
 
     def call(self, task: Callable[[], T]) -> T:
-        """Runs `task` on the thread and waits for it; for work before the first step."""
+        """Runs `task` on the thread and waits for its result. For tasks before the first step."""
         return self._pool.submit(task).result()
 
     async def run(self, step: Callable[[], T]) -> T:
-        """Runs `step` to its end on the thread, even if the caller is cancelled meanwhile; raises
-        its errors."""
+        """Runs `step` on the thread, to its end even if the caller is cancelled. Raises its
+        errors."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._timed, step)
 
     def _timed(self, step: Callable[[], T]) -> T:
@@ -34,19 +35,18 @@ class ThreadExecutor:
         return result
 
     def close(self, *, wait: bool = True) -> None:
-        """Takes no more steps, and waits for the running one if `wait`."""
+        """Takes no more steps. With `wait`, waits for the running step."""
         self._pool.shutdown(wait=wait)
 
 
 class InlineExecutor:
-    """Runs steps on the event loop, then waits the stated step time; for simulation, on a virtual
-    clock."""
+    """Runs steps on the event loop. For simulations with a virtual clock."""
 
     def __init__(self, step_seconds: Callable[[], float]) -> None:
         self._step_seconds = step_seconds
 
     async def run(self, step: Callable[[], T]) -> T:
-        """Runs `step` at once, then waits its stated time."""
+        """Runs `step` at once, and then waits for `step_seconds`."""
         result = step()
         await asyncio.sleep(self._step_seconds())
         return result

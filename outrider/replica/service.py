@@ -1,10 +1,11 @@
-"""A replica's service, shared by draft and target: runs one step at a time, over all that waits.
+"""The service of a replica, shared by draft and target. It runs one step at a time, over all items
+that wait.
 
     event loop                                          executor (a thread, or inline)
     take, release, form a batch, send answers           the worker's step, release, park
 
-Only the executor's side touches a worker's state. Items that arrive during a step are queued for
-the next one, so batches grow with load."""
+Only code on the executor touches the worker's state. Items that arrive during a step wait for the
+next one, so batches grow with load."""
 
 from __future__ import annotations
 
@@ -63,14 +64,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STARVED_REST_S = 0.1
-"""Longest wait after a step in which no item found pages. By then a deadline may have passed, or a
-session fallen silent."""
+"""After a step in which no item found pages, the next step begins at the latest after this time. By
+then a deadline may have passed, or a session may have become silent."""
 
 
 class SteppedService:
-    """Serves any number of streams with one worker. It queues items, runs batches of distinct
-    sessions in order of arrival, and sends each connection its answers of a step in one call. All
-    methods are for the event loop's thread; only the executor touches the worker.
+    """Serves any number of streams with one worker. Queues items, runs batches of distinct sessions
+    in order of arrival, and sends each connection its answers of a step in one call. All methods
+    must be called on the event loop's thread.
 
     A role that does more than queue items overrides `submit` and `_forget`."""
 
@@ -82,10 +83,10 @@ class SteppedService:
         note_seconds: Callable[[float], None] | None = None,
         batching_delay: BatchingDelay | None = None,
     ) -> None:
-        """At most `description.max_num_seqs` sessions share a step. `note_seconds` gets, between
-        steps, the time of the last one that ran items. With `batching_delay` a step may wait for
-        sessions that will soon need one too. An item with a new constraint waits until its grammar
-        is compiled, so that no step compiles one."""
+        """At most `description.max_num_seqs` sessions share a step. After each step that ran items,
+        `note_seconds` gets its time. With `batching_delay`, a step may wait for sessions whose next
+        items are expected soon. An item with a new constraint waits until the constraint's grammar
+        is compiled, so that no step compiles a grammar."""
         self._worker = worker
         self._executor = executor
         self._description = description
@@ -101,19 +102,20 @@ class SteppedService:
         self._queue = RequestQueue(description.max_num_seqs)
         self._load: StepLoad | None = None
         self._releases: dict[str, int] = {}
-        """Newest epoch to forget before the next step, by session."""
+        """The sessions that the worker forgets before the next step, with their newest released
+        epochs."""
         self._parked: dict[str, None] = {}
-        """Sessions without a waiting connection, for `StepWorker.park` before the next step."""
+        """The sessions that the worker parks before the next step."""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closing = False
         self.lost: EngineLost | None = None
-        """Why no more steps can run; None while they can."""
+        """Why no more steps can run; None while steps can run."""
         self._crashes = 0
         self.health_changed = asyncio.Event()
         """Set when `healthy` or `lost` may have changed; cleared by its one reader."""
         self._num_starved = 0
-        """The worker's count after the last step."""
+        """The worker's `num_starved` after the last step."""
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -134,7 +136,8 @@ class SteppedService:
 
     @property
     def healthy(self) -> bool:
-        """False once `STEP_CRASHES_UNHEALTHY` steps in a row have crashed, or no more can run."""
+        """False once `STEP_CRASHES_UNHEALTHY` steps in a row have crashed, or no more steps can
+        run."""
         stopped = self._over or (self._task is not None and self._task.done())
         return self._crashes < STEP_CRASHES_UNHEALTHY and not stopped
 
@@ -173,7 +176,8 @@ class SteppedService:
         task.add_done_callback(self._compiling.discard)
 
     def _is_stale(self, work: StepRequest) -> bool:
-        """Whether a round is over. If so, tells the caller; else notes the round."""
+        """Whether the round of a request is over. If it is, refuses the request. Otherwise notes
+        the round as its session's newest."""
         stale = self._filter.admit(work.item.head)
         if stale is not None:
             if self._observer is not None:
@@ -183,8 +187,9 @@ class SteppedService:
         return stale is not None
 
     async def _compile(self, grammars: Grammars, constraint: Constraint, work: StepRequest) -> None:
-        """Submits work once its constraint is compiled or invalid, unless its round is over by
-        then."""
+        """Waits for the compilation of a request's constraint, and then submits the request. If the
+        constraint is invalid, the request gets the error in place of the grammar. If the round is
+        over by then, the request is refused."""
         compiled: Grammar | OutriderError
         try:
             compiled = await grammars.prepare(constraint, work.item.head.tenant)
@@ -206,8 +211,8 @@ class SteppedService:
             self._done(work, None)
 
     def submit(self, work: StepRequest) -> None:
-        """Queues work; see `RequestQueue.add`. Refuses it when the queue is full, after `close`,
-        and when no more steps can run."""
+        """Queues a request. Refuses it if the queue is full, after `close`, and if no more steps
+        can run."""
         if self._over:
             self._refuse(work, self.lost or Unavailable("this replica is stopping"))
             return
@@ -224,9 +229,10 @@ class SteppedService:
         self._start()
 
     def release(self, session_id: str, epoch: int) -> None:
-        """Drops the session's queued work and forgets the session before the next step, unless a
-        newer epoch of it was seen. Beyond `SEQUENCES_PER_REPLICA_MAX` such sessions, leaves the
-        oldest to eviction."""
+        """Cancels the session's queued requests, and lets the worker forget the session before the
+        next step. Does nothing if a newer epoch of the session was seen. If more than
+        `SEQUENCES_PER_REPLICA_MAX` sessions are released between two steps, the worker does not
+        forget the first of them at once, but when others need their room."""
         if not self._filter.release(session_id, epoch):
             return
         self._forget(session_id)
@@ -243,20 +249,21 @@ class SteppedService:
         self._start()
 
     def park(self, session_ids: Sequence[str]) -> None:
-        """No connection waits for these sessions now: frees their slots before the next step."""
+        """Frees the slots of these sessions before the next step. Called if no connection waits for
+        them."""
         if session_ids:
             self._parked.update(dict.fromkeys(session_ids))
             self._start()
 
     async def drain(self) -> None:
-        """Returns when nothing waits and nothing runs, so that a stop loses no answer."""
+        """Returns when no item waits and no step runs, so that a stop loses no answer."""
         while self._compiling:
             await asyncio.wait(self._compiling)
         await self._idle.wait()
 
     async def close(self) -> None:
-        """Drops waiting work, waits for the running step unless it may hang, and closes the
-        executor."""
+        """Drops waiting requests, waits for the running step, and closes the executor. Does not
+        wait if the engine is lost, because its step may hang."""
         for task in self._compiling:
             task.cancel()
         if self._grammars is not None:
@@ -311,7 +318,8 @@ class SteppedService:
                     self._wake.clear()
 
     async def _rest(self) -> None:
-        """Waits until something changes for items without pages."""
+        """Waits until an item, a release or a closed connection may free pages, but at most
+        `STARVED_REST_S`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(STARVED_REST_S):
                 await self._wake.wait()
@@ -327,7 +335,7 @@ class SteppedService:
         return batch
 
     async def _step(self, batch: list[StepRequest]) -> bool:
-        """Runs a step; False if no item found pages."""
+        """Runs a step. False if it had items and none of them found pages."""
         releases, self._releases = self._releases, {}
         parked, self._parked = list(self._parked), {}
         if not batch and not releases and not parked:
@@ -368,14 +376,14 @@ class SteppedService:
         self._queue.put_back(unfinished)
         num_starved, self._num_starved = self._num_starved, self._worker.figures.num_starved
         if self._num_starved > num_starved:
-            # A coordinator that has long been silent after an answer may have died, or its release
-            # was lost.
+            # If a session has long been silent, its coordinator may have died, or its release was
+            # lost.
             since = loop.time() - SILENT_SESSION_MS / 1e3
             self.park(self.sessions.fall_silent(since, self._queue.sessions))
         return not batch or any(answer is not Unfinished.WAITS for answer in answers)
 
     def _give_up(self, lost: EngineLost, batch: Sequence[StepRequest]) -> None:
-        """Refuses the batch and all that waits."""
+        """Refuses the batch and all waiting requests."""
         logger.critical("no step can follow: %s", lost)
         self.lost = lost
         self.health_changed.set()
@@ -388,7 +396,8 @@ class SteppedService:
     async def _run_on_executor(
         self, releases: dict[str, int], parked: list[str], items: list[Any]
     ) -> Sequence[Any]:
-        """Raises the step's errors, and `EngineLost` if it hangs."""
+        """Runs a step on the executor. Raises the step's errors, and `EngineLost` if the step does
+        not end."""
         try:
             async with asyncio.timeout(STEP_S_MAX) as limit:
                 return await self._executor.run(lambda: self._on_executor(releases, parked, items))
@@ -410,9 +419,9 @@ class SteppedService:
             answers = self._worker.step(items)
             has_news = self._queue or self._releases or self._parked
             if not has_news and all(map(_is_ahead, answers)):
-                # Handing over a step takes a good part of a quick step's time, so a second one
-                # follows at once. More would delay new items on an engine whose step time passes
-                # afterwards.
+                # Handing over a step takes a good part of a quick step's time, so a second step
+                # follows at once. A third would delay new items on an emulated engine, whose time
+                # passes after its steps.
                 answers = self._worker.step(items)
             check(len(answers) == len(items), f"{len(answers)} answers to {len(items)} items")
         except Exception:
@@ -454,7 +463,8 @@ class SteppedService:
         delay = self._batching_delay
         for work, answer in zip(batch, stamped, strict=True):
             if work.unfinished is None:
-                # Before the next round of a session that runs ahead arrives in `_done`.
+                # This must precede `_done`, where the next round of a session that runs ahead
+                # arrives.
                 if delay is not None and isinstance(answer, VerdictReply | ProposalReply):
                     delay.answered(work.session_id, work.item.num_rows, end)
                 self._done(work, None if answer is Unfinished.CONTINUES else answer)
@@ -469,8 +479,8 @@ class SteppedService:
             self._observer.stepped(batch, stamped, start, end)
 
     def _tell_undrawn(self, work: StepRequest) -> None:
-        """The draft's time is over. If it has drawn no token, tells the callers, and prevents
-        draws. The prefix still runs; an empty proposal then reports it."""
+        """Called when a draft's time is over. If no token is drawn yet, tells the callers and
+        prevents draws. The prefix still runs, and an empty proposal then reports its length."""
         if work.cancelled or work.deadline is None or not work.deadline.close_undrawn():
             return
         work.answered = True
@@ -497,7 +507,7 @@ class SteppedService:
             work.on_done(work, answer)
 
     def _forget(self, session_id: str) -> None:
-        """Drops what a role keeps of an ended session outside the worker; here nothing."""
+        """Drops what a role keeps of an ended session outside the worker."""
 
     def _work(self, item: Any, sender: AnswerSender) -> StepRequest:
         now, left_ms = asyncio.get_running_loop().time(), item.head.deadline_ms
@@ -511,8 +521,8 @@ def _is_ahead(answer: Any) -> bool:
 
 
 def _timed(answer: Any, work: StepRequest, end: float, num_sharing: int) -> Any:
-    """Adds times to a verdict or proposal: before its first step, and from then on. `num_sharing`
-    items shared its last step."""
+    """Adds to a verdict or proposal how long its item waited for its first step, and how long it
+    then took until `end`. `num_sharing` items shared its last step."""
     if not isinstance(answer, VerdictReply | ProposalReply):
         return answer
     started_at = end if work.started_at is None else work.started_at
@@ -568,7 +578,7 @@ class _Connection(AnswerSender):
             self._service.take(item, self)
 
     def close(self) -> None:
-        """Drops work that only this stream waits for, and frees the slots of its sessions."""
+        """Drops requests that only this stream waits for, and frees the slots of its sessions."""
         self.closed = True
         self._service.park(self._service.sessions.leave(self))
 
@@ -607,7 +617,7 @@ class SessionTracker:
         self._heard[session_id] = (sender, now)
 
     def answer(self, session_id: str, now: float) -> None:
-        """The session was answered: its silence begins now. Ignores unknown ones."""
+        """Notes an answer, with which a session's silence begins. Ignores unknown sessions."""
         if session_id in self._heard:
             self._heard[session_id] = (self._heard[session_id][0], now)
 
@@ -616,8 +626,8 @@ class SessionTracker:
         self._heard.pop(session_id, None)
 
     def leave(self, sender: AnswerSender) -> list[str]:
-        """The connection has closed: forgets and returns the sessions whose last item it
-        carried."""
+        """Forgets and returns the sessions whose last item came over this connection, which has
+        closed."""
         gone = [name for name, (last, _) in self._heard.items() if last is sender]
         for name in gone:
             del self._heard[name]
@@ -642,10 +652,10 @@ _RELEASED = 2**64
 
 
 class StaleRoundFilter:
-    """Refuses rounds older than their session's newest. They come late or twice, and would discard
-    what newer rounds have cached, or revive a released session.
+    """Refuses rounds older than their session's newest. Such rounds come late or twice. They would
+    discard what newer rounds have cached, or revive a released session.
 
-    Remembers `RELEASES_REMEMBERED_MAX` sessions; older ones may pass again."""
+    Remembers the last `RELEASES_REMEMBERED_MAX` sessions. Old rounds of other sessions pass."""
 
     def __init__(self) -> None:
         self._asked: Newest[str, tuple[int, int]] = Newest(RELEASES_REMEMBERED_MAX)
@@ -657,11 +667,12 @@ class StaleRoundFilter:
         if asked is not None:
             epoch, latest = asked
             if head.epoch < epoch:
-                over = StaleEpoch(f"epoch {head.epoch} is over, {epoch} was seen")
+                over = StaleEpoch(f"epoch {head.epoch} is over: epoch {epoch} was seen")
                 return refusal(head.key, over)
             if head.epoch == epoch and head.round < latest:
-                over_by = "it was released" if latest == _RELEASED else f"{latest} was asked for"
-                return Refused(head.key, CANCELLED_CODE, f"round {head.round} is over, {over_by}")
+                newer = f"round {latest} was asked for"
+                why = "the session was released" if latest == _RELEASED else newer
+                return Refused(head.key, CANCELLED_CODE, f"round {head.round} is over: {why}")
         self._asked[head.session_id] = (head.epoch, head.round)
         return None
 

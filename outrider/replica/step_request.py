@@ -28,12 +28,12 @@ CANCELLED_CODE = 1
 
 
 class Unfinished(Enum):
-    """Why an item of a step has no answer yet. It keeps its place in the queue."""
+    """Why an item has no answer after a step. The item keeps its place in the queue."""
 
     CONTINUES = "continues"
-    """The step had no room for all of its tokens; the next one continues."""
+    """The step had no room for all of its tokens. The next step continues."""
     WAITS = "waits"
-    """No pages are free until another sequence returns some."""
+    """No pages are free for it until another sequence returns some."""
 
 
 class Answers(NamedTuple):
@@ -41,9 +41,10 @@ class Answers(NamedTuple):
 
     answers: tuple[Any, ...]
     more: bool
-    """Whether the item stays in the queue for more answers ..."""
+    """Whether the item stays in the queue, because more answers follow."""
     waited_for: bool = False
-    """... and whether the caller waits for these; else the session's next item ends them."""
+    """Whether the caller waits for these later answers. If not, the session's next item takes this
+    one out of the queue."""
 
 
 class StepFigures:
@@ -54,9 +55,9 @@ class StepFigures:
     num_preemptions: int = 0
     """Sequences that lost their pages to an older one."""
     num_prefill_chunks: int = 0
-    """Chunks of prefixes, run because a step had no room for the whole."""
+    """Parts of prefixes that ran because a step had no room for the whole prefix."""
     num_starved: int = 0
-    """Items that found no pages, counted in each such step."""
+    """Items that found no pages. An item counts once in each step in which it found none."""
 
 
 class AnswerSender:
@@ -69,13 +70,12 @@ class AnswerSender:
         self.closed = False
 
     def send(self, answers: Sequence[Any]) -> None:
-        """Sends answers, each once, after held ones of the same sessions. Does nothing once the
-        connection is closed."""
+        """Sends the held answers of the same sessions, and then these answers. An answer that is
+        among both is sent once. Sends nothing on a closed connection."""
         self._take_along(_sessions_of(answers), answers)
 
     def hold(self, answers: Sequence[Any]) -> None:
-        """Sends answers within `ANSWERS_HELD_MS`, in one message with those of other sessions held
-        meanwhile."""
+        """Sends answers within `ANSWERS_HELD_MS`, in one message with all that are held then."""
         self._held += answers
         if self._timer is None and self._held:
             loop = asyncio.get_running_loop()
@@ -108,9 +108,10 @@ class StepRequest:
     """An item that waits for a step, and the connections that want its answer."""
 
     on_done: Callable[[StepRequest, Any], None] | None = None
-    """Called with the answer after it was sent, or with None if the request was dropped."""
+    """Called after the answer was sent, with the answer, or with None if the request was
+    dropped."""
     may_wait: bool = False
-    """Whether its answer may be held: see `AnswerSender.hold`."""
+    """Whether its answer may be held back, by `AnswerSender.hold`."""
     cancelled: bool = False
     place: int = 0
     """Place in the queue; earlier items have smaller ones."""
@@ -119,16 +120,17 @@ class StepRequest:
     unfinished: Unfinished | None = None
     """State after its last step; None before the first one."""
     answered: bool = False
-    """Whether it stays only for answers that no caller waits for."""
+    """Whether it stays in the queue only for answers that no caller waits for."""
     deadline: DraftDeadline | None = None
-    """Time by which a token must be drawn for it; if none is, its callers are told."""
+    """Time limit of its draft. If it passes before the first draw, the callers are told."""
     timer: TimerHandle | None = None
     """Timer of `deadline`."""
 
     def __init__(
         self, item: Any, senders: list[AnswerSender], arrived_at: float, expires_at: float
     ) -> None:
-        """Times are the loop's. After `expires_at` the answer is useless; infinity = never."""
+        """Times are the loop's. After `expires_at` no caller needs the answer; infinity =
+        never."""
         self.item, self.senders = item, senders
         self.arrived_at, self.expires_at = arrived_at, expires_at
 
@@ -150,12 +152,13 @@ class StepRequest:
             sender.send([answer])
 
     def compiled(self, grammar: Grammar | OutriderError) -> StepRequest:
-        """Adds the compiled constraint, or why it failed, to the item; returns the request."""
+        """Puts the compiled constraint, or the error of its compilation, into the item. Returns the
+        request."""
         self.item = replace(self.item, head=replace(self.item.head, compiled=grammar))
         return self
 
     def asks_like(self, other: StepRequest) -> bool:
-        """Whether both ask for the same, apart from the time left."""
+        """Whether both ask for the same, whatever time they have left."""
         if self.on_done is not None or other.on_done is not None or self.cancelled or self.answered:
             return False
         head = replace(self.item.head, deadline_ms=other.item.head.deadline_ms)
@@ -173,7 +176,7 @@ def undrawn(key: ReplyKey) -> Refused:
 
 
 class RequestQueue:
-    """Requests in order of arrival. Those that a step did not finish keep their place."""
+    """Requests in order of arrival. Requests that a step did not finish keep their place."""
 
     def __init__(self, max_batch: int) -> None:
         self._max_batch = max_batch
@@ -197,8 +200,8 @@ class RequestQueue:
         return {work.session_id for work in self._waiting}
 
     def add(self, work: StepRequest) -> bool:
-        """Queues a request. If the same item already waits (without `on_done`), returns False, and
-        both callers get its answer. Raises `Overloaded` when full."""
+        """Queues a request. If a request that `asks_like` it already waits, returns False, and both
+        callers get its answer. Raises `Overloaded` if the queue is full."""
         key = work.key
         waiting = self._newest.get(key)
         if waiting is not None and waiting.asks_like(work):
@@ -214,11 +217,11 @@ class RequestQueue:
         return True
 
     def take(self, now: float) -> tuple[list[StepRequest], list[StepRequest], list[StepRequest]]:
-        """Takes the oldest request of each session for a step, in order of arrival: up to
-        `max_batch` new ones, as many begun ones, and as many that found no pages before. So neither
-        long prompts nor requests without pages keep rounds out of a step. Second, returns requests
-        that no caller wants, or that were answered and have a newer one behind them; third, expired
-        ones."""
+        """Takes three lists of requests, in order of arrival. The first are for a step: the oldest
+        request of each session, but at most `max_batch` new ones, as many begun ones, and as many
+        that found no pages before. So neither long prompts nor requests without pages keep rounds
+        out of a step. The second are not wanted: their callers are gone, or they were answered and
+        their session has a newer request. The third have expired."""
         batch: list[StepRequest] = []
         unwanted: list[StepRequest] = []
         late: list[StepRequest] = []

@@ -14,9 +14,9 @@ PREFIX_TOKENS_MIN tokens: neither kind can starve the other.
 
 A step's time is predicted from costs measured at the start, and corrected by measured times,
 separately for steps with and without a prefix (`note_seconds`). A draft's step has several passes
-(`note_passes`). The first runs the tokens that were shared out. Each later one runs one token of
-every item whose tokens all ran in the first. A step with rounds is expected to have as many passes
-as the last such step.
+(`note_passes`). The first pass runs the tokens that were shared out. Each later pass runs one token
+of every item whose tokens all ran in the first. A step with rounds is expected to have as many
+passes as the last step with rounds.
 """
 
 import math
@@ -31,15 +31,17 @@ ROUND_TOKENS_MAX = NUM_DRAFT_TOKENS_MAX + TREE_TOKENS_MAX + 2
 budget of a step."""
 PREFIX_TOKENS_MIN = 16
 STEP_GROWTH = 0.75
-"""Chosen so that one waiting prompt at most triples the gap between tokens. A gap is longer than
-its steps, and some steps take 1.5 times the predicted time."""
+"""With this value one waiting prompt at most triples the gap between tokens: a gap is longer than
+the steps in it, and some steps take 1.5 times their predicted time."""
 WAITING_DECAY = 0.95
-"""With the demo target's step costs, eight prompts of 500 tokens that come together get 128 tokens
-each in 5 % less time than if n were the number that waits; if n never fell, in 6 % less."""
+"""Eight prompts of 500 tokens come together, and 128 tokens are generated for each. With the demo
+target's step costs, that takes 5 % less time than if n fell without delay, and 1 % more than if n
+never fell."""
 CORRECTION_WEIGHT = 0.2
-"""Weight of the newest step of a kind."""
+"""Weight of the newest step, with or without a prefix, in the average of such steps."""
 CORRECTION_MAX = 4.0
-"""Bound of one step's correction, up or down: other processes may have used the machine."""
+"""Bound of the ratio of one step's measured and predicted times, and of its inverse. Other
+processes may have delayed the step."""
 ROUND_REST_STEPS = 4
 """Steps without a round after which no more rounds are expected."""
 
@@ -50,7 +52,7 @@ class TokenDemand(NamedTuple):
     num_tokens: int
     """At least one."""
     num_last: int
-    """This many at the end cannot be split: 1..num_tokens."""
+    """Tokens at the end that must run in one step: 1..num_tokens."""
     context: int
     """Slots that its session already holds."""
 
@@ -109,7 +111,7 @@ class TokenBudget:
         spared = _Load(PREFIX_TOKENS_MIN, 1) if prefixes else _Load()
         load, later_pass = _Load(), _Load()
         for index, demand in enumerate(demands):
-            # The first round always fits: else a series of prefixes would keep it waiting.
+            # The first round always fits, so that a series of prefixes cannot keep it waiting.
             rows = self._max_tokens - (spared.rows if load.rows else 0)
             fits = load.rows + demand.num_tokens <= rows
             has_seat = load.sessions < self.max_steps - spared.sessions
@@ -150,7 +152,7 @@ class TokenBudget:
             self._corrections[self._last.has_prefix] += CORRECTION_WEIGHT * (found - before)
 
     def drop_step(self) -> None:
-        """Ignores the time of the last step, which does not run whole."""
+        """Ignores the time of the last step, because not all of its tokens run."""
         self._last = self._later_pass = _Load()
 
     def _part(self, demand: TokenDemand, load: _Load, seconds: float, least: int) -> int:
@@ -169,8 +171,8 @@ class TokenBudget:
         return low if low == demand.num_tokens else min(low, demand.num_tokens - demand.num_last)
 
     def _seconds_allowed(self, rounds: _Load) -> float:
-        """How long a step with these rounds, or none, may last, so that all steps between two
-        rounds of a session keep within the bound."""
+        """How long a step with these rounds (or without any) may take, so that all steps between
+        two rounds of a session together keep within the bound."""
         played = rounds if rounds.rows else self._last_rounds
         if played is None:
             return math.inf

@@ -6,7 +6,8 @@ Pages and tokens decide whether a session's item runs in a step, and how far:
     pages, by age     the whole step fits; or younger sessions give up pages; or it waits
     tokens, in order  it runs whole, or a part of its prefix, or not yet (`TokenBudget`)
 
-Only younger sessions lose pages. So the oldest always continues, and each becomes the oldest.
+A session loses pages only to older sessions. So the oldest session always continues, and every
+session is the oldest at some time.
 """
 
 from bisect import bisect_right
@@ -28,7 +29,7 @@ from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import SamplingParams
 
 _ANY_TOKEN = 0
-"""Placeholder for a token of which only the slot matters."""
+"""Stands for any token where only its slot counts."""
 
 
 class SlotDemand(NamedTuple):
@@ -38,9 +39,11 @@ class SlotDemand(NamedTuple):
     num_extra: int
     """Slots beyond its committed tokens."""
     num_last: int = 1
-    """The last committed token and the extra ones that run in the same pass."""
+    """Tokens that must run in one pass: the last committed token, and the extra ones that run
+    beside it."""
     reach: int | None = None
-    """If set, only this many of its committed tokens can run yet, and no extra slots."""
+    """If set, only the first `reach` committed tokens can run now. Extra slots are not needed
+    yet."""
 
 
 class Admitted(NamedTuple):
@@ -48,8 +51,7 @@ class Admitted(NamedTuple):
 
     aligned: Aligned
     num_granted: int
-    """Tokens of `aligned.new_tokens` that run. If all do, the slots after them run, too.
-    """
+    """How many of `aligned.new_tokens` run. If all of them run, so do the extra slots."""
 
     @property
     def is_whole(self) -> bool:
@@ -59,11 +61,11 @@ class Admitted(NamedTuple):
 Admission = Admitted | Resync | Unfinished | OutriderError
 _Found = Aligned | Resync | Unfinished | OutriderError
 _Begun = dict[str, FoundPrefix]
-"""Cached prefix that each session without tokens may start from."""
+"""For each session without tokens, the cached prefix that it may start from."""
 
 
 class Admissions:
-    """Admits items to the steps of one engine, on the executor's side."""
+    """Decides which items of a step run on an engine, and how many of their tokens."""
 
     def __init__(
         self,
@@ -72,7 +74,7 @@ class Admissions:
         budget: TokenBudget,
         give_way: Callable[[], None] = lambda: None,
     ) -> None:
-        """`give_way` frees pages of work that no item waits for."""
+        """`give_way` frees pages that no waiting item needs."""
         self._engine = engine
         self._give_way = give_way
         self._table = table
@@ -81,11 +83,11 @@ class Admissions:
         self.figures = StepFigures()
 
     def admit(self, demands: Sequence[SlotDemand]) -> list[Admission]:
-        """One result for each of these distinct sessions, in order of arrival. `Admitted`: it runs.
-        `CONTINUES`: the step has no room left for it. `WAITS`: no pages are free for it.
-        `Resync`: pages are free, but it lacks its prefix. An error: it is refused."""
+        """One result for each of these items, which are of distinct sessions and in order of
+        arrival. `Admitted`: the item runs. `CONTINUES`: the step has no room left for it. `WAITS`:
+        no pages are free for it. `Resync`: pages are free, but the session lacks its prefix. An
+        error: the item is refused."""
         found = [_align(self._table, demand.head) for demand in demands]
-        # Cached prefixes of the sessions that hold no tokens.
         begun = {
             demand.head.session_id: self._engine.find(demand.head.append, demand.head.tenant)
             for demand, entry in zip(demands, found, strict=True)
@@ -104,8 +106,8 @@ class Admissions:
         return self._grant(demands, found, begun)
 
     def _whole(self, demand: SlotDemand, begun: _Begun) -> SequenceStep:
-        """A step with slots for all that the item can run. An item that claims more tokens than all
-        pages hold gets a step that is too large for them."""
+        """A step with slots for all that the item can run. If that is more than all pages hold, the
+        step has one token more than they hold, and so never fits."""
         name = demand.head.session_id
         num_held = begun[name].length if name in begun else self._engine.length(name)
         length = demand.head.committed_length + demand.num_extra
@@ -115,7 +117,8 @@ class Admissions:
         return SequenceStep(name, (_ANY_TOKEN,) * num, 0)
 
     def _place(self, found: list[_Found], wholes: dict[int, SequenceStep], begun: _Begun) -> None:
-        """Reserves pages by age; sessions without any get `WAITS`."""
+        """Reserves pages for the oldest session first. Sets `found` to `WAITS` where none are
+        left."""
         age_rank = self._table.age_rank
         holders = self._table.holders()
         reserved: list[SequenceStep] = []
@@ -140,8 +143,9 @@ class Admissions:
     def _make_room(
         self, steps: Sequence[SequenceStep], begun: _Begun, younger: Sequence[str], lost: set[str]
     ) -> bool:
-        """Whether there are pages for these steps. If needed, takes those of the youngest sessions,
-        and adds these to `lost`; takes none in vain."""
+        """Whether there are pages for these steps. If needed, takes the pages of `younger`
+        sessions, the youngest first, and adds these sessions to `lost`. Takes none if even all of
+        them would not be enough."""
         if self._engine.can_hold(steps, begun=begun):
             return True
         if not self._engine.can_hold(steps, younger, begun):
@@ -157,7 +161,8 @@ class Admissions:
     def _grant(
         self, demands: Sequence[SlotDemand], found: Sequence[_Found], begun: _Begun
     ) -> list[Admission]:
-        """Shares out the step's tokens; begins sessions that hold none and get some."""
+        """Shares out the step's tokens. A session that holds no tokens and gets some begins on its
+        cached prefix."""
         aligned = {i: entry for i, entry in enumerate(found) if isinstance(entry, Aligned)}
         wanted = [self._token_demand(demands[i], entry, begun) for i, entry in aligned.items()]
         grants = self._budget.share(wanted)
@@ -171,7 +176,7 @@ class Admissions:
                 entry = self._table.begin(head)
             is_whole, num_new = granted == token_demand.num_tokens, len(entry.new_tokens)
             self.figures.num_prefill_chunks += not is_whole
-            # Sessions that lost pages since then may have left a longer cached prefix.
+            # The cached prefix may have grown since `find`, by pages that other sessions lost.
             num_granted = num_new if is_whole else min(granted, num_new)
             admissions[index] = Admitted(entry, num_granted)
         return admissions
@@ -200,10 +205,10 @@ class Work:
 
 
 class StepWorker:
-    """Runs steps on the executor's side; owns an engine's sessions and knows their tokens."""
+    """Runs the steps of a replica over one engine. Only the executor uses it."""
 
     def __init__(self, engine: Engine, budget: TokenBudget, grammars: Grammars | None) -> None:
-        """`budget` bounds each step of the `engine`. `grammars` hold sessions to their
+        """`budget` bounds each step of the `engine`. `grammars` compile the sessions'
         constraints."""
         self._engine = engine
         self._table = SessionTable(engine)
@@ -214,14 +219,15 @@ class StepWorker:
         self._note_figures()
 
     def step(self, items: Sequence[Any]) -> list[Any]:
-        """One answer for each item, or several, in order; the items' sessions are distinct and in
-        order of arrival. An error of one item is answered `Refused` and affects no others. At least
-        one item is not `Unfinished.CONTINUES`. Raises `EngineLost` if no more steps can run."""
+        """Runs a step with these items, which are of distinct sessions and in order of arrival.
+        Returns for each item its answer, `Answers`, or why it is `Unfinished`. An error of one item
+        is answered `Refused` and affects no others. Raises `EngineLost` if no more steps can
+        run."""
         raise NotImplementedError
 
     def park(self, session_ids: Sequence[str]) -> None:
-        """No connection waits for these sessions now: frees their slots. Their whole pages stay in
-        the cache until others need them."""
+        """Frees the slots of these sessions, for which no connection waits. The pages that they
+        filled stay in the cache until other sessions need them."""
         for session_id in session_ids:
             self._table.free(session_id)
         self._note_figures()
@@ -237,13 +243,13 @@ class StepWorker:
         self._table.check_integrity()
 
     def _give_way(self) -> None:
-        """Frees pages of work that no item waits for."""
+        """Frees pages that no waiting item needs."""
 
     def _note_figures(self) -> None:
         self.figures.pages = self._engine.page_counts()
 
     def _admit(self, works: Sequence[Any]) -> None:
-        """Prepares admitted work; answers other work."""
+        """Calls `_prepare` for items that are admitted, and answers the others."""
         for work in works:
             try:
                 self._validate(work)
@@ -260,16 +266,15 @@ class StepWorker:
                 work.answer = admission
 
     def _validate(self, work: Any) -> None:
-        """Reads an item's parameters. Raises the error that refuses it, and then changes
-        nothing."""
+        """Reads an item's parameters. Raises the error with which the item is refused."""
         raise NotImplementedError
 
     def _prepare(self, work: Any, admitted: Admitted) -> None:
-        """Adds admitted work to the pass, or answers it."""
+        """Prepares an admitted item for the pass, or answers it."""
         raise NotImplementedError
 
     def _allowed(self, head: RoundHead, aligned: Aligned) -> Allowed | None:
-        """What may follow the committed tokens; None = anything. Raises `Incompatible` for a
+        """Which tokens may follow the committed ones; None = any. Raises `Incompatible` for a
         constraint that this replica cannot apply."""
         if head.constraint is None:
             num_tokens, info = head.committed_length - head.prompt_length, self._engine.info
@@ -280,8 +285,8 @@ class StepWorker:
         return self._matchers.follow(head.session_id, head.compiled, completion)
 
     def _run(self, works: Sequence[Any]) -> None:
-        """Runs one pass for all. After an error, runs each session alone, so that only the cause of
-        the error fails. Raises `EngineLost`."""
+        """Runs one pass for all items. After an error, runs each item alone, so that only the item
+        that causes the error fails. Raises `EngineLost`."""
         if not works:
             return
         try:
@@ -305,7 +310,7 @@ class StepWorker:
         """Restores a session after a failed pass."""
 
     def _finish(self, works: Sequence[Any], found: Sequence[Any]) -> None:
-        """Answers work from the result of its pass."""
+        """Answers items with the results of their pass."""
         raise NotImplementedError
 
     def _fail(self, work: Any, error: OutriderError) -> None:
@@ -324,8 +329,8 @@ def _align(table: SessionTable, head: RoundHead) -> _Found:
 def draft_request(
     head: RoundHead, sampling: SamplingParams, token_ids: Sequence[int], length: int, **fields: Any
 ) -> DraftRequest:
-    """A request for a proposal in the session of `head` after its first `length` tokens; the
-    drafter gets `token_ids`."""
+    """A request for a proposal after the first `length` tokens of the session of `head`.
+    `token_ids` are those of them that the drafter reads."""
     known: dict[str, Any] = {
         "session_id": head.session_id, "tenant": head.tenant, "token_ids": token_ids,
         "prompt_length": head.prompt_length, "sampling": sampling, "rule": head.rule,
