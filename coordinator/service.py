@@ -17,8 +17,7 @@ from coordinator.decoding.loop import RoundMeter, SessionRun
 from coordinator.decoding.resumption import Replayed, replay, told_again
 from coordinator.decoding.sessions import KeyTaken, OwnedSessions, RequestKey
 from coordinator.decoding.trial import TrialMeter, TrialSums
-from coordinator.draft_length.controller import LengthControls
-from coordinator.draft_length.policy import FixedLength, LengthPolicy
+from coordinator.draft_length.controller import LengthControl, LengthControls
 from coordinator.requests.validation import (
     GenerationParameters,
     PromptEncoder,
@@ -105,8 +104,8 @@ class CoordinatorService:
         while no draft replica answers, or where there are none. `random_bits(n)` gives n random
         bits, for session ids and, unless a seed is configured, for the seeds of requests."""
         self._config = config
-        self._looks_up = config.lookup is not None and config.lookup.drafter.is_lookup
-        has_trees = config.draft_siblings > 0 and not (config.look_ahead or self._looks_up)
+        looks_up = config.lookup is not None and config.lookup.drafter.is_lookup
+        has_trees = config.draft_siblings > 0 and not (config.look_ahead or looks_up)
         self._siblings = config.draft_siblings if has_trees else 0
         self._store = store
         self._links: dict[Role, Mapping[str, Link]]
@@ -136,7 +135,8 @@ class CoordinatorService:
         self._num_admitted = 0
         self._watching: list[asyncio.Task[None]] = []
         self._served: ReplicaDescription | None = None
-        self._lengths: LengthControls | None = None
+        self._lengths: LengthControls
+        """Set by `start`."""
         self._trial_lengths: tuple[str, LengthControls] | None = None
         """Name and length controls of the replica on trial."""
         self._meter = RoundMeter()
@@ -160,11 +160,10 @@ class CoordinatorService:
         if target is None:
             raise Unavailable("no target is known")
         await self.drafts.join_all(self._links["draft"])
-        if config.length_control:
-            self._lengths = LengthControls(
-                self.targets.first_kept or target, self.drafts.first_kept, config.run_ahead_rounds,
-                delays=config.drafting_delays, watches=self._looks_up,
-            )  # fmt: skip
+        self._lengths = LengthControls(
+            self.targets.first_kept or target, self.drafts.first_kept, config.run_ahead_rounds,
+            delays=config.drafting_delays, adapts=config.length_control,
+        )  # fmt: skip
         self._served = replace(target, model=config.served_model_name or target.model)
         self._commit_task = asyncio.create_task(self._committer.run())
         watching = [self.targets.watch(), self.drafts.watch(), self._load.watch()]
@@ -632,7 +631,7 @@ class CoordinatorService:
                 target,
                 draft,
                 commits=commits,
-                lengths=self._length_policy(context, draft),
+                lengths=self._length_control(context, draft),
                 length_max=(self.targets.newest(parameters.weights) or self.served).max_model_len,
                 meter=self._meter,
                 arrived=arrived,
@@ -659,16 +658,14 @@ class CoordinatorService:
     def _on_trial(self) -> ReplicaConnection | None:
         return self.targets.on_trial or self.drafts.on_trial
 
-    def _length_policy(self, context: SessionContext, draft: Drafts | None) -> LengthPolicy:
-        record, parameters = context.session.record, context.parameters
+    def _length_control(self, context: SessionContext, draft: Drafts | None) -> LengthControl:
+        record, parameters, lengths = context.session.record, context.parameters, self._lengths
         num_draft_tokens = 0 if draft is None else parameters.num_draft_tokens
         is_chain = record.rule is Rule.BLOCK or parameters.sampling.penalised
         siblings = 0 if is_chain else self._siblings
-        if self._lengths is None:
-            return FixedLength(num_draft_tokens, self._config.run_ahead_rounds, siblings)
         num_elsewhere = sum(peer.load for peer in self.fleet.peers)
-        self._lengths.hear_load(self.targets.num_present, num_elsewhere, self.drafts.first_kept)
-        lengths, tried = self._lengths, self._on_trial
+        lengths.hear_load(self.targets.num_present, num_elsewhere, self.drafts.first_kept)
+        tried = self._on_trial
         if tried is not None and draft is not None and draft.on_trial:
             if self._trial_lengths is None or self._trial_lengths[0] != tried.name:
                 self._trial_lengths = tried.name, lengths.of_another(tried.description)

@@ -128,14 +128,15 @@ class World:
         next_draft_s = self.draft_s * self.num_beside
         self.now += draft_s + target_s + next_draft_s + (wire_s if draft_s or is_first else 0.0)
         num_tokens = 1 + int(sum(survival))
-        refused = float(num_siblings > 0 and num_tokens <= len(survival))
-        taken = refused * (self.random.random() < self.rescued) if self.rescued else 0.0
-        num_tokens += int(taken)
+        taken = None
+        if num_siblings > 0 and num_tokens <= len(survival):
+            taken = self.random.random() < self.rescued
+            num_tokens += taken
         control.note(
             PlayedRound(
                 num_asked, survival, num_tokens, 100, draft_s, target_s, self.now,
                 beside=beside, next_draft_s=next_draft_s, num_siblings=num_siblings,
-                siblings=(refused, taken),
+                sibling_taken=taken,
                 work_s=max(0.0, draft_s - wire_s) if num_asked else 0.0,
             )
         )  # fmt: skip

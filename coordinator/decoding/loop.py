@@ -13,8 +13,8 @@ from itertools import chain
 from coordinator.decoding.committer import SessionCommits
 from coordinator.decoding.resumption import Replayed, write_logprobs
 from coordinator.decoding.trial import SessionTrial
-from coordinator.draft_length.acceptance import sibling_chances
-from coordinator.draft_length.policy import LengthPolicy, PlayedRound, RoundLength, fitting
+from coordinator.draft_length.controller import LengthControl
+from coordinator.draft_length.policy import PlayedRound, RoundLength, fitting
 from coordinator.routing.drafts import NOTHING_WANTED, Drafted, Drafts, LookupProbe
 from coordinator.routing.replica_pool import SessionContext
 from coordinator.routing.target_client import TargetClient
@@ -52,7 +52,7 @@ class SessionRun:
         draft: Drafts | None,
         *,
         commits: SessionCommits,
-        lengths: LengthPolicy,
+        lengths: LengthControl,
         length_max: int,
         meter: RoundMeter,
         arrived: float,
@@ -89,7 +89,7 @@ class SessionRun:
         self._reads_beside = reads_beside
         self._trial = trial
         self._probe: LookupProbe | None = None
-        if draft is not None and draft.is_lookup and lengths.listens:
+        if draft is not None and draft.is_lookup and lengths.adapts:
             self._probe = LookupProbe(draft.lookup, lengths, self.parameters.num_draft_tokens)
         self._timeout: asyncio.Timeout | None = None
         self._cancelled = False
@@ -293,7 +293,7 @@ class SessionRun:
         self._target.settle(reply, start_length + outcome.num_accepted)
         if self._draft is not None:
             self._draft.settle(start_length + proposal.tree.shared_with_spine(outcome.path))
-        if self._lengths.listens:
+        if self._lengths.adapts:
             self._note(drafted, reply, outcome)
         if self._probe is not None:
             self._probe.note(length.num_draft_tokens, noise, outcome.token_ids[0])
@@ -321,6 +321,10 @@ class SessionRun:
 
     def _note(self, drafted: Drafted, reply: VerdictReply, outcome: Outcome) -> None:
         accept, tree = reply.verdict.accept_probability, self._target.verified.tree
+        num_siblings, sibling_taken = len(accept) - len(tree.spine), None
+        num_spine = tree.shared_with_spine(outcome.path)
+        if num_siblings > 0 and num_spine < len(tree.spine):
+            sibling_taken = outcome.num_accepted > num_spine
         played = PlayedRound(
             num_asked=drafted.num_asked,
             survival=survival(self.session.record.rule, [accept[i] for i in tree.spine]),
@@ -330,8 +334,8 @@ class SessionRun:
             target_s=(reply.queue_ms + reply.compute_ms - reply.next_draft_ms) / 1e3,
             ended_at=self._clock(),
             queue_s=reply.queue_ms / 1e3,
-            num_siblings=len(accept) - len(tree.spine),
-            siblings=sibling_chances(tree, accept) if drafted.siblings else (0.0, 0.0),
+            num_siblings=num_siblings,
+            sibling_taken=sibling_taken,
             beside=drafted.beside,
             next_draft_s=reply.next_draft_ms / 1e3,
             work_s=drafted.work_ms / 1e3,

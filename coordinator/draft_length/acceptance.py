@@ -5,14 +5,12 @@ a draft token, the next token comes from the target.
 """
 
 from collections.abc import Sequence
-from math import prod
 from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from outrider.limits import NUM_DRAFT_TOKENS_MAX
-from outrider.speculation.proposal import DraftTree
 
 FIRST_ACCEPTED = 0.7
 """Assumed chance that a first draft token is accepted; high enough that drafting is tried."""
@@ -61,13 +59,9 @@ class DepthAverages:
         self._prior = prior
         self._sums = np.zeros((5, NUM_DRAFT_TOKENS_MAX))
 
-    def fade(self) -> None:
-        """Counts a round without a draft."""
-        self._sums *= self._keep
-
     def note(self, counts: Array) -> None:
         """Counts a round with a draft, from `observed`."""
-        self.fade()
+        self._sums *= self._keep
         self._sums[:, : counts.shape[1]] += counts
 
     def prospects(self, num_asked: int) -> Prospects:
@@ -108,25 +102,11 @@ class SiblingAverage:
         self._pull = prior_rounds
         self._refused = self._taken = 0.0
 
-    def note(self, refused: float, taken: float) -> None:
-        """Counts a round with a draft, from `sibling_chances`."""
-        self._refused = self._refused * self._keep + refused
-        self._taken = self._taken * self._keep + taken
+    def note(self, is_taken: bool) -> None:
+        """Counts a round in which a draft token with siblings was refused."""
+        self._refused = self._refused * self._keep + 1.0
+        self._taken = self._taken * self._keep + is_taken
 
     @property
     def chance(self) -> float:
         return (self._taken + self._pull * FIRST_TAKEN) / (self._refused + self._pull)
-
-
-def sibling_chances(tree: DraftTree, accept_probability: Sequence[float]) -> tuple[float, float]:
-    """Two sums over the places of a spine: the chance that its token is the first to be refused,
-    and the chance that then one of its siblings is accepted."""
-    refused = taken = 0.0
-    reached = 1.0
-    for token in tree.spine:
-        group = tree.children[tree.parents[token] + 1]
-        left = 1.0 - accept_probability[token]
-        refused += reached * left
-        taken += reached * (left - prod(1.0 - accept_probability[index] for index in group))
-        reached *= accept_probability[token]
-    return refused, taken

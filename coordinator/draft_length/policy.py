@@ -1,9 +1,8 @@
-"""The length of a round, what a round showed, and the interface that chooses lengths. Pure."""
+"""The length of a round, and what a finished round showed. Pure."""
 
 import math
 from typing import NamedTuple
 
-from outrider.limits import TREE_TOKENS_MAX
 from outrider.values import value
 
 
@@ -63,20 +62,15 @@ class PlayedRound:
     """The part of `target_s` spent in the queue."""
     num_siblings: int = 0
     """Siblings proposed, besides the tokens of `survival`."""
-    siblings: tuple[float, float] = (0.0, 0.0)
-    """What became of the siblings, see `sibling_chances`."""
+    sibling_taken: bool | None = None
+    """Whether a sibling of the first refused draft token was accepted. None if no draft token with
+    siblings was refused."""
     beside: DraftedBeside | None = None
     """The drafting of its proposal, if that came with the verdict before."""
     next_draft_s: float = 0.0
     """Time that the target drafted for the next round, not part of `target_s`."""
     work_s: float = 0.0
     """Time that a draft replica computed for this proposal alone."""
-
-
-def siblings_beside(num_draft_tokens: int, siblings_max: int) -> tuple[int, ...]:
-    """As many siblings for each draft token as the largest tree allows, up to `siblings_max`."""
-    num = min(siblings_max, TREE_TOKENS_MAX // max(1, num_draft_tokens) - 1)
-    return (num,) * num_draft_tokens if num else ()
 
 
 def fitting(siblings: tuple[int, ...], room: int) -> tuple[int, ...]:
@@ -86,55 +80,3 @@ def fitting(siblings: tuple[int, ...], room: int) -> tuple[int, ...]:
         kept.append(max(0, min(num, room)))
         room -= kept[-1]
     return tuple(kept) if any(kept) else ()
-
-
-class LengthPolicy:
-    """Chooses the lengths of one session's rounds."""
-
-    listens = True
-    """Whether it learns from rounds."""
-
-    @property
-    def plans_plain(self) -> bool:
-        """Whether several rounds without a draft come next."""
-        raise NotImplementedError
-
-    def choose(self, index: int, num_left: int) -> RoundLength:
-        """The length of round `index`; `num_left` more tokens fit the completion, the target's own
-        one included. Independent of the last `note`: a target or draft that works ahead may already
-        have drawn tokens of this round."""
-        raise NotImplementedError
-
-    def note(self, played: PlayedRound) -> None:
-        """Takes what the round chosen last has shown."""
-
-    def note_watched(self, num_asked: int, survival: tuple[float, ...]) -> None:
-        """In a round without a draft, `num_asked` tokens were looked up for comparison; `survival`
-        as in `PlayedRound`."""
-
-    def close(self) -> None:
-        """Call when the session ends."""
-
-
-class FixedLength(LengthPolicy):
-    """Asks for the same number of tokens in every round, and learns nothing."""
-
-    listens = False
-
-    def __init__(self, num_draft_tokens: int, run_ahead_rounds: int, siblings: int = 0) -> None:
-        """Asks for up to `siblings` for each draft token, within the limit on trees."""
-        self._num_draft_tokens = num_draft_tokens
-        self._beside = siblings_beside(num_draft_tokens, siblings)
-        self._run_ahead_rounds = run_ahead_rounds if num_draft_tokens == 0 else 0
-
-    @property
-    def plans_plain(self) -> bool:
-        return self._num_draft_tokens == 0
-
-    def choose(self, index: int, num_left: int) -> RoundLength:
-        num = min(self._num_draft_tokens, num_left - 1) if index > 0 else 0
-        num_next = max(0, min(self._num_draft_tokens, num_left - 2))
-        return RoundLength(
-            num, min(self._run_ahead_rounds, num_left - 1), self._beside[:num], num_next,
-            next_siblings=self._beside[:num_next],
-        )  # fmt: skip

@@ -49,8 +49,8 @@ PLAIN_PRIOR_ROUNDS = 1.0
 SECONDS_MIN = 1e-9
 """Lower bound of an expected time."""
 FORGOTTEN = 1.0 - 1.0 / 512.0
-"""Each round with a draft leaves the times of plain rounds this share of their weight; each plain
-round does the same to the times of rounds with a draft."""
+"""Each round with a draft leaves the times of plain rounds this share of their weight, so that
+plain decoding is tried again after some time."""
 Array = npt.NDArray[np.float64]
 
 
@@ -196,8 +196,6 @@ class RoundCosts:
     def note_plain(self, round_s: float, context: int) -> None:
         """Counts a plain round that follows another one, of a session of `context` tokens."""
         self.plain.note(self._load(0, context, self._others()), self._bounded(round_s))
-        self._draft.fade(FORGOTTEN)
-        self._target.fade(FORGOTTEN)
 
     def note_drafted(self, played: PlayedRound, round_s: float, is_typical: bool = True) -> None:
         """Counts a round that asked for draft tokens. The wait for its proposal counts only if

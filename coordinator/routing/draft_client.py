@@ -246,7 +246,7 @@ class DraftClient(_ModelDrafts):
             num_asked = proposal.tree.num_depths
         return Drafted(
             proposal, "replica", seconds, num_asked, reply.queue_ms, reply.compute_ms,
-            reply.work_ms, is_ahead, () if is_ahead else length.siblings,
+            reply.work_ms, is_ahead,
         )  # fmt: skip
 
     async def _ask(self, number: int, length: RoundLength, start: float) -> ProposalReply | None:
@@ -503,7 +503,6 @@ class SelfDraftClient(_ModelDrafts):
         took_s, work_s = reply.next_draft_ms / 1e3, reply.next_work_ms / 1e3
         return Drafted(
             found.cut(num_wanted), "local", 0.0, num_asked,
-            siblings=self._wanted.siblings[:num_asked],
             beside=DraftedBeside(num_drafted, took_s, work_s),
         )  # fmt: skip
 

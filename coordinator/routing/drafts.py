@@ -4,7 +4,8 @@
 import asyncio
 from typing import ClassVar, Literal
 
-from coordinator.draft_length.policy import DraftedBeside, LengthPolicy, RoundLength
+from coordinator.draft_length.controller import LengthControl
+from coordinator.draft_length.policy import DraftedBeside, RoundLength
 from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.lookup import LookupDrafter
 from outrider.messages import VerdictReply
@@ -38,8 +39,6 @@ class Drafted:
     """The part of `compute_ms` that was for this session: others may share a step."""
     ahead: bool = False
     """Whether it arrived before the round began."""
-    siblings: tuple[int, ...] = ()
-    """Siblings that were asked for, by place."""
     beside: DraftedBeside | None = None
     """How it was drafted, if it came with the verdict before."""
 
@@ -155,7 +154,9 @@ class LookupProbe:
     """Looks up proposals in plain rounds, to tell length control how many tokens would be
     accepted."""
 
-    def __init__(self, lookup: SessionLookup, lengths: LengthPolicy, num_draft_tokens: int) -> None:
+    def __init__(
+        self, lookup: SessionLookup, lengths: LengthControl, num_draft_tokens: int
+    ) -> None:
         """Looks up at most `num_draft_tokens` tokens at a time."""
         self._lookup = lookup
         self._lengths = lengths

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from length_world import BOUND, ENDLESS, RUN_AHEAD, World, controls, description
 
-from coordinator.draft_length.controller import LengthControls
-from coordinator.draft_length.policy import PlayedRound
+from coordinator.draft_length.controller import LengthControl, LengthControls
+from coordinator.draft_length.policy import PlayedRound, RoundLength
 from outrider.engine.step_costs import StepCosts
-from outrider.limits import NUM_DRAFT_TOKENS_MAX
+from outrider.limits import NUM_DRAFT_TOKENS_MAX, SIBLINGS_MAX, TREE_TOKENS_MAX
 from outrider.speculation.sampling_params import Rule
 
 
@@ -291,3 +291,31 @@ def test_a_draft_reads_a_prompt_only_if_drafting_will_pay_for_it(
     world.prompt_length = prompt_length
     control = world.open(9)
     assert control.plans_plain is not begins
+
+
+def fixed(num_draft_tokens: int, siblings_max: int = 0) -> LengthControl:
+    """The lengths of a session without length control."""
+    one = LengthControls(description(None), None, RUN_AHEAD, adapts=False)
+    return one.open(Rule.TOKEN, 1, num_draft_tokens, 10, siblings_max)
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 7, 16])
+def test_a_fixed_length_asks_for_the_same_tree_each_time(num_draft_tokens: int) -> None:
+    control = fixed(num_draft_tokens, SIBLINGS_MAX)
+    assert control.choose(0, 99).siblings == ()
+    siblings = control.choose(1, 99).siblings
+    assert len(siblings) == num_draft_tokens
+    assert siblings[0] > 0
+    assert num_draft_tokens + sum(siblings) <= TREE_TOKENS_MAX
+    assert len(control.choose(2, 4).siblings) == min(num_draft_tokens, 3)
+
+
+def test_a_fixed_length_is_what_the_request_asks_for() -> None:
+    control = fixed(3)
+    assert not control.adapts
+    asked = [control.choose(index, left) for index, left in ((0, 99), (1, 99), (2, 3), (3, 1))]
+    assert asked == [
+        RoundLength(k, 0, next_max=most) for k, most in ((0, 3), (3, 3), (2, 1), (0, 0))
+    ]
+    plain = fixed(0)
+    assert [plain.choose(index, 5) for index in (0, 1)] == [RoundLength(0, 4)] * 2

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from length_world import BOUND, RUN_AHEAD, description
 
-from coordinator.draft_length.controller import LengthControls
-from coordinator.draft_length.policy import FixedLength, LengthPolicy, PlayedRound
+from coordinator.draft_length.controller import LengthControl, LengthControls
+from coordinator.draft_length.policy import PlayedRound
 from outrider.engine.step_costs import StepCosts
 from outrider.speculation.sampling_params import Rule
 
@@ -31,12 +31,13 @@ TABLES = {
 """The engines' tables, which may have been measured at a bad time."""
 SHUFFLES = 16
 
-Policies = Callable[[int], LengthPolicy]
+Policies = Callable[[int], LengthControl]
 """By a prompt's length."""
 
 
 def fixed(num_draft_tokens: int) -> Policies:
-    return lambda _: FixedLength(num_draft_tokens, RUN_AHEAD)
+    controls = LengthControls(description(TARGET), description(DRAFT), RUN_AHEAD, adapts=False)
+    return lambda prompt_length: controls.open(Rule.GREEDY, 1, num_draft_tokens, prompt_length)
 
 
 def controlled(rule: Rule, tables: str = "true") -> Policies:
@@ -57,7 +58,7 @@ def speed(sessions: list[Any], policies: Callable[[], Policies]) -> float:
 
 
 def play(
-    policy: LengthPolicy, prompt_length: int, num_max: int, rounds: Any, rng: random.Random
+    policy: LengthControl, prompt_length: int, num_max: int, rounds: Any, rng: random.Random
 ) -> float:
     """How long a session takes, in seconds. For each round, the next recorded one at its position
     says what is proposed."""

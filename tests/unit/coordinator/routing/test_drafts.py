@@ -1,10 +1,9 @@
 """Proposals that a coordinator looks up."""
 
 import pytest
-from length_world import BOUND, ENDLESS, RUN_AHEAD, World, description
+from length_world import BOUND, World
 from session_links import asked, session
 
-from coordinator.draft_length.controller import TIMES_KNOWN_ROUNDS, LengthControls
 from coordinator.draft_length.policy import RoundLength
 from coordinator.routing.drafts import (
     NOTHING_WANTED,
@@ -15,7 +14,6 @@ from coordinator.routing.drafts import (
     SessionLookup,
 )
 from outrider.drafters.suffix import SuffixDrafter
-from outrider.engine.step_costs import StepCosts
 from outrider.sessions.state import Session
 from outrider.sessions.store import Counters
 from outrider.speculation.random_streams import RoundNoise
@@ -103,15 +101,9 @@ def test_look_ups_get_rare_while_they_fail() -> None:
     assert len(again.watched) > 300 / WATCH_ROUNDS_MIN
 
 
-def controls(*, watches: bool) -> LengthControls:
-    table = StepCosts((1, 33), (0.016, 0.016 + 32 * 0.0008))
-    return LengthControls(description(table), description(None), RUN_AHEAD, watches=watches)
-
-
 def test_a_plain_session_drafts_once_look_ups_are_right() -> None:
     """Earlier sessions have learned that drafting loses; only look-ups show that it would not."""
     world = World(acceptance=0.0, draft_s=0.0)
-    world.controls = controls(watches=True)
     for seed in range(20):
         world.session(seed, 100)
     assert world.session(50, 200).plain_share > 0.9
@@ -120,24 +112,3 @@ def test_a_plain_session_drafts_once_look_ups_are_right() -> None:
         control.note_watched(BOUND, (1.0,) * BOUND)
     world.acceptance = 1.0
     assert world.play(control, 200).plain_share < 0.3
-
-
-def test_rounds_with_a_draft_are_rarely_tried_only_for_their_times() -> None:
-    """Look-ups find nothing in these sessions. Without look-ups in plain rounds, drafting has to be
-    tried again and again to know that."""
-    shares = {}
-    for watches in (False, True):
-        world = World(acceptance=0.0, draft_s=0.0)
-        world.controls = controls(watches=watches)
-        num_drafted = 0
-        for seed in range(60):
-            control = world.open(seed)
-            for index in range(100):
-                length = control.choose(index, ENDLESS)
-                num_drafted += length.num_draft_tokens > 0
-                world._round(control, length, is_first=index == 0)
-                if watches and length.num_draft_tokens == 0:
-                    control.note_watched(BOUND, ())
-            control.close()
-        shares[watches] = num_drafted
-    assert TIMES_KNOWN_ROUNDS <= shares[True] < shares[False] / 2
