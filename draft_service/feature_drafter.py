@@ -1,5 +1,5 @@
 """Drafts with an EAGLE-3 head that runs apart from its target. The target sends the hidden states
-that the head reads (features)."""
+that the head reads, called features."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +16,7 @@ from outrider.engine.batch import HeldSequence, HeldStep
 from outrider.engine.draft_layer import PairLayer, pair_shape
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_sequences import PagedSequences
-from outrider.errors import BadRequest, InvariantError, OutriderError, check
+from outrider.errors import BadRequest, InvariantError, OutriderError
 from outrider.kv_cache.block_pool import BlockPool
 from outrider.kv_cache.storage import KVCache, pages_in
 from outrider.limits import PAGE_SIZE
@@ -25,7 +25,7 @@ from outrider.speculation.proposal import Proposal
 
 
 class HeadEngine(PagedSequences):
-    """An `Engine` whose slots hold a head's pairs, and whose passes are given features."""
+    """An engine whose slots hold a head's pairs. Its passes need features besides tokens."""
 
     def __init__(
         self, head: LoadedEagle3, info: ModelInfo, *, max_num_seqs: int, kv_cache_memory_bytes: int
@@ -41,15 +41,11 @@ class HeadEngine(PagedSequences):
         self._layer = PairLayer(head.module, cache.layers[0])
         self._use_pool(BlockPool(num_pages, PAGE_SIZE), cache, max_num_seqs)
 
-    def forward(self, steps: Sequence[SequenceStep]) -> list[Tensor]:
-        """Not available: a pass needs features."""
-        raise InvariantError("a head's pass needs features")
-
     def run(self, steps: Sequence[SequenceStep], features: Tensor) -> Tensor:
-        """Like `Engine.forward`, with the features [T, D] of the tokens before each of the T new
-        ones (arbitrary for the first token of a sequence). Returns the head's output, [L, D], for
-        the last token of each of the L steps that want a logit."""
-        check(all(step.num_logits <= 1 for step in steps), "a head is asked for its last token")
+        """Like `Engine.forward`, for T new tokens. `features` [T, D] are those of the token before
+        each new one (arbitrary for the first token of a sequence). A step wants at most one logit.
+        Returns the head's output [L, D] for the last token of each of the L steps that want
+        one."""
         ends = [end - 1 for end in accumulate(len(step.token_ids) for step in steps)]
         wanted = [index for index, step in enumerate(steps) if step.num_logits]
         newest = [ends[index] for index in wanted]
@@ -57,7 +53,7 @@ class HeadEngine(PagedSequences):
 
         def run(step: HeldStep) -> Tensor:
             sequences, size = step.sequences, step.page_size
-            if others:  # In a step that drafts, the last token writes its own pair.
+            if others:  # In a step that wants a logit, `draft` writes the pair of the last token.
                 before = [_but_last(one) if one.step.num_logits else one for one in sequences]
                 before = [one for one in before if one.step.token_ids]
                 self._layer.write(HeldStep(before, size), features[others])
@@ -69,8 +65,9 @@ class HeadEngine(PagedSequences):
         return self._run(run, steps)[0]
 
     def draft(self, steps: Sequence[SequenceStep], features: Sequence[Tensor]) -> Tensor:
-        """The head's output [N, D] for one drafted token of each of N sequences, from features [D].
-        The slots are never shared, and `keep` must drop them before the next `run`."""
+        """The head's output [N, D] for one drafted token of each of N sequences. `features` are
+        [D] each. The tokens' slots are never shared, and `keep` must drop them before the next
+        `run`."""
         rows, _ = self._run(lambda held: self._layer.draft(held, features), steps, whole=False)
         return rows
 
@@ -89,22 +86,24 @@ def _last(held: HeldSequence) -> HeldSequence:
 
 
 class _HeadDraft(AutoregressiveDraft):
-    """A draft with the state that its next token is drawn from."""
+    """A draft and the state that its next pass needs."""
 
     carried: Tensor
-    """[D]: replaces the feature of the token before the newest one."""
+    """[D]: stands in for the feature of the token before the newest one, which the target has not
+    computed."""
 
 
 class FeatureDrafter(ModelDrafter):
-    """A `ModelDrafter` whose engine holds only committed tokens after `propose`: those whose
-    features came with its requests. If some features are missing, it proposes nothing. Sessions do
-    not look ahead."""
+    """A `ModelDrafter` with a head. After a finished proposal its engine holds only committed
+    tokens: those whose features came with requests. If some features are missing, it proposes
+    nothing. Sessions do not look ahead."""
 
     looks_ahead = False
     reads_features = True
     engine: Any
 
-    def __init__(self, head: LoadedEagle3, engine: HeadEngine) -> None:
+    def __init__(self, head: LoadedEagle3, engine: Any) -> None:
+        """`engine` is a `HeadEngine`, or emulates one."""
         super().__init__(engine)
         self._head = head.module
 
@@ -124,17 +123,17 @@ class FeatureDrafter(ModelDrafter):
     def begin(self, request: DraftRequest) -> AutoregressiveDraft | None:
         """Like `ModelDrafter.begin`. Runs the committed tokens whose features are known, and draws
         only if all are known. Raises `BadRequest` for features that do not fit this head."""
-        draft = super().begin(request)
-        if draft is None:
+        draft, features = super().begin(request), request.features
+        if draft is None or features is None:
             return None
-        held, features = self.engine.length(request.session_id), request.features
-        if features is None:
-            return None
+        held = self.engine.length(request.session_id)
         width, length = self._head.width, request.noise.committed_length
         if features.width != width:
             raise BadRequest("features.width", f"{features.width} given; the head's has {width}")
         if features.end >= length:
-            raise BadRequest("features", f"are of places up to {features.end}, of {length} tokens")
+            raise BadRequest(
+                "features", f"end at position {features.end - 1}; the last allowed is {length - 2}"
+            )
         unseen = draft.unseen[: max(0, features.end + 1 - held)]
         if not unseen or features.first >= max(1, held):
             return None

@@ -1,4 +1,4 @@
-"""Drafts with a model: K sequential steps, each for all sessions that still want a token."""
+"""Drafts with a model, in K passes. Each pass is for all sessions that still want a token."""
 
 import logging
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ class ModelDrafter:
     """Drafts with a model. After `propose` the engine holds the committed tokens and all drafted
     ones but the last, which was drawn and never run.
 
-    It proposes fewer tokens than requested, or none, if the prefix has a token outside the model's
-    vocabulary or comes near its `max_model_len`, or if there is no time for another draw. Time is
-    checked before the pass for that draw, or after the pass if that also runs the prefix. If a pass
-    fails after the first draw, the drawn tokens are proposed: one of them may be the cause, and
-    dropping a token because of its value biases the output.
+    It proposes nothing if the prefix has a token outside the model's vocabulary or is longer than
+    `max_model_len`. It proposes fewer tokens than requested near `max_model_len`, or if there is no
+    time for another draw. It checks the time before the pass for a draw; if the pass also runs the
+    prefix, after the pass. If a pass fails after the first draw, it proposes the drawn tokens. One
+    of them may be the cause, and dropping a token because of its value biases the output.
     """
 
     looks_ahead = True
@@ -37,7 +37,7 @@ class ModelDrafter:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.vocabulary = DraftVocabulary.of(engine.info.logit_token_ids)
-        """The tokens of its logits; None = all tokens."""
+        """The tokens that its logits are for; None = all tokens."""
         self._sampler = DraftSampler(self.vocabulary)
         self.num_passes = 0
         """Passes of the last `propose`."""
@@ -45,12 +45,13 @@ class ModelDrafter:
     def propose(
         self, requests: Sequence[DraftRequest | AutoregressiveDraft]
     ) -> list[Proposal | OutriderError | AutoregressiveDraft]:
-        """Like `Drafter.propose`, but for a session it may return an error, if nothing was
-        proposed, or an unfinished draft, which continues when it is given in place of its request.
-        The engine must hold a proper prefix of each request's tokens, or what was run of an
-        unfinished draft. A request for no tokens also runs the prefix. Once the time of a finished
-        proposal is over, unfinished ones are returned as they are. Raises what the engine's first
-        pass raises, unless an unfinished draft was part of it."""
+        """Like `Drafter.propose`, with two further results: the error of a session for which
+        nothing was drawn, and an unfinished draft, which the next call continues if it gets it in
+        place of the request. Drafts stay unfinished if the time of a finished proposal is over,
+        because that proposal must leave. The engine must hold a proper prefix of each request's
+        tokens, or what was run of an unfinished draft. A request for no tokens also runs the
+        prefix. Raises what the engine's first pass raises, unless a draft with tokens was part of
+        that pass."""
         kept = [one for one in requests if isinstance(one, AutoregressiveDraft)]
         for branch in kept:
             if not self.holds(branch):  # Without its pages, it ends with what was drawn.
@@ -67,8 +68,7 @@ class ModelDrafter:
         return [EMPTY_PROPOSAL if branch is None else _result(branch) for branch in branches]
 
     def holds(self, branch: AutoregressiveDraft) -> bool:
-        """Whether the engine still holds all tokens run for a branch, that is, no pages are
-        lost."""
+        """Whether the engine still holds all tokens that were run for a branch."""
         length = len(branch.request.token_ids) + len(branch.token_ids) - len(branch.unseen)
         return self.engine.length(branch.sequence_id) == length
 
@@ -77,7 +77,7 @@ class ModelDrafter:
         self.engine.release(session_id)
 
     def begin(self, request: DraftRequest) -> AutoregressiveDraft | None:
-        """A proposal without tokens yet; None if the model cannot continue the prefix."""
+        """A draft without tokens. None if the model cannot continue the prefix."""
         info = self.engine.info
         committed = request.token_ids
         held = self.engine.length(request.session_id)
@@ -92,8 +92,8 @@ class ModelDrafter:
     def advance(
         self, branches: Sequence[AutoregressiveDraft], beside: Sequence[SequenceStep] = ()
     ) -> list[Tensor]:
-        """One pass for unfinished proposals of any length: each gets one more token, or an error.
-        The steps `beside`, of other sequences, run in the same pass; returns their logits. Raises
+        """Runs one pass, in which each of these unfinished drafts gets one more token, or an error.
+        The steps `beside`, of other sequences, run in the same pass. Returns their logits. Raises
         what the engine's pass raises."""
         if not (branches or beside):
             return []
@@ -105,7 +105,7 @@ class ModelDrafter:
     def _pass(
         self, branches: Sequence[AutoregressiveDraft], beside: Sequence[SequenceStep] = ()
     ) -> list[Tensor]:
-        """The logits of the steps `beside`, then those from which each branch draws."""
+        """The logits of the steps `beside`, and then those from which the branches draw."""
         return self.engine.forward([*beside, *map(self._step, branches)])
 
     def _step(self, branch: AutoregressiveDraft) -> SequenceStep:
@@ -115,9 +115,9 @@ class ModelDrafter:
     def _grow(
         self, active: list[AutoregressiveDraft], together: Sequence[AutoregressiveDraft]
     ) -> None:
-        """Extends each branch to its length, by passes for all that lack a token, each followed by
-        their draws. Stops between two passes once the time of a finished branch of `together` is
-        over, since its answer leaves with the step."""
+        """Extends the `active` branches to their length. In each pass, all that lack a token get
+        one. Ends early, between two passes, once the time of a finished branch of `together` is
+        over, because its answer leaves only when the step ends."""
         while active:
             self.num_passes += 1
             try:
@@ -130,7 +130,7 @@ class ModelDrafter:
                 for branch in active:
                     self.end(branch, error)
                 return
-            # Drafts whose prefix ran in this pass are asked only now.
+            # A draft whose prefix ran in this pass checks its time only now.
             going_on = [i for i, one in enumerate(active) if one.token_ids or one.goes_on()]
             active = self._draw([active[i] for i in going_on], [logits[i] for i in going_on])
             active = [branch for branch in active if branch.goes_on()]

@@ -14,8 +14,8 @@ from outrider.models.published_drafters import DrafterFormat, read_config, recog
 
 
 def parallel_token(config: DraftConfig) -> int | None:
-    """The token that stands for a token not drawn yet, if the files are those of such a model, else
-    None. Raises like `recognise`."""
+    """The token that stands for a token that is not drawn yet. None if the files are not those of a
+    model with such a token. Raises what `recognise` raises."""
     model, directory = config.drafter.model, Path(config.directory)
     if not config.directory or model is None or model.name is None:
         return None
@@ -31,8 +31,8 @@ class ParallelDrafter(ModelDrafter):
         drawn     x_1, ..., x_K from the last K rows, independent of each other
         held      the committed tokens; the slots after them are dropped at once
 
-    If there is time, all tokens are drawn together. With a penalty, a grammar or siblings they are
-    drawn one after another, because each depends on the tokens before it.
+    All tokens are drawn together. With a penalty, a grammar or siblings they are drawn one after
+    another, because each depends on the tokens before it.
     """
 
     in_one_pass = True
@@ -68,7 +68,7 @@ class ParallelDrafter(ModelDrafter):
             self._sampler.draw([branch for branch, _ in left], next_rows)
             left = [(branch, own[1:]) for branch, own in left if branch.goes_on()]
         for branch in branches:
-            # None of its tokens has been run; a look-ahead runs them before outcomes branch off.
+            # No drafted token has been run. With look-ahead, the session's next pass runs them.
             branch.unseen = tuple(branch.token_ids)
             branch.rows.clear()
         return [branch for branch in branches if branch.token_ids]

@@ -1,4 +1,4 @@
-"""The draft as a `ReplicaService`: receives items from streams, answers with proposals."""
+"""The draft's `ReplicaService`: it receives items from streams and answers with proposals."""
 
 import asyncio
 from dataclasses import replace
@@ -29,10 +29,11 @@ class DraftService(SteppedService):
         costs: StepCosts | None = None,
         grammars: Grammars | None = None,
     ) -> None:
-        """Steps are limited as in `TargetService`. A drafter that looks ahead pushes at most
-        `LOOK_AHEAD_BYTES_MAX` bytes of proposals for a round of a session. With `grammars` (of the
-        engine's tokenizer) it drafts what a session's constraint allows. The description has the
-        `costs`, unless all tokens are drafted `in_one_pass`: then no pass is of one token."""
+        """A step has at most `max_num_seqs` sessions and `max_num_batched_tokens` tokens, or fewer
+        if `costs` show that other sessions would notice the longer step. With `grammars` (of the
+        engine's tokenizer) it drafts what a session's constraint allows. The description omits the
+        `costs` of a drafter that drafts `in_one_pass`, because readers of the costs count a pass
+        for each token."""
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
         self._proposer, self._engine = Proposer(drafter, budget, grammars), drafter.engine
         told = None if drafter.in_one_pass else costs
@@ -43,9 +44,9 @@ class DraftService(SteppedService):
         super().__init__(self._proposer, executor, description, budget.note_seconds)
 
     def _work(self, item: DraftItem, sender: AnswerSender) -> StepRequest:
-        """Starts the time limit of an item's draws. If a session looks ahead, a round's tokens may
-        be drawn before they are requested, so only steps check the limit. A running step is ahead
-        of the clock by the time that its engine states."""
+        """Starts the time limit of an item's draft, whose clock includes the time that an emulated
+        engine states for the running step. If the session looks ahead, the round's tokens may
+        already be drawn, so no timer reports an empty draft; only steps check the limit."""
         time, engine = asyncio.get_running_loop().time, self._engine
         deadline = DraftDeadline.after(
             item.budget_us, lambda: time() + engine.stated_seconds, time()

@@ -1,4 +1,4 @@
-"""One step of a draft: aligns prefixes, then calls the drafter once for all sessions."""
+"""A step of a draft aligns prefixes, and then calls the drafter once for all sessions."""
 
 import logging
 from collections.abc import Sequence
@@ -22,18 +22,18 @@ logger = logging.getLogger(__name__)
 
 
 class _Drafting(Work):
-    """An item on its way through one or several steps."""
+    """An item during the steps that it takes."""
 
     item: DraftItem
     sampling: SamplingParams
     request: DraftRequest
     """The drafter's request."""
     draft: AutoregressiveDraft | None = None
-    """The unfinished draft that replaces `request`, if there is one."""
+    """The unfinished draft, if there is one. The drafter then gets it in place of `request`."""
     new_tokens: tuple[int, ...]
     """The request's tokens that are not held yet."""
     is_whole: bool
-    """Whether a proposal follows; otherwise only a part of the prefix is run."""
+    """Whether the step runs the whole prefix, so that a proposal follows."""
 
     def __init__(self, item: DraftItem, drafter: ModelDrafter) -> None:
         super().__init__(item)
@@ -41,8 +41,9 @@ class _Drafting(Work):
 
     @property
     def demand(self) -> SlotDemand:
-        """Slots for all tokens but a proposal's last, which is drawn but not run, except to look
-        ahead. If features are read, each token needs the feature of the token before it."""
+        """Slots for the committed tokens and a proposal. The proposal's last token is drawn but not
+        run, unless the session looks ahead. A drafter that reads features can run a token only if
+        it has the feature of the token before."""
         item = self.item
         if self._drafter.reads_features:
             reach = 0 if item.features is None else item.features.end + 1
@@ -62,7 +63,8 @@ class Proposer(StepWorker):
     """The draft's worker.
 
     If there are no pages for a session, the answer is an empty proposal, so that the round
-    continues without a draft. This is exact, since it depends on no token's value.
+    continues without a draft. The output stays exact, as the lack of pages depends on no token's
+    value.
     """
 
     def __init__(
@@ -72,24 +74,25 @@ class Proposer(StepWorker):
         grammars: Grammars | None = None,
     ) -> None:
         """Looks ahead if items ask for it and the drafter supports it. Without `grammars`, draft
-        tokens may violate a session's constraint. The target then rejects them."""
+        tokens may violate a session's constraint; the target rejects such tokens."""
         super().__init__(drafter.engine, budget, grammars)
         self._drafter, self._budget = drafter, budget
         self._look_ahead: LookAhead | None = None
         if drafter.looks_ahead:
             self._look_ahead = LookAhead(drafter, self._table, budget.max_steps)
         self._unfinished: dict[str, _Drafting] = {}
-        """The unfinished item of each session, which continues when it comes again."""
+        """The unfinished item of each session. It continues in the next step that gets it."""
 
     def looks_ahead(self, item: DraftItem) -> bool:
-        """Whether tokens of the rounds after an item may be drawn before they are requested. May be
-        called on any thread."""
+        """Whether a session draws tokens for the rounds after this item's before they are
+        requested. Any thread may call this."""
         wants = item.look_ahead > 0 and item.head.constraint is None
         return wants and self._look_ahead is not None
 
     def step(self, items: Sequence[DraftItem]) -> list[Any]:
-        """Like `StepWorker.step`. With look-ahead, new rounds begin first, then all rounds advance
-        by one pass. If new rounds have answers at once, there is no pass in this step."""
+        """Like `StepWorker.step`. With look-ahead, new rounds begin first. If some of them have
+        answers at once, the step ends, so that these leave. Otherwise one pass advances all
+        rounds."""
         works = [self._work(item) for item in items]
         ahead = self._look_ahead
         if ahead is None:
@@ -110,23 +113,18 @@ class Proposer(StepWorker):
         return [work.answer for work in works]
 
     def _work(self, item: DraftItem) -> _Drafting:
-        """The unfinished work of an item, or new work. Gives up unfinished work of another item of
-        the session."""
+        """The unfinished work of an item, or new work. Ends the unfinished draft of an earlier item
+        of the session."""
         name = item.head.session_id
-        work = self._unfinished.get(name)
-        if work is None or work.item is not item:
-            self._give_up(name)
-            return _Drafting(item, self._drafter)
-        del self._unfinished[name]
-        work.answer = None
-        return work
-
-    def _give_up(self, session_id: str) -> None:
-        """Drops the slots of an unfinished draft. A head's slots hold guesses, which must not be
-        used for committed tokens, even for equal ones."""
-        work = self._unfinished.pop(session_id, None)
-        if work is not None and self._table.length(session_id):
-            self._table.keep(session_id, len(work.request.token_ids))
+        work = self._unfinished.pop(name, None)
+        if work is not None and work.item is item:
+            work.answer = None
+            return work
+        if work is not None and self._table.length(name):
+            # What a head has stored for a draft token is a guess. It must not be used for a
+            # committed token, even if that is equal.
+            self._table.keep(name, len(work.request.token_ids))
+        return _Drafting(item, self._drafter)
 
     def _begin(self, works: Sequence[_Drafting]) -> None:
         new = [work for work in works if not hasattr(work, "request")]
@@ -149,7 +147,6 @@ class Proposer(StepWorker):
         self._unfinished.pop(session_id, None)
         if self._look_ahead is not None:
             self._look_ahead.forget(session_id)
-        self._drafter.release(session_id)
         super().release(session_id)
 
     def _give_way(self) -> None:
@@ -217,7 +214,7 @@ class Proposer(StepWorker):
         key, deadline = work.head.key, work.item.deadline
         held = self._record(work, proposal.spine_ids)
         if work.is_whole or held < len(work.request.token_ids):
-            # A part that was not run cannot be read by the model, so nothing more will run.
+            # The model cannot run the part that is not held, nor anything after it.
             sealed, length = SealedProposal.of(proposal), work.head.committed_length
             work.answer = ProposalReply(key, sealed, length, held, out_of_time=deadline.has_cut)
         elif deadline.is_over and deadline.close_undrawn():
@@ -226,8 +223,8 @@ class Proposer(StepWorker):
             work.answer = Unfinished.CONTINUES
 
     def _record(self, work: _Drafting, drafted: Sequence[int]) -> int:
-        """Records the tokens run for an item; returns how many are held now."""
+        """Records the tokens that were run for an item. Returns how many are held now."""
         name, run = work.head.session_id, (*work.new_tokens, *drafted)
-        if work.draft is not None:  # A part is recorded, unless it was evicted.
+        if work.draft is not None:  # A part of these is held already.
             run = (*work.request.token_ids, *drafted)[self._table.length(name) :]
         return self._table.record(name, run)
