@@ -33,7 +33,9 @@ from outrider.telemetry.metrics import (
     READINGS,
     REQUEST_COUNTERS,
     REQUEST_TIMES,
+    ROUND_TIMES,
     ObservedCounter,
+    SampledTimes,
     SpeculationCounters,
     times,
     watch,
@@ -66,7 +68,9 @@ class ObservedRequests(Observation):
         }
         self.speculation = SpeculationCounters(meter)
         self.times = {name: times(meter, name, about) for name, about in REQUEST_TIMES.items()}
-        self.phases = {phase: self.times[f"outrider.round_{phase}_seconds"] for phase in PHASES}
+        rounds = {name: SampledTimes(meter, name, about) for name, about in ROUND_TIMES.items()}
+        self.phases = {phase: rounds[f"outrider.round_{phase}_seconds"] for phase in PHASES}
+        self.inter_token = rounds["outrider.inter_token_latency_seconds"]
 
     def samples(self, index: int) -> bool:
         """Whether the round with this index has spans."""
@@ -117,10 +121,8 @@ class ObservedRequest(RequestObserver):
         self._rounds: dict[int, Span] = {}
         """Spans of sampled rounds that are not committed, by round index."""
         self._index = 0
-        self._times: list[tuple[str, float]] = []
-        """Times since tokens were last shown, by phase."""
         self._seconds = dict.fromkeys(PHASES, 0.0)
-        """Totals of earlier rounds."""
+        """Totals of all rounds, by phase."""
         self._totals = dict.fromkeys(("resyncs", "fallback_rounds", "sampled_rounds"), 0)
         self._open_s = 0.0
         self._first_token_at: float | None = None
@@ -185,9 +187,11 @@ class ObservedRequest(RequestObserver):
         queue_s, compute_s = queue_ms / 1e3, compute_ms / 1e3
         wire_s = max(0.0, seconds - queue_s - compute_s)
         if side == "draft":
-            self._times.append(("draft", seconds))
+            self._add("draft", seconds)
         else:
-            self._times += (("wire", wire_s), ("queue", queue_s), ("verify", compute_s))
+            self._add("wire", wire_s)
+            self._add("queue", queue_s)
+            self._add("verify", compute_s)
             if self._index == 0:
                 self._record("outrider.request_queue_time_seconds", self._open_s + queue_s)
         if (span := self._asked.pop(side, None)) is not None:
@@ -217,16 +221,14 @@ class ObservedRequest(RequestObserver):
         """A round's tokens are committed, `commit_seconds` after they were decided, and go to the
         client."""
         now = time.monotonic()
-        self._times.append(("commit", commit_seconds))
-        self._record_times()
+        self._add("commit", commit_seconds)
         self._shared.counters["generation_tokens"].add(num_tokens)
         if self._first_token_at is None:
             self._first_token_at = now
             self._record("outrider.time_to_first_token_seconds", now - self._arrived)
             self._record("gen_ai.server.time_to_first_token", now - self._arrived, self._genai)
         elif num_tokens:
-            each = (now - self._last_shown_at) / num_tokens
-            self._record("outrider.inter_token_latency_seconds", each)
+            self._shared.inter_token.add((now - self._last_shown_at) / num_tokens)
         self._last_shown_at = now
         if (span := self._rounds.pop(round_index, None)) is not None:
             self._child(span, "commit", time.time_ns() - int(commit_seconds * 1e9)).end()
@@ -272,17 +274,12 @@ class ObservedRequest(RequestObserver):
     def _record(self, name: str, seconds: float, labels: dict[str, str] | None = None) -> None:
         self._shared.times[name].record(seconds, labels)
 
-    def _record_times(self) -> None:
-        """Called when the next round is under way, and nothing waits for this."""
-        totals, phases = self._seconds, self._shared.phases
-        for phase, seconds in self._times:
-            totals[phase] += seconds
-            phases[phase].record(seconds)
-        self._times.clear()
+    def _add(self, phase: str, seconds: float) -> None:
+        self._seconds[phase] += seconds
+        self._shared.phases[phase].add(seconds)
 
     def _end(self, reason: FinishReason | None = None) -> None:
         self._ended = True
-        self._record_times()
         duration_s = time.monotonic() - self._arrived
         self._record("gen_ai.server.request.duration", duration_s, self._genai)
         for span in (*self._asked.values(), *self._rounds.values()):

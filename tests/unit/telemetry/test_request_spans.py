@@ -18,6 +18,7 @@ from outrider.request import ChatMessage, GenerateRequest
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 from outrider.telemetry.destination import Destination
 from outrider.telemetry.logs import JsonLines, about, identify
+from outrider.telemetry.metrics import SampledTimes
 from outrider.telemetry.observer import RequestObserver
 from outrider.telemetry.request_spans import ObservedRequests
 from outrider.telemetry.setup import (
@@ -135,6 +136,24 @@ def test_unsampled_rounds_count_and_have_no_spans() -> None:
     assert recorded.total("fallback_rounds") == 1
     assert recorded.total("spec_decode_num_accepted_tokens") == 3
     assert recorded.total("generation_tokens") == 6
+
+
+def test_one_time_of_eight_is_recorded_in_each_bucket() -> None:
+    """So averages and quantiles are those of all times, and the first time is recorded at once."""
+    recorded = Recorded()
+    times = SampledTimes(recorded.exports["coordinator"].meter, "times", "")
+    for number in range(800):
+        times.add(0.1 if number % 100 == 99 else 0.001)
+        if number == 0:
+            assert recorded.points("coordinator")["times"][0].count == 1
+    (point,) = recorded.points("coordinator")["times"]
+    # 792 / 8 = 99 short times and 8 / 8 = 1 long one. A bucket includes its upper bound.
+    assert {
+        bound: num
+        for bound, num in zip(point.explicit_bounds, point.bucket_counts, strict=False)
+        if num
+    } == {0.001: 99, 0.125: 1}
+    assert point.sum == pytest.approx(99 * 0.001 + 0.1)
 
 
 def test_acceptance_is_counted_by_position_and_context_length() -> None:
