@@ -413,12 +413,6 @@ class CoordinatorConfig(ServerConfig):
     draft_timeout_ms: WaitMs = 1_000
     """Time limit for the draft of a round, ms: it returns the tokens drawn by then. Length control
     sets a shorter limit if more time would not pay."""
-    draft_retry_ms: Internal[WaitMs] = 1_000
-    """Delay before a draft that failed is asked again, ms."""
-    target_timeout_ms: Internal[WaitMs] = 30_000
-    """Time after which an unanswered verification is sent again, ms."""
-    target_retry_ms: Internal[WaitMs] = 100
-    """First delay before a target that failed is asked again, ms; it doubles each time."""
     target_gone_ms: WaitMs = 60_000
     """Time after which a request fails because its target cannot be reached, ms."""
     ngram_min: NgramMin = 1

@@ -29,7 +29,6 @@ CONFIG = CoordinatorConfig(
     length_control=False,
     resume_grace_ms=0,
     target_gone_ms=2_000,
-    target_retry_ms=50,
 )
 STEP_S = 0.01
 REQUEST = GenerateRequest((1, 2, 3), max_tokens=20, num_draft_tokens=2, seed=1)

@@ -21,16 +21,9 @@ from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.telemetry.observer import SILENT, RequestObserver
 
-CONFIG = CoordinatorConfig(
-    target_timeout_ms=1_000,
-    target_gone_ms=4_000,
-    target_retry_ms=100,
-    draft_timeout_ms=500,
-    draft_retry_ms=2_000,
-)
-ANSWER_S, GONE_S, RETRY_S = 0.5, 4.0, 2.0
-"""Timeouts of a draft and a target with these settings, and the delay before a draft is asked
-again."""
+CONFIG = CoordinatorConfig(target_gone_ms=4_000, draft_timeout_ms=500)
+ANSWER_S, GONE_S = 0.5, 4.0
+"""Timeouts of a draft and a target with these settings."""
 PROMPT = (5, 6, 7, 8)
 TOY = ReplicaDescription("toy", "w", "", 99, "float32", 0, (), 8)
 

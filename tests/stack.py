@@ -48,9 +48,7 @@ CONFIG = CoordinatorConfig(
     audit_share=0,
     telemetry="prometheus=0",
     target_gone_ms=5_000,
-    target_retry_ms=50,
     draft_timeout_ms=10_000,
-    draft_retry_ms=200,
 )
 HYBRID = DraftConfig(model="hybrid:ngram,some/model")
 _COORDINATOR: Any = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]

@@ -41,6 +41,8 @@ from outrider.tokens import TokenSequence
 
 _log = logging.getLogger(__name__)
 
+RETRY_S = 1.0
+"""Delay before a draft that failed is asked again."""
 _VAIN_FEEDS_MAX = 2
 """After this many feeds in a row that did not extend what the draft holds, feeding pauses."""
 
@@ -129,7 +131,6 @@ class DraftClient(_ModelDrafts):
         self._route: SessionRoute[DraftItem, DraftAnswer] = SessionRoute(pool, context)
         self._route.on_pushed = self._take_pushed
         self._observer = context.observer
-        self._retry_s = config.draft_retry_ms / 1e3
         self._reads_features = pool.first is not None and pool.first.reads_features
         self._brought: Features | None = None
         """Hidden states of the newest verdict, until they are sent to the draft ..."""
@@ -411,7 +412,7 @@ class DraftClient(_ModelDrafts):
         if not self._route.heard or is_waiting or reach <= held:
             return
         if self._try_send(number, 0, ()):
-            self._route.awaited, self._ask_again_at = number, now + self._retry_s
+            self._route.awaited, self._ask_again_at = number, now + RETRY_S
             self._held_before, self._route.cached_length, self._brought = held, reach, None
 
     def _hear_feed(self) -> None:
@@ -431,7 +432,7 @@ class DraftClient(_ModelDrafts):
         self._num_vain = self._num_vain + 1 if is_vain else 0
         if self._num_vain == _VAIN_FEEDS_MAX:
             self._num_vain, self._route.heard = 0, False
-            self._ask_again_at = self._clock() + self._retry_s
+            self._ask_again_at = self._clock() + RETRY_S
 
     def _lose(self, error: Exception) -> None:
         _log.debug("a round goes on without its draft: %r", error)
@@ -440,7 +441,7 @@ class DraftClient(_ModelDrafts):
         self._route.heard = False
         if isinstance(error, Unavailable):
             self._move()
-        self._ask_again_at = self._clock() + self._retry_s
+        self._ask_again_at = self._clock() + RETRY_S
 
     def _move(self) -> None:
         if self._route.move():
@@ -451,7 +452,7 @@ class DraftClient(_ModelDrafts):
         now = self._clock()
         if now < self._ask_again_at:
             return
-        self._ask_again_at = now + self._retry_s
+        self._ask_again_at = now + RETRY_S
         with suppress(LinkLost, Overloaded):
             budget = budget_us(self._draft_s if length.is_timed else math.inf)
             self._send(number, length.num_draft_tokens, budget=budget)

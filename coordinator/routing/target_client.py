@@ -31,12 +31,15 @@ from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 
 _log = logging.getLogger(__name__)
 
+ANSWER_S = 30.0
+"""An unanswered request for a verdict is sent again after this time."""
 ANSWER_WAIT_GROWTH_MAX = 8
 """The wait for a verdict doubles with each silence, up to this many times the first wait."""
 Q_REFUSALS_MAX = 2
 """Number of refusals of a q that is readable here after which the proposal is dropped."""
+RETRY_S_MIN = 0.1
+"""First pause between two attempts to reach a target; it doubles up to `RETRY_S_MAX`."""
 RETRY_S_MAX = 1.0
-"""Longest pause between two attempts to reach a target."""
 
 
 class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
@@ -52,9 +55,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         """With `audits`, each verdict carries the audit of its proposal (`VerifyItem.audit`)."""
         super().__init__(pool, context)
         self._audits = audits
-        self._answer_s = config.target_timeout_ms / 1e3
         self._gone_s = config.target_gone_ms / 1e3
-        self._retry_s = config.target_retry_ms / 1e3
         self._random = Random(context.session.session_id).random  # noqa: S311 (for waits)
         self._asked_until = -1
         """The last round that the target answers without being asked again."""
@@ -81,7 +82,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         if self.is_left:
             self.move()
         num_refusals, num_retries, num_silences = 0, 0, 0
-        wait_s, gone_at = self._answer_s, math.inf
+        wait_s, gone_at = ANSWER_S, math.inf
         number = self.begin(round_index)
         ask = len(proposal) > 0 or self.was_lost or self._must_ask(number, run_ahead)
         while True:
@@ -94,7 +95,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
                 num_silences += 1
                 if num_silences > 1 and self.move():
                     num_silences = 0
-                wait_s = min(2 * wait_s, ANSWER_WAIT_GROWTH_MAX * self._answer_s)
+                wait_s = min(2 * wait_s, ANSWER_WAIT_GROWTH_MAX * ANSWER_S)
             except (LinkLost, Overloaded) as error:
                 if not (isinstance(error, LinkLost) and self.move()):
                     gone_at = min(gone_at, self._loop.time() + self._gone_s)
@@ -178,7 +179,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         return readable
 
     def _rest_s(self, num_retries: int) -> float:
-        return backoff(self._retry_s, RETRY_S_MAX, num_retries, self._random)
+        return backoff(RETRY_S_MIN, RETRY_S_MAX, num_retries, self._random)
 
     async def _take_refusal(self, answer: Refused, error: OutriderError, num_retries: int) -> None:
         if answer.code == CANCELLED_CODE:

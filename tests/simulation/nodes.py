@@ -3,12 +3,14 @@ coordinators; and the cluster, which shows them as actors to a fleet."""
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
+from coordinator.routing import draft_client, target_client
 from coordinator.service import CoordinatorService
 from deploy.fleet.ray_cluster import Actor, Demand
 from draft_service.model_drafter import ModelDrafter
@@ -320,14 +322,23 @@ PATIENT_SETTINGS = CoordinatorConfig(
     run_ahead_rounds=4,
     max_sessions=16,
     resume_grace_ms=60_000,
-    target_timeout_ms=200,
     target_gone_ms=30_000,
-    target_retry_ms=20,
     draft_timeout_ms=100,
-    draft_retry_ms=200,
 )
-HASTY_SETTINGS = replace(PATIENT_SETTINGS, draft_timeout_ms=9, draft_retry_ms=1)
+HASTY_SETTINGS = replace(PATIENT_SETTINGS, draft_timeout_ms=9)
 """Less time than a draft needs for all that is asked of it."""
+
+
+@contextmanager
+def short_waits(is_hasty: bool) -> Iterator[None]:
+    """Shorter delays before a coordinator asks a replica again, so that a run sees many."""
+    with (
+        patch.multiple(target_client, ANSWER_S=0.2, RETRY_S_MIN=0.02),
+        patch.multiple(draft_client, RETRY_S=0.001 if is_hasty else 0.2),
+    ):
+        yield
+
+
 HYBRID = DraftConfig(model="hybrid:ngram,some/model", hybrid_min_score=0.5, hybrid_model_tokens=2)
 _numbers = itertools.count()
 

@@ -28,6 +28,7 @@ from outrider.errors import DataLoss, InvariantError, NotFound, StaleEpoch, Unav
 from outrider.request import Event, Finished, GenerateRequest, Started, Tokens
 from outrider.sessions.store import FinishReason
 from outrider.speculation.sampling_params import Rule, SamplingParams
+from tests.simulation import nodes
 from tests.simulation.faults import GREATER, Faults
 from tests.simulation.network import NOISE, Adversary, Odds
 from tests.simulation.processes import run_processes
@@ -191,18 +192,19 @@ class _Seed:
     async def run(self, rng: random.Random, kinds: Collection[str]) -> Result:
         odds, self._adversary.odds = self._adversary.odds, Odds()
         world = World(rng, self._adversary)
-        try:
-            await world.start()
-            self._adversary.odds = odds
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._watch(world, kinds))
-                for index, plan in enumerate(self._plans):
-                    client = world.clients.context.copy()
-                    group.create_task(self._session(world, index, plan), context=client)
-            await world.whole()
-            await world.stop()
-        finally:
-            world.clear_away()
+        with nodes.short_waits(world.is_hasty):
+            try:
+                await world.start()
+                self._adversary.odds = odds
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(self._watch(world, kinds))
+                    for index, plan in enumerate(self._plans):
+                        client = world.clients.context.copy()
+                        group.create_task(self._session(world, index, plan), context=client)
+                await world.whole()
+                await world.stop()
+            finally:
+                world.clear_away()
         for request, shown in self._ranks:
             self._result.count(request, shown)
         self._result.faults = self._adversary.faults

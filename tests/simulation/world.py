@@ -85,7 +85,7 @@ class World:
         self.calls: set[Call] = set()
         self.broken: OutriderError | None = None
         """The first violation in any process, if any."""
-        is_hasty = rng.random() < HASTY_SHARE
+        self.is_hasty = is_hasty = rng.random() < HASTY_SHARE
         self._services = nodes.HASTY if is_hasty else rng.choice(nodes.KINDS)
         look_ahead = rng.choice((0, 0, 3))
         shape = {

@@ -30,7 +30,7 @@ from target_service.service import TargetService
 WIRE_S = 0.002
 STEP_S = 0.010
 NUM_TOKENS = 900
-CONFIG = CoordinatorConfig(served_model_name="toy", target_gone_ms=2_000, target_retry_ms=50)
+CONFIG = CoordinatorConfig(served_model_name="toy", target_gone_ms=2_000)
 
 
 class Played(RequestObserver, Observation):

@@ -12,7 +12,6 @@ from session_links import (
     CONFIG,
     NOISE,
     PROMPT,
-    RETRY_S,
     TOY,
     ScriptedLink,
     asked,
@@ -25,7 +24,7 @@ from session_links import (
 )
 
 from coordinator.draft_length.policy import RoundLength
-from coordinator.routing.draft_client import DraftClient, PushedProposals
+from coordinator.routing.draft_client import RETRY_S, DraftClient, PushedProposals
 from coordinator.routing.drafts import NextWanted, SessionLookup
 from coordinator.routing.replica_pool import ReplicaPool, SessionRoute
 from outrider.config import DraftConfig

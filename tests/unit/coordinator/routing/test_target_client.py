@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from session_links import PROMPT, ScriptedLink, play, refuse, session, target_of, verdict
 
+from coordinator.routing.target_client import ANSWER_S
 from outrider.errors import (
     BadRequest,
     DataLoss,
@@ -35,7 +36,7 @@ async def test_a_session_leaves_a_target_that_did_not_answer_twice() -> None:
     hanging, other = ScriptedLink(), ScriptedLink(verdict)
     target = target_of(hanging, other)
     await target.verify(0, NOTHING_SEALED)
-    assert asyncio.get_running_loop().time() == pytest.approx(3.0)
+    assert asyncio.get_running_loop().time() == pytest.approx(3 * ANSWER_S)
     assert target.cache_state.replica == "r1"
     assert len(hanging.sent) == 2
     assert [item.head.base_length for item in other.sent] == [0]
@@ -132,8 +133,8 @@ async def test_a_proposal_is_verified_as_far_as_its_q_is_readable(
     one = session(rule=Rule.TOKEN)
     target = target_of(link, one=one, observer=seen)
     loop = asyncio.get_running_loop()
-    loop.call_later(1.5, lambda: link.on_answer(opened(link.sent[0])))
-    loop.call_later(1.6, lambda: link.on_answer(verdict(link.sent[-1])))
+    loop.call_later(1.5 * ANSWER_S, lambda: link.on_answer(opened(link.sent[0])))
+    loop.call_later(1.6 * ANSWER_S, lambda: link.on_answer(verdict(link.sent[-1])))
     reply = await target.verify(1, proposal)
     assert reply.verdict.accept_probability == (1.0,) * num_verified
     assert reply.verdict.correction == (9,) * (num_verified + 1)
@@ -153,7 +154,7 @@ async def test_a_q_that_the_target_alone_cannot_read_is_given_up() -> None:
     link = ScriptedLink(*[only_nothing] * 9)
     seen = Unreadable()
     target = target_of(link, one=session(rule=Rule.TOKEN), observer=seen)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(20 * ANSWER_S):
         reply = await target.verify(1, proposal)
     assert reply.verdict.correction == (9,)
     assert not target.verified
