@@ -1,21 +1,21 @@
-"""Access control for everything that a coordinator serves, by gRPC and by HTTP: checks API keys,
-and limits what each caller runs, over all coordinators together.
+"""Access control for gRPC and HTTP: checks API keys, and limits what each caller runs. The limits
+hold for all coordinators together.
 
     caller = access.identify(shown)           # raises Unauthenticated
     async with access.admit(caller) as grant: # raises Overloaded
         ...                                   # a generation, whose events go to `grant.note`
 
 The limit on requests is a token bucket of `requests_per_minute`, which refills evenly. The limit on
-concurrent generations, of which a request may have several, is a number of slots. A slot has a
-lease that its coordinator renews; if the coordinator dies, the slot is free after `SLOT_LEASE_MS`.
-A slot gets the name of its session, so a session that is resumed at any coordinator keeps its slot.
-A resumption counts as a request, but is refused only after twice as many, so that callers do not
-lose their answers when a coordinator ends.
+concurrent generations is a number of slots. A request has a slot for each of its generations. The
+coordinator renews the leases of its slots. If the coordinator dies, they are free after
+`SLOT_LEASE_MS`. A slot has the name of its session, so that a session keeps its slot when another
+coordinator resumes it. A resumption counts as a request. It is refused only when `RESUME_DEPTH`
+buckets are used up, so that callers do not lose their answers when a coordinator ends.
 
-    <prefix>limit:{<name>}:bucket    string: when it is full again, ms of Redis' clock
-    <prefix>limit:{<name>}:slots     sorted set: slot to the end of its lease, ms
+    <prefix>limit:{<name>}:bucket    string: when the bucket is full again, ms of Redis' clock
+    <prefix>limit:{<name>}:slots     sorted set: slots, and when their leases end, ms
 
-The braces are literal. Both keys have a time to live.
+`<name>` is the caller's. The braces are literal. Both keys have a time to live.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 _OTHERS_MAY_WRITE = 0o022
 RESUME_DEPTH = 2
-"""Resumptions are refused only when this many buckets are used up."""
+"""Number of buckets that must be used up before a resumption is refused."""
 _CALLER: ContextVar[Caller] = ContextVar("caller", default=ANYBODY)
 
 
@@ -65,8 +65,9 @@ def watch_keys(
     given: tuple[KeyEntry, ...] = (),
     clock: Callable[[], float] = time.monotonic,
 ) -> FileWatch[Keyring]:
-    """The current keys, from a file and those `given`. `clock` counts seconds. Raises `ConfigError`
-    for a file that cannot be read or has errors."""
+    """The current API keys: those of a file, which is read again when it changes, and those
+    `given`. `clock` counts seconds. Raises `ConfigError` for a file that cannot be read or has
+    errors."""
 
     def read() -> Keyring:
         return Keyring([*(read_key_file(path) if path else ()), *given])
@@ -78,7 +79,7 @@ def watch_keys(
 
 
 class RateExceeded(Overloaded):
-    """A caller's bucket has no room for a request for another `left_ms`."""
+    """The caller may make its next request after `left_ms`."""
 
     def __init__(self, caller: Caller, left_ms: int) -> None:
         number = caller.requests_per_minute
@@ -87,15 +88,15 @@ class RateExceeded(Overloaded):
 
 
 class Grant:
-    """One running request, and the slots of its generations. Without limits it has no slots."""
+    """A running request, and the slots of its generations. A caller without limits has no slots."""
 
     def __init__(self, access: AccessControl, caller: Caller, names: Sequence[str]) -> None:
         self._access, self._caller, self._held = access, caller, list(names)
         self._num_running = len(names)
 
     async def note(self, event: Event, index: int = 0) -> None:
-        """Call before each event of generation `index` is sent. Frees all slots before the last
-        event of the last generation is sent, as the client may then make another request."""
+        """To be called before each event of generation `index` is sent. Before the very last event,
+        frees all slots: a client that has it may make its next request at once."""
         if isinstance(event, Finished):
             self._num_running -= 1
             if self._num_running <= 0 and (freed := self.drop()):
@@ -112,8 +113,7 @@ class Grant:
 
 
 class AccessControl:
-    """Identifies and limits callers, on one event loop. Without keys all callers are `ANYBODY`.
-    While the store of slots does not answer, leases are not renewed."""
+    """Identifies and limits callers, on one event loop. Without keys, all callers are `ANYBODY`."""
 
     def __init__(
         self, keys: FileWatch[Keyring] | None = None, slots: RedisSlots | None = None
@@ -122,10 +122,11 @@ class AccessControl:
         self._keys = keys
         self._store = slots
         self._held: dict[str, Counter[str]] = defaultdict(Counter)
-        """Slots by caller's name. A slot counts twice if a session is resumed beside its old
-        stream."""
+        """For each caller's name, its slots, and how many streams use each. A session that is
+        resumed while its old stream is still open has two."""
         self._empty_until: dict[Caller, float] = {}
-        """When buckets that the store found empty have room again, by the event loop's clock."""
+        """When a caller whose bucket was found empty may make its next request, by the event loop's
+        clock."""
         self._work: set[asyncio.Task[None]] = set()
         self._renewing: asyncio.Task[None] | None = None
 
@@ -134,8 +135,8 @@ class AccessControl:
         return self._keys is not None
 
     def identify(self, shown: Sequence[str]) -> Caller:
-        """The caller with this `authorization` header (HTTP) or metadata (gRPC), which must have
-        one value, `Bearer KEY`. Raises `Unauthenticated`."""
+        """The caller whose key is shown. `shown` are the values of the header (HTTP) or metadata
+        (gRPC) `authorization`. There must be one, `Bearer KEY`. Raises `Unauthenticated`."""
         if len(shown) > 1:
             raise Unauthenticated(f"authorization: got {len(shown)} values; send one")
         if self._keys is None:
@@ -152,8 +153,8 @@ class AccessControl:
         return found
 
     def check_call(self, method: str, context: Context) -> None:
-        """Guard of a gRPC server: calls `identify`, except for health checks, as probes and load
-        balancers have no key."""
+        """Identifies the caller of a gRPC method. Health checks need no key, as probes and load
+        balancers have none."""
         if not method.startswith(HEALTH_PATH):
             metadata = context.invocation_metadata() or ()
             _CALLER.set(
@@ -161,8 +162,8 @@ class AccessControl:
             )
 
     def check_rate(self, caller: Caller) -> None:
-        """Raises `Overloaded` if the caller's bucket was found empty and has no room yet. Does not
-        ask the store, so it is cheap enough to call before a request is read."""
+        """Raises `Overloaded` if the caller's bucket was found empty, and has no room yet. It does
+        not ask the store, and so is cheap enough to be called before a request's body is read."""
         left_s = self._empty_until.get(caller, 0.0) - asyncio.get_running_loop().time()
         if left_s > 0:
             raise RateExceeded(caller, math.ceil(left_s * 1e3))
@@ -172,9 +173,9 @@ class AccessControl:
     async def admit(
         self, caller: Caller, resumes: Sequence[str] = (), num_generations: int = 1
     ) -> AsyncIterator[Grant]:
-        """Counts one request of the caller. Takes a slot for each of its generations, or none at
-        all, while the context lasts. `resumes` are the sessions that it resumes, if any. Raises
-        `Overloaded`, with the time to try again, and `StoreUnavailable`."""
+        """Counts one request of the caller. While the context lasts, holds a slot for each of its
+        generations. `resumes` are the sessions that the request resumes, if any. Raises
+        `StoreUnavailable` and, with the time to try again, `Overloaded`. It then holds no slot."""
         names: list[str] = []
         if caller.is_limited and self._store is not None:
             if caller.concurrency:
@@ -186,7 +187,7 @@ class AccessControl:
                 if isinstance(error, RateExceeded) and not resumes:
                     self._empty_until[caller] = asked + error.retry_after_ms / 1e3
                 elif not isinstance(error, Overloaded) and not resumes:
-                    # Redis may have taken the slots. Their names are known only here.
+                    # Redis may have given the slots. Only this call knows their names.
                     self._in_background(caller, names)
                 raise
             self._hold(caller, names)
@@ -199,7 +200,8 @@ class AccessControl:
     def exchange(
         self, caller: Caller, old: Collection[str], new: Collection[str] = ()
     ) -> asyncio.Task[None]:
-        """Frees slots and holds others in their place, in the background."""
+        """Frees the old slots, unless other streams use them, and holds the new ones. The store is
+        told in the background."""
         held = self._held[caller.name]
         held.subtract(old)
         freed = [name for name in old if held[name] <= 0]
@@ -211,7 +213,7 @@ class AccessControl:
         return self._in_background(caller, freed)
 
     async def close(self) -> None:
-        """Frees all slots, as far as the store answers, and closes it."""
+        """Frees all slots if the store answers, and closes the store."""
         if self._renewing is not None:
             self._renewing.cancel()
             await asyncio.gather(self._renewing, return_exceptions=True)
@@ -240,7 +242,8 @@ class AccessControl:
             await self._tell(dict.fromkeys(self._held, ()))
 
     async def _tell(self, freed: Mapping[str, Collection[str]]) -> None:
-        """Renews what these callers hold, and frees the given slots unless they are held again."""
+        """Renews the slots that these callers hold, and frees the given ones unless they are held
+        again."""
         if self._store is None:
             return
         told = {}
@@ -249,7 +252,7 @@ class AccessControl:
             told[name] = held, [one for one in slots if one not in held]
         try:
             await self._store.keep(told)
-        except OutriderError as error:  # Leases run out by themselves.
+        except OutriderError as error:  # The leases of freed slots end by themselves.
             _log.info("the slots of callers were not renewed: %s", error)
 
 
@@ -258,7 +261,7 @@ _KEEP = Script("keep_slots")
 
 
 class RedisSlots:
-    """Slots and buckets in one Redis server. Every method may raise `StoreUnavailable`."""
+    """The store of slots and buckets, in Redis. Every method may raise `StoreUnavailable`."""
 
     def __init__(self, address: RedisAddress) -> None:
         self._client = new_client(address)
@@ -266,9 +269,9 @@ class RedisSlots:
         self._prefix = address.key_prefix
 
     async def take(self, caller: Caller, slots: Sequence[str], depth: int) -> None:
-        """Counts a request, and takes its slots, each under a lease; a slot with a known name is
-        kept. Raises `Overloaded` if there are too few slots, or if the requests of `depth` buckets
-        are used up. Then it counts no request and takes no slot."""
+        """Counts a request, and takes slots with these names. A slot that the caller has already is
+        kept. Raises `Overloaded` if there are too few slots, or if `depth` buckets are used up. It
+        then counts no request and takes no slot."""
         keys = (self._key(caller.name, "bucket"), self._key(caller.name, "slots"))
         arguments: list[str | int] = [
             caller.requests_per_minute, depth, caller.concurrency, SLOT_LEASE_MS, *slots
@@ -286,7 +289,7 @@ class RedisSlots:
                 )
 
     async def keep(self, slots: Mapping[str, tuple[Collection[str], Collection[str]]]) -> None:
-        """Renews the first and frees the second slots of each caller, by name."""
+        """By the caller's name, `slots` has those to renew and those to free."""
         calls: list[Call] = []
         for name, (held, free) in slots.items():
             keys = (self._key(name, "slots"),)

@@ -1,4 +1,5 @@
-"""Turns the events of a generation into its answer: whole, in chunks, or as native events."""
+"""Turns the events of generations into an answer: a whole one, chunks of a stream, or the native
+events of `POST /api/generate`."""
 
 from __future__ import annotations
 
@@ -27,11 +28,12 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 
 IMPOSSIBLE = -9999.0
-"""OpenAI's log-probability of an impossible token: JSON has no infinity."""
+"""Log-probability of an impossible token, as in OpenAI's API: JSON has no infinity."""
+_CUT_OFF = (FinishReason.DEADLINE, FinishReason.CANCELLED)
 
 
 def as_text(data: bytes) -> str:
-    """A token's bytes as text, or as `bytes:\\xNN...` if they are not whole characters."""
+    """The text of a token, or `bytes:\\xNN...` if it is not made of whole characters."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -39,17 +41,17 @@ def as_text(data: bytes) -> str:
 
 
 Scored = tuple[int, list[tuple[bytes, float | None]]]
-"""The offset of a token in the answer's text, and pairs of bytes and log-probability: first the
-token's own, then those of the likeliest tokens in its place. The log-probability of a prompt's
-first token is None."""
+"""The offset of a token in the answer's text, and pairs of a token's bytes and its log-probability:
+first of the token itself, then of the likeliest tokens in its place. The first token of a prompt
+has the log-probability None."""
 
 
 class _Scorer:
-    """Finds the offsets of tokens with log-probabilities in an answer's text."""
+    """Turns tokens and their log-probabilities into `Scored`."""
 
     def __init__(self, text: TokenizerText | None, offset: int = 0, given: str = "") -> None:
-        """The first token is at `offset`, where the text `given` by the caller begins. The answer's
-        text contains only the special tokens that `given` spells out."""
+        """The first token is at `offset`. For the tokens of a prompt, `given` is its text. Special
+        tokens have a length in the answer's text only where `given` spells them out."""
         self._text = text
         self._stream = None if text is None else text.stream()
         self._offset = offset
@@ -84,7 +86,7 @@ class _Choice:
     def __init__(
         self, text: TokenizerText | None, form: AnswerForm | None, echoed: Prompt | None
     ) -> None:
-        """The choice begins with the `echoed` prompt, if any."""
+        """The text of the choice begins with the prompt `echoed`, if there is one."""
         self._text, self._echoed = text, echoed
         self.prompt_scorer = self.scorer = _Scorer(text)
         self.reader = None if form is None else form.make_reader()
@@ -93,14 +95,15 @@ class _Choice:
         self.started: Started | None = None
         self.finished: Finished | None = None
         self.is_opened = False
+        """Whether its first chunk, `Answer.opening`, was made."""
         self.num_tokens = 0
-        # What the next chunk has:
+        # For the next chunk:
         self.parts: list[Part] = []
         self.token_ids: list[int] = []
         self.scored: list[Scored] = []
 
     def begin(self, started: Started) -> None:
-        """Begins the choice. Its prompt was checked before the generation started."""
+        """Begins the choice. Only now is it certain that the tokens of the prompt are valid."""
         self.started, before, text = started, self._echoed, self._text
         if not isinstance(before, str):
             before = text.decode(cast(tuple[int, ...], before)) if before and text else ""
@@ -114,12 +117,12 @@ class _Choice:
             self.parts.append(Part("content", text))
 
     def clear(self) -> None:
-        """Call when the next chunk has been made."""
+        """Forgets what the chunk just made contains."""
         self.parts, self.token_ids, self.scored = [], [], []
 
 
 class EventStream:
-    """How an answer is sent as server-sent events. Subclasses may differ."""
+    """How an answer is sent as server-sent events."""
 
     is_named: ClassVar[bool] = False
     """Whether each event also has a line with its type."""
@@ -132,22 +135,22 @@ class EventStream:
 
 
 class Answer(EventStream):
-    """An answer with all choices of a request. Subclasses define what differs between chat and
-    completions."""
+    """The answer to a request, with all of its choices. Each API has a subclass."""
 
     id_prefix: ClassVar[str]
     kind: ClassVar[str]
-    """The `object` of a whole answer, and of a chunk."""
+    """The field `object` of a whole answer."""
     chunk_kind: ClassVar[str]
+    """The field `object` of a chunk."""
     opening: ClassVar[Json | None] = None
-    """Content of a choice's first chunk; None = there is no such chunk."""
+    """Content of an extra chunk before the text of each choice; None = there is no such chunk."""
     closing: ClassVar[Json]
-    """Content of a choice's last chunk."""
+    """Content of the last chunk of each choice."""
 
     def __init__(
         self, asked: TranslatedBody, text: TokenizerText | None, num_draft_tokens: int, created: int
     ) -> None:
-        """`num_draft_tokens` is the default for a round; `created` is in seconds since 1970."""
+        """`num_draft_tokens` is the server's default; `created` is in seconds since 1970."""
         self._asked = asked
         self._options = asked.body.stream_options or StreamOptions()
         given = asked.requests[0].num_draft_tokens
@@ -161,13 +164,14 @@ class Answer(EventStream):
         """Number of rounds, by tokens proposed and accepted."""
 
     delta: Callable[[_Choice], Json]
-    """The text of a choice for the next chunk."""
+    """The new text of a choice, for a chunk."""
     message: Callable[[_Choice], Json]
+    """All text of a choice, for a whole answer."""
     logprobs: Callable[[Sequence[Scored]], Json]
-    """The log-probabilities of a choice's tokens."""
+    """The log-probabilities of these tokens."""
 
     def whole(self) -> Json | None:
-        """The whole answer, once every choice has ended; None for a stream."""
+        """The whole answer, for when every choice has ended; None if it is sent as a stream."""
         if self._asked.body.stream:
             return None
         choices = [
@@ -177,7 +181,7 @@ class Answer(EventStream):
         return self._object(self.kind, choices, usage=self._usage(), metrics=self._metrics())
 
     def take(self, index: int, event: Event) -> Sequence[Json]:
-        """Adds an event of a choice. Returns the chunks to send for it, often none."""
+        """Adds an event of a choice. Returns the chunks to send for this event, often none."""
         self._note(self._choices[index], event)
         if not self._asked.body.stream or isinstance(event, Started | RoundReport):
             return ()
@@ -210,7 +214,8 @@ class Answer(EventStream):
         if self.opening is not None and not choice.is_opened:
             choice.is_opened = True
             chunks.append(self._chunk(self._choice(index, self.opening)))
-        # Each round has a chunk, unless a parser holds its whole text back.
+        # Each round has a chunk, even without text. A parser may hold the text of several rounds
+        # back; then only the round that completes a part has a chunk.
         is_round = isinstance(event, PromptTokens | Tokens) and choice.reader is None
         if choice.parts or is_round or (choice.token_ids and choice.finished):
             chunks.append(self._chunk(self._choice(index, self.delta(choice), None, choice)))
@@ -242,19 +247,19 @@ class Answer(EventStream):
         finished: Finished | None = None,
         tokens: _Choice | None = None,
     ) -> Json:
-        """A choice with this content, and with the new tokens of the choice `tokens`, if given."""
-        reason = finished and finished.finish_reason
-        was_cut = reason in (FinishReason.DEADLINE, FinishReason.CANCELLED)
-        shown_reason = "length" if was_cut else reason  # The API lacks these reasons.
-        form = self._asked.form
-        if reason is FinishReason.STOP and form is not None and form.ends_with_calls:
-            shown_reason = "tool_calls" if self._choices[index].num_calls else reason
+        """A choice with this content. If `tokens` are given, adds the log-probabilities and ids of
+        their next chunk, as far as the body asks for them."""
+        form, reason = self._asked.form, finished and str(finished.finish_reason)
+        if reason in _CUT_OFF:  # OpenAI's API has no such reasons.
+            reason = "length"
+        elif reason == FinishReason.STOP and form and form.ends_with_calls:
+            reason = "tool_calls" if self._choices[index].num_calls else reason
         found: Json = {
             "index": index,
             **content,
             "logprobs": None,
-            "finish_reason": shown_reason,
-            "stop_reason": reason if was_cut else _stopped_by(finished),
+            "finish_reason": reason,
+            "stop_reason": finished and stop_reason(finished),
         }
         if tokens is not None and self._asked.has_logprobs:
             found["logprobs"] = self.logprobs(tokens.scored)
@@ -274,9 +279,10 @@ class Answer(EventStream):
         }
 
     def _metrics(self) -> Json:
-        """A round counts as a speculative step; without a proposal it accepts nothing. So
-        `mean_acceptance_length` is the mean number of tokens of a round, including those that the
-        end of the answer cuts off the last round."""
+        """Statistics with vLLM's names, of all choices together. Each round counts as a speculative
+        step, also a round without draft tokens. So `mean_acceptance_length` is the mean number of
+        tokens of a round. Of the last round, it counts all tokens, even if the end of the answer
+        cuts some of them off."""
         each = [one.finished.metrics for one in self._choices if one.finished]
         num_rounds = sum(one.num_rounds for one in each)
         accepted = sum(one.num_accepted_draft_tokens for one in each)
@@ -298,17 +304,18 @@ class Answer(EventStream):
         return {"speculative_decoding": found}
 
     def _histogram(self, most: int, lengths: Sequence[int]) -> list[int]:
-        """Number of rounds with proposals of these lengths, by accepted tokens 0..`most`."""
+        """For each number of accepted tokens from 0 to `most`, the number of rounds with proposals
+        of these lengths."""
         return [
             sum(self._rounds[length, accepted] for length in lengths)
             for accepted in range(most + 1)
         ]
 
 
-def _stopped_by(finished: Finished | None) -> str | int | None:
-    """The stop string, or the id of the stop token, that ended a text."""
-    if finished is None:
-        return None
+def stop_reason(finished: Finished) -> str | int | None:
+    """The stop string or the id of the stop token that ended a text, or what cut it off."""
+    if finished.finish_reason in _CUT_OFF:
+        return finished.finish_reason
     return finished.stop_token_id if finished.stop_string is None else finished.stop_string
 
 
@@ -332,7 +339,7 @@ class ChatAnswer(Answer):
         return {"message": {"role": "assistant", "content": nothing, "refusal": None, **found}}
 
     def _joined_parts(self, choice: _Choice) -> Json:
-        """The content, the reasoning and the calls for the next chunk."""
+        """The new content, reasoning and calls of a choice."""
         found: Json = {}
         calls: list[Json] = []
         for kind, text in joined(choice.parts):
@@ -382,10 +389,10 @@ class CompletionAnswer(Answer):
     message = delta
 
     def logprobs(self, tokens: Sequence[Scored]) -> Json:
-        """The token itself is also among the likeliest ones."""
+        """Unlike in chat, `top_logprobs` always contains the token itself, too."""
         own = [one[0] for _, one in tokens]
         likeliest: list[Json | None] = []
-        for _, each in tokens:  # Of tokens with the same text, the first counts.
+        for _, each in tokens:  # Of several tokens with one text, the first one counts.
             top = {as_text(data): logprob for data, logprob in reversed(each)}
             likeliest.append(None if each[0][1] is None else dict(reversed(top.items())))
         return {
@@ -397,7 +404,7 @@ class CompletionAnswer(Answer):
 
 
 class NativeEvents(EventStream):
-    """The events of one session, for `POST /api/generate`."""
+    """The answer to `POST /api/generate`: the events of one session, as JSON."""
 
     def __init__(self, text: TokenizerText | None) -> None:
         self._text = text
@@ -405,10 +412,10 @@ class NativeEvents(EventStream):
         self._num_tokens = 0
 
     def whole(self) -> None:
-        """None, as native events are always a stream."""
+        """None: native events are always a stream."""
 
     def take(self, index: int, event: Event) -> list[Json]:
-        """See `Answer.take`."""
+        """The event, with the texts of its tokens."""
         found = {"type": type(event).__name__.lower(), **asdict(event)}
         text, stream = self._text, self._stream
         if isinstance(event, RoundReport):

@@ -88,18 +88,18 @@ if TYPE_CHECKING:
 
 
 Events = AsyncGenerator[tuple[int, Event]]
-"""The events of all choices of a request as they come, each with its choice's index."""
+"""The events of all choices of a request, each with the index of its choice."""
 AnswerKind = Callable[[TranslatedBody, "TokenizerText | None", int, int], Answer | NativeEvents]
 _HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # Proxies must not collect the stream.
+    (b"x-accel-buffering", b"no"),  # A proxy such as nginx must pass each event on at once.
 )
 
 
 class Generated(LiveResponse):
-    """The answer to a request for a generation: whole, once all events have come, or a server-sent
-    event for each part, and a last one. Closes the events when it ends for any reason."""
+    """The answer to a request for a generation: a whole one after all events, or a stream of
+    server-sent events. Closes `events` when it ends for any reason."""
 
     def __init__(
         self,
@@ -108,7 +108,8 @@ class Generated(LiveResponse):
         answer: Answer | NativeEvents,
         progress: Progress,
     ) -> None:
-        """`answer` turns events into parts. `progress` leaves out the parts that the client has."""
+        """`answer` turns events into the parts of a stream. `progress` leaves out those that the
+        client has."""
         super().__init__(closing)
         self._events = events
         self._answer = answer
@@ -145,9 +146,9 @@ class Generated(LiveResponse):
 async def _interleaved(
     streams: Sequence[AsyncGenerator[Event]], asked: TranslatedBody, progress: Progress
 ) -> Events:
-    """The events of all streams as they come. First each stream begins, and then repeats the events
-    that the client has. The first error ends all. Streams pause while `EVENTS_AHEAD_MAX` events are
-    queued."""
+    """The events of all streams in the order in which they come. First come the first event of each
+    stream, and then the events that the client has, stream by stream. The first error of a stream
+    ends all. Streams pause while `EVENTS_AHEAD_MAX` events are queued."""
     index, tasks = 0, list[asyncio.Task[None]]()
     queue: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue(EVENTS_AHEAD_MAX)
 
@@ -214,7 +215,7 @@ class Generations:
         closing: asyncio.Event,
         formats: ChatFormats,
     ) -> None:
-        """`closing` and `formats` as for `build_app`."""
+        """For `closing` and `formats`, see `build_app`."""
         self.service = service
         self.formats = formats
         self._access = access
@@ -228,7 +229,7 @@ class Generations:
         kind: AnswerKind,
         headers: RepeatHeaders,
     ) -> Response:
-        """Raises `BadRequest`."""
+        """The answer to a body. Raises `BadRequest`."""
         asked = body.translate()
         if isinstance(asked.body, ChatBody):
             asked = self.formats.fitted(asked)
@@ -242,7 +243,7 @@ class Generations:
         headers: RepeatHeaders,
         session_id: str = "",
     ) -> Response:
-        """An answer of this `kind`, which resumes the session if one is given. Raises
+        """An answer of this `kind`. With a `session_id`, it is the rest of that session. Raises
         `BadRequest`."""
         service, key, event_id = self.service, headers.idempotency_key, headers.last_event_id
         answer = kind(asked, service.text, service.defaults.num_draft_tokens, int(time.time()))
@@ -265,11 +266,12 @@ class Generations:
         key: str | None,
         session_id: str,
     ) -> Events:
-        """The events of all choices: of the session, if one is given, else of the key's sessions,
-        if it has any. The choices count as one request of the caller, and each as a generation;
-        their slots are free when the last one ends. None runs before all are admitted, and an error
-        in one ends all. Raises `BadRequest` if the caller's key never allows that many choices, and
-        the errors of `CoordinatorService`, with the body's names of fields."""
+        """The events of all choices. With a `session_id`, they come from that session, and else
+        from the sessions of the `key`, if there are any. All choices together count as one request
+        of the caller, and each as a generation. None runs before all are admitted, and their slots
+        are free when the last one ends. Raises `BadRequest` if the caller's API key never allows
+        that many choices, and the errors of `CoordinatorService`, with the body's names of fields.
+        """
         service, caller = self.service, cast(Caller, request.state.caller)
         tenant, number, resumed = caller.tenant, len(asked.requests), list[str]()
         if 0 < caller.concurrency < number:
@@ -319,16 +321,16 @@ class Fleet(BaseModel):
 
 
 HEALTH_CACHED_S = 1.0
-"""How long a result is reused: callers need no key, and each check calls the store and a target."""
+"""How long the result of a check is reused. Anybody can ask without a key, and each check calls the
+store and a target."""
 SLOW_S = 0.5
-"""How long a caller waits for a new result if the last one was good. After that it gets the last
-one ..."""
+"""How long a caller waits for a new check if the last result was good. Then the caller gets the
+last result, unless that is older than `WELL_S`."""
 WELL_S = 5.0
-"""... unless it is older than this."""
 
 
 class CachedHealth:
-    """The newest health of a coordinator. For its event loop only."""
+    """The newest health of a coordinator. For the coordinator's event loop only."""
 
     def __init__(self, service: CoordinatorService) -> None:
         self._service = service
@@ -336,9 +338,9 @@ class CachedHealth:
         self._good_until = self._well_until = 0.0
 
     async def trouble(self) -> str:
-        """Why requests make no progress; empty if they do. At most `HEALTH_CACHED_S` old, or up to
-        `WELL_S` if it was good and the new check takes longer than `SLOW_S`. An error of the check
-        is raised, and the next caller checks again."""
+        """Why requests make no progress; empty if they do. The answer is at most `HEALTH_CACHED_S`
+        old, or at most `WELL_S` while a check takes longer than `SLOW_S`. Raises an error of the
+        check; then the next caller begins a new one."""
         loop = asyncio.get_running_loop()
         if self._asking is None or (self._asking.done() and loop.time() >= self._good_until):
             self._good_until = 0.0
@@ -361,16 +363,16 @@ _PAGE_HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-        "require-trusted-types-for 'script'; trusted-types 'none'"  # No text becomes HTML.
+        "require-trusted-types-for 'script'; trusted-types 'none'"  # Scripts write no HTML.
     ),
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    "cache-control": "no-cache",  # Browsers keep files, and ask if they changed.
+    "cache-control": "no-cache",  # Browsers ask whether a file has changed before each use.
 }
 
 
 class PageFiles(StaticFiles):
-    """The files of the page."""
+    """The files of the window and of the documentation."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         response = await super().get_response(path, scope)
@@ -398,7 +400,7 @@ class TimingMiddleware:
         try:
             await self._app(scope, receive, send_noted)
         except Exception:
-            status = status or 500  # The outermost error handler's response.
+            status = status or 500  # FastAPI's outermost error handler will send this.
             raise
         finally:
             route = getattr(scope.get("route"), "path", "")
@@ -434,8 +436,8 @@ _METRICS: dict[int | str, dict[str, Any]] = {
 def http_server(
     service: CoordinatorService, options: HttpOptions, formats: ChatFormats | None = None
 ) -> HttpServer:
-    """The server of a coordinator. `formats` says how its model writes calls and reasoning; None =
-    as its chat template shows. Raises like `HttpServer`."""
+    """The server of a coordinator. `formats` says how its model writes calls and reasoning; by
+    default, the model's chat template shows this. Raises what `HttpServer` raises."""
     return HttpServer(
         options, lambda closing, hosts: build_app(service, closing, options, hosts, formats)
     )
@@ -448,13 +450,14 @@ def build_app(
     hosts: Collection[str] = (),
     formats: ChatFormats | None = None,
 ) -> FastAPI:
-    """The application. `closing` is set when the server stops waiting for running requests. `hosts`
-    are the accepted names of this server; none = any. `formats` as for `http_server`."""
+    """The application. The server sets `closing` when it no longer waits for running requests.
+    `hosts` are the names of this server that the header `Host` may have; none = any. For `formats`,
+    see `http_server`."""
     access = options.access
     app = DocumentedApp(
         title="Outrider",
         version=version("outrider"),
-        docs_url=None,  # FastAPI's pages load scripts from other hosts; `/docs` is our own.
+        docs_url=None,  # FastAPI's page loads scripts from another host. `show_docs` does not.
         redoc_url=None,
         responses=_ERRORS,
         redirect_slashes=False,
@@ -462,7 +465,7 @@ def build_app(
     app.router.route_class = BodyRoute
     app.state.access = access
     app.state.num_bytes = Counter()
-    app.add_middleware(Entrance, access=access, hosts=hosts)  # The last one runs first.
+    app.add_middleware(Entrance, access=access, hosts=hosts)  # Runs after those added later.
     if options.times is not None:
         app.add_middleware(TimingMiddleware, times=options.times)
     add_error_handlers(app)
@@ -486,7 +489,7 @@ _RESUMED: dict[str, tuple[type[Answer], type[ChatBody | CompletionBody]]] = {
     ChatAnswer.id_prefix: (ChatAnswer, ChatBody),
     CompletionAnswer.id_prefix: (CompletionAnswer, CompletionBody),
 }
-"""The kinds of answers that can be resumed, by id prefix."""
+"""The kinds of answers that can be resumed by their id, by the prefix of the id."""
 
 
 def _add_generation(app: FastAPI, runs: Generations) -> None:
@@ -504,14 +507,14 @@ def _add_generation(app: FastAPI, runs: Generations) -> None:
 
     @app.post("/v1/responses", responses=answers(ResponseObject, ResponseEvent))
     async def responses(body: ResponsesBody, request: Request, headers: Headers) -> Response:
-        """Continues a conversation, of which nothing is stored."""
+        """Continues a conversation. Responses are not stored."""
         return runs.answer(request, body, partial(ResponseAnswer, body), headers)
 
     @app.post("/v1/sessions/{answer_id}/resume", responses=_REST_OF_ANSWER)
     async def resume(
         answer_id: str, request: Request, headers: Headers, body: ResumeBody = _REST
     ) -> Response:
-        """Resumes the answer that has this id, or its first choice."""
+        """The rest of the first choice of the answer with this id."""
         prefix, session_id = split_answer_id(answer_id, _RESUMED)
         kind, whole = _RESUMED[prefix]
         parameters = await service.stored_parameters(session_id, request.state.caller.tenant)
@@ -540,7 +543,8 @@ def _add_generation(app: FastAPI, runs: Generations) -> None:
 
 
 def _add_tokens(app: FastAPI, service: CoordinatorService, access: AccessControl) -> None:
-    """Adds both routes. A call counts as a request of the caller, but not as a generation."""
+    """Adds `/tokenize` and `/detokenize`. Each call counts as a request of the caller, but not as a
+    generation."""
 
     @app.post("/tokenize", responses={200: {"model": Tokenized}})
     async def tokenize(body: TokenizeBody, request: Request) -> Response:
@@ -602,7 +606,7 @@ def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics |
     @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Health:
-        """Whether new requests make progress; 503 says why not."""
+        """Whether new requests make progress. If not, the status is 503, and the error says why."""
         trouble = await cached.trouble()
         if trouble:
             raise Unavailable(trouble)
@@ -624,7 +628,7 @@ def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics |
 
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def show_page(request: Request) -> Response:
-        """The page with the window."""
+        """The window."""
         return await page.get_response("index.html", request.scope)
 
     @app.api_route("/docs", methods=["GET", "HEAD"], include_in_schema=False)

@@ -444,6 +444,12 @@ class Message(Body):
         return ChatMessage(self.role, lines(self.content or ""), more)
 
 
+class OfFunction(Body):
+    """A tool, or the choice of one, whose type is function: no other type is supported."""
+
+    type: Literal["function"]
+
+
 class FunctionTool(Body):
     """A function that the answer may call."""
 
@@ -456,10 +462,9 @@ class FunctionTool(Body):
     """JSON schema of the parameters. Without it the function has none."""
 
 
-class Tool(Body):
+class Tool(OfFunction):
     """A tool that the answer may call."""
 
-    type: Literal["function"]
     function: FunctionTool
 
 
@@ -469,10 +474,9 @@ class NamedFunction(Body):
     name: str
 
 
-class NamedTool(Body):
+class NamedTool(OfFunction):
     """The tool that the answer must call."""
 
-    type: Literal["function"]
     function: NamedFunction
 
 

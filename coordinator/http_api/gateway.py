@@ -4,9 +4,10 @@
                       \\--- coordinator B    goes on after the last event that the client has
 
 A gateway has no sessions, keys or limits of its own. It forwards each request, with its
-`Authorization`, to a coordinator, and to the next one if that does not answer or cannot serve it
-now. A `POST` gets an `Idempotency-Key`, the client's or a new one, by which every coordinator finds
-its sessions. `Last-Event-ID` asks for the events after the last one. For both, see docs/http.md.
+`Authorization`, to a coordinator. If that coordinator does not answer, or cannot serve the request
+now, the gateway tries the next one. It adds an `Idempotency-Key` to each `POST` without one. By
+this key every coordinator finds the request's sessions. To resume a stream, the gateway repeats the
+request with the `Last-Event-ID` of the last event that it has sent on (docs/http.md).
 """
 
 import asyncio
@@ -48,14 +49,16 @@ LAST_ID = "last-event-id"
 CONNECT_S = 5.0
 _BROKEN = (httpx2.ReadError, httpx2.RemoteProtocolError)
 WORKED_S = 1.0
-"""If a coordinator breaks the connection later than this, it had begun to work on the request."""
+"""If a connection breaks later than this after a request was sent, the coordinator is taken to have
+worked on the request until then."""
 _WAIT_S = (0.05, 1.0)
-"""First and longest wait between two tries; see `backoff`."""
+"""The first and the longest wait between two tries, for `backoff`."""
 _METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 _PASSING = frozenset({409, 502, 503})
-"""Statuses of requests that another coordinator may serve, or the same one later ..."""
+"""After these statuses, another coordinator may serve the request, or the same one later."""
 _PASSING_LATER = _PASSING | {429}
-"""... and after the response has begun, when the client cannot repeat the request itself."""
+"""The same once the client's response has begun. Before that, the client itself gets a 429, and can
+repeat the request later."""
 _HOP_BY_HOP = frozenset({
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer",
     "transfer-encoding", "upgrade",
@@ -63,8 +66,8 @@ _HOP_BY_HOP = frozenset({
 _NOT_ASKED = _HOP_BY_HOP | {"accept-encoding", "content-length", "expect", "host", LAST_ID}
 _NOT_TOLD = _HOP_BY_HOP | {"date"}
 _INTERRUPTED = b'"type":"service_unavailable_error"'
-"""An event that has this but no id means that another coordinator can go on. No text in JSON
-contains this, as its quotes are escaped."""
+"""An event with these bytes and without an id is an error after which another coordinator can go
+on. Generated text cannot contain these bytes, as quotes within JSON strings are escaped."""
 _ID = re.compile(rb"^id:(.*)", re.MULTILINE)
 _TIMEOUT = httpx2.Timeout(
     connect=CONNECT_S, read=RESUMED_TIMEOUT_S, write=HTTP_STUCK_WRITE_S, pool=None
@@ -75,12 +78,11 @@ _KEEP_ALIVE = [
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
 ]
-"""A connection to a silent machine breaks after about 11 s."""
+"""With these, a connection to a machine that no longer answers breaks after about 11 s."""
 
 
 def open_transport(verify: ssl.SSLContext | bool = True) -> httpx2.AsyncHTTPTransport:
-    """Connections to coordinators. `verify` says how to check the certificates of those with
-    TLS."""
+    """Makes connections to coordinators. `verify` is used for those with TLS."""
     return httpx2.AsyncHTTPTransport(
         verify=verify,
         trust_env=False,
@@ -97,7 +99,7 @@ class Coordinators:
     """Their base URLs."""
     transport: httpx2.AsyncBaseTransport = field(default_factory=open_transport)
     tls_name: str = ""
-    """The name in their certificate; empty = the host of their URL."""
+    """The name in their certificates; empty = the host of the URL."""
 
 
 class Refused(Exception):
@@ -109,7 +111,7 @@ class Refused(Exception):
 
 
 class Forwarded(LiveResponse):
-    """The response to one request, from one coordinator or from several."""
+    """The response to a request, put together from those of one coordinator or several."""
 
     def __init__(
         self, coordinators: Coordinators, request: Request, body: bytes, closing: asyncio.Event
@@ -128,7 +130,7 @@ class Forwarded(LiveResponse):
         self._last_id = request.headers.get(LAST_ID, "")
         self._has_sent = False
         self._num_failures = 0
-        """Failed tries since the last event."""
+        """Number of failed tries since the last event."""
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = await self._answer(send)
@@ -140,8 +142,8 @@ class Forwarded(LiveResponse):
             await answer(scope, receive, send)
 
     async def _answer(self, send: Send) -> Response | None:
-        """Asks one coordinator after the other until `_ask` returns, or time is up. Then returns
-        the last refusal, or raises `Unavailable`."""
+        """Asks one coordinator after the other until `_ask` returns. When the time is up, returns
+        the last coordinator's refusal, or raises `Unavailable` if that one did not answer."""
         pool, now = self._coordinators.pool, asyncio.get_running_loop().time
         began, url, failing_since = now(), None, math.inf
         while True:
@@ -173,8 +175,8 @@ class Forwarded(LiveResponse):
 
     @cached_property
     def _deadline_s(self) -> float:
-        """The request's deadline, from its arrival. A body without the field's name is not parsed,
-        as that would hold up all other streams."""
+        """The time that the request has from its arrival, s. Only a body with the field's name is
+        parsed: parsing holds up all other streams."""
         deadline_ms = None
         if b'"deadline_ms"' in self._body:
             try:
@@ -188,15 +190,17 @@ class Forwarded(LiveResponse):
 
     @property
     def _may_ask_again(self) -> bool:
-        """Requests other than `POST` are tried once at each coordinator, as a probe must fail soon.
-        A stream that had events cannot be resumed if none had an id."""
+        """Whether to try again. A `POST` can be repeated unless events without an id were sent. Any
+        other request is tried once at each coordinator: it may be a probe, which must fail soon.
+        """
         if self._method == "POST":
             return bool(self._last_id) or not self._has_sent
         return self._num_failures < len(self._coordinators.pool.each)
 
     async def _ask(self, url: str, send: Send) -> Response | None:
-        """Asks one coordinator. Returns a whole response, or None after the last event of a stream.
-        Raises `TransportError` if the response is incomplete, and `Refused`."""
+        """Asks one coordinator. Sends the events of a stream to the client, and returns None.
+        Returns any other response. Raises `TransportError` if the response is incomplete, and
+        `Refused`."""
         headers = list(self._passed)
         if self._last_id:
             headers.append((LAST_ID.encode(), self._last_id.encode("latin-1")))
@@ -223,7 +227,7 @@ class Forwarded(LiveResponse):
         return answer
 
     async def _pass_on(self, found: httpx2.Response, send: Send) -> None:
-        """Sends the events of a stream unchanged."""
+        """Sends the events of a stream to the client, unchanged."""
         if not self._has_begun:
             headers = _passed_on(found.headers.raw, _NOT_TOLD)
             await self._begin(send, found.status_code, headers)
@@ -238,7 +242,7 @@ class Forwarded(LiveResponse):
 
 
 async def _events(found: httpx2.Response) -> AsyncGenerator[bytes]:
-    """Each complete event, with its empty line."""
+    """Each complete event, with the empty line that ends it."""
     left = b""
     async for part in found.aiter_raw():
         *whole, left = (left + part).split(b"\n\n")
@@ -255,7 +259,8 @@ def _id_of(event: bytes) -> str:
 def _passed_on(
     headers: Iterable[tuple[bytes, bytes]], without: Collection[str]
 ) -> list[tuple[bytes, bytes]]:
-    """The headers to pass on, without those of one connection."""
+    """The headers to pass on: all but those `without`, and those that `connection` names, which
+    concern one connection only."""
     found = [(name.lower(), value) for name, value in headers]
     named = {
         name.strip().lower() for key, value in found if key == b"connection"
@@ -270,7 +275,7 @@ def _passed_on(
 def build_gateway(
     coordinators: Coordinators, closing: asyncio.Event, hosts: Collection[str] = ()
 ) -> FastAPI:
-    """The application of a gateway; `closing` and `hosts` as for that of a coordinator."""
+    """The application of a gateway. `closing` and `hosts` are as for `app.build_app`."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_middleware(Entrance, access=OPEN, hosts=hosts)
     add_error_handlers(app)

@@ -1,8 +1,9 @@
-"""Resumes streams after a break. The id of each event says how far each choice was sent; a repeated
-request with the same key continues the first one.
+"""Resumes streams after a break. The id of each event of a stream says how much of each choice the
+client has. A repeated request with the same key continues the first one.
 
-A resumed answer is made again from its first event, but parts that the client has are not sent. So
-a part may depend on all earlier ones, but only on stored data.
+To resume an answer, the coordinator makes it again from its first event, and sends only the parts
+that the client lacks. A part may therefore depend on all earlier ones. It must not depend on
+anything that is not stored with the session.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ _EVENT_ID = re.compile(
 )
 _KEY = re.compile(rf"[ -~]{{1,{IDEMPOTENCY_KEY_CHARS_MAX}}}")
 _ID_CHARS_MAX = 64
-"""Characters that an error shows of a wrong id."""
+"""Most characters that an error shows of a wrong id."""
 _WAITING_MAX = 8
-"""Requests that wait for one with their key."""
+"""Most requests that wait for a running one with the same key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +41,15 @@ class Position:
     """A position in the events of one choice."""
 
     num_tokens: int = 0
+    """Tokens of the answer before this position."""
     digest: int = EMPTY_DIGEST
     """Digest of these tokens."""
     num_others: int = 0
-    """Number of prompt tokens, plus the number of events without tokens: `Started`, text that was
-    held back, `Finished`."""
+    """Tokens of the prompt in `PromptTokens` before this position, plus events that are neither
+    `PromptTokens` nor have tokens."""
 
     def after(self, event: Event) -> Position:
+        """The position after an event that stands at this one."""
         if isinstance(event, Tokens) and event.token_ids:
             num_tokens = event.first_index + len(event.token_ids)
             digest = reduce(extend_digest, event.token_ids, self.digest)
@@ -56,23 +59,26 @@ class Position:
 
 
 class Progress:
-    """What a client has of the choices of a request."""
+    """What a client has of the choices of a request. Each event of a choice is sent in some number
+    of parts."""
 
     def __init__(self, num_choices: int, last_event_id: str | None = None) -> None:
-        """The client has this event and those before it; None = no events. Raises `BadRequest`."""
+        """The client has the event with this id, and those before it. None = it has no events.
+        Raises `BadRequest`."""
         self._now = [Position()] * num_choices
-        """Position after the newest event of each choice."""
+        """For each choice, the position after its newest event."""
         self._sent = [*self._now]
-        """Position after the newest event that had a part to send; an event whose text is held back
-        has none."""
-        self._num_parts = self.shift = 0
-        """Number of parts that the client has, and that number minus the parts made here."""
+        """For each choice, the position after its newest event that had parts."""
+        self._num_parts = 0
+        """Number of parts that the client has."""
+        self.shift = 0
+        """`_num_parts` minus the number of parts that were made here, sent or not."""
         self.follows_event = last_event_id is not None
         self._known = [*self._now]
-        """Position of each choice up to which the client has everything."""
+        """For each choice, the position up to which the client has all parts."""
         self._begun = (0, 0, 0)
-        """An event of which the client has some parts, but not all: its choice, its number of
-        tokens, and the number of parts that the client has."""
+        """The event of which the client has some parts, but not all, if there is one: the index of
+        its choice, its number of tokens, and the number of parts that the client has."""
         if last_event_id is None:
             return
         found = _EVENT_ID.fullmatch(last_event_id)
@@ -87,7 +93,7 @@ class Progress:
             self._begun = index, num_tokens, num_parts
 
     def resume_request(self, index: int, session_id: str = "") -> ResumeRequest:
-        """Asks for all events of a choice."""
+        """Asks for all events of a choice. Events end where the client's parts end."""
         known = self._known[index]
         begun, num_tokens, _ = self._begun
         end = known.num_tokens + (num_tokens if begun == index else 0)
@@ -97,7 +103,7 @@ class Progress:
 
     @property
     def has_begun(self) -> bool:
-        """Whether there was an event."""
+        """Whether the request has had an event."""
         return any(now != Position() for now in self._now)
 
     def is_behind(self, index: int) -> bool:
@@ -108,9 +114,9 @@ class Progress:
     def unsent(
         self, index: int, event: Event, parts: Sequence[dict[str, Any]]
     ) -> Iterator[tuple[dict[str, Any], str]]:
-        """Each part of an event that the client lacks, with its id."""
+        """Of the parts of an event, those that the client lacks, each with its id."""
         before, is_known, num_known = self._now[index], self.is_behind(index), 0
-        if isinstance(event, RoundReport):  # It is not repeated when a session is resumed.
+        if isinstance(event, RoundReport):  # A resumed session does not repeat these.
             after, is_known = before, False
         else:
             after = before.after(event)
@@ -149,28 +155,28 @@ def request_keys(key: str, tenant: str, request: bytes, num_choices: int) -> lis
 
 
 class _Turn:
-    """The running requests with one key: one, and any that take over from it."""
+    """The running requests with one key: the first one, and those that took over from it."""
 
     def __init__(self) -> None:
         self.running: list[Progress] = []
         self.ended = asyncio.Event()
         self.num_waiting = 0
-        """Requests that wait for the end."""
+        """Number of requests that wait for `ended`."""
 
 
 class RepeatedRequests:
-    """Requests with the same key, of which one runs at a time. Two at once would take the session
-    from each other, again and again if their clients retry."""
+    """Lets one request with each key run at a time. Two at once would take the session from each
+    other, and if their clients repeat them, they would do so for ever."""
 
     def __init__(self) -> None:
         self._turns: dict[RequestKey, _Turn] = {}
 
     @asynccontextmanager
     async def turn(self, key: RequestKey, progress: Progress) -> AsyncIterator[None]:
-        """Waits until no other request with this key runs. A request that follows an event does not
-        wait: its client has events of the running one, so the connection of that one is broken. If
-        it fails before it has begun, the other one runs on. Raises `Unavailable` if too many wait.
-        """
+        """Waits until no other request with this key runs. A request with a `Last-Event-ID` does
+        not wait but takes over: its client had events of the running request, so the connection of
+        that request is broken. If the request that takes over fails before its first event, the
+        other one goes on. Raises `Unavailable` if too many requests wait."""
         while not progress.follows_event and (turn := self._turns.get(key)) is not None:
             if turn.num_waiting >= _WAITING_MAX:
                 raise Unavailable(
@@ -188,7 +194,7 @@ class RepeatedRequests:
         finally:
             is_newest = turn.running[-1] is progress
             turn.running.remove(progress)
-            # The streams of earlier requests ended when the newest one began.
+            # The first event of the newest request has ended the streams of the earlier ones.
             if not turn.running or (is_newest and progress.has_begun):
                 turn.ended.set()
                 if self._turns.get(key) is turn:
@@ -196,7 +202,7 @@ class RepeatedRequests:
 
 
 def split_answer_id(answer_id: str, prefixes: Iterable[str]) -> tuple[str, str]:
-    """The prefix of an answer's id, and its session. Raises `SessionNotFound`."""
+    """The prefix of an answer's id, and the id of its session. Raises `SessionNotFound`."""
     found = re.fullmatch(rf"({'|'.join(prefixes)})([0-9a-f]{{32}})", answer_id)
     if found is None:
         raise SessionNotFound(f"there is no session {answer_id[:_ID_CHARS_MAX]}")

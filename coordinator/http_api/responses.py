@@ -1,5 +1,5 @@
-"""`POST /v1/responses`: its body, which is translated into a chat completion, and its answer as
-OpenAI's items and events. Responses are not stored."""
+"""`POST /v1/responses`. Its body is translated into that of a chat completion. Its answer has
+OpenAI's items and, in a stream, OpenAI's events. Responses are not stored."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from coordinator.http_api.answers import ChatAnswer, Json
+from coordinator.http_api.answers import ChatAnswer, Json, stop_reason
 from coordinator.http_api.bodies import (
     ANY_VALUE,
     Body,
     ChatBody,
+    FunctionTool,
     GenerationBody,
     NamedFunction,
+    OfFunction,
     Several,
     TemplateVariables,
     TranslatedBody,
@@ -44,12 +46,13 @@ _NAMES = {
     "max_tokens": "max_output_tokens",
     "messages": "input",
 }
-"""By the name of a chat completion's field, its name here; a longer name may follow each."""
-_TOLD_AGAIN = {
+"""Names of fields here, by their names in a chat completion. In an error, an index or the name of a
+field within may follow."""
+_REPEATED = {
     "instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "text", "tool_choice",
     "tools", "top_logprobs",
 }  # fmt: skip
-"""Fields of the body that the answer repeats."""
+"""Fields of the body that the answer has, too."""
 _ALWAYS: Json = {
     "background": False, "previous_response_id": None, "reasoning": None, "store": False,
     "truncation": "disabled",
@@ -76,8 +79,8 @@ class MessageItem(Body):
     content: str | Several[ItemText]
 
     def turn(self, place: str) -> Json:
-        """The fields of the `ChatMessage` that this item becomes, or becomes a part of. Raises
-        `BadRequest`, with the item's `place` in the body."""
+        """Fields of a `ChatMessage`, which this item becomes alone or with others. `place` is the
+        path of the item in the body. Raises `BadRequest`."""
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": lines(self.content)}
 
@@ -129,12 +132,12 @@ class ReasoningItem(Body):
 
 
 def _kind(value: Any) -> str | None:
-    """The tag of an item; an item without a type is a message."""
+    """The tag of an item. An item without a type is a message."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", "")
     return f"a {'message' if kind is None else kind}" if isinstance(kind, str | None) else None
 
 
-# `wrong_body` leaves tags that are not identifiers out of a field's name.
+# pydantic puts tags into the paths of errors. `wrong_body` drops a tag that is not an identifier.
 Item = Annotated[
     Annotated[MessageItem, Tag("a message")]
     | Annotated[CallItem, Tag("a function_call")]
@@ -156,7 +159,7 @@ def _few_items(given: Any) -> Any:
     return few_parts(given)
 
 
-class ResponsesTool(Body):
+class ResponsesTool(FunctionTool, OfFunction):
     """A function that the answer may call."""
 
     unserved: ClassVar[Unserved] = {
@@ -165,20 +168,12 @@ class ResponsesTool(Body):
         **asks_nothing("allowed_callers", ["direct"]),
     }
 
-    type: Literal["function"]
-    name: str
-    """1 to 64 letters, digits, - and _."""
-    description: str = ""
-    parameters: dict[str, Any] = Field(default={})
-    """JSON schema of the parameters; empty = the function has none."""
     strict: bool = True
-    """Ignored: calls that the answer must make always meet the schema."""
+    """Ignored: calls that the answer must make always match the schema."""
 
 
-class NamedResponsesTool(NamedFunction):
+class NamedResponsesTool(NamedFunction, OfFunction):
     """The tool that the answer must call."""
-
-    type: Literal["function"]
 
 
 class TextOptions(Body):
@@ -191,7 +186,7 @@ class TextOptions(Body):
 
 
 class ReasoningOptions(Body):
-    """How the model reasons; cannot be chosen."""
+    """How the model reasons. No request can choose this."""
 
     unserved: ClassVar[Unserved] = {
         **asks_nothing("effort", "none"),
@@ -245,7 +240,7 @@ class ResponsesBody(GenerationBody):
     """Variables for the chat template, such as enable_thinking."""
 
     def translate(self) -> TranslatedBody:
-        """The requests of the equivalent chat completion. Raises `BadRequest`."""
+        """The requests of the chat completion with the same meaning. Raises `BadRequest`."""
         turns, tools = self._turns(), self._tools()
         given = self.model_fields_set & GenerationBody.model_fields.keys()
         chat = ChatBody.model_construct(
@@ -260,12 +255,13 @@ class ResponsesBody(GenerationBody):
             asked = chat.translate_with(turns, tools)
         except BadRequest as error:
             raise BadRequest(_own_name(error.field), error.reason) from error
-        # A conversation of only reasoning items without text gives an empty prompt.
+        # `_turns` may drop all items. The coordinator then refuses the prompt as a list of tokens.
         names = {"max_tokens": "max_tokens", "token_ids": "messages", **asked.names}
         return replace(asked, names={name: _own_name(field) for name, field in names.items()})
 
     def _turns(self) -> tuple[ChatMessage, ...]:
-        """In chat, successive reasoning, text and calls of the assistant are one message."""
+        """The messages of the conversation. Reasoning, text and calls of the assistant that follow
+        each other in this order become one message."""
         items, turns = self.input, list[Json]()
         if isinstance(items, str):
             items = [MessageItem(role="user", content=items)]
@@ -316,14 +312,16 @@ _KINDS = {
     "reasoning": ("reasoning", "rs", "reasoning_text"),
     "name": ("function_call", "fc", "function_call_arguments"),
 }
-"""By the kind of its parts: an item's type, its id's prefix, and the field that grows."""
+"""For each kind of `Part` that begins an item: the item's type, the prefix of its id, and the type
+of the text that grows."""
 
 
 class _Item:
-    """An item of an answer, as far as it has been generated. Each change is an event."""
+    """An item of an answer, as far as it has been generated. Its methods return the events of a
+    stream for each change."""
 
     def __init__(self, kind: str, session_id: str, index: int, call: Json) -> None:
-        """`call` has the fields of a call that are known at its beginning."""
+        """`call` has the `call_id` and `name` of a call, and is empty for other items."""
         self.kind, self._index, self._call = kind, index, call
         self._type, prefix, self._grows = _KINDS[kind]
         self._id = f"{prefix}_{session_id}_{index}"
@@ -428,8 +426,8 @@ class ResponseAnswer(ChatAnswer):
         return self._numbered(events)
 
     def _grown(self) -> list[Json]:
-        """Adds the new parts to the items, and returns the events for that. Only messages have
-        log-probabilities; each part of one has those that came after the part before."""
+        """Adds the new parts to the items, and returns the events for this. Only messages have
+        log-probabilities. A part gets all those that came since the last part."""
         [choice], events = self._choices, list[Json]()
         for kind, text in joined(choice.parts):
             if kind == "name" or kind not in ("arguments", *(one.kind for one in self._items[-1:])):
@@ -486,7 +484,7 @@ class ResponseAnswer(ChatAnswer):
             "usage": None,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            **self._body.model_dump(include=_TOLD_AGAIN),
+            **self._body.model_dump(include=_REPEATED),
             **_ALWAYS,
         }
         if choice.finished:
@@ -500,6 +498,6 @@ class ResponseAnswer(ChatAnswer):
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": usage["total_tokens"],
             }
-            found["stop_reason"] = self._choice(0, {}, choice.finished)["stop_reason"]
+            found["stop_reason"] = stop_reason(choice.finished)
             found["metrics"] = self._metrics()
         return found

@@ -1,5 +1,5 @@
-"""The answers of routes as models for the OpenAPI document. Small answers are made from these
-models. Answers of generations are plain dicts, as each chunk of a stream must be cheap."""
+"""Models of the routes' answers, for the OpenAPI document. Answers to generations are not made from
+these models but are plain dicts, as a chunk of a stream must be cheap."""
 
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ class Schema(BaseModel):
 
 
 class Usage(Schema):
-    """Tokens of all choices; a prompt counts once for all of its choices."""
+    """Numbers of tokens of all choices. A prompt counts once, however many choices it has."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -25,7 +25,7 @@ class Usage(Schema):
 
 
 class SpeculativeDecoding(Schema):
-    """What drafts contributed to all choices; a step is a round."""
+    """What drafts contributed to all choices. A step is a round."""
 
     mean_acceptance_length: float
     draft_acceptance_rate: float
@@ -45,9 +45,10 @@ class Choice(Schema):
     index: int
     finish_reason: Literal["stop", "length", "tool_calls"] | None
     stop_reason: str | int | None
-    """The stop string or token that ended the text, or what cut it off: deadline or cancelled."""
+    """The stop string or stop token that ended the text. If the text was cut off, `deadline` or
+    `cancelled`."""
     token_ids: list[int] = []
-    """With return_token_ids."""
+    """Only with return_token_ids."""
 
 
 class LikelyToken(Schema):
@@ -67,21 +68,21 @@ class ChatLogprobs(Schema):
 
 class CalledFunction(Schema):
     name: str = ""
-    """In a stream only at the beginning of the call, like its id."""
+    """A stream has the name and the id only at the beginning of a call."""
     arguments: str
     """JSON as the model wrote it, which may be invalid."""
 
 
 class ToolCall(Schema):
     index: int = 0
-    """In a stream: the call that this is a part of."""
+    """In a stream: which call this is a part of."""
     id: str = ""
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
 class AssistantMessage(Schema):
-    """A message, or what a chunk adds to it."""
+    """A message, or what a chunk adds to one."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None = None
@@ -118,9 +119,9 @@ class Chunk(Schema):
     created: int
     model: str
     usage: Usage | None = None
-    """In the last chunk or in each, depending on stream_options."""
+    """In the last chunk or in each one, as stream_options says."""
     metrics: AnswerMetrics | None = None
-    """In the last chunk."""
+    """Only in the last chunk."""
 
 
 class ChatCompletion(Chunk):
@@ -149,7 +150,7 @@ class ResponseUsage(Schema):
 
 
 class ResponseObject(Schema):
-    """OpenAI's response object; its other fields are those of the request."""
+    """OpenAI's response object. Its other fields repeat those of the request."""
 
     id: str
     object: Literal["response"]
@@ -157,7 +158,7 @@ class ResponseObject(Schema):
     status: Literal["completed", "incomplete", "failed", "in_progress"]
     model: str
     output: list[dict[str, Any]]
-    """Messages, reasoning and calls of functions."""
+    """Messages, reasoning, and calls of functions."""
     error: dict[str, Any] | None
     usage: ResponseUsage | None
     stop_reason: str | int | None = None
@@ -165,7 +166,7 @@ class ResponseObject(Schema):
 
 
 class ResponseEvent(Schema):
-    """A change of a response; OpenAI's reference has its other fields."""
+    """A change of a response. OpenAI's reference describes its other fields."""
 
     type: str
     sequence_number: int
@@ -215,7 +216,7 @@ _GENERATIONS: tuple[type[Schema], ...] = (
 
 
 def answers(whole: type[Schema], chunk: type[Schema]) -> dict[int | str, dict[str, Any]]:
-    """The responses of a route with whole answers and streams of chunks."""
+    """The documentation of a route that answers as a whole or in a stream of chunks."""
     content = {
         kind: {"schema": {"$ref": _REF.format(model=model.__name__)}}
         for kind, model in (("application/json", whole), ("text/event-stream", chunk))
@@ -225,7 +226,8 @@ def answers(whole: type[Schema], chunk: type[Schema]) -> dict[int | str, dict[st
 
 
 class DocumentedApp(FastAPI):
-    """Adds the schemas that `answers` refers to: FastAPI allows only one model for a response."""
+    """Adds to the OpenAPI document the schemas that `answers` refers to. FastAPI adds only one
+    model for each response."""
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:

@@ -2,12 +2,14 @@
 time that each phase of a connection may take.
 
 uvicorn only limits the time between two requests. Here a client must also send complete headers
-within `HTTP_HEADERS_S` of its TCP accept, or of the first byte of its next request. It must read,
-too: a connection stuck for `HTTP_STUCK_WRITE_S` is closed. At the maximum of connections, one
-without a request is closed for each new one, so idle sockets keep no caller out.
+within `HTTP_HEADERS_S` of its connection's accept, or of the first byte of its next request. A
+connection whose client reads nothing for `HTTP_STUCK_WRITE_S` is closed. When the maximum number of
+connections is reached, each new connection replaces one without a request. So idle connections keep
+no caller out.
 
-A server that stops serves requests for another `HTTP_LAST_REQUEST_S`. Then it refuses new ones with
-503 until the running ones have ended. If another server may listen on its port, new ones go there.
+A server that stops still serves new requests for `HTTP_LAST_REQUEST_S`. Then it refuses them with
+503 until the running ones have ended. If another server shares its port, the stopping server
+accepts no connections, so that new ones go to the other server.
 """
 
 from __future__ import annotations
@@ -53,12 +55,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 BACKLOG = 2048
-"""Connections that the kernel queues until they are accepted."""
+"""Most connections that the kernel queues until they are accepted."""
 _ACCEPTS = 16
-"""Connections accepted at a time, before they are counted: a large burst could take all file
+"""Most connections that are accepted before they are counted. More could take all file
 descriptors."""
 CLOSE_S = 2.0
-"""Time for requests that the server ends to send their last event."""
+"""Time that responses have for their last event when the server ends them."""
 _DRAIN_POLL_S = 0.02
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
@@ -70,7 +72,7 @@ class TlsFiles:
     certificate: Path
     key: Path
     authority: Path | None = None
-    """Authority of the certificates that callers must have; None = they need none."""
+    """The authority that must have signed callers' certificates. None = callers need none."""
 
     def read(self) -> ssl.SSLContext:
         """Raises `OSError` or `ValueError`."""
@@ -83,7 +85,7 @@ class TlsFiles:
 
 
 Metrics = Callable[[str], tuple[bytes, str]]
-"""Returns the metrics and their content type for an `Accept` header. Blocks."""
+"""Returns the metrics and their content type. Its argument is an `Accept` header. It blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,35 +93,39 @@ class HttpOptions:
     """Where a server listens, whom it serves, and what it reports to."""
 
     host: str = "127.0.0.1"
-    """Address to bind. Only this machine reaches the default, loopback."""
+    """The address to bind. The default is reached from this machine only."""
     port: int = 0
     """0 = any free port."""
     shares_port: bool = False
     """Whether a later server that `takes_over` may listen on the same port."""
     takes_over: bool = False
-    """Whether this server replaces one that `shares_port`. If not, a port in use is an error."""
+    """Whether this server may listen on a port that a server with `shares_port` uses. If not, a
+    port in use is an error."""
     metrics: Metrics | None = None
     """None = no metrics."""
     access: AccessControl = OPEN
-    """The callers, and the limits of each."""
+    """Identifies and limits callers."""
     tls: TlsFiles | None = None
-    """None = plain text. Files are read again when they change; unreadable ones change nothing."""
+    """None = without TLS. Files that change are read again. If that fails, the old ones stay in
+    use."""
     times: HttpTimes | None = None
     """Records the time of each request."""
 
 
 class _State(IntEnum):
-    """State of a connection. Connections in lower states are closed first to make room."""
+    """The state of a connection. To make room, connections in the lowest state are closed first,
+    and `BUSY` ones never."""
 
     INCOMPLETE = 0
     """Waits for complete headers, or for the TLS handshake."""
     IDLE = 1
     """Waits for another request."""
     BUSY = 2
+    """Has a request."""
 
 
 class OpenConnections(dict["HttpConnection", _State]):
-    """The connections of one server; of those in one state, the oldest in it comes first."""
+    """The connections of one server, in the order in which they entered their states."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,10 +133,10 @@ class OpenConnections(dict["HttpConnection", _State]):
         if descriptors == resource.RLIM_INFINITY:
             descriptors = 2 * HTTP_CONNECTIONS_MAX
         self.num_max = min(HTTP_CONNECTIONS_MAX, descriptors // 2)
-        """Exceeded only while all connections have requests."""
+        """Exceeded only while all connections are busy."""
 
     def make_room(self) -> None:
-        """Closes a connection without a request if the maximum is reached."""
+        """If the maximum is reached, closes a connection that is not busy, if there is one."""
         if len(self) >= self.num_max:
             oldest = min(self, key=self.__getitem__)
             if self[oldest] is not _State.BUSY:
@@ -151,13 +157,15 @@ class HttpConnection(H11Protocol):
         self._open = others
         self._tls = tls
         self._early = bytearray()
-        """Decrypted bytes that arrived before `_encrypt` went on."""
+        """Decrypted bytes that arrived between the end of the handshake and the next turn of
+        `_encrypt`."""
         self.handshake: asyncio.Task[None] | None = None
-        """None = no handshake, or it is over."""
+        """The running TLS handshake; None = there is none, or it has ended."""
         self._late: asyncio.TimerHandle | None = None
-        """Closes the connection if headers stay incomplete, or the last response unread."""
+        """Closes the connection if headers stay incomplete, or if the client does not read the last
+        response."""
         self._stuck: asyncio.TimerHandle | None = None
-        """Closes the connection if its client does not read."""
+        """Closes the connection if its client does not read a response that goes on."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._open.make_room()
@@ -199,13 +207,13 @@ class HttpConnection(H11Protocol):
             return
         if self.conn.their_state is h11.IDLE or self.transport.is_closing():
             self._enter(_State.IDLE)
-            if self.transport.is_closing():  # uvicorn has no timer for this.
+            if self.transport.is_closing():  # uvicorn waits for ever until the client has read.
                 self._late = self._break_off_in(HTTP_STUCK_WRITE_S)
-        else:  # The rest of an unread body is to come; the client may first read.
+        else:  # The response came before the whole body. The client must still send the rest.
             self._await_headers()
 
     def timeout_keep_alive_handler(self) -> None:
-        super().timeout_keep_alive_handler()  # Waits until the client has read the response.
+        super().timeout_keep_alive_handler()  # Closes once the client has read the response.
         self._late = self._late or self._break_off_in(HTTP_STUCK_WRITE_S)
 
     def pause_writing(self) -> None:
@@ -223,7 +231,7 @@ class HttpConnection(H11Protocol):
         super().connection_lost(exc)
 
     def break_off(self) -> None:
-        """Closes the connection at once, even if its client has not read everything."""
+        """Closes the connection at once, without waiting until its client has read everything."""
         self._forget()
         if self.handshake is not None:
             self.handshake.cancel()
@@ -259,9 +267,9 @@ class HttpServer:
     def __init__(
         self, options: HttpOptions, build: Callable[[asyncio.Event, Collection[str]], ASGIApp]
     ) -> None:
-        """`build` makes the application from an event, which is set when the server stops waiting
-        for running requests, and the accepted names of this server; none = any. Raises `OSError` or
-        `ValueError` for wrong TLS files."""
+        """`build` makes the application. It gets an event, which the server sets when it no longer
+        waits for running requests, and the names of this server that the header `Host` may have;
+        none = any. Raises `OSError` or `ValueError` for TLS files that cannot be read."""
         self._options = options
         self._tls = None
         if (tls := options.tls) is not None:
@@ -281,7 +289,7 @@ class HttpServer:
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=HTTP_KEEP_ALIVE_S,
-            limit_concurrency=self._open.num_max + 1,  # uvicorn refuses the last one.
+            limit_concurrency=self._open.num_max + 1,  # uvicorn allows one less.
         )
         config.load()
         self._server = uvicorn.Server(config)
@@ -299,10 +307,10 @@ class HttpServer:
         """Listens. Raises `ConfigError` if the address cannot be bound."""
         listening = _bind(self._options)
         self._address = f"{_in_url(self._options.host)}:{listening.getsockname()[1]}"
-        # Replaces `uvicorn.Server.startup`, which counts connections only after their handshake.
+        # `uvicorn.Server.startup` would count connections only after their TLS handshake.
         loop = asyncio.get_running_loop()
         server = await loop.create_server(self._connect, sock=listening, backlog=_ACCEPTS)
-        listening.listen(BACKLOG)  # asyncio uses one number for both.
+        listening.listen(BACKLOG)  # asyncio would use `_ACCEPTS` for the kernel's queue, too.
         self._server.servers = [server]
         self._server.started = True
         self._serving = asyncio.create_task(self._serve(listening))
@@ -318,10 +326,10 @@ class HttpServer:
         return HttpConnection(self._server.config, self._server.server_state, self._open, tls)
 
     async def _serve(self, listening: socket.socket) -> None:
-        # Like `uvicorn.Server.serve`, without its signal handlers.
+        # `uvicorn.Server.serve` would also handle signals.
         try:
             await self._server.main_loop()
-        except Exception:  # noqa: BLE001 (seen by `failed`)
+        except Exception:  # noqa: BLE001 (the owner of the server looks at `failed`)
             _log.exception("the HTTP server has failed, and stops")
             self.failed = True
         if self._options.shares_port:
@@ -337,17 +345,18 @@ class HttpServer:
         await self._server.shutdown()
 
     async def _leave_port(self, listening: socket.socket) -> None:
-        """Leaves the port to another server. Queued connections are accepted."""
+        """Closes the listening socket, so that another server gets new connections. Serves those
+        that the kernel has queued."""
         queued: list[socket.socket] = []
-        with suppress(OSError):  # Until none is left; bounded, as new ones may come.
+        with suppress(OSError):  # The queue is empty. It may be refilled as fast, hence the limit.
             queued.extend(listening.accept()[0] for _ in range(2 * BACKLOG))
-        self._server.servers[0].close()  # The kernel resets those queued since.
+        self._server.servers[0].close()  # The kernel resets connections queued since.
         for client in queued:
             client.setblocking(False)
             await asyncio.get_running_loop().connect_accepted_socket(self._connect, client)
 
     async def _drain(self) -> None:
-        """Returns when the requests that run now have ended, or `_closing` is set."""
+        """Refuses new requests. Waits until running ones have ended, or `_closing` is set."""
         self._drains = True
         running = [one for one, state in self._open.items() if state is _State.BUSY]
         for connection in list(self._server.server_state.connections):
@@ -359,7 +368,7 @@ class HttpServer:
         self._server.config.timeout_graceful_shutdown = CLOSE_S  # type: ignore[assignment]
 
     def _say_last(self) -> None:
-        """Responses that have not begun get `Connection: close`."""
+        """Adds `Connection: close` to all responses that have not begun."""
         state = self._server.server_state
         state.default_headers = [*state.default_headers, (b"connection", b"close")]
         for connection in state.connections:
@@ -373,12 +382,11 @@ class HttpServer:
             await asyncio.wait([self._serving])
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Refuses new requests after `HTTP_LAST_REQUEST_S`; a server that shares its port accepts
-        no connections from now on. Requests that run for longer than `grace_s` seconds end with an
-        error."""
+        """Stops as the module's docstring says. Requests that still run after `grace_s` seconds end
+        with an error."""
         if self._serving is None:
             return
-        # uvicorn counts from the end of `HTTP_LAST_REQUEST_S`.
+        # uvicorn starts to count after `HTTP_LAST_REQUEST_S`.
         left_s = max(0.0, grace_s - HTTP_LAST_REQUEST_S) + CLOSE_S
         self._server.config.timeout_graceful_shutdown = left_s  # type: ignore[assignment]
         self._server.should_exit = True
@@ -388,12 +396,12 @@ class HttpServer:
 
 
 class LiveResponse(Response):
-    """The response to a request whose body has been read, produced while the client is connected:
-    `_respond` is cancelled when the client disconnects. An error, or the end of the server, is
-    raised if the response has not begun, and else becomes its last event."""
+    """The response to a request whose body has been read. When the client disconnects, `_respond`
+    is cancelled. An error, or the end of the server, becomes the last event of a response that has
+    begun. Before that, it is raised, so that the response has the error's status."""
 
     def __init__(self, closing: asyncio.Event) -> None:
-        """`closing` is set when the server stops waiting for responses."""
+        """The server sets `closing` when it no longer waits for responses."""
         super().__init__()
         self._closing = closing
         self._has_begun = False
@@ -438,7 +446,7 @@ class LiveResponse(Response):
 
 
 async def send_part(send: Send, body: bytes = b"", *, more: bool = True) -> None:
-    """Sends a part of a response's body, or the last one."""
+    """Sends a part of a response's body. Unless there is `more`, it is the last one."""
     await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
@@ -452,8 +460,9 @@ def _in_url(host: str) -> str:
 
 
 def _own_names(options: HttpOptions) -> frozenset[str]:
-    """The accepted names of this server; none = any. Without keys, on loopback, another name means
-    that a web page's own name resolves to this machine (DNS rebinding)."""
+    """The names of this server that the header `Host` may have; none = any. They are checked only
+    without API keys and on loopback. There, another name means DNS rebinding: the name of a web
+    page resolves to this machine, and the page makes a browser call this server."""
     if options.access.asks_for_keys or not is_loopback(options.host):
         return frozenset()
     return _LOOPBACK_NAMES | {_in_url(options.host).lower()}
@@ -467,7 +476,7 @@ def _bind(options: HttpOptions) -> socket.socket:
         found = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-        # IPv4 is preferred for a name with both kinds of address.
+        # For a name with addresses of both kinds, IPv4 is preferred.
         family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
         bound = socket.create_server(
             address, family=family, reuse_port=options.shares_port,

@@ -1,1 +1,1 @@
-"""Requests before they run: limits, tokens, grammars, fair turns."""
+"""Checks requests before they run: limits, the prompt's tokens, and constraints."""

@@ -1,7 +1,7 @@
 """Checks in child processes whether constraints can be compiled.
 
-A coordinator needs no compiled constraints; replicas compile their own. It refuses a constraint
-that cannot be compiled in time before it opens a session. Tenants take turns.
+Before a coordinator opens a session, it refuses a constraint that cannot be compiled in time. It
+does not keep the compiled constraint: each replica compiles its own. Tenants take turns.
 """
 
 import asyncio
@@ -35,13 +35,15 @@ _Key = tuple[str, bytes]
 
 
 class FairQueue:
-    """Admits `COMPILE_THREADS` constraints at a time. Waiting tenants take turns; within a tenant,
-    it is first come, first served."""
+    """Admits `COMPILE_THREADS` constraints at a time. Waiting tenants take turns. The constraints
+    of one tenant are admitted in the order in which they came."""
 
     def __init__(self) -> None:
         self._places = asyncio.Semaphore(limits.COMPILE_THREADS)
-        """First come, first served, but at most one constraint of each tenant waits here."""
+        """At most one constraint of each tenant waits for this. The others wait for the tenant's
+        lock."""
         self._turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """The lock of each tenant."""
         self._num_waiting: Counter[str] = Counter()
 
     async def take(self, tenant: str) -> None:
@@ -61,17 +63,17 @@ class FairQueue:
                 del self._num_waiting[tenant], self._turns[tenant]
 
     def give_back(self) -> None:
-        """Passes the place on to the next in the queue."""
+        """Gives a place to the next constraint in the queue."""
         self._places.release()
 
 
 class ConstraintChecks:
-    """Checks the constraints of one coordinator's requests. Results are kept per tenant, so that
-    times and refusals do not reveal what other tenants use."""
+    """Checks the constraints of one coordinator's requests. Each tenant has results of its own, so
+    that no tenant learns from times or refusals which constraints others use."""
 
     def __init__(self, load: Callable[[], tuple[str, tuple[int, ...]]]) -> None:
-        """`load` returns the tokenizer, in the JSON format of Hugging Face's tokenizers, and the
-        EOS tokens. It may block, and is called with the first constraint. If it raises
+        """`load` returns the tokenizer, as JSON in the format of Hugging Face's tokenizers, and the
+        EOS tokens. It is called when the first constraint comes, and may block. If it raises
         `ConfigError`, every constraint is refused."""
 
         @cache
@@ -109,7 +111,7 @@ class ConstraintChecks:
 
     async def _compile(self, key: _Key, constraint: Constraint) -> None:
         await self._turns.take(key[0])
-        # The task goes on even if no request waits for it, so that its result is kept.
+        # The compilation goes on even if no request waits for it any more. Its result is kept.
         judging = asyncio.create_task(self._judge(key, constraint))
         judging.add_done_callback(lambda _: self._turns.give_back())
         await asyncio.shield(judging)
@@ -121,13 +123,13 @@ class ConstraintChecks:
         finally:
             self._idle.append(compiler)
         self._reasons[key] = reason
-        if reason in (_TOO_SLOW, _TOO_LARGE):  # It may pass at another time.
+        if reason in (_TOO_SLOW, _TOO_LARGE):  # On a less busy machine, it may pass.
             asyncio.get_running_loop().call_later(limits.TOO_SLOW_S, self._reasons.pop, key, None)
 
 
 class _Compiler:
-    """A process of `coordinator.requests.grammar_process`. It is started with the first constraint,
-    and restarted when it dies. It compiles one constraint at a time."""
+    """A process of `coordinator.requests.grammar_process`, which compiles one constraint at a time.
+    It is started when the first constraint comes, and again after it has died."""
 
     def __init__(self, first_line: Callable[[], bytes]) -> None:
         self._first_line = first_line
@@ -135,8 +137,8 @@ class _Compiler:
         self._is_closed = False
 
     async def compile(self, constraint: Constraint) -> str:
-        """The reason for a refusal, else empty. Raises `Overloaded` if the process was killed or
-        does not answer, and `InvariantError` for a bug of ours."""
+        """The reason why the constraint is refused; empty if it is not. Raises `Overloaded` if the
+        process does not answer, or was killed from outside, and `InvariantError` for a bug."""
         try:
             process = self.process
             if process is None or process.returncode is not None:
@@ -146,9 +148,8 @@ class _Compiler:
         process.stdin.write(_line({"kind": constraint.kind, "text": constraint.text}))
         line = b""
         try:
-            async with asyncio.timeout(
-                2 * limits.COMPILE_WAIT_S_MAX
-            ):  # The process has a shorter limit.
+            # The process limits itself to half of this time.
+            async with asyncio.timeout(2 * limits.COMPILE_WAIT_S_MAX):
                 line = await process.stdout.readline()
         except TimeoutError:
             _log.warning("the process that compiles constraints does not answer; it is killed")
@@ -156,7 +157,9 @@ class _Compiler:
         if line:
             return str(json.loads(line))
         status = -await process.wait()
-        with suppress(OSError, OutriderError):  # Now, so the next constraint need not wait.
+        with suppress(
+            OSError, OutriderError
+        ):  # At once, so that the next constraint need not wait.
             await self._start()
         match status:
             case signal.SIGPROF | signal.SIGALRM:

@@ -1,4 +1,4 @@
-"""Checks requests against all limits before they run, fills in defaults, and tokenizes prompts."""
+"""Checks requests against all limits, fills in their defaults, and tokenizes their prompts."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _NOT_STORED = {"prompt", "model", "default_max_tokens", "tools", "template_varia
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationParameters(GenerateRequest):
-    """A checked request with every default filled in: all that is needed to run it, or to resume it
-    after a failure."""
+    """A checked request with every default filled in. Together with the prompt, this is all that is
+    needed to run the request, or to resume it after a failure."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -42,7 +42,7 @@ class GenerationParameters(GenerateRequest):
     num_draft_tokens: int
     deadline_ms: int
     weights: str = ""
-    """`ReplicaDescription.weights` of its targets; the same after a move."""
+    """`ReplicaDescription.weights` of the targets that may run it, now and after a move."""
 
     def to_json(self) -> str:
         """These parameters without the prompt, for the session store."""
@@ -65,17 +65,17 @@ def _adapter() -> TypeAdapter[GenerationParameters]:
 
 @dataclass(frozen=True, slots=True)
 class RequestDefaults:
-    """Defaults of a coordinator."""
+    """A coordinator's defaults of fields."""
 
     num_draft_tokens: int
     deadline_ms: int
     unseeded_rule: Rule = Rule.TOKEN
-    """Rule of a request with a temperature above 0 and neither a rule nor a seed."""
+    """The rule of a request without a seed whose temperature is above 0."""
 
 
 def check_fields(request: GenerateRequest, model: ReplicaDescription) -> None:
-    """Checks every field that can be checked without tokenizing the prompt. Raises `BadRequest`
-    for the first one outside its limits (`outrider.limits`)."""
+    """Checks every field that can be checked before the prompt is tokenized. Raises `BadRequest`
+    for the first field outside its limits (`outrider.limits`)."""
     check_sampling(request.sampling, vocab_size=model.vocab_size)
     _check_min_tokens(request, model)
     check_roles(request.prompt)
@@ -117,8 +117,9 @@ def resolve(
     defaults: RequestDefaults,
     random_seed: int,
 ) -> GenerationParameters:
-    """Fills in the defaults of a request whose fields were checked. Raises `BadRequest` if the
-    prompt, or the prompt with `max_tokens`, does not fit the model."""
+    """Fills in the defaults of a request that `check_fields` has accepted. `prompt_field` is the
+    name of the prompt's field. Raises `BadRequest` if the prompt is empty, has an unknown token, or
+    does not fit the model together with `max_tokens`."""
     check_prompt_ids(prompt_ids, prompt_field, model)
     room = model.max_model_len - len(prompt_ids)
     known: dict[str, Any] = {
@@ -145,7 +146,7 @@ def resolve(
     }  # fmt: skip
     if request.sampling.greedy:
         known["rule"] = Rule.GREEDY
-    elif request.rule is None:  # With a seed, tokens must not depend on the drafter.
+    elif request.rule is None:  # With a seed, tokens must not depend on the drafter: coupled.
         known["rule"] = defaults.unseeded_rule if request.seed is None else Rule.COUPLED
     return GenerationParameters(**known)
 
@@ -178,8 +179,8 @@ def _is_chat(prompt: Prompt) -> bool:
 
 
 def check_roles(prompt: Prompt) -> None:
-    """Raises `BadRequest` for a chat message whose role is not a plain name: chat templates write
-    the role between special tokens."""
+    """Raises `BadRequest` for a chat message whose role is not a plain name. Chat templates write
+    roles between special tokens, so a role with special tokens could forge a message."""
     for index, turn in enumerate(prompt if _is_chat(prompt) else ()):
         if isinstance(turn, ChatMessage) and not _ROLE.fullmatch(turn.role):
             raise BadRequest(
@@ -203,19 +204,20 @@ def check_stop(stop: tuple[str, ...]) -> None:
 
 
 TOKENIZER_THREADS = 2
-"""Prompts that are tokenized at the same time. Others wait, up to their deadline."""
+"""Number of prompts that are tokenized at the same time. Others wait, up to their deadline."""
 
 
 class PromptEncoder:
     """Tokenizes the prompts of one coordinator, and checks constraints with the tokenizer."""
 
     def __init__(self, text: TokenizerText | None) -> None:
-        """`text` is None for a model without a tokenizer, which takes only token ids."""
+        """Without a `text` the model has no tokenizer. It then takes only token ids."""
         self._text = text
         self._calls: SharedCalls[tuple[int, bool], tuple[int, ...]]
         self._calls = SharedCalls(TOKENIZER_THREADS, "tokenizer")
-        """By the `id` of the prompt, an object that the generations of one request share. The id is
-        valid while one of them waits."""
+        """By the `id` of the prompt's object, which all generations of one request share, and
+        `add_special_tokens`. No other object gets that id while a call waits, as it holds the
+        prompt."""
         self._checks: ConstraintChecks | None = None
 
     async def encode(
@@ -226,10 +228,10 @@ class PromptEncoder:
         variables: Mapping[str, Any] = MappingProxyType({}),
         add_special_tokens: bool = True,
     ) -> tuple[str, tuple[int, ...]]:
-        """The name of the prompt's field, and its token ids. The chat template gets `tools` and
-        other `variables`; `add_special_tokens` is for plain text. The same object is tokenized once
-        for all calls that wait for it. Raises `BadRequest` for a text that cannot be tokenized, or
-        whose bytes cannot fit `tokens_max` tokens."""
+        """The name of the prompt's field, and the token ids of the prompt. The chat template gets
+        `tools` and `variables`. `add_special_tokens` is for plain text. Concurrent calls with the
+        same object tokenize it once. Raises `BadRequest` for a prompt that cannot be tokenized, or
+        that has more bytes than `tokens_max` tokens can hold."""
         text, given = self._text, cast(Any, prompt)
         if not isinstance(prompt, str) and not _is_chat(prompt):
             return "token_ids", given
@@ -261,7 +263,7 @@ class PromptEncoder:
         self, constraint: Constraint, eos_token_ids: tuple[int, ...], tenant: str
     ) -> None:
         """Raises `BadRequest`, with the kind as its field, for a constraint that cannot be compiled
-        with the model's tokenizer, and `Overloaded`."""
+        with the model's tokenizer. Raises `Overloaded` if the check cannot be made now."""
         text = self._text
         if text is None:
             raise BadRequest(
@@ -272,7 +274,7 @@ class PromptEncoder:
         await self._checks.check(constraint, tenant)
 
     async def close(self) -> None:
-        """Accepts no more prompts. Does not wait for one that is being tokenized."""
+        """Accepts no more prompts. Does not wait for those that are being tokenized."""
         self._calls.close()
         if self._checks is not None:
             await self._checks.close()
