@@ -1,18 +1,18 @@
 """Drafts for the possible outcomes of rounds whose verdict is not known yet.
 
     a round       C = committed tokens, x_1..x_K = its proposal
-    read          C x_1..x_K is run in one pass; its rows show how each outcome may continue
+    read          one pass runs C x_1..x_K; its rows show how each outcome may continue
     outcomes      C x_1..x_n y for likely n and y: forks of the session, all drafted together
     pushed        each finished proposal, with the tokens x_1..x_n y that it assumes
 
-A round starts with its item. If the coordinator has a proposal, the item holds it. Otherwise an
-outcome of the previous round that came true is drafted on, or else the session itself is drafted.
-Every pass adds a token to each draft. Proposals that a coordinator waits for come first, then the
-likeliest outcomes of all sessions, as many as fit the engine.
+A round starts with its item. If the coordinator has a proposal, the item holds it. Otherwise, if an
+outcome of the previous round came true, its draft is continued. If none did, a new draft of the
+session begins. Every pass adds a token to each draft. Proposals that a coordinator waits for come
+first, then the likeliest outcomes of all sessions, as many as fit into a pass.
 
-The sequence that drafted a proposal has already run all of it but x_K. If it is known what each
-token was drawn from, rejections are predicted and their outcomes branch off at once, beside the
-pass that reads x_K for the bonus.
+The sequence that drafted a proposal has already run all of it but x_K. If the distributions of all
+x_i were kept, rejections are predicted from these, and their outcomes branch off at once. The pass
+that then reads x_K for the bonus also drafts these outcomes.
 """
 
 import logging
@@ -47,7 +47,7 @@ from outrider.speculation.sampling_params import SamplingParams
 
 _log = logging.getLogger(__name__)
 Outcome = tuple[int, ...]
-"""x_1..x_n y: the tokens that a round may commit; empty if unknown."""
+"""x_1..x_n y: the tokens that a round may commit. Empty stands for an unknown outcome."""
 
 
 class RoundAhead:
@@ -63,14 +63,15 @@ class RoundAhead:
         self.bytes_left = LOOK_AHEAD_BYTES_MAX
         """Bytes that may still be pushed."""
         self.num_recorded = len(committed) - len(unseen)
-        """Tokens recorded in its table while its own proposal grows."""
+        """Tokens of the session that are recorded in the table."""
         self.drafted: tuple[int, ...] = ()
         """x_1..x_K, once known."""
         self.wanted: AutoregressiveDraft | None = None
-        """The proposal that the coordinator waits for, while it grows."""
+        """The unfinished proposal that the coordinator waits for."""
         self.basis: AutoregressiveDraft | None = None
-        """The branch that drafted the proposal, if its sequence still holds all but x_K and it is
-        known what each x was drawn from: outcomes can branch off it before the round is read."""
+        """The branch that drafted the proposal, if its sequence still holds all tokens but x_K, and
+        if the distributions of all x_i were kept. Then outcomes can branch off it before the round
+        is read."""
         self.is_read = False
         self.guesses: OutcomeGuesses | None = None
         self.chances: dict[Outcome, float] = {}
@@ -91,20 +92,20 @@ class RoundAhead:
 
     @property
     def seen(self) -> Sequence[LikelyTokens]:
-        """What each x was drawn from, if known."""
+        """The likely tokens of the distribution of each x_i, if kept."""
         return () if self.basis is None else self.basis.rows[: len(self.drafted)]
 
     @property
     def to_read(self) -> tuple[int, ...]:
-        """Tokens of the round that the session's own sequence has still to run."""
+        """Tokens that the session's own sequence still has to run to read the round."""
         if self.basis is not None and self.basis.sequence_id == self.session_id:
             return self.drafted[-1:]
         return (*self.unseen, *self.drafted)
 
     @property
     def reading(self) -> SequenceStep:
-        """The step that reads the round: a row for each number of accepted tokens, or only the
-        bonus's row if the others are known."""
+        """The step that reads the round. It has a row for each number of accepted tokens, or, if
+        there is a `basis`, only the row of the bonus."""
         num_logits = 1 if self.basis is not None else len(self.drafted) + 1
         return SequenceStep(self.session_id, self.to_read, num_logits)
 
@@ -119,7 +120,7 @@ class RoundAhead:
 
 
 class LookAhead:
-    """The rounds of a draft's sessions over one engine; used by the executor's thread."""
+    """The rounds of a draft's sessions over one engine. Only the executor uses it."""
 
     def __init__(
         self,
@@ -136,22 +137,22 @@ class LookAhead:
         self._outcome_models = OutcomeModels()
         self._numbers = count()
         self._stale: list[AutoregressiveDraft] = []
-        """Sequences kept for rounds that are over."""
+        """Sequences of rounds that are over, to release after the next pass."""
 
     def works_on(self, item: DraftItem) -> bool:
-        """Whether the round of exactly this item has begun."""
+        """Whether the session's newest round is that of this item."""
         found = self._rounds.get(item.head.session_id)
         return found is not None and found.item is item
 
     def progress(self, item: DraftItem) -> Answers:
-        """No answers, and whether the item's round goes on. Call for rounds that it `works_on`."""
+        """`Answers` without an answer, for an item of a round that it `works_on`."""
         return self._advanced(self._rounds[item.head.session_id], ())
 
     def begin(
         self, item: DraftItem, committed: tuple[int, ...], unseen: tuple[int, ...]
     ) -> Answers:
-        """Starts the round of `item`, whose session is aligned and lacks `unseen`, and ends the
-        previous round. Returns the answers that are known already."""
+        """Ends the session's previous round and starts the round of `item`. The session is aligned,
+        and its sequence lacks `unseen`. Returns the answers that are known already."""
         before = self._rounds.get(item.head.session_id) or RoundAhead(item, (), ())
         now = RoundAhead(item, committed, unseen)
         self._rounds[now.session_id] = now
@@ -172,7 +173,8 @@ class LookAhead:
         return self._advanced(now, answers)
 
     def advance(self, items: Sequence[DraftItem]) -> list[Answers]:
-        """One pass for these rounds, all of which it `works_on`. Raises what the engine raises."""
+        """Runs one pass for the rounds of these items, all of which it `works_on`. Raises what the
+        engine raises."""
         rounds = [self._rounds[item.head.session_id] for item in items]
         for now in rounds:
             self._drop_evicted(now)
@@ -231,8 +233,8 @@ class LookAhead:
         return Answers(tuple(answers), not is_over, now.wanted is not None)
 
     def _come_true(self, before: RoundAhead, committed: tuple[int, ...]) -> Outcome:
-        """The tokens committed since the previous round began, from which the outcome model learns.
-        Empty if the two rounds are not consecutive."""
+        """The outcome of the round `before`, from which its outcome model learns. Empty if
+        `committed` shows that the two rounds are not consecutive, or if nothing was guessed."""
         length, guesses = len(before.committed), before.guesses
         outcome = committed[length:]
         num_accepted = len(outcome) - 1
@@ -250,10 +252,11 @@ class LookAhead:
     def _begin_wanted(
         self, now: RoundAhead, taken: AutoregressiveDraft | None
     ) -> list[DraftAnswer]:
-        """Begins a proposal that a coordinator waits for: continues the branch that came true, or
-        drafts the session. A branch with at least half of its tokens becomes the answer as it is,
-        because each further token takes a pass, and the last ones are the least likely to be
-        accepted. This depends on when the item came, and on no token's value."""
+        """Begins the proposal that a coordinator waits for. Continues `taken`, the draft of the
+        outcome that came true, or begins a new draft. If `taken` has at least half of its tokens,
+        it becomes the answer as it is: each further token takes a pass, and the last tokens are the
+        least likely to be accepted. That depends on when the item came, and on no token's
+        value."""
         if taken is not None:
             num_held = len(taken.token_ids)
             taken.num_wanted = min(taken.num_wanted, now.item.num_draft_tokens)
@@ -272,8 +275,8 @@ class LookAhead:
     def _answer(
         self, now: RoundAhead, proposal: SealedProposal, out_of_time: bool = False
     ) -> ProposalReply:
-        """The requested proposal, cut to the requested K, as it may have been drafted for a larger
-        K."""
+        """The answer with the requested proposal. Cuts the proposal to the requested K, because it
+        may have been drafted for a larger K."""
         proposal = proposal.cut(now.item.num_draft_tokens)
         now.drafted = proposal.token_ids
         held = self._engine.length(now.session_id)
@@ -281,7 +284,8 @@ class LookAhead:
         return ProposalReply(key, proposal, len(now.committed), held, out_of_time=out_of_time)
 
     def _is_readable(self, now: RoundAhead) -> bool:
-        """Whether the session's sequence still has its aligned length and can be continued."""
+        """Whether the round can be read: its session looks ahead, and the session's sequence still
+        holds all tokens before `to_read` and can be continued with these."""
         info = self._engine.info
         length = len(now.committed) + len(now.drafted)
         return (
@@ -296,8 +300,8 @@ class LookAhead:
     def _likely_rows(
         self, rounds: Sequence[RoundAhead], logits: Sequence[torch.Tensor]
     ) -> list[LikelyTokens | None]:
-        """The likely tokens of each round's rows; None if a row is not a distribution. Processes
-        rounds with equal parameters together."""
+        """The likely tokens of each round's rows. None if a row of the round is not a distribution.
+        Processes rounds with equal parameters together."""
         groups: dict[SamplingParams, list[int]] = {}
         for index, now in enumerate(rounds):
             groups.setdefault(now.sampling, []).append(index)
@@ -316,8 +320,9 @@ class LookAhead:
         return [found[index] for index in range(len(rounds))]
 
     def _begin_outcomes(self, now: RoundAhead, read: LikelyTokens | None) -> None:
-        """Branches off each outcome that is worth drafting, while there are pages, and ends those
-        that no longer are. `read` are the round's rows, of which the last is for the bonus."""
+        """Begins to draft each outcome that is worth it, while there are pages, and ends the drafts
+        of other outcomes. `read` are the rows of the pass that read the round; the last of them is
+        for the bonus. None if the round is not read yet."""
         parts = [*now.seen]
         if read is not None:
             parts.append(read)
@@ -341,7 +346,7 @@ class LookAhead:
                     now.outcomes[outcome] = begun.pop(outcome)
                 elif outcome not in now.finished:
                     self._branch_off(now, outcome)
-        except OutOfPages:  # Even though no other round keeps any pages.
+        except OutOfPages:  # `_branch_off` has released all that can be spared.
             now.outcomes |= {one: begun.pop(one) for one in now.chances.keys() & begun.keys()}
         self._release([*begun.values()])
 
@@ -353,7 +358,7 @@ class LookAhead:
         try:
             self._engine.fork(source, name)
         except OutOfPages:
-            # Pushed outcomes are released before new ones are given up.
+            # Releases the sequences of pushed proposals, and tries again.
             self._release(self._stale)
             for found in self._rounds.values():
                 self._release(found.kept)
@@ -379,7 +384,7 @@ class LookAhead:
             if not branch.is_whole:
                 continue
             del now.outcomes[outcome]
-            # Its sequence is useful if the outcome comes true.
+            # Its sequence is the next round's `basis` if the outcome comes true.
             if branch.is_seen and self._drafter.holds(branch):
                 now.kept[outcome] = branch
             else:
@@ -389,7 +394,8 @@ class LookAhead:
         return answers
 
     def _answer_wanted(self, now: RoundAhead, branch: AutoregressiveDraft) -> DraftAnswer:
-        """Answers with the requested proposal; the round is read next."""
+        """The answer with the requested proposal, which is finished. The round can then be
+        read."""
         now.wanted = None
         is_own = branch.sequence_id == now.session_id
         if branch.error is not None:
@@ -401,7 +407,7 @@ class LookAhead:
             now.basis = branch
         elif not is_own:
             self._release([branch])
-        elif branch.token_ids or not branch.deadline.has_cut:  # Else nothing was run.
+        elif branch.token_ids or not branch.deadline.has_cut:  # Otherwise nothing was run.
             rewound = self._table.rewind(now.session_id)
             now.unseen = () if rewound is None else rewound.new_tokens
         return answer
@@ -415,15 +421,15 @@ class LookAhead:
             length + len(outcome) - 1, assumed=outcome,
         )  # fmt: skip
         now.finished[outcome] = proposal
-        if reply.num_bytes > now.bytes_left:  # It is sent on request.
+        if reply.num_bytes > now.bytes_left:  # The next item may still ask for it.
             return []
         now.bytes_left -= reply.num_bytes
         return [reply]
 
     def _recover(self, wanted: Sequence[AutoregressiveDraft], error: Exception) -> bool:
-        """After a failed pass, stops looking ahead for now. Drafts with tokens end with these;
-        drafts without any run again, each alone. Returns False if the error may be the engine's
-        own, and raising it would lose no drawn tokens."""
+        """Recovers from a failed pass. Drops all outcomes. Drafts with tokens end with these, and
+        drafts without any run again, each alone. Returns False, to let the error be raised, if it
+        may be the engine's own and no draft has tokens that would be lost."""
         _log.info("a pass of the draft failed: %r", error)
         self.give_way()
         is_own = isinstance(error, OutriderError) and not isinstance(error, EngineLost)
@@ -444,8 +450,8 @@ class LookAhead:
         return True
 
     def _drop_evicted(self, now: RoundAhead) -> None:
-        """Drops drafts that lost their pages to an older session. Drawn tokens are still
-        proposed."""
+        """Drops outcomes that have lost their pages to an older session, and stops a requested
+        proposal that has. The tokens drawn for that are still proposed."""
         if now.wanted is not None and not self._drafter.holds(now.wanted):
             now.wanted.stop()
         now.outcomes = {at: one for at, one in now.outcomes.items() if self._drafter.holds(one)}
@@ -458,8 +464,9 @@ class LookAhead:
         branches.clear()
 
     def _end(self, now: RoundAhead) -> None:
-        """Ends a round and drops what it holds, including an unfinished proposal. Releases
-        sequences of pushed proposals after the next pass: a coordinator may wait for that."""
+        """Ends a round and drops what it holds, including an unfinished proposal. The sequences of
+        pushed proposals are released after the next pass, because a coordinator may wait for that
+        pass."""
         if now.wanted is not None and now.wanted.sequence_id != now.session_id:
             self._release([now.wanted])
         self._stale += now.kept.values()
