@@ -45,8 +45,8 @@ Made by `outrider distill` for speculative decoding of the target {target} with 
 | --- | --- | --- | --- |
 {_data(dataset)}
 
-About one text in {HELD_OUT_EVERY} is held out, a conversation by its prompt, as a hash of its
-tokens says: so every run holds out the same ones.
+About one text in {HELD_OUT_EVERY} is held out. A hash of its tokens decides this, for a
+conversation a hash of its prompt, so every run holds out the same texts.
 
 ## Acceptance
 
@@ -54,10 +54,10 @@ tokens says: so every run holds out the same ones.
 | --- | --- | --- | --- | --- |
 {_acceptance(measured)}
 
-Only answers are measured, and whole texts of the corpus, with the weights as they are stored.
-`greedy`: the share of places where target and drafter find the same token likeliest. `sampled`: the
-mean of sum min(p, q) at temperature 1. `by position`: the chance at temperature 1 that draft token
-1, 2, .. is accepted if those before it were.
+Answers of conversations and whole texts of the corpus are measured, with the weights as they are
+stored. `greedy`: the share of places where target and drafter find the same token likeliest.
+`sampled`: the mean of sum min(p, q) at temperature 1. `by position`: the probability at temperature
+1 that draft token 1, 2, .. is accepted if those before it were.
 """
 
 

@@ -1,7 +1,7 @@
-"""From a target to a drafter's directory: corpus, the target's answers, training, card.
+"""Makes a drafter for a target: corpus, the target's answers, training, measurement, card.
 
-All intermediate results are in `$OUTRIDER_CACHE/distillation/<target>/`, so a killed run resumes
-where it was, and later runs reuse what earlier ones wrote:
+All intermediate results are in `$OUTRIDER_CACHE/distillation/<target>/`. So a run that was killed
+resumes where it was, and later runs reuse what earlier ones wrote:
 
 folder              content                         its key is a hash of
 `measured-<key>`    the target's answers to         dtype, seed, prompts, lengths
@@ -54,13 +54,13 @@ from .writing import WrittenCorpus
 
 WRITING_SHARE = 0.4
 READING_SHARE = 0.15
-"""Shares of the time in which the target writes texts, and in which it answers about written and
-given texts. Training gets the rest."""
+"""Shares of the time for writing texts with the target, and for reading written and given texts
+with it. Training gets the rest."""
 TRAINING_SHARE = 1 - WRITING_SHARE - READING_SHARE
 """Minimum share for training."""
 TOKENS_A_SECOND = {"cpu": 500, "cuda": 20_000}
-"""If the given texts have this many tokens for each second of the whole time, the target writes
-none, and half of the time for writing is added to the time for reading."""
+"""The given texts are enough if they have this many tokens for each second of the whole time. Then
+the target writes no texts, and half of the time for writing is added to the time for reading."""
 _TOGETHER = {"cpu": 96, "cuda": 512}
 """Conversations that are written side by side."""
 _GPU_SHARE = 0.6
@@ -72,7 +72,8 @@ class Distilled:
 
     out: Path
     measured: Sequence[Measured]
-    """Acceptance in held-out texts, and in answers to the prompts to measure with, if any."""
+    """Acceptance in held-out texts, and, if prompts to measure with were given, in the answers to
+    these."""
     num_steps: int
     seconds: float
     """Time of all stages except measuring, including earlier parts of the same run."""
@@ -117,8 +118,8 @@ class _Run:
         _check_prompts(options, info.max_model_len - 1)
 
     def finish(self, fingerprint: str) -> Distilled:
-        """Runs all stages. The answers to measure with come first, so that prompts that do not fit
-        the target's pages fail early."""
+        """Runs all stages. The prompts to measure with come first, so that a run whose prompts do
+        not fit into the target's pages fails early."""
         options, learner, seconds = self._options, self._learner, self._options.minutes * 60
         prompts = self._ask_to_measure() if options.measure else None
         tokens = options.tokens
@@ -157,7 +158,7 @@ class _Run:
         return Distilled(options.out, [*measured.values()], num_steps, sum(spent.values()))
 
     def _ask_to_measure(self) -> TeacherCache:
-        """What the target says about its own answers to the prompts to measure with."""
+        """The target's answers to the prompts to measure with, and what it says about these."""
         options, info = self._options, self._info
         prompts = [prompt for prompt in options.measure for _ in MEASURED_TEMPERATURES]
         tokens_max = min(max(map(len, prompts)) + MEASURED_TOKENS_MAX, info.max_model_len)
@@ -180,7 +181,7 @@ class _Run:
         tokens_max: int,
         **options: Any,
     ) -> WrittenCorpus:
-        """The texts that the target writes, in a folder of their own."""
+        """Lets the target write texts, in a folder of their own."""
         seed, template = self._options.seed, self._target.template
         folder = folder_name(
             kind, str(self._module.dtype), sorted(self._info.eos_token_ids), seed, template,
@@ -209,8 +210,8 @@ class _Run:
         return corpus
 
     def _ask(self, corpus: WrittenCorpus, seconds: float) -> TeacherCache:
-        """The target's answers about the written and the given texts. Conversations whose prompt is
-        one to measure with are held out."""
+        """Asks the target about the written and the given texts. Conversations with a prompt to
+        measure with are held out."""
         measured = set(self._options.measure)
         written = [
             replace(document, is_held_out=document.is_held_out or document.prompt in measured)
@@ -251,7 +252,8 @@ class _Run:
 
 
 def _long_enough(documents: Sequence[Document]) -> list[Document]:
-    """Those with two learned tokens: the first may be the newest token before the first draft."""
+    """The documents with at least two learned tokens. Some drafters need the first of these to
+    draft the second."""
     return [document for document in documents if document.num_learned >= 2]
 
 

@@ -1,4 +1,4 @@
-"""Texts as token ids, and where they come from.
+"""Texts as token ids, and the files that they come from.
 
 file in `--corpus`   content
 `.txt`, `.md`        one text
@@ -31,12 +31,12 @@ Encode = Callable[[str], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """The token ids around a user's turn. For a model without a template: the beginning of a text,
-    and no turn."""
+    """The token ids around a user's turn. For a model without a template, `before` is the beginning
+    of a text, and there are no turns."""
 
     before: tuple[int, ...]
     after: tuple[int, ...]
-    """From the turn's end to the beginning of the answer; empty = there are no turns."""
+    """From the turn's end to the beginning of the answer. Empty if there are no turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,8 @@ class Document:
     first: int
     """At least 1, since nothing predicts the first token of a text."""
     answer_first: int
-    """Measurement begins here, at `first` or later. In a conversation, at the answer."""
+    """Acceptance is measured from this token on. It is `first` or later: in a conversation, the
+    first token of the answer."""
     temperature: float | None
     """Temperature of the target's answer; None for a text from `--corpus`."""
     is_held_out: bool = False

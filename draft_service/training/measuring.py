@@ -27,8 +27,8 @@ _TOKENS_OF_A_PASS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Acceptance in answers of held-out documents. Only the 64 likeliest tokens of p count; the
-    rest counts as rejected."""
+    """Acceptance in answers of held-out documents. Tokens that are not among the 64 likeliest of p
+    count as rejected."""
 
     num_tokens: int
     """Measured tokens, in texts of all temperatures."""
@@ -44,8 +44,8 @@ class Measured:
 
 
 def measure(learner: Learner, dataset: Dataset) -> Measured:
-    """Drafts along the held-out documents. Does not measure the text before their answers, as the
-    target did not write it in the same way. p and q have temperature 1, whatever the text's
+    """Drafts along the held-out documents. Measures only their answers, because the target wrote
+    the text before these in another way. p and q have temperature 1, whatever the text's
     temperature. `greedy` and `sampled` are rates of first draft tokens."""
     firsts: dict[float | None, list[Array]] = {}
     texts: list[list[Array]] = []
@@ -76,7 +76,7 @@ def measure(learner: Learner, dataset: Dataset) -> Measured:
 
 
 _Depth = tuple[Array, Array]
-"""One draft token of C chains: the chains' rows of the batch, and `_scores` [C, 3]."""
+"""A draft token of C chains: the rows of the batch that it is for, and its `_scores` [C, 3]."""
 
 
 def _read(learner: Learner, batch: Batch) -> list[_Depth]:

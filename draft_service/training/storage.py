@@ -1,4 +1,4 @@
-"""Files that a kill leaves complete or absent, and the time that each stage has taken so far."""
+"""Writes files so that a kill leaves them complete or absent, and counts the time of each stage."""
 
 import hashlib
 import json
@@ -19,8 +19,8 @@ CACHE_VERSION = 5
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file to write, which then replaces `path`: readers find either the old or the complete new
-    file."""
+    """Yields a path to write a file at, and then renames the file to `path`. So readers find the
+    old file or the complete new one."""
     partial = path.with_name(f".{path.name}.partial")
     yield partial
     with partial.open("rb") as file:
@@ -49,7 +49,8 @@ def folder_name(kind: str, *parts: object) -> str:
 
 
 class Stopwatch:
-    """Seconds of work, including earlier runs. Stored in the directory of the work's results."""
+    """Counts the seconds of a stage, including earlier runs. They are stored in the directory of
+    the stage's results."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -78,7 +79,7 @@ class Stopwatch:
 
 
 def check_out(out: Path) -> Path:
-    """The directory with links resolved. Raises `SettingError` unless it is new or empty and a file
+    """The directory, with links resolved. Raises `SettingError` if it holds anything, or if nothing
     can be written there."""
     try:
         out = out.resolve()
@@ -93,7 +94,7 @@ def check_out(out: Path) -> Path:
 
 @contextmanager
 def filled(out: Path) -> Iterator[Path]:
-    """An empty directory, which then becomes `out`. Raises `SettingError`."""
+    """Yields an empty directory to fill, and then renames it to `out`. Raises `SettingError`."""
     try:
         with _beside(out) as work:
             new = Path(work, "new")

@@ -1,8 +1,8 @@
 """Trains a drafter: cross-entropy first, then the likelihood of acceptance.
 
 The budget is a number of steps or of seconds. Learning rate and loss depend on its used share. A
-checkpoint has all that later steps depend on, so a killed run continues as if it had not been
-killed.
+checkpoint has all that later steps depend on, so a run that was killed continues with the same
+results.
 """
 
 import time
@@ -23,8 +23,9 @@ from .teacher import ROWS_OF_A_BLOCK, Batch, Dataset, TeacherRows
 BATCH_TOKENS = {"cpu": 4096, "cuda": 32_768}
 """Tokens of a batch in the last part of the budget, padding included."""
 _BATCH_PARTS = ((0.5, 0.25), (0.8, 0.5))
-"""(used share of the budget, share of `BATCH_TOKENS`): batches of an epoch that begins before the
-first have the second. Early on many small steps gain most, later steps with less noise."""
+"""Pairs (used share of the budget, share of `BATCH_TOKENS`). An epoch that begins before the first
+number has batches of the second. Early on many small steps gain most, later steps with less
+noise."""
 _PEAK_RATE_BY_WIDTH = 0.864
 _PEAK_RATE_MAX = 2e-3
 """The peak learning rate is `_PEAK_RATE_BY_WIDTH` / the model's width, at most this."""
@@ -37,8 +38,8 @@ _LIKELIHOOD_SHARE = 0.9
 """The loss is cross-entropy alone up to the budget's share `_LIKELIHOOD_FROM`. From
 `_LIKELIHOOD_UP_TO` on, this share of it is the likelihood of acceptance. Linear in between."""
 _DEPTH_SHARE = 0.8
-"""Weight of a draft token in the loss, relative to the token before it, since it is reached less
-often."""
+"""Weight of a draft token in the loss, relative to the draft token before it. It is less than 1
+because later tokens are drafted in vain more often."""
 _WEIGHT_DECAY = 0.05
 _BETAS = (0.9, 0.98)
 _LARGEST_GRADIENT = 1.0
@@ -69,7 +70,7 @@ def likelihood_share(part: float, is_trained: bool) -> float:
 
 
 class Progress(BaseModel):
-    """What a checkpoint holds beside weights and moments."""
+    """What a checkpoint holds beside weights and the optimizer's moments."""
 
     num_steps: int = 0
     num_tokens: int = 0
@@ -82,8 +83,8 @@ class Progress(BaseModel):
 
 
 class Trainer:
-    """Trains one learner, in a folder of its own. Steps are applied to float32 masters of its
-    weights."""
+    """Trains one learner, with checkpoints in a folder of its own. The optimizer works on float32
+    copies of the learner's weights, called masters."""
 
     def __init__(
         self,
@@ -93,7 +94,7 @@ class Trainer:
         options: DistillOptions,
         seconds: float,
     ) -> None:
-        """The budget is `options.steps`; without it, as many steps as `seconds` allow."""
+        """The budget is `options.steps`, or, if that is None, `seconds`."""
         self.learner = learner
         self._dataset = dataset
         self._options, self._seconds = options, seconds
@@ -208,32 +209,23 @@ def overlap_loss(
     """The mean loss over R rows, differentiable by `hidden` only. `hidden` [R, D] and `head` [N, D]
     have the same dtype; `likelihood_share` mixes cross-entropy and likelihood."""
     num_rows, size = len(hidden), ROWS_OF_A_BLOCK[hidden.device.type]
-    loss, slopes = torch.zeros((), device=hidden.device), torch.empty_like(hidden)
-    with torch.no_grad():  # The gradient is computed with the logits, which are not kept.
-        for start in range(0, num_rows, size):
-            rows = slice(start, start + size)
-            q = (hidden[rows] @ head.t()).float()
-            loss += _differentiate(q, teacher.at(rows), likelihood_share)
-            torch.mm(q.div_(num_rows).to(hidden.dtype), head, out=slopes[rows])
+    loss, slopes = torch.zeros((), device=hidden.device), []
+    for start in range(0, num_rows, size):  # Differentiates each block at once to drop its logits.
+        rows = slice(start, start + size)
+        block = hidden[rows].detach().requires_grad_()
+        part = _summed_loss(block @ head.t(), teacher.at(rows), likelihood_share) / num_rows
+        slopes += torch.autograd.grad(part, block)
+        loss += part.detach()
     # Its value is the loss, and its gradient by `hidden` the slopes.
-    surrogate = (hidden * slopes).sum()
-    return surrogate - surrogate.detach() + loss / num_rows
+    surrogate = (hidden * torch.cat(slopes)).sum()
+    return surrogate - surrogate.detach() + loss
 
 
-def _differentiate(logits: Tensor, teacher: TeacherRows, share: float) -> Tensor:
-    """The loss, summed over all rows of `logits` [R, N], float32; overwrites these with its
-    gradient."""
-    top = logits.amax(dim=1, keepdim=True)
-    weights = logits.sub_(top).exp_()
-    total = weights.sum(dim=1, keepdim=True)
-    p, columns = teacher.mass, teacher.columns
-    listed = weights.gather(1, columns) / total
-    overlaps = torch.minimum(p, listed).sum(dim=1, keepdim=True)
-    entropy = -(p * listed.clamp(min=torch.finfo(torch.float32).tiny).log()).sum(dim=1)
-    likelihood = overlaps.clamp(min=_LEAST_OVERLAP)
-    loss = (1 - share) * entropy - share * likelihood.log()[:, 0]
-    short = torch.where(listed < p, listed, 0.0) / likelihood
-    scale = (1 - share) * p.sum(dim=1, keepdim=True) + share * short.sum(dim=1, keepdim=True)
-    weights.mul_(scale / total)
-    weights.scatter_add_(1, columns, -((1 - share) * p + share * short))
-    return loss.sum()
+def _summed_loss(logits: Tensor, teacher: TeacherRows, share: float) -> Tensor:
+    """The loss, summed over all rows of `logits` [R, N]."""
+    p = teacher.mass
+    listed = logits.float().log_softmax(dim=1).gather(1, teacher.columns)
+    overlaps = torch.minimum(p, listed.exp()).sum(dim=1)
+    least = overlaps.detach().clamp(min=_LEAST_OVERLAP)
+    likelihoods = least.log() + overlaps / least - (overlaps / least).detach()
+    return -(1 - share) * (p * listed).sum() - share * likelihoods.sum()

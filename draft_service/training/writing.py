@@ -21,18 +21,20 @@ from .storage import Stopwatch
 TEMPERATURES = (0.0, 0.7, 1.0)
 """Temperatures of the answers, in turn."""
 _TURN = SamplingParams(temperature=1.0, min_p=0.03)
-"""Of user turns: without the least likely tokens they make sense, and they still differ."""
+"""Parameters of user turns. Without the least likely tokens the turns make sense, and they still
+differ."""
 _TURN_TOKENS_MAX = 512
 _ANSWER_TOKENS_MAX = 320
 _BEGINNING = 16
-"""Where the prompt does not tell conversations apart, this many first tokens of the answer do. So
-an answer cut off after them is held out if the whole answer is."""
+"""If all conversations have the same prompt, a hash of this many first tokens of the answer decides
+whether one is held out. So an answer that is cut off after them is held out if the whole answer
+is."""
 
 
 class WrittenCorpus:
-    """Conversations in a folder, one a line; a line torn by a kill is written again. Each depends
-    only on seed, index and target, apart from rounding in the target's steps. The target answers
-    the prompts first. After that it writes the user's turns too."""
+    """Conversations in a file, one a line. A line that a kill has cut off is written again. Each
+    conversation depends only on seed, index and target, apart from rounding in the target's steps.
+    The target answers the given prompts first. After that it also writes the user's turns."""
 
     def __init__(
         self,
@@ -47,9 +49,9 @@ class WrittenCorpus:
         temperatures: Sequence[float] = TEMPERATURES,
         answer_tokens_max: int = _ANSWER_TOKENS_MAX,
     ) -> None:
-        """Conversations have at most `tokens_max` tokens, which is more than any prompt has. Writes
-        until the answers have `tokens` tokens, or for `seconds` including earlier runs, or without
-        both only the answers to the prompts."""
+        """Conversations have at most `tokens_max` tokens, which is more than any prompt has. With
+        `tokens`, writes until the answers have this many tokens; with `seconds`, for this time,
+        including earlier runs; without both, only the answers to the prompts."""
         self.template = template
         self.seed = seed
         self.tokens_max = tokens_max
@@ -62,7 +64,8 @@ class WrittenCorpus:
         self._records: dict[int, dict[str, Any]] = {}
         """Conversations by index."""
         self._num_first = self._first_tokens = 0
-        """Conversations before the first missing index, and the tokens of their answers."""
+        """How many conversations come before the first missing index, and how many tokens their
+        answers have."""
         if self._path.exists():
             data = self._path.read_bytes()
             whole = data[: data.rfind(b"\n") + 1]
@@ -71,9 +74,10 @@ class WrittenCorpus:
                 self._keep(json.loads(line))
 
     def documents(self) -> list[Document]:
-        """What has been written; if a number of tokens is wanted, the first conversations with as
-        many. The prompt decides whether a conversation is held out, since answers to one prompt are
-        alike. If the target wrote nothing of the prompt, the answer's beginning decides too."""
+        """The written conversations. If a number of tokens is wanted, only the first ones that have
+        as many. The prompt decides whether a conversation is held out, because answers to one
+        prompt are alike. If the target wrote no part of the prompt, the answer's beginning decides
+        too."""
         records = list(self._records.values())
         if self._tokens is not None:
             missing, records = self._tokens, []
@@ -92,7 +96,7 @@ class WrittenCorpus:
 
     @property
     def part(self) -> float:
-        """The share that is done, 0 to 1."""
+        """The share of the writing that is done, 0 to 1."""
         done, wanted = float(len(self._records)), float(len(self._prompts))
         if self._tokens is not None:
             done, wanted = self._first_tokens, self._tokens
@@ -147,7 +151,8 @@ class WrittenCorpus:
 
 
 class _Conversation:
-    """A conversation while it is written: its prompt with the user's turn, then its answer."""
+    """An unfinished conversation. First the user's turn is added to its prompt, then the answer
+    follows."""
 
     def __init__(self, corpus: WrittenCorpus, index: int, prompt: Sequence[int] = ()) -> None:
         self.index = index
@@ -169,7 +174,7 @@ class _Conversation:
         self.unseen = tuple(self.prompt[engine.attach(self.name, self.prompt) :])
 
     def question(self, logits: torch.Tensor) -> Question:
-        """Asks for its next token, which follows the row `logits` [1, V]."""
+        """The question that draws its next token from `logits` [1, V]."""
         params = _TURN if self.is_turn else SamplingParams(temperature=self._temperature)
         rule = Rule.GREEDY if params.greedy else Rule.COUPLED
         noise = RoundNoise(self._seed, rule, len(self.prompt) + len(self.answer))
