@@ -1,8 +1,8 @@
 """How much of the target's text a draft would have proposed, for `outrider bench acceptance` and
 `outrider plan`.
 
-The target answers every prompt, and the draft then reads each answer once. There are no rounds and
-no times, so the figures depend only on the two models, not on K or the machine.
+The target answers every prompt, and the draft then reads each answer once. No rounds run and no
+times are measured. So the figures depend only on the two models, not on K or the machine.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from .report import Report
 SAMPLED = SamplingParams(temperature=1.0)
 SAMPLED_RULES = (Rule.TOKEN, Rule.BLOCK, Rule.COUPLED)
 OUTCOMES = (4, 8, 12, 16, 24)
-"""Numbers of outcomes of a round, the likeliest first, for `--hits`."""
+"""`--hits` reports how often the outcome of a round is among the 4, 8, ... likeliest."""
 AT_ONCE = 8
-"""Prompts decoded together; p of all their tokens stays in memory until the draft has read them."""
+"""Prompts decoded together. p of all their tokens stays in memory until the draft has read them."""
 _SEQUENCE = "bench"
 
 Array = npt.NDArray[np.float64]
@@ -67,25 +67,25 @@ class Answer:
     overlaps: tuple[float, ...] = ()
     """sum over v of min(p(v), q(v))."""
     matches: tuple[float, ...] = ()
-    """P(the draft draws x | the target does), both with the same noise."""
+    """P(the draft draws x | the target draws x), both with the same noise."""
 
     def steps(self, rule: Rule) -> tuple[float, ...]:
-        """The values that decide about acceptance of each token under a rule."""
+        """The values, one for each token, from which a rule's chance of acceptance follows."""
         return self.matches if rule is Rule.COUPLED else self.ratios
 
 
 class Guessing:
-    """How well a draft predicts corrections under one rule: entry i is the weight of corrections
-    that were guess number i, after a rejection (`recovery`) or after full acceptance (`bonus`). The
-    last entry is for corrections that were not guessed."""
+    """How well a draft predicts corrections under one rule. Entry i is the weight of corrections
+    that were guess number i. `recovery` counts corrections after a rejection, `bonus` those after
+    full acceptance. The last entry counts corrections that were not guessed."""
 
     def __init__(self) -> None:
         self.recovery, self.bonus = np.zeros(RANKS_MAX + 1), np.zeros(RANKS_MAX + 1)
 
     def hit_rates(self, accepted: Sequence[float]) -> tuple[float, ...]:
         """The chances that a round's outcome is among the 1, 2, ... `LOOK_AHEAD_MAX` likeliest.
-        `accepted` [K]: each draft token's chance of acceptance if those before it were accepted.
-        Unlike a real draft (`OutcomeModel`), this ignores the round's own q."""
+        `accepted` [K] has each draft token's chance of acceptance, given that all earlier ones
+        were accepted. A real draft (`OutcomeModel`) also uses the round's own q."""
         recovery, bonus = (
             counts[:-1] / max(counts.sum(), 1e-300) for counts in (self.recovery, self.bonus)
         )
@@ -96,7 +96,7 @@ class Guessing:
 
 
 def note_guess(counts: Array, rank: int | None, weight: float = 1.0) -> None:
-    """Counts a correction that was guess number `rank`; None = it was not guessed."""
+    """Counts a correction that was guess number `rank`; None = not guessed."""
     counts[RANKS_MAX if rank is None else min(rank, RANKS_MAX)] += weight
 
 
@@ -114,8 +114,9 @@ class Sample:
         return [one for text in texts for one in text.overlaps]
 
     def by_position(self, rule: Rule) -> tuple[float | None, ...]:
-        """The chance that draft token 1, 2, ... is accepted if those before it were, in chains from
-        every place; None for depths that no chain reached. Not for block."""
+        """For chains that start at every place: the chance that draft token 1, 2, ... is accepted,
+        given that all earlier ones were. None for depths that no chain reached. Not valid for the
+        rule block."""
         return conditional_acceptance(
             [np.minimum(text.steps(rule), 1.0).tolist() for text in self.texts]
         )
@@ -138,8 +139,8 @@ class ModelReader:
     def distributions(
         self, token_ids: Sequence[int], first: int, params: SamplingParams = SAMPLED
     ) -> list[DraftDistribution | None]:
-        """The draft's q, as sent, at each place of `token_ids[first:]`; None = it would propose
-        nothing. At temperature 0 only the order of q's tokens matters."""
+        """The quantised q of the draft at each place of `token_ids[first:]`; None = no proposal.
+        At temperature 0 only the order of q's tokens matters."""
         step = SequenceStep(_SEQUENCE, tuple(token_ids[:-1]), len(token_ids) - first)
         try:
             [logits] = self._engine.forward([step])
@@ -152,7 +153,7 @@ class ModelReader:
 
 
 class LookupReader:
-    """A look-up, which proposes one token at every place; q is one-hot."""
+    """A look-up. It proposes at most one token at every place, so q is one-hot."""
 
     def __init__(self, drafter: Any) -> None:
         self._drafter = drafter
@@ -163,7 +164,7 @@ class LookupReader:
         self, token_ids: Sequence[int], first: int, params: SamplingParams = SAMPLED
     ) -> list[DraftDistribution | None]:
         # Every text is a session with its own seed, as in a deployment. Each temperature is a
-        # tenant, so that no text of another temperature is copied.
+        # tenant of its own, because look-ups copy from all texts of a tenant.
         self._num_read += 1
         name = f"{_SEQUENCE}-{self._num_read}"
         rule = Rule.GREEDY if params.greedy else Rule.TOKEN
@@ -183,12 +184,12 @@ class LookupReader:
 def decode(
     engine: Any, asked: Sequence[Answer], params: SamplingParams, rule: Rule, eos: Sequence[int]
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Plain decoding of several answers together, as a target replica does it. Yields for each
-    token the index in `asked`, the token, and its logits [1, V]."""
+    """Decodes several answers together, without drafts, as a target replica does. Yields for each
+    token its answer's index in `asked`, the token, and its logits [1, V]."""
     names = [f"{_SEQUENCE}-{i}" for i in range(len(asked))]
     new = {i: each.prompt_ids for i, each in enumerate(asked)}
     try:
-        # Long prompts do not fit into one step.
+        # Several long prompts may not fit into one step, so each has a step of its own.
         for i, each in enumerate(asked if len(asked) > 1 else ()):
             if len(each.prompt_ids) > 1:
                 engine.forward([SequenceStep(names[i], each.prompt_ids[:-1], num_logits=0)])
@@ -239,7 +240,7 @@ def load_reading(
     if draft.drafter.reads_target:
         wrong = "it must not read the target's hidden states"
     elif parallel_token(draft) is not None:
-        wrong = "it drafts several tokens in one pass, but texts are read token by token here"
+        wrong = "it drafts several tokens in one pass, but this command reads token by token"
     if wrong:
         hint = "(`outrider bench speedup` shows the acceptance of any drafter)"
         raise SettingError("draft_model", f"{draft.model} is wrong; {wrong} {hint}")
@@ -327,9 +328,9 @@ class Reading:
         params: SamplingParams,
         guessing: Mapping[Rule, Guessing],
     ) -> tuple[float, float, float]:
-        """Ratio, overlap and match of one token. Counts its rank among the draft's guesses in
-        `guessing`: as a bonus, and as a correction after a rejection. The rejected token is the
-        draft's own under greedy and coupled, else one drawn here."""
+        """Ratio, overlap and match of one token. Counts the token's rank among the draft's guesses
+        in `guessing`: once as a bonus, once as a correction after a rejection. Under greedy and
+        coupled, the rejected token is the draft's own; under other rules it is drawn here."""
         drafted, counts = (q.token_ids, q.counts) if q is not None else ((), ())
         rank = drafted.index(token_id) if token_id in drafted else None
         if params.greedy:
@@ -346,7 +347,7 @@ class Reading:
                     note_guess(guesses.recovery, rank and rank - 1)
             elif lost.sum() > 0.0 and ratio < 1.0:
                 refused = int(self._generator.choice(len(lost), p=lost / lost.sum()))
-                # The residual's whole mass is 1 - sum min(p, q).
+                # 1 - overlap is the sum of the residual over all tokens.
                 left = residual / (1.0 - overlap)
                 after = race_rank(left, theirs, own, self._generator, refused)
                 note_guess(guesses.recovery, after, 1.0 - ratio)
@@ -356,8 +357,8 @@ class Reading:
 def _both(
     row: torch.Tensor, token_id: int, drafted: Sequence[int], counts: Sequence[int]
 ) -> tuple[Array, Array, int]:
-    """p and q of the drafted tokens and of `token_id`, and the index of the latter; `row` is p [V].
-    A token that a vocabulary lacks has probability 0 there."""
+    """p and q of the drafted tokens and of `token_id`, and the index of `token_id` in them. `row`
+    is p [V]. A token that one vocabulary lacks has probability 0 in its distribution."""
     ids = np.union1d(np.array(drafted, dtype=np.int64), [token_id])
     ours, theirs = np.zeros((2, len(ids)))
     known = ids < len(row)
@@ -368,9 +369,9 @@ def _both(
 
 def matched(p: Array, q: Array, own: int) -> float:
     """P(argmax(log q + g) = x | argmax(log p + g) = x) for Gumbel noise g and the token x at index
-    `own`: the chance of both events is 1 / sum_v max(p_v / p_x, q_v / q_x) (Daliri et al., arXiv
-    2408.07978), that of the second p_x. Tokens with q = 0 except x may be omitted; p then sums to
-    less than 1."""
+    `own`. The chance of both events is 1 / sum_v max(p_v / p_x, q_v / q_x) (Daliri et al., arXiv
+    2408.07978); the chance of the second event is p_x. Tokens with q = 0 except x may be omitted,
+    so p may sum to less than 1."""
     if q[own] <= 0:
         return 0.0
     both = np.maximum(p, q * (p[own] / q[own])).sum() + max(0.0, 1.0 - p.sum())
@@ -380,9 +381,10 @@ def matched(p: Array, q: Array, own: int) -> float:
 def race_rank(
     p: Array, q: Array, winner: int, generator: np.random.Generator, refused: int | None = None
 ) -> int | None:
-    """The rank, from 0, of the token drawn from `p` (`winner`) among the draft's guesses: its place
-    in an exponential race over `q` with the same noise, without `refused`. `p` and `q` [N] are over
-    the same tokens; those with q = 0 may be omitted. None if the winner's q is 0."""
+    """The rank, from 0, of the token at index `winner`, drawn from `p`, among the draft's guesses.
+    The guesses are the order of arrival in an exponential race over `q` with the same noise,
+    without the token at `refused`. `p` and `q` [N] are over the same tokens; tokens with q = 0 may
+    be omitted. None if the winner's q is 0."""
     if q[winner] <= 0:
         return None
     first = generator.exponential()
@@ -397,7 +399,7 @@ def race_rank(
 
 
 def run(options: AcceptanceOptions, config: DeploymentConfig, progress: Progress) -> Report:
-    """Runs `bench acceptance`. Raises `ConfigError`, also for wrong or too long prompts."""
+    """Runs `bench acceptance`. Raises `ConfigError`, also if a prompt is wrong or too long."""
     prompts = options.load_prompts()
     return measure(
         options, load_reading(config, prompts, options.max_tokens, options.raw, progress), progress
@@ -405,10 +407,11 @@ def run(options: AcceptanceOptions, config: DeploymentConfig, progress: Progress
 
 
 def measure(options: AcceptanceOptions, reading: Reading, progress: Progress) -> Report:
-    """All places have equal weight. `greedy` is the share of tokens at temperature 0 that are the
-    draft's likeliest; `sampled` the mean of sum min(p, q) at temperature 1; `by_position` the
-    chance at temperature 1 that draft token i is accepted if those before it were; `hits` the
-    chance that the outcome of a round of K draft tokens is among the draft's first predictions."""
+    """The figures; all places have equal weight. `greedy` is the share of tokens at temperature 0
+    that are the draft's likeliest. `sampled` is the mean of sum min(p, q) at temperature 1.
+    `by_position` is the chance at temperature 1 that draft token i is accepted, given that all
+    earlier ones were. `hits` is the chance that the outcome of a round of K draft tokens is among
+    the draft's first predictions."""
     if options.hits and not isinstance(reading.reader, ModelReader):
         raise SettingError("hits", f"needs a draft model; {reading.name} predicts no outcomes")
     greedy, sampled = (reading.sample(temperature, progress) for temperature in (0.0, 1.0))

@@ -1,4 +1,4 @@
-"""Clients of benchmarks: gRPC, and OpenAI's HTTP API. Both stream."""
+"""The streaming clients of benchmarks: one calls gRPC, the other OpenAI's HTTP API."""
 
 import asyncio
 import json
@@ -21,10 +21,10 @@ CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 CONNECT_S = 60.0
 SILENCE_S = 600.0
-"""A request fails after this silence of the server."""
+"""A request fails if the server sends nothing for this time."""
 ERROR_CHARS_MAX = 300
 _CONTENT = ("text", "content", "reasoning_content", "reasoning", "tool_calls")
-"""Fields with tokens, in a completion's choice or a chat's delta."""
+"""Fields that may have tokens, in the choice of a text completion or the delta of a chat."""
 
 
 class GrpcClient(BenchClient):
@@ -51,8 +51,8 @@ class GrpcClient(BenchClient):
 
 
 async def complete(client: Client, request: GenerateRequest) -> Completion:
-    """Runs a request. Raises the coordinator's error, and `Unavailable` if the answer was cut
-    short: its time would mean nothing."""
+    """Runs a request. Raises the coordinator's error. Raises `Unavailable` if the answer was cut
+    short, as the time of a partial answer means nothing."""
     clock = asyncio.get_running_loop().time
     rounds: list[Round] = []
     report: Any = None
@@ -79,8 +79,8 @@ async def complete(client: Client, request: GenerateRequest) -> Completion:
 
 
 class HttpClient(BenchClient):
-    """Calls a server with OpenAI's HTTP API. An async context manager; entering it asks the server
-    for its model if `model` is empty."""
+    """Calls a server with OpenAI's HTTP API. An async context manager. If `model` is empty,
+    entering uses the first model that the server lists, and may raise `Unavailable`."""
 
     def __init__(self, base_url: str, *, raw: bool, model: str = "", api_key: str = "") -> None:
         """`base_url` may end with `/v1`. `raw` requests text completions instead of chats. Raises
@@ -102,18 +102,14 @@ class HttpClient(BenchClient):
 
     async def __aenter__(self) -> Self:
         if not self.model:
-            await self.find_model()
+            with _failures(f"{self._root}/v1/models"):
+                response = await self._client.get("/v1/models")
+                await _check(response)
+                self.model = str(response.json()["data"][0]["id"])
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._client.aclose()
-
-    async def find_model(self) -> None:
-        """Uses the first model that the server lists. Raises `Unavailable`."""
-        with _failures(f"{self._root}/v1/models"):
-            response = await self._client.get("/v1/models")
-            await _check(response)
-            self.model = str(response.json()["data"][0]["id"])
 
     async def generate(self, prompt: BenchPrompt, decoding: Decoding) -> Completion:
         """Decodes one prompt. Raises `Unavailable` if the request is refused, its stream breaks, or
@@ -136,7 +132,7 @@ class HttpClient(BenchClient):
                         raise Unavailable(f"the stream ended with an error: {_one_line(error)}")
                     for choice in chunk.get("choices") or ():
                         seconds = clock() - started_s
-                        # A chunk may have only a role or a finish reason.
+                        # Chunks with only a role or a finish reason are not counted.
                         new = choice.get("delta", choice)
                         if any(new.get(name) for name in _CONTENT):
                             chunk_s.append(seconds)
@@ -167,13 +163,14 @@ class HttpClient(BenchClient):
 
 @contextmanager
 def _failures(what: str) -> Iterator[None]:
-    """Raises `Unavailable` if a server cannot be reached or its answer is not OpenAI's API."""
+    """Raises `Unavailable` if a server cannot be reached, or its answer does not have the format of
+    OpenAI's API. `what` begins the message."""
     try:
         yield
     except httpx2.HTTPError as error:
         raise Unavailable(f"{what}: {error!r}") from error
     except (ValueError, TypeError, AttributeError, LookupError) as error:
-        raise Unavailable(f"{what} is not as OpenAI's: {error}") from error
+        raise Unavailable(f"{what} is not in OpenAI's format: {error}") from error
 
 
 async def _check(response: httpx2.Response) -> None:

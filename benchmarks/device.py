@@ -3,14 +3,14 @@
 
 | figure | meaning (times are medians) |
 | --- | --- |
-| `weight_bytes` | bytes that a step reads: all weights but an embedding that is not also the head |
-| `copy_gb_per_s` | 10^9 bytes a second, read and written by the fastest copy of a large tensor |
+| `weight_bytes` | bytes that a step reads: all weights, except for a separate embedding |
+| `copy_gb_per_s` | 10^9 bytes a second that the fastest copy of a large tensor reads and writes |
 | `ideal_step_ms` | time to read `weight_bytes` at that speed |
-| `decode_step_ms` | a step of one token, until its likeliest successor is known |
+| `decode_step_ms` | a step of one token, until the likeliest next token is known |
 | `decode_over_ideal` | `decode_step_ms` over `ideal_step_ms` (goal 1.25) |
-| `verify_step_ms` | K + 1 tokens of one session |
-| `draft_steps_ms` | K draft tokens at temperature 1 |
-| `verdict_ms` | by rule, verdicts of 1, 16 and 64 sessions on 4 draft tokens each |
+| `verify_step_ms` | a step of K + 1 tokens of one session |
+| `draft_steps_ms` | drafting K tokens at temperature 1 |
+| `verdict_ms` | by rule: verdicts of 1, 16 and 64 sessions on 4 draft tokens each |
 
 Verdicts use temperature 1, top-p 0.95, and normally distributed logits of standard deviation 3.
 """
@@ -45,6 +45,7 @@ from .options import RANDOM_MODELS, DeviceOptions
 from .report import Report, to_json
 
 COPIES = 10
+REPETITIONS = 50
 COPY_BYTES_MAX = 2**30
 _KV_CACHE_BYTES = 2**32
 _NAME = "bench"
@@ -86,7 +87,7 @@ def measure(
     backend: DeviceBackend | None,
     progress: Progress,
 ) -> Report:
-    """Measures a model, and changes it: replaces some modules."""
+    """Measures a model. Replaces some of its modules by faster ones."""
     device = module.device
     weight_bytes = _weight_bytes(module)
     progress("copying")
@@ -105,7 +106,7 @@ def measure(
         **_figures(module, info, options, backend, ideal_ms),
     }
     progress("verdicts")
-    values["verdict_ms"] = verdict_times(device, info.vocab_size, options.repetitions)
+    values["verdict_ms"] = verdict_times(device, info.vocab_size)
     return Report.of(f"steps of {info.name}", values)
 
 
@@ -131,8 +132,8 @@ def _wait(device: torch.device) -> None:
 def random_llama(
     device: torch.device, dtype: torch.dtype, name: str = "", **sizes: int
 ) -> tuple[Any, ModelInfo]:
-    """A Llama with random weights, made on the device: `random-1b` has the shapes of Llama 3.2 1B,
-    `random-7b` those of Llama 2 7B; `sizes` override them."""
+    """A Llama with random weights, made on the device. `random-1b` has the shapes of Llama 3.2 1B,
+    `random-7b` those of Llama 2 7B. `sizes` override these shapes."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     shapes = _OF_1B if name == RANDOM_MODELS[0] else {}
@@ -144,7 +145,7 @@ def random_llama(
     return module.requires_grad_(False).eval(), info
 
 
-def verdict_times(device: torch.device, vocab_size: int, repetitions: int) -> dict[str, Any]:
+def verdict_times(device: torch.device, vocab_size: int) -> dict[str, Any]:
     """Times of verdicts by rule and number of sessions, ms."""
     generator = torch.Generator(device).manual_seed(7)
     shape = (max(VERDICT_SESSIONS), VERDICT_TOKENS + 1, vocab_size)
@@ -153,7 +154,7 @@ def verdict_times(device: torch.device, vocab_size: int, repetitions: int) -> di
     for rule in Rule:
         questions = [_question(logits, rule, index) for index, logits in enumerate(rows)]
         works = [partial(_judge, questions[:num]) for num in VERDICT_SESSIONS]
-        times = medians_ms(works, repetitions)
+        times = medians_ms(works, REPETITIONS)
         found[rule.value] = dict(zip(map(str, VERDICT_SESSIONS), times, strict=True))
     return found
 
@@ -164,7 +165,7 @@ def _judge(questions: Sequence[Question], _: int) -> None:
 
 
 def _question(logits: torch.Tensor, rule: Rule, index: int) -> Question:
-    """A verdict's input. The draft's distribution is slightly flatter than the target's."""
+    """The input of a verdict on tokens drawn from a q that is slightly flatter than p."""
     noise = RoundNoise(index, rule, 100 + index)
     places = range(VERDICT_TOKENS)
     drawn, _ = draw_from_logits(logits[:-1], _FLATTER, [noise] * len(places), places)
@@ -174,7 +175,8 @@ def _question(logits: torch.Tensor, rule: Rule, index: int) -> Question:
 
 
 def _weight_bytes(module: Any) -> int:
-    """Bytes that a step reads, without the few rows of an embedding that is not also the head."""
+    """Bytes that a step reads. If embedding and head are separate, a step reads only a few rows of
+    the embedding, which are not counted."""
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
     whole = sum(parameter.nbytes for parameter in module.parameters())
@@ -200,7 +202,7 @@ def _figures(
     )  # fmt: skip
 
     def step(token_ids: Sequence[int], _: int) -> None:
-        """A step, until the host knows its likeliest tokens: sampling waits for the device too."""
+        """A step, until the host has the likeliest tokens. Sampling also waits for the device."""
         steps = [SequenceStep(_NAME, tuple(token_ids), len(token_ids))]
         engine.forward(steps)[0].argmax(dim=1).tolist()
 
@@ -209,9 +211,7 @@ def _figures(
         partial(step, ids[:1] * (k + 1)),
         lambda _: ModelDrafter(engine).propose([request]),
     )
-    decode, verify, draft = medians_ms(
-        works, options.repetitions, partial(engine.keep, _NAME, length)
-    )
+    decode, verify, draft = medians_ms(works, REPETITIONS, partial(engine.keep, _NAME, length))
     return {
         "decode_step_ms": decode,
         "decode_over_ideal": decode / ideal_ms,

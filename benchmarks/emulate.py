@@ -1,20 +1,20 @@
 """`outrider bench emulate`: decoding modes on a pair of models of stated speed and acceptance.
 
-The engines are emulated (`outrider.engine.emulated`); services, transport and Redis are real, each
+The engines are emulated (`outrider.engine.emulated`). Services, transport and Redis are real, each
 in a process of its own.
 
 modes       each mode decodes one session under each rule, at the K that was best in short sessions;
-            then again with a longer round trip between coordinator and draft
-features    a head that reads the target's hidden states drafts on the target, or on a draft replica
-            from rows that the target sends; one session each, rule token, one K
+            drafting modes decode again with a longer round trip between coordinator and draft
+features    a head that reads the target's hidden states drafts, either on the target or on a draft
+            replica that receives the hidden states; one session each, rule token, one K
 
-fraction_of_ideal    tokens a second, over the expected tokens of a round in the time of a target's
-                     step
-look_ahead_hit_rate  share of rounds whose proposal was ready when they began; null without
+fraction_of_ideal    tokens a second over those of an ideal round, which takes one target step and
+                     commits the expected number of tokens
+look_ahead_hit_rate  share of rounds whose proposal was ready when the round began; null without
                      look-ahead
 overhead_ms_p50      median of a round's time minus the target's step and, without look-ahead, the K
                      steps of the draft
-X_bytes_per_round    mean bytes that coordinator and X send each other
+X_bytes_per_round    mean bytes of a round that coordinator and X send each other
 """
 
 from collections.abc import Sequence
@@ -38,16 +38,16 @@ from .report import Report, table
 
 PROMPT_TOKENS = 64
 TOKENS_MAX = 8_000
-"""With the prompt they must fit the emulated models' length."""
+"""Prompt and answer must fit in the length of the emulated models."""
 SPARE_TOKENS = 16
-"""Extra tokens, not measured: the last rounds of a session draft less."""
+"""Extra tokens that are not measured, because the last rounds of a session draft less."""
 SWEEP_SHARE = 0.05
-"""Length of a session that helps to choose K, as a share of the tokens."""
+"""Length of each session that helps to choose K, as a share of `--tokens`."""
 SWEEP_TOKENS_MIN = 24
 DROPPED_SHARE = 0.05
 DROPPED_MIN = 4
-"""Tokens at a session's beginning that are not measured: the first round has no draft, and the
-second waits for the draft's prefill."""
+"""Tokens at the beginning of a session that are not measured: the first round has no draft, and
+the second waits until the draft has prefilled."""
 MODES = {
     "plain": (Rule.TOKEN,),
     "synchronous": (Rule.TOKEN, Rule.COUPLED),
@@ -56,24 +56,24 @@ MODES = {
 """Decoding modes and their rules."""
 
 STEPS = {"verify_ms": 18.3, "verify_tokens": 16, "draft_ms": 1.3, "draft_branches": 64}
-"""A target of 70 billion parameters and a draft of one."""
+"""Step times of a target of 70 billion parameters and a draft of one billion."""
 LAW = {
     "vocab_size": 32_000, "support": 64, "exponent": 1.706, "order": 3, "deviation": 0.645,
 }  # fmt: skip
 """With `STEPS`, the parameters of `EmulatedSpec`."""
 ACCEPTANCE = {Rule.TOKEN: 0.8000, Rule.COUPLED: 0.7627}
-"""Chance that a draft token is accepted if those before it were; follows from `LAW`."""
+"""Chance that a draft token is accepted, given that all earlier ones were; follows from `LAW`."""
 NUM_DRAFT_TOKENS_MAX = 14
 ROUND_TRIP_MS = 5.0
 """Added between coordinator and draft for the second measurement of `modes`."""
 
 PLACES = (("target", 1), ("draft", 576), ("draft", 4_096))
-"""Where a head drafts, and the width of the rows sent to it: those of the demo target, and of a
-model of eight billion parameters."""
+"""Where a head drafts, and the width of the hidden states that it reads: 576 as of the demo
+target, 4,096 as of a model of eight billion parameters."""
 FEATURE_ROUND_TRIPS_MS = (0.0, 1.0, 5.0)
 """Added between coordinator and draft."""
 FEATURES_K = 6
-"""The best K of `modes` without look-ahead."""
+"""The K that `modes` found best without look-ahead."""
 
 Rates = tuple[float, ...]
 
@@ -103,7 +103,7 @@ class EmulateOptions(Options):
     """Tokens of each session."""
     acceptance_rates: tuple[Annotated[float, between(0, 1)], ...] = ()
     """Chances that a round accepts at least 1, 2, ... draft tokens, like vLLM's
-    synthetic_acceptance_rates; by default from the models' distributions."""
+    synthetic_acceptance_rates; unset = they follow from the models' distributions."""
 
 
 class Timed(NamedTuple):
@@ -119,7 +119,8 @@ class Timed(NamedTuple):
 
 
 def window(rounds: Sequence[Round], num_tokens: int) -> list[Timed]:
-    """The rounds of a session after its dropped tokens, up to the one with token `num_tokens`."""
+    """The measured rounds of a session: from after the dropped tokens to the round that has token
+    number `num_tokens`."""
     dropped = max(DROPPED_MIN, round(num_tokens * DROPPED_SHARE))
     found: list[Timed] = []
     total, last_s = 0, 0.0
@@ -208,8 +209,8 @@ async def _features(options: EmulateOptions, progress: Progress) -> list[dict[st
 async def _measure_head(
     options: EmulateOptions, client: Client, coordinator: Process
 ) -> dict[str, Any]:
-    """Measures a session. Its prompt has one token: rows of more would count as bytes of its
-    rounds."""
+    """Measures a session. Its prompt has one token, because hidden states of the prompt would count
+    as bytes of the rounds."""
     rates = options.acceptance_rates
     k = min(FEATURES_K, len(rates) or FEATURES_K)
     await _decode(client, Rule.TOKEN, k, SWEEP_TOKENS_MIN)
@@ -232,13 +233,13 @@ async def _measure_head(
 async def _measure(
     options: EmulateOptions, client: Client, mode: str, rule: Rule
 ) -> dict[str, Any]:
-    """The figures at the best K."""
+    """The figures at the K that is fastest in short sessions."""
     speeds, rates = {0: 0.0}, options.acceptance_rates
     most = min(NUM_DRAFT_TOKENS_MAX, len(rates) or NUM_DRAFT_TOKENS_MAX)
     for count in range(1, most + 1) if mode != "plain" else ():
         num_tokens = max(SWEEP_TOKENS_MIN, round(options.tokens * SWEEP_SHARE))
         tried = window((await _decode(client, rule, count, num_tokens)).rounds, num_tokens)
-        # By expected tokens, which over few rounds vary less than the actual ones.
+        # Over few rounds, the expected number of tokens varies less than the actual number.
         expected = sum(expected_tokens(rule, one.num_draft_tokens, rates) for one in tried)
         speeds[count] = expected / sum(one.ms for one in tried)
     best = max(speeds, key=speeds.__getitem__)
@@ -250,7 +251,7 @@ async def _decode(
     client: Client, rule: Rule, num_draft_tokens: int, num_tokens: int,
     prompt_tokens: int = PROMPT_TOKENS,
 ) -> Completion:  # fmt: skip
-    """One session with `num_tokens` tokens to measure."""
+    """Decodes one session with `num_tokens` measured tokens."""
     request = GenerateRequest(
         prompt=tuple(range(1, prompt_tokens + 1)),
         sampling=SamplingParams(temperature=1.0),

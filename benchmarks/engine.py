@@ -5,15 +5,15 @@ new tokens over the time from the first request to the last token, including pre
 are medians.
 
 sessions  `sessions`: tokens a second by number of sessions, through coordinator and target;
-          `engine_sessions`: of the engine alone
+          `engine_sessions`: the same of the engine alone
 waits     `prefix_ratio`: time to first token of a prompt whose first 1,000 tokens are cached, over
           that of a new one; `gap_ratio`: 99th percentile of the gaps between tokens of 8 sessions
           while a prompt of 4,000 tokens is prefilled, over their median gap before
 steps     `verify_step_ms`: 5 new tokens after 256 cached ones of one session;
           `transformers_forward_ms`: the same in transformers
 
-A gap is the time between the arrivals of two tokens of a session at the client; tokens of one
-message share the time until the next message.
+A gap is the time between the arrivals of two successive tokens of a session at the client. Tokens
+of one message share the time until the next message equally.
 """
 
 import asyncio
@@ -52,22 +52,23 @@ PROMPT_TOKENS = 256
 NEW_TOKENS = 128
 GREEDY = SamplingParams(temperature=0.0)
 _STRIDE = 7
-"""Shift of prompts between measurements, so that no beginning is cached."""
+"""Each measurement's prompts start this many tokens later, so that none of them is cached."""
 
 PREFIX_TOKENS = 1_000
 OWN_TOKENS = 20
 """Tokens after the shared prefix."""
 LONG_TOKENS = 4_000
 RUNNING_SESSIONS = 8
-"""Sessions that decode beside the long prompt, and the length of their prompts."""
+"""Sessions that decode while the long prompt is prefilled."""
 RUNNING_TOKENS = 256
+"""Length of the prompts of these sessions."""
 SETTLING_GAPS = 16
-"""First gaps of each running session, not measured because others are starting."""
+"""First gaps of each running session. They are not measured, as other sessions are starting."""
 GAPS_BEFORE = 64
 """Gaps of each session that are measured before the long prompt is sent."""
 _POLL_S = 0.005
 _REST_S = 0.5
-"""Wait after the first token of the long prompt, in which the gaps around it end."""
+"""Wait after the answer to the long prompt, until the gaps that overlap the prefill have ended."""
 
 CACHED_TOKENS = 256
 STEP_TOKENS = 5
@@ -82,8 +83,8 @@ class Prompts:
         self._start = 0
 
     def take(self, number: int, length: int) -> list[tuple[int, ...]]:
-        """`number` prompts of `length` tokens that share no prefix with each other or with earlier
-        ones."""
+        """`number` prompts of `length` tokens. They share no prefix with each other or with earlier
+        prompts."""
         self._start += _STRIDE
         size = len(self._ids)
         starts = [self._start + index * size // number for index in range(number)]
@@ -97,12 +98,12 @@ async def run(options: EngineOptions, config: DeploymentConfig, progress: Progre
     prompts = Prompts(chain.from_iterable(text.encode(one.text) for one in built_in_prompts()))
     progress("loading the engine")
     num_threads = target.num_threads or available_cores()
-    # Set, so that every step uses all threads: nothing else is running.
+    # A set number makes every step use all threads, as no other process runs.
     engine = build_engine(replace(target, num_threads=num_threads), num_threads)
     room = engine.info.max_model_len
     if room < PROMPT_TOKENS + NEW_TOKENS:
         raise SettingError(
-            "model", f"takes {room} tokens; {PROMPT_TOKENS + NEW_TOKENS} are needed at least"
+            "model", f"takes {room} tokens; this benchmark needs {PROMPT_TOKENS + NEW_TOKENS}"
         )
     figures: dict[str, Any] = {"model": target.model, "dtype": engine.info.dtype, **asdict(options)}
     if "steps" in options.parts:
@@ -126,7 +127,7 @@ async def run(options: EngineOptions, config: DeploymentConfig, progress: Progre
 async def _rates(
     options: EngineOptions, prompts: Prompts, client: Client, engine: Engine, progress: Progress
 ) -> dict[str, object]:
-    """Rates of services and engine, which take turns, after a warm-up."""
+    """Rates of the services and of the engine alone, which take turns after a warm-up."""
     found: dict[int, list[tuple[float, float]]] = {number: [] for number in SESSIONS}
     for index in range(-1, options.repetitions):
         for number in SESSIONS if index >= 0 else SESSIONS[:2]:
@@ -173,7 +174,7 @@ async def _decode(client: Client, prompts: Sequence[tuple[int, ...]], num_tokens
 
 
 async def _waits(client: Client, prompts: Prompts, max_model_len: int) -> dict[str, float]:
-    """The figures of `waits` for which the model's length suffices."""
+    """The figures of `waits`, without those whose prompts are too long for the model."""
     found = {}
     if max_model_len > PREFIX_TOKENS + OWN_TOKENS:
         (prefix,) = prompts.take(1, PREFIX_TOKENS)
@@ -221,7 +222,8 @@ async def _beside_a_long_prompt(
 
 
 def gaps(arrivals: Sequence[Sequence[float]], start: float, end: float) -> list[float]:
-    """Gaps, in seconds, between tokens of a session that overlap the time from `start` to `end`."""
+    """Gaps in seconds between tokens of each session, if they overlap the time from `start` to
+    `end`."""
     return [
         (after - before) / num_tokens
         for own in arrivals
@@ -232,8 +234,8 @@ def gaps(arrivals: Sequence[Sequence[float]], start: float, end: float) -> list[
 
 
 def step_times(engine: Engine, config: TargetConfig, prompt: tuple[int, ...]) -> dict[str, float]:
-    """Times of `STEP_TOKENS` after `CACHED_TOKENS`: the engine's step, and the forward pass of
-    transformers with its own cache."""
+    """Times of a step of `STEP_TOKENS` after `CACHED_TOKENS`, in the engine and in transformers
+    with its own cache."""
     module: Any = load_model(
         Path(config.directory), name=config.model, dtype=config.dtype, device=config.device,
         num_threads=config.num_threads or available_cores(),

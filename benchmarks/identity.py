@@ -1,10 +1,10 @@
 """`outrider bench identity`: checks that answers are the same with drafts as without.
 
-Every prompt is decoded plainly and alone, and then with every K: alone, beside others, and after a
-long context. All answers but the first use cached prompts. Greedy and coupled tokens must be equal
-if `outrider status` shows `bit-equal rows`. The check fails if any differ, or if no draft token was
-accepted. Run it on a deployment with `--no-length-control --draft-model demo-drafter`, so that a
-model drafts K tokens in each round.
+Every prompt is first decoded without drafts and alone. It is then decoded with every K: alone,
+beside others, and after a long context. Only the first answer finds its prompt uncached. Greedy and
+coupled tokens must be equal if `outrider status` shows `bit-equal rows`. The check fails if any
+token differs, or if no draft token was accepted. Run it on a deployment with `--no-length-control
+--draft-model demo-drafter`, so that a model drafts K tokens in each round.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class IdentityOptions(PromptOptions):
 
 
 async def run(options: IdentityOptions, subject: Subject, progress: Progress) -> Report:
-    """A row for each rule, way and K. Raises the deployment's errors."""
+    """Reports a row for each rule, way and K. Raises the deployment's errors."""
     rows: list[dict[str, Any]] = []
     for rule in (Rule.GREEDY, Rule.COUPLED):
         decoding = Decoding(options.max_tokens, 0.0 if rule is Rule.GREEDY else 1.0, rule, 0, 0)
@@ -61,7 +61,9 @@ async def run(options: IdentityOptions, subject: Subject, progress: Progress) ->
                 })  # fmt: skip
     failed = [row for row in rows if row["different"] or not row["num_accepted_draft_tokens"]]
     values = {"failed": len(failed), "ways": rows}
-    return Report(values, [table("prompts whose answers differ, from 0 on", rows)])
+    return Report(
+        values, [table("different: indices, from 0, of prompts whose answers differ", rows)]
+    )
 
 
 async def _answers(

@@ -1,7 +1,7 @@
 """Other inference libraries, and the target's engine alone, as sides of a benchmark.
 
 `make peers` installs each library in a virtual environment of its own. A sweep over a few settings
-finds the fastest on this machine, and stores it in that environment.
+finds those that are fastest on this machine, and stores them in that environment.
 """
 
 from __future__ import annotations
@@ -26,27 +26,28 @@ from .processes import Process
 from .prompts import WARM_UP_PROMPTS, BenchPrompt, built_in_prompts, encoder, select_prompts
 
 STAMP = "installed"
-"""File in a library's environment that says that `make peers` has installed it."""
+"""`make peers` creates this file in the environment of a library that it has installed."""
 PLAIN = "plain"
 SWEEP_TOKENS = 48
 """Length of the completions in a sweep."""
 SWEEP_PROMPTS = 6
 """One built-in prompt of each category."""
 SPARE_TOKENS = 16
-"""Room in a library's context for drafts after the longest completion."""
+"""Room in a library's context for draft tokens after the longest completion."""
 CONTEXT_STEP = 256
-"""A library's context is a multiple of this: some caches hold only whole blocks."""
+"""A library's context is a multiple of this, as some caches hold only whole blocks of tokens."""
 _PROGRAM = Path(__file__).with_name("library_process.py")
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One way to run a library. In variables `{cpus}` stands for the core numbers and `{root}` for
-    the library's environment."""
+    """One way to run a library."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of its process. `{cpus}` stands for the core numbers, `{root}` for the folder of
+    the library's environment."""
     options: Mapping[str, object] = field(default_factory=dict)
-    """For the library's class in `library_process`."""
+    """Options of the library's class in `library_process`."""
 
     def __or__(self, other: Setting) -> Setting:
         return Setting({**self.environment, **other.environment}, {**self.options, **other.options})
@@ -57,7 +58,7 @@ class TargetInputs:
     target: TargetConfig
     """With the directory of its safetensors."""
     gguf: str = ""
-    """A GGUF file with the same weights as float16; empty if the target does not come from one."""
+    """A GGUF file with the same weights as float16; empty if the target is not from a GGUF file."""
     context_tokens: int
     """Length of the longest prompt and its completion."""
     batch: int = 1
@@ -75,7 +76,7 @@ class TargetInputs:
         options: PromptOptions,
         **named: Any,
     ) -> TargetInputs:
-        """Tokenizes the prompts as Outrider does."""
+        """Tokenizes the prompts as Outrider does; `named` are further fields."""
         from outrider.models.loading import load_tokenizer, stated_eos_token_ids
         from outrider.tokenizer import TokenizerText
 
@@ -109,19 +110,19 @@ def sweep_prompts() -> tuple[BenchPrompt, ...]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Library:
     name: str
-    """Also names its environment, its file in `peer_environments` and its decoder."""
+    """Also the name of its environment, its file in `peer_environments` and its decoder."""
     is_ours: bool = False
-    """Whether it runs in this interpreter's environment, one request at a time."""
+    """Whether it runs in the environment of this interpreter, and only one request at a time."""
     needs_gguf: bool = False
     bindings: tuple[Setting, ...] = (Setting(),)
     """Settings that a sweep tries for plain decoding."""
     speculative: str = ""
-    """Name of its speculative mode; empty = it has none without a draft model."""
+    """Name of its speculative mode without a draft model; empty = it has none."""
     drafting: tuple[Setting, ...] = ()
-    """Settings that a sweep tries for that mode, with the best binding."""
+    """Settings that a sweep tries for the speculative mode, each with the best binding."""
     preloads: tuple[str, ...] = ()
-    """Shared libraries to preload, as its manual says: files in the environment, or names that the
-    system's linker knows."""
+    """Shared libraries that its manual asks to preload: names of files in the environment, or of
+    libraries that the system's linker finds."""
 
     def interpreter(self, environments: Path) -> str:
         return str(environments.absolute() / self.name / "bin" / "python")
@@ -130,7 +131,8 @@ class Library:
         return self.is_ours or (environments / self.name / STAMP).exists()
 
     def environment(self, setting: Setting, inputs: TargetInputs) -> dict[str, str]:
-        """Variables of its processes: the setting's, and `LD_PRELOAD` of the `preloads` found."""
+        """Variables of its process: those of the setting, and `LD_PRELOAD` with all `preloads` that
+        are on this machine."""
         root = inputs.environments.absolute() / self.name
         cpus = ",".join(map(str, sorted(os.sched_getaffinity(0))[: inputs.target.num_threads]))
         found = {
@@ -200,11 +202,11 @@ PEERS = (
 
 
 class LibraryProcess(Process, BenchClient):
-    """A process that decodes with a library. An async context manager: entering loads the model."""
+    """A process that decodes with a library. An async context manager; entering loads the model."""
 
     def __init__(self, library: Library, setting: Setting, inputs: TargetInputs) -> None:
         self._token_ids = inputs.token_ids
-        # -I: without PYTHONPATH and the modules of this repository.
+        # -I hides PYTHONPATH and the modules of this repository.
         command = (
             (sys.executable, "-m", "benchmarks.library_process")
             if library.is_ours
@@ -220,8 +222,8 @@ class LibraryProcess(Process, BenchClient):
         return completion
 
     async def generate_all(self, jobs: Sequence[Job], concurrency: int) -> list[Completion]:
-        """The library schedules the requests. Ignores seeds: per-request seeds are slow in some
-        libraries. Raises as `Process.ask`."""
+        """Decodes all prompts; the library schedules them. Ignores seeds, as some libraries are
+        slow if each request has a seed. Raises as `Process.ask`."""
         decoding = jobs[0][1]
         request = {
             "prompts": [self._token_ids[prompt.text] for prompt, _ in jobs],
@@ -243,9 +245,9 @@ class LibraryProcess(Process, BenchClient):
 async def fastest_settings(
     library: Library, inputs: TargetInputs, progress: Progress, *, again: bool
 ) -> dict[str, Setting]:
-    """The fastest setting of each mode, from the stored sweep of the same model and number of
-    threads, or with `again` from a new one. Omits modes without a working setting. Raises
-    `Unavailable` if plain decoding does not work."""
+    """The fastest setting of each mode. Comes from the stored sweep, if that was for the same model
+    and number of threads; otherwise, or with `again`, from a new sweep. Omits a mode if no setting
+    works. Raises `Unavailable` if plain decoding does not work."""
     if library.is_ours:
         return {PLAIN: library.bindings[0], library.speculative: library.drafting[0]}
     path = inputs.environments / library.name / "settings.json"
@@ -285,10 +287,10 @@ async def _rate(library: Library, setting: Setting, inputs: TargetInputs) -> flo
 
 
 def bfloat16_gguf(gguf: Path, cache: Path) -> Path:
-    """A cached copy of `gguf` with the target's weights, rounded to bfloat16. Matrices are stored
-    as float16, since not every reader knows bfloat16; only numbers below 2**-17 in magnitude lose
-    bits. Vectors are stored as float32, which llama.cpp needs. Metadata, names, shapes and the
-    order of rows stay the same.
+    """A cached copy of `gguf` with the weights rounded to bfloat16, as the target has them.
+    Matrices are stored as float16, as not every library reads bfloat16; only numbers below 2**-17
+    in magnitude lose bits. Vectors are stored as float32, which llama.cpp needs. Metadata, names,
+    shapes and the order of rows stay the same.
     """
     from outrider.models.sources import cached_path, made_once
 
@@ -314,7 +316,7 @@ def _write(gguf: Path, path: Path) -> None:
     for tensor in reader.tensors:
         # Copied, as torch takes no read-only (memory-mapped) array.
         values = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type)))
-        if not tensor.name.startswith("rope_"):  # Tables, not weights.
+        if not tensor.name.startswith("rope_"):  # Tables of angles are no weights.
             rounded = values.to(torch.bfloat16)
             values = rounded.float() if rounded.dim() == 1 else rounded.to(torch.float16)
         writer.add_tensor(tensor.name, values.numpy())

@@ -1,8 +1,9 @@
 """The process of one inference library, for `libraries.LibraryProcess`.
 
-It runs in the library's own environment and imports only the standard library and that library;
-`Engine` and `Transformers` run in Outrider's. It reads JSON lines until its input ends: first what
-to load, then batches of prompts. An answer is `{}`, `{"completions"}` or `{"error"}`.
+It runs in the library's own environment, and imports only the standard library and that library.
+`Engine` and `Transformers` run in Outrider's environment. It reads JSON lines until its input ends.
+The first line says what to load; each further line is a batch of prompts. It answers each line with
+`{}`, `{"completions"}` or `{"error"}`.
 """
 
 import json
@@ -19,14 +20,15 @@ CACHE_GIB = 1
 """Size of a library's key-value cache."""
 
 Emit = Callable[[int, list[int]], None]
-"""Receives the index of a prompt in its batch and its next tokens, as soon as they are known."""
+"""Takes the index of a prompt in its batch and the prompt's next tokens, as soon as the library
+returns them."""
 
 
 class Decoder:
     """A library with a loaded model. Methods raise the library's own exceptions."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
-        """`setup` is the first line, from `libraries.LibraryProcess`."""
+        """`setup` is the first line of the input."""
         self.setup = setup
         self.load(setup)
 
@@ -129,7 +131,7 @@ class OpenVino(Decoder):
 
 
 class LlamaCpp(Decoder):
-    """llama.cpp by xllamacpp: its server's engine in this process."""
+    """llama.cpp, whose server's engine xllamacpp runs in this process."""
 
     def load(self, setup: dict[str, Any]) -> None:
         import xllamacpp as llama
@@ -169,7 +171,7 @@ class LlamaCpp(Decoder):
             "samplers": ["temperature"],
             "cache_prompt": False,
             "stream": True,
-            "verbose": True,  # Adds token ids to the chunks.
+            "verbose": True,  # Token ids are only in verbose chunks.
             "return_tokens": True,
         }
         failures: list[object] = []
@@ -188,7 +190,7 @@ class LlamaCpp(Decoder):
 
 
 class Streamer:
-    """Receives tokens from the library's `generate`, first those of the prompt."""
+    """Takes tokens from the library's `generate`. Drops those of the first call: the prompt."""
 
     def __init__(self, emit: Callable[[list[int]], None]) -> None:
         self._emit = emit
@@ -267,7 +269,7 @@ DECODERS = {
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # Keeps what a library prints out of the answers.
+    os.dup2(2, 1)  # Sends what a library prints to standard error, not into the answers.
     library: Decoder | None = None
     for line in sys.stdin:
         request = json.loads(line)
@@ -284,7 +286,8 @@ def main() -> None:
 
 
 def _decode(library: Decoder, request: dict[str, Any]) -> list[dict[str, object]]:
-    """For each prompt the tokens, including the EOS, and the seconds to the first and the last."""
+    """For each prompt: its tokens, including the EOS, and the seconds until the first and the last
+    of them."""
     prompts, eos = request["prompts"], frozenset(library.setup["eos_token_ids"])
     found: list[list[int]] = [[] for _ in prompts]
     times: list[list[float]] = [[] for _ in prompts]

@@ -1,7 +1,7 @@
-"""The harness of all benchmarks that compare sides: decodes the same prompts on each side.
+"""The harness of all benchmarks that compare several *sides*, each with the same prompts.
 
-Load, clock rates and heat drift over minutes. So sides take turns, prompt by prompt; the order is
-reversed for every second prompt.
+A machine's load, clock rates and temperature drift over minutes. So the sides take turns, prompt by
+prompt, in reversed order for every second prompt.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """How to decode a prompt; None = the server's default."""
+    """How to decode a prompt. None stands for the server's default."""
 
     max_tokens: int
     temperature: float
@@ -44,7 +44,7 @@ class Decoding:
     ignore_eos: bool = False
 
     def for_prompt(self, index: int) -> Decoding:
-        """The same with the seed of prompt `index`, which may be negative."""
+        """The same, with the seed for prompt number `index`. `index` may be negative."""
         return replace(self, seed=((self.seed or 0) + index) & SEED_MAX)
 
 
@@ -65,20 +65,20 @@ class Completion:
     token_ids: tuple[int, ...]
     """Including the EOS; empty if they are not known."""
     started_s: float
-    """When the request was sent, on a clock for all completions of a side."""
+    """When the request was sent, on a clock that all completions of a side share."""
     seconds: float
-    """From sending to the final event, including prefill."""
+    """From sending to the final event, so including prefill."""
     num_rounds: int = 0
     num_draft_tokens: int = 0
     """Proposed in all rounds together."""
     num_accepted_draft_tokens: int = 0
     chunk_s: Sequence[float] = ()
-    """Seconds from sending to each chunk with tokens; some sides know only the first."""
+    """Seconds from sending to each chunk with tokens; some sides measure only the first chunk."""
     prompt_tokens: int = 0
     counted_tokens: int = 0
-    """Number of tokens if their ids are not known, as by HTTP."""
+    """Number of tokens, if their ids are not known (HTTP)."""
     rounds: Sequence[Round] = ()
-    """By gRPC only. Rounds that arrive in one message count as one."""
+    """By gRPC only. Rounds that arrive in one message count as one round."""
 
     @property
     def num_tokens(self) -> int:
@@ -116,8 +116,8 @@ class BenchClient(ABC):
         """Decodes one prompt. Raises an `OutriderError` if that fails."""
 
     async def generate_all(self, jobs: Sequence[Job], concurrency: int) -> list[Completion]:
-        """Decodes prompts, `concurrency` at a time. Raises as `generate`, after cancelling the
-        other requests."""
+        """Decodes prompts, `concurrency` at a time. If a request fails, cancels the others and
+        raises its error."""
         places = asyncio.Semaphore(concurrency)
 
         async def one(job: Job) -> Completion:
@@ -131,12 +131,12 @@ class BenchClient(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """One side, and how to call it."""
+    """One side, and how it decodes."""
 
     side: str
     client: BenchClient
     decoding: Decoding
-    """Of the first prompt."""
+    """How to decode the first prompt; other prompts have other seeds."""
     concurrency: int
     """Requests at a time."""
 
@@ -154,7 +154,7 @@ class SideResult:
 
     completions: tuple[Completion, ...]
     seconds: float
-    """Wall time; less than the sum over the completions if several ran at a time."""
+    """Wall time. If several requests ran at a time, it is less than the sum of their times."""
 
     @property
     def num_tokens(self) -> int:
@@ -173,8 +173,8 @@ async def measure(
     rest_s: float = 0.0,
 ) -> dict[str, SideResult]:
     """Warms up every side, then measures them in turns, with a pause of `rest_s` before each turn.
-    If a side raises an error, `drops` decides whether to continue without it; otherwise the error
-    is raised."""
+    If a side raises an error, `drops` says whether to continue without that side. If not, the
+    error is raised."""
     sides = {contestant.side: contestant for contestant in contestants}
     found: dict[str, dict[int, Completion]] = {side: {} for side in sides}
     seconds = dict.fromkeys(sides, 0.0)
@@ -204,7 +204,8 @@ async def measure(
 
 
 async def _warm_up(contestant: Contestant) -> None:
-    """Uses seeds of no prompt: a second session with a seed may be drafted differently."""
+    """Decodes the warm-up prompts, with seeds that no prompt has. A second session with the same
+    seed may be drafted differently."""
     short = min(WARM_UP_TOKENS_MAX, contestant.decoding.max_tokens)
     for index, prompt in enumerate(WARM_UP_PROMPTS, start=1):
         decoding = replace(contestant.decoding.for_prompt(-index), max_tokens=short)
@@ -212,9 +213,9 @@ async def _warm_up(contestant: Contestant) -> None:
 
 
 def _blocks(num_prompts: int, concurrency: int) -> list[range]:
-    """The prompts of each turn. If several run at a time, there are two turns, each with every
-    second prompt. So each side comes first once (the other then finds the beginnings of prompts
-    cached), and only at two ends do fewer than `concurrency` requests run."""
+    """The indices of the prompts of each turn. If several requests run at a time, there are two
+    turns, each with every second prompt. So each side comes first once: a later side finds the
+    beginnings of prompts cached. And fewer than `concurrency` requests run only at the two ends."""
     if concurrency == 1:
         return [range(index, index + 1) for index in range(num_prompts)]
     return [range(turn, num_prompts, 2) for turn in range(min(2, num_prompts))]
@@ -225,8 +226,8 @@ def medians_ms(
     repetitions: int,
     undo: Callable[[], object] = lambda: None,
 ) -> list[float]:
-    """The median time of each function, ms. Functions take turns; each gets the number of the
-    repetition. `undo` is called after each call."""
+    """The median time of each function, ms. The functions take turns. Each gets the number of the
+    repetition, which is negative while warming up. `undo` is called after each call."""
     times: list[list[float]] = [[] for _ in works]
     for index in range(-WARM_UP_REPETITIONS, repetitions):
         for work, own in zip(works, times, strict=True):

@@ -1,4 +1,4 @@
-"""Options of benchmarks: the fields of a settings class are the options of its command."""
+"""Options of benchmarks. Each field of an options class is an option of its command."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +13,7 @@ from outrider.limits import (
     SESSIONS_PER_COORDINATOR_MAX,
     TEMPERATURE_MAX,
 )
-from outrider.settings import Internal, Setting, between, checked, settings_of
+from outrider.settings import Setting, between, checked, settings_of
 from outrider.speculation.sampling_params import Rule
 
 from .measurement import Decoding
@@ -49,7 +49,7 @@ class Options:
 
     @classmethod
     def params(cls, kind: Callable[..., Kind]) -> list[Kind]:
-        """A command-line option for each field that is not `Internal`."""
+        """A command-line option for each field."""
         return [_option(kind, setting) for setting in settings_of(cls).values()]
 
     @classmethod
@@ -64,16 +64,14 @@ class PromptOptions(Options):
     """Prompts, and the length of their completions."""
 
     prompts: Path | None = None
-    """JSONL with `prompt` and optionally `category` and `max_tokens`; unset = the built-in
-    prompts."""
+    """JSONL file whose lines have `prompt`, and optionally `category` and `max_tokens`; unset = the
+    built-in prompts."""
     num_prompts: NumPrompts = None
     """Number of prompts, taken evenly from the categories."""
     max_tokens: MaxTokens = 256
     """Most tokens of a completion."""
     raw: bool = False
     """Do not apply the model's chat template."""
-    seed: Internal[int] = 0
-    """Seed of the first prompt; it grows by one with each prompt."""
 
     def load_prompts(self) -> tuple[BenchPrompt, ...]:
         """The prompts to measure. Raises `SettingError` for a wrong file."""
@@ -91,16 +89,18 @@ class DecodingOptions(PromptOptions):
     """Draft tokens a round; unset = the deployment's default."""
 
     def drafted(self, num_draft_tokens: int, temperature: float) -> Decoding:
-        """How to decode the first prompt with drafts; `num_draft_tokens` is the deployment's
-        default. Raises `SettingError` if that would be plain decoding."""
+        """How to decode the first prompt with drafts. `num_draft_tokens` is the deployment's
+        default, used if the option is unset. Raises `SettingError` if it is 0."""
         bound = self.num_draft_tokens or num_draft_tokens
         if bound == 0:
-            raise SettingError("num_draft_tokens", "0 is plain decoding; nothing to compare with")
+            raise SettingError(
+                "num_draft_tokens", "0 decodes without drafts, so there is nothing to compare"
+            )
         return Decoding(
             max_tokens=self.max_tokens,
             temperature=temperature,
             rule=Rule(self.rule) if temperature else Rule.GREEDY,
-            seed=self.seed,
+            seed=0,
             num_draft_tokens=bound,
         )
 
@@ -111,7 +111,7 @@ class AcceptanceOptions(PromptOptions):
 
     max_tokens: MaxTokens = 128
     hits: bool = False
-    """Also report how often a draft model predicts the outcome of a round."""
+    """Also report how often the draft model predicts the outcome of a round."""
     num_draft_tokens: DraftTokens = 4
     """Draft tokens of a round, for `--hits`."""
 
@@ -121,7 +121,7 @@ class EngineOptions(Options):
     """Options of `bench engine`."""
 
     repetitions: Annotated[int, between(1, 100)] = 3
-    """Repetitions; the medians are reported."""
+    """Number of repetitions; the report has medians."""
     parts: tuple[Literal["sessions", "waits", "steps"], ...] = ("sessions", "waits", "steps")
     """What to measure."""
 
@@ -131,7 +131,7 @@ class DeviceOptions(Options):
     """Options of `bench device`."""
 
     model: str = RANDOM_MODELS[-1]
-    """A model, or `random-1b` or `random-7b`, which have random weights."""
+    """A model to load, or `random-1b` or `random-7b`, which get random weights."""
     device: str = "auto"
     """`auto`, `cpu` or `cuda[:N]`."""
     dtype: str = "bfloat16"
@@ -140,4 +140,3 @@ class DeviceOptions(Options):
     """Tokens in the cache before each step."""
     num_draft_tokens: DraftTokens = 8
     """Draft tokens of a round."""
-    repetitions: Internal[int] = 50

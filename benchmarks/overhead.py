@@ -1,10 +1,11 @@
 """`outrider bench overhead`: what rounds and requests cost without the models.
 
-rounds      a round by its report, from sending the draft request to the store's acknowledgement
+rounds      times of a round, from its report: from sending the draft request to the store's
+            acknowledgement
 capacity    rounds a second of one coordinator with many sessions; client, coordinator, canned
-            replicas and Redis are a process each
-transports  what gRPC and HTTP add to a request and to each of its chunks; clients and coordinator
-            are in this process, an emulated target in another one
+            replicas and Redis each have their own process
+transports  what gRPC and HTTP add to the time of a request and of each chunk; clients and
+            coordinator run in this process, an emulated target in another one
 
 Canned replicas give well-formed answers without a model, at once or after the time of a step.
 """
@@ -57,14 +58,14 @@ from .report import Report, percentile
 NUM_DRAFT_TOKENS = 8
 PROMPT_TOKENS = 64
 ACCEPT_PROBABILITY = 0.7
-"""Of each canned draft token: a round of 8 commits about 3 tokens."""
+"""Of each canned draft token. A round with 8 draft tokens commits about 3 tokens."""
 Q_ENTRIES = 64
 CANNED = ReplicaDescription(
     model="canned", weights_fingerprint="canned", tokenizer_fingerprint="canned",
     vocab_size=151_936, dtype="float32", max_model_len=32_768, eos_token_ids=(), max_num_seqs=1,
 )  # fmt: skip
 _LAST_IDS = tuple(range(CANNED.vocab_size - Q_ENTRIES, CANNED.vocab_size))
-"""They take the most bytes."""
+"""The largest ids of the vocabulary, which take the most bytes in a message."""
 _Q = DraftDistribution(_LAST_IDS, (COUNT_TOTAL // Q_ENTRIES,) * Q_ENTRIES)
 PROPOSAL = SealedProposal.of(Proposal(_LAST_IDS[:NUM_DRAFT_TOKENS], (_Q,) * NUM_DRAFT_TOKENS))
 WARM_UP_ROUNDS = 200
@@ -76,12 +77,12 @@ CROWD_TOKENS = 2_048
 WARM_UP_S = 3.0
 WARM_UP_TURNS = 3
 TURNS = 60
-"""Requests by each transport."""
+"""Requests that each transport carries."""
 TURN_STEP_MS = 5.0
-"""A step of the emulated target."""
+"""Time of a step of the emulated target."""
 _PARTS_OF_A_ROUND = ("draft_ms", "wire_ms", "queue_ms", "verify_ms", "commit_ms")
 _WORDS = tuple("".join(letters) for letters in product(ascii_lowercase[:16], repeat=3))
-"""The emulated target's vocabulary: every token is text."""
+"""The vocabulary of the emulated target. Every token is text, so that every one gives a chunk."""
 DECODING = Decoding(32, temperature=0.0, num_draft_tokens=0, ignore_eos=True)
 PROMPT = BenchPrompt("".join(f" {word}" for word in _WORDS[:PROMPT_TOKENS]), "")
 
@@ -122,7 +123,7 @@ def canned_request(seed: int, max_tokens: int) -> GenerateRequest:
 async def _canned_services(
     draft_s: float = 0.0, verify_s: float = 0.0
 ) -> AsyncIterator[tuple[Client, Process]]:
-    """A coordinator with a canned draft and target; these are the seconds of their steps."""
+    """A coordinator with a canned draft and target, whose steps take these seconds."""
     setup = {"draft_s": draft_s, "verify_s": verify_s}
     async with (
         embedded_redis() as redis_url,
@@ -136,8 +137,8 @@ async def _canned_services(
 
 
 async def measure_rounds(options: OverheadOptions, progress: Progress) -> dict[str, Any]:
-    """Figures of rounds with K draft tokens, from the coordinator's reports, one session at a
-    time."""
+    """Runs one session at a time. The figures come from the coordinator's reports of rounds with
+    `NUM_DRAFT_TOKENS` draft tokens."""
     wanted, k = WARM_UP_ROUNDS + options.rounds, NUM_DRAFT_TOKENS
     reports: list[RoundReport] = []
     async with _canned_services() as (client, _):
@@ -150,7 +151,7 @@ async def measure_rounds(options: OverheadOptions, progress: Progress) -> dict[s
 
 
 def round_figures(reports: Sequence[RoundReport]) -> dict[str, Any]:
-    """The JSON object."""
+    """The figures in the JSON object."""
     parts = {name: [getattr(one, name) for one in reports] for name in _PARTS_OF_A_ROUND}
     whole = [sum(times) for times in zip(*parts.values(), strict=True)]
     return {
@@ -162,7 +163,8 @@ def round_figures(reports: Sequence[RoundReport]) -> dict[str, Any]:
 
 
 async def measure_capacity(options: OverheadOptions, progress: Progress) -> dict[str, Any]:
-    """Rounds a second of sessions that never pause, and the coordinator's CPU time for a round."""
+    """Runs sessions that never pause. Reports rounds a second, and the coordinator's CPU time for a
+    round."""
     progress("starting")
     num_tokens = 0
 
@@ -176,7 +178,7 @@ async def measure_capacity(options: OverheadOptions, progress: Progress) -> dict
 
     async with _canned_services(DRAFT_S, VERIFY_S) as (client, coordinator), together() as group:
         sessions = [group.create_task(decode_forever(client, i)) for i in range(options.sessions)]
-        progress(f"{options.sessions} sessions, as many rounds as it can")
+        progress(f"{options.sessions} sessions, for {options.seconds:g} s")
         await asyncio.sleep(WARM_UP_S)
         before, began = num_tokens, time.monotonic()
         cpu_s = (await coordinator.ask({}))["cpu_s"]
@@ -188,7 +190,7 @@ async def measure_capacity(options: OverheadOptions, progress: Progress) -> dict
     tokens_per_round = sum(ACCEPT_PROBABILITY**place for place in range(NUM_DRAFT_TOKENS + 1))
     num_rounds = num_tokens / tokens_per_round
     if not num_rounds:
-        raise Unavailable("no round was played")
+        raise Unavailable("no round ended within the measured time")
     return {
         "sessions": options.sessions,
         "rounds_per_second": num_rounds / elapsed_s,
@@ -197,12 +199,12 @@ async def measure_capacity(options: OverheadOptions, progress: Progress) -> dict
 
 
 async def measure_transports(_: OverheadOptions, progress: Progress) -> dict[str, Any]:
-    """Calls a coordinator in this process by gRPC and HTTP in turn, on one event loop: the added
-    time is that of both sides' code and of the kernel's loopback.
+    """Calls a coordinator in this process by gRPC and HTTP in turn, on one event loop. So the added
+    time is that of the code of client and server and of the kernel's loopback.
 
-    `X_ttft_added_ms_p50` is the median of TTFT by X minus the coordinator's part of it,
-    `X_chunk_added_ms` the median time from the coordinator having a chunk to the client reading
-    it."""
+    `X_ttft_added_ms_p50` is the median of TTFT by X minus the coordinator's part of it.
+    `X_chunk_added_ms` is the median time from when the coordinator has a chunk until the client has
+    read it."""
     progress("starting the target")
     added: dict[str, list[float]] = {}
     async with (
@@ -225,9 +227,9 @@ async def measure_transports(_: OverheadOptions, progress: Progress) -> dict[str
 
 
 async def added_ms(client: BenchClient, stamps: list[float]) -> tuple[float, list[float]]:
-    """What a transport adds to the first token of a request, and to each of its chunks. The
-    coordinator puts the times of the request and of each chunk into `stamps`. Raises
-    `Unavailable` if the request fails."""
+    """What a transport adds to the time to the first token, and to each chunk, ms. The coordinator
+    puts the times of the request and of each chunk into `stamps`. Raises `Unavailable` if the
+    request fails."""
     stamps.clear()
     done = await client.generate(PROMPT, DECODING)
     asked_s, *had_s = stamps
@@ -238,8 +240,8 @@ async def added_ms(client: BenchClient, stamps: list[float]) -> tuple[float, lis
 
 @asynccontextmanager
 async def _coordinator_here() -> AsyncIterator[tuple[list[float], str, str]]:
-    """A coordinator in this process with an emulated target. Yields the times of its requests and
-    their tokens, its gRPC address and its HTTP URL."""
+    """A coordinator in this process with an emulated target. Yields a list that gets the times of
+    its requests and their chunks, its gRPC address, and its HTTP URL."""
     from coordinator.actor import CoordinatorActor
 
     stamps: list[float] = []
@@ -275,7 +277,8 @@ async def _coordinator_here() -> AsyncIterator[tuple[list[float], str, str]]:
 
 
 def _save_tokenizer(directory: str) -> None:
-    """Saves a tokenizer whose tokens are words, with the byte-level decoder of real models."""
+    """Saves a tokenizer whose tokens are the `_WORDS`, with the byte-level decoder that real models
+    have."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -288,7 +291,7 @@ def _save_tokenizer(directory: str) -> None:
 
 
 class CannedReplica:
-    """A `ReplicaService` whose answers are a function of the item, after `step_s`."""
+    """A `ReplicaService` that answers each item by a function of the item, after `step_s`."""
 
     def __init__(self, answer: Callable[[Any], Any], step_s: float = 0.0) -> None:
         self._answer = answer
@@ -312,13 +315,13 @@ class CannedReplica:
 
 
 def propose(item: DraftItem) -> ProposalReply:
-    """The canned draft."""
+    """The answer of the canned draft."""
     length, size = item.head.committed_length, item.num_draft_tokens
     return ProposalReply(item.head.key, PROPOSAL.cut(size), length, length + size)
 
 
 def verify(item: VerifyItem) -> VerdictReply:
-    """The canned target."""
+    """The answer of the canned target."""
     size = len(item.proposal)
     verdict = Verdict((ACCEPT_PROBABILITY,) * size, (CANNED.vocab_size - 1,) * (size + 1))
     return VerdictReply(item.head.key, verdict, item.head.committed_length + size)

@@ -32,12 +32,12 @@ Name = Literal["vllm", "vllm-pace", "openvino", "llama-cpp", "transformers"]
 OURS_PLAIN = "outrider plain"
 OURS_SPECULATIVE = "outrider speculative"
 REST_S = 0.5
-"""Pause between two sides: vLLM's OpenMP threads spin for 0.2 s after their work, and would take
+"""Pause between two sides. vLLM's OpenMP threads spin for 0.2 s after their work, and would take
 cores from the next side."""
 
 StartSubjects = Callable[[], AbstractAsyncContextManager[tuple[Subject, Subject]]]
 """Starts a deployment or finds the running one. Yields subjects for plain and for speculative
-decoding, if possible without a shared cache."""
+decoding. In a new deployment, neither finds the other's prompts cached."""
 Level = Mapping[str, Any]
 """The JSON object of one temperature and concurrency."""
 
@@ -55,14 +55,14 @@ class PeersOptions(DecodingOptions):
     peers: tuple[Name, ...] = get_args(Name)
     """Systems to compare with."""
     environments: Path = Path(".venv/peers")
-    """Folder where `make peers` has installed them."""
+    """Folder in which `make peers` has installed these systems."""
     sweep: bool = False
-    """Search again for each peer's fastest settings, instead of using the stored ones."""
+    """Search again for the fastest settings of each system, instead of using the stored ones."""
 
 
 async def run(options: PeersOptions, start_subjects: StartSubjects, progress: Progress) -> Report:
-    """Measures Outrider and its peers. Every level has a deployment of its own, so that no prompt
-    or answer is cached. Raises `SettingError` for wrong options, and Outrider's errors."""
+    """Measures Outrider and its peers. Each level starts its own deployment, so that no prompt or
+    answer is cached. Raises `SettingError` for wrong options, and Outrider's errors."""
     prompts = options.load_prompts()
     clients: dict[str, BenchClient] = {}
     missing: dict[str, str] = {}
@@ -103,10 +103,13 @@ async def start_peers(
     options: PeersOptions, subject: Subject, prompts: Sequence[BenchPrompt], stack: AsyncExitStack,
     progress: Progress,
 ) -> tuple[dict[str, BenchClient], dict[str, str]]:  # fmt: skip
-    """Starts the peers with their fastest settings. Returns clients by side, and why others are
-    missing. Raises `SettingError` if the target's files are not on this machine."""
+    """Starts the peers with their fastest settings. Returns the clients by side and, for each
+    missing peer, the reason. Raises `SettingError` if the target's files are not on this
+    machine."""
     if subject.target is None:
-        raise SettingError("server", "the target's files are not on this machine; peers need them")
+        raise SettingError(
+            "server", "has a target whose files are not on this machine; peers need them"
+        )
     gguf = gguf_file(subject.model)
     inputs = TargetInputs.load(
         subject.target, prompts, options, batch=max(options.concurrency),
@@ -137,9 +140,10 @@ async def start_peers(
 
 def level_of(temperature: float, concurrency: int, results: Mapping[str, SideResult]) -> Level:
     """The figures of sides that decoded the same prompts. Rates are all tokens over wall time,
-    including prefill. The time to the first token is a median, for one request at a time.
-    `same_tokens` counts answers equal to Outrider's plain decoding, at temperature 0 and where ids
-    are known; only near ties may differ."""
+    including prefill. The time to the first token is a median, and only reported for one request at
+    a time. `same_tokens` counts answers that equal those of Outrider's plain decoding; it is only
+    known at temperature 0 and where token ids are known. Answers should differ only in near
+    ties."""
     ours = results[OURS_PLAIN].completions
 
     def figures(found: SideResult) -> dict[str, Any]:
@@ -172,7 +176,7 @@ def level_of(temperature: float, concurrency: int, results: Mapping[str, SideRes
 
 
 def report(setup: Mapping[str, Any], levels: Sequence[Level], missing: Mapping[str, str]) -> Report:
-    """`setup` is what all sides share; `missing` says why a peer or mode was not measured."""
+    """`setup` is what all sides share. `missing` says why peers or modes were not measured."""
     shown: list[Any] = [
         "{model} with {draft_model}, K <= {num_draft_tokens}, {dtype}, rule {rule}, {num_prompts} "
         "prompts of at most {max_tokens} tokens, {threads} threads".format(**setup)

@@ -1,8 +1,8 @@
-"""Processes of a benchmark: how to start and call them, and their roles. The services of a
-deployment can also run like this, without Ray.
+"""Processes of a benchmark: how to start and call them, and the roles that they play. Among the
+roles are the services of a deployment, which here run without Ray.
 
-A process reads JSON lines until its input ends, and answers each with a line. The first line sets
-it up; its answer says that the process is ready. An answer with `error` is a refusal.
+A process reads JSON lines until its input ends, and answers each line with a line. The first line
+sets the process up; the answer says that it is ready. An answer with `error` is a refusal.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from coordinator.service import CoordinatorService
 
 START_TIMEOUT_S = 900.0
-"""How long a process may take to be ready; it may load a model."""
+"""A process may take this long to be ready, because it may load a model."""
 ANSWER_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
-"""How long it may take to end before it is killed."""
+"""A process that takes longer to end is killed."""
 LINE_BYTES_MAX = 2**26
 DRAFT_TIMEOUT_MS = 30_000
 """Long, so that rounds wait for a slow draft."""
@@ -54,8 +54,8 @@ _PART_BYTES_MAX = 2**16
 
 
 class Process:
-    """One process. An async context manager: entering starts it, leaving ends it and all its
-    children."""
+    """One process. An async context manager: entering starts the process, leaving ends it and all
+    its children."""
 
     def __init__(
         self,
@@ -64,9 +64,9 @@ class Process:
         setup: Mapping[str, object],
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """A `command` that is a string has a role, MODULE:FUNCTION (see `Opens`), and its options.
-        `name` is for error messages, `setup` the first line. The process has this process's
-        variables without limits on threads, and those of `environment`."""
+        """`command` is a command line, or a string with the role to play as MODULE:FUNCTION (see
+        `Opens`) and options of `main`. `name` is for error messages. `setup` is the first line. The
+        process gets this process's variables without limits on threads, and `environment`."""
         if isinstance(command, str):
             command = (sys.executable, "-m", "benchmarks.processes", *command.split())
         self._command = command
@@ -108,8 +108,8 @@ class Process:
     async def ask(
         self, question: Mapping[str, object], timeout_s: float = ANSWER_TIMEOUT_S
     ) -> dict[str, Any]:
-        """The answer to a line; one call at a time. Raises `Unavailable` if the process is gone or
-        takes longer than `timeout_s`, and `ConfigError` if it refuses."""
+        """The answer to a line. Only one call may run at a time. Raises `Unavailable` if the
+        process has ended or takes longer than `timeout_s`, and `ConfigError` if it refuses."""
         process = self._process
         try:
             async with asyncio.timeout(timeout_s):
@@ -119,7 +119,7 @@ class Process:
         except TimeoutError:
             raise Unavailable(f"{self._name} did not answer within {timeout_s:.0f} s") from None
         except (ConnectionError, ValueError) as error:
-            raise Unavailable(f"{self._name} broke off: {error}") from error
+            raise Unavailable(f"{self._name} closed its input or output: {error}") from error
         if not line.endswith(b"\n"):
             status = await process.wait()
             how = f"ended with exit status {status}"
@@ -134,24 +134,24 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What a process does once it is set up."""
+    """How a process answers."""
 
     ready: Mapping[str, object]
     """The answer to the first line."""
     answer: Callable[[dict[str, Any]], Mapping[str, object]] = lambda question: {}
-    """Answers every later line."""
+    """Returns the answer to a later line."""
 
 
 Opens = Callable[[dict[str, Any]], AbstractAsyncContextManager[Role]]
-"""Opens a role, given the first line."""
+"""Sets up a role, given the first line."""
 
 
 def main(words: Sequence[str]) -> None:
-    """Runs the role named by the first word, until the input ends. With `EXACT_TIMERS` the event
-    loop uses `select`, whose timers are exact to microseconds; those of `epoll` are up to 1 ms
+    """Plays the role that the first word names, until the input ends. With `EXACT_TIMERS` the event
+    loop uses `select`, whose timers are exact to microseconds. Timers of `epoll` may be 1 ms
     late."""
     output = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # Keeps what libraries print out of the answers.
+    os.dup2(2, 1)  # Sends what libraries print to standard error, not into the answers.
     module, _, name = words[0].partition(":")
     opens: Opens = getattr(importlib.import_module(module), name)
     selector = selectors.SelectSelector if EXACT_TIMERS in words else selectors.DefaultSelector
@@ -187,9 +187,9 @@ _ACTORS: dict[str, tuple[str, str, Any]] = {
 
 @asynccontextmanager
 async def service(setup: dict[str, Any]) -> AsyncIterator[Role]:
-    """The role of a target, a draft or a coordinator: `setup` has its name as `service` and its
-    configuration as `config`. Answers are the CPU time of its process, and for a coordinator also
-    `wire_bytes`."""
+    """The role of a target, a draft or a coordinator. `setup` has the role's name as `service` and
+    its configuration as `config`. Each answer has the CPU time of the process; that of a
+    coordinator also has `wire_bytes`."""
     module, kind, make = _ACTORS[setup["service"]]
     actor = getattr(importlib.import_module(module), kind)()
     config = TypeAdapter(make).validate_json(json.dumps(setup["config"]))
@@ -214,8 +214,8 @@ def wire_bytes(coordinator: CoordinatorService) -> dict[str, int]:
 
 
 def service_process(name: str, config: TargetConfig | DraftConfig | CoordinatorConfig) -> Process:
-    """A process of a service. Targets and drafts get a free port and no telemetry, as a deployment
-    with the same settings may run here."""
+    """A process of a service. Targets and drafts get a free port and no telemetry, because a
+    deployment with the same settings may already run on this machine."""
     if not isinstance(config, CoordinatorConfig):
         config = replace(without_security(config), port=0, telemetry="")
     setup = {"service": name, "config": asdict(config)}
@@ -224,7 +224,8 @@ def service_process(name: str, config: TargetConfig | DraftConfig | CoordinatorC
 
 @asynccontextmanager
 async def relay(setup: dict[str, Any]) -> AsyncIterator[Role]:
-    """The role of a TCP relay to `address` that adds `delay_ms` in each direction."""
+    """The role of a TCP relay to `address` that delays all bytes by `delay_ms` in each
+    direction."""
     loop, delay_s = asyncio.get_running_loop(), setup["delay_ms"] / 1e3
     host, _, port = setup["address"].rpartition(":")
 
@@ -273,12 +274,12 @@ class Replicas:
     """Further settings of coordinators."""
 
     def coordinator_config(self, **changes: Any) -> CoordinatorConfig:
-        """The configuration of a coordinator that uses these, on free ports."""
+        """The configuration of a coordinator on free ports that uses these replicas."""
         fixed: dict[str, Any] = {
             "grpc_port": 0, "port": 0, "http": False, "telemetry": "",
             "redis": RedisAddress(url=self.redis_url), "target_address": self.target_address,
             "draft_address": self.draft_address, "draft_timeout_ms": DRAFT_TIMEOUT_MS,
-            "length_control": False,  # Benchmarks measure each K by itself.
+            "length_control": False,  # Benchmarks choose K themselves.
         }  # fmt: skip
         return replace(without_security(self.settings), **fixed | changes)
 
@@ -305,8 +306,8 @@ class Replicas:
 async def running_pair(
     target: TargetConfig, draft: DraftConfig | None, coordinator: CoordinatorConfig
 ) -> AsyncIterator[Replicas]:
-    """A target, a draft if a model drafts, and an embedded Redis, for coordinators with these
-    settings. Raises `ConfigError`, and `Unavailable` if a process ends."""
+    """Starts a target, a draft if a model drafts, and an embedded Redis. `coordinator` has the
+    settings of their coordinators. Raises `ConfigError`, and `Unavailable` if a process ends."""
     async with AsyncExitStack() as stack:
         redis_url = await stack.enter_async_context(embedded_redis())
         verifier = await stack.enter_async_context(service_process("target", target))

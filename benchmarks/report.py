@@ -1,4 +1,4 @@
-"""Results of commands: one JSON object on one line, or tables."""
+"""Results of commands, shown as one JSON object on one line or as tables."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Report:
     shown: Sequence[RenderableType]
     """Tables and lines that are printed without `--json`."""
     warnings: Sequence[str] = ()
-    """Reasons not to trust the figures, a line each."""
+    """Reasons not to trust the figures, one line each."""
 
     @classmethod
     def of(cls, title: str, values: Mapping[str, Any]) -> Report:
@@ -62,7 +62,8 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
-    """A table with a column for each key of the rows; the first has names, the others figures."""
+    """A table with a column for each key of the rows. The first column has names, the others have
+    figures."""
     from rich.table import Table
 
     found = Table(title=title)

@@ -1,18 +1,18 @@
 """`outrider bench serve`: a server under load, with the options and figures of `vllm bench serve`.
 
-With a request rate, requests arrive independently of the answers. Requests beyond `max_concurrency`
-wait in this client, which does not count as latency. Without a rate all are sent at once, beyond
-`max_concurrency` each after the end of another.
+With a request rate, requests arrive independently of the answers. Without a rate, all arrive at
+once. At most `max_concurrency` requests run at a time; the others wait in this client. This wait
+does not count as latency.
 
-| figure | of each request that did not fail |
+| figure | time, for each request that did not fail |
 | --- | --- |
 | TTFT | from sending to the first chunk with tokens |
 | E2EL | from sending to the last chunk |
-| TPOT | (E2EL - TTFT) / (output tokens - 1); none for requests of one token |
-| ITL | each gap between two successive chunks, of all requests together |
+| TPOT | (E2EL - TTFT) / (output tokens - 1); none if the answer has one token |
+| ITL | each gap between two successive chunks of a request |
 
-A request counts for goodput if it meets every goal; without a TPOT it meets that goal. Failed
-requests count in `failed` only.
+A request counts for goodput if it meets every goal. A request without a TPOT meets every goal for
+TPOT. Failed requests count in `failed` only.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ GOALS = ("ttft", "tpot", "e2el")
 """Metrics that `--goodput` may bound."""
 REQUESTS_MAX = 1_000_000
 LAG_PERIOD_S = 0.05
-"""How often the lag of this client's event loop is sampled."""
+"""Time between two samples of the lag of this client's event loop."""
 LAG_MS_MAX = 10.0
 """The report warns if the 99th percentile of the lag exceeds this."""
 ERRORS_SHOWN = 3
@@ -56,35 +56,38 @@ class ServeOptions(PromptOptions):
     """Options of `bench serve`."""
 
     base_url: str | None = None
-    """A server with OpenAI's API, such as http://127.0.0.1:8000; unset = an Outrider deployment, by
-    gRPC."""
+    """URL of a server with OpenAI's API, such as http://127.0.0.1:8000; unset = an Outrider
+    deployment, called by gRPC."""
     num_prompts: Annotated[int | None, between(1, REQUESTS_MAX)] = None
-    """Number of requests; prompts are repeated if there are fewer; unset = one for each prompt."""
+    """Number of requests; prompts are repeated as needed; unset = one for each prompt."""
     request_rate: Annotated[float, Field(ge=1e-3)] = math.inf
     """Requests a second, at random times; inf = all at once."""
     burstiness: Annotated[float, Field(ge=1e-3)] = 1.0
-    """Shape of the gaps' Gamma distribution: 1 = Poisson, less = bursts, inf = equal gaps."""
+    """Shape of the Gamma distribution of the gaps between arrivals: 1 = a Poisson process, less =
+    bursts, inf = equal gaps."""
     max_concurrency: Annotated[int | None, between(1, 4_096)] = None
-    """Most requests at a time; others wait in this client; unset = no limit."""
+    """Most requests that run at a time; others wait in this client; unset = no limit."""
     duration: Annotated[float | None, between(1, 86_400)] = None
-    """Send requests for this time, then wait for the running ones, s."""
+    """Stop sending after this time, and wait until the running requests have ended, s."""
     max_tokens: MaxTokens = 128
-    """Most tokens of an answer, unless the prompt says otherwise."""
+    """Most tokens of an answer, unless the prompt has its own `max_tokens`."""
     temperature: Temperature = 0.0
     """0 = greedy."""
     ignore_eos: bool = False
     """Do not stop at the EOS token (OpenAI itself refuses this)."""
     num_draft_tokens: Annotated[int | None, between(0, NUM_DRAFT_TOKENS_MAX)] = None
-    """Draft tokens a round, by gRPC; 0 = plain decoding; unset = the deployment's default."""
+    """Draft tokens of a round, for an Outrider deployment; 0 = plain decoding; unset = the
+    deployment's default."""
     goodput: tuple[str, ...] = ()
-    """Goals for goodput, of ttft, tpot and e2el, as NAME:MS."""
+    """Goals that a request must meet to count for goodput, as NAME:MS, where NAME is ttft, tpot or
+    e2el."""
 
     def __post_init__(self) -> None:
         self.goals  # noqa: B018 (raises)
 
     @property
     def goals(self) -> dict[str, float]:
-        """The goals in ms by name. Raises `SettingError`."""
+        """The goal, ms, of each metric that has one. Raises `SettingError`."""
         found: dict[str, float] = {}
         for text in self.goodput:
             name, _, value = text.partition(":")
@@ -97,7 +100,7 @@ class ServeOptions(PromptOptions):
         return found
 
     def settings(self, backend: str, server: str, model: str) -> dict[str, object]:
-        """The options as the JSON object shows them. `server` is HOST:PORT."""
+        """The options as the JSON object has them. `server` is HOST:PORT."""
         values = asdict(self) | {"goodput": self.goals}
         named = {"backend": backend, "server": server, "model_id": model}
         return named | {
@@ -113,20 +116,22 @@ class Record:
     due_s: float
     """Arrival time."""
     started_s: float
-    """Sending time; later if it waited for `--max-concurrency` or this client was slow."""
+    """Sending time. Later than `due_s` if the request waited for `--max-concurrency`, or if this
+    client was slow."""
     done: Completion | str
     """The answer, or the error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The measurements of all requests, in the order of their ends."""
+    """The measurements of all requests."""
 
     duration_s: float
     most_running: int
     records: Sequence[Record]
+    """In the order in which the requests ended."""
     lags_s: Sequence[float]
-    """Samples of this client's lag, by which it reads chunks after their arrival."""
+    """Samples of this client's lag: its event loop reads chunks so much later than they arrive."""
 
     @property
     def completed(self) -> list[tuple[Record, Completion]]:
@@ -137,14 +142,14 @@ class Load:
         return Counter(one.done for one in self.records if isinstance(one.done, str))
 
 
-def arrival_times(rate: float, burstiness: float, seed: int) -> Iterator[float]:
+def arrival_times(rate: float, burstiness: float) -> Iterator[float]:
     """An endless sequence of arrival times in seconds.
 
-    Gaps are Gamma(shape `burstiness`, mean 1 / `rate`), as in `vllm bench serve`: 1 is a Poisson
-    process, less is burstier, more is more regular, infinity has equal gaps. The first request also
-    comes after a gap. With an infinite rate all times are 0. Unlike in vLLM, the times are not
-    rescaled to give the last one its mean."""
-    generator = random.Random(seed)  # noqa: S311 (times, not secrecy)
+    Gaps have the distribution Gamma(shape `burstiness`, mean 1 / `rate`), as in `vllm bench serve`.
+    If `burstiness` is infinite, all gaps are equal. The first request also comes after a gap. With
+    an infinite rate all times are 0. vLLM rescales the times so that the last one equals its mean;
+    here they stay as drawn."""
+    generator = random.Random(0)  # noqa: S311 (times, not secrecy)
     is_even = math.inf in (rate, burstiness)
     now = 0.0
     while True:
@@ -153,14 +158,14 @@ def arrival_times(rate: float, burstiness: float, seed: int) -> Iterator[float]:
 
 
 async def measure(options: ServeOptions, client: BenchClient, tell: Progress) -> Load:
-    """Sends all requests and waits for them; failures are in their records. `tell` gets frequent
-    progress lines."""
+    """Sends all requests and waits until they have ended. The record of a failed request has its
+    error. `tell` gets a progress line after each request."""
     clock = asyncio.get_running_loop().time
     began_s = clock()
     records: list[Record] = []
     lags_s: list[float] = []
     prompts = [*options.load_prompts()]
-    random.Random(options.seed).shuffle(prompts)  # noqa: S311 (order, not secrecy)
+    random.Random(0).shuffle(prompts)  # noqa: S311 (order, not secrecy)
     places = asyncio.Semaphore(options.max_concurrency or REQUESTS_MAX)
     has_rate = options.request_rate != math.inf
     has_end = options.duration is not None and (has_rate or options.max_concurrency)
@@ -196,7 +201,7 @@ async def measure(options: ServeOptions, client: BenchClient, tell: Progress) ->
             await asyncio.sleep(LAG_PERIOD_S)
             lags_s.append(max(0.0, clock() - due))
 
-    times = arrival_times(options.request_rate, options.burstiness, options.seed)
+    times = arrival_times(options.request_rate, options.burstiness)
     watch = asyncio.create_task(watch_lag())
     try:
         async with asyncio.TaskGroup() as group:
@@ -214,8 +219,8 @@ async def measure(options: ServeOptions, client: BenchClient, tell: Progress) ->
 
 
 def report(options: ServeOptions, settings: Mapping[str, object], load: Load) -> Report:
-    """The figures with vLLM's names and units; None = not measured. Rates are over `duration`, of
-    requests that did not fail. `settings` are from `ServeOptions.settings`."""
+    """The figures, with vLLM's names and units; None = not measured. Rates are of requests that did
+    not fail, over `duration`. `settings` are from `ServeOptions.settings`."""
     done = [one for _, one in load.completed]
     seconds = load.duration_s or math.inf
     inputs, outputs, steps, drafted, accepted = (
@@ -237,7 +242,6 @@ def report(options: ServeOptions, settings: Mapping[str, object], load: Load) ->
         "request_goodput": sum(is_good(one, goals) for one in done) / seconds if goals else None,
         "output_throughput": outputs / seconds,
         "total_token_throughput": (inputs + outputs) / seconds,
-        "max_output_tokens_per_s": float(tokens_by_second(load).max()),
         "max_concurrent_requests": load.most_running,
         "spec_decode_acceptance_rate": 100 * accepted / drafted if drafted else None,
         "spec_decode_acceptance_length": 1 + accepted / steps if steps else None,
@@ -254,7 +258,7 @@ def report(options: ServeOptions, settings: Mapping[str, object], load: Load) ->
     warnings = []
     if lag_ms > LAG_MS_MAX:
         warnings.append(
-            f"warning: this client was up to {lag_ms:.0f} ms late itself (99th percentile), so "
+            f"warning: this client itself reads chunks {lag_ms:.0f} ms late (99th percentile), so "
             "latencies are too long by as much; give it a core of its own, or reduce the load"
         )
     if load.errors:
@@ -267,8 +271,8 @@ def report(options: ServeOptions, settings: Mapping[str, object], load: Load) ->
 
 
 def latencies(done: Completion) -> dict[str, float | None]:
-    """The latencies of a request, ms. An answer of one token has no TPOT. Without a chunk with
-    tokens, TTFT is the time to the end."""
+    """The latencies of a request, ms. An answer of one token has no TPOT. If no chunk had tokens,
+    TTFT is the time to the end."""
     first_s, rest = done.first_token_s or done.seconds, done.num_tokens - 1
     return {
         "ttft": 1e3 * first_s,
@@ -278,7 +282,7 @@ def latencies(done: Completion) -> dict[str, float | None]:
 
 
 def samples(load: Load) -> dict[str, list[float]]:
-    """All latencies by metric, ms."""
+    """The latencies of all requests by metric, ms."""
     each = [latencies(one) for _, one in load.completed]
     found = {name: [ms for one in each if (ms := one[name]) is not None] for name in GOALS}
     found["itl"] = [1e3 * (b - a) for _, one in load.completed for a, b in pairwise(one.chunk_s)]
@@ -290,15 +294,3 @@ def is_good(done: Completion, goals: Mapping[str, float]) -> bool:
     """Whether a request meets every goal (ms by name)."""
     measured = latencies(done)
     return all((measured[name] or 0.0) <= bound for name, bound in goals.items())
-
-
-def tokens_by_second(load: Load) -> Any:
-    """Tokens in each second of the load; an answer's tokens are spread evenly over its chunks.
-    (vLLM counts each chunk as one token.)"""
-    pairs = [
-        (record.started_s + at_s, done.num_tokens / len(done.chunk_s))
-        for record, done in load.completed
-        for at_s in done.chunk_s
-    ]
-    times, tokens = np.array(pairs).reshape(-1, 2).T
-    return np.bincount(times.astype(int), tokens, minlength=1)

@@ -24,8 +24,8 @@ REFERENCES = (
     ("transformers generate", "transformers_generate_tokens_per_second", TRANSFORMERS),
 )
 PLAIN_SHARE_MIN = 0.9
-"""Share of each reference's tokens/s that plain decoding through the services must reach: a slow
-baseline would exaggerate the speed-up."""
+"""The report warns if plain decoding through the services is slower than this share of a
+reference's tokens/s, because a slow baseline exaggerates the speed-up."""
 
 
 @checked()
@@ -35,14 +35,14 @@ class SpeedupOptions(DecodingOptions):
     temperature: Temperature = 0.0
     """0 = greedy."""
     concurrency: tuple[Concurrency, ...] = (1,)
-    """Requests at a time; above 1 the speed-up is the ratio of total rates. Each of several numbers
-    is measured, on a new deployment if the command starts one."""
+    """Requests at a time. Above 1, the speed-up is the ratio of total rates. Several numbers are
+    measured one by one, each on a new deployment if the command starts one."""
     no_reference: bool = False
-    """Do not also measure the engine alone and `generate` of transformers."""
+    """Do not measure the references, which are the engine alone and `generate` of transformers."""
 
     def levels(self) -> tuple[SpeedupOptions, ...]:
-        """The options of each concurrency. References always run one request at a time, so only the
-        first level has them."""
+        """The options of each concurrency. Only the first has references, as references always run
+        one request at a time."""
         return tuple(
             replace(self, concurrency=(number,), no_reference=self.no_reference or index > 0)
             for index, number in enumerate(self.concurrency)
@@ -54,18 +54,18 @@ class Subject:
     """The deployment to measure."""
 
     client: BenchClient
-    """Calls its coordinator."""
+    """Calls the deployment's coordinator."""
     model: str
     draft_model: str
     dtype: str
     num_draft_tokens: int
-    """The default of a request."""
+    """The default of a request's `num_draft_tokens`."""
     target: TargetConfig | None
-    """With its directory, and the threads of target and draft together; None if its files are not
-    here."""
+    """The target's configuration with its directory, and with the number of threads for references
+    and peers; None if its files are not on this machine."""
 
     def setup(self, drafted: Decoding) -> dict[str, Any]:
-        """Its part of the JSON object."""
+        """What the JSON object says about the deployment and the decoding."""
         return {
             "model": self.model,
             "draft_model": self.draft_model,
@@ -109,8 +109,8 @@ async def run(options: SpeedupOptions, subject: Subject, progress: Progress) -> 
 def compared(
     prompts: Sequence[BenchPrompt], results: Mapping[str, SideResult], several: bool
 ) -> dict[str, Any]:
-    """The figures of all prompts and of each category. With `several` requests at a time,
-    categories run side by side, so a category's time is the sum over its requests."""
+    """The figures of all prompts and of each category. `several` says whether several requests ran
+    at a time."""
     plain, fast = results[PLAIN], results[SPECULATIVE]
     found = _compare(plain, fast, several)
     found["categories"] = {
@@ -123,7 +123,8 @@ def compared(
 
 
 def _part(result: SideResult, prompts: Sequence[BenchPrompt], category: str) -> SideResult:
-    """A side's completions of one category; its time is the sum over them."""
+    """A side's completions of one category. Categories may run side by side, so their time is the
+    sum of the times of their requests."""
     pairs = zip(prompts, result.completions, strict=True)
     done = tuple(one for prompt, one in pairs if prompt.category == category)
     return SideResult(done, sum(one.seconds for one in done))
@@ -131,9 +132,9 @@ def _part(result: SideResult, prompts: Sequence[BenchPrompt], category: str) -> 
 
 def _compare(plain: SideResult, fast: SideResult, several: bool) -> dict[str, Any]:
     """Compares sides that decoded the same prompts. `speedup` is the median over the prompts of the
-    ratios of tokens/s, or with `several` at a time the ratio of total rates. Rates are all tokens
-    over wall time, including prefill. `num_identical` counts prompts with the same tokens on both
-    sides; at temperature 0 only near ties should differ."""
+    ratios of tokens/s. If `several` requests ran at a time, it is the ratio of total rates. Rates
+    are all tokens over wall time, including prefill. `num_identical` counts prompts with the same
+    tokens on both sides; at temperature 0, tokens should differ only in near ties."""
     pairs = list(zip(plain.completions, fast.completions, strict=True))
     speedup = fast.tokens_per_second / plain.tokens_per_second
     if not several:
@@ -154,7 +155,8 @@ def _compare(plain: SideResult, fast: SideResult, several: bool) -> dict[str, An
 
 
 def report(levels: Sequence[Level]) -> Report:
-    """The JSON object is the first level's; with several levels, `by_concurrency` has all."""
+    """The JSON object is that of the first level. If there are several levels, its
+    `by_concurrency` has the objects of all of them."""
     values = dict(levels[0])
     if len(levels) > 1:
         values["by_concurrency"] = {str(level["concurrency"]): level for level in levels}
@@ -182,8 +184,8 @@ def report(levels: Sequence[Level]) -> Report:
             shown.append(line)
             if share < PLAIN_SHARE_MIN:
                 warnings.append(
-                    f"warning: {line}; under {PLAIN_SHARE_MIN:.2f}x the speed-up compares with a "
-                    "slow baseline"
+                    f"warning: {line}; the speed-up over such a slow baseline is exaggerated "
+                    f"(limit {PLAIN_SHARE_MIN:.2f}x)"
                 )
         over = "over all" if several else "the median over the prompts"
         shown.append(

@@ -1,4 +1,4 @@
-"""Prompts of benchmarks: 8 built-in ones in each of 6 categories, or a file of the user's."""
+"""Prompts of benchmarks, from a file or built in. There are 6 categories of 8 built-in prompts."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from outrider.tokenizer import TokenizerText
 
 CATEGORIES = ("chat", "code", "math", "rewrite", "summary", "extract")
-"""Of the built-in prompts. Those of the last three contain a text."""
+"""Categories of the built-in prompts. Prompts of the last three contain a text to work on."""
 UNCATEGORISED = "other"
-"""Category of a prompt that names none."""
+"""Category of a prompt of a file that names none."""
 PROMPTS_MAX = 100_000
 """Most prompts of a benchmark."""
 _ALLOWED = (
@@ -35,7 +35,7 @@ class BenchPrompt:
     text: str
     category: str
     max_tokens: int | None = None
-    """Most tokens, for `bench serve`; None = the option's value."""
+    """Most tokens of the answer in `bench serve`; None = as `--max-tokens`."""
 
 
 WARM_UP_PROMPTS = (
@@ -54,8 +54,8 @@ def built_in_prompts() -> tuple[BenchPrompt, ...]:
 
 
 def read_prompts(path: Path | None) -> tuple[BenchPrompt, ...]:
-    """The prompts of a JSONL file, or the built-in ones. Raises `SettingError` with the file, and
-    the line that is wrong."""
+    """The prompts of a JSONL file, or the built-in ones if `path` is None. Raises `SettingError`,
+    which names the file, and the line if one is wrong."""
     if path is None:
         return built_in_prompts()
     try:
@@ -69,7 +69,7 @@ def parse_prompts(text: str, source: str) -> tuple[BenchPrompt, ...]:
     """The prompts of a JSONL text; ignores empty lines and unknown keys. Raises `SettingError` for
     a wrong line; `source` names the text in the message."""
     prompts: list[BenchPrompt] = []
-    # Not splitlines: a JSON string may contain line separators other than the line feed.
+    # Not `splitlines`, because a JSON string may contain other line separators than the line feed.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -80,7 +80,7 @@ def parse_prompts(text: str, source: str) -> tuple[BenchPrompt, ...]:
 
 
 def select_prompts(prompts: Sequence[BenchPrompt], num_prompts: int) -> tuple[BenchPrompt, ...]:
-    """The first prompts of each category, equally many, in their original order."""
+    """The first prompts of each category, equally many of each, in their original order."""
     seen: Counter[str] = Counter()
     ranks: list[int] = []
     for prompt in prompts:

@@ -16,7 +16,7 @@ SIZES = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
 
-OPTIONS = DeviceOptions(context_tokens=20, num_draft_tokens=3, repetitions=2)
+OPTIONS = DeviceOptions(context_tokens=20, num_draft_tokens=3)
 
 CPU = torch.device("cpu")
 
@@ -24,6 +24,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _few_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "VERDICT_SESSIONS", (1, 2))
+    monkeypatch.setattr(device, "REPETITIONS", 2)
 
 
 def report_of(backend: DeviceBackend | None) -> Any:

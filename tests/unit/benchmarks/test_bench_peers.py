@@ -130,5 +130,5 @@ async def test_every_side_decodes_every_prompt(
 async def test_a_deployment_whose_files_are_elsewhere_has_no_peers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match="server: the target's files"):
+    with pytest.raises(ConfigError, match="server: has a target whose files"):
         await measured(tmp_path, monkeypatch, known=False)
