@@ -1,14 +1,14 @@
 """Assigns the pages of an engine's keys and values to sequences: paging, sharing, eviction.
 
-It holds no tensors: the engine makes the copies that the pool returns, then runs its step.
+The pool holds no tensors. The engine makes the copies that the pool returns, then runs its step.
 
     a page is            sequences that hold it    its prefix is known    eviction
     free                 none                      no                     -
     remembered           none                      yes                    in its turn
     held                 at least one              either                 never
 
-A page that another sequence holds, or whose prefix is known, is never written to. A write first
-copies it, or, if no other sequence holds it, forgets its prefix.
+A page that another sequence holds, or whose prefix is known, is never written to. Before a write,
+a page that others hold is copied. If no other sequence holds the page, its prefix is forgotten.
 """
 
 from array import array
@@ -28,16 +28,17 @@ _ID_TYPE = "I"
 class BlockPool:
     """The pages of one engine, and the sequences on them; `Engine` documents the calls.
 
-    Its state depends on its calls alone. A call takes time in proportion to the pages it touches.
+    The pool's state depends on its calls alone. The time of a call is proportional to the number of
+    pages that it touches.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
-        """Free or not; constant."""
+        """All pages, used or free; constant."""
         self.page_size = page_size
         """Slots of a page; constant."""
         self._free = list(range(num_pages - 1, -1, -1))
-        """The page that was freed last is taken first."""
+        """Free pages. The last one freed is taken first."""
         self._prefixes = PrefixIndex()
         self._sequences: dict[str, PagedSequence] = {}
         self._ids = array(_ID_TYPE, [0]) * (num_pages * page_size)
@@ -45,7 +46,7 @@ class BlockPool:
         self._holders = [0] * num_pages
         """How many sequences hold each page."""
         self._remembered: OrderedDict[int, None] = OrderedDict()
-        """The least recently used first."""
+        """Pages that no sequence holds and whose prefix is known, the least recently used first."""
         self._prefix_queries = 0
         self._prefix_hits = 0
 
@@ -55,9 +56,9 @@ class BlockPool:
         return 0 if sequence is None else sequence.length
 
     def pages(self, sequence_id: str) -> Sequence[int]:
-        """The sequence's page table: with page size P, its slot i is slot i % P of page i // P in
-        this table. A view that must not be changed and is stale after the next call; empty for an
-        unknown sequence."""
+        """The sequence's page table. With page size P, slot i of the sequence is slot i % P of page
+        i // P in this table. A view, which must not be changed and is stale after the next call.
+        Empty for an unknown sequence."""
         sequence = self._sequences.get(sequence_id)
         return () if sequence is None else sequence.pages
 
@@ -80,7 +81,7 @@ class BlockPool:
         )
 
     def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
-        """See `Engine.attach`."""
+        """Begins a sequence on known pages of its tokens, as `Engine.attach` does."""
         check(self.length(sequence_id) == 0, f"{sequence_id} is held already")
         self.release(sequence_id)
         sequence = self._sequences[sequence_id] = PagedSequence(salt)
@@ -94,13 +95,14 @@ class BlockPool:
         return sequence.length
 
     def find(self, token_ids: Sequence[int], salt: str = "") -> FoundPrefix:
-        """See `Engine.find`."""
+        """The prefix that `attach` would begin a sequence on."""
         pages = tuple(prefix.page for prefix in self._known_prefixes(token_ids, salt))
         return FoundPrefix(len(pages) * self.page_size, pages)
 
     def fork(self, sequence_id: str, branch_id: str) -> list[Copy]:
-        """See `Engine.fork`. Returns the page copies to make before the next step: that of the last
-        page, if it is partial. Raises `OutOfPages`, changing nothing."""
+        """Begins a branch with the slots of a sequence, as `Engine.fork` does. Returns the page
+        copies to make before the next step: a copy of the last page, if that is partial. Raises
+        `OutOfPages`, changing nothing."""
         sequence = self._sequences.get(sequence_id)
         if sequence is None:
             raise InvariantError(f"{sequence_id} is unknown and cannot be forked")
@@ -119,19 +121,19 @@ class BlockPool:
         without: Iterable[str] = (),
         begun: Mapping[str, FoundPrefix] | None = None,
     ) -> bool:
-        """Whether `append` would find pages for these steps, as `Engine.can_hold` says; changes
-        nothing."""
-        return self._is_roomy(steps) or self._num_missing(steps, without, begun) <= 0
+        """Whether `append` would find pages for these steps, with sequences released or begun
+        before, as in `Engine.can_hold`. Changes nothing."""
+        return self._is_roomy(steps) or self._num_missing(steps, without, begun or {}) <= 0
 
     def append(self, steps: Sequence[SequenceStep], whole: bool = True) -> list[Copy]:
-        """Takes slots for the tokens of each step, at most one for each sequence. An unknown
+        """Takes slots for the tokens of each step, which must be of different sequences. An unknown
         sequence begins without salt. Returns the page copies to make before any slot is written.
-        Afterwards call `written`, or, if the step failed, `keep` with the length before and
-        `forget` for copies that were not made, so that nothing unwritten is shared.
+        After the step call `written`. If the step failed, call `keep` with the length before, and
+        `forget` for copies that were not made, so that no unwritten slot is shared.
 
-        Evicts remembered pages as needed; raises `OutOfPages`, changing nothing, if that does not
-        make room. Slots that are not `whole` (shallow ones) are never shared, and must be given
-        back by `keep` before whole ones follow; otherwise raises `InvariantError`."""
+        Evicts remembered pages as needed. If that does not make room, raises `OutOfPages` and
+        changes nothing. Slots that are not `whole` (shallow ones) are never shared. `keep` must
+        drop them before whole ones follow; otherwise raises `InvariantError`."""
         for step in steps if whole else ():
             sequence = self._sequences.get(step.sequence_id)
             is_whole = sequence is None or not sequence.num_shallow
@@ -151,18 +153,19 @@ class BlockPool:
         return copies
 
     def written(self, steps: Sequence[SequenceStep]) -> None:
-        """The slots that `append` took for these steps are written, so whole pages of them may be
-        shared."""
+        """Allows sharing of whole pages of the slots that `append` took for these steps. Call this
+        once the slots are written."""
         for step in steps:
             sequence = self._sequences[step.sequence_id]
             if sequence.chain_length // self.page_size > len(sequence.prefixes):
                 self._remember(sequence)
 
     def keep(self, sequence_id: str, length: int, path: Sequence[int] = ()) -> list[Copy]:
-        """See `Engine.keep`; all that is kept counts as written. Returns the slot moves to make
-        before the next call, as slot numbers page * page size + place in the page. They may be made
-        one by one in this order, or all at once. Pages that they write to are not shared before the
-        sequence's next step. If a move fails, call `forget`.
+        """Cuts a sequence to its first slots and a path, as `Engine.keep` does. All slots that are
+        kept count as written. Returns the slot moves to make before the next call, as slot numbers
+        page * page size + place in the page. They may be made one by one in this order, or all at
+        once. Pages that they write to are not shared before the sequence's next step. If a move
+        fails, call `forget`.
 
         Raises `OutOfPages`, changing nothing, only if `path` moves slots into a page that others
         hold, as after a fork in the middle of a tree."""
@@ -184,8 +187,8 @@ class BlockPool:
         return moves
 
     def release(self, sequence_id: str) -> None:
-        """Forgets the sequence; its whole pages stay remembered for their prefix. Ignores unknown
-        ones."""
+        """Forgets the sequence. Its whole pages stay remembered for their prefix. Ignores unknown
+        sequences."""
         if sequence_id in self._sequences:
             self._remember(self._sequences[sequence_id])
             self._drop(sequence_id)
@@ -201,20 +204,20 @@ class BlockPool:
                 self._forget(page)
 
     def _is_roomy(self, steps: Sequence[SequenceStep]) -> bool:
-        """Whether there are certainly enough free pages: a step needs at most a copy of the last
-        page and its own pages. A quick check that saves counting and eviction."""
+        """Whether there are certainly enough free pages, without an exact count. A step needs at
+        most a copy of the last page and pages for its own tokens."""
         size = self.page_size
         return len(self._free) >= sum([len(step.token_ids) // size + 2 for step in steps])
 
     def _num_missing(
         self,
         steps: Sequence[SequenceStep],
-        without: Iterable[str] = (),
-        begun: Mapping[str, FoundPrefix] | None = None,
+        without: Iterable[str],
+        begun: Mapping[str, FoundPrefix],
     ) -> int:
-        """Pages that the steps still lack after all remembered pages were evicted, the sequences in
-        `without` released and those in `begun` attached; negative if some would be left."""
-        holders, begun = self._holders, begun or {}
+        """Pages that the steps lack if all remembered pages are evicted, the sequences in `without`
+        released and those in `begun` attached. Negative if pages would be left."""
+        holders = self._holders
         names = [step.sequence_id for step in steps]
         joining = Counter(p for name in names if name in begun for p in begun[name].pages)
         leaving = Counter(page for name in without for page in self.pages(name))
@@ -225,8 +228,8 @@ class BlockPool:
         return needed + pinned - freed - len(self._free) - len(self._remembered)
 
     def _num_needed(self, steps: Sequence[SequenceStep], joining: Counter[int]) -> int:
-        """Pages that the steps take at most. `joining` is how many more sequences will hold each
-        page then."""
+        """Pages that the steps take at most. `joining` has the number of sequences that will begin
+        on each page before the steps."""
         size, num = self.page_size, 0
         for step in steps:
             sequence = self._sequences.get(step.sequence_id)
@@ -235,7 +238,7 @@ class BlockPool:
                 continue
             length, pages = sequence.length, sequence.pages
             num += -(-(length + len(step.token_ids)) // size) - len(pages)
-            if length % size:  # Another holder's page is copied.
+            if length % size:  # A last page that others hold is copied.
                 num += self._holders[pages[-1]] + joining[pages[-1]] > 1
         return num
 
@@ -248,8 +251,8 @@ class BlockPool:
             self._forget(next(iter(self._remembered)))
 
     def _drop(self, sequence_id: str) -> None:
-        """Forgets a sequence. Its known pages are remembered. They are evicted after all other
-        remembered pages; its last page goes first."""
+        """Forgets a sequence. Its pages with a known prefix are remembered, and evicted after all
+        others, from the last page to the first."""
         sequence = self._sequences.pop(sequence_id)
         prefixes = sequence.prefixes
         for index in range(len(sequence.pages) - 1, -1, -1):
@@ -257,13 +260,14 @@ class BlockPool:
                 self._holders[sequence.pages[index]] -= 1
             else:
                 self._let_go(sequence.pages[index])
-            # Another sequence's page of the same prefix must outlive the pages that continue it.
+            # A page of the same prefix that another sequence left must outlive those that continue
+            # the prefix.
             if index < len(prefixes) and prefixes[index].page in self._remembered:
                 self._remembered.move_to_end(prefixes[index].page)
         sequence.pages.clear()
 
     def _known_prefixes(self, token_ids: Sequence[int], salt: str) -> Iterator[Prefix]:
-        """The known prefixes of these tokens, the shortest first; never all of the tokens."""
+        """The known prefixes of these tokens, the shortest first. The last token is in none."""
         size, ids = self.page_size, array(_ID_TYPE, token_ids)
         parent: Prefix | str = salt
         for end in range(size, len(ids), size):
@@ -274,7 +278,7 @@ class BlockPool:
             parent = prefix
 
     def _remember(self, sequence: PagedSequence) -> None:
-        """Makes the whole pages of the sequence's chain known as prefixes."""
+        """Makes the whole pages of the sequence's chain known by their prefixes."""
         prefixes = sequence.prefixes
         while prefixes and prefixes[-1].page < 0:
             prefixes.pop()
@@ -343,8 +347,8 @@ class BlockPool:
         self._holders[page] += 1
 
     def _let_go(self, page: int) -> None:
-        """Undoes `_hold`. A page without holders becomes free, or, if its prefix is known,
-        remembered, as the last to be evicted."""
+        """Undoes `_hold`. Without holders, a page whose prefix is known is remembered, as the last
+        to be evicted. Any other page becomes free."""
         self._holders[page] -= 1
         if self._holders[page]:
             return

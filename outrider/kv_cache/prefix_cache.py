@@ -1,10 +1,10 @@
 """An index of cached prefixes, and a block pool's record of a sequence.
 
-A slot's keys and values depend on every slot that its token attended to. Only in a chain, where
-each slot follows the one before it, do the ids up to a slot determine them. So only whole pages of
-the chain that a sequence begins with are shared as a prefix. After the chain may come slots of a
-tree, until `keep` cuts it to a path; slots that follow such a tree; and shallow slots, which are
-written in a model's first layers alone.
+The keys and values of a slot depend on every slot that its token attended to. In a chain each slot
+follows the one before, so the token ids up to a slot determine its keys and values. Only whole
+pages of the chain that a sequence begins with are shared as a prefix. Three kinds of slots may
+follow the chain: slots of a tree, until `keep` cuts the tree to a path; slots that follow such a
+tree; and shallow slots, which only a part of the model has written.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Prefix:
         """The prefix one page shorter, or the salt for the first page; and the packed ids of the
         last page."""
         self.page = page
-        """Must not be written to; -1 once the prefix is forgotten."""
+        """This page must not be written to. -1 once the prefix is forgotten."""
         self.children: dict[Prefix, None] = {}
 
 
@@ -39,13 +39,13 @@ class PrefixIndex:
         return page in self._by_page
 
     def find(self, parent: Prefix | str, packed_ids: bytes) -> Prefix | None:
-        """The known prefix that continues `parent`, or begins under that salt, with a page of these
-        ids; None if there is none."""
+        """The known prefix that consists of `parent`, or of nothing under that salt, and a page of
+        these ids; None if there is none."""
         return self._by_key.get((parent, packed_ids))
 
     def add(self, parent: Prefix | str, packed_ids: bytes, page: int) -> Prefix:
-        """Makes that prefix known, in `page`, which must not be written to from now on. If it was
-        known already, in another page, returns that one."""
+        """Makes the prefix of `find` known, in `page`, which must not be written to from now on. If
+        the prefix is known in another page, returns that one."""
         key = (parent, packed_ids)
         found = self._by_key.get(key)
         if found is not None:
@@ -53,7 +53,7 @@ class PrefixIndex:
         check(page not in self._by_page, f"page {page} holds another prefix")
         prefix = self._by_page[page] = self._by_key[key] = Prefix(key, page)
         if isinstance(parent, Prefix):
-            check(parent.page >= 0, "a prefix continues one that is forgotten")
+            check(parent.page >= 0, "a prefix continues a forgotten prefix")
             parent.children[prefix] = None
         return prefix
 
@@ -82,12 +82,12 @@ class PagedSequence:
         self.pages: list[int] = []
         """The page table; no more pages than the slots need."""
         self.prefixes: list[Prefix] = []
-        """The prefix that ends with each of the first pages. It may be in a page of another
-        sequence, and the last ones may have been forgotten."""
+        """The prefix that ends with each of the first pages. A prefix may be known in a page of
+        another sequence. The last prefixes may have been forgotten."""
         self.chain_length = 0
         """Slots at the beginning that form a chain."""
         self.tree: Sequence[int] = ()
-        """`SequenceStep.parents` of the slots after the chain, if these are one tree."""
+        """`SequenceStep.parents` of the slots after the chain, if these form one tree."""
         self.num_shallow = 0
         """Shallow slots at the end."""
 
@@ -100,7 +100,7 @@ class PagedSequence:
         return branch
 
     def grow(self, num: int, parents: Sequence[int], whole: bool = True) -> None:
-        """Notes `num` more slots; `parents` as in `SequenceStep`. Slots that are not `whole` are
+        """Adds `num` slots, with `parents` as in `SequenceStep`. Slots that are not `whole` are
         shallow, and never become part of the chain."""
         follows_chain = whole and self.chain_length == self.length
         self.length += num
@@ -111,8 +111,8 @@ class PagedSequence:
             self.chain_length += num
 
     def shrink(self, length: int, path: Sequence[int]) -> None:
-        """Notes that only the first `length` slots and those in `path` are left. Slots of a tree
-        that form a path from its root continue the chain."""
+        """Drops all but the first `length` slots and those in `path`. If the slots that are left of
+        a tree form a path from its root, they become part of the chain."""
         chain, num_whole = self.chain_length, self.length - self.num_shallow
         self.length = length + len(path)
         kept = [*range(min(chain, length), length), *path]

@@ -1,11 +1,8 @@
 """The tokens that a replica holds of each session, and whether a coordinator's view agrees.
 
-A target records tokens after `Engine.forward`, a draft after `Drafter.propose`. `Engine.length`
-decides how many are held.
-
-A round in a service: `align(head)`, and `begin(head)` if nothing is held; run
-`Aligned.new_tokens`, at once or in parts, and the service's own tokens (the proposal, its draws);
-`record` what was run.
+In a round, a service calls `align(head)`, and `begin(head)` if no token is held. It runs
+`Aligned.new_tokens`, at once or in parts, and its own tokens: a target the proposal, a draft its
+draws. Then it calls `record`. `Engine.length` decides how many of these tokens are held.
 """
 
 import math
@@ -24,7 +21,7 @@ class Aligned(NamedTuple):
     """A session that agrees with its coordinator, and what to run next."""
 
     sequence: TokenSequence
-    """The tokens held, one slot each; owned by the table, valid until its next call."""
+    """The tokens held, one slot each. Owned by the table, and valid until its next call."""
     new_tokens: tuple[int, ...]
     """The committed tokens that are not held; at least one, whose logits are wanted."""
 
@@ -41,15 +38,14 @@ class _Entry:
         self.age_rank = age_rank
         self.sequence = TokenSequence()
         self.confirmed_length = 0
-        """Committed tokens at the last `align`; those after them are guesses."""
+        """Committed tokens at the last `align`. Tokens that are held after these are guesses."""
 
 
 class SessionTable:
-    """session id -> tokens, beside an engine's slots.
+    """The tokens of each session whose slots an engine holds.
 
-    It holds at most `sequences_max` sessions. The least recently used one makes room, and needs a
-    `Resync` when it comes back; so one step may align at most `sequences_max` sessions. For one
-    thread at a time.
+    Holds at most `sequences_max` sessions. Forgets the least recently used session if it needs
+    room, so one step may align at most `sequences_max` sessions. For one thread at a time.
     """
 
     sequences_max = SEQUENCES_PER_REPLICA_MAX
@@ -63,14 +59,13 @@ class SessionTable:
         return len(self._entries)
 
     def align(self, head: RoundHead) -> Aligned | Resync:
-        """Cuts the session back to what it holds of the committed tokens that `head` states: the
-        prefix, and what is held already of `head.append`, for example after a prefix was run in
-        part. The last token is never kept, as its logits are gone. A session that holds nothing may
-        `begin` on cached pages.
+        """Cuts the session back to those of the committed tokens that it holds: the prefix that
+        `head` states, and the first tokens of `head.append`, if for example a part of them was run
+        before. The last committed token is never kept, as its logits are gone. If nothing is held,
+        call `begin` next.
 
-        If the stated prefix is not held, returns a `Resync` with the longest prefix <=
-        `base_length` that is known to be committed, and cuts nothing. Raises `BadRequest` for an
-        empty prefix.
+        If the stated prefix is not held, returns a `Resync` with the longest shorter prefix that is
+        known to be committed, and cuts nothing. Raises `BadRequest` if `head` has no tokens.
         """
         if head.base_length + len(head.append) == 0:
             raise BadRequest("append", "the prefix is empty; at least one token is needed")
@@ -90,7 +85,7 @@ class SessionTable:
 
     def begin(self, head: RoundHead) -> Aligned:
         """Begins an aligned session that holds nothing, on its tenant's cached pages of the same
-        tokens; `Engine.find` tells them in advance. A step of the session must follow."""
+        tokens, which `Engine.find` returns in advance. A step of the session must follow."""
         entry = self._entries.get(head.session_id)
         if entry is None or len(entry.sequence):
             raise InvariantError(f"session {head.session_id} cannot begin")
@@ -99,8 +94,8 @@ class SessionTable:
         return Aligned(entry.sequence, head.append[num_shared:])
 
     def record(self, session_id: str, token_ids: Sequence[int]) -> int:
-        """Notes that these tokens were run after those held, as many as the engine has taken slots
-        for. Returns the length held now."""
+        """Appends tokens that were run: the first ones, as many as the engine has taken slots for.
+        Returns the length held now."""
         sequence = self._known(session_id).sequence
         missing = self._engine.length(session_id) - len(sequence)
         check(
@@ -111,15 +106,15 @@ class SessionTable:
         return len(sequence)
 
     def keep(self, session_id: str, length: int) -> int:
-        """Cuts a session to its first `length` tokens. Returns the length held now, which is less
-        if the engine has evicted it."""
+        """Cuts a session to its first `length` tokens. Returns the length held now, which is
+        smaller if the engine has evicted the session."""
         sequence = self._synced(session_id, self._known(session_id))
         self._cut(session_id, sequence, min(length, len(sequence)))
         return len(sequence)
 
     def rewind(self, session_id: str) -> Aligned | None:
-        """Cuts an aligned session back to its committed tokens without the last, which can then be
-        run again for its logits; None if they are no longer held."""
+        """Cuts an aligned session back to its committed tokens without the last one, so that this
+        can be run again for its logits. None if they are no longer held."""
         entry = self._entries.get(session_id)
         if entry is None:
             return None
@@ -146,15 +141,15 @@ class SessionTable:
         return [name for _, name in sorted(held)]
 
     def free(self, session_id: str) -> None:
-        """Frees the slots of a session without forgetting it; ignores unknown ones. Its whole pages
-        stay in the cache for `begin` until others need them."""
+        """Frees the slots of a session without forgetting its age. Ignores unknown sessions. Whole
+        pages stay in the cache for `begin` until other sequences need them."""
         entry = self._entries.get(session_id)
         if entry is not None:
             entry.sequence.truncate(0)
             self._engine.release(session_id)
 
     def release(self, session_id: str) -> None:
-        """Forgets the session and frees its slots; ignores unknown ones."""
+        """Forgets the session and frees its slots. Ignores unknown sessions."""
         self._entries.pop(session_id, None)
         self._engine.release(session_id)
 
@@ -191,14 +186,14 @@ class SessionTable:
         if slots < len(sequence):
             sequence.truncate(slots)
         elif slots > len(sequence):
-            # A step failed between `forward` and `record`, and left slots of unknown tokens.
+            # A step failed between `forward` and `record`, so the tokens of its slots are unknown.
             self._engine.keep(session_id, len(sequence))
         return sequence
 
     def _resync(self, head: RoundHead) -> Resync:
-        """Offers the confirmed prefix: committed tokens stay committed, while the rest of the
-        sequence may hold guesses. If it is not shorter than the stated prefix, the two views differ
-        inside it, at an unknown place, and nothing is offered."""
+        """Offers the tokens that are known to be committed; the tokens after these may be guesses.
+        If they are no fewer than the stated prefix has, replica and coordinator disagree about one
+        of them. Then offers nothing, as it is unknown which."""
         entry = self._entries[head.session_id]
         held = min(entry.confirmed_length, len(entry.sequence))
         length = held if held < head.base_length else 0

@@ -4,8 +4,9 @@
     values   [heads, slots, value width]
 
 Slot p * PAGE_SIZE + i is place i of page p. Heads come first, so that gathered slots are a batch of
-matrices that need no transposing: in bfloat16 on a CPU the products take a third of the time of
-those on [slots, heads, width]. Fused CPU kernels read another layout (`BlockedKeysAndValues`).
+matrices that need no transposing. In bfloat16 on a CPU, the products take a third of the time that
+they take with [slots, heads, width]. Fused CPU kernels read `BlockedKeysAndValues`, which has
+another layout.
 """
 
 from collections import Counter
@@ -25,7 +26,7 @@ from outrider.limits import KV_CACHE_BYTES_DEFAULT, PAGE_SIZE
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one attention layer keeps for a token."""
+    """The shape of what one attention layer keeps for a token."""
 
     num_heads: int
     """Key-value heads."""
@@ -41,7 +42,7 @@ class LayerShape:
 
 
 def pages_in(num_bytes: int, shapes: Sequence[LayerShape]) -> int:
-    """How many pages `num_bytes` hold. Raises `SettingError` if that is none."""
+    """The number of pages that fit into `num_bytes`. Raises `SettingError` if none fits."""
     page_bytes = PAGE_SIZE * sum(shape.slot_bytes for shape in shapes)
     if num_bytes < page_bytes:
         raise SettingError(
@@ -57,12 +58,12 @@ def memory_budget(
     num_gpus: float | None,
     num_others: int = 0,
 ) -> int:
-    """Bytes for keys and values beside a loaded model. On a GPU: what the weights and `num_others`
-    bytes leave of the share `num_gpus` (None = all) that this process may use. Elsewhere a fixed
-    number."""
+    """Bytes for keys and values beside a loaded model. On a GPU: what is left of the share
+    `num_gpus` (None = a whole GPU) of `gpu_memory_utilization` of its memory, after the weights and
+    `num_others` bytes. On other devices a fixed number."""
     if device.type != "cuda":
         return KV_CACHE_BYTES_DEFAULT
-    torch.cuda.empty_cache()  # Weights that were loaded and then fused would count as taken.
+    torch.cuda.empty_cache()  # Otherwise weights that were fused after loading count twice.
     free, total = torch.cuda.mem_get_info(device)
     share = min(1.0, num_gpus or 1.0)
     taken = torch.cuda.memory_reserved(device)
@@ -71,7 +72,8 @@ def memory_budget(
 
 
 class KeysAndValues:
-    """The cache of one layer, or of several of one shape with their heads one after another."""
+    """The cache of one layer, or of several layers of one shape, one layer's heads after
+    another's."""
 
     def __init__(self, shape: LayerShape, num_slots: int, num_layers: int = 1) -> None:
         def tensor(width: int) -> Tensor:
@@ -88,8 +90,8 @@ class KeysAndValues:
         return self.keys.index_select(1, slots), self.values.index_select(1, slots)
 
     def gather_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Like `gather`, for slots given as rows [heads * n] of the flattened heads and slots,
-        which threads can share."""
+        """Like `gather`, for slots given as rows [heads * n] of the flattened heads and slots.
+        Several threads can share this work."""
         shape = (self.keys.shape[0], len(rows) // self.keys.shape[0], -1)
         keys, values = (
             tensor.view(-1, tensor.shape[2]).index_select(0, rows).view(shape)
@@ -103,31 +105,31 @@ class KeysAndValues:
         self.values.index_copy_(1, slots, values)
 
     def copy(self, sources: Tensor, targets: Tensor, unit: int) -> None:
-        """Copies runs of `unit` slots, numbered in such units, all at once."""
+        """Copies runs of `unit` slots, all at once. Sources and targets count such runs."""
         for tensor in (self.keys, self.values):
             size = (tensor.shape[0], tensor.shape[1] // unit, unit, tensor.shape[2])
             units = tensor.view(size)
-            # `index_select` copies first, so sources and targets may overlap.
+            # `index_select` copies before anything is written, so the two may overlap.
             units.index_copy_(1, targets, units.index_select(1, sources))
 
 
 class BlockedKeysAndValues:
-    """The cache of one layer page by page, in the layout of vLLM's CPU attention; or of several
-    layers with their pages one after another. Keys and values have the same width."""
+    """The cache of one layer, in the layout of vLLM's CPU attention, or of several layers, one
+    layer's pages after another's. Keys and values have the same width."""
 
     def __init__(self, shape: LayerShape, num_pages: int, num_layers: int = 1) -> None:
         check(shape.key_width == shape.value_width, "keys and values have the same width")
         size = (num_layers * num_pages, shape.num_heads, PAGE_SIZE, shape.key_width)
         self._first_pages = num_pages * torch.arange(num_layers)[:, None]
         self.keys = torch.zeros(size, dtype=shape.dtype, device=shape.device)
-        """[pages, heads, page size, width] by shape; but the numbers of each page and head are
-        stored as [width, page size], with a column for each slot."""
+        """[pages, heads, page size, width] by shape. In memory, each page and head has the layout
+        [width, page size], with a column for each slot."""
         self.values = torch.zeros_like(self.keys)
         """[pages, heads, page size, width]."""
         self._columns = self.keys.view(*size[:2], size[3], size[2])
 
     def copy(self, sources: Tensor, targets: Tensor, unit: int) -> None:
-        """See `KeysAndValues.copy`; a unit is a page or a slot."""
+        """Like `KeysAndValues.copy`. A unit is a page or a slot."""
         first_units = self._first_pages * (PAGE_SIZE // unit)
         sources, targets = ((first_units + units).flatten() for units in (sources, targets))
         if unit == PAGE_SIZE:
@@ -143,7 +145,7 @@ class BlockedKeysAndValues:
 
 
 class KVCache:
-    """The caches of all layers; holds exactly the bytes of its pages."""
+    """The caches of all layers."""
 
     def __init__(
         self,
@@ -152,16 +154,11 @@ class KVCache:
         is_blocked: bool = False,
         plain_shapes: Sequence[LayerShape] = (),
     ) -> None:
-        """`is_blocked`: layers are `BlockedKeysAndValues`, except those of `plain_shapes`."""
+        """If `is_blocked`, layers are `BlockedKeysAndValues`. Those of `plain_shapes` never are."""
         self._stacks: list[Any] = []
-        """One cache for all layers of a shape, which are copied at once."""
+        """A cache for all layers of each shape, so that pages of all of them are copied at once."""
         self.layers = self._new_layers(shapes, num_pages, is_blocked)
         self.plain_layers = self._new_layers(plain_shapes, num_pages, False)
-        slot_bytes = sum(shape.slot_bytes for shape in (*shapes, *plain_shapes))
-        check(
-            self.num_bytes == num_pages * PAGE_SIZE * slot_bytes,
-            f"{self.num_bytes} bytes are held for {num_pages} pages",
-        )
 
     def _new_layers(
         self, shapes: Sequence[LayerShape], num_pages: int, is_blocked: bool
@@ -192,9 +189,9 @@ class KVCache:
 
     @torch.inference_mode()
     def _copy(self, copies: Sequence[Copy], unit: int) -> None:
-        """Copies runs of `unit` slots, numbered in such units."""
+        """Copies runs of `unit` slots in every layer, all at once."""
         places = torch.tensor(copies)
-        with on_threads(1):  # Copies are too short to wait for a thread whose core is in use.
+        with on_threads(1):  # A short copy would wait for threads whose cores are in use.
             for stack in self._stacks:
                 stack.copy(*places.to(stack.keys.device).unbind(1), unit)
 
