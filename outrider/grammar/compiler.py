@@ -1,5 +1,5 @@
-"""Compiles constraints to grammars that compute token masks, on threads of their own, and caches
-them by tenant and digest."""
+"""Compiles constraints, on threads of its own, to grammars that compute token masks. Caches these
+by tenant and digest."""
 
 import asyncio
 import json
@@ -38,9 +38,9 @@ from outrider.shared_calls import SharedCalls
 logger = logging.getLogger(__name__)
 
 _SPACES: Any = {"whitespace_pattern": " "}
-"""Allows one space where JSON allows any number, as some models would write spaces for ever. A
-schema's own `x-guidance` has precedence."""
-if version("llguidance").startswith("1.7."):  # This version repeats the pattern.
+"""Allows one space where JSON allows any number, because some models would write spaces without
+end. The `x-guidance` of a schema takes precedence."""
+if version("llguidance").startswith("1.7."):  # This version would repeat the pattern.
     _SPACES = {"whitespace_flexible": False, "item_separator": " ?, ?", "key_separator": " ?: ?"}
 _REASON_CHARS_MAX = 400
 _Key = tuple[str, bytes]
@@ -53,10 +53,10 @@ class Grammar:
 
     constraint: Constraint
     start: LLMatcher
-    """The state before the first token; always copied before use."""
+    """The matcher before the first token. Users copy it."""
     eos_token_ids: frozenset[int]
     eos_bits: bytes
-    """The mask that allows only these."""
+    """The mask that allows only the tokens of `eos_token_ids`."""
     vocab_size: int
     """Size of the tokenizer's vocabulary."""
     digest: bytes
@@ -71,8 +71,8 @@ class Grammar:
         return self.tenant, self.digest
 
     def is_used_up(self) -> bool:
-        """Whether it computes no more masks, because the states of its lexer, which all copies
-        share, have reached their limit."""
+        """Whether the grammar can compute no more masks. All copies share the states of the lexer,
+        whose number is limited."""
         copy = self.start.deep_copy()
         copy.compute_bitmask()
         return bool(copy.is_error())
@@ -86,11 +86,11 @@ class _Refusal:
     """Makes a new error for each caller. A kept one would keep the frames of all that raised it,
     and with these their requests."""
     until_s: float = math.inf
-    """When to try again: a slow compilation may have been slow by chance."""
+    """When to compile again. A compilation may have been slow by chance."""
 
 
 class GrammarTokenizer:
-    """A tokenizer as grammars need it: the bytes of each token, and the tokens that end a text."""
+    """The bytes of each token of a tokenizer, and the tokens that end a text."""
 
     def __init__(self, tokenizer: Any, eos_token_ids: tuple[int, ...]) -> None:
         """`tokenizer` is a fast tokenizer of Hugging Face, or the JSON of its backend. Takes about
@@ -113,8 +113,8 @@ class GrammarTokenizer:
         self.eos_bits = bytes(words)
 
     def compile(self, constraint: Constraint) -> Grammar:
-        """Raises `BadRequest`, with the kind as its field, for a constraint that cannot be met or
-        is too large."""
+        """Compiles a constraint. Raises `BadRequest`, with the kind as its field, if the constraint
+        cannot be met or is too large."""
         try:
             text = _grammar_text(constraint)
         except ValueError as error:
@@ -122,7 +122,7 @@ class GrammarTokenizer:
             raise BadRequest(constraint.kind, reason) from None
         start = LLMatcher(self.tokens, text, log_level=0, limits=self._limits)
         if not start.is_error():
-            # Compute the first mask now, not in a step that all sessions wait for.
+            # The first mask is slow. Computed later, it would hold up a step for all sessions.
             first = start.deep_copy()
             first.compute_bitmask()
             if first.is_error():
@@ -136,8 +136,8 @@ class GrammarTokenizer:
 
 
 def backend_json(tokenizer: Any) -> str:
-    """The JSON of the backend of a fast tokenizer of Hugging Face. Raises `ConfigError` for any
-    other tokenizer."""
+    """The JSON of the backend of a fast tokenizer of Hugging Face, without padding and truncation.
+    Raises `ConfigError` for any other tokenizer."""
     backend = copy(getattr(tokenizer, "backend_tokenizer", None))
     if backend is None:
         raise ConfigError("the model's tokenizer is not one of Hugging Face's fast ones")
@@ -148,12 +148,12 @@ def backend_json(tokenizer: Any) -> str:
 
 class Grammars:
     """The grammars of one process: the most recent ones, and all that are still referenced. Any
-    thread may read results, including failures. Each tenant has its own, so that times and refusals
-    reveal nothing of another tenant's requests."""
+    thread may read results, including failures. Each tenant has its own grammars, so that times and
+    refusals reveal nothing of another tenant's requests."""
 
     def __init__(self, load: Callable[[], GrammarTokenizer]) -> None:
-        """Calls `load` for the first constraint. If it raises `ConfigError`, refuses
-        constraints."""
+        """Calls `load` for the first constraint. If `load` raises `ConfigError`, all constraints
+        are refused."""
         self._load = load
         self.clock: Callable[[], float] = time.thread_time
         """CPU time of the thread, s."""
@@ -164,27 +164,27 @@ class Grammars:
         self._lock = threading.Lock()
         self._found: Newest[_Key, Grammar | _Refusal] = Newest(GRAMMARS_MAX)
         self._held: WeakValueDictionary[_Key, Grammar] = WeakValueDictionary()
-        """Referenced grammars, including those that have left `_found`."""
+        """Referenced grammars, even those that are no longer in `_found`."""
         self._slow: WeakSet[Grammar] = WeakSet()
-        """Grammars that were too slow once."""
+        """Grammars that held up a step once."""
         self.slow_ahead: WeakSet[Grammar] = WeakSet()
-        """Grammars that were too slow in following draft tokens, and no longer follow any. Only
-        the thread of steps uses this."""
+        """Grammars that were too slow after draft tokens, and are used after committed tokens
+        alone. Only the thread of steps uses this."""
         self._calls: SharedCalls[_Key, Grammar | _Refusal] = SharedCalls(COMPILE_THREADS, "grammar")
 
     def find(self, digest: bytes, tenant: str = "") -> Grammar | OutriderError | None:
-        """The compiled grammar, or why there is none; None if it is unknown here."""
+        """The compiled grammar, or the error of its compilation; None if the digest is unknown."""
         found = self._look_up((tenant, digest))
         return found.error() if isinstance(found, _Refusal) else found
 
     def get(self, constraint: Constraint, tenant: str = "") -> Grammar:
-        """The grammar; compiles an unknown one on this thread. Raises `BadRequest`, with the kind
-        as its field."""
+        """The grammar of a constraint, compiled on this thread if it is unknown. Raises
+        `BadRequest`, with the kind as its field, if there is none."""
         found = self._look_up((tenant, constraint.digest()))
         return _grammar_of(found or self._compile(constraint, tenant))
 
     async def prepare(self, constraint: Constraint, tenant: str = "") -> Grammar:
-        """The grammar, compiled by other threads. Raises what `get` raises, and `Overloaded`."""
+        """Like `get`, but compiles on other threads. Raises `Overloaded` if too many wait."""
         key = tenant, constraint.digest()
         found = self._look_up(key)
         if found is None:
@@ -198,9 +198,9 @@ class Grammars:
         return _grammar_of(found)
 
     def renewed(self, used_up: Grammar) -> Grammar:
-        """A grammar to replace one that is used up: one compiled since, or a new one if it compiles
-        quickly. Otherwise raises `BadRequest`; the next session with this constraint then waits
-        until it is compiled."""
+        """The grammar that replaces one that is used up: one that was compiled since, or a new one
+        if the old one compiled quickly. Otherwise raises `BadRequest`. The next session with this
+        constraint then waits for its compilation."""
         key = used_up.key
         with self._lock:
             if self._known(key) is used_up:
@@ -213,8 +213,8 @@ class Grammars:
         return self.get(used_up.constraint, used_up.tenant)
 
     def note_slow(self, grammar: Grammar) -> None:
-        """Notes that this grammar held up a step for too long. The second time, refuses it for a
-        while and raises `BadRequest`."""
+        """Records that a grammar held up a step for too long. The second time, refuses its
+        constraint for `TOO_SLOW_S` and raises `BadRequest`."""
         if grammar not in self._slow:
             self._slow.add(grammar)
             return
@@ -224,7 +224,7 @@ class Grammars:
         raise refusal.error()
 
     def close(self) -> None:
-        """Starts no more compilations; does not wait for a running one."""
+        """Starts no more compilations. Does not wait for a running one."""
         self._calls.close()
 
     def _look_up(self, key: _Key) -> Grammar | _Refusal | None:
@@ -238,7 +238,7 @@ class Grammars:
             return found
 
     def _compile(self, constraint: Constraint, tenant: str) -> Grammar | _Refusal:
-        """Compiles and keeps the result."""
+        """Compiles a constraint, and keeps the grammar or the error."""
         found: Grammar | _Refusal
         try:
             tokenizer = self._tokens()
@@ -303,10 +303,11 @@ def _grammar_text(constraint: Constraint) -> str:
 
 
 def _check_strict(schema: dict[str, Any], field: str) -> None:
-    """Raises `BadRequest` for a lenient schema: the compiler would ignore its unsupported parts."""
+    """Raises `BadRequest` for a lenient schema, of which the compiler would ignore unsupported
+    parts."""
     options = schema.get("x-guidance")
     if isinstance(options, dict) and options.get("lenient", False) is not False:
-        raise BadRequest(field, "x-guidance.lenient is not allowed: it would ignore parts")
+        raise BadRequest(field, "x-guidance.lenient is not allowed: parts would be ignored")
 
 
 def _literal(text: str) -> str:
@@ -325,16 +326,17 @@ _NOTES = {
     *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
     *("$comment", "$schema", "$id", "$anchor", "$defs", "definitions", "x-guidance"),
 }
-"""Keys that do not restrict an answer."""
+"""Keys that do not restrict an answer, or not by themselves."""
 _APART = _NOTES | {"allOf", "$ref", "patternProperties", "enum", "const", *_UNIONS}
-"""Keys that are handled one by one."""
+"""Keys that `_Document` handles one by one."""
 _MANY = 1e9
 _REFERENCES_MAX = 8
-"""Most references to follow to find the type of an alternative."""
+"""Maximum number of references that are followed to find the type of an alternative."""
 
 
 def check_alternatives(schema: dict[str, Any], field: str) -> None:
-    """Raises `BadRequest` for a schema with more alternatives than a step has time for."""
+    """Raises `BadRequest` for a schema with so many alternatives that a mask would take too
+    long."""
     try:
         found = _Document(schema).num_alternatives()
     except RecursionError:
@@ -349,16 +351,16 @@ def check_alternatives(schema: dict[str, Any], field: str) -> None:
 
 
 class _Document:
-    """A schema, and what is known of its parts."""
+    """A schema, and the numbers of alternatives in its parts."""
 
     def __init__(self, schema: dict[str, Any]) -> None:
         self._schema = schema
         self._reached: dict[int, float] = {}
-        """The alternatives in each visited part and all that it refers to, by its `id`."""
+        """By `id` of a visited part: the alternatives in that part and in all that it refers to."""
         self._all_listed = sum(map(self._listed, self._parts()))
 
     def num_alternatives(self) -> float:
-        """The alternatives of all parts; each part counts once, however often it is referred to."""
+        """The alternatives of all parts. A part counts once, even if it is referred to often."""
         return sum(map(self._own, self._parts()))
 
     def _parts(self) -> Iterator[dict[str, Any]]:
@@ -371,7 +373,8 @@ class _Document:
                 yield part
 
     def _own(self, schema: dict[str, Any]) -> float:
-        """The alternatives listed in a schema itself, and those that arise by combination."""
+        """The alternatives that a schema lists itself, or the combinations of those in its parts if
+        these are more."""
         found, parts = self._listed(schema), self._combined(schema)
         if len(parts) < 2:
             return found
@@ -380,12 +383,13 @@ class _Document:
         return min(max(found, LIST_ALTERNATIVE * ways), _MANY)
 
     def _listed(self, schema: dict[str, Any]) -> float:
-        """The alternatives listed in a schema itself."""
+        """The alternatives that a schema lists itself."""
         values = [{"const": value} for value in _list_at(schema, "enum")]
         return sum(map(self._of_union, [values, *(_list_at(schema, key) for key in _UNIONS)]))
 
     def _of_union(self, entries: list[Any]) -> float:
-        """The sum of the weights; 0 for a single alternative, which cannot be confused."""
+        """The sum of the alternatives' weights. 0 for a single one, as there is nothing to
+        choose."""
         counted = [weight for weight in map(self._weight, entries) if weight > 0]
         return float(sum(counted)) if len(counted) > 1 else 0.0
 
@@ -405,7 +409,7 @@ class _Document:
         return 1 if kinds and kinds <= {"object", *_SCALARS} else LIST_ALTERNATIVE
 
     def _combined(self, schema: dict[str, Any]) -> list[float]:
-        """For each part of a schema that applies together with others: its alternatives, if any."""
+        """The alternatives of each part that applies together with the others; without zeros."""
         patterns = schema.get("patternProperties")
         at_once = [
             *_list_at(schema, "allOf"),
@@ -435,14 +439,15 @@ class _Document:
         return found
 
     def _reach_by(self, reference: Any) -> float:
-        """`_reach` of what a reference names; all listed alternatives if it names nothing here."""
+        """`_reach` of the part that a reference names. If the document has no such part, all listed
+        alternatives."""
         if not isinstance(reference, str):
             return 0.0
         target = self._target(reference)
         return self._all_listed if target is None else self._reach(target)
 
     def _target(self, reference: Any) -> Any:
-        """What a reference names in this document; None if nothing."""
+        """The part of this document that a reference names; None if there is none."""
         if not isinstance(reference, str) or not reference.startswith("#"):
             return None
         found: Any = self._schema

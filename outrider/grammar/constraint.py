@@ -33,12 +33,12 @@ class ConstraintKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What the whole completion must match. Made by `of_schema`, `of_regex`, `of_choices` or
-    `any_object`, or from its parts by `read`. These do not check whether it can be compiled."""
+    """What the whole completion must match. Made by `of_schema`, `of_regex`, `of_choices`,
+    `any_object` or `read`, none of which checks whether the constraint can be compiled."""
 
     kind: ConstraintKind
     text: str
-    """A schema as compact JSON, with keys in the given order, which answers keep; an expression
+    """A schema as compact JSON, whose order of keys is that of the answers; a regular expression
     that the whole completion matches; or choices as a JSON list."""
 
     @classmethod
@@ -64,8 +64,8 @@ class Constraint:
 
     @classmethod
     def of_regex(cls, regex: str, field: str = ConstraintKind.REGEX) -> Constraint:
-        """Text that a regular expression matches completely; anchors around the whole expression
-        have no effect. Raises `BadRequest` for an empty or too long one."""
+        """Text that a regular expression matches completely. Anchors around the whole expression
+        have no effect. Raises `BadRequest` if the expression is empty or too long."""
         if not isinstance(regex, str):
             raise BadRequest(field, "must be a string")
         _check_size(regex, REGEX_BYTES_MAX, field)
@@ -76,7 +76,7 @@ class Constraint:
 
     @classmethod
     def of_choices(cls, choices: Iterable[str], field: str = ConstraintKind.CHOICE) -> Constraint:
-        """One of these texts. Raises `BadRequest` for none, too many, or an empty one."""
+        """One of these texts. Raises `BadRequest` for no text, too many, or an empty text."""
         listed = [choices] if isinstance(choices, str) else list(choices)
         if not 1 <= len(listed) <= CHOICES_MAX:
             raise BadRequest(field, f"got {len(listed)} choices; allowed: 1..{CHOICES_MAX}")
@@ -113,7 +113,7 @@ class Constraint:
         return tuple(json.loads(self.text))
 
     def digest(self) -> bytes:
-        """A 128-bit hash, the same in every process."""
+        """A 128-bit hash that is the same in every process."""
         content = f"{self.kind}\n{self.text}".encode()
         return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
 
@@ -150,7 +150,6 @@ def _check_size(text: str, bytes_max: int, field: str) -> None:
 
 
 def _check_depth(value: Any, field: str) -> None:
-    """Checks nesting level by level."""
     level: list[Any] = [value]
     for _ in range(SCHEMA_DEPTH_MAX):
         level = [inner for outer in level for inner in containers_in(outer)]
@@ -170,8 +169,8 @@ def containers_in(value: Any) -> list[Any]:
 
 
 def _without_anchors(regex: str) -> str:
-    """Removes all ^ at the beginning and all unescaped $ at the end, so that a second call changes
-    nothing."""
+    """Removes every ^ at the beginning and every unescaped $ at the end. All of them, so that a
+    second call changes nothing."""
     bare = regex.lstrip("^")
     while bare.endswith("$"):
         before = bare[:-1]

@@ -1,8 +1,9 @@
-"""Which tokens may follow a session's tokens, by its grammar. The state depends only on constraint
-and completion: it can be rebuilt, and rolled back when tokens are discarded.
+"""Which tokens may follow a session's tokens, by its grammar. The state depends on constraint and
+completion alone. So it can be rebuilt, and rolled back when tokens are discarded.
 
-If a text can continue in only one way, a mask has only the token that the tokenizer itself would
-write. Other tokens that spell a part of the same text can be consumed, but are in no mask.
+If a text can continue in only one way, a mask allows only the token that the tokenizer itself would
+write. The grammar also consumes other tokens that spell a part of that text, but no mask allows
+them.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ _USED_UP = "it needs too many states"
 
 
 class PrefixMatcher:
-    """Follows one completion. End-of-text tokens are tracked here, outside the grammar, which only
-    knows whether the text may end and rejects all tokens after a forced end."""
+    """Follows one completion. Tracks end tokens outside the grammar, which can only tell whether
+    the text may end, and rejects all tokens once the text must end."""
 
     def __init__(self, grammar: Grammar, grammars: Grammars) -> None:
-        """`grammars` replace this one when it is used up, and note slow ones."""
+        """`grammars` replaces the grammar if it is used up, and is told if it is slow."""
         self.grammar = grammar
         """The grammar in use."""
         self._grammars = grammars
@@ -34,25 +35,25 @@ class PrefixMatcher:
         self._is_broken = False
         """Whether the matcher has failed and must start over."""
         self._is_ahead = False
-        """Whether the question is about draft tokens, which may be rejected."""
+        """Whether the current question is about draft tokens, which may be rejected."""
         self._tokens: list[int] = []
-        """The tokens up to the current state; all are allowed."""
+        """The tokens up to the current state, all of which are allowed."""
         self._num_fed = 0
-        """How many of these the grammar has consumed: all before the first end token."""
+        """How many of `_tokens` the grammar has consumed: all before the first end token."""
 
     def ask_ahead(self, is_ahead: bool) -> None:
-        """Sets whether the next question is about draft tokens, and so ends no session if it is
-        slow. Raises `Incompatible` if it is and the grammar was too slow for these before."""
+        """Sets whether the next question is about draft tokens. A slow answer to such a question
+        ends no session. Raises `Incompatible` if the grammar was too slow for one before."""
         self._is_ahead = is_ahead
         if is_ahead and self.grammar in self._grammars.slow_ahead:
             raise Incompatible(f"{self.grammar.constraint.kind}: is too slow after draft tokens")
 
     def stand(self, length: int, token_ids: Sequence[int]) -> int:
         """Moves to the state after the first `length` current tokens and as many of `token_ids` as
-        the grammar allows; returns their number. Raises `Incompatible` if the grammar has become
-        too hard."""
+        the grammar allows. Returns how many of `token_ids` that are. Raises `Incompatible` if the
+        grammar has become too hard."""
         tokens = self._tokens
-        check(length <= len(tokens), f"it stands behind {len(tokens)} tokens, not {length}")
+        check(length <= len(tokens), f"{length} of {len(tokens)} tokens cannot be kept")
         common = 0
         for token_id, there in zip(token_ids, tokens[length:], strict=False):
             if token_id != there:
@@ -67,8 +68,8 @@ class PrefixMatcher:
         return num_legal
 
     def mask(self) -> TokenMask:
-        """What may come next. Raises `Incompatible` if nothing may, or if the grammar has become
-        too hard."""
+        """The tokens that may come next. Raises `Incompatible` if there are none, or if the grammar
+        has become too hard."""
         if self._num_fed < len(self._tokens):
             ends = np.frombuffer(self.grammar.eos_bits, dtype=np.uint8)
             return TokenMask(ends, is_over=True)
@@ -107,7 +108,7 @@ class PrefixMatcher:
         return num_legal
 
     def _feed(self, words: Sequence[int]) -> int:
-        """Returns how many of the tokens the grammar has consumed."""
+        """Lets the grammar consume the tokens that it allows, and returns how many."""
         if not words:
             return 0
         began = self._grammars.clock()
@@ -126,8 +127,9 @@ class PrefixMatcher:
             raise self._too_hard()
 
     def _mend(self) -> bool:
-        """Replaces a grammar that is used up; returns whether to try again. Raises `Incompatible`
-        if there is no new one, or if the constraint itself is too hard."""
+        """Replaces the grammar if it is used up, and returns whether it did: then the caller tries
+        again. Raises `Incompatible` if no new grammar can be had, or if the constraint itself is
+        too hard."""
         if self.grammar.is_used_up():
             try:
                 self.grammar = self._grammars.renewed(self.grammar)
@@ -141,19 +143,19 @@ class PrefixMatcher:
         return False
 
     def _start_over(self) -> bool:
-        """Rebuilds the state with a new matcher; False if this grammar cannot reach it."""
+        """Rebuilds the state with a new matcher. Returns False if the grammar cannot reach it."""
         self._matcher = self.grammar.start.deep_copy()
         words = self._tokens[: self._num_fed]
         self._is_broken = self._feed(words) < len(words)
         return not self._is_broken
 
     def _check_time(self, began: float, num_tokens: int) -> None:
-        """Limits the time spent in a step, which all sessions of a replica share."""
+        """Acts on a grammar that took too long: all sessions of a replica wait for a step."""
         allowed = MASK_S_MAX * -(-num_tokens // FOLLOWED_AT_ONCE)
         if self._grammars.clock() - began <= allowed:
             return
         if self._is_ahead:
-            self._grammars.slow_ahead.add(self.grammar)  # Ends no session.
+            self._grammars.slow_ahead.add(self.grammar)
             return
         try:
             self._grammars.note_slow(self.grammar)
@@ -161,7 +163,8 @@ class PrefixMatcher:
             raise self._too_hard(error.reason) from error
 
     def _too_hard(self, reason: str = "") -> Incompatible:
-        """The error for a grammar that cannot be followed; the matcher must then start over."""
+        """The error of a grammar that cannot be followed. Makes the matcher start over next
+        time."""
         self._is_broken = True
         said = " ".join((reason or self._matcher.get_error() or "it is too hard").split())[:200]
         kind, num_tokens = self.grammar.constraint.kind, self._num_fed
@@ -176,7 +179,8 @@ class Followed:
     def __init__(
         self, matcher: PrefixMatcher, length: int, committed: tuple[int, ...] = ()
     ) -> None:
-        """The matcher has at least `length` tokens of the completion; `committed` follow these."""
+        """Follows the first `length` tokens of the matcher, which must have these, and then
+        `committed`."""
         self._matcher = matcher
         self._length = length
         self._committed = committed
@@ -200,8 +204,8 @@ class Followed:
 
 
 class Matchers:
-    """The matchers of a replica's sessions, used by the thread of steps. The `MATCHERS_MAX` most
-    recent are kept; others are rebuilt."""
+    """The matchers of a replica's sessions, for the thread of steps. Keeps the `MATCHERS_MAX` most
+    recent ones, and rebuilds others."""
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
@@ -210,10 +214,10 @@ class Matchers:
     def follow(
         self, session_id: str, compiled: Grammar | OutriderError, completion: Sequence[int]
     ) -> Followed:
-        """What may follow a session's completion so far; valid until the next call for this
-        session. `compiled` is its constraint's grammar, or the error of its compilation. Raises
-        `Incompatible` for an error, for a grammar refused since, and for a completion that it does
-        not allow."""
+        """What may follow a session's completion so far. Valid until the next call for this
+        session. `compiled` is the grammar of its constraint, or the error of the compilation.
+        Raises `Incompatible` for an error, for a grammar that was refused later, and for a
+        completion that the grammar does not allow."""
         matcher = self._matchers.pop(session_id, None)
         if isinstance(compiled, OutriderError):
             raise Incompatible(compiled.message) from compiled
@@ -226,10 +230,10 @@ class Matchers:
         num_legal = matcher.stand(0, completion)
         if num_legal < len(completion):
             kind = compiled.constraint.kind
-            raise Incompatible(f"{kind}: token {num_legal} of the completion does not meet it here")
+            raise Incompatible(f"{kind}: does not allow token {num_legal} of the completion")
         self._matchers[session_id] = matcher
         return Followed(matcher, len(completion))
 
     def release(self, session_id: str) -> None:
-        """Forgets a session; unknown ones are ignored."""
+        """Forgets a session. Ignores unknown sessions."""
         self._matchers.pop(session_id, None)

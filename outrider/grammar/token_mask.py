@@ -18,7 +18,7 @@ class TokenMask:
     """The tokens allowed at one position."""
 
     bits: Bits
-    """[W]: eight tokens a byte, lowest bit first; tokens beyond the end are forbidden."""
+    """[W]: eight tokens a byte, lowest bit first. Tokens beyond the last bit are forbidden."""
     is_over: bool = False
     """Whether the completion has ended and only end tokens may follow."""
 
@@ -35,18 +35,18 @@ class TokenMask:
 
 
 class Allowed(Protocol):
-    """What may follow the committed tokens of one session, by its grammar. Valid until the
-    session's tokens change; the answers depend on tokens and constraint alone."""
+    """What may follow the committed tokens of one session, by its grammar or its `min_tokens`. The
+    answers depend on tokens and parameters alone. Valid until the session's tokens change."""
 
     def after(self, drafted: Sequence[int]) -> TokenMask | None:
-        """The tokens that may follow the committed ones and `drafted`; None if `drafted` is not
+        """The tokens that may follow the committed tokens and `drafted`. None if `drafted` is not
         allowed. Raises `Incompatible` if no token may follow, or if the grammar is too hard."""
         ...
 
     def num_legal(self, drafted: Sequence[int]) -> int:
-        """How many of `drafted`, counted from the first, are allowed."""
+        """How many of `drafted` are allowed before the first that is not."""
         ...
 
     def behind(self, committed: Sequence[int]) -> Allowed:
-        """The same after these tokens have been committed, too."""
+        """What may follow once these tokens are committed, too."""
         ...

@@ -277,7 +277,7 @@ async def test_a_completion_that_breaks_its_constraint_is_refused() -> None:
     async with running(grammars(), grammars()) as pair:
         refused = await pair.target.ask(VerifyItem(head))
         assert isinstance(refused, Refused)
-        assert refused.message == "json_schema: token 0 of the completion does not meet it here"
+        assert refused.message == "json_schema: does not allow token 0 of the completion"
         drafted = await pair.draft.ask(DraftItem(head, 2))
         assert isinstance(drafted, ProposalReply)
 
