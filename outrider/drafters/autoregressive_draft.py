@@ -1,5 +1,5 @@
-"""Proposals drawn token by token from logits, many side by side. Shared by drafters with a model
-and drafters with a head."""
+"""Draws proposals token by token from logits, many side by side, for drafters with a model or a
+head."""
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
@@ -46,7 +46,7 @@ class AutoregressiveDraft:
         num_wanted: int | None = None,
         unseen: tuple[int, ...] = (),
     ) -> None:
-        """For `num_wanted` tokens; None = as many as the request asks for."""
+        """Begins a proposal of `num_wanted` tokens; None = as many as the request asks for."""
         self.request = request
         self.num_wanted = request.num_draft_tokens if num_wanted is None else num_wanted
         self.unseen = unseen
@@ -54,26 +54,26 @@ class AutoregressiveDraft:
         self.deadline = request.deadline
         self.token_ids: list[int] = []
         self.beside: list[tuple[int, ...]] = []
-        """For each token the other candidates for its position."""
+        """For each token its siblings."""
         self.q: list[DraftDistribution | None] = []
         self.rows: list[LikelyTokens] = []
-        """What each token was drawn from, where that is kept."""
+        """For each token the likely tokens that it was drawn from; empty if these are not kept."""
         self.error: OutriderError | None = None
         """Why nothing could be drawn."""
 
     @property
     def sequence_id(self) -> str:
-        """The engine's sequence that it extends."""
+        """The engine's sequence that the draft extends."""
         return self.request.session_id
 
     @property
     def is_whole(self) -> bool:
-        """Whether it has all its tokens or will get no more."""
+        """Whether the draft gets no more tokens."""
         return self.error is not None or len(self.token_ids) >= self.num_wanted
 
     def goes_on(self) -> bool:
-        """Whether to draw another token. Called once before each draw, which must follow if True.
-        When there is no time for one, the draft ends as it is."""
+        """Whether to draw another token. Called once before each draw. After True, a draw must
+        follow. If no time is left, ends the draft with the tokens that it has."""
         if self.is_whole:
             return False
         if not self.deadline.allows_draw():
@@ -88,13 +88,14 @@ class AutoregressiveDraft:
 
     @property
     def num_candidates(self) -> int:
-        """How many candidates the next position has."""
+        """Number of tokens to draw for the next position, siblings included."""
         depth, siblings = len(self.token_ids), self.request.siblings
         return 1 + siblings[depth] if depth < len(siblings) else 1
 
     @property
     def draws_at_once(self) -> bool:
-        """Whether each token depends on its row alone: no penalty, grammar or siblings."""
+        """Whether each token depends on its row alone, without penalty, grammar and siblings. Then
+        several rows can be drawn from at once."""
         request = self.request
         return not (
             request.sampling.penalised or request.allowed is not None or any(request.siblings)
@@ -102,12 +103,12 @@ class AutoregressiveDraft:
 
     @property
     def is_seen(self) -> bool:
-        """Whether it has tokens and holds what each was drawn from."""
+        """Whether the draft has tokens, and the likely tokens that each was drawn from."""
         return 0 < len(self.token_ids) == len(self.rows)
 
     @property
     def history(self) -> TokenHistory:
-        """Penalties count draft tokens as output, as the target will."""
+        """The tokens that penalties count. Draft tokens count as output, as in the verdict."""
         if not self.request.sampling.penalised:
             return NO_HISTORY
         committed, prompt_length = self.request.token_ids, self.request.prompt_length
@@ -117,7 +118,7 @@ class AutoregressiveDraft:
         )
 
     def add(self, token_ids: tuple[int, ...], q: DraftDistribution | None) -> None:
-        """Appends the first token; the others are candidates for the same position."""
+        """Appends the first token. The others are its siblings."""
         self.token_ids.append(token_ids[0])
         self.beside.append(token_ids[1:])
         self.q.append(q)
@@ -127,8 +128,8 @@ class AutoregressiveDraft:
         self.num_wanted = len(self.token_ids)
 
     def end(self, error: Exception) -> None:
-        """Ends the draft after an error. What was drawn is still proposed: the error may be due to
-        a drawn token, and dropping a token because of its value biases the output."""
+        """Ends the draft after an error. Tokens that were drawn are still proposed: one of them may
+        be the cause of the error, and to drop a token because of its value biases the output."""
         if self.token_ids:
             logger.info("a draft ends after %d tokens: %s", len(self.token_ids), error)
             self.stop()
@@ -139,7 +140,7 @@ class AutoregressiveDraft:
 
     @property
     def proposal(self) -> Proposal:
-        """The tokens drafted so far, with q if the rule uses it."""
+        """The tokens drafted so far, with q if the rule uses q."""
         if not self.token_ids:
             return EMPTY_PROPOSAL
         q = tuple(self.q) if self.request.rule.needs_q else ()
@@ -154,7 +155,7 @@ class DraftSampler:
     """Draws the next tokens of many drafts from a model's logits."""
 
     def __init__(self, vocabulary: DraftVocabulary | None) -> None:
-        """The logits are over `vocabulary`."""
+        """`vocabulary` has the tokens of the logits' columns; None = the target's."""
         self.vocabulary = vocabulary
 
     def run(
@@ -162,8 +163,8 @@ class DraftSampler:
         drafts: Sequence[AutoregressiveDraft],
         next_logits: Callable[[Sequence[int]], Tensor],
     ) -> None:
-        """Draws all drafts to their end. `next_logits` gets the indices of those that continue, may
-        stop some of them, and returns the rows [R, N] of the rest."""
+        """Draws all drafts to their end. `next_logits` gets the indices of the drafts that
+        continue, may stop some of these, and returns the rows [R, N] of the others."""
         while active := [index for index, draft in enumerate(drafts) if draft.goes_on()]:
             logits = next_logits(active)
             going_on = [drafts[index] for index in active if not drafts[index].is_whole]
@@ -173,8 +174,8 @@ class DraftSampler:
         self, drafts: Sequence[AutoregressiveDraft], rows: Sequence[Tensor]
     ) -> list[AutoregressiveDraft]:
         """Draws the next tokens of each draft from its rows of logits [n, N], one from each row,
-        and returns the drafts that got a token. A draft ends if its row cannot be drawn from, or if
-        its completion ends. n is 1 unless the draft `draws_at_once`."""
+        and returns the drafts that got a token. n is 1 unless the draft `draws_at_once`. A draft
+        ends if no token can be drawn from its row, or if its completion ends."""
         if any(draft.request.allowed is not None for draft in drafts):
             drafts, rows = self._masked(drafts, rows)
         lengths = [len(draft.token_ids) for draft in drafts]
@@ -193,8 +194,8 @@ class DraftSampler:
     def _masked(
         self, drafts: Sequence[AutoregressiveDraft], rows: Sequence[Tensor]
     ) -> tuple[list[AutoregressiveDraft], list[Tensor]]:
-        """The drafts that may continue, and their rows after their grammars' masks; masked rows are
-        on the CPU."""
+        """The drafts that may continue, and their rows with their grammars' masks applied. Masked
+        rows are on the CPU."""
         going_on: list[AutoregressiveDraft] = []
         left: list[Tensor] = []
         masks: dict[int, TokenMask] = {}
@@ -215,8 +216,8 @@ class DraftSampler:
         return going_on, left
 
     def _draw(self, drafts: list[AutoregressiveDraft], rows: list[Tensor]) -> None:
-        """Draws for drafts that are alike. If that fails, each is drawn alone, which gives the same
-        tokens, so that an error hits only its own draft."""
+        """Draws for drafts that `_alike` has put together. If that fails, draws for each draft
+        alone, which gives the same tokens, so that an error ends only its own draft."""
         by_row = [draft for draft, own in zip(drafts, rows, strict=True) for _ in range(len(own))]
         depths = [
             len(draft.token_ids) + index
@@ -243,8 +244,8 @@ class DraftSampler:
     def _drawn(
         self, drafts: Sequence[AutoregressiveDraft], depths: Sequence[int], logits: Tensor
     ) -> tuple[list[DraftedGroup], Sequence[LikelyTokens | None]]:
-        """For each row, whose draft and depth are given: a token or the candidates for its
-        position, and for single tokens what they were drawn from."""
+        """For each row, whose draft and depth are given: a token and its siblings, and for a single
+        token the likely tokens that it was drawn from."""
         sampling = drafts[0].request.sampling
         noises = [draft.request.noise for draft in drafts]
         counts = [draft.num_candidates for draft in drafts]
@@ -269,9 +270,9 @@ class DraftSampler:
 def _alike(
     drafts: Sequence[AutoregressiveDraft], rows: Sequence[Tensor]
 ) -> tuple[list[int], list[list[int]]]:
-    """The indices of the drafts that are drawn together on the device of their rows, and of the
-    others in groups with one rule, equal parameters and one device. A draft with penalties is a
-    group of its own, and drafts with several candidates are apart from the rest."""
+    """The indices of the drafts that are drawn together on the device of their rows, and groups of
+    the others that share rule, parameters and device. A draft with penalties is a group of its own.
+    Drafts with siblings and drafts without are in different groups."""
     groups: dict[Hashable, list[int]] = {}
     for index, (draft, row) in enumerate(zip(drafts, rows, strict=True)):
         sampling, is_single = draft.request.sampling, draft.num_candidates == 1

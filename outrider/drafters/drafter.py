@@ -19,19 +19,19 @@ from outrider.tokens import TokenSequence
 class DraftDeadline:
     """The time limit of a round's draft, on the clock of the drafting process.
 
-    A drafter checks the limit before each draw (a token with its siblings), and proposes everything
+    A drafter checks the limit before each draw (a token with its siblings), and proposes all tokens
     that it has drawn. So the length of a proposal depends on the time and on proposed tokens, never
-    on a token that was drawn and dropped. That length is a stopping time, as docs/exactness.md
-    requires. Thread-safe.
+    on a token that was drawn and dropped. docs/exactness.md requires such a length, a stopping
+    time. Thread-safe.
     """
 
     def __init__(
         self, ends_at: float = math.inf, clock: Callable[[], float] = lambda: -math.inf
     ) -> None:
-        """`ends_at` is a time of `clock`, both in seconds; by default there is no limit."""
+        """`ends_at` is a time of `clock`, in seconds. By default there is no limit."""
         self.ends_at = ends_at
         self.has_cut = False
-        """Whether a draw was refused; all later ones are refused, too."""
+        """Whether a draw was refused. Then all later ones are refused, too."""
         self._clock = clock
         self._has_drawn = self._is_told = False
         self._lock = threading.Lock()
@@ -40,7 +40,7 @@ class DraftDeadline:
     def after(
         cls, budget_us: int, clock: Callable[[], float], now: float | None = None
     ) -> DraftDeadline:
-        """`budget_us` microseconds after `now` (default: the clock's time); 0 = no limit."""
+        """A limit `budget_us` microseconds after `now` (default: the clock's time); 0 = none."""
         if budget_us == 0:
             return NO_DEADLINE
         return cls((clock() if now is None else now) + budget_us / 1e6, clock)
@@ -59,8 +59,8 @@ class DraftDeadline:
         return self._clock() >= self.ends_at
 
     def close_undrawn(self) -> bool:
-        """Refuses all further draws if none has been made. Only the first call that does so returns
-        True, so that one caller reports it."""
+        """Refuses all draws if none has been made. Returns whether this call was the first to do
+        so, so that only one caller reports an empty proposal."""
         with self._lock:
             if self._has_drawn or self._is_told:
                 return False
@@ -77,57 +77,58 @@ class DraftRequest:
     """Asks for up to `num_draft_tokens` tokens after the committed ones of one session."""
 
     session_id: str
-    """Identifies what a drafter may have kept of this session; the answer does not depend on it."""
+    """A drafter may keep data of this session under this id. The answer does not depend on them."""
     tenant: str
-    """The session's tenant: what is kept of finished sessions is used for this tenant alone."""
+    """Data of finished sessions are used for sessions of the same tenant alone."""
     token_ids: Sequence[int]
-    """All committed tokens, prompt first; read only, and only during the call."""
+    """All committed tokens, prompt first. Must not be changed, nor be read after the call."""
     prompt_length: int
     num_draft_tokens: int
     """K, 0..`limits.NUM_DRAFT_TOKENS_MAX`."""
     sampling: SamplingParams
     rule: Rule
     noise: RoundNoise
-    """The round's noise; drafters without a distribution do not use it."""
+    """The round's noise. Look-ups do not draw with it."""
     siblings: tuple[int, ...] = ()
-    """Number of further candidates for each position of the proposal; missing entries are 0. A
-    drafter without candidates proposes a chain. Empty under the rule block, and with penalties, as
-    these count the tokens of a chain."""
+    """Number of siblings beside each token of the spine; missing entries are 0. A drafter may
+    propose a chain instead. Empty under the rule block, and with penalties, as these count the
+    tokens of a chain."""
     features: Features | None = None
-    """Hidden states that the target sends to a head, for some committed tokens; None if there are
+    """Hidden states of some committed tokens, which the target sends to a head. None if there are
     no new ones, and for drafters that do not use them."""
     allowed: Allowed | None = None
-    """What may follow the committed tokens by the session's grammar; None = everything, or unknown
-    here."""
+    """What may follow the committed tokens by the session's grammar; None = every token, or the
+    grammar is not known to this process."""
     digests: TokenSequence | None = None
-    """The first tokens of `token_ids` with their digests, as far as these are known; a drafter can
-    compare the prefix that it keeps by digest. Read only, and only during the call."""
+    """The first tokens of `token_ids`, as many as have known digests. By these a drafter can
+    compare a prefix that it keeps. Must not be changed, nor be read after the call."""
     deadline: DraftDeadline = field(default=NO_DEADLINE, compare=False)
-    """Checked before each draw, except by look-ups, which draw nothing and take next to no time."""
+    """Drafters check this before each draw, except for look-ups, which take some microseconds."""
 
 
 class Drafter(Protocol):
-    """Predicts what a target will write. A wrong guess is rejected and does no harm.
+    """Predicts what a target will write. Wrong guesses are rejected and do no harm.
 
     A proposal may depend on the request's committed tokens, parameters and noise, and on the
     answers of finished sessions of the same tenant. It must not depend on a token that was drafted
-    and not committed, in this round or another. Nor may it depend on the noise of the
-    session's own rounds, except through their committed tokens: what decides which tokens are
-    drafted, and how many, must be independent of the numbers that test them. The number of tokens
-    may depend on the time and on proposed tokens, if it is decided before each draw. So answers of
-    a session with the same seed must not be used, except where noise is keyed by the absolute
-    position: there, drafts do not influence what is committed.
+    and not committed, in this round or another. The choice of draft tokens, and of their number,
+    must be independent of the random numbers that test them. So a proposal must not depend on the
+    noise of the session's earlier rounds, except through their committed tokens, nor on answers of
+    a session with the same seed. The latter are allowed if noise is keyed by the absolute position,
+    as drafts then do not influence what is committed. The number of tokens may depend on the time
+    and on proposed tokens, if it is decided before each draw.
 
-    If answers of other sessions arrive between two calls, a round that is asked for twice may get
-    two different proposals. Both are exact: a coordinator verifies one proposal a round, and the
-    first verdict on it stands.
+    If answers of other sessions arrive between two calls for one round, the calls may return
+    different proposals. Both are exact: a coordinator verifies one proposal in a round, and uses
+    the first verdict on it.
     """
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        """One proposal for each request, in order, of at most K tokens. At most one request a
-        session. Under rules with `needs_q`, `q` has an entry for each token."""
+        """One proposal for each request, in order, of at most K tokens. The requests are for
+        different sessions. Under rules with `needs_q`, `q` has an entry for each group of
+        siblings."""
         ...
 
     def release(self, session_id: str) -> None:
-        """Forgets what was kept of the session; unknown sessions are ignored."""
+        """Forgets what was kept of the session. Ignores unknown sessions."""
         ...

@@ -1,4 +1,4 @@
-"""What look-up drafters share: a guess and its score, and the indexed text of each session."""
+"""Prompt lookup, and what all look-up drafters share: guesses with scores, and indexed texts."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from outrider.tokens import EMPTY_DIGEST, TokenSequence, extend_digest
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """A continuation that followed an earlier occurrence."""
+    """Tokens that followed an earlier occurrence of the text's last tokens."""
 
     token_ids: tuple[int, ...] = ()
     score: float = 0.0
     """Expected number of accepted tokens."""
 
     def within(self, request: DraftRequest) -> Guess:
-        """The part of it that the session's grammar allows; the rest would be rejected. What is cut
-        depends on committed tokens alone, as the guess does."""
+        """The first tokens, as many as the session's grammar allows; the rest would be rejected.
+        The cut depends on committed tokens alone, as the guess does."""
         if request.allowed is None or not self.token_ids:
             return self
         token_ids = self.token_ids[: request.allowed.num_legal(self.token_ids)]
         return Guess(token_ids, min(self.score, float(len(token_ids))))
 
     def proposal(self, request: DraftRequest) -> Proposal:
-        """The one-hot proposal that answers `request`."""
+        """The guess as a one-hot proposal."""
         if not self.token_ids:
             return EMPTY_PROPOSAL
         return Proposal(self.token_ids, (None,) * len(self.token_ids) * request.rule.needs_q)
@@ -41,27 +41,27 @@ NO_GUESS = Guess()
 
 
 def share_of(num: int, num_all: int, match_length: int) -> float:
-    """The smoothed share of `num` among `num_all` occurrences of a match: adds 1 / `match_length`
-    occurrence that continued differently, because a short match seen once is weak evidence."""
+    """The smoothed share of `num` among `num_all` occurrences of a match. Counts another 1 /
+    `match_length` occurrences that continued differently, because a short match seen once is weak
+    evidence."""
     return num / (num_all + 1 / match_length)
 
 
 class LookupDrafter:
-    """A `Drafter` without a model; its proposals are one-hot. It keeps the indexed text of at most
-    `SEQUENCES_PER_REPLICA_MAX` sessions and builds a missing one again, so that proposals do not
-    depend on what was kept."""
+    """A `Drafter` without a model, whose proposals are one-hot. Keeps the indexed texts of at most
+    `SEQUENCES_PER_REPLICA_MAX` sessions. Builds a missing text again, so that proposals do not
+    depend on which texts were kept."""
 
     def __init__(self, begin: Callable[[DraftRequest], Any]) -> None:
         self._begin = begin
         self._texts: Newest[str, Any] = Newest(SEQUENCES_PER_REPLICA_MAX)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        """See `Drafter.propose`."""
+        """One-hot proposals, which the sessions' grammars allow."""
         return [self.guess(request).within(request).proposal(request) for request in requests]
 
     def guess(self, request: DraftRequest) -> Guess:
-        """The proposal and its score; empty if no tokens are asked for. Both depend only on what a
-        proposal may depend on."""
+        """A guess, which the session's grammar may forbid; empty if no tokens are asked for."""
         if request.num_draft_tokens == 0:
             return NO_GUESS
         text = self._texts.pop(request.session_id, None)
@@ -72,11 +72,11 @@ class LookupDrafter:
         return self._guess(request, text)
 
     def release(self, session_id: str) -> None:
-        """See `Drafter.release`."""
+        """Forgets the session's text."""
         self._texts.pop(session_id, None)
 
     def _guess(self, request: DraftRequest, text: Any) -> Guess:
-        """The guess by the session's text, which has exactly the request's tokens."""
+        """A guess from the session's text, which has exactly the request's tokens."""
         raise NotImplementedError
 
 
@@ -84,11 +84,11 @@ _NO_PLACE = 0
 
 
 class TextIndex:
-    """A text that grows at its end and may be cut at its beginning. For each place the index knows
-    the previous place that ends with the same n-gram.
+    """A text that grows at its end and may be cut at its beginning. For each place the index has
+    the previous place with the same n-gram before it.
 
-    A place is the number of tokens before it, including those that were cut off. Appending and
-    cutting cost O(1) a token; memory is some 200 bytes a token.
+    A place is the number of tokens before it, including those that were cut off. To append or cut a
+    token takes O(1). A token takes some 200 bytes of memory.
     """
 
     def __init__(self, gram_length: int) -> None:
@@ -99,7 +99,7 @@ class TextIndex:
         self._last: dict[tuple[int, ...], int] = {}
         """n-gram -> the place after its last occurrence."""
         self._previous: list[int] = []
-        """For each place - 1 (minus what was cut off) the place after the previous occurrence."""
+        """For each place of the tokens kept: the previous place with the same n-gram before it."""
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -109,8 +109,8 @@ class TextIndex:
         return self._num_cut + len(self._ids)
 
     def begins(self, token_ids: Sequence[int], digests: TokenSequence | None = None) -> bool:
-        """Whether `token_ids` starts with the whole text, nothing of which was cut off. O(1) if
-        `digests` cover it."""
+        """Whether `token_ids` starts with the whole text, of which no token was cut off. Takes O(1)
+        if `digests` has as many tokens."""
         if digests is not None and len(self._ids) <= len(digests):
             return digests.holds(len(self._ids), self._digest)
         return list(token_ids[: len(self._ids)]) == self._ids
@@ -141,7 +141,7 @@ class TextIndex:
         self._num_cut += num_tokens
 
     def slice(self, start: int, stop: int) -> list[int]:
-        """The tokens between two places, as far as they are kept."""
+        """The tokens between two places, without those that were cut off."""
         return self._ids[max(0, start - self._num_cut) : max(0, stop - self._num_cut)]
 
     def token(self, place: int) -> int | None:
@@ -150,19 +150,19 @@ class TextIndex:
         return self._ids[index] if index < len(self._ids) else None
 
     def earlier(self) -> Iterator[int]:
-        """The earlier places that end with the text's last n-gram, latest first."""
+        """The earlier places after the text's last n-gram, latest first."""
         return self._chain(self._previous[-1] if self._previous else _NO_PLACE)
 
     def occurrences(self, tail: Sequence[int]) -> Iterator[int]:
-        """The places that end with the last n-gram of `tail`, latest first."""
+        """The places after the last n-gram of `tail`, latest first."""
         return self._chain(self._last.get(tuple(tail[-self._gram_length :]), _NO_PLACE))
 
     def match_length(self, place: int, tail: Sequence[int]) -> int:
-        """How many tokens before `place` equal the last ones of `tail`; the place must end with the
-        same n-gram as `tail`."""
+        """How many tokens before `place` equal the last ones of `tail`. The last n-gram must be the
+        same."""
         ids, end = self._ids, place - self._num_cut
         limit = min(end, len(tail))
-        length = min(self._gram_length, limit)  # these are equal by the index
+        length = min(self._gram_length, limit)  # The caller has found these by the index.
         while length < limit and ids[end - 1 - length] == tail[-1 - length]:
             length += 1
         return length
@@ -174,17 +174,18 @@ class TextIndex:
 
 
 OCCURRENCES_MAX = 256
-"""Number of occurrences of the last `ngram_min` tokens that are compared, latest first."""
+"""Maximum number of occurrences of the last `ngram_min` tokens that are compared, latest first."""
 TOKENS_PER_MATCH = 3
-"""Most draft tokens for each token of the match, because a short match soon fails."""
+"""Maximum number of draft tokens for each token of the match, because the continuation of a short
+match soon differs."""
 
 
 class NgramDrafter(LookupDrafter):
-    """Prompt lookup in each session's own text: continues it as its last tokens were continued
-    before.
+    """Prompt lookup: proposes the tokens that followed an earlier occurrence of the session's last
+    tokens in the same session.
 
-    A look-up costs O(OCCURRENCES_MAX * ngram_max) at worst, whatever the length of the text. The
-    defaults were best over texts of a 135M chat model at K = 8 and 16.
+    A look-up takes at most O(OCCURRENCES_MAX * ngram_max), for a text of any length. The defaults
+    were best over texts of a 135M chat model at K = 8 and 16.
     """
 
     def __init__(self, ngram_min: int = 1, ngram_max: int = 16) -> None:
@@ -194,9 +195,9 @@ class NgramDrafter(LookupDrafter):
         self._ngram_max = ngram_max
 
     def _guess(self, request: DraftRequest, text: TextIndex) -> Guess:
-        """The tokens that followed the longest earlier occurrence of the text's end, the most
-        recent of equals. Beyond the end of the text these tokens repeat, so that a repetition is
-        continued."""
+        """The tokens that followed the longest earlier occurrence of the text's end, and of equally
+        long ones the most recent. If the text ends before enough tokens follow, these repeat, so
+        that a repetition is continued."""
         start = match_length = 0
         tail = text.slice(text.end - self._ngram_max, text.end)
         for place in islice(text.earlier(), OCCURRENCES_MAX):

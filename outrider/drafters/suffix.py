@@ -3,8 +3,8 @@ answers to the same tenant.
 
 Oliaro et al., "SuffixDecoding" (2024, arXiv 2411.04975). A draft grows while the product of its
 tokens' shares among the occurrences is large enough, and is at most a multiple of the match's
-length. Instead of a tree of all suffixes, whose memory is O(depth) a token, an index finds the
-latest occurrences of the last tokens, which are counted on request.
+length. The paper keeps a tree of all suffixes, which takes O(depth) memory a token. Here an index
+finds the latest occurrences of the last tokens, and their continuations are counted in each round.
 """
 
 from collections import OrderedDict
@@ -19,28 +19,28 @@ from outrider.limits import SUFFIX_SEEDS_MAX
 
 MATCH_IN_SESSION_MIN = 1
 MATCH_IN_HISTORY_MIN = 2
-"""Minimum length of a match. In a history single tokens match everywhere and say little."""
+"""Minimum lengths of a match. In a long history, single tokens match often and predict little."""
 
 
 @dataclass(frozen=True, slots=True)
 class SuffixConfig:
-    """How much is searched and kept, and how far a match is trusted. The defaults were nearly the
-    best over texts of a 135M chat model at K = 8; a look-up takes 45 us."""
+    """Limits of the search, of the history and of drafts. The defaults were nearly the best over
+    texts of a 135M chat model at K = 8. A look-up takes 45 us."""
 
     depth: int = 16
-    """Match length beyond which longer matches count as equal."""
+    """Matches of this length or more count as equally long."""
     min_score: float = 0.1
-    """A token is drafted while the product of the shares is at least this."""
+    """A draft ends before the product of its tokens' shares falls below this."""
     tokens_per_tenant: int = 2**17
-    """Tokens of earlier outputs kept for a tenant; the oldest are dropped first."""
+    """Maximum number of tokens of earlier outputs for a tenant. The oldest are dropped first."""
     tokens_total: int = 2**19
-    """Tokens kept for all tenants; the tenant whose last output is oldest loses its tokens
-    first."""
+    """Maximum number of tokens for all tenants. The tenant with the oldest last output loses its
+    tokens first."""
     occurrences_max: int = 64
-    """Occurrences of the last tokens that are compared, latest first, in the session and again in
-    the tenant's history."""
+    """Maximum number of occurrences of the last tokens that are compared, latest first, in the
+    session, and the same number in the tenant's history."""
     tokens_per_match: int = 4
-    """Most draft tokens for each token of the match."""
+    """Maximum number of draft tokens for each token of the match."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +49,20 @@ class _Occurrence:
 
     text: TextIndex
     place: int
-    """The place after them."""
+    """The place after the occurrence."""
     length: int
     """How many tokens before the place match the session's end."""
 
     def follower(self, drafted: Sequence[int]) -> int | None:
-        """The token that follows here after the drafted ones. Beyond the end of the text the
-        drafted tokens follow, so that a session's own repetition is continued."""
+        """The token that follows here after as many tokens as were drafted. Beyond the end of the
+        text the drafted tokens follow, so that a session's own repetition is continued."""
         place = self.place + len(drafted)
         beyond = place - self.text.end
         return self.text.token(place) if beyond < 0 else drafted[beyond]
 
 
 class _SessionText(TextIndex):
-    """A session's tokens, and what is needed to keep its output when it ends."""
+    """A session's tokens, and what is needed to add its output to the history."""
 
     def __init__(self, request: DraftRequest) -> None:
         super().__init__(MATCH_IN_SESSION_MIN)
@@ -74,14 +74,14 @@ class _SessionText(TextIndex):
 class SuffixDrafter(LookupDrafter):
     """Looks up a session's own text and the finished outputs of its tenant.
 
-    Of a tenant's sessions with one seed only the first adds to the history, when it ends. The
-    others have the same noise. If it is keyed by the round, the first one's output depends on it
-    and would steer their drafts, which would bias the test of a draft. Then the others do not read
-    history either, because it may depend on the first one's length. When a seed is forgotten, so is
-    the output of its session.
+    Of a tenant's sessions with one seed, only the first adds to the history, when it ends. The
+    others have the same noise. If noise is keyed by the round, the first session's output depends
+    on this noise. It would steer the drafts of the others, and so bias the tests of these drafts.
+    Then the others do not read the history either, because what it holds may depend on the length
+    of the first session's output. When a seed is forgotten, so is the output of its session.
 
-    A round costs O(occurrences_max * (depth + distinct match lengths * K)) at worst; a token that
-    is appended or forgotten O(1). Memory: see `TextIndex`.
+    A round takes at most O(occurrences_max * (depth + distinct match lengths * K)), a token that is
+    appended or forgotten O(1). `TextIndex` states the memory.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class SuffixDrafter(LookupDrafter):
         self._history = History(self._config.tokens_per_tenant, self._config.tokens_total)
         self._seeds_max = seeds_max
         self._first_of_seed: OrderedDict[tuple[str, int], str | None] = OrderedDict()
-        """Tenant and seed, oldest first -> the first session; None once it has ended."""
+        """By tenant and seed, oldest first: the first session; None once it has ended."""
 
     def _guess(self, request: DraftRequest, text: TextIndex) -> Guess:
         is_first = self._is_first(request)
@@ -106,8 +106,8 @@ class SuffixDrafter(LookupDrafter):
         return _continuation(found, request.num_draft_tokens, self._config)
 
     def release(self, session_id: str) -> None:
-        """Ends the session: its output, as committed at its last request, is added to the history,
-        with the last tokens of the prompt before it."""
+        """Ends the session. Adds its output, as committed at its last request, to the history, with
+        the last tokens of the prompt before it."""
         text = self._texts.pop(session_id, None)
         if text is None or self._first_of_seed.get((text.tenant, text.seed)) != session_id:
             return
@@ -135,7 +135,8 @@ class SuffixDrafter(LookupDrafter):
 
 
 def _continuation(found: Sequence[_Occurrence], num_tokens: int, config: SuffixConfig) -> Guess:
-    """The best guess over the occurrences of at least each length."""
+    """The guess with the best score. Each length of a match gives a guess, from the occurrences of
+    this length or more."""
     best = NO_GUESS
     for length in sorted({occurrence.length for occurrence in found}, reverse=True):
         limit = min(num_tokens, config.tokens_per_match * length)
@@ -151,8 +152,8 @@ def _continuation(found: Sequence[_Occurrence], num_tokens: int, config: SuffixC
 def _most_frequent(
     matching: Sequence[_Occurrence], length: int, limit: int, min_score: float
 ) -> Guess:
-    """Drafts, token by token, what most of the occurrences that agree so far continue with; of
-    equals the lowest id."""
+    """Drafts the most frequent next token, and of equally frequent ones the lowest id. Then
+    continues with the occurrences that have this token."""
     drafted: list[int] = []
     score, product = 0.0, 1.0
     while len(drafted) < limit:
@@ -175,7 +176,7 @@ def _most_frequent(
 
 
 END = -1
-"""Stands after every output. No token has this id, so no match or draft crosses it."""
+"""Follows every output. No token has this id, so no match or draft extends over two outputs."""
 
 
 class _TenantHistory(TextIndex):
@@ -186,10 +187,8 @@ class _TenantHistory(TextIndex):
 
 
 class History:
-    """Outputs by tenant; a tenant never sees another's.
-
-    Adding an output costs O(1) for each of its tokens and for each token that makes room.
-    """
+    """Outputs by tenant. To add an output takes O(1) for each of its tokens and for each token that
+    is dropped."""
 
     def __init__(self, tokens_per_tenant: int, tokens_total: int) -> None:
         self._tokens_per_tenant = min(tokens_per_tenant, tokens_total)
@@ -199,18 +198,17 @@ class History:
         self._num_tokens = 0
 
     def __len__(self) -> int:
-        """Tokens of all tenants, including one for the end of each output."""
+        """Tokens of all tenants, including an `END` for each output."""
         return self._num_tokens
 
     def of(self, tenant: str) -> TextIndex | None:
-        """The tenant's outputs one after another, each with an `END`; None if there are none. Valid
-        until the next `add`."""
+        """The tenant's outputs, one after another, each with an `END`; None if there are none.
+        Valid until the next `add`."""
         return self._tenants.get(tenant)
 
     def add(self, tenant: str, seed: int, token_ids: Sequence[int]) -> None:
-        """Adds an output, or its last part if it exceeds the tenant's share. Older outputs of the
-        tenant make room first, then those of others. The tenant must have no output of this seed
-        yet."""
+        """Adds an output, or its last part if it exceeds the tenant's share. Drops older outputs of
+        the tenant first, then those of others. The tenant must have no output of this seed yet."""
         room = self._tokens_per_tenant - 1
         if room < 1:
             return
@@ -227,8 +225,8 @@ class History:
             self._forget_oldest(next(iter(self._tenants)))
 
     def forget(self, tenant: str, seed: int) -> None:
-        """Forgets the tenant's output of this seed, if kept, and all before it. What remains
-        depends neither on its tokens nor on their number."""
+        """Forgets the tenant's output of this seed, if it is kept, and all before it. Then the
+        history depends neither on that output's tokens nor on their number."""
         while tenant in self._tenants and seed in self._tenants[tenant].lengths:
             self._forget_oldest(tenant)
 

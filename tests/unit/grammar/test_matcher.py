@@ -111,7 +111,7 @@ def test_sessions_are_followed_anew_after_their_matcher_was_dropped(
 def test_a_completion_that_breaks_its_constraint_is_refused_by_name() -> None:
     matchers = Matchers(grammars())
     ids = hf_tokenizer().encode("the quick 55")
-    with pytest.raises(Incompatible, match=r"^regex: token \d+ of the completion does not meet it"):
+    with pytest.raises(Incompatible, match=r"^regex: does not allow token \d+ of the completion"):
         matchers.follow("a", grammar("regex"), ids)
 
 
