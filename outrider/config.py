@@ -19,7 +19,6 @@ from outrider.drafters.names import (
     AUTO,
     EAGLE3,
     MTP,
-    NOT_ON_VLLM,
     DrafterChoice,
     DraftModel,
     LookupKind,
@@ -254,11 +253,11 @@ class TargetConfig(ModelServerConfig):
     model: str = "demo"
     """The target: `demo`, a directory, a .gguf file, or a hub id."""
     heads: Internal[str] = ""
-    """Name of its draft heads or exit head; empty if it does not draft for itself."""
+    """Name of its draft heads; empty if it does not draft for itself."""
     heads_kind: Internal[str] = ""
-    """`medusa`, `early-exit`, `eagle3` or `mtp`."""
+    """`medusa`, `eagle3` or `mtp`."""
     heads_directory: Internal[str] = ""
-    """Directory of the heads or exit head."""
+    """Directory of the heads."""
     shows_features: Internal[bool] = False
     """Whether it sends hidden states to an EAGLE-3 head on draft replicas."""
 
@@ -296,8 +295,7 @@ class DraftConfig(ModelServerConfig):
     hybrid_model_tokens: Annotated[int, between(1, limits.NUM_DRAFT_TOKENS_MAX)] = (
         limits.HYBRID_MODEL_TOKENS
     )
-    """Most draft tokens a round from a hybrid's model, heads or early exit; does not limit its
-    look-up."""
+    """Most draft tokens a round from a hybrid's model or heads; does not limit its look-up."""
     target: Internal[str] = ""
     """Name of the target that the drafter was made for; else empty."""
     target_directory: Internal[str] = ""
@@ -450,7 +448,7 @@ class CoordinatorConfig(ServerConfig):
     draft_address: Internal[str] = ""
     """... and of such a draft; empty = none."""
     lookup: Internal[DraftConfig | None] = None
-    """The look-up that drafts in the coordinator, alone or before a model, heads or early exit."""
+    """The look-up that drafts in the coordinator, alone or before a model or heads."""
 
     @property
     def asks_for_keys(self) -> bool:
@@ -603,11 +601,6 @@ class DeploymentConfig:
         if self.target.engine == VLLM and siblings:
             raise SettingError(
                 "draft_siblings", f"{siblings} given, but vllm runs no trees; give 0"
-            )
-        if self.target.engine == VLLM and (lacking := NOT_ON_VLLM.get(self.draft.drafter.kind)):
-            raise SettingError(
-                "draft_model",
-                f"{self.draft.model} {lacking}; give --engine transformers or another drafter",
             )
         if self.target.engine == VLLM and apart:
             raise SettingError(

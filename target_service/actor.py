@@ -38,10 +38,8 @@ def self_drafter_of(engine: Engine) -> SelfDrafter | None:
     from outrider.engine.paged_engine import PagedEngine
     from outrider.engine.paged_sequences import PagedSequences
 
-    from .self_drafting import ExitDrafter, HeadDrafter, PairDrafter
+    from .self_drafting import HeadDrafter, PairDrafter
 
-    if isinstance(engine, PagedEngine) and engine.exit_head is not None:
-        return ExitDrafter(engine.exit_head, engine)
     layer = getattr(engine, "draft_layer", None)
     if isinstance(engine, PagedEngine) and engine.feature_width:
         return None

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft, DraftSampler
 from outrider.drafters.drafter import DraftRequest
-from outrider.engine.interface import DraftingEngine, Engine, SequenceStep, ShallowEngine
+from outrider.engine.interface import DraftingEngine, Engine, SequenceStep
 from outrider.models.draft_head import LoadedDraftHead
-from outrider.models.early_exit import LoadedExit
 from outrider.models.medusa import LoadedHeads
 from outrider.speculation.logits_processing import DraftVocabulary
 from outrider.speculation.proposal import Proposal
@@ -115,20 +114,6 @@ class _LayerDrafter:
         raise NotImplementedError
 
 
-class ExitDrafter(_LayerDrafter):
-    """Drafts with the target's first layers."""
-
-    reads_features: Final = False
-
-    def __init__(self, exit_head: LoadedExit, engine: ShallowEngine) -> None:
-        super().__init__(exit_head.module, exit_head.token_ids, engine)
-
-    def _logits(self, steps: Mapping[int, SequenceStep], _: list[Tensor]) -> Tensor:
-        hidden = self._engine.forward_shallow([*steps.values()])
-        logits: Tensor = self._head.logits(torch.cat(hidden))
-        return logits
-
-
 class PairDrafter(_LayerDrafter):
     """Drafts with an EAGLE-3 head or an MTP layer. Either is one more layer on the target's pages,
     which reads pairs of a token and a hidden state."""
@@ -159,5 +144,5 @@ def _proposals(
     return [draft.proposal for draft in drafts]
 
 
-SelfDrafter = HeadDrafter | ExitDrafter | PairDrafter
+SelfDrafter = HeadDrafter | PairDrafter
 """Drafts on the target for the target's own rounds."""

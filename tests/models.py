@@ -32,7 +32,6 @@ from outrider.models.drafter_checkpoint import (
     save_head,
 )
 from outrider.models.eagle3 import Eagle3Config, Eagle3Head, LoadedEagle3, save_speculators
-from outrider.models.early_exit import ExitHead, LoadedExit
 from outrider.models.fingerprint import tensors_fingerprint
 from outrider.models.linear_layers import quick
 from outrider.models.medusa import DraftHeads, LoadedHeads
@@ -228,23 +227,6 @@ def tiny_heads(
     return LoadedHeads(_filled(heads, linears, target.dtype, seed), tuple(token_ids))
 
 
-def tiny_exit(
-    target: Any,
-    token_ids: Sequence[int],
-    num_layers: int = 1,
-    seed: int = 1,
-    spread: float = _SPREAD,
-) -> LoadedExit:
-    """A random exit head behind a layer of a target's module, with logits of `token_ids`. With a
-    `spread` of 0 it is the target's own norm, of ones, and head."""
-    width = target.config.hidden_size
-    module = ExitHead(_shared(target, token_ids)[1], 2 * width)
-    module.scale = torch.nn.Parameter(torch.ones(width, dtype=target.dtype), requires_grad=False)
-    linears = (module.mix, module.gate_up, module.down)
-    filled = _filled(module, linears, target.dtype, seed, spread)
-    return LoadedExit(filled, tuple(token_ids), num_layers)
-
-
 def tiny_eagle3(
     target: Any,
     token_ids: Sequence[int],
@@ -308,24 +290,11 @@ def save_tiny_heads(
     return _save_head(directory, TrainedKind.MEDUSA, target, module, made)
 
 
-def save_tiny_exit(
-    directory: Path,
-    target: Path,
-    token_ids: Sequence[int],
-    num_layers: int = 1,
-    spread: float = _SPREAD,
-) -> Path:
-    """Saves such an exit head of the model in `target`; returns `directory`."""
-    module = AutoModelForCausalLM.from_pretrained(target)
-    made = tiny_exit(module, token_ids, num_layers, spread=spread)
-    return _save_head(directory, TrainedKind.EARLY_EXIT, target, module, made)
-
-
 def _save_head(directory: Path, kind: TrainedKind, target: Path, module: Any, made: Any) -> Path:
     description = _description(kind, target, module, made.token_ids)
     directory.mkdir(parents=True, exist_ok=True)
     token_ids = torch.tensor(made.token_ids)
-    save_head(directory, made.module, token_ids, description, made.num_layers)
+    save_head(directory, made.module, token_ids, description)
     return directory
 
 

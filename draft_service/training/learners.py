@@ -6,7 +6,6 @@ Medusa       every learned token but the       the text's tokens, and what the t
              last of a document                p - 1
 EAGLE-3      every one but a text's first      the text's tokens, what the target's layers read up
                                                to p - 1, and then its own outputs
-early exit   every one; it has one token       what the target's first N layers put out at p
 
 Draft token i of this chain is compared with the target's answer for position p + i. It is drafted
 after the text's tokens up to p + i - 1, as if the earlier draft tokens had been accepted.
@@ -41,18 +40,11 @@ from outrider.models.eagle3 import (
     load_eagle3,
     save_speculators,
 )
-from outrider.models.early_exit import (
-    ExitHead,
-    check_exit,
-    last_norm,
-    layers_of,
-    load_exit,
-    norm_weight,
-)
 from outrider.models.fingerprint import tensors_fingerprint
 from outrider.models.loading import parameters_on_meta
 from outrider.models.medusa import DraftHeads, load_heads
 from outrider.models.student import load_drafter, narrow_head, save_drafter
+from outrider.models.target_layers import last_norm, layers_of
 from outrider.settings import blaming
 
 from .documents import Array
@@ -66,19 +58,16 @@ NUM_HEADS = 4
 _LAYERS_WITH_TAPS = 7
 """Fewest layers of a target whose layers 2, n // 2 and n - 3 are distinct."""
 _CHAIN_INNER_WIDTHS = 2
-_EXIT_INNER_WIDTHS = 4
 """Inner width of a new head, as a multiple of the target's width."""
 _EAGLE3_INNER_WIDTHS = 4
 _EPS, _ROPE_THETA = 1e-5, 10_000.0
 """Epsilon of a new EAGLE-3 head's norms, and the base of its rotary embedding if the target does
 not state one base for all of its layers."""
 _FIRST_SCALE = 0.25
-"""A new exit head or EAGLE-3 head begins with the weight of the target's norm, times this factor.
-The norm was trained for the output of the last layer; after an early layer it makes a head far too
-confident. (Cross-entropy of an exit after layer 6 of the demo target, before training: 15.2 with
-factor 1, 6.7 with 0.3.)"""
-_LAYERS_FOR_EACH = 5
-"""By default an exit comes after the first of this many equal parts of the target's layers."""
+"""A new EAGLE-3 head begins with the weight of the target's last norm, times this factor. The norm
+was trained for the output of the last layer; after an early layer it makes a head far too
+confident. (Cross-entropy of the norm and head after layer 6 of the demo target: 15.2 with factor 1,
+6.7 with 0.3.)"""
 _QUIET_DEVIATION = 1e-3
 """Standard deviation of new weights whose output is added to a drafter's input. So at first the
 drafter passes its input on almost unchanged."""
@@ -99,8 +88,6 @@ class Learner:
     kind: ClassVar[str]
     shown: Shown = ()
     """Features of the target that a drafter learns from, besides the target's answers."""
-    num_layers = 0
-    """Layers of the target before an exit head."""
     num_depths: int | None = None
     """Draft tokens of one step; None = one, so each further token takes another step."""
     stored_form: ClassVar[str] = (
@@ -160,7 +147,7 @@ class Learner:
     def save(self, directory: Path, target: Target, fingerprint: str) -> None:
         """Writes the drafter's files, without the card."""
         token_ids, description = self._description(target, fingerprint)
-        save_head(directory, self.module, token_ids, description, self.num_layers)
+        save_head(directory, self.module, token_ids, description)
 
     def _description(self, target: Target, fingerprint: str) -> tuple[Tensor, TrainedDescription]:
         """The tokens of its logits, and the description of the drafter."""
@@ -345,7 +332,7 @@ class Eagle3(Learner):
         for part in module.modules():
             if isinstance(part, LlamaRMSNorm):
                 part.weight = nn.Parameter(torch.ones(part.weight.shape).to(self._embeddings))
-        last = _FIRST_SCALE * norm_weight(last_norm(self._target), width)
+        last = _FIRST_SCALE * _norm_weight(last_norm(self._target), width)
         module.norm.weight = nn.Parameter(last.to(self._embeddings))
         return module.to(self._embeddings.device)
 
@@ -354,38 +341,6 @@ class Eagle3(Learner):
         # A loaded head may have its own embeddings.
         if (embeddings := self.weights.pop("embed_tokens.weight", None)) is not None:
             embeddings.requires_grad_(False)
-
-
-class EarlyExit(Learner):
-    """A head that reads the output of the target's first layers."""
-
-    kind = TrainedKind.EARLY_EXIT
-
-    def __init__(self, options: DistillOptions, target: Any) -> None:
-        super().__init__(options, target)
-        default = max(1, round(self._num_target_layers / _LAYERS_FOR_EACH))
-        self._read(options.layers or default)
-        with blaming("kind" if options.layers is None else "layers"):
-            check_exit(target, self.num_layers)
-
-    def _read(self, num_layers: int) -> None:
-        self.num_layers, self.shown = num_layers, (num_layers,)
-
-    def draft(self, batch: Batch) -> list[Depth]:
-        return _next_tokens(self.module(self._features(batch)))
-
-    def _load(self, start: Path, target: Target, names: Any) -> LoadedHead[Any]:
-        loaded = load_exit(start, self._target, **names)
-        self._read(loaded.num_layers)
-        return loaded
-
-    def _make(self, token_ids: Tensor) -> Any:
-        """Starts as the target's own norm and head at that layer, with less confidence."""
-        module = ExitHead(self._rows(token_ids), _EXIT_INNER_WIDTHS * self._width)
-        scale = _FIRST_SCALE * norm_weight(last_norm(self._target), self._width)
-        module.scale = nn.Parameter(scale.to(self._embeddings))
-        self._fill(module, ("mix", "down"))
-        return module
 
 
 class Student(Learner):
@@ -461,8 +416,19 @@ class Student(Learner):
 
 
 LEARNERS: dict[str, type[Learner]] = {
-    learner.kind: learner for learner in (Student, Medusa, EarlyExit, Eagle3)
+    learner.kind: learner for learner in (Student, Medusa, Eagle3)
 }
+
+
+def _norm_weight(norm: nn.Module, width: int) -> Tensor:
+    """[D]: the factors of an RMS or layer norm. They are measured, as model families store them in
+    different ways."""
+    like = next(norm.parameters(), torch.empty(0))
+    ones = torch.ones(width, dtype=like.dtype, device=like.device)
+    ones[1::2] = -1
+    with torch.no_grad():
+        weight: Tensor = (norm(ones[None]) - norm(-ones[None]))[0] / 2 * ones
+    return weight
 
 
 def _next_tokens(hidden: Tensor) -> list[Depth]:

@@ -18,16 +18,16 @@ class DistillOptions:
 
     out: Internal[Path]
     """The drafter's directory, new or empty."""
-    kind: Literal["student", "medusa", "early-exit", "eagle3"] = "student"
-    """`student`: a small model of its own; `medusa`: heads on the target; `early-exit`: a head
-    after the target's first layers; `eagle3`: a layer that reads three of the target's layers,
-    saved in the form of `speculators`, which other programs load too."""
+    kind: Literal["student", "medusa", "eagle3"] = "student"
+    """`student`: a small model of its own; `medusa`: heads on the target; `eagle3`: a layer
+    that reads three of the target's layers, saved in the form of `speculators`, which other
+    programs load too."""
     minutes: Annotated[float, between(0.01, 7 * 24 * 60)] = 30.0
     """Time to write, read and train, including earlier parts of the same run; measuring is
     extra."""
     layers: Annotated[int | None, between(1, 256)] = None
-    """Layers of a student: the target's first ones, two of an induction head, its last; unset = 5.
-    With `--kind early-exit`: number of first layers that draft; unset = a fifth of the target's."""
+    """Layers of a student: the target's first ones, two of an induction head, and its last;
+    unset = 5."""
     draft_vocab: Annotated[int | None, between(2, 2**20)] = None
     """Number of tokens that the drafter can propose; unset = 8192."""
     start_from: Internal[Path | None] = None
@@ -53,7 +53,7 @@ class DistillOptions:
     """Number of training steps; unset = as many as the minutes allow."""
 
     def __post_init__(self) -> None:
-        if self.layers is not None and self.kind not in (STUDENT, "early-exit"):
+        if self.layers is not None and self.kind != STUDENT:
             raise SettingError("layers", f"a drafter of the kind `{self.kind}` has none")
         for name in ("layers", "draft_vocab"):
             if self.start_from is not None and getattr(self, name) is not None:

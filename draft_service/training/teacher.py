@@ -28,8 +28,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from outrider.engine.interface import ModelInfo
 from outrider.errors import ConfigError
-from outrider.models.early_exit import watched_layers
 from outrider.models.loading import load_model
+from outrider.models.target_layers import watched_layers
 from outrider.speculation.logits_processing import largest
 
 from .documents import Array, Document, Encode, Template

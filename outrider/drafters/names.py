@@ -15,16 +15,15 @@ head."""
 _QUANTIZED = "quantized"
 _HYBRID = "hybrid"
 MEDUSA = "medusa"
-EARLY_EXIT = "early-exit"
 EAGLE3 = "eagle3"
 MTP = "mtp"
-_DIRECTORIES = {MEDUSA: "the heads", EARLY_EXIT: "the exit head", EAGLE3: "the head"}
+_DIRECTORIES = {MEDUSA: "the heads", EAGLE3: "the head"}
 """Kinds that name a directory, and its content."""
 _KINDS = (_QUANTIZED, _HYBRID, MTP, *_DIRECTORIES)
-NOT_ON_VLLM = {
-    EARLY_EXIT: "drafts with the target's first layers, which vllm does not run alone",
+_REMOVED = {
+    "early-exit": "EAGLE-3 heads predict more of the target's tokens; use eagle3:DIR_OR_ID",
 }
-"""Kinds that need a target on transformers, and why."""
+"""Kinds of earlier versions: why they were removed, and what replaces them."""
 _KIND = re.compile(r"[A-Za-z][\w-]+")
 """Text before a colon that is read as a kind, not as a path. Hub ids have no colon, a directory
 with a colon can be written as `./NAME`, and a single letter begins a Windows path."""
@@ -32,8 +31,7 @@ QUANTIZED_BITS = (8, 4)
 """Bits a weight for a target that is its own draft."""
 _FORMS = (
     "`auto`, `ngram`, `suffix`, a model, `quantized:8`, `quantized:4`, `medusa:DIR`, "
-    "`early-exit:DIR`, `eagle3:DIR_OR_ID`, `mtp` or `hybrid:LOOKUP,MODEL`, whose MODEL may "
-    "also be heads"
+    "`eagle3:DIR_OR_ID`, `mtp` or `hybrid:LOOKUP,MODEL`, whose MODEL may also be heads"
 )
 
 
@@ -68,8 +66,8 @@ class DraftModel:
 
 @dataclass(frozen=True, slots=True)
 class DrafterChoice:
-    """A drafter: a look-up; a model; heads, first layers or one more layer on the target; or a
-    hybrid, which is a look-up where that is confident and else one of the others."""
+    """A drafter: a look-up, a model, heads or one more layer on the target, or a hybrid. A hybrid
+    uses its look-up where that is confident, and otherwise one of the others."""
 
     lookup: LookupKind | None
     model: DraftModel | None
@@ -77,8 +75,8 @@ class DrafterChoice:
     """The directory or hub id of the weights with which the target drafts, `mtp` for a layer in the
     target's own files; None if the target does not draft."""
     kind: str = ""
-    """The kind of `on_target`: `medusa`, `early-exit`, `mtp` or `eagle3`; the last may run apart
-    from the target."""
+    """The kind of `on_target`: `medusa`, `mtp` or `eagle3`. An `eagle3` head may also run on draft
+    replicas."""
 
     @property
     def is_lookup(self) -> bool:
@@ -113,6 +111,9 @@ def parse_drafter(name: str) -> DrafterChoice:
             allowed = " or ".join(map(str, QUANTIZED_BITS))
             raise _wrong(name, f"the bits of a weight may be {allowed}")
         return DrafterChoice(None, DraftModel(None, int(rest)))
+    if colon and form in _REMOVED:
+        reason = f"{name!r} is wrong: `{form}` is no longer supported, as {_REMOVED[form]}"
+        raise SettingError("draft_model", reason)
     if colon and form in (*_LOOKUPS, MTP):
         raise _wrong(name, f"`{form}` takes nothing after it")
     if colon and _KIND.fullmatch(form):
@@ -160,7 +161,7 @@ def _parse_hybrid(name: str, parts: str) -> DrafterChoice:
         raise _wrong(name, f"a hybrid is `{_HYBRID}:LOOKUP,MODEL`, and LOOKUP {lookups}")
     other = parse_drafter(second)
     if other.lookup is not None:
-        raise _wrong(name, "its second part must be a model, heads or an exit head")
+        raise _wrong(name, "its second part must be a model or heads")
     return replace(other, lookup=_LOOKUPS[first])
 
 
@@ -215,11 +216,6 @@ DRAFTERS = (
         "medusa:DIR",
         "what extra heads on the target predict, sent with its verdicts",
         "outrider distill --kind medusa", "its weights", "needed", "sparse",
-    ),
-    DrafterDescription(
-        "early-exit:DIR",
-        "what a head after the target's first layers draws, sent with its verdicts",
-        "outrider distill --kind early-exit", "its weights", "needed", "sparse",
     ),
     DrafterDescription(
         "eagle3:DIR_OR_ID",

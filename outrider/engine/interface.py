@@ -180,18 +180,6 @@ class FeatureEngine(Engine, Protocol):
 
 
 @runtime_checkable
-class ShallowEngine(Engine, Protocol):
-    """An engine that can run tokens through its model's first layers alone, on the same slots, for
-    a drafter that reads their output."""
-
-    def forward_shallow(self, steps: Sequence[SequenceStep]) -> list[Tensor]:
-        """Like `forward`, but returns for each step the output of the first layers [num_logits, D],
-        in the model's dtype. The slots that it takes hold keys and values of these layers alone;
-        the caller gives them back by `keep` before the sequence's next `forward`."""
-        ...
-
-
-@runtime_checkable
 class DraftingEngine(FeatureEngine, Protocol):
     """An engine that runs a drafting head as one more layer on the same slots. The head reads
     pairs: a feature, made from the model's layers at a token, and the next token. `features`

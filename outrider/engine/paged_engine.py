@@ -26,7 +26,7 @@ from outrider.engine.cpu.fused_steps import SPAN_TOKENS_MAX, FusedSteps, find_sp
 from outrider.engine.cpu.kernels import PaceKernels
 from outrider.engine.cuda.table_steps import DeviceBackend, TableSteps
 from outrider.engine.draft_layer import DraftLayer, draft_shapes
-from outrider.engine.gathered_attention import Forward, GatheredSteps, Steps
+from outrider.engine.gathered_attention import GatheredSteps, Steps
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_sequences import PagedSequences, newest_rows
 from outrider.engine.threads import ContendedThreads
@@ -39,23 +39,16 @@ from outrider.models.compatibility import (
     TRIAL_SEQUENCES,
     check_answers,
     check_features,
-    check_first_layers,
     check_supported,
     dense_logits,
     dependent_at,
     trial_tokens,
 )
 from outrider.models.draft_head import LoadedDraftHead
-from outrider.models.early_exit import (
-    LoadedExit,
-    Watched,
-    first_layers,
-    watch_layers,
-    watched_layers,
-)
 from outrider.models.fingerprint import numerics_fingerprint
 from outrider.models.linear_layers import align_activations, block_rows
 from outrider.models.medusa import LoadedHeads
+from outrider.models.target_layers import Watched, watch_layers, watched_layers
 
 WIDE_STEP_ROWS = 16
 """Steps of fewer tokens are timed, to notice that other processes use the cores. The times of
@@ -64,8 +57,8 @@ _log = logging.getLogger(__name__)
 
 
 class PagedEngine(PagedSequences):
-    """A `FeatureEngine`, `ShallowEngine`, `DraftingEngine` and `FeatureKeeper`. It owns its module:
-    the attention is replaced, and nothing else may call the module."""
+    """A `FeatureEngine`, `DraftingEngine` and `FeatureKeeper`. It owns its module: the attention is
+    replaced, and nothing else may call the module."""
 
     feature_width = 0
     """See `FeatureKeeper.feature_width`."""
@@ -82,7 +75,6 @@ class PagedEngine(PagedSequences):
         backend: DeviceBackend | None = None,
         least: Callable[[int], int] = int,
         draft_heads: LoadedHeads | None = None,
-        exit_head: LoadedExit | None = None,
         draft_layer: LoadedDraftHead | None = None,
         drafts_apart: bool = False,
         kernels: PaceKernels | None = None,
@@ -98,7 +90,6 @@ class PagedEngine(PagedSequences):
         backend            runs steps on a device; not used if the trial fails with it on any rank
         least              returns the least of all ranks' numbers; keeps trials and pages alike
         draft_heads        Medusa heads: adds `features`
-        exit_head          adds `forward_shallow`
         draft_layer        adds `features` and `forward_draft`; only the leader of ranks has one
         drafts_apart       the draft layer drafts elsewhere: adds `held_features` instead
         kernels            those that modules were replaced for; used if they pass the trial
@@ -116,8 +107,8 @@ class PagedEngine(PagedSequences):
         self._decoder: FusedDecoder | None = None
         self._span_tokens = SPAN_TOKENS_MAX
         self._thread_counts = sorted({num_threads, contended_threads or num_threads})
-        self.draft_heads, self.exit_head, self.draft_layer = draft_heads, exit_head, draft_layer
-        check(draft_layer is None or not (draft_heads or exit_head), "a draft layer drafts alone")
+        self.draft_heads, self.draft_layer = draft_heads, draft_layer
+        check(draft_layer is None or draft_heads is None, "a draft layer drafts alone")
         self._drafts_apart = drafts_apart
         self.shows_features = draft_heads is not None or draft_layer is not None
         self._head = None if draft_heads is None else watch_head(module)
@@ -174,20 +165,17 @@ class PagedEngine(PagedSequences):
         )  # fmt: skip
 
     def _dense_answers(self, info: ModelInfo) -> tuple[Tensor, Tensor | None]:
-        """The module's own logits [T, V] of the trial, and what its drafter reads, [T, D]: the
-        first layers' output for an exit head, g for a draft layer."""
+        """The module's own logits [T, V] of the trial, and the features [T, D] of its draft
+        layer, if any."""
         ids = trial_tokens(info)
-        if self.draft_layer is not None:
-            layer_ids, fuse = self.draft_layer.module.layer_ids, self.draft_layer.module.fuse
-        elif self.exit_head is not None:
-            layer_ids, fuse = (self.exit_head.num_layers,), nn.Identity()
-        else:
+        if self.draft_layer is None:
             return dense_logits(self._module, ids), None
-        with watched_layers(self._module, layer_ids) as taps:
+        head = self.draft_layer.module
+        with watched_layers(self._module, head.layer_ids) as taps:
             logits = dense_logits(self._module, ids)
             read = torch.cat([tap.rows_read() for tap in taps], -1)
         with torch.inference_mode():
-            return logits, fuse(read)
+            return logits, head.fuse(read)
 
     def _fused(self, info: ModelInfo) -> FusedDecoder | None:
         """The model on fused kernels, in spans with bit-equal rows if possible; None if it does not
@@ -250,12 +238,10 @@ class PagedEngine(PagedSequences):
             self._use_pages(num_pages)
             self._check_trial(*expected)
 
-    def _check_trial(self, logits: Tensor, drafted_from: Tensor | None) -> None:
+    def _check_trial(self, logits: Tensor, features: Tensor | None) -> None:
         check_answers(self, logits)
-        if self.exit_head is not None and drafted_from is not None:
-            check_first_layers(self, drafted_from)
-        if self.draft_layer is not None and drafted_from is not None:
-            check_features(self, drafted_from)
+        if features is not None:
+            check_features(self, features)
 
     def _passes(self, trial: Callable[[], None]) -> bool:
         """Whether a trial of accelerated steps succeeds on this rank."""
@@ -270,38 +256,28 @@ class PagedEngine(PagedSequences):
         """Starts over with this many empty pages."""
         shapes = [layer.shape for layer in self._layers]
         cache = KVCache(shapes, num_pages, self._decoder is not None, self._draft_shapes)
-        self._caches = cache.layers
         if self.draft_layer is not None:
             self._draft = DraftLayer(self.draft_layer.module, cache.plain_layers)
         self._use_pool(BlockPool(num_pages, PAGE_SIZE), cache, self._max_num_seqs)
-        self._steps = self._new_steps(len(self._layers), self._call)
-        self._shallow_steps: Steps | None = None
-        if self.exit_head is not None:
-            num_layers = self.exit_head.num_layers
-            call = partial(self._call_shallow, first_layers(self._module, num_layers))
-            self._shallow_steps = self._new_steps(num_layers, call)
+        self._steps = self._new_steps(cache.layers)
 
-    def _new_steps(self, num_layers: int, call: Forward) -> Steps:
-        """Steps of the first `num_layers`, which `call` runs, on the pages of the pool."""
-        layers, caches = self._layers[:num_layers], self._caches[:num_layers]
+    def _new_steps(self, caches: Sequence[Any]) -> Steps:
+        """Steps on the pages of the pool, whose keys and values are in `caches`."""
         if self._decoder is not None:
-            is_whole = num_layers == len(self._layers)
-            return FusedSteps(
-                self._decoder, caches, self._span_tokens, is_whole, taps=[*self._taps]
-            )
+            return FusedSteps(self._decoder, caches, self._span_tokens, taps=[*self._taps])
         pages = {
             layer.block: LayerPages(cache, layer.window, layer.scaling, layer.softcap)
-            for layer, cache in zip(layers, caches, strict=True)
+            for layer, cache in zip(self._layers, caches, strict=True)
         }
         if self._backend is None:
             return GatheredSteps(
-                call, pages, self._device, self._dtype, fixed_shapes=self._deterministic
+                self._call, pages, self._device, self._dtype, fixed_shapes=self._deterministic
             )
         heads = max(
-            ((layer.query_heads, layer.shape.num_heads) for layer in layers),
+            ((layer.query_heads, layer.shape.num_heads) for layer in self._layers),
             key=lambda numbers: numbers[0] / numbers[1],
         )
-        return TableSteps(self._backend, call, pages, heads, self._device)
+        return TableSteps(self._backend, self._call, pages, heads, self._device)
 
     @property
     def kernels_name(self) -> str:
@@ -317,13 +293,6 @@ class PagedEngine(PagedSequences):
             self._features = torch.split(self._read_by_head[: sum(sizes)], sizes)
         # Copied outside of inference mode, so that callers may change it in place.
         return list(torch.split(rows.to(self._logits_dtype, copy=True), sizes))
-
-    def forward_shallow(self, steps: Sequence[SequenceStep]) -> list[Tensor]:
-        """See `ShallowEngine.forward_shallow`; for an engine with an exit head."""
-        if self._shallow_steps is None:
-            raise InvariantError("an engine without an exit head runs no shallow steps")
-        check(not any(step.parents for step in steps), "shallow steps have no trees")
-        return self._run_part(self._shallow_steps.run, steps)
 
     def held_features(self, ranges: Sequence[tuple[str, int, int]]) -> Tensor:
         """For an engine whose draft layer drafts apart."""
@@ -371,18 +340,6 @@ class PagedEngine(PagedSequences):
             self._read_by_head = self._head.rows_read()[wanted]
         logits: Tensor = output.logits[0][wanted]
         return logits
-
-    def _call_shallow(
-        self,
-        shallow: Any,
-        token_ids: Tensor,
-        position_ids: Tensor,
-        wanted_rows: Tensor,
-    ) -> Tensor:
-        """`Forward` of the first layers: their output, [L, D]."""
-        output = shallow(input_ids=token_ids, position_ids=position_ids, use_cache=False)
-        hidden: Tensor = output.last_hidden_state[0]
-        return hidden.index_select(0, wanted_rows)
 
 
 def watch_head(module: Any) -> Watched:

@@ -106,18 +106,12 @@ class PagedSequences:
             except Exception as error:
                 raise StepUndone(f"a draft step failed: {error}") from error
 
-        return self._run_part(run, steps)
+        return list(torch.split(*self._run(run, steps, whole=False))) if steps else []
 
     def take_slots(self, steps: Sequence[SequenceStep]) -> None:
         """On a rank without a draft layer: takes the slots that the leader's draft layer takes, and
         computes nothing."""
         self._run(lambda _: torch.empty(0), steps, whole=False)
-
-    def _run_part(
-        self, run: Callable[[HeldStep], Tensor], steps: Sequence[SequenceStep]
-    ) -> list[Tensor]:
-        """The rows of each step of a pass through less than the whole model."""
-        return list(torch.split(*self._run(run, steps, whole=False))) if steps else []
 
     def fork(self, sequence_id: str, branch_id: str) -> None:
         """See `Engine.fork`."""

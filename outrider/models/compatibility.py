@@ -19,7 +19,6 @@ from outrider.engine.interface import (
     FeatureEngine,
     ModelInfo,
     SequenceStep,
-    ShallowEngine,
 )
 from outrider.errors import ConfigError
 
@@ -112,17 +111,6 @@ def check_answers(engine: Engine, expected: Tensor) -> None:
             answer, expected,
             "with paged attention its logits differ from its own by {} of their norm",
         )  # fmt: skip
-
-
-def check_first_layers(engine: ShallowEngine, expected: Tensor) -> None:
-    """After the trial, runs the end of one of its sequences again through the first layers. Raises
-    `ConfigError` unless their output is `expected` [T, D]."""
-    ids = trial_tokens(engine.info)
-    chunk = min(_TRIAL_CHUNK, len(ids) - 1)
-    engine.keep("whole", chunk)
-    [found] = engine.forward_shallow([SequenceStep("whole", ids[chunk:], len(ids) - chunk)])
-    what = "run alone, the output of its first layers differs by {} of its norm"
-    _check_close(found, expected[chunk:], what)
 
 
 def check_features(engine: FeatureEngine, expected: Tensor) -> None:

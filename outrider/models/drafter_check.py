@@ -26,7 +26,7 @@ from outrider.engine.tensor_parallel.sharding import Ranks, of_leader
 from outrider.errors import BadRequest
 from outrider.models.compatibility import trial_tokens
 from outrider.models.draft_head import LoadedDraftHead
-from outrider.models.early_exit import layers_of, watched_layers
+from outrider.models.target_layers import layers_of, watched_layers
 from outrider.tokenizer import TokenizerText
 
 TOKENS_WRITTEN = 64

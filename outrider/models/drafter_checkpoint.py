@@ -30,7 +30,6 @@ DESCRIPTION_FILE = "drafter.json"
 WEIGHTS_FILE = "model.safetensors"
 FORMAT: Final = 3
 TOKEN_IDS = "draft_token_ids"  # noqa: S105 (a tensor's name)
-_NUM_LAYERS = "num_layers"
 _DOWN = "down.weight"
 """Suffix of the weights [D, M] that map from a head's inner width back to D."""
 _SCALE = ".scale"
@@ -46,8 +45,6 @@ class TrainedKind(StrEnum):
     """A small model of the target's architecture (`student.py`)."""
     MEDUSA = "medusa"
     """Heads on the target (`medusa.py`)."""
-    EARLY_EXIT = "early-exit"
-    """A head after the target's first layers (`early_exit.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,15 +129,11 @@ def save_head(
     module: nn.Module,
     token_ids: Tensor,
     description: TrainedDescription,
-    num_layers: int = 0,
     shared: Collection[str] = _OF_TARGET,
 ) -> None:
-    """Writes the description and the weights of a drafter that may propose `token_ids` [N]; of an
-    exit head also the `num_layers` of the target before it. Leaves out the `shared` weights, which
-    are the target's."""
+    """Writes the description and the weights of a drafter that may propose `token_ids` [N].
+    Leaves out the `shared` weights, which are the target's."""
     tensors = {TOKEN_IDS: token_ids.to(torch.int32)}
-    if num_layers:
-        tensors[_NUM_LAYERS] = torch.tensor([num_layers], dtype=torch.int32)
     for name, weight in module.named_parameters():
         if name not in shared:
             tensors |= stored(name, weight.detach().cpu())
@@ -170,13 +163,11 @@ Head = TypeVar("Head", bound=TargetHead)
 
 @dataclass(frozen=True)
 class LoadedHead(Generic[Head]):
-    """A head, or Medusa heads, for one target."""
+    """Medusa heads for one target."""
 
     module: Head
     token_ids: tuple[int, ...]
     """[N], ascending: the tokens of its logits."""
-    num_layers: int = 0
-    """Layers of the target before an exit head."""
 
 
 def load_head(
@@ -199,16 +190,11 @@ def load_head(
             )
         tensors = read_weights(directory)
         token_ids = checked_token_ids(tensors, description)
-        num_layers = tensors.get(_NUM_LAYERS, torch.zeros(1, dtype=torch.int32))
-        if num_layers.numel() != 1 or num_layers.dtype != torch.int32:
-            raise ConfigError(f"drafter {name}: {_NUM_LAYERS} is no whole number")
         downs = [values for key, values in tensors.items() if key.endswith(_DOWN)]
         module = make(head_of(rows, token_ids), downs[0].shape[-1] if downs else 1, len(downs))
         own = [key for key, _ in module.named_parameters() if key not in _OF_TARGET]
         put_weights(module, own, tensors, rows.device, name)
-    return LoadedHead(
-        module.requires_grad_(False).eval(), tuple(token_ids.tolist()), int(num_layers)
-    )
+    return LoadedHead(module.requires_grad_(False).eval(), tuple(token_ids.tolist()))
 
 
 def head_of(rows: Tensor, token_ids: Tensor) -> nn.Parameter:

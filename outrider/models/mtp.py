@@ -39,9 +39,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, LoadStateDictCo
 
 from outrider.errors import ConfigError
 from outrider.models.draft_head import OUTPUT, Attend, DraftHead, LoadedDraftHead
-from outrider.models.early_exit import last_norm
 from outrider.models.loading import DTYPES, open_weights, refusing
 from outrider.models.published_drafters import read_config
+from outrider.models.target_layers import last_norm
 
 _PREFIXES = {
     "deepseek_v3": "model.layers.{num_hidden_layers}.",

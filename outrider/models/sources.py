@@ -44,7 +44,7 @@ def resolve_model(
     name: str, *, trust_remote_code: bool = False, heads: bool = False, drafts: bool = False
 ) -> Path:
     """The local directory of the model `name` (see the table above). With `heads`, `name` is that
-    of Medusa heads or an exit head; with `drafts` it may be that of a published head. May take
+    of Medusa heads; with `drafts` it may be that of a published head. May take
     minutes the first time. Raises `ConfigError` if there is no such model, or its weights are not
     safetensors."""
     check_name(name, heads=heads, drafts=drafts)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from outrider.config import AUTO_ENGINE, VLLM, DraftConfig, ReplicaConfig, TargetConfig
-from outrider.drafters.names import EAGLE3, EARLY_EXIT, MTP, NOT_ON_VLLM, LookupKind
+from outrider.drafters.names import EAGLE3, MTP, LookupKind
 from outrider.errors import ConfigError, SettingError
 from outrider.limits import SUFFIX_TENANTS
 from outrider.settings import blaming, by_its_keys
@@ -332,8 +332,7 @@ def _lacking_on_vllm(config: ReplicaConfig) -> tuple[str, str] | None:
                 "engine",
                 f"{config.heads} drafts on another replica, but vllm sends no hidden states",
             )
-        lacking = NOT_ON_VLLM.get(config.heads_kind)
-        return ("engine", f"{config.heads} {lacking}") if lacking else None
+        return None
     if config.target_directory or _bits(config) is not None:
         return _engine_field(config), f"vllm does not run drafters such as {config.model}"
     return None
@@ -394,13 +393,10 @@ def _loading(config: ReplicaConfig, num_threads: int | None = None) -> dict[str,
 def _own_drafter(
     config: ReplicaConfig, module: torch.nn.Module, info: ModelInfo, ranks: Ranks | None
 ) -> dict[str, Any]:
-    """Draft heads, exit head or draft layer of a target, as options of `PagedEngine`. Call it
-    before the library's weights and attention are replaced. Of several ranks only the leader gets a
-    layer."""
+    """Draft heads or draft layer of a target, as options of `PagedEngine`. Call it before the
+    library's weights and attention are replaced. Of several ranks only the leader gets a layer."""
     if not isinstance(config, TargetConfig) or not config.heads_kind:
         return {}
-    from outrider.models.early_exit import load_exit
-
     if config.heads_kind in (EAGLE3, MTP):
         from outrider.models.drafter_check import library_reader
         from outrider.models.eagle3 import Eagle3Head
@@ -414,11 +410,7 @@ def _own_drafter(
         if config.shows_features and isinstance(layer.module, Eagle3Head):
             layer.module.drop_pairs()
         return {"draft_layer": layer}
-    if config.heads_kind != EARLY_EXIT:
-        return {"draft_heads": _medusa_heads(config, module)}
-    with blaming("draft_model"):
-        loaded = load_exit(Path(config.heads_directory), module, **_whose(config))
-        return {"exit_head": loaded}
+    return {"draft_heads": _medusa_heads(config, module)}
 
 
 def _whose(config: TargetConfig) -> Whose:
@@ -566,7 +558,7 @@ def try_device_kernels(engine: Engine) -> None:
         [logits] = engine.forward([SequenceStep("trial", (0, 0), 2)])
         engine.release("trial")
         try_kernels(logits, engine.info.logit_token_ids)
-        for name in ("draft_heads", "exit_head", "draft_layer"):
+        for name in ("draft_heads", "draft_layer"):
             if (own := getattr(engine, name, None)) is not None:
                 try_drafting_kernels(own)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import byte_level_tokenizer, save_tiny_exit, save_tiny_model
+from models import byte_level_tokenizer, save_tiny_eagle3, save_tiny_model
 
 from deploy.fleet.launcher import Deployment
 from deploy.fleet.replica_set import Overview
@@ -76,13 +76,13 @@ async def done(deployment: Deployment) -> Overview:
 
 async def test_drafters_are_replaced_under_load(tmp_path: Path) -> None:
     """No request fails, and texts stay. A random model gives way to a copy of the target after a
-    trial, and this to an exit head on the target at once."""
+    trial, and this to an EAGLE-3 head on the target at once."""
     tokenizer = byte_level_tokenizer(VOCAB_SIZE)
     for seed, name in enumerate(("target", "random")):
         save_tiny_model(tmp_path / name, seed=seed, vocab_size=VOCAB_SIZE, tokenizer=tokenizer)
     copy = tmp_path / "copy"
     shutil.copytree(tmp_path / "target", copy)
-    head = save_tiny_exit(tmp_path / "exit", copy, range(VOCAB_SIZE))
+    head = save_tiny_eagle3(tmp_path / "head", copy, range(VOCAB_SIZE))
     settings: dict[str, Any] = {
         "model": str(tmp_path / "target"), "draft_model": str(tmp_path / "random"),
         "device": "cpu", "dtype": "float32", "grpc_port": 0, "http": False,
@@ -99,6 +99,6 @@ async def test_drafters_are_replaced_under_load(tmp_path: Path) -> None:
             [second] = (one for one in found.of("draft") if not (one.leaves or one.on_trial))
             assert second.name != first.name
             assert (await call("spec")).config.draft.directory == str(copy)
-            await call("change", {"draft_model": f"early-exit:{head}"}, timeout_s=END_S)
+            await call("change", {"draft_model": f"eagle3:{head}"}, timeout_s=END_S)
             assert not (await done(deployment)).of("draft")
             assert (await call("spec")).config.target.heads_directory == str(head)

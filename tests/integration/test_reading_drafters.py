@@ -12,7 +12,6 @@ import torch
 from models import (
     byte_level_tokenizer,
     save_tiny_eagle3,
-    save_tiny_exit,
     save_tiny_heads,
     save_tiny_model,
     save_tiny_raw_eagle3,
@@ -66,7 +65,6 @@ async def actors_here(directory: Path, **settings: Any) -> AsyncIterator[dict[Ro
     ("kind", "save", "has_draft"),
     [
         ("medusa", save_tiny_heads, False),
-        ("early-exit", save_tiny_exit, False),
         ("eagle3", save_tiny_eagle3, True),
         ("eagle3", save_tiny_eagle3, False),
         ("", save_tiny_raw_eagle3, False),

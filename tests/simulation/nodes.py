@@ -30,10 +30,10 @@ from tests.simulation.processes import Process
 from tests.simulation.shown import (
     CheckedHead,
     KeepingEngine,
-    ShallowEngine,
+    PairEngine,
     ShownDrafter,
     ShownEngine,
-    exit_drafter,
+    pair_drafter,
 )
 from tests.simulation.toy import SPEC, QuickEngine, UnevenEngine
 
@@ -223,7 +223,7 @@ KINDS: tuple[Builders, ...] = (
     {"target": target_service, "draft": draft_service},
     {"target": target_service, "draft": draft_service},
     {"target": partial(target_service, ShownEngine, ShownDrafter), "draft": draft_service},
-    {"target": partial(target_service, ShallowEngine, exit_drafter), "draft": draft_service},
+    {"target": partial(target_service, PairEngine, pair_drafter), "draft": draft_service},
     {"target": partial(target_service, KeepingEngine), "draft": head_service},
 )
 """Drafts beside a target that drafts for itself are not used."""

@@ -1,5 +1,5 @@
-"""Emulated targets that expose the contexts of their logits or first layers, or keep features, and
-drafters that use these: on the target, as heads or an early exit, or a head on a draft."""
+"""Emulated targets that expose the contexts of their logits, or keep features, and drafters
+that use these: heads or a draft layer on the target, or a head on a draft."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,11 +16,11 @@ from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.engine.interface import SequenceStep, check_steps
 from outrider.errors import check
 from outrider.limits import PAGE_SIZE
+from outrider.models.draft_head import LoadedDraftHead
 from outrider.models.eagle3 import Eagle3Config, Eagle3Head, LoadedEagle3
-from outrider.models.early_exit import LoadedExit
 from outrider.speculation.draft_sampling import draw_from_logits
 from outrider.speculation.proposal import Proposal
-from target_service.self_drafting import ExitDrafter
+from target_service.self_drafting import PairDrafter
 from tests.simulation.toy import QuickEngine
 
 
@@ -70,30 +70,38 @@ class ShownDrafter:
         return Proposal(tuple(token_ids), tuple(q) if wanted.rule.needs_q else ())
 
 
-class ShallowEngine(QuickEngine):
-    """Its first layers return, for each row, the tokens that it follows from."""
+class PairEngine(ShownEngine):
+    """Its draft layer returns the two tokens that a drafted token follows from: the newest one of
+    the features, and the pair's token."""
 
-    def forward_shallow(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
+    def forward_draft(
+        self, steps: Sequence[SequenceStep], features: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
         check_steps(steps, self.info, self._max_num_seqs, self.length)
         self._pool.append(steps, whole=False)
-        return [torch.tensor(self._contexts(step)) for step in steps]
+        return [
+            torch.tensor([[*given.tolist()[1:], step.token_ids[0]]])
+            for step, given in zip(steps, features, strict=True)
+        ]
 
 
-class EmulatedExit(torch.nn.Module):
+class EmulatedLayer(torch.nn.Module):
     """Returns the logits of an emulated draft for such tokens."""
 
     def __init__(self, spec: EmulatedSpec) -> None:
         super().__init__()
         self._draft = QuickEngine(spec, "draft")
 
+    def carry(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._draft._logits(hidden.numpy().astype(np.uint64))
 
 
-def exit_drafter(spec: EmulatedSpec, engine: ShallowEngine) -> ExitDrafter:
-    module: Any = EmulatedExit(spec)
-    exit_head = LoadedExit(module, tuple(range(spec.vocab_size)), 1)
-    return ExitDrafter(exit_head, engine)
+def pair_drafter(spec: EmulatedSpec, engine: PairEngine) -> PairDrafter:
+    layer: Any = EmulatedLayer(spec)
+    return PairDrafter(LoadedDraftHead(layer, tuple(range(spec.vocab_size))), engine)
 
 
 class KeepingEngine(QuickEngine):

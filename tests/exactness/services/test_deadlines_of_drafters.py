@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import tiny_config, tiny_eagle3, tiny_exit, tiny_heads, tiny_module, twin
+from models import tiny_config, tiny_eagle3, tiny_heads, tiny_module, twin
 from rounds import make_head
 from toy_engine import ToyEngine
 
@@ -111,10 +111,8 @@ def flat_head(module: Any) -> LoadedEagle3:
 def by_target(kind: str) -> Propose:
     module = twin(tiny_target())
     width = module.config.hidden_size
-    options: dict[str, Any] = {"exit_head": tiny_exit(module, HEAD_IDS, seed=3)}
-    if kind == "medusa":
-        options = {"draft_heads": tiny_heads(module, HEAD_IDS, K)}
-    elif kind == "eagle3":
+    options: dict[str, Any] = {"draft_heads": tiny_heads(module, HEAD_IDS, K)}
+    if kind == "eagle3":
         layer = flat_head(module)
         options, width = {"draft_layer": layer}, layer.module.width
     engine = PagedEngine(module, INFO, **options)
@@ -169,7 +167,7 @@ def by_draft(proposer: Proposer, look_ahead: int = 0, features: Features | None 
 
 
 def drafting(kind: str) -> Propose:
-    if kind in ("medusa", "early-exit", "eagle3"):
+    if kind in ("medusa", "eagle3"):
         return by_target(kind)
     if kind == "apart":
         layer = flat_head(twin(tiny_target()))
@@ -195,7 +193,7 @@ def proposed(
     return found
 
 
-KINDS = ("medusa", "early-exit", "eagle3", "apart", "model", "look-ahead")
+KINDS = ("medusa", "eagle3", "apart", "model", "look-ahead")
 SIBLINGS = (2, 1, 1)
 CELLS = [(kind, ()) for kind in KINDS] + [(kind, SIBLINGS) for kind in (*KINDS[:-1], "parallel")]
 """Parallel drafters draw chains together: `test_parallel_drafts.py`."""

@@ -23,7 +23,6 @@ from models import (
     tiny_config,
     tiny_drafter,
     tiny_eagle3,
-    tiny_exit,
     tiny_heads,
     tiny_module,
     twin,
@@ -132,7 +131,7 @@ class Cell:
     params: str = "plain"
     drafter: str = "model"
     """`parallel`: a model that drafts in one pass, with its last token as parallel token; `heads`,
-    `exit`, `eagle3` or `mtp`: the target itself; `apart`: an EAGLE-3 head that the target sends
+    `eagle3` or `mtp`: the target itself; `apart`: an EAGLE-3 head that the target sends
     features; `none`."""
     token_ids: tuple[int, ...] = ()
     """The target's tokens that are drafted; empty = `draft_vocab_size` tokens."""
@@ -209,12 +208,8 @@ CELLS = [
 ]  # fmt: skip
 OTHER_CELLS = [
     # Suffix decoding over all that was written before, and a model where that is not confident; in
-    # fewer samples among the adaptive cells, as the next one.
+    # fewer samples among the adaptive cells.
     Cell(Rule.TOKEN, 2, "top-p", lookup=LookupKind.SUFFIX, num_samples=1_750, detects=SOON),
-    # A target whose first layer drafts all tokens but one, in trees.
-    Cell(
-        Rule.TOKEN, 3, "top-p", "exit", (0, 2), siblings=1, num_samples=1_750, detects=SOON
-    ),
 ]  # fmt: skip
 FEW: dict[str, Any] = {"num_samples": 440, "detects": 0.23, "max_tokens": 5, "length_control": True}
 ADAPTIVE_CELLS = [
@@ -231,7 +226,7 @@ ADAPTIVE_CELLS = [
             Rule.TOKEN, 3, "plain", drafter, (0, 2, 3), vocab_size=4, grammar=True,
             siblings=int(drafter == "heads"), **FEW,
         )
-        for drafter in ("heads", "exit", "apart", "eagle3")
+        for drafter in ("heads", "apart", "eagle3")
     ),
 ]  # fmt: skip
 """Faults where more than the target's answers decides what is drafted, in few samples, because
@@ -266,7 +261,7 @@ GRID = [
     *(Cell(rule, 4, draft_seed=3, draft_bits=8, num_tokens=4, **WIDE) for rule in RULES),
     *(
         Cell(rule, 4, params, drafter, (0, 1, 3), vocab_size=4, **WIDE)
-        for drafter in ("heads", "exit", "apart", "eagle3")
+        for drafter in ("heads", "apart", "eagle3")
         for rule, params in product(RULES, ("plain", "penalised", "biased"))
     ),
     *(
@@ -277,7 +272,7 @@ GRID = [
     *(
         Cell(rule, 4, "late", drafter, (0, 1, 3) if drafter != "model" else (), vocab_size=4,
              draft_vocab_size=4, siblings=int(drafter == "heads"), **WIDE)
-        for rule, drafter in product(RULES, ("model", "heads", "exit", "apart"))
+        for rule, drafter in product(RULES, ("model", "heads", "apart"))
         if not (drafter == "heads" and rule is Rule.BLOCK)
     ),
     # Heads draft trees of fewer places than are asked for.
@@ -313,8 +308,6 @@ def engines_of(cell: Cell, module: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"draft_engine": None}
     if cell.drafter == "heads":
         options["draft_heads"] = tiny_heads(module, ids, cell.num_heads)
-    elif cell.drafter == "exit":
-        options["exit_head"] = tiny_exit(module, ids)
     elif cell.drafter == "eagle3":
         options["draft_layer"] = tiny_eagle3(module, ids)
     elif cell.drafter == "mtp":
@@ -403,7 +396,7 @@ async def measure(cell: Cell, directory: Path) -> tuple[Fit, int]:
     if cell.drafter == "mtp":
         module = flatter(mtp_target("deepseek_v3", cell.vocab_size))
     else:
-        num_layers = 2 if cell.drafter in ("exit", "eagle3", "apart") else 1
+        num_layers = 2 if cell.drafter in ("eagle3", "apart") else 1
         module = tiny(cell.vocab_size, 3, num_layers)
     options: dict[str, Any] = {}
     if cell.grammar:

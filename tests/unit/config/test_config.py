@@ -99,8 +99,6 @@ def test_only_loopback_without_insecure(kind: type[TargetConfig]) -> None:
         ({"device": "cuda:x"}, "device"),
         ({"engine": "vlm"}, "engine"),
         ({"engine": "vllm", "draft_siblings": 1}, "draft_siblings"),
-        ({"engine": "vllm", "draft_model": "early-exit:head"}, "draft_model"),
-        ({"engine": "vllm", "draft_model": "hybrid:suffix,early-exit:head"}, "draft_model"),
         ({"redis_key_prefix": "a{b"}, "redis_key_prefix"),
         ({"deterministic": True, "draft_siblings": 1}, "draft_siblings"),
     ],

@@ -26,7 +26,6 @@ from outrider.errors import SettingError
         ("quantized:8", DrafterChoice(None, DraftModel(None, 8))),
         ("hybrid:ngram,quantized:4", DrafterChoice(LookupKind.NGRAM, DraftModel(None, 4))),
         ("hybrid:suffix,medusa:/a,b", DrafterChoice(LookupKind.SUFFIX, None, "/a,b", "medusa")),
-        ("early-exit:/a,b", DrafterChoice(None, None, "/a,b", "early-exit")),
         ("hybrid:suffix,eagle3:a/b", DrafterChoice(LookupKind.SUFFIX, None, "a/b", "eagle3")),
         ("hybrid:suffix,mtp", DrafterChoice(LookupKind.SUFFIX, None, "mtp", "mtp")),
     ],
@@ -53,6 +52,13 @@ def test_a_name_that_is_none_is_refused_with_those_that_are(name: str, says: str
         DraftConfig(model=name)
     assert caught.value.key == "draft_model"
     assert says in caught.value.reason
+
+
+@pytest.mark.parametrize("name", ["early-exit:DIR", "hybrid:suffix,early-exit:DIR"])
+def test_a_removed_kind_is_refused_with_its_successor(name: str) -> None:
+    with pytest.raises(SettingError, match=r"is no longer supported, as .*; use eagle3:") as caught:
+        DraftConfig(model=name)
+    assert caught.value.key == "draft_model"
 
 
 def test_the_target_as_its_own_draft_needs_one_rank_and_a_real_model() -> None:

@@ -184,9 +184,29 @@ def test_a_draft_step_leaves_nothing_behind() -> None:
     pair.engine.forward_draft([SequenceStep("a", (8,), 1)], [pair.features(ids(9))[-1]])
     with pytest.raises(InvariantError, match="its last slots are shallow"):
         pair.engine.forward([SequenceStep("a", (3,), 1)])
+    with pytest.raises(InvariantError, match="cannot be forked"):
+        pair.engine.fork("a", "branch")
     pair.engine.keep("a", 9)
     assert pair.engine.page_counts() == before
     pair.forward([SequenceStep("a", ids(4, 2), 4)])
+
+
+@pytest.mark.parametrize("kept", [-2, 0, 3, None])
+def test_pages_of_draft_steps_are_never_shared(kept: int | None) -> None:
+    """Whether the sequence keeps some of their slots or is released, no longer prefix is found than
+    the whole pages that the model ran."""
+    pair, text, drafted = Pair("gathered"), ids(2 * PAGE_SIZE - 2), ids(PAGE_SIZE + 4, 3)
+    engine = pair.engine
+    engine.forward([SequenceStep("a", text, 1)])
+    feature = pair.features(text)[-1]
+    for token in drafted:
+        engine.forward_draft([SequenceStep("a", (token,), 1)], [feature])
+    check_pages(engine)
+    if kept is not None:
+        engine.keep("a", len(text) + kept)
+    engine.release("a")
+    assert engine.find((*text, *drafted, 1)).length <= PAGE_SIZE
+    check_pages(engine)
 
 
 def refused(pair: Pair, step: SequenceStep, count: int, reason: str) -> None:

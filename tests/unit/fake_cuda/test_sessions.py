@@ -13,7 +13,7 @@ import pytest
 import torch
 from constrained import CONSTRAINTS, grammar, grammars, hf_tokenizer
 from fake_cuda import BACKEND, CUDA, VOCAB, DeviceWatch, fake_engine, to_device
-from models import tiny_config, tiny_eagle3, tiny_exit, tiny_heads, tiny_module
+from models import tiny_config, tiny_eagle3, tiny_heads, tiny_module
 from rounds import GREEDY, PENALISED, make_head
 
 from draft_service.feature_drafter import FeatureDrafter, HeadEngine
@@ -37,7 +37,7 @@ from outrider.speculation.proposal import (
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.verification import Question, verdicts_from_logits
-from target_service.self_drafting import ExitDrafter, HeadDrafter
+from target_service.actor import self_drafter_of
 from target_service.verifier import Verifier
 
 WARM = SamplingParams(temperature=0.8)
@@ -52,21 +52,17 @@ _sessions = count(1)
 @cache
 def verifier(kind: str = "") -> Verifier:
     module = tiny_module(tiny_config("llama", VOCAB))
-    make: Any = {"heads": tiny_heads, "exit": tiny_exit, "apart": tiny_eagle3}.get(kind)
+    make: Any = {"heads": tiny_heads, "layer": tiny_eagle3, "apart": tiny_eagle3}.get(kind)
     head = None if make is None else make(module, range(0, VOCAB, 2))
     if head is not None:
         to_device(head.module)
     options: Any = {
         "heads": {"draft_heads": head},
-        "exit": {"exit_head": head},
+        "layer": {"draft_layer": head},
         "apart": {"draft_layer": head, "drafts_apart": True},
     }.get(kind, {})
     engine = fake_engine(to_device(module), BACKEND, **options)
-    drafters: Any = {
-        "heads": lambda: HeadDrafter(head),
-        "exit": lambda: ExitDrafter(head, engine),
-    }
-    drafter = drafters[kind]() if kind in drafters else None
+    drafter = self_drafter_of(engine)
     return Verifier(engine, TokenBudget(2**20, 1024), drafter, perf_counter, grammars())
 
 
@@ -220,7 +216,7 @@ CASES: dict[str, tuple[Case, tuple[int, int, int]]] = {
     "tree of q": (verdicts(Rule.TOKEN, FILTERED, TREE, drafted=(97, 98, 105)), (1, 2, 10)),
     "features": (verdicts(Rule.TOKEN, FILTERED, kind="apart", features_from=0), (2, 5, 20)),
     "heads": (verdicts(Rule.TOKEN, WARM, kind="heads", num_next_draft_tokens=2), (3, 7, 92)),
-    "early exit": (verdicts(Rule.TOKEN, WARM, kind="exit", num_next_draft_tokens=2), (3, 7, 91)),
+    "layer": (verdicts(Rule.TOKEN, WARM, kind="layer", num_next_draft_tokens=2), (3, 12, 131)),
     "drafts by token": (drafts(Rule.TOKEN, WARM), (2, 4, 50)),
     "drafts coupled": (drafts(Rule.COUPLED, FILTERED), (2, 4, 60)),
     "drafts greedy": (drafts(Rule.GREEDY, GREEDY), (2, 2, 24)),

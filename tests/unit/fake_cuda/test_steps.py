@@ -11,7 +11,7 @@ from itertools import count
 
 import pytest
 from fake_cuda import BACKEND, VOCAB, DeviceWatch, fake_engine, to_device
-from models import tiny_config, tiny_eagle3, tiny_exit, tiny_heads, tiny_module
+from models import tiny_config, tiny_eagle3, tiny_heads, tiny_module
 
 from outrider.engine.interface import SequenceStep
 from outrider.engine.paged_engine import PagedEngine
@@ -22,17 +22,16 @@ _names = map(str, count())
 
 @cache
 def engine(kind: str) -> PagedEngine:
-    """Of two layers, with an exit head behind the first or features, or with a draft layer."""
+    """Of two layers, with features or a draft layer."""
     module = tiny_module(tiny_config("gemma2" if kind == "windows" else "llama", VOCAB))
     if kind == "eagle3":
         layer = tiny_eagle3(module, range(VOCAB))
         to_device(layer.module)
         return fake_engine(to_device(module), BACKEND, draft_layer=layer)
-    exit_head, heads = tiny_exit(module, range(VOCAB)), tiny_heads(module, range(VOCAB))
-    for own in (exit_head, heads):
-        to_device(own.module)
+    heads = tiny_heads(module, range(VOCAB))
+    to_device(heads.module)
     backend = None if kind == "gathered" else BACKEND
-    return fake_engine(to_device(module), backend, exit_head=exit_head, draft_heads=heads)
+    return fake_engine(to_device(module), backend, draft_heads=heads)
 
 
 def grown(engine: PagedEngine, num: int, length: int = 5) -> list[str]:
@@ -55,10 +54,6 @@ def steps(num_tokens: int, num_logits: int = 1, parents: tuple[int, ...] = ()) -
 def ragged(engine: PagedEngine, names: list[str]) -> None:
     """Chains of all lengths, as of sessions with their own K."""
     engine.forward([SequenceStep(each, (1,) * (1 + i % 4), 1) for i, each in enumerate(names)])
-
-
-def shallow(engine: PagedEngine, names: list[str]) -> None:
-    engine.forward_shallow([SequenceStep(name, (1,), 1) for name in names])
 
 
 def draft(engine: PagedEngine, names: list[str]) -> None:
@@ -98,7 +93,6 @@ CASES: dict[str, tuple[Case, dict[str, tuple[int, int, int]]]] = {
         {"gathered": (0, 3, 27), "tables": (0, 2, 10), "windows": (0, 2, 10), "eagle3": (0, 3, 23)},
     ),
     "draft": (draft, {"eagle3": (0, 3, 31)}),
-    "shallow": (shallow, {"tables": (0, 1, 5)}),
     "features": (features, {"tables": (0, 1, 9)}),
     "forks": (forks, {"tables": (0, 2, 14)}),
     "kept path": (kept_paths, {"tables": (0, 4, 24)}),

@@ -12,7 +12,7 @@ from outrider.engine.interface import ModelInfo
 from outrider.models.compatibility import trial_tokens
 from outrider.models.draft_head import LoadedDraftHead
 from outrider.models.drafter_check import TOKENS_WRITTEN, checked_head, library_reader
-from outrider.models.early_exit import watched_layers
+from outrider.models.target_layers import watched_layers
 
 VOCAB, LENGTH = 32, 128
 LAYER_IDS = (2, 4, 6)

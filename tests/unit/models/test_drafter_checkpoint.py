@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 from models import (
-    save_tiny_exit,
     save_tiny_heads,
     save_tiny_model,
     tiny_config,
-    tiny_exit,
     tiny_heads,
     tiny_module,
     twin,
@@ -24,35 +22,27 @@ from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import ConfigError
 from outrider.models.drafter_checkpoint import DESCRIPTION_FILE, WEIGHTS_FILE
-from outrider.models.early_exit import load_exit
 from outrider.models.loading import load_model
 from outrider.models.medusa import load_heads
 from outrider.models.module_replacement import speed_up
 from outrider.models.student import target_ends
 
 HEAD_IDS = (1, 4, 5, 9, 20)
-SAVE = {"medusa": save_tiny_heads, "early-exit": save_tiny_exit}
-MAKE = {"medusa": tiny_heads, "early-exit": tiny_exit}
 
 
 @dataclass
 class Case:
-    kind: str
     target: Path
     saved: Path
 
     def load(self, target: Path | None = None) -> Any:
         target = target or self.target
         whose: Any = {"name": "head", "target_directory": target, "target_name": "tiny"}
-        if self.kind == "medusa":
-            return load_heads(self.saved, target_ends(target, drafter="head", name="tiny"), **whose)
-        return load_exit(self.saved, load_model(target)[0], **whose)
+        return load_heads(self.saved, target_ends(target, drafter="head", name="tiny"), **whose)
 
     def answers(self, module: Any, rows: torch.Tensor) -> torch.Tensor:
         """Of features [3, D] before tokens."""
         token_ids = torch.tensor([1, 2, 3])
-        if self.kind == "early-exit":
-            return module(rows)  # type: ignore[no-any-return]
         return torch.stack([module.advance(depth, rows, token_ids) for depth in range(2)])
 
 
@@ -62,20 +52,17 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def case(request: pytest.FixtureRequest, target: Path, tmp_path: Path) -> Case:
-    kind = request.param
-    return Case(kind, target, SAVE[kind](tmp_path / "head", target, HEAD_IDS))
+def case(target: Path, tmp_path: Path) -> Case:
+    return Case(target, save_tiny_heads(tmp_path / "head", target, HEAD_IDS))
 
 
-@pytest.mark.parametrize("case", SAVE, indirect=True)
 def test_what_is_saved_is_loaded(case: Case) -> None:
     """Up to the rounding of its weights; the head's rows are the target's own. It may be made
     faster."""
     module: Any
     module, _ = load_model(case.target)
-    made, loaded = MAKE[case.kind](module, HEAD_IDS), case.load()
+    made, loaded = tiny_heads(module, HEAD_IDS), case.load()
     assert loaded.token_ids == HEAD_IDS
-    assert loaded.num_layers == (case.kind == "early-exit")
     assert torch.equal(loaded.module.head.weight, module.lm_head.weight[list(HEAD_IDS)])
     generator = torch.Generator().manual_seed(1)
     rows = 3 * torch.randn(3, module.config.hidden_size, generator=generator)
@@ -98,19 +85,12 @@ def _drop(name: str) -> Callable[[dict[str, torch.Tensor]], Any]:
 
 
 @pytest.mark.parametrize(
-    ("case", "change", "message"),
+    ("change", "message"),
     [
-        ("medusa", _drop("heads.1.gate_up.weight"), "lack the weights heads.1.gate_up.weight"),
-        ("medusa", _put("heads.0.down.weight", 0.0), r"heads.0.gate_up.weight is .*; .* is needed"),
-        ("medusa", _fill("heads.0.down.weight.scale", torch.nan), "down.weight is not finite"),
-        ("early-exit", _put("num_layers", 1.0), "num_layers is no whole number"),
-        (
-            "early-exit",
-            _fill("num_layers", 2),
-            "of the target tiny: it cannot exit after 2 of its 2 layers; 1 to 1 are",
-        ),
+        (_drop("heads.1.gate_up.weight"), "lack the weights heads.1.gate_up.weight"),
+        (_put("heads.0.down.weight", 0.0), r"heads.0.gate_up.weight is .*; .* is needed"),
+        (_fill("heads.0.down.weight.scale", torch.nan), "down.weight is not finite"),
     ],
-    indirect=["case"],
 )
 def test_broken_files_are_refused(
     case: Case, change: Callable[[dict[str, torch.Tensor]], Any], message: str
@@ -122,19 +102,11 @@ def test_broken_files_are_refused(
         case.load()
 
 
-@pytest.mark.parametrize("case", ["medusa"], indirect=True)
 def test_heads_for_another_vocabulary_are_refused(case: Case) -> None:
     path = case.saved / DESCRIPTION_FILE
     path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": 99}))
     with pytest.raises(ConfigError, match="vocab_size 99, its target 32"):
         case.load()
-
-
-def test_an_exit_for_another_architecture_is_refused(tmp_path: Path) -> None:
-    other = save_tiny_model(tmp_path / "gpt2", family="gpt2")
-    saved = save_tiny_exit(tmp_path / "head", other, HEAD_IDS)
-    with pytest.raises(ConfigError, match="head: of the target tiny: a GPT2LMHeadModel has no"):
-        Case("early-exit", other, saved).load()
 
 
 VOCAB = 32
@@ -162,17 +134,3 @@ def test_an_engine_shows_what_its_head_read(family: str, deterministic: bool) ->
     engine.forward([SequenceStep("a", (8, 9, 10), 3, (-1, -1, 1))])
     hidden = original.base_model(torch.tensor([(*text, 9, 10)])).last_hidden_state[0]
     assert (engine.features()[0][1:] - hidden[-2:]).abs().max() < ROUNDING
-
-
-def test_what_it_makes_of_a_row_is_as_it_says() -> None:
-    """The formula of its own page, weight by weight."""
-    module = tiny_module(tiny_config("llama"))
-    made = tiny_exit(module, HEAD_IDS).module
-    made.scale.uniform_(0.5, 2.0)
-    hidden = torch.randn(3, module.config.hidden_size)
-    x = hidden / hidden.pow(2).mean(1, keepdim=True).add(1e-6).sqrt() * made.scale
-    gate, up = made.gate_up.weight.chunk(2)
-    gated = torch.nn.functional.silu(x @ gate.T) * (x @ up.T)
-    f = x + x @ made.mix.weight.T + gated @ made.down.weight.T
-    expected = f @ module.lm_head.weight[list(HEAD_IDS)].T
-    torch.testing.assert_close(made.logits(hidden), expected, rtol=1e-4, atol=1e-4)

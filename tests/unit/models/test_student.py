@@ -88,7 +88,7 @@ def test_ranks_are_refused(target: Path, drafter: Path) -> None:
     ("changes", "message"),
     [
         ({"format": 2}, "format is missing, wrong or not known: Input should be 3"),
-        ({"kind": "oracle"}, "kind is .*'student', 'medusa' or 'early-exit'"),
+        ({"kind": "oracle"}, "kind is .*'student' or 'medusa'"),
         ({"colour": "red"}, "colour is missing, wrong or not known"),
         ({"draft_vocab_size": 6}, r"draft_token_ids are torch.int32 \[7\], not 6"),
         ({"vocab_size": 33}, r"drafter.json has vocab_size 33, config.json 32"),

@@ -234,10 +234,6 @@ def test_a_quantised_checkpoint_that_the_library_loads_is_served(
         (None, TargetConfig(engine="vllm"), r"engine: .*vLLM 0\.32; it is not installed"),
         ("0.33.1", DraftConfig(model="m", own_engine="vllm"), "draft_engine: .*0.33.1 is inst"),
         ("0.32.0", TargetConfig(engine="vllm", dtype="float64"), "dtype: float64"),
-        (
-            "0.32.0", TargetConfig(engine="vllm", heads="early-exit:x", heads_kind="early-exit"),
-            "engine: early-exit:x",
-        ),
         ("0.32.0", DraftConfig(engine="vllm", model="quantized:8"), "engine: .*quantized:8"),
         (
             "0.32.0", DraftConfig(own_engine="vllm", model="student", target_directory="target"),
@@ -267,7 +263,6 @@ def test_what_vllm_cannot_run_is_refused_by_name(
         (False, "0.32.1", True, {"device": "cpu"}),
         (False, "0.32.1", True, {"engine": "transformers"}),
         (False, "0.32.1", True, {"dtype": "float64"}),
-        (False, "0.32.1", True, {"heads": "early-exit:head", "heads_kind": "early-exit"}),
     ],
 )
 def test_vllm_is_chosen_on_cuda_where_it_is_installed(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import flat_module, tiny_eagle3, tiny_exit, tiny_heads, twin
+from models import flat_module, tiny_eagle3, tiny_heads, twin
 from paged_engines import shorten_pages
 from rounds import GREEDY, RULES, Replica, make_head, outcome_of
 
@@ -28,8 +28,8 @@ PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
 HEAD_IDS = tuple(range(0, VOCAB, 2))
 NUM_HEADS = 3
 SEED = 11
-MEDUSA, EARLY_EXIT, EAGLE3 = KINDS = ("medusa", "early-exit", "eagle3")
-ON_PAGES = {EARLY_EXIT: "forward_shallow", EAGLE3: "forward_draft"}
+MEDUSA, EAGLE3 = KINDS = ("medusa", "eagle3")
+ON_PAGES = {EAGLE3: "forward_draft"}
 """Kinds that draft on the target's pages, and the steps that they do it with."""
 
 
@@ -73,11 +73,6 @@ class Target(Replica):
 
     def logits(self, tokens: Sequence[int], drafted: Sequence[int]) -> torch.Tensor:
         """The logits after the newest of `tokens` and the drafted ones, `drafted`."""
-        if self.engine.exit_head is not None:
-            text = torch.tensor([[*tokens[:-1], *drafted]])
-            states = self.module(text, output_hidden_states=True).hidden_states
-            hidden = states[self.engine.exit_head.num_layers][:, -1]
-            return self.engine.exit_head.module.logits(hidden)
         if (layer := self.engine.draft_layer) is not None:
             states = self.module(torch.tensor([tokens[:-1]]), output_hidden_states=True)
             taps = [states.hidden_states[index] for index in layer.module.layer_ids]
@@ -124,8 +119,6 @@ def tiny_engine(kind: str, **options: Any) -> tuple[Any, PagedEngine]:
     info = ModelInfo("tiny", VOCAB, LENGTH, "float64", (), "w", "t")
     if kind == MEDUSA:
         options["draft_heads"] = tiny_heads(module, HEAD_IDS, NUM_HEADS)
-    elif kind == EARLY_EXIT:
-        options["exit_head"] = tiny_exit(module, HEAD_IDS, seed=3)
     else:
         layer = options["draft_layer"] = tiny_eagle3(module, HEAD_IDS)
         layer.module.lm_head.weight.mul_(0.1)
@@ -138,8 +131,8 @@ async def test_what_is_proposed_behind_each_outcome(
     kind: str, rule: Rule, sampling: SamplingParams
 ) -> None:
     """In many rounds, with draft tokens accepted and rejected and the next round's noise: heads
-    draw from the features of the token before the newest one, an exit head from the output of the
-    first layers, an EAGLE-3 head from all pairs of the text."""
+    draw from the features of the token before the newest one, an EAGLE-3 head from all pairs of the
+    text."""
     async with Target(kind=kind) as target:
         tokens, proposal = list(PROMPT), NOTHING_SEALED
         accepted = []

@@ -126,15 +126,15 @@ def test_gpus_are_shared_out(gpus: float, settings: str, target: float, draft: f
 
 def test_coordinators_are_replaced_where_what_drafts_is_of_another_kind() -> None:
     """They learn what replicas can do from the first ones that they find."""
-    kinds = ["a", "b", "medusa:a", "early-exit:a", "eagle3:a", "suffix"]
+    kinds = ["a", "b", "medusa:a", "eagle3:a", "suffix"]
     given: dict[str, Any] = {"engine": "transformers", "model": "m"}
     plans = [spec(**given, draft_model=one).plans for one in kinds]
     apart, apart_b = (
         spec(**given, draft_model=f"eagle3:{one}", eagle3_on="draft").plans["coordinator"]
         for one in "ab"
     )
-    a, b, medusa, early, eagle3, suffix = (one["coordinator"] for one in plans)
-    assert (a, medusa, medusa, apart) == (b, early, eagle3, apart_b)
+    a, b, medusa, eagle3, suffix = (one["coordinator"] for one in plans)
+    assert (a, medusa, apart) == (b, eagle3, apart_b)
     assert len({a, medusa, apart, suffix}) == 4
 
 

@@ -26,8 +26,8 @@ EMULATED = ("--simulate", "--engine", "emulated:acceptance_rates=0.8")
         (("--temperature", "0,3"), "error: --temperature: "),
         (("--prompts", "/nowhere/at.all"), "error: --prompts: "),
         (
-            ("--draft-model", "early-exit:DIR"),
-            "error: --draft-model: early-exit:DIR is wrong; `plan`",
+            ("--draft-model", "eagle3:DIR"),
+            "error: --draft-model: eagle3:DIR is wrong; `plan`",
         ),
         (("--tensor-parallel-size", "2"), "--tensor-parallel-size: 2 is wrong"),
         (("--sessions", "3"), "error: --sessions: is for --simulate"),

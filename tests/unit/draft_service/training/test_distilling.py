@@ -269,8 +269,7 @@ def test_the_command_makes_one_that_serves(
     [
         (["--layers", "9"], "--layers: 9 is more than the target's 2"),
         (["--kind", "medusa", "--layers", "2"], "--layers: a drafter of the kind `medusa` has"),
-        (["--kind", "early-exit", "--layers", "2"], "--layers: it cannot exit after 2 of its"),
-        (["--kind", "eagle"], "early-exit, eagle3; did you mean eagle3?"),
+        (["--kind", "eagle"], "medusa, eagle3; did you mean eagle3?"),
         (["--kind", "eagle3"], "--kind: an EAGLE-3 head reads three layers of its target, which"),
         (["--draft-vocab", "1"], "--draft-vocab: '1' is wrong"),
         (["--start-from", "demo-drafter", "--layers", "2"], "--layers: the drafter that is"),

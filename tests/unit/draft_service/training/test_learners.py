@@ -30,7 +30,6 @@ from draft_service.training.options import DistillOptions
 from draft_service.training.teacher import Batch, Dataset, Target, TeacherCache
 from outrider.models.drafter_checkpoint import WEIGHTS_FILE
 from outrider.models.eagle3 import load_eagle3
-from outrider.models.early_exit import load_exit
 from outrider.models.medusa import load_heads
 from outrider.models.student import load_drafter
 from outrider.speculation.draft_sampling import quantise
@@ -41,10 +40,8 @@ VOCAB: Final = 48
 TOKEN_IDS: Final = np.array([token_id for token_id in range(VOCAB) if token_id % 6])
 NUM_LAYERS: Final = 7
 KINDS: Final = list(LEARNERS)
-WISHES: Final[dict[str, dict[str, Any]]] = {
-    "student": {"layers": 1}, "medusa": {}, "eagle3": {}, "early-exit": {"layers": 1},
-}  # fmt: skip
-LOUD: Final = ("down", "down_proj", "o_proj", "mix")
+WISHES: Final[dict[str, dict[str, Any]]] = {"student": {"layers": 1}, "medusa": {}, "eagle3": {}}
+LOUD: Final = ("down", "down_proj", "o_proj")
 
 
 @pytest.fixture(scope="module")
@@ -100,9 +97,6 @@ def chains(module: Any, learner: Any, document: Document) -> Iterator[list[tuple
         read = module(ids[None], output_hidden_states=True).hidden_states
         if learner.kind == "student":
             hidden = learner.module.base_model(ids[None]).last_hidden_state[0]
-            yield from ([(hidden[at], at)] for at in range(first - 1, length - 1))
-        elif learner.kind == "early-exit":
-            hidden = learner.module(read[learner.num_layers][0])
             yield from ([(hidden[at], at)] for at in range(first - 1, length - 1))
         elif learner.kind == "medusa":
             for newest in range(first, length - 1):
@@ -199,17 +193,16 @@ def test_what_is_measured_is_what_serving_would_find(
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma"])
-def test_a_new_exit_is_the_targets_own_norm_and_head(family: str) -> None:
+def test_a_new_head_begins_with_the_targets_norm(family: str) -> None:
     """However the norm's weight is stored; but less confident."""
-    module = tiny_module(tiny_config(family, VOCAB))
+    config = tiny_config(family, VOCAB)
+    config.num_hidden_layers = NUM_LAYERS
+    module = tiny_module(config)
     norm = module.model.norm
     torch.nn.init.uniform_(norm.weight, 0.5, 2.0)
-    exit_head = new(module, "early-exit")
+    head = new(module, "eagle3").module
     hidden = torch.randn(5, module.config.hidden_size)
-    expected = module.lm_head(norm(hidden))[:, TOKEN_IDS]
-    found = 4 * exit_head.module.logits(hidden)
-    assert (found - expected).abs().max() < 0.05 * expected.abs().max()
-    assert sorted(exit_head.weights) == ["down.weight", "gate_up.weight", "mix.weight", "scale"]
+    torch.testing.assert_close(4 * head.norm(hidden), norm(hidden), rtol=1e-3, atol=1e-3)
 
 
 def test_a_new_student_is_the_target() -> None:
@@ -292,10 +285,8 @@ def loaded(kind: str, out: Path, target: Target) -> tuple[Any, Any]:
     module: Any = target.load()[0]
     if kind == "eagle3":
         found = load_eagle3(out, module, name="out", target_name="tiny")
-    elif kind == "medusa":
-        found = load_heads(out, module, **names)
     else:
-        found = load_exit(out, module, **names)
+        found = load_heads(out, module, **names)
     return found.module, found.token_ids
 
 
