@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from itertools import chain, groupby, repeat
 from operator import itemgetter
 from pathlib import Path
@@ -190,15 +190,15 @@ def figures(completions: Sequence[Completion], seconds: float) -> str:
 class Printer:
     """Prints answers as they arrive. On a terminal each token has the colour of its origin."""
 
-    def __init__(self, directory: str, console: Console | None = None) -> None:
+    def __init__(self, directory: str) -> None:
         """`directory` has the tokenizer. Without a tokenizer, all text of an event has one colour.
         On a terminal prints a legend of the colours."""
-        self._console = console
+        self.console: Console | None = None
         self._tokenizer = _tokenizer(directory)
-        if console is None and sys.stdout.isatty():
+        if sys.stdout.isatty():
             from rich.console import Console
 
-            self._console = Console()
+            self.console = Console()
             if not progress.quiet:
                 legend = "  ".join(f"[{style}]{one}[/]" for one, style in STYLES.items())
                 Console(stderr=True).print(legend)
@@ -215,7 +215,7 @@ class Printer:
     def show(self, event: Tokens) -> None:
         """Prints an event's text. It may lack the text of the event's last tokens."""
         text = event.text_delta
-        if self._console is None:
+        if self.console is None:
             print(text, end="", flush=True)
             return
         if self._tokenizer is None:
@@ -228,7 +228,7 @@ class Printer:
         origins = chain(self._waiting, repeat(Origin.BONUS))
         for origin, pairs in groupby(zip(text, origins, strict=False), key=itemgetter(1)):
             piece = "".join(character for character, _ in pairs)
-            self._console.print(
+            self.console.print(
                 piece, style=STYLES[origin], end="", markup=False, highlight=False, soft_wrap=True
             )
         del self._waiting[: len(text)]
@@ -305,42 +305,38 @@ async def _talk(arguments: Arguments, fields: dict[str, Any]) -> int:
             loop.remove_signal_handler(signal.SIGINT)
 
 
+@dataclass
 class Chat:
     """A conversation. If a question gets no answer, it is removed from the conversation."""
 
-    def __init__(
-        self,
-        client: Client,
-        printer: Printer,
-        arguments: Arguments,
-        fields: dict[str, Any],
-        on_terminal: bool,
-    ) -> None:
-        self._client = client
-        self._printer = printer
-        self._arguments = arguments
-        self._fields = fields
-        self._on_terminal = on_terminal
-        self._turns: list[ChatMessage] = []
-        self._answers: list[Completion] = []
-        """All answers, including those before a reset."""
-        self._seconds = 0.0
-        self._num_broken_off = 0
-        self._waits_for: asyncio.Task[Any] | None = None
-        """The task that reads a line or receives an answer."""
+    client: Client
+    printer: Printer
+    arguments: Arguments
+    fields: dict[str, Any]
+    """Fields of each request, except the prompt."""
+    on_terminal: bool
+    turns: list[ChatMessage] = field(default_factory=list)
+    answers: list[Completion] = field(default_factory=list)
+    """All answers, including those before a reset."""
+    seconds: float = 0.0
+    """Time that these answers took."""
+    num_broken_off: int = 0
+    """Number of interrupted answers."""
+    waits_for: asyncio.Task[Any] | None = None
+    """The task that reads a line or receives an answer."""
 
     def interrupt(self) -> None:
         """Stops an answer. Between answers, or if there is no terminal, ends the chat."""
-        if self._waits_for is not None:
-            self._waits_for.cancel()
+        if self.waits_for is not None:
+            self.waits_for.cancel()
 
     async def run(self) -> int:
         """Runs until the end of input, `/exit` or an interrupt. Returns the exit code."""
         while True:
-            reading = await self._done(_read_line(self._on_terminal))
+            reading = await self._done(_read_line(self.on_terminal))
             line = None if reading.cancelled() else reading.result()
             if line is None:
-                if self._on_terminal:
+                if self.on_terminal:
                     print()  # After Ctrl-D or Ctrl-C the cursor is behind the prompt.
                 return 128 + signal.SIGINT if reading.cancelled() else 0
             words = line.strip()
@@ -353,31 +349,31 @@ class Chat:
                 answering = await self._done(self._answer(question))
                 if not answering.cancelled():
                     answering.result()  # Raises its error.
-                elif not self._on_terminal:
+                elif not self.on_terminal:
                     return 128 + signal.SIGINT
 
     async def _done(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Runs `work` to its end, or until an interrupt cancels it. Returns its task."""
-        self._waits_for = asyncio.create_task(work)
+        self.waits_for = asyncio.create_task(work)
         try:
-            await asyncio.wait((self._waits_for,))
+            await asyncio.wait((self.waits_for,))
         finally:
-            self._waits_for.cancel()  # If the chat's own task is cancelled, `work` still runs.
-        return self._waits_for
+            self.waits_for.cancel()  # If the chat's own task is cancelled, `work` still runs.
+        return self.waits_for
 
     def _run_command(self, command: str) -> None:
         if command == "/reset":
-            self._turns.clear()
+            self.turns.clear()
             _say("new conversation")
         elif command == "/stats":
-            broken = f" and {self._num_broken_off} interrupted" if self._num_broken_off else ""
-            if self._answers:
-                said = figures(self._answers, self._seconds)
-                num = len(self._answers)
+            broken = f" and {self.num_broken_off} interrupted" if self.num_broken_off else ""
+            if self.answers:
+                said = figures(self.answers, self.seconds)
+                num = len(self.answers)
                 _say(f"{num} answer{'s' * (num > 1)}{broken}: {said}")
             else:
                 _say(f"no complete answers{broken}")
-            _say(f"the conversation has {len(self._turns)} messages")
+            _say(f"the conversation has {len(self.turns)} messages")
         else:
             if command != "/help":
                 _say(f"{command}: no such command; begin a message that starts with / with //")
@@ -387,38 +383,38 @@ class Chat:
     async def _answer(self, question: str) -> None:
         from outrider.client import CompletionBuilder
 
-        request = GenerateRequest(self._prompt(question), **self._fields)
+        request = GenerateRequest(self._prompt(question), **self.fields)
         builder = CompletionBuilder()
-        self._printer.begin()
+        self.printer.begin()
         try:
-            self._seconds += await receive(self._client, request, builder, self._printer.show)
-            self._answers.append(builder.build())
+            self.seconds += await receive(self.client, request, builder, self.printer.show)
+            self.answers.append(builder.build())
             self._keep(question, builder.text)
             print(flush=True)
         except asyncio.CancelledError:
-            self._num_broken_off += 1
+            self.num_broken_off += 1
             if builder.text:
                 self._keep(question, builder.text)
             print(flush=True)
             _say("interrupted")
             raise
         except OutriderError as error:
-            if not self._on_terminal:
+            if not self.on_terminal:
                 raise
             print(flush=True)
-            why = error_line(error, self._arguments)
+            why = error_line(error, self.arguments)
             _say(f"error: {why} (the message is not part of the conversation)")
 
     def _prompt(self, question: str) -> Prompt:
-        system = self._arguments.system
-        if self._arguments.raw:
+        system = self.arguments.system
+        if self.arguments.raw:
             before = [] if system is None else [system]
-            return "\n".join([*before, *(turn.content for turn in self._turns), question])
+            return "\n".join([*before, *(turn.content for turn in self.turns), question])
         first = [] if system is None else [ChatMessage("system", system)]
-        return (*first, *self._turns, ChatMessage("user", question))
+        return (*first, *self.turns, ChatMessage("user", question))
 
     def _keep(self, question: str, answer: str) -> None:
-        self._turns += [ChatMessage("user", question), ChatMessage("assistant", answer)]
+        self.turns += [ChatMessage("user", question), ChatMessage("assistant", answer)]
 
 
 def _say(line: str) -> None:

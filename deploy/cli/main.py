@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:
         from .masking import hide_words
 
-        hide_words()
+        hide_words(parsed.given)
     return _run(parsed)
 
 

@@ -6,7 +6,7 @@ The process list shows command lines to other users, and `ray.init` stores one i
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from outrider.config import deployment_settings
@@ -16,33 +16,16 @@ _SECRETS = re.compile(
     r"\bor-[0-9a-f]{16}-[A-Za-z0-9_-]{43}|(?i:\bbearer)\s+[!-~]+|(?<=://)\S*(?=@)|(?<=\?)\S+"
 )
 """Secrets inside a text: an API key, a bearer token, and the user, password and query of a URL."""
-_END_OF_FLAGS = "--"
 
 
-def without_secrets(words: Sequence[str]) -> list[str]:
-    """The words without secret options and their values."""
-    flags = {one.flag for one in deployment_settings().values() if one.secret}
-    others: list[str] = []
-    left = iter(words)
-    for word in left:
-        flag, has_value, _ = word.partition("=")
-        if word == _END_OF_FLAGS:
-            others += [word, *left]
-        elif flag not in flags:
-            others.append(word)
-        elif not has_value:
-            next(left, None)
-    return others
-
-
-def hide_words() -> None:
-    """Removes secret options from this process's command line."""
-    words = sys.argv[1:]
-    others = without_secrets(words)
-    if others != words:
+def hide_words(given: frozenset[str]) -> None:
+    """If a secret is among the `given` options of this process, its command line shows no options
+    from now on."""
+    if any(one.secret and one.key in given for one in deployment_settings().values()):
         from setproctitle import setproctitle
 
-        setproctitle(shlex.join([*sys.orig_argv[: -len(words)], *others]))
+        words = sys.argv[1:]
+        setproctitle(shlex.join([*sys.orig_argv[: -len(words)], words[0]]))
 
 
 def masked_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -139,14 +139,14 @@ class Actor:
             await asyncio.to_thread(ray.kill, self._handle)
 
 
+@dataclass(frozen=True)
 class Cluster:
     """The actors of a deployment on a Ray cluster."""
 
-    def __init__(self, namespace: str, *, local: bool) -> None:
-        """The `namespace` belongs to the deployment alone. A `local` cluster is this machine, and
-        cannot grow."""
-        self.namespace = namespace
-        self.local = local
+    namespace: str
+    """Ray's namespace of these actors. It belongs to the deployment alone."""
+    local: bool
+    """Whether the cluster is this machine, and so cannot grow."""
 
     async def place(self, demands: Sequence[Demand], timeout_s: float) -> list[list[Actor]]:
         """Starts the actors of all demands, and waits until all run. Returns the ranks of each

@@ -23,7 +23,7 @@ import math
 import os
 from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -71,8 +71,7 @@ FIXED = {
     "num_coordinators": _SCALE,
 }
 """Settings that cannot change while a deployment runs. The texts give the reason or another way."""
-SWITCHES = ("internal_tls_dir",)
-"""Settings that can change, but cannot be turned on or off while a deployment runs."""
+
 SHARING = frozenset({"device", "target_num_gpus", "draft_num_gpus", "tensor_parallel_size",
                             "draft_tensor_parallel_size"})  # fmt: skip
 """If one of these settings changes, the cluster's GPUs are counted and distributed again."""
@@ -90,7 +89,7 @@ def changed(given: DeploymentConfig, changes: Mapping[str, Value]) -> Deployment
     for key, value in changes.items():
         if key in FIXED and value != values.get(key):
             raise SettingError(key, f"cannot change while a deployment runs: {FIXED[key]}")
-        if key in SWITCHES and bool(value) != bool(values.get(key)):
+        if key == "internal_tls_dir" and bool(value) != bool(values.get(key)):
             raise SettingError(
                 key,
                 "cannot be turned on or off while a deployment runs: old and new replicas could "
@@ -209,12 +208,10 @@ class Reconciler(PlacedActor):
         await self._registry.want(counts)
         return self._autoscaler.config
 
-    async def change(self, values: dict[str, Value]) -> AutoscaleConfig:
-        """Changes settings. Returns the settings of autoscaling. Changes nothing if it raises
-        `ConfigError` (for settings that cannot work) or `Unavailable`."""
+    async def change(self, values: dict[str, Value]) -> None:
+        """Changes settings. Changes nothing if it raises `ConfigError` (for settings that cannot
+        work) or `Unavailable`."""
         await self._ready()
-        if not values:
-            return self._autoscaler.config
         async with self._changing:
             before, fleet = self._changes, self._fleet
             if fleet.trial is not None and not values.keys() <= {*BOUND_SETTINGS}:
@@ -237,7 +234,6 @@ class Reconciler(PlacedActor):
                     await self._registry.want({"draft": spec.counts["draft"]})
             await self._adopt_spec(spec, (changes, gpus, before[2]))
             _log.info("changed settings: %s", ", ".join(values))
-        return self._autoscaler.config
 
     async def _adopt_spec(self, spec: FleetSpec, changes: Changes) -> None:
         before = self._changes
@@ -471,12 +467,12 @@ async def connect_reconciler(where: DeploymentLocation) -> AsyncIterator[Reconci
         await connection.disconnect()
 
 
+@dataclass(frozen=True)
 class ReconcilerClient:
-    """Calls a reconciler. Repeats a call while Ray restarts it, for at most `away_s`."""
+    """Calls a reconciler. While Ray restarts the actor, repeats a call for at most `away_s`."""
 
-    def __init__(self, namespace: str, away_s: float = AWAY_S) -> None:
-        self._namespace = namespace
-        self._away_s = away_s
+    namespace: str
+    away_s: float = AWAY_S
 
     async def call(self, method: str, *arguments: object, timeout_s: float | None = AWAY_S) -> Any:
         """Calls a method, perhaps more than once. Raises the method's errors, and `Unavailable` if
@@ -486,11 +482,11 @@ class ReconcilerClient:
         give_up_at = None
         while True:
             try:
-                found = await find_reconciler(self._namespace)  # Ray may have replaced it.
+                found = await find_reconciler(self.namespace)  # Ray may have replaced it.
                 if found is not None:
                     return await found.call(method, *arguments, timeout_s=timeout_s)
             except Unavailable as error:
-                give_up_at = give_up_at or loop.time() + self._away_s
+                give_up_at = give_up_at or loop.time() + self.away_s
                 if isinstance(error.__cause__, TimeoutError) or loop.time() > give_up_at:
                     raise
             else:

@@ -126,23 +126,24 @@ class Overview:
         return list(dict.fromkeys(filter(None, found)))
 
 
+@dataclass(eq=False)
 class Replica:
     """One replica. Its actor of rank 0 serves."""
 
-    def __init__(self, role: Role, age: int, slot: int, plan: str) -> None:
-        """`age` counts all replicas that the deployment has ever started. `slot` is a number among
-        the current replicas of the role. `plan` identifies the replica's settings."""
-        self.role: Role = role
-        self.name = f"{role}-{age}"
-        self.slot = slot
-        self.plan = plan
-        self.ranks: Sequence[Actor] = ()
-        self.address = ""
-        """HOST:PORT, once it serves."""
-        self.http_address = ""
-        self.leaves = False
-        self.task: asyncio.Task[None] | None = None
-        """Starts and watches the replica, or ends it."""
+    role: Role
+    name: str
+    """ROLE-AGE, where AGE counts all replicas that the deployment has ever started."""
+    slot: int
+    """Number among the current replicas of the role."""
+    plan: str
+    """Identifies the replica's settings."""
+    ranks: Sequence[Actor] = ()
+    address: str = ""
+    """HOST:PORT, once it serves."""
+    http_address: str = ""
+    leaves: bool = False
+    task: asyncio.Task[None] | None = None
+    """Starts and watches the replica, or ends it."""
 
     @classmethod
     async def adopted(cls, name: str, ranks: Sequence[Actor]) -> Self | None:
@@ -161,10 +162,10 @@ class Replica:
         member = found.member
         if member is None or not all(placed) or len(ranks) != found.num_ranks:
             return None
-        one = cls(*role_and_age(name), member.slot, member.plan)
-        one.ranks, one.leaves = ranks, found.leaving
-        one.address, one.http_address = found.address, found.http_address
-        return one
+        return cls(
+            role_and_age(name)[0], name, member.slot, member.plan, ranks,
+            found.address, found.http_address, found.leaving,
+        )  # fmt: skip
 
     @property
     def leader(self) -> Actor:
@@ -323,21 +324,21 @@ def next_steps(
     return starts, leaves
 
 
+@dataclass
 class Trouble:
     """The failures of a role since its wanted number or its settings changed."""
 
-    def __init__(self) -> None:
-        self.num_failures = 0
-        """Consecutive failed starts."""
-        self.not_before = 0.0
-        """Earliest time of the next start."""
-        self.reason = ""
-        """Why the last start failed; empty if it succeeded."""
-        self.crowded = False
-        """Whether the cluster had no room for another replica, so that a stale one must leave."""
-        self.made_way = False
-        """Whether a stale replica has left to make room, and no new one has served since. Until one
-        serves, no other stale replica leaves: new ones may fail to start."""
+    num_failures: int = 0
+    """Consecutive failed starts."""
+    not_before: float = 0.0
+    """Earliest time of the next start."""
+    reason: str = ""
+    """Why the last start failed; empty if it succeeded."""
+    crowded: bool = False
+    """Whether the cluster had no room for another replica, so that a stale one must leave."""
+    made_way: bool = False
+    """Whether a stale replica has left to make room, and no new one has served since. Until a new
+    one serves, no other stale replica leaves: new ones may fail to start."""
 
 
 class Fleet:
@@ -526,7 +527,7 @@ class Fleet:
         self._replicas.clear()
 
     def _new(self, role: Role, plan: str) -> Replica:
-        one = Replica(role, self._num_started, self._free_slot(role), plan)
+        one = Replica(role, f"{role}-{self._num_started}", self._free_slot(role), plan)
         self._num_started += 1
         self._replicas[one.name] = one
         return one

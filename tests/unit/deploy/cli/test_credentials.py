@@ -115,7 +115,7 @@ main.main()
 """
 
 
-def test_a_command_runs_without_secrets_among_its_words() -> None:
+def test_a_command_with_a_secret_runs_without_options_among_its_words() -> None:
     """Ray's head would store them: `ray.init` reads its process's command line."""
     flags = ("--redis-password", "hidden-1", "--api-key=hidden-2", "--api-key", "hidden-3")
     words = ("generate", *flags, "--max-num-seqs", "3", "--", "--api-key")
@@ -124,7 +124,7 @@ def test_a_command_runs_without_secrets_among_its_words() -> None:
         check=True,
     )  # fmt: skip
     found = json.loads(done.stdout)
-    assert found["words"].rstrip("\0").endswith("generate --max-num-seqs 3 -- --api-key")
+    assert found["words"].rstrip("\0").endswith(" generate")
     assert found["flags"] == {
         "redis_password": "hidden-1", "api_key": "hidden-2,hidden-3", "max_num_seqs": "3",
     }  # fmt: skip

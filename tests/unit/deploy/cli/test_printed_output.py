@@ -89,7 +89,8 @@ def test_each_token_has_the_colour_of_its_origin(tmp_path: Path, known: bool) ->
     made.decoder = decoders.Fuse()
     made.save(str(tmp_path / "tokenizer.json"))
     console = _Recorder()
-    printer = Printer(str(tmp_path) if known else "", console)
+    printer = Printer(str(tmp_path) if known else "")
+    printer.console = console
     for ids, text, origins in (
         ((1, 0, 2), "bbaccc", (A, A, C)),
         ((1,), "", (A,)),

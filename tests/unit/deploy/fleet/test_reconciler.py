@@ -191,8 +191,8 @@ async def test_one_that_returns_goes_by_what_held_once_it_can(
             await asyncio.sleep(5)
         host.world.machines.text = held
         host.missing.clear()
-        assert (await found.change({})).bounds == {"target": (1, 4)}
-        assert (await found.want({"target": 1})).autoscale_calm_s == 5
+        scaling = await found.want({"target": 1})
+        assert (scaling.bounds, scaling.autoscale_calm_s) == ({"target": (1, 4)}, 5)
         overview = await found.overview()
         assert overview.num_stale == 0
         assert {one.name for one in overview.replicas} == {*names}
@@ -240,7 +240,7 @@ async def test_what_cannot_work_is_refused_and_what_held_still_holds(
         host.world.machines.failure = Unavailable("away")
         with pytest.raises(Unavailable):
             await found.change({"max_num_seqs": 9})
-        assert (await found.change({})).bounds == {"target": (1, 4)}
+        assert found._autoscaler.config.bounds == {"target": (1, 4)}
         assert (await found.spec(), host.world.machines.text) == (before, saved)
         host.world.machines.failure = None
         host.world.machines.actors[0].place = Place(1, "here")
