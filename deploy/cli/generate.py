@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from itertools import chain, groupby, repeat
 from operator import itemgetter
 from pathlib import Path
@@ -305,38 +305,42 @@ async def _talk(arguments: Arguments, fields: dict[str, Any]) -> int:
             loop.remove_signal_handler(signal.SIGINT)
 
 
-@dataclass
 class Chat:
     """A conversation. If a question gets no answer, it is removed from the conversation."""
 
-    client: Client
-    printer: Printer
-    arguments: Arguments
-    fields: dict[str, Any]
-    """Fields of each request, except the prompt."""
-    on_terminal: bool
-    turns: list[ChatMessage] = field(default_factory=list)
-    answers: list[Completion] = field(default_factory=list)
-    """All answers, including those before a reset."""
-    seconds: float = 0.0
-    """Time that these answers took."""
-    num_broken_off: int = 0
-    """Number of interrupted answers."""
-    waits_for: asyncio.Task[Any] | None = None
-    """The task that reads a line or receives an answer."""
+    def __init__(
+        self,
+        client: Client,
+        printer: Printer,
+        arguments: Arguments,
+        fields: dict[str, Any],
+        on_terminal: bool,
+    ) -> None:
+        self._client = client
+        self._printer = printer
+        self._arguments = arguments
+        self._fields = fields
+        self._on_terminal = on_terminal
+        self._turns: list[ChatMessage] = []
+        self._answers: list[Completion] = []
+        """All answers, including those before a reset."""
+        self._seconds = 0.0
+        self._num_broken_off = 0
+        self._waits_for: asyncio.Task[Any] | None = None
+        """The task that reads a line or receives an answer."""
 
     def interrupt(self) -> None:
         """Stops an answer. Between answers, or if there is no terminal, ends the chat."""
-        if self.waits_for is not None:
-            self.waits_for.cancel()
+        if self._waits_for is not None:
+            self._waits_for.cancel()
 
     async def run(self) -> int:
         """Runs until the end of input, `/exit` or an interrupt. Returns the exit code."""
         while True:
-            reading = await self._done(_read_line(self.on_terminal))
+            reading = await self._done(_read_line(self._on_terminal))
             line = None if reading.cancelled() else reading.result()
             if line is None:
-                if self.on_terminal:
+                if self._on_terminal:
                     print()  # After Ctrl-D or Ctrl-C the cursor is behind the prompt.
                 return 128 + signal.SIGINT if reading.cancelled() else 0
             words = line.strip()
@@ -349,31 +353,31 @@ class Chat:
                 answering = await self._done(self._answer(question))
                 if not answering.cancelled():
                     answering.result()  # Raises its error.
-                elif not self.on_terminal:
+                elif not self._on_terminal:
                     return 128 + signal.SIGINT
 
     async def _done(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Runs `work` to its end, or until an interrupt cancels it. Returns its task."""
-        self.waits_for = asyncio.create_task(work)
+        self._waits_for = asyncio.create_task(work)
         try:
-            await asyncio.wait((self.waits_for,))
+            await asyncio.wait((self._waits_for,))
         finally:
-            self.waits_for.cancel()  # If the chat's own task is cancelled, `work` still runs.
-        return self.waits_for
+            self._waits_for.cancel()  # If the chat's own task is cancelled, `work` still runs.
+        return self._waits_for
 
     def _run_command(self, command: str) -> None:
         if command == "/reset":
-            self.turns.clear()
+            self._turns.clear()
             _say("new conversation")
         elif command == "/stats":
-            broken = f" and {self.num_broken_off} interrupted" if self.num_broken_off else ""
-            if self.answers:
-                said = figures(self.answers, self.seconds)
-                num = len(self.answers)
+            broken = f" and {self._num_broken_off} interrupted" if self._num_broken_off else ""
+            if self._answers:
+                said = figures(self._answers, self._seconds)
+                num = len(self._answers)
                 _say(f"{num} answer{'s' * (num > 1)}{broken}: {said}")
             else:
                 _say(f"no complete answers{broken}")
-            _say(f"the conversation has {len(self.turns)} messages")
+            _say(f"the conversation has {len(self._turns)} messages")
         else:
             if command != "/help":
                 _say(f"{command}: no such command; begin a message that starts with / with //")
@@ -383,38 +387,38 @@ class Chat:
     async def _answer(self, question: str) -> None:
         from outrider.client import CompletionBuilder
 
-        request = GenerateRequest(self._prompt(question), **self.fields)
+        request = GenerateRequest(self._prompt(question), **self._fields)
         builder = CompletionBuilder()
-        self.printer.begin()
+        self._printer.begin()
         try:
-            self.seconds += await receive(self.client, request, builder, self.printer.show)
-            self.answers.append(builder.build())
+            self._seconds += await receive(self._client, request, builder, self._printer.show)
+            self._answers.append(builder.build())
             self._keep(question, builder.text)
             print(flush=True)
         except asyncio.CancelledError:
-            self.num_broken_off += 1
+            self._num_broken_off += 1
             if builder.text:
                 self._keep(question, builder.text)
             print(flush=True)
             _say("interrupted")
             raise
         except OutriderError as error:
-            if not self.on_terminal:
+            if not self._on_terminal:
                 raise
             print(flush=True)
-            why = error_line(error, self.arguments)
+            why = error_line(error, self._arguments)
             _say(f"error: {why} (the message is not part of the conversation)")
 
     def _prompt(self, question: str) -> Prompt:
-        system = self.arguments.system
-        if self.arguments.raw:
+        system = self._arguments.system
+        if self._arguments.raw:
             before = [] if system is None else [system]
-            return "\n".join([*before, *(turn.content for turn in self.turns), question])
+            return "\n".join([*before, *(turn.content for turn in self._turns), question])
         first = [] if system is None else [ChatMessage("system", system)]
-        return (*first, *self.turns, ChatMessage("user", question))
+        return (*first, *self._turns, ChatMessage("user", question))
 
     def _keep(self, question: str, answer: str) -> None:
-        self.turns += [ChatMessage("user", question), ChatMessage("assistant", answer)]
+        self._turns += [ChatMessage("user", question), ChatMessage("assistant", answer)]
 
 
 def _say(line: str) -> None:

@@ -122,8 +122,8 @@ class Deployment:
         )  # fmt: skip
 
     async def start(self) -> None:
-        """Starts everything; returns when the coordinators serve. After a failure stops everything,
-        and raises an `OutriderError`."""
+        """Starts everything, and waits until the coordinators serve. After a failure, stops
+        everything and raises an `OutriderError`."""
         try:
             await self._start()
         except BaseException:
@@ -157,12 +157,12 @@ class Deployment:
         await self._go_on()
 
     async def _take_over(self) -> None:
-        """Takes over a running deployment of this name, and changes its settings to this
-        process's. Raises `ConfigError` if that is impossible; then the deployment is unchanged."""
+        """Takes over a running deployment of this name, and gives it this process's settings. If
+        these cannot be used, raises `ConfigError`; the deployment keeps its settings."""
         self._report(f"deployment {self.name} runs there already: taking it over")
         self.api_key = ""  # The running coordinators do not know this key.
         before: FleetSpec = await self.reconciler.call("spec")
-        # A change of these two is not ignored, but refused: another Redis means another deployment.
+        # A change of these two is refused, because another Redis means another deployment.
         kept = {*FIXED, *BOUND_SETTINGS} - {"redis_url", "redis_key_prefix"}
         if changes := differing(before.given, self._given.values(), kept):
             self._report(f"replacing its replicas one by one: {', '.join(changes)}")
@@ -258,8 +258,8 @@ class Deployment:
 
     async def stop(self) -> None:
         """Gives running requests `stop_timeout_s` to end, and their last steps the same time again.
-        Then stops everything that was started. Idempotent. Raises `Unavailable` if the head of
-        another cluster does not answer, so that replicas may be left there."""
+        Then stops everything that was started. Idempotent. Raises `Unavailable` if the cluster is
+        not local and its head does not answer. Then replicas may be left."""
         for task in self._following:
             task.cancel()
         await asyncio.gather(*self._following, return_exceptions=True)

@@ -37,7 +37,7 @@ RECONCILER = "reconciler"
 RETRY_PERIOD_S = 1.0
 _SAVED = b"changes"
 _RANK = "-rank-"
-"""Stands between a replica's name and the rank in the name of a further rank's actor."""
+"""The name of a rank's actor is that of the replica, and from rank 1 on this text and the rank."""
 
 
 @contextmanager
@@ -224,9 +224,8 @@ class Cluster:
         return "" if found is None else bytes(found).decode()
 
     async def save(self, text: str) -> None:
-        """Writes a text to the key-value store of Ray's head (GCS), for a restarted reconciler.
-        Redis would not be safe. A process that can write to this store may run code anyway. Raises
-        `Unavailable`."""
+        """Writes a text to the key-value store of Ray's head (GCS), for a restarted reconciler. More
+        processes can write to Redis than to this store. Raises `Unavailable`."""
         from ray.experimental.internal_kv import _internal_kv_put
 
         space = self.namespace.encode()
@@ -418,7 +417,7 @@ class RayConnection:
         """Starts a local cluster, or connects to the one at the address. Raises `ConfigError`."""
         await asyncio.to_thread(self._connect)
         if threading.current_thread() is threading.main_thread():
-            # Ray has installed a C handler that dumps a stack. Setting Python's again removes it.
+            # Ray's C handler dumps a stack. Installing Python's handler again removes it.
             signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
     def _connect(self) -> None:
@@ -498,7 +497,8 @@ def _short_directory() -> tempfile.TemporaryDirectory[str]:
 
 
 def use_token(path: Path) -> None:
-    """This process, and the processes that it starts, then use and require the token in a file."""
+    """Sets Ray's variables. This process and those that it starts then require and send the token
+    in a file."""
     _set_variables({MODE: "token", PATH: str(path)})
 
 

@@ -70,8 +70,7 @@ FIXED = {
     "num_drafts": _SCALE,
     "num_coordinators": _SCALE,
 }
-"""Settings that cannot change while a deployment runs. The texts give the reason or another way."""
-
+"""Settings that cannot change while a deployment runs, each with the reason or with another way."""
 SHARING = frozenset({"device", "target_num_gpus", "draft_num_gpus", "tensor_parallel_size",
                             "draft_tensor_parallel_size"})  # fmt: skip
 """If one of these settings changes, the cluster's GPUs are counted and distributed again."""
@@ -139,7 +138,7 @@ CHANGE_S = 900.0
 
 
 class Reconciler(PlacedActor):
-    """The actor around a `Fleet`."""
+    """The actor that supervises a `Fleet`."""
 
     def __init__(self, spec: FleetSpec, namespace: str) -> None:
         """`namespace` is the Ray namespace of the deployment's actors. If Ray has restarted this
@@ -151,7 +150,8 @@ class Reconciler(PlacedActor):
         self._no_password: SettingError | None = None
         try:
             redis = with_password(redis)
-        except SettingError as error:  # Raised later: Ray turns a constructor's errors into text.
+        except SettingError as error:
+            # `start` raises this error. From a constructor, callers would get it as a text.
             self._no_password = error
         self._original = spec
         self._changes: Changes = {}, None, None
@@ -240,7 +240,7 @@ class Reconciler(PlacedActor):
         await self._save(*changes)
         try:
             self._use(spec)
-        except BaseException:  # For example, a replica was placed after the check.
+        except BaseException:  # A replica may have been placed on another machine after the check.
             await self._save(*before)
             raise
         if "draft" not in spec.demands:
@@ -402,7 +402,7 @@ class Reconciler(PlacedActor):
         return found
 
     async def ends(self) -> bool:
-        """Whether `close` was called. Then no new process can take the deployment over."""
+        """Whether `close` was called. Then no process can take the deployment over any more."""
         return self._closing is not None
 
     async def close(self) -> None:

@@ -34,8 +34,8 @@ from .trial import PLAN, Trial, TrialReport
 _log = logging.getLogger(__name__)
 
 ERROR_GRACE_S = 2.0
-"""Time to wait for the errors of other ranks after one rank has failed to start. They may tell
-more."""
+"""After one rank has failed to start, time to wait for the errors of other ranks, which may name
+the cause."""
 STOP_CALL_TIMEOUT_S = 5.0
 """Time that an actor may take to stop after its running requests have ended."""
 SILENCE_S = 30.0
@@ -104,8 +104,8 @@ class Overview:
 
     @property
     def num_stale(self) -> int:
-        """How many replicas the upgrade still has to replace. A replica counts until it has ended
-        and its replacement serves."""
+        """Number of replicas that the upgrade still has to replace. A replica counts until it has
+        ended and its replacement serves."""
         if not self.upgrades:
             return 0
         total = 0
@@ -126,24 +126,24 @@ class Overview:
         return list(dict.fromkeys(filter(None, found)))
 
 
-@dataclass(eq=False)
 class Replica:
     """One replica. Its actor of rank 0 serves."""
 
-    role: Role
-    name: str
-    """ROLE-AGE, where AGE counts all replicas that the deployment has ever started."""
-    slot: int
-    """Number among the current replicas of the role."""
-    plan: str
-    """Identifies the replica's settings."""
-    ranks: Sequence[Actor] = ()
-    address: str = ""
-    """HOST:PORT, once it serves."""
-    http_address: str = ""
-    leaves: bool = False
-    task: asyncio.Task[None] | None = None
-    """Starts and watches the replica, or ends it."""
+    def __init__(self, role: Role, name: str, slot: int, plan: str) -> None:
+        """`name` is ROLE-AGE, where AGE counts all replicas that the deployment has ever started.
+        `slot` is a number among the current replicas of the role. `plan` identifies the replica's
+        settings."""
+        self.role: Role = role
+        self.name = name
+        self.slot = slot
+        self.plan = plan
+        self.ranks: Sequence[Actor] = ()
+        self.address = ""
+        """HOST:PORT, once it serves."""
+        self.http_address = ""
+        self.leaves = False
+        self.task: asyncio.Task[None] | None = None
+        """Starts and watches the replica, or ends it."""
 
     @classmethod
     async def adopted(cls, name: str, ranks: Sequence[Actor]) -> Self | None:
@@ -162,10 +162,10 @@ class Replica:
         member = found.member
         if member is None or not all(placed) or len(ranks) != found.num_ranks:
             return None
-        return cls(
-            role_and_age(name)[0], name, member.slot, member.plan, ranks,
-            found.address, found.http_address, found.leaving,
-        )  # fmt: skip
+        one = cls(role_and_age(name)[0], name, member.slot, member.plan)
+        one.ranks, one.leaves = ranks, found.leaving
+        one.address, one.http_address = found.address, found.http_address
+        return one
 
     @property
     def leader(self) -> Actor:
@@ -262,7 +262,7 @@ async def _stop(actor: Actor, grace_s: float) -> None:
 
 async def _all_or_error(*work: Awaitable[Any]) -> None:
     """Waits until all succeed or one fails. After a failure waits `ERROR_GRACE_S` for others, and
-    raises a `ConfigError` if there is one: the first error may be a rank's that lost a peer."""
+    raises as `raise_first`. The first rank to fail may only have lost the rank with the cause."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -324,21 +324,21 @@ def next_steps(
     return starts, leaves
 
 
-@dataclass
 class Trouble:
     """The failures of a role since its wanted number or its settings changed."""
 
-    num_failures: int = 0
-    """Consecutive failed starts."""
-    not_before: float = 0.0
-    """Earliest time of the next start."""
-    reason: str = ""
-    """Why the last start failed; empty if it succeeded."""
-    crowded: bool = False
-    """Whether the cluster had no room for another replica, so that a stale one must leave."""
-    made_way: bool = False
-    """Whether a stale replica has left to make room, and no new one has served since. Until a new
-    one serves, no other stale replica leaves: new ones may fail to start."""
+    def __init__(self) -> None:
+        self.num_failures = 0
+        """Consecutive failed starts."""
+        self.not_before = 0.0
+        """Earliest time of the next start."""
+        self.reason = ""
+        """Why the last start failed; empty if it succeeded."""
+        self.crowded = False
+        """Whether the cluster had no room for another replica, so that a stale one must leave."""
+        self.made_way = False
+        """Whether a stale replica has left to make room, and no new one has served since. Until a
+        new one serves, no other stale replica leaves: new ones may fail to start."""
 
 
 class Fleet:
@@ -404,8 +404,8 @@ class Fleet:
         self.spec = self.settled(self.spec)
 
     async def adopt(self) -> None:
-        """Takes over the existing replicas, after a restart of the reconciler. Ends replicas that
-        do not serve yet; they are missing then."""
+        """Takes over the existing replicas after a restart of the reconciler. Ends replicas that do
+        not serve yet; `run` starts others for them."""
         there = await self._cluster.replicas()
         found = await asyncio.gather(*map(Replica.adopted, there, there.values()))
         by_age = {role_and_age(name)[1]: name for name in there}
@@ -427,15 +427,15 @@ class Fleet:
         _log.info("replicas taken over: %s", ", ".join(self._replicas) or "none")
 
     async def _recall(self) -> None:
-        """Reads the wanted numbers, and how many replicas were ever started. Before that, no
-        replica may be started: its name might not be unique."""
+        """Reads the wanted numbers, and how many replicas were ever started. From this count, new
+        replicas get unique names."""
         wanted, num_started = await self._registry.wanted(), await self._registry.started()
         there = Counter(one.role for one in self.replicas if not one.on_trial)
         self.wanted = self.spec.bounded(self.wanted | there | wanted)
         self._num_started = max(self._num_started, num_started)
 
     def settled(self, spec: FleetSpec) -> FleetSpec:
-        """The spec, settled for the machines of the replicas; see `FleetSpec.settled`."""
+        """`FleetSpec.settled` for the machines of the current replicas."""
         return spec.settled([
             (one.role, actor.place.node) for one in self.replicas for actor in one.ranks
         ])  # fmt: skip
@@ -485,7 +485,7 @@ class Fleet:
         now = asyncio.get_running_loop().time()
         held_back = {role for role, trouble in self._troubles.items() if now < trouble.not_before}
         if not any(one.address for one in self.of("target")):
-            held_back.add("coordinator")  # It needs a target's description of the model.
+            held_back.add("coordinator")  # A coordinator asks a target to describe the model.
         crowded = {role for role, one in self._troubles.items() if one.crowded}
         in_place = {role for role in ROLES if self.spec.replaced_in_place(role)} | crowded
         crowded = {role for role in crowded if not self._troubles[role].made_way}
