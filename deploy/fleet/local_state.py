@@ -27,7 +27,8 @@ ERROR_PREFIX = "outrider: error: "
 """Begins each line that reports the error of a command."""
 _LOCK_ATTEMPTS = 10
 _LOCK_PERIOD_S = 0.02
-"""Time between two attempts. Several are needed: `lock_holder` too holds the lock for a moment."""
+"""Time between two attempts to lock. The first may fail, because `lock_holder` in another process
+holds the lock for a moment."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +130,8 @@ def logged_error(directory: Path) -> str | None:
 
 
 def publish(directory: Path, record: DeploymentRecord, key: str = "") -> None:
-    """Writes the record atomically, and before that the API `key` of this machine's commands if it
-    is not empty. Only their owner can read the two files."""
+    """Writes the record atomically. Before that, writes the API `key` of this machine's commands,
+    unless it is empty. Only their owner can read the two files."""
     if key:
         write_whole(directory / KEY_NAME, key, 0o600)
     write_whole(directory / FILE_NAME, json.dumps(asdict(record), indent=2) + "\n", 0o600)

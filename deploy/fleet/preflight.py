@@ -35,7 +35,7 @@ from outrider.settings import Value, blaming, by_its_keys
 _log = logging.getLogger(__name__)
 
 _PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)
-"""Errors of `bind` for which the port is to blame, not the host."""
+"""Errors of `bind` whose cause is the port. The cause of other errors is the host."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
@@ -235,7 +235,7 @@ def _lookup_of(draft: DraftConfig) -> DraftConfig | None:
         return None
     prefixes = ("ngram_", "suffix_", "hybrid_")
     names = [one.name for one in fields(draft) if one.name.startswith(prefixes)]
-    # The name must not depend on which model a hybrid has.
+    # Of a hybrid's model the name says nothing: a change of it must not replace coordinators.
     model = lookup.value if draft.drafter.is_lookup else f"hybrid:{lookup},model"
     return DraftConfig(model=model, **{name: getattr(draft, name) for name in names})
 
@@ -247,9 +247,9 @@ def emulated_spec(text: str) -> EmulatedSpec:
 
 
 def check_same_tokens(running: TargetConfig, other: TargetConfig) -> None:
-    """Raises `SettingError` if token ids have another meaning for the `other` target than for the
-    `running` one: coordinators keep their tokenizer and sessions. Both configurations have the
-    directories of their models. If the running target's files are gone, accepts any other."""
+    """Raises `SettingError` if the `other` target has other token ids than the `running` one, whose
+    tokenizer and sessions the coordinators keep. Both configurations have the directories of their
+    models. If the running target's files are gone, accepts any other."""
     if running.emulated == other.emulated and running.directory == other.directory:
         return
     try:

@@ -224,8 +224,8 @@ class Cluster:
         return "" if found is None else bytes(found).decode()
 
     async def save(self, text: str) -> None:
-        """Writes a text to the key-value store of Ray's head (GCS), for a restarted reconciler. More
-        processes can write to Redis than to this store. Raises `Unavailable`."""
+        """Writes a text to the key-value store of Ray's head (GCS), for a restarted reconciler.
+        Fewer processes can write to this store than to Redis. Raises `Unavailable`."""
         from ray.experimental.internal_kv import _internal_kv_put
 
         space = self.namespace.encode()

@@ -54,7 +54,7 @@ class FleetSpec:
     deployment: str
     """Its name in Redis."""
     log_directory: str
-    """Directory of the replicas' logs, or where else `log_to` writes them."""
+    """Directory of the replicas' logs, or `STANDARD_ERROR`."""
     local: bool
     """Whether all replicas share one machine, with its ports and cores."""
 
@@ -106,9 +106,9 @@ class FleetSpec:
         takes_over: bool = False,
         ports: Mapping[str, int] = MappingProxyType({}),
     ) -> Any:
-        """The configuration of a replica. `slot` is its number among the replicas of its role; if
-        another replica still has this slot, it `takes_over`. `ports` by key are used where the
-        setting is 0 (any free port). Raises `SettingError` for a port above `PORT_MAX`."""
+        """The configuration of a replica. `slot` is its number among the replicas of its role.
+        `takes_over`: another replica still has this slot. `ports` by key are used where the setting
+        is 0 (any free port). Raises `SettingError` for a port above `PORT_MAX`."""
         own: Any = getattr(self.config, role)
         slot = slot if self.local else 0
         member = Membership(

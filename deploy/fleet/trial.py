@@ -119,8 +119,8 @@ def check_share(share: float, role: Role, num_replicas: int) -> None:
 
 
 def check_weights(records: Iterable[ReplicaRecord]) -> str:
-    """Given the records of all targets, why sessions cannot move between the target on trial and
-    the others; empty if they can."""
+    """The reason why sessions cannot move between the target on trial and the others; empty if they
+    can. `records` are those of all targets."""
     records = [*records]
     kept = {one.weights for one in records if not one.trial_share}
     for one in records:
