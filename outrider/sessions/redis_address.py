@@ -1,12 +1,12 @@
 """The address of a Redis server and its credentials.
 
-Passwords do not pass through Ray: its head (GCS) shows actors' arguments to every holder of the
-cluster's token. An address without its password says where the password is:
+Passwords do not pass through Ray, because its head (GCS) shows actors' arguments to every holder of
+the cluster's token. An address without its password states where a process finds the password:
 
 | where | set by |
 | --- | --- |
-| `password_file`, on each machine | `redis_password_file`; on one machine `serve` writes it |
-| OUTRIDER_REDIS_PASSWORD of the process | what starts Ray there, such as a pod with a Secret |
+| in `password_file`, on each machine | `redis_password_file`; `serve` if there is one machine |
+| in its variable OUTRIDER_REDIS_PASSWORD | what starts Ray there, such as a pod with a Secret |
 """
 
 import dataclasses
@@ -55,9 +55,9 @@ class RedisAddress:
     sentinel_password_file: Internal[str] = ""
     """File with the Sentinels' password."""
     asks_for_password: Internal[bool] = False
-    """Whether a password is needed that is not in this address; see above."""
+    """Whether a password is needed that this address does not contain."""
     asks_for_sentinel_password: Internal[bool] = False
-    """The same for the Sentinels."""
+    """Whether the Sentinels need a password that this address does not contain."""
 
 
 VARIABLE = "OUTRIDER_REDIS_PASSWORD"
@@ -73,8 +73,8 @@ class Passwords:
 
 
 def without_password(address: RedisAddress) -> tuple[RedisAddress, Passwords]:
-    """The address without user and password in its URL, and the passwords. Those in the URL win, as
-    in Redis' client. Raises `SettingError` for a URL with further passwords."""
+    """The address without user and password in its URL, and the passwords. A password in the URL
+    wins, as in Redis' client. Raises `SettingError` for a URL with a password among its options."""
     url, username, password = _split(address.url)
     if password and address.password_file:
         raise SettingError("redis_password_file", "cannot go with a password in redis_url")
@@ -91,8 +91,8 @@ def without_password(address: RedisAddress) -> tuple[RedisAddress, Passwords]:
 
 
 def with_password(address: RedisAddress, *, by_ray: bool = True) -> RedisAddress:
-    """The address with its passwords, in a process started by Ray (`by_ray`) or by a user. Raises
-    `SettingError` if this machine lacks a password."""
+    """The address with its passwords, for a process that was started by Ray (`by_ray`) or by a
+    user. Raises `SettingError` if a password cannot be found on this machine."""
     changed: dict[str, Any] = {}
     for kind, variable in (("password", VARIABLE), ("sentinel_password", SENTINEL_VARIABLE)):
         file, key = getattr(address, f"{kind}_file"), f"redis_{kind}"
@@ -119,7 +119,8 @@ def _read_variable(key: str, variable: str, by_ray: bool) -> str:
 
 
 def read_password(path: Path, key: str) -> str:
-    """The password in the file, without the line's end. Raises `SettingError` for `key`."""
+    """The password in the file, without the end of the line. Raises `SettingError`, which names
+    `key`, if the file is not one line."""
     try:
         with blaming(key):
             text = read_file(path).decode()
@@ -132,7 +133,8 @@ def read_password(path: Path, key: str) -> str:
 
 
 def _split(url: str) -> tuple[str, str, str]:
-    """The URL without them, the user, and the password. Raises `SettingError`."""
+    """The URL without user and password, the user, and the password. Raises `SettingError` for an
+    invalid URL."""
     if not url:
         return "", "", ""
     try:

@@ -1,7 +1,7 @@
-"""Connects to Redis: checks that the server can keep sessions, and maps its errors.
+"""Connects to Redis, checks that the server can keep sessions, and converts its errors.
 
-Raises `ConfigError` for a server with an unsuitable configuration, in one line that names the
-server with its password masked."""
+The `ConfigError` for an unsuitable server has one line, which names the server by its URL, with the
+password masked."""
 
 import asyncio
 import re
@@ -43,35 +43,36 @@ _PASSING_ERRORS = (ClusterDownError, NoPermissionError, OutOfMemoryError, ReadOn
 _PASSING_ANSWERS = re.compile(
     r"\b(BUSY|CLUSTERDOWN|LOADING|MASTERDOWN|MISCONF|NOAUTH|NOPERM|NOREPLICAS|OOM|READONLY"
     r"|UNBLOCKED)\b"
-    # How Redis 6.2 says NOPERM inside a script.
+    # Redis 6.2 says this in place of NOPERM inside a script.
     r"|The user executing the script can't run this command"
 )
 """Errors of a server that runs but cannot serve now: busy, failing over, disk or memory full,
-rights being changed. The client has classes for some; a script wraps them into other text."""
+rights being changed. The client has classes for some of them. In errors of scripts, only the text
+names them."""
 _REPLACED_ERRORS = (BusyLoadingError, MasterDownError, ReadOnlyError)
 _REPLACED_ANSWERS = re.compile(r"\b(LOADING|MASTERDOWN|NOREPLICAS|READONLY|UNBLOCKED)\b")
-"""Errors of a server that may no longer be the primary: demoted, restarted, or cut off from its
-replicas while Sentinel promotes one of them."""
+"""Errors of a server that may no longer be the primary. It was demoted or restarted, or is cut off
+from its replicas while Sentinel promotes one of them."""
 _DAMAGED = "WRONGTYPE"
 
 
 class NotReplicated(RedisError):
-    """Too few replicas have a write: the others are away, or follow another primary."""
+    """Too few replicas have a write. The others are away, or follow another primary."""
 
 
 def masked_url(url: str) -> str:
-    """The URL with `***` for every password, even of a URL that cannot be parsed."""
+    """The URL with `***` in place of every password, even if the URL cannot be parsed."""
     url = re.sub(r"(://[^:@/]*):.*@", r"\1:***@", url)
     return re.sub(r"([?&][^=&]*password=)[^&]*", r"\1***", url)
 
 
 @asynccontextmanager
 async def answering() -> AsyncIterator[None]:
-    """Raises `TimeoutError` inside once Redis has had `REDIS_TIMEOUT_MS`: a dead server is noticed
-    within a second, and the caller decides what to do.
+    """Raises `TimeoutError` inside the block after `REDIS_TIMEOUT_MS`.
 
-    The time is counted in slices. Otherwise a pause of this process (a burst of work, a garbage
-    collection) would look like a slow Redis: answer and timeout would both be due."""
+    The time is counted in slices, each of which starts when the event loop has handled the one
+    before. Otherwise, after a pause of this process (a burst of work, a garbage collection), the
+    timeout would come before an answer that has arrived meanwhile."""
     loop = asyncio.get_running_loop()
     slice_s = limits.REDIS_TIMEOUT_MS / limits.REDIS_TIMEOUT_SLICES / 1000
     timer: asyncio.TimerHandle
@@ -93,9 +94,9 @@ async def answering() -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def calling(client: redis.asyncio.Redis) -> AsyncIterator[None]:
-    """Bounds a call as `answering` does. If the server fails, or may no longer be the primary
-    (`may_be_replaced`), closes idle connections: the next call then connects anew, and finds the
-    primary by the server's name or by Sentinel. Those in use are closed by their own calls."""
+    """Limits the time of a call as `answering` does. If the server fails, or may no longer be the
+    primary (`may_be_replaced`), closes idle connections. So the next call connects anew, and finds
+    the primary by the server's name or by Sentinel. Calls close the connections that they use."""
     try:
         async with answering():
             yield
@@ -106,8 +107,8 @@ async def calling(client: redis.asyncio.Redis) -> AsyncIterator[None]:
 
 
 def may_be_replaced(error: Exception) -> bool:
-    """Whether an error shows that the server may no longer be the primary. Matches text, as scripts
-    wrap such errors into others without a class."""
+    """Whether an error shows that the server may no longer be the primary. Also reads the text, as
+    such errors of scripts have no class of their own."""
     return isinstance(error, _REPLACED_ERRORS) or bool(_REPLACED_ANSWERS.search(str(error)))
 
 
@@ -121,8 +122,8 @@ def redis_errors() -> Iterator[None]:
 
 
 def to_our_error(error: Exception) -> OutriderError:
-    """`StoreUnavailable` for what may pass, `DataLoss` for a key of another type than we write,
-    `InvariantError` for a wrong command."""
+    """`StoreUnavailable` for an error that may pass, `DataLoss` for a key of a type that we do not
+    write, `InvariantError` for a wrong command."""
     if isinstance(error, NotReplicated):
         return StoreUnavailable(f"Redis: {error}; try again")
     if isinstance(error, redis.ConnectionError | redis.TimeoutError | OSError | TimeoutError):
@@ -136,19 +137,19 @@ def to_our_error(error: Exception) -> OutriderError:
 
 def _first_line(error: Exception) -> str:
     if isinstance(error, MasterNotFoundError):
-        # Its own text describes each Sentinel's client at length.
+        # The text of the error describes each Sentinel's client at length.
         reasons = sorted(set(re.findall(r"\b\w+Error\b", str(error))))
         return ", ".join(["no Sentinel names a primary of that service that is up", *reasons])
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def new_client(address: RedisAddress) -> redis.asyncio.Redis:
-    """A client that connects when it is first used. It never retries and has no timeouts of its
-    own: wrap calls in `calling`."""
+    """A client that connects when it is first used. It never retries and has no timeouts, so calls
+    need `calling` around them."""
     url = address.url
     options: dict[str, Any] = {
         "max_connections": limits.REDIS_CONNECTIONS_MAX,
-        # All three are bounded by `calling`, together.
+        # `calling` limits the sum of these three.
         "timeout": None,
         "socket_connect_timeout": None,
         "socket_timeout": None,
@@ -168,7 +169,7 @@ def new_client(address: RedisAddress) -> redis.asyncio.Redis:
             return _sentinel_client(url, address.sentinel_password or None, options)
         pool = Pool.from_url(url, **options)
     except (TypeError, ValueError):
-        # The cause stays out of the message and the traceback: it may quote the password.
+        # Neither message nor traceback shows the cause, which may quote the password.
         raise ConfigError(
             f"Redis URL {masked_url(url)}: is not one of redis://HOST:PORT/DB, "
             f"rediss://HOST:PORT/DB, unix:///PATH?db=DB, "
@@ -179,9 +180,9 @@ def new_client(address: RedisAddress) -> redis.asyncio.Redis:
 
 
 async def check_server(client: redis.asyncio.Redis, url: str) -> None:
-    """Raises `ConfigError` unless the server answers and can keep sessions: it is new enough, is
-    writable, and never evicts. Waits while it loads its file. With a URL of Sentinels, checks the
-    primary that they name, and waits while they elect one."""
+    """Raises `ConfigError` unless the server answers and `check_info` accepts it. Waits while the
+    server loads its file. With a URL of Sentinels, checks the primary that they name, and waits
+    while they elect one."""
     name = f"Redis at {masked_url(url)}"
     loop = asyncio.get_running_loop()
     began_at = loop.time()
@@ -219,7 +220,8 @@ def _why_unfit(error: Exception) -> str:
 
 
 def check_info(name: str, info: dict[str, Any]) -> None:
-    """Raises `ConfigError` unless this answer to INFO is of a server that can keep sessions."""
+    """Raises `ConfigError` unless the server with this answer to INFO can keep sessions: it must be
+    new enough, accept writes, and evict no keys."""
     version, policy = str(info.get("redis_version", "0")), info.get("maxmemory_policy", "unknown")
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     reason = ""
@@ -242,8 +244,8 @@ def check_info(name: str, info: dict[str, Any]) -> None:
 
 class Pool(redis.asyncio.BlockingConnectionPool):
     async def disconnect(self, inuse_connections: bool = True) -> None:
-        """Closes connections. Unlike the library, does not wait for idle ones to close: meanwhile
-        another task might take one that is half closed."""
+        """Closes connections. Unlike in the library, idle ones close without a wait, during which
+        another task could take one that is half closed."""
         if inuse_connections:
             await super().disconnect()
             return
@@ -278,14 +280,14 @@ class _Client(redis.asyncio.Redis):
 def _sentinel_client(
     url: str, sentinel_password: str | None, options: dict[str, Any]
 ) -> redis.asyncio.Redis:
-    """A client of the server that is the primary when it connects. The URL's hosts are Sentinels;
-    user and password are the servers'. `rediss+sentinel://` uses TLS to both:
+    """A client that connects to the primary that Sentinels name. The URL's hosts are Sentinels, its
+    user and password those of the servers. `rediss+sentinel://` uses TLS to both:
 
         redis+sentinel://[USER[:PASSWORD]@]HOST[:PORT][,HOST[:PORT]...]/SERVICE[/DB]
 
-    `options` are those of connections and of their pool; the URL overrides them. Sentinels are
-    asked one after the other, each for `REDIS_SENTINEL_TIMEOUT_MS`. Raises `ValueError`, without
-    the password in it, for a URL of another form."""
+    `options` are those of connections and of their pool; the URL overrides them. Asks one Sentinel
+    after the other, and waits `REDIS_SENTINEL_TIMEOUT_MS` for each. Raises `ValueError`, which does
+    not quote the password, for a URL of another form."""
     scheme, _, rest = url.partition("://")
     place, _, path = rest.partition("/")
     credentials, has_credentials, hosts = place.rpartition("@")

@@ -1,4 +1,4 @@
-"""Runs Lua scripts in Redis; runs of independent callers share round trips."""
+"""Runs Lua scripts in Redis. Runs for several callers share round trips."""
 
 import asyncio
 import hashlib
@@ -25,7 +25,8 @@ class Script:
     """Lua files of `lua/`, concatenated, and their hash in Redis."""
 
     def __init__(self, *names: str, replicated: bool = False) -> None:
-        """`replicated`: its result counts only once replicas have it, if `wait_replicas` is set."""
+        """A `replicated` script succeeds only once replicas have its writes, if `wait_replicas` is
+        set."""
         self.replicated = replicated
         folder = resources.files("outrider.sessions") / "lua"
         self.source = "\n".join((folder / f"{name}.lua").read_text() for name in names)
@@ -42,19 +43,20 @@ class ScriptRunner:
     def __init__(
         self, client: redis.asyncio.Redis, wait_replicas: int = 0, replicated_key: str = ""
     ) -> None:
-        """The answer of a replicated script counts only once `wait_replicas` replicas have its
-        writes and all earlier ones. `replicated_key` is set before each WAIT, which waits for the
-        connection's last write: the script itself may write nothing."""
+        """A replicated script succeeds only once `wait_replicas` replicas have its writes and all
+        earlier ones. The command WAIT waits for the last write of its connection. As a script may
+        write nothing, `replicated_key` is set before each WAIT."""
         self._client = client
         self._wait_replicas = wait_replicas
         self._replicated_key = replicated_key
         self._waiting: dict[Script, deque[tuple[Call, asyncio.Future[Any]]]] = {}
-        """Runs that wait for the next round trip, by script being run."""
+        """Runs that wait for the next round trip, by script. A script is a key while a task sends
+        its runs."""
         self._senders: set[asyncio.Task[None]] = set()
 
     async def run(self, script: Script, call: Call) -> Any:
-        """The answer to one run. Runs of many callers are batched: while one round trip is under
-        way, others queue for the next. Raises the run's error."""
+        """The answer to one run. While one round trip of a script is under way, further runs wait,
+        and share the next one. Raises the run's error."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if script not in self._waiting:
             self._waiting[script] = deque()
@@ -91,8 +93,8 @@ class ScriptRunner:
         await asyncio.gather(*self._senders, return_exceptions=True)
 
     async def _send_waiting(self, script: Script) -> None:
-        """Makes round trips until no run waits. If the server does not answer, all runs that wait
-        fail, so that no caller waits longer than one timeout; a bug fails them, too."""
+        """Makes round trips until no run waits. If a round trip fails, all waiting runs fail, so
+        that no caller waits for longer than one timeout."""
         waiting = self._waiting[script]
         while waiting:
             size = min(len(waiting), CALLS_PER_PIPELINE_MAX)
@@ -111,10 +113,10 @@ class ScriptRunner:
         del self._waiting[script]
 
     async def _send(self, script: Script, calls: Sequence[Call], load: bool = False) -> list[Any]:
-        """Each command's answer, errors included.
+        """The answer to each command, errors included.
 
-        The client's own pipelines take twice the time, in every round: they prepare for
-        transactions, retries and commands that have parsers of their own."""
+        Sends bytes itself, because the client's pipelines take twice the time, in every round. They
+        are also made for transactions, retries, and commands with parsers of their own."""
         commands: list[tuple[Any, ...]] = [("SCRIPT", "LOAD", script.source)] if load else []
         for keys, arguments in calls:
             commands.append(("EVALSHA", script.sha, len(keys), *keys, *arguments))
@@ -129,7 +131,7 @@ class ScriptRunner:
                 await connection.send_packed_command(b"".join(map(_packed, commands)))
                 answers = [await _answer(connection) for _ in commands]
             except BaseException:
-                # Else the next command would read the unread answers as its own.
+                # Otherwise the next command would take the unread answers for its own.
                 await connection.disconnect(nowait=True)
                 raise
             finally:
@@ -150,8 +152,8 @@ class ScriptRunner:
 
 
 def _packed(command: Sequence[str | int | bytes]) -> bytes:
-    """The command in Redis' protocol. The client's own function takes three times as long, 8 us a
-    round."""
+    """The command in Redis' protocol. The client's function for this takes three times as long: 8
+    us in each round."""
     parts = [b"*%d\r\n" % len(command)]
     for word in command:
         data = word if isinstance(word, bytes) else str(word).encode()

@@ -14,12 +14,13 @@
     <prefix>key:{<key>}               string: value of `claim_key`; expires
     <prefix>replicated                string: written before replicas are waited for
 
-The braces are literal. Every change is one Lua script (`lua/`). Redis does not roll back a script
-that fails, so each script leaves a consistent session after every call: see `lua/layout.lua`. No
-script touches keys of two hash slots, so a take-over reads the owner's lease in a separate call,
-and then checks that epoch and owner are unchanged. Leases are times to live in Redis; no point in
-time is stored, so clocks are never compared. If a restarted Redis has lost a live owner's lease,
-its sessions can be taken over; its later writes then fail the check of the epoch."""
+The braces are literal. One Lua script (`lua/`) makes each change. Redis does not roll back a script
+that fails, so each script leaves a consistent session after each of its calls: `lua/layout.lua`
+says how. No script uses keys of two hash slots. So a take-over reads the owner's lease in a
+separate call, and then checks that epoch and owner are unchanged. Leases are times to live in
+Redis, which stores no point in time, so clocks are never compared. If a restarted Redis has lost a
+running owner's lease, other coordinators can take over the sessions. That owner's later writes then
+fail because their epoch is too low."""
 
 import asyncio
 import struct
@@ -78,7 +79,7 @@ class RedisStore(SessionStore):
     """A `SessionStore` in one Redis server. Made by `connect`."""
 
     lease_ms = limits.SESSION_LEASE_MS
-    """How long a silent owner keeps its sessions."""
+    """How long an owner keeps its sessions without renewing its lease."""
     session_ttl_ms = limits.SESSION_TTL_S * 1000
     """Least time that an unfinished session stays readable after its last write."""
     finished_ttl_ms = limits.FINISHED_TTL_S * 1000
@@ -100,9 +101,9 @@ class RedisStore(SessionStore):
     async def connect(cls, address: RedisAddress, *, wait_replicas: int = 0) -> Self:
         """Connects, and checks that the server can keep sessions.
 
-        With `wait_replicas`, writes and reads succeed only once this many replicas have the data;
-        after `REDIS_WAIT_MS` methods raise `StoreUnavailable`. Renewing leases does not wait.
-        Raises `ConfigError`, in one line, with the password masked."""
+        With `wait_replicas`, writes and reads succeed only once this many replicas have the data.
+        After `REDIS_WAIT_MS` they raise `StoreUnavailable`. To renew a lease needs no replica.
+        Raises `ConfigError` for an unsuitable server."""
         client = new_client(address)
         try:
             await check_server(client, address.url)
@@ -229,8 +230,8 @@ class RedisStore(SessionStore):
         return key, f"{key}:wanted"
 
     async def _record(self, session_id: str, answer: Sequence[Any]) -> SessionRecord | None:
-        """The record that `load` or `take_over` found. None if its tokens were replaced, or Redis
-        lost their tail, while they were read. Raises the script's error."""
+        """The record, from the answer of the script `load` or `take_over`. None if its tokens were
+        replaced, or Redis lost their tail, while they were read. Raises the script's error."""
         match answer:
             case [b"missing", _]:
                 raise not_found(session_id)
@@ -264,7 +265,7 @@ class RedisStore(SessionStore):
 
 
 def _outcome(session_id: str, epoch: int, answer: Any) -> int | OutriderError:
-    """Result of a write: the stored length, or the script's error."""
+    """The result of a write: the stored length, or an error."""
     match answer:
         case int() | OutriderError():
             return answer
@@ -301,8 +302,8 @@ def encode_tokens(token_ids: Sequence[int]) -> bytes:
 def decode_record(
     session_id: str, fields: Mapping[bytes, bytes], tokens: bytes, logprobs: bytes
 ) -> SessionRecord:
-    """The `verified` session from its hash, tokens and log-probabilities. Raises `DataLoss`, also
-    for data that this module did not write."""
+    """The session from its hash, tokens and log-probabilities. Raises `DataLoss` if they are not
+    complete, or in an unknown form."""
     try:
         tenant, seed, rule, parameters, prompt_length = _OPENED.validate_json(fields[b"opened"])
         token_ids = struct.unpack(f"<{len(tokens) // TOKEN_BYTES}I", tokens)

@@ -1,11 +1,12 @@
-"""One session as its owner sees it: which tokens are decided, stored, and may be shown.
+"""One session as its owner knows it: which tokens are decided, which are stored, and which may be
+shown.
 
     prompt_length <= showable_length <= length          (all tokens decided so far)
     acknowledged_length <= showable_length              (equal, unless the store lost its tail)
 
-Pure: no clock, no store. The owner decides tokens, sends `next_append()` to the store and passes
-the answer to `acknowledge()`. A store that lost its tail answers with a shorter length; the owner
-sends the rest again, and what was shown stays shown."""
+Uses no clock and no store. The owner decides tokens, sends `next_append()` to the store, and passes
+the answer to `acknowledge()`. If the store has lost the session's last tokens, it answers with a
+shorter length, and the owner sends the rest again. Tokens that may be shown stay so."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,31 +26,31 @@ from outrider.tokens import TokenSequence
 
 
 class Session:
-    """Tokens of one session, and how far they are stored. Not thread-safe."""
+    """The tokens of one session, and how many of them are stored. Not thread-safe."""
 
     def __init__(self, record: SessionRecord) -> None:
         """`record` is the running session that `SessionStore.open` has just stored, or that
         `SessionStore.take_over` returned."""
         check(record.finish_reason is None, "a finished session is not resumed")
         self.record = replace(record, token_ids=(), logprobs="")
-        """The session without its tokens, for what never changes."""
+        """The session without its tokens. Only fields that never change are read."""
         self.tokens = TokenSequence(record.token_ids)
-        """All decided tokens, prompt first. Only `decide` appends."""
+        """All decided tokens, prompt first. Only `decide` appends to them."""
         self.counters = record.counters
         self.draft = record.draft
         self.target = record.target
         self.logprobs = record.logprobs.split("\n")[:-1]
-        """One JSON line per token after the prompt, or nothing."""
+        """One JSON line for each token after the prompt, or no lines."""
         self.acknowledged_length = len(self.tokens)
-        """Tokens that the store held at its last answer."""
+        """Number of tokens that the store held at its last answer."""
         self.showable_length = len(self.tokens)
-        """Tokens that were stored at some time, so may be shown. Never falls."""
+        """Number of tokens that the store held at any time, and that may be shown. Never falls."""
         self.finish_reason: FinishReason | None = None
-        """Why no more tokens are decided; the store may lack the last ones. None while it runs, and
-        if it was lost before it ended."""
+        """Why no more tokens are decided. The store may still lack the last ones. None while the
+        session runs, and if it was lost while it ran."""
         self.error: OutriderError | None = None
-        """Why the session is lost (taken over, or gone): nothing more is sent to the store. Else
-        None."""
+        """Why the session is lost: it was taken over, or is no longer stored. Nothing more is sent
+        to the store. None if it is not lost."""
         self.check_integrity()
 
     @property
@@ -70,7 +71,7 @@ class Session:
 
     @property
     def num_uncommitted(self) -> int:
-        """Decided tokens that the store lacks."""
+        """Number of decided tokens that the store lacks."""
         return len(self.tokens) - self.acknowledged_length
 
     @property
@@ -87,8 +88,9 @@ class Session:
         target: CacheState | None = None,
         logprobs: Sequence[str] = (),
     ) -> None:
-        """Appends the tokens of one outcome. `counters` are the session's so far. A `draft` or
-        `target` of None is unchanged. `logprobs` has a line per token, always or never."""
+        """Appends the tokens of one outcome. `counters` are those of the whole session. A `draft`
+        or `target` of None is unchanged. `logprobs` has a line for each token, in every call or in
+        none."""
         self._check_running("decided tokens of")
         check(len(token_ids) > 0, "an outcome without tokens")
         check(
@@ -103,9 +105,9 @@ class Session:
         self.target = target or self.target
 
     def next_append(self) -> Append | None:
-        """What the store lacks, up to `APPEND_TOKENS_MAX` tokens; None if it lacks nothing or the
-        session is lost. Changes nothing: a second call before the answer returns them again, and
-        those decided since."""
+        """The tokens that the store lacks, up to `APPEND_TOKENS_MAX`. None if it lacks none, or if
+        the session is lost. Changes nothing: a second call before the store's answer returns them
+        again, with those decided meanwhile."""
         if not self.has_news:
             return None
         start = self.acknowledged_length
@@ -127,7 +129,7 @@ class Session:
         )
 
     def ending(self) -> Finish:
-        """The end of a finished session, for the store."""
+        """The message that ends a finished session in the store."""
         if self.finish_reason is None:
             raise InvariantError(f"session {self.session_id} ends without a reason")
         return Finish(
@@ -140,8 +142,8 @@ class Session:
         )
 
     def acknowledge(self, stored_length: int) -> None:
-        """The store holds `stored_length` tokens of this session. If it lost its tail, these are
-        fewer than before, perhaps fewer than the prompt."""
+        """Records that the store holds `stored_length` tokens of this session. If it has lost the
+        last ones, they are fewer than before, perhaps fewer than the prompt has."""
         check(self.error is None, "the store acknowledged a lost session")
         if not 0 <= stored_length <= self.length:
             raise InvariantError(
@@ -151,13 +153,14 @@ class Session:
         self.showable_length = max(self.showable_length, stored_length)
 
     def finish(self, reason: FinishReason) -> None:
-        """No more tokens will be decided. What the store lacks is still sent."""
+        """Ends the decoding: no more tokens are decided. Those that the store lacks are still
+        sent."""
         self._check_running("finished")
         self.finish_reason = reason
 
     def supersede(self, error: OutriderError) -> None:
-        """The session was taken over (`StaleEpoch`) or is gone (`DataLoss`). Tokens that were not
-        stored will never be shown."""
+        """Marks the session as lost: taken over (`StaleEpoch`), or no longer stored (`DataLoss`).
+        Tokens that were never stored will not be shown."""
         check(self.error is None, "superseded a lost session")
         self.error = error
 

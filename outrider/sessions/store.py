@@ -26,7 +26,7 @@ class FinishReason(StrEnum):
 
 @value(frozen=True, slots=True)
 class CacheState:
-    """What one side (draft or target) caches of a session."""
+    """Which replica of a draft or target caches a session, and how many of its tokens."""
 
     replica: str = ""
     cached_length: int = 0
@@ -37,7 +37,7 @@ NOTHING_CACHED = CacheState()
 
 @value(frozen=True, slots=True)
 class Counters:
-    """Counters that continue after a resumption."""
+    """Counters of a session, which a resumption continues."""
 
     num_rounds: int = 0
     num_draft_tokens: int = 0
@@ -64,13 +64,13 @@ class Append:
     logprobs: str = ""
     """JSON lines for these tokens if the request asked for log-probabilities."""
     more_follow: bool = False
-    """Whether the store once had tokens after these. If it has lost the owner's take-over, readers
-    get the former owner's tokens until an append without this."""
+    """Whether the store once had tokens after these. If the store has lost the owner's take-over,
+    readers get the former owner's tokens until an append in which this is false."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The end of a session with `length` tokens, under its epoch."""
+    """Ends a session with `length` tokens, under its epoch."""
 
     session_id: str
     epoch: int
@@ -92,7 +92,7 @@ class SessionRecord:
     seed: int
     rule: Rule
     parameters: str
-    """JSON, opaque to the store: all that is needed to continue the request."""
+    """JSON with all that is needed to continue the request. The store does not read it."""
     prompt_length: int
     token_ids: tuple[int, ...]
     prefix_digest: int
@@ -101,9 +101,9 @@ class SessionRecord:
     target: CacheState = NOTHING_CACHED
     counters: Counters = NOTHING_COUNTED
     logprobs: str = ""
-    """A JSON line per token after the prompt, or nothing."""
+    """A JSON line for each token after the prompt, or nothing."""
     finish_reason: FinishReason | None = None
-    """None while it runs."""
+    """None while the session runs."""
 
     @classmethod
     def new(
@@ -124,27 +124,27 @@ class SessionRecord:
 
 
 def released(owner: str) -> str:
-    """The owner's name in sessions that `owner` has released. No process has it, so any coordinator
-    may take them over."""
+    """The owner's name in sessions that `owner` has released. No process has this name, and so no
+    lease: any coordinator may take the sessions over."""
     return f"{owner} (released)"
 
 
 class SessionStore(Protocol):
-    """Keeps sessions, and leases of their owners. Every method may raise `StoreUnavailable`; it may
-    then have taken effect or not. Each can be repeated.
+    """Keeps sessions, and leases of their owners. Every method may raise `StoreUnavailable`. The
+    call may then have taken effect or not. Every call can be repeated.
 
     A session has one owner under one epoch, which each take-over raises by one. An owner's writes
-    (`append`, `finish`, `release`) name both, and the store compares them with its own:
+    (`append`, `finish`, `release`) state both. The store compares them with those that it has:
 
       - Lower epoch: a former owner's write. `StaleEpoch`, and nothing changes.
-      - Same epoch, other owner: the store lost a take-over and then gave its epoch again.
-        `StaleEpoch`, and nothing changes.
+      - Same epoch, other owner: the store lost a take-over and later gave the same epoch to another
+        owner. `StaleEpoch`, and nothing changes.
       - Same epoch and owner: the write is carried out.
-      - Higher epoch: the store lost the take-over that gave it. The session is this owner's again
-        and runs, even if it was finished. The stored tokens may be a former owner's, so its length
-        counts as 0, and the owner sends all tokens again. An append without `Append.more_follow`
-        puts them in place of the old ones. Until then readers get the old ones, and the session
-        cannot be finished with a length.
+      - Higher epoch: the store lost the take-over that gave this epoch. The session is this owner's
+        again and runs, even if it was finished. The stored tokens may be a former owner's, so the
+        stored length counts as 0, and the owner sends all tokens again. The append without
+        `Append.more_follow` replaces the old tokens by the new ones. Until then readers get the old
+        tokens, and the session cannot be finished with a length.
     """
 
     async def open(self, session: SessionRecord) -> None:
@@ -153,24 +153,24 @@ class SessionStore(Protocol):
 
     async def append(self, appends: Sequence[Append]) -> list[int | OutriderError]:
         """Appends to many sessions in one round trip. Returns for each the stored length
-        afterwards, or an error. If the length is not expected_length + len(token_ids), nothing was
-        appended: a shorter store lost its tail (the owner sends it again from there), a longer one
-        has the tokens already. `StaleEpoch`: see above. `DataLoss`: no such session. An append
-        without tokens asks for the length."""
+        afterwards, or an error: `StaleEpoch`, or `DataLoss` if the session is not stored. If the
+        length is not expected_length + len(token_ids), nothing was appended. If it is smaller, the
+        store has lost the last tokens, and the owner sends them again. If it is larger, the store
+        has the tokens already. An append without tokens asks for the length."""
 
     async def hold_lease(self, owner: str) -> Mapping[str, bool]:
-        """Renews the lease: for a while, no other owner can take over any session of this one.
-        Returns the ids of those that others asked for in vain since the last call, each with
-        whether it is to be cancelled. The owner then cancels these, and releases those that it does
-        not run."""
+        """Renews the lease. Until it runs out, no other owner can take over a session of this one.
+        Returns the ids of sessions that others have tried to take over since the last call, each
+        with whether it is to be cancelled. The owner then cancels the latter, and releases those
+        that it does not run."""
 
     async def end_lease(self, owner: str) -> None:
         """Ends the lease: others may take over this owner's sessions at once."""
 
     async def release(self, session_id: str, epoch: int, owner: str) -> None:
-        """Releases a session that no longer runs: its owner becomes `released(owner)`, which has no
-        lease; its epoch stays. A finished session is unchanged, even if `epoch` is lower. Raises
-        `StaleEpoch` (also if it is released already) and `DataLoss`."""
+        """Releases a session that no longer runs. Its owner becomes `released(owner)`, which has no
+        lease. Its epoch stays. A finished session is unchanged, even if its epoch is lower. Raises
+        `StaleEpoch`, also if the session is released already, and `DataLoss`."""
 
     async def take_over(
         self,
@@ -179,43 +179,44 @@ class SessionStore(Protocol):
         on_sent: Callable[[], None] = lambda: None,
         cancels: bool = False,
     ) -> SessionRecord:
-        """Makes `owner` the owner under epoch + 1, if the session is still as `load` returned it
-        (`seen`), and its owner's lease has run out (or it is the same owner). Returns a finished
-        session unchanged. Raises `NotFound`, `DataLoss`, and `Unavailable`: if another coordinator
-        took it over since, or if the lease still runs, with its remaining time. `hold_lease` then
-        tells that owner of the request, and with `cancels` to cancel the session.
+        """Makes `owner` the owner under epoch + 1, if epoch and owner are still those of `seen`,
+        which `load` returned, and that owner's lease has run out or it is `owner` itself. Returns a
+        finished session unchanged. Raises `NotFound`, `DataLoss`, and `Unavailable`: if another
+        coordinator took the session over meanwhile, or, with the remaining time, if the lease still
+        runs. In the latter case `hold_lease` reports the request to the session's owner, with
+        `cancels` as a request to cancel it.
 
         `on_sent` is called when the lease has run out, just before the session may change. After
-        that, a cancellation or an error other than `NotFound` and `Unavailable` itself (a subclass
-        is another error) leaves open whether the session was taken over. Unless the caller
-        continues it, it must `release` it under epoch + 1, which also invalidates a take-over under
-        way."""
+        that, the session may or may not have been taken over if the call is cancelled, or raises an
+        error other than `NotFound` and `Unavailable` itself (a subclass is another error). A caller
+        that does not continue the session must then `release` it under epoch + 1. This also
+        invalidates a take-over that is still under way."""
 
     async def finish(self, finish: Finish) -> int:
         """Marks the session finished if its stored length is `finish.length`, or if that is None.
-        Returns the stored length as `append` does: if tokens are missing, the owner appends them
-        and finishes again, so no answer is recorded as finished without its tail. A finished
-        session is unchanged and expires. Raises `StaleEpoch` (see above), `DataLoss`."""
+        Returns the stored length. If tokens are missing, the owner appends them and calls this
+        again, so no session is marked finished without its last tokens. A finished session is
+        unchanged and expires. Raises `StaleEpoch` and `DataLoss`."""
 
     async def load(self, session_id: str) -> SessionRecord:
         """Reads a session. Raises `NotFound`."""
 
     async def claim_key(self, key: str, value: str = "", replaces: str = "") -> str:
-        """Stores a value under a key that has none, or has the value `replaces`. Returns the key's
-        value; empty = none. Without a value, only reads. Keeps a value for at least as long as a
-        session that is opened now."""
+        """Stores `value` under a key that has no value, or has the value `replaces`. Returns the
+        key's value; empty = none. An empty `value` only reads. A value is kept for at least as long
+        as a session that is opened now."""
 
     async def close(self) -> None:
-        """Closes connections; stored sessions stay."""
+        """Closes connections. Sessions stay stored."""
 
 
 def not_found(session_id: str) -> SessionNotFound:
-    """There is no such session, or it is another tenant's."""
+    """The error for an unknown session, and for a session of another tenant."""
     return SessionNotFound(f"there is no session {session_id}")
 
 
 def contended(session_id: str) -> Unavailable:
-    """Another coordinator took the session over between two calls of a take-over."""
+    """The error if another coordinator took the session over meanwhile."""
     return Unavailable(
         f"session {session_id} was taken over meanwhile; try again",
         retry_after_ms=TAKE_OVER_RETRY_MS,
@@ -223,7 +224,7 @@ def contended(session_id: str) -> Unavailable:
 
 
 def verified(record: SessionRecord) -> SessionRecord:
-    """The record, if its tokens are complete; else raises `DataLoss`."""
+    """Returns the record. Raises `DataLoss` if its tokens are not complete."""
     length = len(record.token_ids)
     if length < record.prompt_length:
         raise DataLoss(

@@ -6,13 +6,12 @@ local function is_stale(epoch, owner, stored_epoch, stored_owner)
   return epoch < stored_epoch or (epoch == stored_epoch and owner ~= stored_owner)
 end
 
--- Returns the session's state, whether its tokens are to be rewritten, and their places; or nil and
--- the script's result: {'missing', 0} or {'stale', stored epoch}.
+-- Returns the session: its state, whether its tokens are to be rewritten, and their places. Or returns
+-- nil and the script's result: {'missing', 0} or {'stale', stored epoch}.
 -- An epoch above the stored one means that Redis lost a take-over. The session runs again under this
--- owner. The stored tokens may be a former owner's, so they count as none (rewrite). They stay
--- readable until this owner has sent all tokens again. Those sent so far are stored after them, at
--- the places in the pending fields, and only they count. With `keeps_end` a finished session is
--- unchanged.
+-- owner. The stored tokens may be a former owner's, so they do not count (rewrite), but stay readable
+-- until this owner has sent all tokens again. Tokens that it has sent are stored after the old ones,
+-- at the places in the pending fields. With `keeps_end` a finished session is unchanged.
 local function admit(key, epoch, owner, keeps_end)
   local stored = redis.call('HMGET', key, 'epoch', 'owner', 'state', 'rewrite', 'tokens_start',
     'tokens_end', 'logprobs_start', 'logprobs_end', 'pending_tokens_start', 'pending_tokens_end',

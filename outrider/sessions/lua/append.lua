@@ -3,7 +3,8 @@
 -- ARGV: epoch, owner, ttl_ms, expected_length, token bytes, logprobs, '1' if more follow,
 --       then field, value, field, value ... to set if the tokens are appended
 -- Returns the stored length in tokens, or {'missing', 0}, or {'stale', stored epoch}.
--- If aborted at any call, it has at most raised the epoch (admit.lua): readers see no change.
+-- If Redis aborts this script at any call, it has at most raised the epoch (admit.lua), and readers see
+-- no change.
 local session, refusal = admit(KEYS[1], ARGV[1], ARGV[2])
 if not session then return refusal end
 

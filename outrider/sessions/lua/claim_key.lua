@@ -1,4 +1,4 @@
--- Stores a value under a key that has none, or the one to replace; restarts its time to live.
+-- Stores a value under a key that has no value, or has the one to replace. Restarts its time to live.
 -- KEYS: key; ARGV: value (empty = only read), the value to replace, ttl_ms
 -- Returns the key's value; empty = none.
 local found = redis.call('GET', KEYS[1]) or ''

@@ -2,8 +2,8 @@
 -- KEYS: session, tokens, logprobs
 -- ARGV: epoch, owner, ttl_ms, length (-1 = any), then field, value ... of the final state
 -- Returns the stored length in tokens, or {'missing', 0}, or {'stale', stored epoch}.
--- If aborted at any call, it has at most raised the epoch (admit.lua), or finished a session that
--- stays readable for longer.
+-- If Redis aborts this script at any call, it has at most raised the epoch (admit.lua), or finished a
+-- session that stays readable for longer than ttl_ms.
 local session, refusal = admit(KEYS[1], ARGV[1], ARGV[2])
 if not session then return refusal end
 

@@ -1,4 +1,4 @@
--- Renews the leases of a caller's slots, and frees others.
+-- Renews the leases of some slots of a caller, and frees others.
 -- KEYS: its slots; ARGV: lease_ms, number of slots to free, their names, names of slots to renew
 local time = redis.call('TIME')
 local until_ms = string.format('%.0f', time[1] * 1000 + time[2] / 1000 + ARGV[1])

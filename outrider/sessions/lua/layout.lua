@@ -32,8 +32,8 @@ local function prolong(ttl_ms)
   end
 end
 
--- Returns {fields and values, {first byte, end} of the tokens, the same of the log-probabilities}, for
--- read_part.lua.
+-- Returns {fields and values, {first byte, end} of the tokens, {first byte, end} of the
+-- log-probabilities}. The caller reads the bytes with read_part.lua.
 local function read()
   local ends = redis.call('HMGET', KEYS[1], 'tokens_start', 'tokens_end', 'logprobs_start',
     'logprobs_end')

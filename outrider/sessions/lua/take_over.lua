@@ -3,7 +3,7 @@
 -- KEYS: session, tokens, logprobs
 -- ARGV: epoch and owner that were read, owner, ttl_ms
 -- Returns the result of `read`, or {'missing', 0}, or {'changed', epoch}.
--- One call changes the owner; if aborted after it, the session's time to live is shorter.
+-- A single call changes the owner. If Redis aborts the script after that, the time to live is shorter.
 local stored = redis.call('HMGET', KEYS[1], 'epoch', 'owner', 'state')
 if not stored[1] then return {'missing', 0} end
 
