@@ -1,7 +1,7 @@
-"""One replica in its own process: service, gRPC server, health, registration. The base of the draft
-and target actors.
+"""Hosts a replica in a process of its own: service, gRPC server, health, registration. The draft
+and target actors are based on it.
 
-Everything heavy is imported by `start`, so that placing an actor is quick."""
+`start` imports all large modules, so that an actor is placed quickly."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class ReplicaHost(PlacedActor):
-    """Serves one replica service over gRPC. Subclasses `build` the service."""
+    """Serves one replica's service over gRPC. Subclasses build the service."""
 
     def __init__(self) -> None:
         self._service: SteppedService | None = None
@@ -52,7 +52,7 @@ class ReplicaHost(PlacedActor):
         self._announcer: Lease | None = None
         self._engagement = Engagement()
         self._open = AsyncExitStack()
-        """What to close, the last one first."""
+        """What `stop` closes, the last entry first."""
         self._stopping: asyncio.Task[None] | None = None
         self._grace_s = 0.0
         self.leadership: RankLeader | None = None
@@ -61,7 +61,8 @@ class ReplicaHost(PlacedActor):
     async def open_rendezvous(
         self, num_ranks: int, num_neighbours: int, timeout_s: float
     ) -> Rendezvous:
-        """Address at which the model's other ranks join, while `start` loads the model here."""
+        """Returns the address at which the model's other ranks join. They join while `start` loads
+        the model here."""
         self.leadership = RankLeader(num_ranks, num_neighbours, timeout_s)
         return self.leadership.rendezvous
 
@@ -81,7 +82,7 @@ class ReplicaHost(PlacedActor):
             engine = await on_passing_thread(
                 engine_of_a_replica, config, num_threads, self.leadership
             )
-        # On a passing thread: its helpers would slow down the steps measured later.
+        # On a passing thread, because its helpers would slow down the steps measured later.
         service = await on_passing_thread(self._build, engine, config)
         if exports is not None:
             from outrider.telemetry.step_spans import ObservedSteps
@@ -107,19 +108,19 @@ class ReplicaHost(PlacedActor):
     def build(
         self, config: Any, executor: ThreadExecutor, engine: Any, costs: StepCosts | None
     ) -> SteppedService:
-        """Builds the service; blocks. `engine` is None without a model."""
+        """Builds the service. Blocks. `engine` is None for a replica with a head and no model."""
         raise NotImplementedError
 
     async def engagement(self) -> Engagement:
-        """What a reconciler that takes over needs to know."""
+        """Returns what a reconciler that takes over needs to know."""
         return self._engagement
 
     async def traffic(self) -> int:
-        """Number of items received."""
+        """Returns the number of items received."""
         return 0 if self._service is None else self._service.num_items
 
     async def wait(self) -> None:
-        """Returns when the server has stopped. Raises `EngineLost` if that is why."""
+        """Returns when the server has stopped. Raises `EngineLost` if the engine was lost."""
         if self._server is not None:
             await self._server.wait()
         lost = None if self._service is None else self._service.lost
@@ -128,18 +129,19 @@ class ReplicaHost(PlacedActor):
             raise lost
 
     async def stop(self, grace_s: float) -> None:
-        """Takes no more calls and items, gives queued steps and their answers `grace_s` seconds,
-        and closes. Streams end as soon as nothing waits for a step. Idempotent: concurrent callers
-        await the same shutdown."""
+        """Takes no more calls and items, and closes when no item waits for a step and all answers
+        are sent, but at the latest after `grace_s` seconds. Concurrent callers wait for the same
+        stop."""
         if self._stopping is None:
             self._grace_s = grace_s
             self._stopping = asyncio.create_task(self._open.aclose())
         await asyncio.shield(self._stopping)
 
     async def serve(self, service: SteppedService, config: ReplicaConfig) -> str:
-        """Serves `service` by gRPC, and announces it; returns the address that coordinators call.
+        """Serves `service` by gRPC and announces it. Returns the address that coordinators call.
         The server reports the service's health. A lost engine ends the replica. Raises
-        `ConfigError` if it cannot listen, `StoreUnavailable` if the registry does not answer."""
+        `ConfigError` if the server cannot listen, and `StoreUnavailable` if the registry does not
+        answer."""
         from outrider.transport.codec import DRAFT, VERIFY
         from outrider.transport.server import RpcServer, ServerOptions
         from outrider.transport.stream_server import ReplicaServicer
@@ -148,7 +150,7 @@ class ReplicaHost(PlacedActor):
         if config.internal_tls_dir:
             from outrider.transport.tls import internal_server_credentials, role_guard
 
-            # Only coordinators may call it; no reflection for others.
+            # Only coordinators may call the server, so it offers no reflection.
             with blaming("internal_tls_dir"):
                 directory = Path(config.internal_tls_dir)
                 credentials = internal_server_credentials(directory, config.role)
@@ -199,12 +201,13 @@ class ReplicaHost(PlacedActor):
 
         registry = RedisRegistry(with_password(member.redis), member.deployment)
         self._announcer = Lease(registry, record)
-        # Withdrawn first, so that coordinators send no new sessions.
+        # The first to be closed, so that coordinators send no new sessions.
         self._open.push_async_callback(self._announcer.close)
         await self._announcer.start()
 
     async def leave(self) -> None:
-        """Announces that it will stop: sessions move to other replicas, if there are any."""
+        """Announces that this replica will stop. Its sessions then move to other replicas, if there
+        are any."""
         self._engagement = replace(self._engagement, leaving=True)
         if self._announcer is not None:
             self._announcer.say_again()

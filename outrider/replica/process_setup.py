@@ -1,4 +1,4 @@
-"""Sets up a process that hosts a service: threads, logs, addresses, engine."""
+"""Sets up a process that hosts a service: its threads, logs and address, and a replica's engine."""
 
 from __future__ import annotations
 
@@ -42,24 +42,24 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 STANDARD_ERROR = "-"
-"""Means standard error in place of a log directory."""
+"""In place of a log directory: standard error."""
 SPIN_COUNT = 10_000
 """Turns, of about 50 ns each, that a numeric library's thread spins before it sleeps. They must
-outlast the gap between two operators. The library's default is milliseconds: if another process
-needs the core, steps then take seconds. A step of the demo target on two cores of an AMD EPYC took
-20 ms with 3,000 turns or the default, and 21.5 with 2,000; beside two busy processes, 70 ms with
-3,000 turns and 1,500 with the default. On an Intel Xeon it took 31, 28, 23 and 24 ms with 3,000,
-5,000, 10,000 and 20,000 turns; beside two busy processes, 124, 104 and 108 ms with 3,000, 10,000
-and 20,000."""
+last longer than the gap between two operators. The library's default lasts milliseconds; with it
+steps take seconds if another process needs the core. A step of the demo target on two cores of an
+AMD EPYC took 20 ms with 3,000 turns or the default, and 21.5 ms with 2,000. Beside two busy
+processes it took 70 ms with 3,000 turns, and 1,500 ms with the default. On an Intel Xeon a step
+took 31, 28, 23 and 24 ms with 3,000, 5,000, 10,000 and 20,000 turns. Beside two busy processes it
+took 124, 104 and 108 ms with 3,000, 10,000 and 20,000 turns."""
 _INTEL_OPENMP = Path(sys.prefix, "lib", "libiomp5.so")
-"""The OpenMP runtime that vLLM's CPU build requires. Loaded before torch, it replaces libgomp. Its
-waiting threads yield their cores: with eight sessions of the demo target on two cores, a token took
-43 and 34 ms in two runs with it, and 52 and 40 ms in two without. Single sessions and prompts took
-as long as before."""
+"""The OpenMP runtime that vLLM's CPU build requires. If it is loaded before torch, it replaces
+libgomp. Its waiting threads yield their cores. With eight sessions of the demo target on two cores,
+a token took 43 and 34 ms in two runs with this runtime, and 52 and 40 ms in two runs with libgomp.
+Single sessions and prompts took equally long with both."""
 LOADING_NICENESS = 10
-"""Added to the niceness of the thread that loads a model, and of its helpers. It exceeds that of a
-step's helpers (`NICENESS` in `outrider/engine/threads.py`), so that a replica that loads leaves the
-cores to the steps of others on its machine."""
+"""Added to the niceness of the thread that loads a model, and of this thread's helpers. It is more
+than that of the helpers of steps (`NICENESS` in `outrider/engine/threads.py`). So a replica that
+loads leaves the cores to the steps of other replicas on its machine."""
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 _WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104 (recognised, not bound)
 VLLM_VERSION = "0.32"
@@ -73,14 +73,14 @@ class Place:
 
     pid: int
     node: str
-    """The machine's name; equal for actors that reach each other over loopback."""
+    """The machine's name. Actors with equal names reach each other over loopback."""
 
 
 class PlacedActor:
     """An actor on Ray."""
 
     async def ping(self) -> Place:
-        """Where it runs."""
+        """Returns where the actor runs."""
         return Place(os.getpid(), socket.gethostname())
 
 
@@ -99,13 +99,14 @@ def available_cores() -> int:
 
 
 def cores_for(role: str) -> int:
-    """Half of the cores for a draft's model; all for a target, which waits while drafts run."""
+    """How many threads a model uses: all cores for a target, which waits while drafts run, and half
+    of them for a draft."""
     return available_cores() if role == "target" else max(1, available_cores() // 2)
 
 
 def use_threads(num_threads: int, engine: str = "") -> None:
-    """Sets the number of threads of numeric libraries; call it before they are imported. `engine`
-    is the one whose steps share these threads."""
+    """Sets the number of threads of numeric libraries, before these are imported. `engine` is the
+    name of the engine whose steps use the threads."""
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[variable] = str(num_threads)
     if engine == VLLM and "torch" not in sys.modules and _INTEL_OPENMP.exists():
@@ -113,16 +114,17 @@ def use_threads(num_threads: int, engine: str = "") -> None:
     elif "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
         if engine == VLLM:
-            # vLLM leaves threads behind. In a process with more threads than cores libgomp hardly
-            # spins, unless told to: a step of the demo target took 146 ms in place of 14.
+            # vLLM leaves threads behind. In a process with more threads than cores, libgomp hardly
+            # spins unless its policy is `active`: a step of the demo target took 146 ms, and 14 ms
+            # with it.
             os.environ["OMP_WAIT_POLICY"] = "active"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 async def on_passing_thread(work: Callable[..., T], *arguments: object) -> T:
-    """Runs `work` on a thread that ends with it, together with its helper threads. If these stayed,
-    there would be more helper threads than cores, and those of steps would sleep between operators:
-    on two cores, a step of 16 sessions took 42 ms instead of 27."""
+    """Runs `work` on a new thread, which then ends together with its helper threads. If these
+    stayed, there would be more helper threads than cores, and the helpers of steps would sleep
+    between operators. On two cores, a step of 16 sessions then took 42 ms instead of 27 ms."""
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="passing")
     try:
         return await asyncio.get_running_loop().run_in_executor(pool, work, *arguments)
@@ -131,8 +133,8 @@ async def on_passing_thread(work: Callable[..., T], *arguments: object) -> T:
 
 
 def give_way(niceness: int) -> None:
-    """Lowers the priority of the calling thread, and of threads that it starts, below that of the
-    process. Only on Linux, where threads have their own priority."""
+    """Adds `niceness` to that of the process, for the calling thread and threads that it starts. On
+    systems other than Linux, where threads have no priority of their own, does nothing."""
     if sys.platform != "linux":
         return
     try:
@@ -142,8 +144,9 @@ def give_way(niceness: int) -> None:
 
 
 def log_to(directory: str, role: str, level: str = "info") -> None:
-    """Logs JSON lines to `<directory>/<role>.log`, of bounded size. If `directory` is
-    `STANDARD_ERROR`, logs there; if it is empty, nowhere. `level` as for `log_at`."""
+    """Logs JSON lines to `<directory>/<role>.log`, whose size is bounded. If `directory` is
+    `STANDARD_ERROR`, logs to standard error; if it is empty, logs nothing. `level` is that of
+    `log_at`."""
     handler: logging.Handler = logging.NullHandler()
     if directory == STANDARD_ERROR:
         handler = logging.StreamHandler()
@@ -156,7 +159,7 @@ def log_to(directory: str, role: str, level: str = "info") -> None:
 
 
 def log_at(level: str) -> None:
-    """Logs Outrider's own packages from this level on, libraries from INFO on."""
+    """Logs messages of Outrider's packages from this level on, and of libraries from INFO on."""
     for package in PACKAGES:
         logging.getLogger(package).setLevel(level.upper())
 
@@ -173,7 +176,7 @@ def advertised(host: str, address: str) -> str:
 def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = None) -> Engine:
     """Builds the configured engine; loads the model, or one rank's share of it. Blocks; raises
     `ConfigError`."""
-    # Numeric libraries are imported here, after `use_threads`.
+    # Imports of numeric libraries must follow `use_threads`.
     if config.emulated is not None:
         from outrider.engine.emulated import EmulatedEngine
         from outrider.engine.emulated_spec import EmulatedSpec
@@ -211,7 +214,7 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
     num_bytes = config.kv_cache_memory_bytes or memory_budget(
         device, config.gpu_memory_utilization, config.num_gpus
     )
-    # A target's small steps leave one core to other processes that use it.
+    # If another process uses a core of a target, the target's small steps leave that core to it.
     is_set = config.num_threads > 0 or config.deterministic
     spares = config.role == "target" and device.type == "cpu" and ranks is None and not is_set
     quantization = quantization_of(module.config)
@@ -246,7 +249,7 @@ def _check_length(engine: Engine, config: ReplicaConfig) -> None:
 def _build_vllm(config: ReplicaConfig, num_threads: int, ranks: Ranks | None) -> Engine:
     from outrider.models.loading import resolve_device
 
-    # Read while vLLM is imported. Its log lines go to our handler.
+    # vLLM reads these when it is imported. Its log lines go to our handler.
     os.environ |= {"VLLM_CONFIGURE_LOGGING": "0", "VLLM_NO_USAGE_STATS": "1"}
     is_cuda = resolve_device(config.device).type == "cuda"
     os.environ["VLLM_BATCH_INVARIANT"] = str(int(config.deterministic and is_cuda))
@@ -353,7 +356,7 @@ def _kernels(
         if config.cpu_kernels != "auto":
             raise KernelsUnavailable(f"cpu_kernels is {config.cpu_kernels}")
         if ranks is not None or _bits(config) is not None:
-            raise KernelsUnavailable("ranks and rounded weights run without them")
+            raise KernelsUnavailable("they take neither several ranks nor rounded weights")
         kernels = load_pace()
         if dtype != kernels.dtype:
             raise KernelsUnavailable(f"they are for bfloat16, and the model is in {dtype}")
@@ -547,8 +550,8 @@ def build_grammars(config: ReplicaConfig, eos_token_ids: tuple[int, ...] = ()) -
 
 
 def try_device_kernels(engine: Engine) -> None:
-    """Compiles the kernels of verdicts and draws on a device before the first session needs them.
-    If that fails, they are not used."""
+    """On a CUDA device, compiles the kernels of verdicts and draws before the first session needs
+    them. Kernels that cannot be compiled are not used."""
     import torch
 
     if torch.cuda.is_available():
@@ -564,7 +567,7 @@ def try_device_kernels(engine: Engine) -> None:
 
 
 def try_drafting_kernels(head: Any) -> None:
-    """The same for draws from a head."""
+    """Does what `try_device_kernels` does for the draws from a head."""
     import torch
 
     from outrider.speculation.verification import try_kernels
@@ -576,8 +579,8 @@ def try_drafting_kernels(head: Any) -> None:
 
 
 def step_costs(engine: Engine, config: ReplicaConfig) -> StepCosts:
-    """Measures the times of an idle engine's steps; call it on the thread that will run them.
-    Blocks for some seconds."""
+    """Measures the times of an idle engine's steps. Must be called on the thread that will run
+    them. Blocks for some seconds."""
     from outrider.engine.step_costs import measure_step_costs
 
     costs = measure_step_costs(
