@@ -129,7 +129,7 @@ class DraftClient(_ModelDrafts):
         super().__init__(context, lookup, config)
         self._clock = asyncio.get_running_loop().time
         self._route: SessionRoute[DraftItem, DraftAnswer] = SessionRoute(pool, context)
-        self._route.on_pushed = self._take_pushed
+        self._route.on_pushed = lambda reply: self._pushed.put(reply)
         self._observer = context.observer
         self._reads_features = pool.first is not None and pool.first.reads_features
         self._brought: Features | None = None
@@ -147,8 +147,6 @@ class DraftClient(_ModelDrafts):
         if not (self._reads_features or context.parameters.constraint):
             self._look_ahead = config.look_ahead or 0
         self._pushed = PushedProposals()
-        self._asked: tuple[int, int] | None = None
-        """Number and K of the round that waits for its proposal."""
         self._is_late = False
         """Whether this round's proposal did not come in time."""
         self._held: ProposalReply | None = None
@@ -264,7 +262,6 @@ class DraftClient(_ModelDrafts):
             draw_until = start + wait_s
         give_up_at = self._clock() + wait_s + limits.SILENT_DRAFT_S
         answer: DraftAnswer | None = None
-        self._asked = (number, num_wanted)
         try:
             while not isinstance(answer, ProposalReply):
                 if isinstance(answer, Refused):
@@ -289,8 +286,6 @@ class DraftClient(_ModelDrafts):
             self._is_late = isinstance(error, TimeoutError | DeadlineExceeded)
             self._lose(error)
             return None
-        finally:
-            self._asked = None
         self._brought = None
         self._is_late = answer.out_of_time and not answer.proposal
         return answer
@@ -324,20 +319,6 @@ class DraftClient(_ModelDrafts):
     def close(self) -> None:
         super().close()
         self._route.close()
-
-    def _take_pushed(self, reply: ProposalReply) -> None:
-        """Takes a proposal that was drafted ahead: for the next round, or for the round that waits
-        for its proposal."""
-        if self._asked is None or reply.key.round != self._asked[0]:
-            self._pushed.put(reply)
-            return
-        behind = self._session.tokens.since(reply.base_length)
-        if reply.assumed == behind and self._is_fit(reply):
-            proposal = reply.proposal.cut(self._asked[1])
-            length = self._session.length
-            self._route.put_pushed(
-                replace(reply, proposal=proposal, assumed=(), base_length=length)
-            )
 
     def _is_fit(self, pushed: ProposalReply) -> bool:
         try:

@@ -468,8 +468,6 @@ class SessionRoute(Generic[Item, Answer]):
         self._answers: dict[int, Answer] = {}
         self.awaited: int | None = None
         """An earlier round whose answer is kept for `take_awaited`."""
-        self._pushed_round = -1
-        """The last round whose proposal, drafted ahead, came while it was being asked for."""
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
         self._due = 0.0
@@ -615,9 +613,6 @@ class SessionRoute(Generic[Item, Answer]):
             if self.on_pushed is not None:
                 self.on_pushed(answer)
             return True
-        if key.round == self._pushed_round:
-            self._pushed_round = -1
-            return True
         if not self._is_wanted(key.round):
             return False
         known = self._answers.get(key.round)
@@ -637,12 +632,6 @@ class SessionRoute(Generic[Item, Answer]):
             return None
         self.awaited = None
         return self._answers.pop(number)
-
-    def put_pushed(self, answer: Answer) -> None:
-        """Takes a proposal, drafted ahead, that came while it was being asked for. The replica's
-        answer, which is the same, will not count as stale."""
-        if self.put(answer):
-            self._pushed_round = answer.key.round
 
     def lose(self, error: Exception) -> None:
         """Notes that the stream to the replica broke."""

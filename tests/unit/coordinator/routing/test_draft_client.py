@@ -462,38 +462,6 @@ async def test_after_a_hit_the_draft_is_told_without_a_wait() -> None:
     assert (second.held, second.head.base_length, second.head.append) == ((1, 2, 3), 6, (7,))
 
 
-async def test_a_proposal_drafted_ahead_that_crosses_the_question_answers_it() -> None:
-    """The answer that follows is the same, and is dropped, as is a proposal for another outcome. It
-    does not count as stale, even after its round; a third one would."""
-    link = ScriptedLink()
-    one = session()
-    draft = draft_of(link, one=one, config=replace(CONFIG, look_ahead=6))
-    draft.prefill(3)
-    one.decide((9,), Counters())
-    loop = asyncio.get_running_loop()
-    loop.call_later(0.1, link.on_answer, pushed(1, 4, (8,), tokens=(5, 5, 5)))
-    loop.call_later(0.2, link.on_answer, pushed(1, 4, (9,)))
-    drafted = await draft.propose(1, asked(2), NOISE)
-    assert loop.time() == pytest.approx(0.2)
-    assert (drafted.proposal.token_ids, drafted.source != "fallback") == ((1, 2), True)
-    draft.settle(5)
-    link.on_answer(pushed(2, 5, (7,)))
-    one.decide((7,), Counters())
-    assert (await draft.propose(2, asked(3), NOISE)).ahead
-    link.on_answer(proposal(link.sent[1]))
-    assert draft._route._pool.num_stale == 0
-    link.on_answer(proposal(link.sent[1]))
-    assert draft._route._pool.num_stale == 1
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    one.decide((1,), Counters())
-    loop.call_later(0.1, link.on_answer, pushed(3, 6, (1,)))
-    await draft.propose(3, asked(2), NOISE)
-    link.on_answer(proposal(link.sent[-1]))
-    assert draft._route._pool.num_stale == 1
-    draft.close()
-
-
 @pytest.mark.parametrize(
     ("look_ahead", "wanted", "pushes", "answered", "drafted_for"),
     [
