@@ -331,17 +331,17 @@ class CoordinatorService:
         """Ends the session when its stream ends. A `resumable` session waits for a client that went
         away, and one that `outlasts_errors` also after an error; while this coordinator is leaving,
         every session does."""
-        chosen = self._auditor.choose(run.session, run.parameters)
+        chosen, is_gone = self._auditor.choose(run.session, run.parameters), False
         try:
             yield
         except (GeneratorExit, asyncio.CancelledError):
-            self._sessions.end(run, is_gone=resumable or self._committer.leaving)
+            is_gone = resumable or self._committer.leaving
             raise
         except OutriderError:
-            self._sessions.end(run, is_gone=outlasts_errors)
+            is_gone = outlasts_errors
             raise
         finally:
-            self._sessions.end(run)
+            self._sessions.end(run, resumable=resumable, is_gone=is_gone)
             if chosen:
                 self._auditor.take(run.session, run.parameters)
 

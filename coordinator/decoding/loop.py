@@ -94,7 +94,7 @@ class SessionRun:
         self._timeout: asyncio.Timeout | None = None
         self._cancelled = False
         self._first_token_at: float | None = None
-        self._is_recorded = False
+        self.is_recorded = False
         """Whether the store has the end of the session."""
         self._is_told = False
         self._handed_over = False
@@ -102,11 +102,6 @@ class SessionRun:
         """Text that came without a token. It is sent with the last event; else a resumed session
         might send it again."""
         self._task = asyncio.create_task(self._decode())
-
-    @property
-    def is_unrecorded(self) -> bool:
-        """Whether the store lacks the end of the session, and no other owner took it over."""
-        return not self._is_recorded and self.session.error is None
 
     @property
     def record(self) -> SessionRecord:
@@ -177,15 +172,14 @@ class SessionRun:
         if self._handed_over:
             raise StaleEpoch(f"session {self.session_id} was resumed by another stream")
 
-    async def hand_over(self) -> bool:
+    async def hand_over(self) -> None:
         """Like `close`, but leaves the record to the next owner unless the session has ended."""
         self._handed_over = self.session.finish_reason is None
-        return await self.close()
+        await self.close()
 
-    async def close(self) -> bool:
+    async def close(self) -> None:
         """Stops decoding and frees what the session holds. Records a session that has not ended as
-        cancelled. Returns whether an end was already recorded."""
-        had_ended = self._is_recorded
+        cancelled."""
         identify(self.session_id, self._observer.trace_id)
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
@@ -199,7 +193,7 @@ class SessionRun:
             self._trial = None
         session = self.session
         try:
-            if not (self._is_recorded or self._handed_over):
+            if not (self.is_recorded or self._handed_over):
                 now = self._clock()
                 await self._finish(FinishReason.CANCELLED, now + COMMIT_GRACE_S)
         except OutriderError as error:
@@ -213,7 +207,6 @@ class SessionRun:
                 **asdict(session.counters),
             )
             _log.debug("the session ended", extra=fields)
-        return had_ended
 
     async def _finish(self, reason: FinishReason, until: float) -> None:
         try:
@@ -221,7 +214,7 @@ class SessionRun:
                 await self._commits.finish(reason)
         except TimeoutError:
             raise StoreUnavailable("the session store did not take the session's end") from None
-        self._is_recorded = True
+        self.is_recorded = True
 
     async def _decode(self) -> FinishReason:
         """Decodes until the completion ends, is cancelled, or reaches the deadline."""

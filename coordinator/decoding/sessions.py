@@ -107,7 +107,7 @@ class OwnedSessions:
         self._background: set[asyncio.Task[Any]] = set()
         self.running: dict[str, SessionRun] = {}
         """Before a session is added, an earlier run of it must have ended (`vacate`)."""
-        self._ending: dict[str, asyncio.Task[bool]] = {}
+        self._ending: dict[str, asyncio.Task[None]] = {}
         self._telling: dict[str, Told] = {}
         """By session, the newest call that reports its release or end."""
         self._taking: list[str] = []
@@ -182,22 +182,26 @@ class OwnedSessions:
             stored, token_ids,
         )  # fmt: skip
 
-    def end(self, run: SessionRun, is_gone: bool = False) -> None:
+    def end(self, run: SessionRun, *, resumable: bool, is_gone: bool = False) -> None:
         """Ends a run, unless it has ended. `is_gone`: the client left and may come back, so the
-        session waits for it."""
-        if self.running.get(run.session_id) is not run:
-            return
-        if is_gone and self._config.resume_grace_ms > 0:
-            self.wait_for_client(run.record, self._free(run, run.hand_over()))
-        else:
-            self._free(run, self._close(run))
+        session waits for it. A `resumable` session also waits if the store does not take its
+        end."""
+        if self.running.get(run.session_id) is run:
+            is_gone = is_gone and self._config.resume_grace_ms > 0
+            self._free(run, self._close(run, resumable, is_gone))
 
-    async def _close(self, run: SessionRun) -> bool:
-        """Closes a run. If the store did not take its end, the session is given up later."""
-        had_ended = await run.close()
-        if run.is_unrecorded and not self._closing.is_set():
+    async def _close(self, run: SessionRun, resumable: bool, is_gone: bool) -> None:
+        await (run.hand_over() if is_gone else run.close())
+        if run.is_recorded:
+            return
+        if is_gone:
             self.wait_for_client(run.record)
-        return had_ended
+        elif run.session.error is None and not self._closing.is_set():
+            # The store did not take the end, and no other owner took the session over.
+            if resumable:
+                self.wait_for_client(run.record)
+            else:
+                self.give_up(run.record)
 
     async def vacate(self, record: SessionRecord) -> None:
         """Ends this coordinator's own run of a session that was taken over under a newer epoch.
@@ -214,24 +218,19 @@ class OwnedSessions:
                 return
             await asyncio.wait([ending])
 
-    def _free(self, run: SessionRun, closing: Coroutine[Any, Any, bool]) -> asyncio.Task[bool]:
+    def _free(self, run: SessionRun, closing: Coroutine[Any, Any, None]) -> None:
         session_id = run.session_id
         del self.running[session_id]
         ending = self._ending[session_id] = self.in_background(closing)
         ending.add_done_callback(lambda _: self._ending.pop(session_id, None))
-        return ending
 
-    def wait_for_client(
-        self, record: SessionRecord, ending: asyncio.Task[bool] | None = None
-    ) -> None:
+    def wait_for_client(self, record: SessionRecord) -> None:
         """Releases a session whose client is gone, so that it may be resumed anywhere, and records
         it as cancelled after the grace period. If this coordinator closes first, the others have
         to."""
-        self.in_background(self._wait(record, ending))
+        self.in_background(self._wait(record))
 
-    async def _wait(self, record: SessionRecord, ending: asyncio.Task[bool] | None) -> None:
-        if ending is not None and await ending:
-            return
+    async def _wait(self, record: SessionRecord) -> None:
         await self._release(record)
         try:
             async with asyncio.timeout(self._config.resume_grace_ms / 1e3):

@@ -540,12 +540,15 @@ async def test_a_take_over_waits_for_the_release_of_the_one_before() -> None:
         await broken.goes_on(made)
 
 
-async def test_an_end_that_was_not_recorded_is_recorded_later() -> None:
-    async with opened(resume_grace_ms=1_000) as made:
+async def test_an_end_that_was_not_recorded_is_recorded_once_the_store_answers() -> None:
+    """Not only after the time that clients have to come back."""
+    async with opened() as made:
         until = asyncio.get_running_loop().time() + 60.0
         planted(made, finish=failing(made.store.finish, until))
         broken = await left(made, resumable=False)
-        await asyncio.sleep(61.0)
+        await asyncio.sleep(58.0)
+        assert await broken.end(made) is None
+        await asyncio.sleep(3.0)
         assert await broken.end(made) is CANCELLED
 
 
