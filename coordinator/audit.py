@@ -1,10 +1,11 @@
 """Audits: checks committed tokens against the target's distribution, while the coordinator serves.
 
 A share of the sessions is scored again after their end: a separate session proposes their tokens,
-and each verdict carries a result (`speculation/audit.py`). Sessions are chosen when they begin, as
-choosing among ended ones would prefer short answers. The separate session has its own tenant, so it
-uses no cached pages, and the audit covers keys and values. An audit costs as much as reading prompt
-and answer once. Audits run one at a time, and wait while targets are full.
+and each verdict carries a result (`speculation/audit.py`). Sessions are chosen when they begin. A
+choice among ended sessions would prefer short answers. The separate session has a tenant of its own
+and so finds no cached pages. Therefore an audit also detects tokens that were decoded from wrong
+keys and values. An audit costs as much as reading prompt and answer once. Audits run one at a time,
+and wait while targets are full.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ from outrider.telemetry.observer import AuditOutcome, Observation
 _log = logging.getLogger(__name__)
 
 AUDIT_TIMEOUT_S = 60.0
-"""An audit that takes longer is given up; its results so far count."""
+"""An audit that takes longer is given up. The results that it has reported still count."""
 SEATS_LOOKS = 600
 """An audit is dropped after this many checks found the targets full."""
 SEATS_PERIOD_S = 0.1
@@ -69,7 +70,7 @@ class Auditor:
             return
         task = self._sessions.in_background(self._run(session, parameters))
         self._tasks.add(task)
-        # Not in `_run`: a task that is cancelled at once never enters it.
+        # `_run` cannot do this: a task that is cancelled before it starts never runs.
         task.add_done_callback(self._ended)
 
     def close(self) -> None:

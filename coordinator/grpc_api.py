@@ -36,7 +36,7 @@ class CoordinatorServicer:
     def generate(
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncGenerator[pb.GenerateEvent]:
-        """Streams a generation. A client that goes away cancels it."""
+        """Streams a generation. If the client goes away, the generation is cancelled."""
         caller = current_caller()
         asked, trace = request_from_proto(request), _traceparent(context)
         return self._events(self._service.generate(asked, caller.tenant, trace))
@@ -44,7 +44,7 @@ class CoordinatorServicer:
     def resume(
         self, request: pb.ResumeRequest, context: Context
     ) -> AsyncGenerator[pb.GenerateEvent]:
-        """Streams the rest of a generation. A client that goes away cancels it."""
+        """Streams the rest of a generation. If the client goes away, it is cancelled."""
         caller, asked = current_caller(), resume_from_proto(request)
         running = self._service.resume(asked, caller.tenant, _traceparent(context))
         return self._events(running, [asked.session_id])
@@ -69,7 +69,7 @@ class CoordinatorServicer:
         return pb.CancelReply()
 
     async def get_session(self, request: pb.GetSessionRequest, context: Context) -> pb.Session:
-        """Reads a session from the store. Counts as a request of the caller, but not as a
+        """Reads a session from the store. A read counts as a request of the caller. It is no
         generation, so it needs no free slot."""
         caller = current_caller()
         session_id = session_id_from_wire(request.session_id)
@@ -81,8 +81,8 @@ class CoordinatorServicer:
 
     @contextmanager
     def _reading(self, caller: Caller) -> Iterator[None]:
-        """Raises `Overloaded` if the caller has `RECORD_READS_MAX` reads already, as records are
-        long."""
+        """Counts a read of the caller. Raises `Overloaded` if the caller has `RECORD_READS_MAX`
+        reads already: records are long, so reads take memory."""
         if self._num_reads[caller.name] >= RECORD_READS_MAX:
             raise Overloaded(
                 f"this caller may read {RECORD_READS_MAX} stored sessions at a time, and does so; "

@@ -184,7 +184,7 @@ class CoordinatorHost:
             self.service.hand_over()
         if self._health is not None:
             self._health.cancel()
-        # Closes the last one first, and all of them even if one raises.
+        # Closes the parts in reverse order, and all of them even if one raises.
         async with AsyncExitStack() as ending:
             for part in (self.exports, self.access, self.announcer, self.service):
                 if part is not None:
@@ -219,8 +219,8 @@ async def report_health(
 
 
 def owner_name(config: CoordinatorConfig) -> str:
-    """The coordinator's name in the session store, different for every process. Else a
-    replacement's lease would keep other coordinators from its predecessor's sessions."""
+    """The coordinator's name in the session store, different for every process. With the same name,
+    a replacement's lease would keep other coordinators from its predecessor's sessions."""
     member = config.membership
     name = "coordinator" if member is None else f"{member.deployment}/{member.name}"
     return f"{name}-{uuid.uuid4().hex}"

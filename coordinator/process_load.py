@@ -10,7 +10,7 @@ from outrider.registry.registry import WINDOW_S
 
 _LOOK_PERIOD_S = 0.25
 _LAG_S_MAX = 1.0
-"""Longer delays count as this in the mean, as the process may have been stopped once."""
+"""Longer delays count as this in the mean: one pause of the process must not dominate it."""
 
 
 class ProcessLoad:

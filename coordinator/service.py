@@ -70,9 +70,9 @@ silent for some seconds."""
 TROUBLE_RETRY_S = 0.2
 """Time between two checks during `TROUBLE_S`."""
 CANCEL_ELSEWHERE_S = 2 * SESSION_LEASE_MS / 1e3
-"""Within this time, another coordinator that owns a session has ended it, or is gone."""
+"""Time for another coordinator to end a session that it owns. Its lease runs out sooner."""
 CANCEL_LOOK_S = SESSION_LEASE_RENEWAL_MS / 2e3
-"""Time between two checks whether it has."""
+"""Time between two checks whether the other coordinator has ended the session."""
 KEY_TRIES = 3
 """Attempts to serve a request with an idempotency key, each of which fails if the key's session has
 expired or another request was faster."""
@@ -98,11 +98,12 @@ class CoordinatorService:
         registry: RedisRegistry | None = None,
         link: Callable[[Role, str], Link] | None = None,
     ) -> None:
-        """`owner` is its name in the session store, unique to this process. `targets` and `drafts`
-        are links by name, known from the start. With `registry` and `link(role, address)` it uses
-        the registry's replicas instead, and metrics include the fleet's size. `fallback` drafts
-        while no draft replica answers, or where there are none. `random_bits(n)` gives n random
-        bits, for session ids and, unless a seed is configured, for the seeds of requests."""
+        """`owner` is the coordinator's name in the session store, unique to this process. `targets`
+        and `drafts` are links by name, known from the start. With `registry` and
+        `link(role, address)`, the coordinator uses the registry's replicas instead, and metrics
+        include the fleet's size. `fallback` drafts while no draft replica answers, or if there are
+        none. `random_bits(n)` gives n random bits. They become session ids and, unless a seed is
+        configured, the seeds of requests."""
         self._config = config
         looks_up = config.lookup is not None and config.lookup.drafter.is_lookup
         has_trees = config.draft_siblings > 0 and not (config.look_ahead or looks_up)
@@ -205,10 +206,10 @@ class CoordinatorService:
         resumable: bool = True,
         key: RequestKey | None = None,
     ) -> AsyncGenerator[Event]:
-        """Runs a request from its check to its last event. Closing the iterator early cancels the
-        session: at once, or if it is `resumable`, after the time that the client has to come back.
-        With a `key`, the client may also come back after an error. `KeyTaken` means that another
-        session has the key. Raises `BadRequest`, `NotFound` (unknown model), `Overloaded`,
+        """Runs a request from its check to its last event. If the iterator is closed early, the
+        session is cancelled: at once, or if `resumable`, after the time that the client has to come
+        back. With a `key`, the client may also come back after an error. `KeyTaken` means that
+        another session has the key. Raises `BadRequest`, `NotFound` (unknown model), `Overloaded`,
         `DeadlineExceeded` (before the first token), `Unavailable`, and the store's error that ended
         the session (`StaleEpoch`, `DataLoss`). `traceparent` is the caller's, if it has one."""
         arrived = asyncio.get_running_loop().time()
@@ -291,9 +292,9 @@ class CoordinatorService:
         tenant: str = "",
         traceparent: str = "",
     ) -> AsyncGenerator[Event]:
-        """Like `generate` for a new request, else like `resume` with the session of the `known`
-        key; `resume` says what the client has. If that session has expired, the request runs again,
-        or raises `SessionNotFound` if the client has tokens of it."""
+        """If the `known` key has a session, resumes that session; `resume` says what the client
+        has. Otherwise generates. If the key's session has expired, the request runs again, or
+        raises `SessionNotFound` if the client has tokens of the session."""
         is_gone = False
         for _ in range(KEY_TRIES):
             try:
@@ -328,9 +329,9 @@ class CoordinatorService:
     def _serving(
         self, run: SessionRun, resumable: bool = True, *, outlasts_errors: bool = False
     ) -> Iterator[None]:
-        """Ends the session when its stream ends. A `resumable` session waits for a client that went
-        away, and one that `outlasts_errors` also after an error; while this coordinator is leaving,
-        every session does."""
+        """Ends the session when its stream ends. If the client went away, a `resumable` session
+        waits for the client. While this coordinator is leaving, every session does. A session that
+        `outlasts_errors` also waits after an error."""
         chosen, is_gone = self._auditor.choose(run.session, run.parameters), False
         try:
             yield
@@ -403,7 +404,7 @@ class CoordinatorService:
                 replayed = await self._sessions.replay(
                     record, lambda: replay(record, parameters, completion, request)
                 )
-                taking_over.close()  # A client that reads slowly must not block other take-overs.
+                taking_over.close()  # A client that reads slowly must not block others.
                 for event in told_again(record, self.served.model, replayed):
                     yield event
                     if request.cuts and isinstance(event, Started):
@@ -435,9 +436,10 @@ class CoordinatorService:
 
     async def cancel(self, session_id: str, tenant: str | None = "") -> None:
         """Ends a session as cancelled, wherever it runs; does nothing if it is finished. If another
-        coordinator owns it, that one learns of it when it renews its lease; if its lease has run
-        out, this coordinator ends the session. `tenant` as for `session`. Raises `NotFound`, and
-        `Unavailable` if the session has not ended within `CANCEL_ELSEWHERE_S`."""
+        coordinator owns the session, that coordinator learns of the cancellation when it renews its
+        lease. If its lease has run out, this coordinator ends the session. `tenant` as for
+        `session`. Raises `NotFound`, and `Unavailable` if the session has not ended within
+        `CANCEL_ELSEWHERE_S`."""
         loop = asyncio.get_running_loop()
         until = loop.time() + CANCEL_ELSEWHERE_S
         while True:
@@ -472,8 +474,8 @@ class CoordinatorService:
         return record
 
     def hand_over(self) -> None:
-        """Lets others take any session over at once, as this one is about to close; its sessions go
-        on."""
+        """Call when this coordinator is about to close. Its sessions go on, but other coordinators
+        may take them over at once."""
         self._committer.hand_over()
 
     async def close(self) -> None:
@@ -489,7 +491,8 @@ class CoordinatorService:
                 ending.push_async_callback(close)
 
     def _heed(self, wanted: Mapping[str, bool]) -> None:
-        """Releases sessions that other coordinators want, and cancels those with the value true."""
+        """Handles what other coordinators want: cancels sessions with the value True, and releases
+        the others."""
         for session_id, cancels in wanted.items():
             run = self._sessions.running.get(session_id)
             if cancels and run is not None:
@@ -622,7 +625,7 @@ class CoordinatorService:
             target = TargetClient(self.targets, context, self._config)
             draft = open_drafts(self.drafts, target, self._fallback, self._config)
             tried, trial = self._on_trial, None
-            # None for a session that only look-ups draft for.
+            # `draft.on_trial` is None if only look-ups draft for the session.
             if tried is not None and draft is not None and draft.on_trial is not None:
                 trial = self._trial.begin(tried.name)
             run = SessionRun(

@@ -1,9 +1,9 @@
 """Commits decided tokens to the store in batches. Clients may see tokens only once committed.
 
 While one call to the store runs, the outcomes of all sessions are collected for the next. If the
-store does not answer, the call is repeated, and what the store missed is sent in one append per
-session; only sessions that reach the limit on uncommitted tokens wait. Time comes from the running
-event loop alone.
+store does not answer, the call is repeated. All tokens that the store lacks of a session are then
+sent in one append. Only sessions that reach the limit on uncommitted tokens wait. Time comes from
+the running event loop alone.
 """
 
 import asyncio
@@ -22,8 +22,8 @@ _log = logging.getLogger(__name__)
 
 
 class SessionCommits:
-    """The commits of one session, from `Committer.add`. What waits raises the session's error if it
-    is lost, and `Unavailable` if it is removed."""
+    """The commits of one session, from `Committer.add`. Methods that wait raise the session's error
+    if the session is lost, and `Unavailable` if it is removed."""
 
     def __init__(self, committer: "Committer", session: Session) -> None:
         self.session = session
@@ -31,16 +31,16 @@ class SessionCommits:
         self._loop = asyncio.get_running_loop()
         self._waiters: list[asyncio.Future[None]] = []
         self._behind_since: float | None = None
-        """When the store last took tokens, or if later, when the oldest that it lacks were decided.
-        None while it lacks none."""
+        """When the store last took tokens, or when the oldest tokens that it lacks were decided,
+        whichever is later. None while the store has all tokens."""
 
     @property
     def is_current(self) -> bool:
-        """Whether it was not removed."""
+        """Whether the session has not been removed."""
         return self._committer.sessions.get(self.session.session_id) is self
 
     def notify(self) -> None:
-        """Queues what the store lacks of the session. Call when it has decided tokens. O(1)."""
+        """Queues the tokens that the store lacks. Call when the session has decided some. O(1)."""
         if self.session.has_news and self.is_current:
             if self._behind_since is None:
                 self._behind_since = self._loop.time()
@@ -54,8 +54,8 @@ class SessionCommits:
             self.wake()
 
     async def room(self, num_tokens: int = 1) -> None:
-        """Waits until `num_tokens` more may be decided: at most `UNCOMMITTED_TOKENS_MAX` are then
-        uncommitted, and the store has taken tokens within `UNCOMMITTED_MS_MAX`, or lacks none."""
+        """Waits until `num_tokens` more may be decided. Then at most `UNCOMMITTED_TOKENS_MAX` are
+        uncommitted. Also, the store has taken tokens within `UNCOMMITTED_MS_MAX`, or has all."""
         self._check_served()
         while self._behind_since is not None and (
             self.session.num_uncommitted + num_tokens > limits.UNCOMMITTED_TOKENS_MAX
@@ -116,7 +116,7 @@ class SessionCommits:
             raise Unavailable(f"session {self.session.session_id} is not served here any more")
 
     async def change(self) -> None:
-        """Waits for any change of what the store has of the session, or for `wake`."""
+        """Waits until the store has more tokens, the session is lost, or `wake` is called."""
         self._check_served()
         waiter = self._loop.create_future()
         self._waiters.append(waiter)
@@ -174,7 +174,7 @@ class Committer:
         return commits
 
     def queue(self, session_id: str) -> None:
-        """Appends the news of a session with one of the next calls to the store."""
+        """Appends the new tokens of a session with one of the next calls to the store."""
         self.dirty[session_id] = None
         self._work.set()
 
@@ -272,8 +272,9 @@ class Committer:
         return any(progress) or not progress
 
     async def _hold_lease(self) -> None:
-        """Renews the lease of all sessions once per period, until they are handed over. If it
-        lapses while the store is silent, epochs fence the sessions that others take over."""
+        """Renews the lease of all sessions once per period, until they are handed over. The lease
+        may lapse while the store is silent. Then others may take sessions over, and the store
+        refuses this coordinator's appends, as their epoch is older."""
         loop = asyncio.get_running_loop()
         due = loop.time()
         while not self._leaving.is_set():

@@ -99,8 +99,8 @@ class SessionRun:
         self._is_told = False
         self._handed_over = False
         self._held_back: Tokens | None = None
-        """Text that came without a token. It is sent with the last event; else a resumed session
-        might send it again."""
+        """Text that came without a token. It is sent with the last event: if it were sent before, a
+        resumed session might send it again."""
         self._task = asyncio.create_task(self._decode())
 
     @property
@@ -405,7 +405,7 @@ ENTRIES_UNREAD_MAX = 256
 
 @value(frozen=True, slots=True)
 class Entry:
-    """What one round adds. The client gets it once the first `end_length` tokens are committed."""
+    """The output of one round. The client gets it once `end_length` tokens are committed."""
 
     end_length: int
     tokens: Tokens
@@ -442,7 +442,7 @@ class OutputQueue:
             await self._taken.wait()
 
     def write(self, entry: Entry) -> None:
-        """Adds an entry. Its commit wakes the reader, or `close` if it has no tokens."""
+        """Adds an entry. The commit of its tokens wakes the reader, or without tokens, `close`."""
         self._entries.append(entry)
 
     def close(self) -> None:
@@ -505,8 +505,8 @@ def _joined(parts: list[Tokens]) -> Tokens:
 
 
 WAITED = 1.0
-"""A proposal counts as having waited if it queued for more than this many times its computing time,
-longer than the rest of the step that ran when it was asked for."""
+"""A proposal counts as having waited if it queued for more than this many times its computing time.
+A shorter queue time may be the rest of the step that ran when the proposal was asked for."""
 
 
 class RoundMeter:

@@ -54,8 +54,9 @@ class Replayed:
 
 def check_known(record: SessionRecord, request: ResumeRequest) -> GenerationParameters:
     """The session's parameters. Raises `DataLoss` if they cannot be read, and `OtherTokens` if the
-    client has more tokens than the store, or different ones: a store that lost a take-over may hold
-    what an older owner decided. No rule is certain to decode the same tokens again in bfloat16."""
+    client has more tokens than the store, or different ones. A store that lost a take-over may hold
+    what an older owner decided. The client's tokens cannot be decoded again instead: in bfloat16,
+    no rule is certain to give the same tokens."""
     prompt_ids = record.token_ids[: record.prompt_length]
     parameters = GenerationParameters.from_json(record.parameters, prompt_ids)
     num_stored = len(record.token_ids) - record.prompt_length

@@ -64,8 +64,8 @@ class RequestKey:
         return self.session_id and f"{self.session_id} {self.digest}"
 
     def found(self, value: str) -> Self:
-        """The key with the session that the store has. Raises `BadRequest` if that is of another
-        request."""
+        """The key with the session that the store has. Raises `BadRequest` if that session belongs
+        to another request."""
         session_id, _, digest = value.partition(" ")
         if value and digest != self.digest:
             raise BadRequest(
@@ -184,8 +184,8 @@ class OwnedSessions:
 
     def end(self, run: SessionRun, *, resumable: bool, is_gone: bool = False) -> None:
         """Ends a run, unless it has ended. `is_gone`: the client left and may come back, so the
-        session waits for it. A `resumable` session also waits if the store does not take its
-        end."""
+        session waits for the client. A `resumable` session also waits if the store does not take
+        its end."""
         if self.running.get(run.session_id) is run:
             is_gone = is_gone and self._config.resume_grace_ms > 0
             self._free(run, self._close(run, resumable, is_gone))
@@ -293,8 +293,8 @@ class OwnedSessions:
     async def cancel(self, record: SessionRecord) -> None:
         """Records a session that runs nowhere as cancelled; does nothing if it is finished. Raises
         `Unavailable` if another coordinator owns it, which is then told, or if the store does not
-        answer within `CANCEL_WAIT_S`. Then, or if the caller is cancelled, the call to the store
-        goes on."""
+        answer within `CANCEL_WAIT_S`. In this case, or if the caller is cancelled, the call to the
+        store is repeated in the background."""
         if record.finish_reason is not None:
             return
         found = await self._take_over(record, cancels=True)
@@ -314,8 +314,8 @@ class OwnedSessions:
 
     async def release_wanted(self, session_id: str) -> None:
         """Releases a session that another coordinator wants, if the store lists it as this one's
-        but it does not run here: a failover of the store has lost its release. If the store is
-        silent, it reports the session again later."""
+        but it does not run here: a failover of the store has lost its release. If the store does
+        not answer now, a later renewal of the lease reports the session again."""
         if self._is_here(session_id) or self._closing.is_set():
             return
         try:
@@ -343,10 +343,10 @@ class OwnedSessions:
         self._lease_ends = True
 
     async def _take_over(self, seen: SessionRecord, *, cancels: bool = False) -> SessionRecord:
-        """See `SessionStore.take_over`. If the outcome is not known, releases the session; else it
-        would belong to this coordinator without running. Raises `Unavailable` while a release or
-        end of the session is under way: that may carry the epoch of the take-over, and so end the
-        new run."""
+        """Calls `SessionStore.take_over`. If the outcome is not known, releases the session, which
+        may belong to this coordinator without running here. Raises `Unavailable` while a release or
+        end of the session is under way: that call may carry the epoch of the take-over, and so end
+        the new run."""
         session_id = seen.session_id
         if self._is_unsettled(session_id):
             raise contended(session_id)
@@ -373,13 +373,14 @@ class OwnedSessions:
         return session_id in self._unsettled or session_id in self._telling
 
     async def told(self, session_id: str) -> None:
-        """Waits, at most `TAKE_OVER_RETRY_MS`, until the store knows the session's release or end.
-        A late one could end a new run, if the store lost its epoch and gave it again."""
+        """Waits, at most `TAKE_OVER_RETRY_MS`, until a release or end of the session that is under
+        way has reached the store. If the store has lost the session's epoch and given it a second
+        time, a release that arrives late would end a new run."""
         if session_id in self._telling:
             await asyncio.wait([self._telling[session_id]], timeout=limits.TAKE_OVER_RETRY_MS / 1e3)
 
     def _release(self, record: SessionRecord) -> Told:
-        """Lets any coordinator take the session over, which must not run here."""
+        """Releases a session that does not run here, so that any coordinator may take it over."""
         session_id, epoch = record.session_id, record.epoch
         return self._tell(session_id, lambda: self._store.release(session_id, epoch, self.owner))
 

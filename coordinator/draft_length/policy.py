@@ -17,16 +17,16 @@ class RoundLength:
     siblings: tuple[int, ...] = ()
     """Siblings to ask for at the place of the first, second, ... draft token."""
     next_max: int = 0
-    """K of the next round, less near the completion's end, which a target that drafts for itself
-    draws with this verdict. 0 if the next round has no proposal; then the draft gets no hidden
-    states."""
+    """K of the next round, fewer near the completion's end. A target that drafts for itself draws
+    these tokens with this round's verdict. 0 if the next round has no proposal; then the target
+    sends no hidden states for the draft."""
     draft_budget_s: float = math.inf
-    """Longest wait that the proposal is worth. The limit for every wait applies too."""
+    """Longest wait that the proposal is worth. The configured limit of drafting applies too."""
     next_siblings: tuple[int, ...] = ()
     """Siblings that the next round asks for."""
     is_timed: bool = True
-    """Whether a time limit may cut short the drafting for this round, or of the next one with this
-    verdict. False where times may depend on the round's own random numbers."""
+    """Whether a time limit may cut short the drafting for this round, or by the target for the next
+    round. False if times may depend on the random numbers of the round itself."""
 
 
 class DraftedBeside(NamedTuple):
@@ -44,10 +44,10 @@ class PlayedRound:
     """What a finished round showed."""
 
     num_asked: int
-    """K that the proposal was drafted for, or the tokens that there was time for. 0 if nothing was
-    drafted or a look-up filled in: then only the time of the vain wait is learned."""
+    """K that the proposal was drafted for, or if time ran out, the number of tokens drawn. 0 if
+    nothing was drafted or a look-up filled in: then only `draft_s`, a wait in vain, is learned."""
     survival: tuple[float, ...]
-    """See `outrider.speculation.accept_reject.survival`; of the proposed tokens."""
+    """Of the proposed tokens, from `outrider.speculation.accept_reject.survival`."""
     num_tokens: int
     """Tokens committed."""
     context: int

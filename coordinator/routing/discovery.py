@@ -127,7 +127,7 @@ class Discovery:
         """Handles the current records of these roles."""
         self._heard_at = now = asyncio.get_running_loop().time()
         if self._away:
-            # Replicas could not announce themselves while it was away.
+            # Replicas could not announce themselves while the registry was away.
             self._heard = {name: (now, address) for name, (_, address) in self._heard.items()}
         self._away = False
         for role, records in found.items():
@@ -151,7 +151,9 @@ class Discovery:
                 and now >= self._not_before.get(record.name, now)
                 # Drafts must fit the first target.
                 and (pool.role == "target" or self._pools["target"].first is not None)
-                and not (record.leaving and pool.first is None)  # Later ones would have to fit it.
+                and not (
+                    record.leaving and pool.first is None
+                )  # Later replicas would have to fit it.
             ):
                 self._begin(record.name, self._join(pool, record))
         taken = {record.address for record in records}
@@ -168,8 +170,9 @@ class Discovery:
         self._tasks[name].add_done_callback(lambda _: self._tasks.pop(name))
 
     async def _doubt(self, pool: ReplicaPool, name: str, is_replaced: bool) -> None:
-        """Removes a replica that is no longer announced, unless it answers: it may have lost the
-        registry. `is_replaced`: another one has its address, so it is not asked."""
+        """Removes a replica that is no longer announced, unless it answers: it may only have lost
+        its connection to the registry. `is_replaced`: another replica has its address now, and
+        would answer in its place."""
         replica = pool.replicas.get(name)
         if replica is None:
             return

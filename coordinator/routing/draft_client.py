@@ -82,7 +82,7 @@ class PushedProposals:
 
 
 def budget_us(seconds: float) -> int:
-    """Time left to draft, as in messages: 0 for infinity, else at least 1."""
+    """Time left to draft, in us, as messages state it: 0 = no limit, otherwise at least 1."""
     if seconds == math.inf:
         return 0
     return max(1, min(round(seconds * 1e6), limits.DRAFT_DEADLINE_MS_MAX * 1000))
@@ -109,7 +109,7 @@ class _ModelDrafts(Drafts):
         step of the model."""
         of_request_ms = context.parameters.draft_deadline_ms or config.draft_timeout_ms
         self._draft_s = min(of_request_ms, config.draft_timeout_ms) / 1e3
-        """Time limit of a draft. It then answers with the tokens drawn so far."""
+        """Time limit of drafting. After it, the draft answers with the tokens drawn so far."""
 
     @property
     def _is_hybrid(self) -> bool:
@@ -139,7 +139,7 @@ class DraftClient(_ModelDrafts):
         self._held_before = 0
         """Tokens that the draft held before the newest feed, as far as known."""
         self._num_vain = 0
-        """Feeds in a row that did not raise that number."""
+        """Feeds in a row after which the draft held no more tokens than before."""
         self._is_behind = False
         """Whether this round has no proposal because the draft lacks hidden states."""
         self._look_ahead = 0
@@ -207,9 +207,9 @@ class DraftClient(_ModelDrafts):
         self, round_index: int, length: RoundLength, start: float
     ) -> Drafted | None:
         """The replica's proposal. None if the replica is away or silent, refuses, lacks hidden
-        states, or had no time for a first token. It knows how much time is left and decides before
-        each draw whether to make it. Drawn tokens are never dropped for being late, as the delay
-        may depend on them."""
+        states, or had no time for a first token. The replica knows how much time is left, and
+        decides before each draw whether to make it. Drawn tokens are never dropped for being late,
+        as the delay may depend on them."""
         num_wanted = length.num_draft_tokens
         self._is_late = False
         if self._route.is_left:
@@ -237,8 +237,8 @@ class DraftClient(_ModelDrafts):
             self._tell_soon(number, num_wanted, proposal)
         else:
             seconds = self._clock() - start
-        # Look-ahead drafts at most `looked_for` tokens. A proposal of that length may have been
-        # cut, also one that was asked for while it was drafted ahead.
+        # Look-ahead drafts at most `looked_for` tokens, so a proposal of that length may have been
+        # cut. That holds for an answer too: the replica may have drafted it ahead.
         is_cut = self._look_ahead > 0 and len(proposal) == looked_for < num_wanted
         num_asked = looked_for if is_cut else num_wanted
         if reply.out_of_time and not is_ahead:
@@ -272,7 +272,9 @@ class DraftClient(_ModelDrafts):
                 if self._is_behind:
                     self._feed(number)
                     return None
-                self._route.awaited = None  # The answer to this message replaces it.
+                self._route.awaited = (
+                    None  # The answer to the message below replaces that of the feed.
+                )
                 budget = budget_us(draw_until - self._clock())
                 self._send(number, num_wanted, siblings=length.siblings, budget=budget)
                 answer = await self._route.take(give_up_at - self._clock())
@@ -386,8 +388,9 @@ class DraftClient(_ModelDrafts):
         return self._reads_features and self._reach < self._session.length
 
     def _feed(self, number: int) -> None:
-        """Sends hidden states, so that the draft runs what it can. Does not wait for the answer,
-        which `_hear_feed` reads; until then, or for the retry time, feeds nothing more."""
+        """Sends hidden states, so that the draft runs the tokens that it can. Does not wait for the
+        answer, which `_hear_feed` reads. Until the answer has come or the retry time has passed,
+        feeds nothing more."""
         held, reach, now = self._route.cached_length, self._reach, self._clock()
         is_waiting = self._route.awaited is not None and now < self._ask_again_at
         if not self._route.heard or is_waiting or reach <= held:
@@ -455,7 +458,7 @@ class SelfDraftClient(_ModelDrafts):
         self._wanted = NOTHING_WANTED
         """What the target was asked to send with the newest verdict."""
         self._next_max = 0
-        """K of the round that this proposal is for; the target may be asked for fewer."""
+        """K of the next round. The target may be asked for fewer tokens."""
         self._is_rejected = False
         self._reply: VerdictReply | None = None
         """The newest verdict, if its proposal can be used."""

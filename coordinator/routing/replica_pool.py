@@ -447,8 +447,8 @@ class SessionRoute(Generic[Item, Answer]):
         """Set to False by its user if the replica does not answer; any answer sets it to True
         again."""
         self.was_lost = False
-        """Whether the stream broke between the last wait and the current round, so that all
-        questions must be sent again."""
+        """Whether the stream broke between the last wait and the current round, so that all open
+        requests must be sent again."""
         self.on_pushed: Callable[[ProposalReply], None] | None = None
         """Called with proposals that were drafted ahead; if None, they are dropped."""
         self._pool = pool
@@ -457,7 +457,7 @@ class SessionRoute(Generic[Item, Answer]):
         )
         self._weights = context.parameters.weights if is_target else ""
         self._numerics = ""
-        """Numerics of the replica that it began with."""
+        """Numerics of the replica that the session began with."""
         self._replica: ReplicaConnection | None = None
         self._left: dict[str, ReplicaConnection] = {}
         """Replicas that it has left, by name."""
@@ -639,14 +639,15 @@ class SessionRoute(Generic[Item, Answer]):
         self._wake()
 
     def resync(self, answer: Resync) -> None:
-        """The replica lacks the prefix of a message: the next one starts from what it holds."""
+        """Notes that the replica lacks the prefix of a message: the next message starts from the
+        tokens that the replica holds."""
         tokens = self.context.session.tokens
         known = tokens.holds(answer.cached_length, answer.prefix_digest)
         self.cached_length = answer.cached_length if known else 0
         self.context.observer.count("resyncs", self._pool.role)
 
     def give_up(self) -> None:
-        """The replica cannot go on: it counts as away until it describes itself."""
+        """Notes that the replica cannot go on: it is away until it describes itself again."""
         if self._replica is not None:
             self._replica.miss()
 
@@ -658,8 +659,8 @@ class SessionRoute(Generic[Item, Answer]):
 
     def move(self) -> bool:
         """Moves to another replica, with the same weights and not rejected. Returns whether there
-        is one: open questions then stay unanswered, and it is assumed to hold nothing. A draft that
-        is to be left is left even if there is no other."""
+        is one. If so, open requests stay unanswered, and the new replica is assumed to hold none of
+        the session's tokens. A draft that is to be left is left even if there is no other."""
         before = self._replica
         without = self._rejected if before is None else [*self._rejected, before]
         session_id = self.context.session.session_id

@@ -78,7 +78,8 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         for `target_gone_ms`.
 
         If the target cannot read the draft's q, asks again with the part that is readable here
-        (`verified`). If that is all of it, drops the proposal after `Q_REFUSALS_MAX` refusals."""
+        (`verified`). If all of q is readable here, drops the proposal after `Q_REFUSALS_MAX`
+        refusals."""
         if self.is_left:
             self.move()
         num_refusals, num_retries, num_silences = 0, 0, 0
