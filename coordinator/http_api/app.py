@@ -518,7 +518,9 @@ def _add_generation(app: FastAPI, runs: Generations) -> None:
         prefix, session_id = split_answer_id(answer_id, _RESUMED)
         kind, whole = _RESUMED[prefix]
         parameters = await service.stored_parameters(session_id, request.state.caller.tenant)
-        whole_body = body.as_part_of(whole, echo=parameters.prompt_logprobs is not None)
+        whole_body = whole.model_construct(
+            **dict(body), echo=parameters.prompt_logprobs is not None
+        )
         form = runs.formats.form(parameters.answer_form)
         asked = TranslatedBody(whole_body, (parameters,), {}, form=form)
         return runs.run(request, asked, kind, headers, session_id)

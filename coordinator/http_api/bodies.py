@@ -100,30 +100,29 @@ class Body(BaseModel):
             return values
         if len(values) > HTTP_FIELDS_MAX:
             raise ValueError(f"has {len(values)} fields; at most {HTTP_FIELDS_MAX} are allowed")
-        kept = {name: value for name, value in values.items() if not cls._is_idle(name, value)}
-        for name in kept:
-            if (idle := cls.unserved.get(name)) is not None:
-                allowed = " or ".join(json.dumps(value) for value in idle)
+        kept, known = dict[str, Any](), cls.model_fields
+        for name, value in values.items():
+            if name in known:
+                if value is not None:
+                    kept[name] = value
+            elif (idle := cls.unserved.get(name)) is None:
+                kept[name] = value  # For pydantic, which refuses it but suggests no name.
+                if hint := did_you_mean(name[:SHOWN_CHARS_MAX], known):
+                    raise field_error(name, f"there is no such field{hint}", UNKNOWN_FIELD)
+            elif not _is_idle(value, idle):
+                allowed = " or ".join(map(json.dumps, idle))
                 raise field_error(
                     name, "is not supported; leave it out" + (allowed and f", or give {allowed}")
                 )
-            # pydantic refuses unknown names, too, but suggests none.
-            known = cls.model_fields
-            if name not in known and (hint := did_you_mean(name[:SHOWN_CHARS_MAX], known)):
-                raise field_error(name, f"there is no such field{hint}", UNKNOWN_FIELD)
         return kept
 
-    @classmethod
-    def _is_idle(cls, name: str, value: Any) -> bool:
-        """Whether a field can be left out. `isinstance` tells 1 from true, which Python finds
-        equal."""
-        if value is None:
-            return name in cls.unserved or name in cls.model_fields
-        return any(
-            idle is ANY_VALUE
-            or (idle == value and isinstance(idle, bool) == isinstance(value, bool))
-            for idle in cls.unserved.get(name, ())
-        )
+
+def _is_idle(value: Any, idle: tuple[Any, ...]) -> bool:
+    """Whether a value asks for nothing. In Python 1 == True, but `isinstance` tells them apart."""
+    return value is None or any(
+        one is ANY_VALUE or (one == value and isinstance(one, bool) == isinstance(value, bool))
+        for one in idle
+    )
 
 
 def must_be(words: str) -> WrapValidator:
@@ -136,10 +135,6 @@ def must_be(words: str) -> WrapValidator:
             raise ValueError(f"must be {words}") from None
 
     return WrapValidator(validate)
-
-
-B = TypeVar("B", bound=Body)
-NO_STREAM = "is for streams; set stream to true, or leave it out"
 
 
 class Speculation(Body):
@@ -167,18 +162,47 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] = False
 
 
+class StreamedBody(Body):
+    """The fields of answers that may be streams of chunks."""
+
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    """Add the token ids to the text."""
+
+    @model_validator(mode="after")
+    def _options_are_for_streams(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            reason = "is for streams; set stream to true, or leave it out"
+            raise field_error("stream_options", reason)
+        return self
+
+
 class GenerationBody(Body):
     """The fields that all routes for generations share."""
 
     unserved: ClassVar[Unserved] = {
-        **asks_nothing("request_id", ANY_VALUE),
+        **asks_nothing("request_id user metadata safety_identifier", ANY_VALUE),
+        **asks_nothing("prompt_cache_key prompt_cache_retention", ANY_VALUE),
         **asks_nothing("skip_special_tokens spaces_between_special_tokens", True),
-        **asks_nothing("include_stop_str_in_output use_beam_search", False),
-        **asks_nothing("length_penalty", 1),
+        **asks_nothing("add_generation_prompt add_special_tokens", True),
+        **asks_nothing("include_stop_str_in_output use_beam_search echo store", False),
+        **asks_nothing("continue_final_message background", False),
+        **asks_nothing("length_penalty best_of", 1),
         **asks_nothing("priority", 0),
+        **asks_nothing("suffix", ""),
+        **asks_nothing("functions context_management", []),
+        **asks_nothing("function_call", "none", "auto"),
         **asks_nothing("service_tier", "auto", "default"),
-        **asks_nothing("prompt_logprobs"),
+        **asks_nothing("modalities", ["text"]),
+        **asks_nothing("reasoning_effort", "none"),
+        **asks_nothing("verbosity", "medium"),
+        **asks_nothing("truncation", "disabled"),
+        **asks_nothing("prompt prompt_logprobs guided_grammar audio prediction chat_template"),
+        **asks_nothing("web_search_options previous_response_id conversation"),
+        **asks_nothing("max_tool_calls moderation mm_processor_kwargs"),
     }
+    """Of each route. A route that has one of these fields serves it."""
 
     model: str = ""
     """The name of the served model. May be left out."""
@@ -199,8 +223,6 @@ class GenerationBody(Body):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] = Field(default={}, max_length=LOGIT_BIAS_ENTRIES_MAX)
     """Added to logits, by token id."""
-    user: str = ""
-    """A label that the caller chooses; ignored."""
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -212,22 +234,12 @@ class GenerationBody(Body):
     """The form of the answer, as in vLLM: one of json, json_object, regex and choice."""
 
 
-class ChoicesBody(GenerationBody):
+class ChoicesBody(GenerationBody, StreamedBody):
     """Fields of chat completions and completions."""
-
-    unserved = {
-        **GenerationBody.unserved,
-        **asks_nothing("metadata", ANY_VALUE),
-        **asks_nothing("best_of", 1),
-        **asks_nothing("guided_grammar"),
-    }
 
     max_tokens: int | None = None
     n: int = Field(default=1, ge=1, le=ANSWERS_MAX)
     """Number of answers to each prompt."""
-    stream_options: StreamOptions | None = None
-    return_token_ids: bool = False
-    """Add the token ids to the text."""
     response_format: dict[str, Any] | None = None
     """The form of the answer: text, json_object, or json_schema with its schema."""
     guided_json: dict[str, Any] | str | None = None
@@ -246,8 +258,6 @@ class ChoicesBody(GenerationBody):
     ) -> TranslatedBody:
         """The requests for these prompts. `names` maps fields of a request to fields of the body.
         `own` are the fields of the request that only one kind of body sets."""
-        if self.stream_options is not None and not self.stream:
-            raise BadRequest("stream_options", NO_STREAM)
         found, speculation = self._constraints(tools), self.speculation
         if len(found) > 1:
             reason = f"is given beside {found[0][0]}; allowed: one of them"
@@ -295,8 +305,9 @@ class ChoicesBody(GenerationBody):
     def _constraints(self, tools: Tools | None) -> list[tuple[str, Constraint]]:
         """The constraints that the body asks for, each with its field. An answer that must be a
         call ignores `response_format`. Raises `BadRequest`."""
+        held = None if tools is None else tools.constraint()
         field, asked = "response_format", list[tuple[str, str, Any]]()
-        match self.response_format:
+        match None if held else self.response_format:
             case None | {"type": "text"}:
                 pass
             case {"type": "json_object"}:
@@ -313,16 +324,12 @@ class ChoicesBody(GenerationBody):
         given = self.structured_outputs
         asked += [(f"structured_outputs.{kind}", kind, value) for kind, value in given.items()]
         asked += [(f"guided_{one}", one, getattr(self, f"guided_{one}")) for one in _CONSTRAINTS]
-        found = [
+        found = [("tools", held)] if held else []
+        return found + [
             (field, _constraint(field, kind, value))
             for field, kind, value in asked
             if value is not None and not (kind == "json_object" and value is False)
         ]
-        held = None if tools is None else tools.constraint()
-        if held is not None:
-            found = [one for one in found if not one[0].startswith("response_format")]
-            found.insert(0, ("tools", held))
-        return found
 
 
 _CONSTRAINTS: Mapping[str, Callable[[Any, str], Constraint]] = {
@@ -340,18 +347,10 @@ def _constraint(field: str, kind: str, value: Any) -> Constraint:
     return _CONSTRAINTS[kind](value, field)
 
 
-class ResumeBody(Body):
+class ResumeBody(StreamedBody):
     """The body of a request for the rest of an answer."""
 
     stream: bool = True
-    stream_options: StreamOptions | None = None
-    return_token_ids: bool = False
-
-    def as_part_of(self, kind: type[B], **more: Any) -> B:
-        """A body of this kind, with these fields and `more`; not validated."""
-        if self.stream_options is not None and not self.stream:
-            raise BadRequest("stream_options", NO_STREAM)
-        return kind.model_construct(**dict(self), **more)
 
 
 class CalledFunction(Body):
@@ -411,37 +410,38 @@ class Message(Body):
 
     @model_validator(mode="after")
     def _fit_for_its_role(self) -> Self:
-        if self.role != "assistant":
-            if self.content is None:
-                raise field_error("content", "is missing; only the assistant's may be left out")
-            for name in ("reasoning_content", "tool_calls"):
-                if getattr(self, name):
-                    raise field_error(name, "is for messages of the assistant; leave it out")
-        if self.role == "tool" and self.tool_call_id is None:
+        for names, role in (
+            ("reasoning_content tool_calls", "assistant"),
+            ("tool_call_id", "tool"),
+        ):
+            for name in names.split():
+                if getattr(self, name) and self.role != role:
+                    raise field_error(name, f"is for messages with the role {role}; leave it out")
+        if self.content is None and self.role != "assistant":
+            raise field_error("content", "is missing; only the assistant's may be left out")
+        if self.tool_call_id is None and self.role == "tool":
             raise field_error("tool_call_id", "is missing; it names the call that this answers")
-        if self.role != "tool" and self.tool_call_id is not None:
-            raise field_error("tool_call_id", "is for messages of a tool; leave it out")
         return self
 
     def turn(self, place: str) -> ChatMessage:
         """The message for the chat template. `place` is its path in the body. Raises `BadRequest`
         for arguments of a call that are not a JSON object."""
-        more: dict[str, Any] = {}
-        if self.reasoning_content:
-            more["reasoning_content"] = self.reasoning_content
-        if self.tool_calls:
-            more["tool_calls"] = [
-                parsed_call(
-                    call.id,
-                    call.function.name,
-                    call.function.arguments,
-                    f"{place}.tool_calls[{index}].function.arguments",
-                )
-                for index, call in enumerate(self.tool_calls)
-            ]
-        if self.tool_call_id is not None:
-            more["tool_call_id"] = self.tool_call_id
-        return ChatMessage(self.role, lines(self.content or ""), more)
+        calls = [
+            parsed_call(
+                call.id,
+                call.function.name,
+                call.function.arguments,
+                f"{place}.tool_calls[{index}].function.arguments",
+            )
+            for index, call in enumerate(self.tool_calls)
+        ]
+        more = {
+            "reasoning_content": self.reasoning_content,
+            "tool_calls": calls,
+            "tool_call_id": self.tool_call_id,
+        }
+        given = {name: value for name, value in more.items() if value}
+        return ChatMessage(self.role, lines(self.content or ""), given)
 
 
 class OfFunction(Body):
@@ -511,19 +511,6 @@ TemplateVariables = Annotated[dict[str, TemplateVariable], Field(max_length=TEMP
 class ChatBody(ChoicesBody):
     """The body of a chat completion."""
 
-    unserved = {
-        **ChoicesBody.unserved,
-        **asks_nothing("safety_identifier prompt_cache_key prompt_cache_retention", ANY_VALUE),
-        **asks_nothing("functions", []),
-        **asks_nothing("function_call", "none", "auto"),
-        **asks_nothing("modalities", ["text"]),
-        **asks_nothing("reasoning_effort", "none"),
-        **asks_nothing("verbosity", "medium"),
-        **asks_nothing("echo store continue_final_message", False),
-        **asks_nothing("add_generation_prompt", True),
-        **asks_nothing("audio prediction web_search_options chat_template"),
-    }
-
     messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool = False
@@ -585,12 +572,6 @@ class ChatBody(ChoicesBody):
 class CompletionBody(ChoicesBody):
     """The body of a completion of raw text or tokens."""
 
-    unserved = {
-        **ChoicesBody.unserved,
-        **asks_nothing("suffix", ""),
-        **asks_nothing("add_special_tokens", True),
-    }
-
     prompt: Annotated[
         str
         | Annotated[Several[int], Field(min_length=1)]
@@ -625,11 +606,7 @@ class CompletionBody(ChoicesBody):
 class TokenizeBody(Body):
     """The body of `POST /tokenize`: a text, or a conversation for the model's chat template."""
 
-    unserved = {
-        **asks_nothing("add_generation_prompt", True),
-        **asks_nothing("continue_final_message", False),
-        **asks_nothing("chat_template mm_processor_kwargs"),
-    }
+    unserved = GenerationBody.unserved
 
     model: str = ""
     """The name of the served model. May be left out."""
@@ -707,8 +684,6 @@ _RAW = "with a prompt"
 
 
 def _kind(value: object) -> str:
-    if isinstance(value, dict) and None not in map(value.get, ("messages", "prompt")):
-        raise BadRequest("prompt", "is given beside messages; allowed: one of the two")
     is_chat = isinstance(value, ChatBody) or (isinstance(value, dict) and "messages" in value)
     return _CHAT if is_chat else _RAW
 

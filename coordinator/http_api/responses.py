@@ -199,13 +199,8 @@ class ResponsesBody(GenerationBody):
 
     unserved: ClassVar[Unserved] = {
         **GenerationBody.unserved,
-        **asks_nothing("store safety_identifier prompt_cache_key", ANY_VALUE),
-        **asks_nothing("prompt_cache_retention", ANY_VALUE),
-        **asks_nothing("context_management", []),
-        **asks_nothing("background", False),
-        **asks_nothing("truncation", "disabled"),
+        **asks_nothing("store", ANY_VALUE),
         **asks_nothing("stream_options", {}, {"include_obfuscation": False}),
-        **asks_nothing("previous_response_id conversation prompt max_tool_calls moderation"),
     }
 
     input: Annotated[

@@ -10,7 +10,7 @@ import httpx2
 import pytest
 
 from coordinator.http_api.gateway import Coordinators, build_gateway
-from coordinator.http_api.reading import error_body, read_body, to_json
+from coordinator.http_api.reading import error_body, to_json
 from outrider.client.failover import RESUME_TIMEOUT_S, EndpointPool
 from outrider.errors import Unavailable
 
@@ -209,20 +209,10 @@ async def test_coordinators_are_asked_for_a_limited_time(
     assert now() - began < 0.1
 
 
-async def test_a_body_without_a_deadline_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parsing holds up the other streams."""
-    parsed = list[bytes]()
-
-    def noted(data: bytes) -> Any:
-        parsed.append(data)
-        return read_body(data)
-
-    monkeypatch.setattr("coordinator.http_api.gateway.read_body", noted)
-    for body, num_parsed in (({}, 0), ({"deadline_ms": "7"}, 1), ([["deadline_ms"]], 1)):
-        parsed.clear()
-        made = Deployment(refusal(503), refusal(409), httpx2.Response(200, stream=Body(b"{}")))
-        assert (await made.call(body)).status_code == 200
-        assert len(parsed) == num_parsed
+@pytest.mark.parametrize("body", [{}, {"deadline_ms": "7"}, {"prompt": '{"deadline_ms": 1}'}])
+async def test_a_body_without_a_deadline_has_the_default(body: Any) -> None:
+    made = Deployment(refusal(503), refusal(409), httpx2.Response(200, stream=Body(b"{}")))
+    assert (await made.call(body)).status_code == 200
 
 
 async def test_a_stream_whose_events_have_no_ids_is_not_begun_anew() -> None:

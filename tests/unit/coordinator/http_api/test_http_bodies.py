@@ -400,7 +400,7 @@ BIASES = {str(n): 1 for n in range(LOGIT_BIAS_ENTRIES_MAX + 1)}
         ({"stop": ["a"] * 17}, "stop", "must be a string or a list of at most 16 strings"),
         ({"n": 17}, "n", "should be less than or equal to 16; got 17"),
         ({"functions": [{}]}, "functions", "is not supported; leave it out, or give []"),
-        ({"prompt": "a"}, "prompt", "is given beside messages; allowed: one of the two"),
+        ({"prompt": "a"}, "prompt", "is not supported; leave it out"),
         ({"n": 2}, "n", "asks for 2 answers; allowed: 1"),
         ({"stream": False}, "stream", "must be true, or be left out"),
         ({"speculation": {"rule": "odd"}}, "speculation.rule", "coupled"),
