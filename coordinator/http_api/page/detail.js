@@ -1,4 +1,4 @@
-// One round, told in a line: what was proposed, what came of it, and the token that is looked at.
+// Describes one round in a line: its proposal, what was accepted, and the token under the pointer.
 
 import { shown } from "./writing.js";
 
@@ -22,7 +22,7 @@ export function total(round) {
   return draft_ms + wire_ms + queue_ms + verify_ms + commit_ms;
 }
 
-/** Says all of a token, or of a round where `token` is null. */
+/** Describes a token of a round; with a null `token`, the round alone. */
 export function tell(place, round, token) {
   if (!round || round.index < 0) return place.replaceChildren();
   const head = piece("span", "head", `round ${round.index}`);

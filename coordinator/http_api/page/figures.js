@@ -1,4 +1,4 @@
-// What the rounds come to, while they come and when they are over.
+// Figures about the rounds of a run, during the run and after it.
 
 /** Depth of each proposed token, from 0. */
 function depths(round) {
@@ -11,7 +11,7 @@ function depths(round) {
   return found;
 }
 
-/** A run as it counts up: rounds, tokens, and the time that they took. */
+/** Counts the rounds and tokens of a run, and takes their times. */
 export class Tally {
   constructor() {
     this.beganAt = performance.now();
@@ -49,8 +49,9 @@ export class Tally {
     this.metrics = event.metrics;
   }
 
-  /** Tokens a second from the first one on, null before the second: of two runs the later one finds
-   * the prompt in the target's cache. By the server's clock once it has said so. */
+  /** Tokens a second after the first token; null before the second one. The first token is left out
+   * because the later of two runs finds the prompt in the target's cache. After the run, the times
+   * are those of the server. */
   get rate() {
     const number = this.tokenIds.length;
     if (number < 2) return null;
@@ -102,8 +103,8 @@ function showPlaces(places) {
   });
 }
 
-/** Shows both runs beside each other; either may be null. `sameExpected`: by the rule their tokens
- * are the same. */
+/** Shows both runs beside each other; either may be null. `sameExpected` says whether their rule
+ * makes their tokens the same. */
 export function race(drafts, plain, sameExpected) {
   const rates = [drafts, plain].map((one) => one?.rate ?? 0);
   const most = Math.max(...rates, 1e-9);

@@ -1,4 +1,4 @@
-// The replicas, looked at again and again while somebody can see them.
+// The table of replicas, which is read again every `PERIOD_MS` while the page is visible.
 
 import { fleet } from "./stream.js";
 
@@ -36,14 +36,14 @@ function row(replica) {
   return made;
 }
 
-/** What has to be known to read the table. */
+/** A remark beside the table: how old it is, or whose sessions it counts. */
 function remark(replicas, heard) {
   if (heard > AWAY_MS) return `the registry has been away for ${(heard / 1e3).toFixed(0)} s`;
   const coordinators = replicas.filter((one) => one.role === "coordinator").length;
   return coordinators > 1 ? "of targets and drafts: the sessions of this coordinator" : "";
 }
 
-/** Keeps a table up to date, while `mayLook()`; `hear(error)` is told of what goes wrong. */
+/** Keeps a table up to date while `mayLook()` is true. Calls `hear` with each error. */
 export function follow(body, note, served, mayLook, hear) {
   let before = "";
   const look = async () => {

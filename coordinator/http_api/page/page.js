@@ -1,4 +1,4 @@
-// The window: asks, and shows what comes of it.
+// The window: sends requests, and shows their rounds.
 
 import * as figures from "./figures.js";
 import { follow } from "./fleet.js";
@@ -25,20 +25,20 @@ const writing = new Writing(of("text"), (token) => {
   timeline.mark(token?.round ?? null);
 });
 
-/** The run that is shown: its body, its events, and what they come to. */
+/** The run that is shown: its body, its events, and their `Tally`. */
 let last = null;
 let plain = null;
 let stopper = null;
-/** What was refused for want of a key. */
+/** Repeats what was refused because a key was missing. */
 let refused = null;
 
 function say(words) {
   of("status").textContent = words;
 }
 
-/** Asks for a key; nothing is asked of the server before there is one. */
+/** Asks the user for a key. Until there is one, the window sends no requests. */
 function askForKey() {
-  if (!of("keys").hidden) return;  // Several calls may have been refused.
+  if (!of("keys").hidden) return;  // Another refused call has asked already.
   of("keys-words").textContent = hasKey()
     ? "The server does not know this API key." : "This server asks for an API key.";
   forgetKey();
@@ -89,7 +89,8 @@ function asked() {
   };
 }
 
-/** Runs a body; returns whether it came to its end. One that lacks a key is run `again` with it. */
+/** Runs a body. Returns whether the answer is complete. If a key is missing, `again` is called once
+ * there is one. */
 async function run(state, body, take, again) {
   refused = null;
   stopper = new AbortController();
@@ -172,7 +173,7 @@ function ending(event) {
   return `${count} tokens: ${why} (rule ${last.rule}, seed ${last.seed})`;
 }
 
-/** The same again, by the target alone. */
+/** Runs the last request again without drafts. */
 async function runPlain() {
   const ended = of("status").textContent;
   say("now the same without drafts");
@@ -197,7 +198,7 @@ async function runPlain() {
   refresh();
 }
 
-/** Shows the rounds once more, slowly: what is drafted, and then what becomes of it. */
+/** Shows the rounds again, slowly: for each, first its proposal and then its tokens. */
 async function replay() {
   stopper = new AbortController();
   const { signal } = stopper;

@@ -1,8 +1,8 @@
-// Calls of the server: one generation as a stream of events, and what is known of the fleet.
+// Calls to the server.
 
 const KEY = "outrider-key";
 
-/** An error that the server told of, in its own words. */
+/** An error of the server, with its message. */
 export class Refused extends Error {
   constructor(status, told) {
     super(told?.message ?? `the server answers ${status}`);
@@ -21,7 +21,7 @@ export function useKey(key) {
   sessionStorage.setItem(KEY, key);
 }
 
-/** Keeps none. */
+/** Forgets the API key. */
 export function forgetKey() {
   sessionStorage.removeItem(KEY);
 }
@@ -39,18 +39,18 @@ async function call(path, options = {}) {
   throw new Refused(response.status, told?.error);
 }
 
-/** The replicas, as the server knows them. */
+/** The replicas that the server knows. */
 export async function fleet() {
   return (await call("api/fleet")).json();
 }
 
-/** What the server's routes take and answer. */
+/** The server's OpenAPI document. */
 export async function openapi() {
   return (await call("openapi.json")).json();
 }
 
-/** Runs a request; `take(event)` hears each event. Aborting `signal` cancels the session.
-    Seeds are text here: a number would lose digits of their 64 bits. */
+/** Runs a request, and calls `take` with each event. Aborting `signal` cancels the session. Seeds
+ * are strings here, as JavaScript's numbers cannot hold 64 bits. */
 export async function generate(body, signal, take) {
   const response = await call("api/generate", {
     method: "POST", signal,
@@ -65,7 +65,7 @@ export async function generate(body, signal, take) {
   throw new Error("the stream broke off before its end");
 }
 
-/** The data of server-sent events, each of one line. */
+/** The data of each server-sent event. Each is one line. */
 async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

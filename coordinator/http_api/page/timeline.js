@@ -1,4 +1,4 @@
-// A bar for each round, all to one scale, the newest last.
+// A bar for each round, all on one scale, the newest at the end.
 
 import { total } from "./detail.js";
 
@@ -22,7 +22,7 @@ export class Timeline {
     this.waiting = [];
   }
 
-  /** A round that has been played; its bar is drawn with the next frame. */
+  /** Adds a round. Its bar is drawn with the next frame. */
   add(round) {
     this.waiting.push(round);
     if (this.due) return;
@@ -39,7 +39,7 @@ export class Timeline {
     this.totals.splice(0, this.totals.length - ROWS_MAX);
     list.append(...rounds.slice(-ROWS_MAX).map((round) => this.#row(round)));
     while (list.childElementCount > ROWS_MAX) list.firstElementChild.remove();
-    // Prefills take long: a bar that is longer than nearly all is cut, and says so.
+    // Prefills take long. Bars that are much longer than 90 % of all are cut, and marked as cut.
     const sorted = this.totals.toSorted((a, b) => a - b);
     const full = this.#measure(sorted[Math.floor((sorted.length - 1) * 0.9)] * 1.15);
     for (const row of list.children) {
@@ -48,7 +48,7 @@ export class Timeline {
     if (follows) list.scrollTop = list.scrollHeight;
   }
 
-  /** Draws an axis that goes as far as this, or a little farther; returns how far, ms. */
+  /** Draws an axis of at least this length, ms. Returns its length. */
   #measure(most) {
     const rough = Math.max(most, 0.1) / TICKS_MIN;
     const unit = 10 ** Math.floor(Math.log10(rough));
@@ -68,7 +68,7 @@ export class Timeline {
     return step * ticks;
   }
 
-  /** Marks the bar of a round that is looked at; of none where it is null. */
+  /** Marks the bar of a round, or no bar if it is null. */
   mark(round) {
     this.marked?.classList.remove("marked");
     this.marked = round && this.list.querySelector(`[data-index="${round.index}"]`);

@@ -1,8 +1,8 @@
-// The text: each token in the hand that wrote it, and what the draft wrote in vain.
+// The text of an answer. Tokens have a style by their origin, and refused draft tokens are shown.
 
 const GHOST_MS = 1200;
 
-/** The indices of proposed tokens that were accepted, given the tokens that came of the round. */
+/** The indices of the accepted ones among the proposed tokens, given the round's tokens. */
 export function acceptedOf(round, tokenIds) {
   const parents = round.proposed_parents;
   if (parents.length === 0) return [...Array(round.num_accepted).keys()];
@@ -14,8 +14,8 @@ export function acceptedOf(round, tokenIds) {
   return path;
 }
 
-/** Of a tree the first siblings that follow a proposed token (-1: what was there before), by their
- * indices; the others are in the detail. */
+/** The path of first siblings behind a proposed token, as indices; -1 = from the beginning. Other
+ * siblings are only shown in the detail. */
 function firstSiblings(round, from) {
   const parents = round.proposed_parents.length
     ? round.proposed_parents : round.proposed_token_ids.map((_, i) => i - 1);
@@ -24,8 +24,9 @@ function firstSiblings(round, from) {
   return path;
 }
 
-/** What a round wrote in vain, by the indices of proposed tokens: where the first siblings went
- * another way, and behind what was accepted; each with how many accepted tokens stand before it. */
+/** Paths of refused tokens, as indices: the rest of the path of first siblings where the accepted
+ * path leaves it, and the path behind the last accepted token. `at` is the number of accepted
+ * tokens before each. */
 export function refusedOf(round) {
   const { accepted } = round;
   const first = firstSiblings(round, -1);
@@ -35,7 +36,7 @@ export function refusedOf(round) {
   return paths.filter(({ path }) => path.length > 0);
 }
 
-/** How a token is written where it stands alone. */
+/** The text of a single token, with visible white space. */
 export function shown(text) {
   return text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "␣");
 }
@@ -48,7 +49,7 @@ function element(kind, name, text = "") {
 }
 
 export class Writing {
-  /** `pick(token)` hears which token is looked at; null for none. */
+  /** Calls `pick` with the token that the user points at or has chosen; null = none. */
   constructor(paper, pick) {
     this.paper = paper;
     this.pick = pick;
@@ -71,12 +72,12 @@ export class Writing {
     clearTimeout(this.fading);
   }
 
-  /** A round whose tokens come next. */
+  /** Begins a round, whose tokens come with the next call of `write`. */
   begin(round) {
     this.round = { ...round, tokens: [], accepted: [] };
   }
 
-  /** Writes what a round proposes in pencil, before anybody has said what becomes of it. */
+  /** Shows the proposal of a round, in pencil, before its tokens. */
   pencil(round) {
     this.#erase();
     const texts = this.#texts(round, firstSiblings(round, -1));
@@ -85,7 +86,7 @@ export class Writing {
     this.#show([ghost]);
   }
 
-  /** Tokens that have been committed. */
+  /** Shows committed tokens. Returns their round. */
   write(event) {
     const round = this.round ?? {
       proposed_token_ids: [], proposed_parents: [], accepted: [], tokens: [], index: -1,
@@ -104,7 +105,7 @@ export class Writing {
     return round;
   }
 
-  /** No more comes. */
+  /** Ends the answer: soon hides refused tokens. */
   end() {
     this.fading = setTimeout(() => this.#erase(), GHOST_MS);
   }
@@ -128,7 +129,7 @@ export class Writing {
     return token;
   }
 
-  /** Text that has become certain goes to the tokens whose it is. */
+  /** Adds text that has become certain to the tokens that it belongs to. */
   #take(delta) {
     while (this.waiting.length && (delta || this.waiting[0].left === 0)) {
       const first = this.waiting[0];
@@ -140,7 +141,7 @@ export class Writing {
       if (first.left > 0) break;
       this.waiting.shift();
     }
-    // What the last tokens left incomplete is told at the end.
+    // At the end, the rest of the text comes, for which there are no more tokens.
     if (delta && this.tokens.length) this.tokens.at(-1).node.textContent += delta;
   }
 
