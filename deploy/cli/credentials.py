@@ -123,7 +123,7 @@ keys = Group(
     argument("directory", "directory of the certificates", metavar="DIR", type=Path),
     option(
         "--days", type=click.IntRange(1, DAYS_MAX), default=ROLE_DAYS,
-        help="validity of the roles' certificates",
+        help="validity of the roles' certificates, days",
     ),
     option(
         "--renew", is_flag=True,

@@ -32,8 +32,8 @@ STOP_S = 10.0
 _URL = re.compile(r"https?://([\w.-]+|\[[0-9a-fA-F:]+\])(:\d{1,5})?")
 _FILES = {
     "--ssl-certfile": "certificate of the gateway, PEM: serve HTTPS",
-    "--ssl-keyfile": "private key of that certificate, PEM",
-    "--ssl-ca-certs": "authorities that client certificates must be signed by, PEM",
+    "--ssl-keyfile": "private key of --ssl-certfile, PEM",
+    "--ssl-ca-certs": "authorities, PEM; one of them must have signed each client's certificate",
 }
 
 
@@ -49,7 +49,10 @@ def _path(text: str) -> Path:
         "coordinators of this machine's deployment, also later ones",
     ),
     option("--host", default=LOOPBACK, help="address to bind"),
-    option("--port", type=click.IntRange(0, 65535), default=PORT, help="0 = any free port"),
+    option(
+        "--port", type=click.IntRange(0, 65535), default=PORT,
+        help="port to bind; 0 = any free port",
+    ),
     option(
         "--insecure", is_flag=True,
         help="allow --host other than loopback although coordinators may not require keys",

@@ -119,14 +119,14 @@ def request_options(max_tokens: int) -> list[Option]:
     `--max-tokens`."""
     numbers: Mapping[str, tuple[float | None, str]] = {
         "--max-tokens": (max_tokens, "most tokens to generate"),
-        "--temperature": (0.0, "0..2; 0 is greedy"),
-        "--top-p": (1.0, "(0, 1]"),
-        "--top-k": (0, "0 or -1 = off"),
-        "--min-p": (0.0, "0..1"),
-        "--presence-penalty": (0.0, "-2..2"),
-        "--frequency-penalty": (0.0, "-2..2"),
-        "--repetition-penalty": (1.0, "(0, 10]"),
-        "--seed": (None, "seed of all sampling"),
+        "--temperature": (0.0, "sampling temperature, 0 to 2; 0 = greedy"),
+        "--top-p": (1.0, "sample from the likeliest tokens with this total probability; 1 = all"),
+        "--top-k": (0, "sample from this many likeliest tokens; 0 or -1 = all"),
+        "--min-p": (0.0, "sample from tokens with this share of the likeliest one's probability"),
+        "--presence-penalty": (0.0, "lower logits of tokens that have occurred, -2 to 2"),
+        "--frequency-penalty": (0.0, "lower logits of tokens by their occurrences, -2 to 2"),
+        "--repetition-penalty": (1.0, "divide logits of tokens that have occurred, up to 10"),
+        "--seed": (None, "seed of the request's random numbers"),
         "--num-draft-tokens": (None, "draft tokens a round; 0 = plain decoding"),
         "--deadline-ms": (None, "time limit of the request, ms"),
         "--draft-deadline-ms": (
@@ -325,7 +325,7 @@ def connection_options(without: Iterable[str]) -> list[Option]:
 def caller_options() -> list[Option]:
     """The caller's credentials, for a command that has no options for settings."""
     doc = f"API key to send to coordinators [${KEY_VARIABLE}]"
-    key = setting_option(deployment_settings()["api_key"], rare=False, doc=doc)
+    key = setting_option(deployment_settings()["api_key"], doc=doc)
     return grouped("Connection", [key, *trust_options()])
 
 
