@@ -30,8 +30,8 @@ class _Drafting(Work):
     """The drafter's request."""
     draft: AutoregressiveDraft | None = None
     """The unfinished draft, if there is one. The drafter then gets it in place of `request`."""
-    new_tokens: tuple[int, ...]
-    """The request's tokens that are not held yet."""
+    num_recorded: int
+    """Tokens of the session that are recorded in the table."""
     is_whole: bool
     """Whether the step runs the whole prefix, so that a proposal follows."""
 
@@ -180,7 +180,7 @@ class Proposer(StepWorker):
                 asked["allowed"] = self._allowed(work.head, aligned)
             except Incompatible as error:
                 logger.debug("a session is drafted for without its constraint: %s", error)
-        work.is_whole, work.new_tokens = is_whole, aligned.new_tokens[: admitted.num_granted]
+        work.is_whole, work.num_recorded = is_whole, len(aligned.sequence)
         work.request = draft_request(
             work.head, work.sampling, committed[: len(committed) - num_missing], len(committed),
             siblings=item.siblings, features=item.features, digests=aligned.sequence, **asked,
@@ -193,10 +193,9 @@ class Proposer(StepWorker):
         return found
 
     def _undo(self, work: _Drafting) -> None:
-        request, engine = work.request, self._engine
-        before = len(request.token_ids) - len(work.new_tokens)
-        if not work.draft and engine.length(request.session_id) > before:
-            engine.keep(request.session_id, before)
+        name, engine = work.head.session_id, self._engine
+        if not work.draft and engine.length(name) > work.num_recorded:
+            engine.keep(name, work.num_recorded)
 
     def _finish(self, works: Sequence[_Drafting], found: Sequence[_Found]) -> None:
         for work, proposal in zip(works, found, strict=True):
@@ -224,7 +223,9 @@ class Proposer(StepWorker):
 
     def _record(self, work: _Drafting, drafted: Sequence[int]) -> int:
         """Records the tokens that were run for an item. Returns how many are held now."""
-        name, run = work.head.session_id, (*work.new_tokens, *drafted)
-        if work.draft is not None:  # A part of these is held already.
-            run = (*work.request.token_ids, *drafted)[self._table.length(name) :]
-        return self._table.record(name, run)
+        name = work.head.session_id
+        if self._engine.length(name) < work.num_recorded:  # Evicted, or a head's dropped guesses.
+            work.num_recorded = self._table.length(name)
+        run = (*work.request.token_ids, *drafted)[work.num_recorded :]
+        work.num_recorded = self._table.record(name, run)
+        return work.num_recorded

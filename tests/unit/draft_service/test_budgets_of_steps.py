@@ -128,11 +128,10 @@ class Interrupted:
         self.proposer = Proposer(ModelDrafter(self.engine), TokenBudget(512, 8))
         deadline = DraftDeadline(2.5 * PASS_S, lambda: self.engine.stated_seconds)
         self.long = unbounded(LONG, 16)
-        found = self.proposer.step([unbounded(SHORT, 8, deadline=deadline), self.long])
-        assert isinstance(found[0], ProposalReply)
-        assert (len(found[0].proposal), found[0].out_of_time) == (NUM_DRAWN, True)
-        assert found[1] is Unfinished.CONTINUES
-        self.proposer.check_integrity()
+        short, unfinished = self.step(unbounded(SHORT, 8, deadline=deadline), self.long)
+        assert isinstance(short, ProposalReply)
+        assert (len(short.proposal), short.out_of_time) == (NUM_DRAWN, True)
+        assert unfinished is Unfinished.CONTINUES
 
     def step(self, *items: DraftItem) -> list[Any]:
         found = self.proposer.step(items)
@@ -150,10 +149,16 @@ def undisturbed() -> tuple[int, ...]:
 
 
 def test_an_unended_draft_goes_on_with_what_it_has_drawn() -> None:
-    """Beside new ones, and it runs nothing twice."""
+    """Beside new ones, although it is interrupted again. It runs nothing twice, and all that it has
+    run is held."""
     draft = Interrupted()
+    engine = draft.engine
+    over = DraftDeadline(engine.stated_seconds + PASS_S, lambda: engine.stated_seconds)
+    found = draft.step(draft.long, unbounded(SHORT, 8, deadline=over))
+    assert found[0] is Unfinished.CONTINUES
     reply, fresh = draft.step(draft.long, unbounded(FRESH, 2))
     assert reply.proposal.token_ids == undisturbed()
+    assert reply.cached_length == len(PROMPT) + 15
     assert fresh.proposal.token_ids == undisturbed()[:2]
     num_run = sum(
         count
