@@ -202,7 +202,8 @@ class GenerationBody(Body):
         **asks_nothing("web_search_options previous_response_id conversation"),
         **asks_nothing("max_tool_calls moderation mm_processor_kwargs"),
     }
-    """Of each route. A route that has one of these fields serves it."""
+    """If a body has a field with one of these names, the field is served, and its entry here has no
+    effect."""
 
     model: str = ""
     """The name of the served model. May be left out."""
@@ -508,13 +509,35 @@ ToolList = Annotated[Several[Tool], Field(max_length=TOOLS_MAX)]
 TemplateVariables = Annotated[dict[str, TemplateVariable], Field(max_length=TEMPLATE_VARIABLES_MAX)]
 
 
-class ChatBody(ChoicesBody):
+class ConversationBody(GenerationBody):
+    """Fields of chat completions and responses."""
+
+    top_logprobs: int = 0
+    parallel_tool_calls: bool = True
+    """false = at most one call."""
+    chat_template_kwargs: TemplateVariables = {}
+    """Variables for the chat template, such as enable_thinking."""
+
+    def _chosen(
+        self, functions: Sequence[FunctionTool], choice: str | NamedFunction, place: str
+    ) -> Tools | None:
+        """The tools that the answer may call; `place` as for `tools_of`."""
+        fields = {"name", "description", "parameters"}
+        return tools_of(
+            [one.model_dump(include=fields, exclude_unset=True) for one in functions],
+            choice if isinstance(choice, str) else REQUIRED,
+            "" if isinstance(choice, str) else choice.name,
+            several=self.parallel_tool_calls,
+            place=place,
+        )
+
+
+class ChatBody(ChoicesBody, ConversationBody):
     """The body of a chat completion."""
 
     messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool = False
-    top_logprobs: int = 0
     tools: ToolList = []
     """The tools that the answer may call."""
     tool_choice: Annotated[
@@ -522,21 +545,6 @@ class ChatBody(ChoicesBody):
         must_be('none, auto, required, or {"type": "function", "function": {"name": ...}}'),
     ] = "auto"
     """Whether the answer may call a tool, must call one, or must call this one."""
-    parallel_tool_calls: bool = True
-    """false = at most one call."""
-    chat_template_kwargs: TemplateVariables = {}
-    """Variables for the chat template, such as enable_thinking."""
-
-    def _tools(self) -> Tools | None:
-        choice, functions = self.tool_choice, [tool.function for tool in self.tools]
-        named = choice.function.name if isinstance(choice, NamedTool) else ""
-        return tools_of(
-            [one.model_dump(exclude_unset=True) for one in functions],
-            choice if isinstance(choice, str) else REQUIRED,
-            named,
-            several=self.parallel_tool_calls,
-            place=".function.name",
-        )
 
     def _turns(self) -> tuple[ChatMessage, ...]:
         calls = [call for message in self.messages for call in message.tool_calls]
@@ -547,7 +555,13 @@ class ChatBody(ChoicesBody):
 
     def translate(self) -> TranslatedBody:
         """Raises `BadRequest` for fields that contradict each other."""
-        return self.translate_with(self._turns(), self._tools())
+        choice = (
+            self.tool_choice.function
+            if isinstance(self.tool_choice, NamedTool)
+            else self.tool_choice
+        )
+        functions = [tool.function for tool in self.tools]
+        return self.translate_with(self._turns(), self._chosen(functions, choice, ".function.name"))
 
     def translate_with(self, turns: tuple[ChatMessage, ...], tools: Tools | None) -> TranslatedBody:
         """As `translate`, but ignores the messages and tools of the body, and uses these."""

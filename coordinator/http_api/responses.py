@@ -15,12 +15,12 @@ from coordinator.http_api.bodies import (
     ANY_VALUE,
     Body,
     ChatBody,
+    ConversationBody,
     FunctionTool,
     GenerationBody,
     NamedFunction,
     OfFunction,
     Several,
-    TemplateVariables,
     TranslatedBody,
     Unserved,
     asks_nothing,
@@ -29,7 +29,7 @@ from coordinator.http_api.bodies import (
     must_be,
 )
 from coordinator.http_api.tool_parsers import Part, joined
-from coordinator.http_api.tools import REQUIRED, Tools, check_arguments, parsed_call, tools_of
+from coordinator.http_api.tools import check_arguments, parsed_call
 from outrider.errors import BadRequest
 from outrider.limits import CHAT_MESSAGES_MAX, TOOLS_MAX
 from outrider.request import ChatMessage, Event, Finished
@@ -194,7 +194,7 @@ class ReasoningOptions(Body):
     }
 
 
-class ResponsesBody(GenerationBody):
+class ResponsesBody(ConversationBody):
     """The body of `POST /v1/responses`."""
 
     unserved: ClassVar[Unserved] = {
@@ -218,7 +218,6 @@ class ResponsesBody(GenerationBody):
     text: TextOptions = TextOptions()
     include: Several[Literal["message.output_text.logprobs"]] = Field(default=[])
     """What to add to the answer."""
-    top_logprobs: int = 0
     metadata: dict[str, str] = Field(default={}, max_length=16)
     """Repeated in the answer, and ignored."""
     reasoning: ReasoningOptions | None = None
@@ -229,22 +228,16 @@ class ResponsesBody(GenerationBody):
         must_be('none, auto, required, or {"type": "function", "name": ...}'),
     ] = "auto"
     """Whether the answer may call a tool, must call one, or must call this one."""
-    parallel_tool_calls: bool = True
-    """false = at most one call."""
-    chat_template_kwargs: TemplateVariables = Field(default={})
-    """Variables for the chat template, such as enable_thinking."""
 
     def translate(self) -> TranslatedBody:
         """The requests of the chat completion with the same meaning. Raises `BadRequest`."""
-        turns, tools = self._turns(), self._tools()
-        given = self.model_fields_set & GenerationBody.model_fields.keys()
+        turns, tools = self._turns(), self._chosen(self.tools, self.tool_choice, ".name")
+        given = self.model_fields_set & ConversationBody.model_fields.keys()
         chat = ChatBody.model_construct(
             **{name: getattr(self, name) for name in given},
             max_completion_tokens=self.max_output_tokens,
             response_format=self._response_format(),
             logprobs=bool(self.include or self.top_logprobs),
-            top_logprobs=self.top_logprobs,
-            chat_template_kwargs=self.chat_template_kwargs,
         )
         try:
             asked = chat.translate_with(turns, tools)
@@ -276,16 +269,6 @@ class ResponsesBody(GenerationBody):
                 turns.append(turn)
         return tuple(
             ChatMessage(turn.pop("role"), turn.pop("content", ""), more=turn) for turn in turns
-        )
-
-    def _tools(self) -> Tools | None:
-        choice, fields = self.tool_choice, {"name", "description", "parameters"}
-        return tools_of(
-            [tool.model_dump(include=fields, exclude_unset=True) for tool in self.tools],
-            choice if isinstance(choice, str) else REQUIRED,
-            "" if isinstance(choice, str) else choice.name,
-            several=self.parallel_tool_calls,
-            place=".name",
         )
 
     def _response_format(self) -> Json:
