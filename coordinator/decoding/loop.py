@@ -267,7 +267,9 @@ class SessionRun:
         asked_at = self._clock()
         reply = await self._target.verify(index, drafted.proposal, length.run_ahead, wanted)
         verify_s = self._clock() - asked_at
-        self._observer.answered("target", verify_s, reply.queue_ms, reply.compute_ms)
+        self._observer.answered(
+            "target", verify_s, reply.queue_ms, reply.compute_ms, asked=self._target.was_asked
+        )
         if self._draft is not None:
             self._draft.hear(reply)
             if self._target.found_broken_draft:
@@ -464,31 +466,32 @@ class OutputQueue:
             if self._is_late:
                 raise TimeoutError
             await self._commits.change()
-        entry = self._entries.popleft()
+        entries = [first := self._entries.popleft()]
         self._taken.set()
-        seconds = self._told(entry)
-        if entry.report is not None:
-            return entry.tokens, replace(entry.report, commit_ms=seconds * 1e3)
-        parts = [entry.tokens]
-        while entry.round_index is not None and self._entries:
+        if first.report is not None:
+            return first.tokens, replace(first.report, commit_ms=self._tell(entries) * 1e3)
+        while first.round_index is not None and self._entries:
             entry = self._entries[0]
             joins = entry.round_index is not None and entry.tokens.token_ids
             is_shown = entry.end_length <= self._session.showable_length
             if not is_shown or entry.report or not joins:
                 break
-            self._told(self._entries.popleft())
-            parts.append(entry.tokens)
-        return _joined(parts), None
+            entries.append(self._entries.popleft())
+        self._tell(entries)
+        return _joined([entry.tokens for entry in entries]), None
 
     def _expire(self) -> None:
         self._is_late = True
         self._commits.wake()
 
-    def _told(self, entry: Entry) -> float:
-        """Reports an entry to the observer. Returns how many seconds ago it was decided."""
-        seconds = self._clock() - entry.decided_at
-        if entry.round_index is not None:
-            self._observer.shown(entry.round_index, len(entry.tokens.token_ids), seconds)
+    def _tell(self, entries: Sequence[Entry]) -> float:
+        """Reports the rounds of one event to the observer. Returns how many seconds ago the first
+        of them was decided."""
+        seconds = self._clock() - entries[0].decided_at
+        rounds = [entry.round_index for entry in entries if entry.round_index is not None]
+        if rounds:
+            num_tokens = sum(len(entry.tokens.token_ids) for entry in entries)
+            self._observer.shown(rounds, num_tokens, seconds)
         return seconds
 
 

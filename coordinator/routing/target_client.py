@@ -59,6 +59,8 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         self._random = Random(context.session.session_id).random  # noqa: S311 (for waits)
         self._asked_until = -1
         """The last round that the target answers without being asked again."""
+        self.was_asked = False
+        """Whether the target was asked for the newest verdict, rather than running ahead to it."""
         self.verified = NOTHING_SEALED
         """The proposal of the newest verdict, as far as its q could be read."""
         self.found_broken_draft = False
@@ -86,9 +88,11 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         wait_s, gone_at = ANSWER_S, math.inf
         number = self.begin(round_index)
         ask = len(proposal) > 0 or self.was_lost or self._must_ask(number, run_ahead)
+        self.was_asked = False
         while True:
             try:
                 if ask:
+                    self.was_asked = True
                     self._ask(number, proposal, run_ahead, wanted)
                 answer = await self.take(wait_s)
             except TimeoutError:

@@ -1,6 +1,6 @@
 """Metrics of a process: OpenTelemetry instruments with the names in docs/operations.md."""
 
-from bisect import bisect, bisect_left
+from bisect import bisect
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, get_args
@@ -106,22 +106,19 @@ AUDIT_SUMS = {
 GREEDY_AUDIT_SUMS = {
     "num_unlikely": "audit_unlikely_tokens", "num_near_ties": "audit_near_ties"
 }  # fmt: skip
-ROUND_TIMES = {
-    **{f"{PREFIX}round_{phase}_seconds": f"A round's time: {phase}." for phase in PHASES},
-    "outrider.inter_token_latency_seconds":
-        "Time between two rounds at the client, divided by the tokens of the second.",
-}  # fmt: skip
-"""`SampledTimes` of a coordinator, by full name. Each round adds to them."""
 REQUEST_TIMES = {
+    **{f"{PREFIX}round_{phase}_seconds": f"A round's time: {phase}." for phase in PHASES},
     "outrider.request_queue_time_seconds": "From arrival until the target began the first step.",
     "outrider.time_to_first_token_seconds": "From arrival to the first token.",
+    "outrider.inter_token_latency_seconds":
+        "Time between two events at the client, divided by the tokens of the second.",
     "outrider.e2e_request_latency_seconds":
         "From arrival to the last event, of completions that were sent whole.",
     "gen_ai.server.time_to_first_token": "From arrival to the first token.",
     "gen_ai.server.time_per_output_token": "After the first token, a token.",
     "gen_ai.server.request.duration": "From arrival to the last event or error.",
 }  # fmt: skip
-"""Other histograms of a coordinator, by full name. Each request adds to them."""
+"""Histograms of a coordinator, by full name."""
 READINGS: dict[str, tuple[Any, ...]] = {
     "num_requests_running": ("Sessions that run.",),
     "num_requests_waiting": ("Requests whose session is not open yet.",),
@@ -218,30 +215,6 @@ def watch(
 def times(meter: Meter, name: str, about: str) -> Histogram:
     """A histogram of seconds. `name` includes its prefix."""
     return meter.create_histogram(name, "s", about, explicit_bucket_boundaries_advisory=SECONDS)
-
-
-SAMPLED = 8
-
-
-class SampledTimes:
-    """A histogram of seconds that records the first of every `SAMPLED` values in a bucket.
-
-    A record takes the SDK 4 us, as long as all other telemetry of a round. Averages and quantiles
-    change little, as the shares of the buckets stay the same to within one value each."""
-
-    def __init__(self, meter: Meter, name: str, about: str) -> None:
-        self._histogram = times(meter, name, about)
-        self._num_skipped = [0] * (len(SECONDS) + 1)
-        """Values left to skip, by bucket."""
-
-    def add(self, seconds: float) -> None:
-        """For one thread."""
-        bucket = bisect_left(SECONDS, seconds)
-        if self._num_skipped[bucket]:
-            self._num_skipped[bucket] -= 1
-        else:
-            self._num_skipped[bucket] = SAMPLED - 1
-            self._histogram.record(seconds)
 
 
 class HttpTimes:

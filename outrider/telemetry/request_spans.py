@@ -13,6 +13,7 @@ Rounds that are not sampled have no spans, but count in all totals."""
 
 import json
 import time
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from opentelemetry.context import Context
@@ -33,9 +34,7 @@ from outrider.telemetry.metrics import (
     READINGS,
     REQUEST_COUNTERS,
     REQUEST_TIMES,
-    ROUND_TIMES,
     ObservedCounter,
-    SampledTimes,
     SpeculationCounters,
     times,
     watch,
@@ -68,9 +67,7 @@ class ObservedRequests(Observation):
         }
         self.speculation = SpeculationCounters(meter)
         self.times = {name: times(meter, name, about) for name, about in REQUEST_TIMES.items()}
-        rounds = {name: SampledTimes(meter, name, about) for name, about in ROUND_TIMES.items()}
-        self.phases = {phase: rounds[f"outrider.round_{phase}_seconds"] for phase in PHASES}
-        self.inter_token = rounds["outrider.inter_token_latency_seconds"]
+        self.phases = {phase: self.times[f"outrider.round_{phase}_seconds"] for phase in PHASES}
 
     def samples(self, index: int) -> bool:
         """Whether the round with this index has spans."""
@@ -121,6 +118,8 @@ class ObservedRequest(RequestObserver):
         self._rounds: dict[int, Span] = {}
         """Spans of sampled rounds that are not committed, by round index."""
         self._index = 0
+        self._times: list[tuple[str, float]] = []
+        """Times since tokens were last shown, by phase."""
         self._seconds = dict.fromkeys(PHASES, 0.0)
         """Totals of all rounds, by phase."""
         self._totals = dict.fromkeys(("resyncs", "fallback_rounds", "sampled_rounds"), 0)
@@ -181,17 +180,19 @@ class ObservedRequest(RequestObserver):
             span.set_attribute("outrider.peer", side)
             self._contexts[side] = write_traceparent(span)
 
-    def answered(self, side: Side, seconds: float, queue_ms: float, compute_ms: float) -> None:
-        """A proposal or verdict came, `seconds` after the question; times in ms are the
-        replica's."""
+    def answered(
+        self, side: Side, seconds: float, queue_ms: float, compute_ms: float, asked: bool = True
+    ) -> None:
+        """A proposal or verdict came, `seconds` after the question. Times in ms are the replica's.
+        Unless the replica was `asked` for this round, histograms leave it out: it ran before its
+        question, so nothing waited for it."""
         queue_s, compute_s = queue_ms / 1e3, compute_ms / 1e3
         wire_s = max(0.0, seconds - queue_s - compute_s)
         if side == "draft":
-            self._add("draft", seconds)
+            self._count_times({"draft": seconds}, asked)
         else:
-            self._add("wire", wire_s)
-            self._add("queue", queue_s)
-            self._add("verify", compute_s)
+            times = {"wire": wire_s, "queue": queue_s, "verify": compute_s}
+            self._count_times(times, asked)
             if self._index == 0:
                 self._record("outrider.request_queue_time_seconds", self._open_s + queue_s)
         if (span := self._asked.pop(side, None)) is not None:
@@ -217,22 +218,25 @@ class ObservedRequest(RequestObserver):
                 "outrider.num_tokens": num_tokens,
             })  # fmt: skip
 
-    def shown(self, round_index: int, num_tokens: int, commit_seconds: float) -> None:
-        """A round's tokens are committed, `commit_seconds` after they were decided, and go to the
-        client."""
+    def shown(self, rounds: Sequence[int], num_tokens: int, commit_seconds: float) -> None:
+        """The tokens of some rounds are committed, the first `commit_seconds` after they were
+        decided, and go to the client in one event."""
         now = time.monotonic()
-        self._add("commit", commit_seconds)
+        self._count_times({"commit": commit_seconds})
+        self._record_times()
         self._shared.counters["generation_tokens"].add(num_tokens)
         if self._first_token_at is None:
             self._first_token_at = now
             self._record("outrider.time_to_first_token_seconds", now - self._arrived)
             self._record("gen_ai.server.time_to_first_token", now - self._arrived, self._genai)
         elif num_tokens:
-            self._shared.inter_token.add((now - self._last_shown_at) / num_tokens)
+            each = (now - self._last_shown_at) / num_tokens
+            self._record("outrider.inter_token_latency_seconds", each)
         self._last_shown_at = now
-        if (span := self._rounds.pop(round_index, None)) is not None:
-            self._child(span, "commit", time.time_ns() - int(commit_seconds * 1e9)).end()
-            span.end()
+        for round_index in rounds:
+            if (span := self._rounds.pop(round_index, None)) is not None:
+                self._child(span, "commit", time.time_ns() - int(commit_seconds * 1e9)).end()
+                span.end()
 
     def finished(self, event: Finished) -> None:
         """The last event goes to the client."""
@@ -274,12 +278,21 @@ class ObservedRequest(RequestObserver):
     def _record(self, name: str, seconds: float, labels: dict[str, str] | None = None) -> None:
         self._shared.times[name].record(seconds, labels)
 
-    def _add(self, phase: str, seconds: float) -> None:
-        self._seconds[phase] += seconds
-        self._shared.phases[phase].add(seconds)
+    def _count_times(self, times: Mapping[str, float], recorded: bool = True) -> None:
+        for phase, seconds in times.items():
+            self._seconds[phase] += seconds
+        if recorded:
+            self._times += times.items()
+
+    def _record_times(self) -> None:
+        """Called when the next round is under way, and nothing waits for this."""
+        for phase, seconds in self._times:
+            self._shared.phases[phase].record(seconds)
+        self._times.clear()
 
     def _end(self, reason: FinishReason | None = None) -> None:
         self._ended = True
+        self._record_times()
         duration_s = time.monotonic() - self._arrived
         self._record("gen_ai.server.request.duration", duration_s, self._genai)
         for span in (*self._asked.values(), *self._rounds.values()):

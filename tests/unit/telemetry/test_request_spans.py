@@ -18,7 +18,6 @@ from outrider.request import ChatMessage, GenerateRequest
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 from outrider.telemetry.destination import Destination
 from outrider.telemetry.logs import JsonLines, about, identify
-from outrider.telemetry.metrics import SampledTimes
 from outrider.telemetry.observer import RequestObserver
 from outrider.telemetry.request_spans import ObservedRequests
 from outrider.telemetry.setup import (
@@ -121,7 +120,7 @@ def test_unsampled_rounds_count_and_have_no_spans() -> None:
     assert read_sampled(opened)
     for index in (1, 3, 4):
         _round(observer, index, by_replica=index < 4)
-        observer.shown(index, 2, 0.001)
+        observer.shown([index], 2, 0.001)
         assert bool(read_sampled(observer.context("target"))) == (index == 1)
         assert observer.context("target")[3:35] == TRACE_ID
     observer.failed(Unavailable("x"))
@@ -138,22 +137,22 @@ def test_unsampled_rounds_count_and_have_no_spans() -> None:
     assert recorded.total("generation_tokens") == 6
 
 
-def test_one_time_of_eight_is_recorded_in_each_bucket() -> None:
-    """So averages and quantiles are those of all times, and the first time is recorded at once."""
+def test_times_of_rounds_that_ran_unasked_are_only_in_the_spans() -> None:
+    """Two such rounds go to the client as one event, which has one commit and one latency."""
     recorded = Recorded()
-    times = SampledTimes(recorded.exports["coordinator"].meter, "times", "")
-    for number in range(800):
-        times.add(0.1 if number % 100 == 99 else 0.001)
-        if number == 0:
-            assert recorded.points("coordinator")["times"][0].count == 1
-    (point,) = recorded.points("coordinator")["times"]
-    # 792 / 8 = 99 short times and 8 / 8 = 1 long one. A bucket includes its upper bound.
-    assert {
-        bound: num
-        for bound, num in zip(point.explicit_bounds, point.bucket_counts, strict=False)
-        if num
-    } == {0.001: 99, 0.125: 1}
-    assert point.sum == pytest.approx(99 * 0.001 + 0.1)
+    observer = recorded.observer
+    observer.shown([0], 1, 0.001)
+    for index in (1, 2):
+        observer.round_began(index)
+        observer.answered("target", 0.0, 1.0, 6.0, asked=index == 1)
+    observer.shown([1, 2], 2, 0.002)
+    observer.failed(Unavailable("x"))
+    points = recorded.points("coordinator")
+    for name, num in (("round_verify", 1), ("round_commit", 2), ("inter_token_latency", 1)):
+        (point,) = points[f"outrider.{name}_seconds"]
+        assert point.count == num, name
+    (root,) = recorded.named("text_completion m")
+    assert (root.attributes or {})["outrider.verify_ms"] == pytest.approx(12)
 
 
 def test_acceptance_is_counted_by_position_and_context_length() -> None:
@@ -204,7 +203,7 @@ def test_a_request_that_breaks_off_ends_all_its_spans_once(
     recorded.observer.failed(Unavailable("gone"))
     recorded.observer.answered("target", 0.01, 0.0, 1.0)
     recorded.observer.decided(NOTHING_SEALED, 0, 1, 4)
-    recorded.observer.shown(1, 1, 0.0)
+    recorded.observer.shown([1], 1, 0.0)
     _round(recorded.observer, 2)
     recorded.observer.failed(Unavailable("again"))
     assert len(recorded.named("outrider.round")) == 2

@@ -13,6 +13,7 @@ from outrider.registry.registry import WINDOW_S, Figures
 from outrider.request import RoundReport, Tokens
 from outrider.speculation.accept_reject import Origin
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
+from outrider.telemetry.observer import SILENT, RequestObserver
 
 
 class _Committed:
@@ -26,8 +27,18 @@ class _Committed:
         pass
 
 
-def _queue(committed: _Committed) -> OutputQueue:
-    return OutputQueue(cast("SessionCommits", committed), until=1e9)
+class _Shown(RequestObserver):
+    """Records the rounds and the number of tokens of each event."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[list[int], int]] = []
+
+    def shown(self, rounds: list[int], num_tokens: int, _: float) -> None:
+        self.events.append((rounds, num_tokens))
+
+
+def _queue(committed: _Committed, observer: RequestObserver = SILENT) -> OutputQueue:
+    return OutputQueue(cast("SessionCommits", committed), 1e9, observer)
 
 
 def _entry(index: int, text: str, report: RoundReport | None = None, num_tokens: int = 1) -> Entry:
@@ -38,8 +49,8 @@ def _entry(index: int, text: str, report: RoundReport | None = None, num_tokens:
 
 
 async def test_committed_rounds_are_joined_to_one_event() -> None:
-    committed = _Committed(2)
-    queue = _queue(committed)
+    committed, observer = _Committed(2), _Shown()
+    queue = _queue(committed, observer)
     for index, text in enumerate("abc"):
         queue.write(_entry(index, text))
     assert await queue.read() == (
@@ -47,6 +58,7 @@ async def test_committed_rounds_are_joined_to_one_event() -> None:
     )  # fmt: skip
     committed.showable_length = 3
     assert await queue.read() == (Tokens(2, (2,), "c", (Origin.CORRECTION,), ()), None)
+    assert observer.events == [([0, 1], 2), ([2], 1)]
 
 
 async def test_rounds_with_reports_are_separate_events() -> None:

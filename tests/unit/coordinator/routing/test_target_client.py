@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from outrider.errors import (
 )
 from outrider.messages import Resync
 from outrider.replica.step_request import CANCELLED_CODE
+from outrider.sessions.store import Counters
 from outrider.speculation.proposal import (
     NOTHING_SEALED,
     DraftDistribution,
@@ -95,6 +97,26 @@ async def test_the_first_verdict_of_a_round_wins_and_stale_ones_are_dropped() ->
     link.on_answer(verdict(item, correction=2))
     link.on_answer(verdict(item, correction=3))
     assert (await task).verdict.correction == (2,)
+
+
+async def test_a_round_that_the_target_ran_ahead_to_was_not_asked_for() -> None:
+    link = ScriptedLink(verdict)
+    one = session()
+    target = target_of(link, one=one)
+    await play(target, one, 0)
+    link.script = [None]
+    verify = asyncio.create_task(target.verify(1, NOTHING_SEALED, run_ahead=2))
+    await asyncio.sleep(0.01)
+    [_, item] = link.sent
+    link.on_answer(verdict(item, correction=2))
+    await verify
+    assert target.was_asked
+    one.decide((2,), Counters())
+    head = replace(item.head, round=2)
+    link.on_answer(verdict(replace(item, head=head), correction=3))
+    await target.verify(2, NOTHING_SEALED, run_ahead=1)
+    assert not target.was_asked
+    assert len(link.sent) == 2
 
 
 class Unreadable(RequestObserver):
