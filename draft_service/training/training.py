@@ -209,7 +209,7 @@ def overlap_loss(
     """The mean loss over R rows, differentiable by `hidden` only. `hidden` [R, D] and `head` [N, D]
     have the same dtype; `likelihood_share` mixes cross-entropy and likelihood."""
     num_rows, size = len(hidden), ROWS_OF_A_BLOCK[hidden.device.type]
-    loss, slopes = torch.zeros((), device=hidden.device), []
+    loss, slopes = torch.zeros((), device=hidden.device), list[Tensor]()
     for start in range(0, num_rows, size):  # Differentiates each block at once to drop its logits.
         rows = slice(start, start + size)
         block = hidden[rows].detach().requires_grad_()
