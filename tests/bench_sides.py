@@ -1,5 +1,5 @@
-"""A side that decodes nothing: it takes what it is told to take, on a clock of its own; and
-processes that are none."""
+"""Substitutes for benchmarks: a side that decodes nothing and keeps its own clock, and roles of
+processes that run in this process."""
 
 import asyncio
 import importlib
@@ -21,12 +21,12 @@ from draft_service.feature_drafter import FeatureDrafter
 from target_service.actor import self_drafter_of
 
 Script = Callable[[BenchPrompt, Decoding], tuple[int, float]]
-"""Number of tokens and seconds of a completion."""
+"""Returns the number of tokens and the seconds of a completion."""
 
 
 class ScriptedSide(BenchClient):
-    """Records every call, and the most that ran at a time. A request over [t, t + seconds] ends
-    before one that takes longer, whichever was asked first."""
+    """Records every call, and the most calls that ran at a time. Of two requests that run together,
+    the one that takes fewer seconds ends first, whichever was sent first."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -59,7 +59,7 @@ class ScriptedSide(BenchClient):
 
 
 def subject_of(side: BenchClient, **changes: Any) -> Subject:
-    """A deployment that this side stands for."""
+    """A deployment whose calls this side answers."""
     known: dict[str, Any] = {
         "client": side, "model": "demo", "draft_model": "ngram", "dtype": "bfloat16",
         "num_draft_tokens": 8, "target": None,
@@ -68,7 +68,7 @@ def subject_of(side: BenchClient, **changes: Any) -> Subject:
 
 
 class ProcessHere:
-    """A `benchmarks.processes.Process` whose role is played in this process."""
+    """Replaces `benchmarks.processes.Process`: plays the role in this process."""
 
     def __init__(self, role: str, name: str, setup: dict[str, Any], **_: object) -> None:
         module, _, function = role.partition(":")
@@ -93,8 +93,8 @@ class ProcessHere:
 def pair_here(
     directory: Path, engine_of: Callable[[Any], Any], delays: list[float] | None = None
 ) -> Callable[..., AbstractAsyncContextManager[Any]]:
-    """Stands for `benchmarks.processes.running_pair`: the services in this process, on what
-    `engine_of` makes of their configurations."""
+    """Replaces `benchmarks.processes.running_pair`: runs the services in this process, on the
+    engines that `engine_of` makes of their configurations."""
     asked = [] if delays is None else delays
 
     @asynccontextmanager

@@ -11,8 +11,8 @@ from deploy.cli.main import main
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The one line of error of a command that refuses these words, with exit code 2 and nothing on
-    standard output."""
+    """The error line of a command that refuses these words. Checks that the exit code is 2 and
+    standard output is empty."""
     try:
         code: object = main(words)
     except SystemExit as stopped:
@@ -33,7 +33,7 @@ def reported(
 
 
 def printed(*parts: RenderableType) -> str:
-    """Parts of a report as on a wide terminal."""
+    """The text of a report's parts on a wide terminal."""
     text = io.StringIO()
     Console(file=text, width=400).print(*parts, sep="\n")
     return text.getvalue()

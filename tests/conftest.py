@@ -1,4 +1,5 @@
-"""Set-up of all tests: an own state directory, no settings from the shell, one thread a step."""
+"""Set-up of all tests: a state directory of their own, no settings from the shell, one thread for
+each step."""
 
 import asyncio
 import faulthandler
@@ -19,11 +20,11 @@ from hypothesis import settings
 from outrider.clock import VirtualClockLoop
 from outrider.replica.process_setup import PACKAGES
 
-# Deadlines of single examples measure how busy the machine is.
+# Hypothesis' deadlines for single examples would only measure how busy the machine is.
 settings.register_profile("outrider", deadline=None)
 settings.load_profile("outrider")
 
-# Before torch is imported: tests share few cores with the processes that they start.
+# Set before torch is imported: tests share few cores with the processes that they start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell starts what it runs in the background with SIGINT ignored, and every process that a test
@@ -31,18 +32,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# What helpers assert is explained as it is in the tests themselves.
+# pytest also explains failed assertions in these helper modules.
 pytest.register_assert_rewrite(
     "tests", *(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem != "conftest")
 )
 
 _KEPT = ("OUTRIDER_CACHE", "OUTRIDER_TEST_DATA")
 _CLEAN_UP_S: Final = 60.0
-"""Grace for a test beyond its timeout."""
+"""Time after a test's timeout before this process is ended."""
 _GROWTH_BYTES: Final = 2**29
 _STATM: Final = Path("/proc/self/statm")
 _resident_bytes = 0
-"""Memory after the last garbage collection."""
+"""Memory in use after the last garbage collection."""
 
 
 @pytest.fixture(autouse=True)
@@ -95,8 +96,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Ends this process if a test does not end after its timeout. The timeout interrupts a test
-    once, but its clean-up may hang again: the event loop, for one, waits for its threads."""
+    """Ends this process if a test does not end after its timeout. The timeout interrupts the test
+    only once, and the test's clean-up may hang again, for example while the event loop waits for
+    its threads."""
     marker = item.get_closest_marker("timeout")
     timeout = float(marker.args[0] if marker else item.config.getini("timeout"))
     watchdog = threading.Timer(timeout + _CLEAN_UP_S, _end_process, [item])
@@ -110,8 +112,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 def _free_memory() -> None:
-    """Collects garbage when this process has grown by much. Engines are parts of reference cycles,
-    and Python collects those by the number of objects, of which a gigabyte of weights has few."""
+    """Collects garbage when this process has grown by much. Engines are parts of reference cycles.
+    Python decides when to collect by the number of objects, but a gigabyte of weights is few
+    objects."""
     global _resident_bytes
     if _STATM.exists() and _resident() > _resident_bytes + _GROWTH_BYTES:
         gc.collect()
@@ -131,8 +134,8 @@ def _end_process(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Raises `UsageError` if tests of a group would run at the same time: their deployments would
-    share the machine, and take several times as long."""
+    """Raises `UsageError` if tests of a group would run at the same time. Their deployments would
+    share the machine and take several times as long."""
     if not getattr(config.option, "loadgroup", False):
         return
     for item in items:

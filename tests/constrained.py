@@ -1,4 +1,4 @@
-"""A small tokenizer, constraints of each kind, and walks through what they allow."""
+"""A small tokenizer, constraints of each kind, and random texts that a constraint allows."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -60,7 +60,7 @@ def allowed_ids(matcher: PrefixMatcher) -> list[int]:
 
 
 def fresh_mask(name: str, token_ids: Sequence[int]) -> list[int]:
-    """What may follow, by a matcher that has seen nothing else."""
+    """The tokens that may follow, by a new matcher that has read only these tokens."""
     matcher = PrefixMatcher(grammar(name), grammars())
     num_taken = matcher.stand(0, token_ids)
     assert num_taken == len(token_ids)
@@ -68,7 +68,7 @@ def fresh_mask(name: str, token_ids: Sequence[int]) -> list[int]:
 
 
 class EndingEngine(ToyEngine):
-    """Of the tokenizer's vocabulary, with its end of text."""
+    """Grammars over the tokenizer's vocabulary, with its end-of-text token."""
 
     def __init__(self, salt: int, max_model_len: int = 512) -> None:
         super().__init__(len(hf_tokenizer()), salt, max_model_len=max_model_len, num_pages=4096)

@@ -1,4 +1,4 @@
-"""A coordinator with everything else in one process."""
+"""A coordinator whose store and replicas run in the same process."""
 
 import asyncio
 import time
@@ -35,7 +35,7 @@ REQUEST = GenerateRequest((1, 2, 3), max_tokens=20, num_draft_tokens=2, seed=1)
 
 
 class SlowText:
-    """A slow tokenizer, on whatever thread it is called."""
+    """A tokenizer that blocks the calling thread for some seconds."""
 
     token_bytes_max = 4
 
@@ -102,7 +102,8 @@ def bench(**fields: Any) -> AbstractAsyncContextManager[Bench]:
 
 @asynccontextmanager
 async def running(made: B) -> AsyncIterator[B]:
-    """Starts the coordinator. At the end all are closed, and nothing may be left over."""
+    """Starts the coordinator. At the end closes everything, and checks that nothing is left
+    over."""
     await made.service.start()
     yield made
     await made.service.close()
@@ -113,7 +114,7 @@ async def running(made: B) -> AsyncIterator[B]:
 
 
 def failing(call: Any, until: float) -> Any:
-    """The call of a store that does not answer until a time."""
+    """Wraps a call of a store: it fails until a point in time."""
 
     async def wrapped(*arguments: Any) -> Any:
         if asyncio.get_running_loop().time() < until:

@@ -1,5 +1,5 @@
-"""Substitutes for the kernels of a CUDA device where there is none: attention that reads a step's
-tables by their definition, and the kernels of draws."""
+"""Substitutes for the kernels of a CUDA device where there is none: attention that follows the
+definition of a step's tables, and the kernels of draws."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from outrider.speculation.sampling_params import SamplingParams
 
 
 def attend_by_tables(query: torch.Tensor, layer: LayerPages, step: TableStep) -> torch.Tensor:
-    """Implements `TableAttention`, a row at a time; rows in no block get no number."""
+    """Implements `TableAttention` row by row. Rows that belong to no block get no numbers."""
     cache, window, softcap = layer.cache, layer.window, layer.softcap
     shared = query.shape[1] // cache.keys.shape[0]
     output = query.new_full((query.shape[2], query.shape[1], cache.values.shape[2]), torch.nan)
@@ -42,7 +42,7 @@ def attend_by_tables(query: torch.Tensor, layer: LayerPages, step: TableStep) ->
 
 
 def backend_on(device: str, dtype: torch.dtype) -> DeviceBackend:
-    """The device's own; for a CPU its stand-in."""
+    """The device's own attention, or its substitute on a CPU."""
     found = find_backend(torch.device(device), dtype)
     return found or DeviceBackend(attend_by_tables, 8)
 
@@ -50,7 +50,7 @@ def backend_on(device: str, dtype: torch.dtype) -> DeviceBackend:
 def _weigh(
     weights: torch.Tensor, found: torch.Tensor, logits: torch.Tensor, words: torch.Tensor
 ) -> None:
-    """As `weigh_rows` does."""
+    """Computes what `weigh_rows` computes."""
     for row, own, (*reals, top_k) in zip(weights, logits, words[:, :4].numpy(), strict=True):
         temperature, min_p, top_p = np.array(reals).view(np.float64).tolist()
         params = SamplingParams(temperature, top_p=top_p, top_k=int(top_k), min_p=min_p)
@@ -60,14 +60,14 @@ def _weigh(
 def _settle(
     weights: torch.Tensor, found: torch.Tensor, words: torch.Tensor, sent: torch.Tensor, stride: int
 ) -> None:
-    """As `settle_rows` does where it judges nothing."""
+    """Computes what `settle_rows` computes if it judges no draft token."""
     judged = sent.as_strided((len(weights), 6), (stride, 1)).numpy()
     assert (judged[:, 5] == -1).all()
     found[-1] = race(weights, judged[:, :5].view(np.uint64))
 
 
 def draw_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no CUDA device, draws go on as if the kernels were there."""
+    """Where there is no CUDA device, runs draws on the substitute kernels."""
     if not torch.cuda.is_available():
         monkeypatch.setattr(draft_sampling, "weigh", _weigh)
         monkeypatch.setattr(draft_sampling, "settle", _settle)

@@ -1,4 +1,4 @@
-"""CUDA devices that are there by name alone."""
+"""CUDA devices that exist by name only."""
 
 import threading
 
@@ -9,7 +9,8 @@ import torch
 def cuda_of(
     monkeypatch: pytest.MonkeyPatch, num_visible: int = 2
 ) -> list[tuple[int, torch.device]]:
-    """So many devices; which thread chose which one, in order."""
+    """Pretends that there are this many devices. Yields which thread chose which device, in
+    order."""
     chosen: list[tuple[int, torch.device]] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_visible)

@@ -37,9 +37,9 @@ _LIBRARY = str(Path(transformers.__file__).parent)
 _TESTS = str(_TOP / "tests")
 _COMPOSITE = "CompositeImplicitAutograd"
 _CUDA_SLOT, _META_SLOT, _NUM_SLOTS = 1, 14, 16
-"""Places of device types in torch's table of guards."""
+"""Index of each device type in torch's table of guards."""
 _FREE = {"lift_fresh", "_unsafe_view", "resolve_conj", "resolve_neg", "detach_"}
-"""Operators that start nothing on a device, beside views and `empty`."""
+"""Operators that start nothing on a device, in addition to views and `empty`."""
 
 
 class DeviceWatch(TorchDispatchMode):
@@ -56,7 +56,7 @@ class DeviceWatch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.errors: list[str] = []
-        """What was raised; the product may have caught it."""
+        """Errors that were raised, even if the product caught them."""
         self.clear()
 
     def clear(self) -> None:
@@ -70,7 +70,7 @@ class DeviceWatch(TorchDispatchMode):
         return self.reads.total(), self.sends.total(), self.operators.total()
 
     def counted(self, work: Callable[[], Any]) -> tuple[int, int, int]:
-        """The counts of this work alone, printed with their places."""
+        """The counts of this work alone. Prints each with its place in the code."""
         self.clear()
         work()
         for name in ("reads", "sends", "operators"):
@@ -78,13 +78,13 @@ class DeviceWatch(TorchDispatchMode):
         return self.counts
 
     def check(self, condition: bool, what: str) -> None:
-        """Notes an error, and raises it, unless the condition holds."""
+        """Notes and raises an error unless the condition holds."""
         if not condition:
             self.errors.append(f"{_place()}: {what}")
             raise RuntimeError(what)
 
     def launch(self, name: str, *tensors: Tensor) -> None:
-        """A kernel that reads and writes these."""
+        """A kernel that reads and writes these tensors."""
         for tensor in tensors:
             self.check(tensor.device == CUDA, f"{name} is given a tensor on {tensor.device}")
         self._note(name, self.operators)
@@ -93,7 +93,7 @@ class DeviceWatch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # asks a tensor for its device
+        if func.namespace == "prim":  # An operator that asks a tensor for its device.
             return func(*args, **kwargs)
         leaves = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -122,7 +122,7 @@ class DeviceWatch(TorchDispatchMode):
                 return self._copied(name, func, args, kwargs, given | named)
             if len(given) > 1 and name not in ("index", "index_put", "index_put_"):
                 raise RuntimeError(f"{name} of tensors on {' and '.join(sorted(map(str, given)))}")
-            if len(given) > 1:  # The device's own kernels fetch indices from the CPU.
+            if len(given) > 1:  # The device's own kernels read index tensors that are on the CPU.
                 self._note(name, self.sends)
             if not (is_view(func) or name in _FREE or "empty" in name):
                 self._note(name, self.operators)
@@ -149,7 +149,7 @@ class DeviceWatch(TorchDispatchMode):
             return _answer(source.shape, source.dtype).to(kwargs.get("dtype") or source.dtype)
 
     def _note(self, name: str, kind: Counter[str]) -> None:
-        """An operator, which may be a read or a send."""
+        """Runs an operator. It may be a read or a send."""
         place = f"{_place()} {name}"
         if kind is not self.operators or not _is_of_library():
             self.operators[place] += 1
@@ -163,12 +163,13 @@ def _answer(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def is_view(func: Any) -> bool:
-    """Whether what an operator returns is its argument's memory, unchanged."""
+    """Whether an operator returns its argument's memory unchanged."""
     return any(each.alias_info and not each.alias_info.is_write for each in func._schema.returns)
 
 
 def _is_of_library() -> bool:
-    """Whether a model of the library is nearer than any line of the product."""
+    """Whether the innermost relevant caller is a model of the library, not a line of the
+    product."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not frame.f_code.co_filename.startswith((*_PRODUCT, _LIBRARY)):
         frame = frame.f_back
@@ -176,7 +177,7 @@ def _is_of_library() -> bool:
 
 
 def _place() -> str:
-    """The nearest line of the product, else of a test."""
+    """The innermost line of the product on the stack, otherwise that of a test."""
     frame: FrameType | None = sys._getframe(1)
     test = "?"
     while frame is not None:
@@ -191,20 +192,21 @@ def _place() -> str:
 
 _FAKE = FakeTensorMode(allow_non_fake_inputs=True)
 WATCH = DeviceWatch()
-"""Of the one device: what one test has made there another one may use."""
+"""The mode of the one fake device. Tests share it, so that a tensor of one test can be used in
+another."""
 
 
 @contextmanager
 def fake_device() -> Iterator[DeviceWatch]:
-    """A CUDA device of fake tensors, where torch need not be built for one. In the end nothing has
-    been an error."""
+    """A CUDA device of fake tensors, for a torch that may not be built for CUDA. At the end, checks
+    that there was no error."""
     WATCH.clear()
     WATCH.errors.clear()
     with ExitStack() as stack:
         stack.enter_context(_device_guards())
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        # Not `patch.dict`: it would forget the modules that are imported within.
+        # Not `patch.dict`, which would forget modules that are imported inside the block.
         patched = stack.enter_context(pytest.MonkeyPatch.context())
         patched.setitem(sys.modules, _KERNELS.__name__, _KERNELS)
         for owner, name, new in (
@@ -213,7 +215,7 @@ def fake_device() -> Iterator[DeviceWatch]:
             (Tensor, "pin_memory", lambda tensor, *_: tensor),
             (torch.cuda, "device", lambda _: nullcontext()),
             (cuda_verdicts, "_has_compiler", lambda: True),
-            # The library reads less of tensors that it knows to have no numbers.
+            # The library skips some reads of tensors that it knows to have no numbers.
             (import_utils, "is_fake_tensor", lambda _: False),
         ):
             stack.enter_context(patch.object(owner, name, new))
@@ -225,8 +227,8 @@ def fake_device() -> Iterator[DeviceWatch]:
 
 @contextmanager
 def _device_guards() -> Iterator[None]:
-    """Indexing and copies switch to a tensor's device first, which torch can do for devices that it
-    is built for: where CUDA is none of them, by the guard of meta tensors, which does nothing."""
+    """Indexing and copies first switch to the device of a tensor. A torch that is not built for
+    CUDA cannot do so, and gets the guard of meta tensors, which does nothing."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     name = "_ZN3c104impl26device_guard_impl_registryE"
     guards = (ctypes.c_void_p * _NUM_SLOTS).in_dll(library, name)
@@ -239,7 +241,7 @@ def _device_guards() -> Iterator[None]:
 
 
 class _Kernel:
-    """In place of a Triton kernel: `kernel[grid](...)`."""
+    """Replaces a Triton kernel: `kernel[grid](...)`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -257,7 +259,7 @@ _KERNELS.__getattr__ = _Kernel  # type: ignore[method-assign]
 
 
 def attend(query: Tensor, layer: LayerPages, step: TableStep) -> Tensor:
-    """Implements `TableAttention`: looks at shapes and types."""
+    """Implements `TableAttention`: checks shapes and types only."""
     cache = layer.cache
     _, num_heads, num_rows, width = query.shape
     key_heads, num_slots, key_width = cache.keys.shape
@@ -282,7 +284,8 @@ VOCAB = 4_096
 
 
 def fake_engine(module: Any, backend: DeviceBackend | None, **options: Any) -> PagedEngine:
-    """Of a module on the device. Within `fake_device`; it runs as `backend` says."""
+    """An engine for a module on the device, which runs as `backend` says. For use inside
+    `fake_device`."""
     info = ModelInfo("tiny", VOCAB, 128, "float32", (), "", "")
     engine = PagedEngine(
         module, info, max_num_seqs=1024, kv_cache_memory_bytes=2**26, backend=backend, **options
@@ -292,7 +295,7 @@ def fake_engine(module: Any, backend: DeviceBackend | None, **options: Any) -> P
 
 
 def to_device(module: Any) -> Any:
-    """The module with its tensors on the device. Within `fake_device`."""
+    """The module with its tensors on the device. For use inside `fake_device`."""
     for each in module.modules():
         for tensors in (each._parameters, each._buffers):
             for name, tensor in tensors.items():

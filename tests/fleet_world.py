@@ -67,29 +67,29 @@ class Sitter(Actor):
 
 
 class Machines:
-    """A `Cluster` for a fleet, which records its requests."""
+    """Implements `Cluster` for a fleet, and records the fleet's requests."""
 
     def __init__(self) -> None:
         self.failures: dict[str, Exception] = {}
-        """By role: error of its actors' start."""
+        """Error with which the start of actors of a role fails."""
         self.room = 99
-        """For actors."""
+        """Places for actors that are still free."""
         self.actors: list[Sitter] = []
         self.removed: list[str] = []
         self.groups: set[str] = set()
         """Names of the placed replicas."""
         self.placing, self.loading = asyncio.Event(), asyncio.Event()
-        """Whether places are available, and models load."""
+        """Whether places are available and models load."""
         self.placing.set()
         self.loading.set()
         self.starts: list[str] = []
-        """Roles of actors started after the first ones."""
+        """Roles of actors that were started after the first ones."""
         self.text = ""
-        """What a reconciler has saved."""
+        """What a reconciler has saved in this cluster."""
         self.trial_sums: Callable[[], TrialSums | None] = lambda: None
-        """Coordinators' figures of a trial."""
+        """The coordinators' figures of a trial."""
         self.failure: OutriderError | None = None
-        """Error of these, while set."""
+        """Error of calls for the coordinators' figures, while set."""
 
     async def saved(self) -> str:
         if self.failure is not None:
@@ -131,13 +131,13 @@ class Machines:
 
 
 def resolved(config: DeploymentConfig) -> DeploymentConfig:
-    """With the target's heads, as `resolve_models` names them."""
+    """The spec with the directories of the target's heads, which `resolve_models` would find."""
     heads = config.draft.drafter.on_target or ""
     return replace(config, target=replace(config.target, heads=heads))
 
 
 class World:
-    """A fleet that runs."""
+    """A running fleet."""
 
     def __init__(self, *, gpus: float = 0.0, **settings: Any) -> None:
         self.machines, self.registry = Machines(), MemoryRegistry()
@@ -152,7 +152,7 @@ class World:
         return plan_fleet(config, config, {"CPU": 64, "GPU": self.gpus}, "d", local=True)
 
     async def upgrade(self, **changes: Any) -> None:
-        """A new fleet process takes over, with another plan."""
+        """Ends the fleet's process. A new one takes over with another plan."""
         await self.die()
         self.spec = self._plan(**changes)
         await self.come_back()
@@ -169,14 +169,14 @@ class World:
         self.machines.starts.clear()
 
     async def die(self) -> None:
-        """The fleet's process ends, with whatever it was doing."""
+        """Ends the fleet's process, whatever it is doing."""
         running = asyncio.all_tasks() - {asyncio.current_task()} - self.others
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
 
     async def come_back(self) -> None:
-        """A new fleet process takes over."""
+        """Ends the fleet's process. A new one takes over."""
         self.fleet = self._fleet()
         await self.fleet.adopt()
         self.running = asyncio.create_task(self.fleet.run())
@@ -199,7 +199,7 @@ class World:
 
 @asynccontextmanager
 async def playing(**settings: Any) -> AsyncIterator[World]:
-    """A world in which a test happens."""
+    """Runs a test in a world."""
     world = World(**settings)
     try:
         await world.start()

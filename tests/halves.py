@@ -1,4 +1,5 @@
-"""A plug-in of the library that quantises: weights in float16, at half their value."""
+"""A plug-in that quantises models of the library: it stores weights in float16, at half their
+value."""
 
 import json
 from pathlib import Path
@@ -12,7 +13,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 METHOD = "halves"
 lacks_kernel = False
-"""Whether its layers find out that they cannot run here."""
+"""Whether the plug-in's layers report that they cannot run on this machine."""
 
 
 class HalvedLinear(nn.Linear):

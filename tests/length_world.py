@@ -1,7 +1,5 @@
-"""Simulated drafters, costs and clock, to test length control.
-
-Every world has a seed, so each run is the same.
-"""
+"""Simulated drafters, costs and a clock, to test length control. Every world has a seed, so each
+run is the same."""
 
 from __future__ import annotations
 
@@ -32,36 +30,36 @@ def controls(
 
 @dataclass
 class World:
-    """The conditions of a session. Times in seconds."""
+    """The conditions of a session. Times are in seconds."""
 
     acceptance: float = 0.7
-    """Chance of each draft token, given those before it."""
+    """Chance that each draft token is accepted, given that all earlier ones were."""
     draft_s: float = 0.002
     """Time per draft token."""
     verify_s: float = 0.016
-    """A step of the target over one row ..."""
+    """Time of a target step over one row."""
     row_s: float = 0.0008
-    """... and each further row."""
+    """Time of each further row of a target step."""
     wire_s: float = 0.001
-    """Messages to either side and back. Plain decoding does not wait for them."""
+    """Time of messages to either side and back. Plain decoding does not wait for them."""
     noise: float = 0.1
-    """Standard deviation of a time, relative to it."""
+    """Standard deviation of each time, relative to the time."""
     length: Callable[[random.Random], int] | None = None
-    """Length of a proposal; None = as asked for."""
+    """Length of a proposal; None = as requested."""
     tables: bool = True
     """Whether the engines have tables of step costs."""
     prompt_length: int = 100
     drafts_itself: bool = False
-    """Whether the target drafts, with the verdict before."""
+    """Whether the target drafts together with the verdict before."""
     delays: bool = False
-    """Whether the target waits while the draft works."""
+    """Whether the target waits while the draft works, because they share cores."""
     rescued: float = 0.0
-    """Chance that one of a place's siblings is accepted if the draft token is refused."""
+    """Chance that a sibling is accepted if the draft token beside it is rejected."""
     stall: Callable[[random.Random], float] = lambda _: 0.0
-    """Added to a proposal's time."""
+    """Time added to each proposal."""
     now: float = 0.0
     num_beside: int = 0
-    """Tokens that came with the newest verdict."""
+    """Number of tokens that the newest verdict brought."""
     controls: LengthControls = field(init=False)
 
     def __post_init__(self) -> None:
@@ -75,7 +73,7 @@ class World:
         return self.verify_s + self.row_s * (num_rows - 1)
 
     def rate(self, num_asked: int) -> float:
-        """Tokens per second with this K in every round, if proposals have the length asked for."""
+        """Tokens a second with this K in every round, if proposals have the requested length."""
         if num_asked == 0:
             return 1 / self.verify_s
         tokens = sum(self.acceptance**n for n in range(num_asked + 1))
@@ -91,7 +89,7 @@ class World:
         return self.controls.open(Rule.TOKEN, seed, bound, self.prompt_length)
 
     def play(self, control: LengthControl, num_rounds: int, first_index: int = 0) -> Run:
-        """Rounds from `first_index` on."""
+        """Plays rounds from `first_index` on."""
         started_at, chosen, tokens = self.now, [], []
         for index in range(first_index, first_index + num_rounds):
             length = control.choose(index, ENDLESS)
@@ -100,7 +98,7 @@ class World:
         return Run(chosen, tokens, self.now - started_at)
 
     def session(self, seed: int, num_rounds: int) -> Run:
-        """The rounds of a session that ends with them."""
+        """Plays a session of this many rounds."""
         control = self.open(seed)
         run = self.play(control, num_rounds)
         control.close()

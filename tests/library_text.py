@@ -1,4 +1,4 @@
-"""What the library's `generate` writes, and when a text of ours is the same."""
+"""Greedy text of `generate` in transformers, and how to compare an engine's text with it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,18 +7,18 @@ from typing import Any
 import torch
 
 NEAR_TIE = 1e-3
-"""Logit gap of the library's two likeliest tokens under which either may win in float32."""
+"""If the logits of the two likeliest tokens differ by less, either token may win in float32."""
 
 
 @dataclass(frozen=True)
 class LibraryText:
-    """Greedy tokens, and at each the gap between the two likeliest logits."""
+    """Greedy tokens, and at each token the gap between the two largest logits."""
 
     tokens: list[int]
     gaps: list[float]
 
     def check(self, got: Sequence[int]) -> None:
-        """Asserts that `got` is equal, or first different where the library itself all but tied."""
+        """Asserts that `got` equals these tokens, or first differs from them at a near tie."""
         for position, (mine, theirs) in enumerate(zip(got, self.tokens, strict=False)):
             if mine != theirs:
                 gap = self.gaps[position]
@@ -28,7 +28,7 @@ class LibraryText:
 
 
 def library_text(module: Any, prompt: Sequence[int], num_tokens: int) -> LibraryText:
-    """Of a module that no engine has, for one prompt alone."""
+    """Generates for one prompt, with a module that no engine uses."""
     ids = torch.tensor([prompt])
     out = module.generate(
         ids,

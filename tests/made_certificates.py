@@ -15,7 +15,7 @@ NOW = datetime.datetime.now(datetime.UTC)
 
 
 class Made:
-    """A certificate, self-signed or signed by another one, and its key."""
+    """A certificate and its key, either self-signed or signed by another certificate."""
 
     def __init__(self, directory: Path, name: str, *hosts: str, by: Made | None = None) -> None:
         self.key = ec.generate_private_key(ec.SECP256R1())

@@ -10,16 +10,16 @@ from tests.simulation.redis_data import RedisData
 
 
 class MemoryRegistry(RedisRegistry):
-    """A registry whose commands run in this process, on the running loop's clock."""
+    """A registry whose commands run in this process, on the clock of the running event loop."""
 
     def __init__(self) -> None:
         super().__init__(RedisAddress(url="redis://nowhere"), "d")  # It never connects.
         self._data = RedisData(lambda: asyncio.get_running_loop().time() * 1e3)
         self.failure: OutriderError | None = None
-        """Error of each call, while set."""
+        """Error that each call raises, while set."""
 
     def forget(self) -> None:
-        """Loses everything, as a server restarted without its data."""
+        """Loses all data, as a server that restarts without its file."""
         self._data.restore(({}, {}))
 
     async def _run(self, *commands: tuple[str | int, ...]) -> list[Any]:

@@ -1,4 +1,5 @@
-"""Makers of tiny models on disk, for tests: random, but far from uniform."""
+"""Makes tiny models on disk for tests, with random weights that give distributions far from
+uniform."""
 
 import contextlib
 import copy
@@ -39,12 +40,12 @@ from outrider.models.student import save_drafter
 
 MAX_MODEL_LEN = 128
 _SPREAD = 0.4
-"""Standard deviation of weights: gives next-token distributions of a few likely tokens."""
+"""Standard deviation of weights. It gives next-token distributions with a few likely tokens."""
 
 
 def tiny_config(family: str, vocab_size: int = 32, max_model_len: int = MAX_MODEL_LEN) -> Any:
-    """A configuration with two layers, and two key-value heads for four of queries where the
-    family has such."""
+    """A configuration with two layers. If the family supports it, there are four query heads and
+    two key-value heads."""
     sizes = {
         "vocab_size": vocab_size,
         "hidden_size": 32,
@@ -63,19 +64,19 @@ def tiny_config(family: str, vocab_size: int = 32, max_model_len: int = MAX_MODE
             return LlamaConfig(**grouped, tie_word_embeddings=False)
         case "qwen3":
             return Qwen3Config(**grouped)
-        case "mistral":  # every layer has a sliding window
+        case "mistral":  # Every layer has a sliding window.
             return MistralConfig(**grouped, **window)
         case "gemma":
             return GemmaConfig(**grouped)
-        case "qwen2":  # with a bias on queries, keys and values
+        case "qwen2":  # Queries, keys and values have a bias.
             return Qwen2Config(**(sizes | {"num_key_value_heads": 2}))
-        case "gemma2":  # caps its scores; one layer has a sliding window
+        case "gemma2":  # Attention scores are capped, and one layer has a sliding window.
             kinds = ["sliding_attention", "full_attention"]
             return Gemma2Config(
                 **grouped, **window, layer_types=kinds, attn_logit_softcapping=2.0,
                 query_pre_attn_scalar=5, attn_implementation="eager",
             )  # fmt: skip
-        case "gemma3":  # one layer has a sliding window, one has none
+        case "gemma3":  # One layer has a sliding window, and one has none.
             kinds = ["sliding_attention", "full_attention"]
             return Gemma3TextConfig(**grouped, **window, layer_types=kinds)
         case "gpt_neox":
@@ -90,7 +91,7 @@ def tiny_config(family: str, vocab_size: int = 32, max_model_len: int = MAX_MODE
 
 
 def tiny_module(config: Any, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
-    """A random model of that configuration, in evaluation mode."""
+    """A random model of this configuration, in evaluation mode."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         module = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
@@ -102,21 +103,20 @@ def tiny_module(config: Any, seed: int = 0, dtype: torch.dtype = torch.float32) 
 
 
 def flat_module(vocab_size: int, max_model_len: int) -> Any:
-    """A Llama in float64 whose logits are so flat that what random heads draw is accepted at
-    times."""
+    """A Llama in float64 with so flat logits that drafts of random heads are sometimes accepted."""
     module = tiny_module(tiny_config("llama", vocab_size, max_model_len), dtype=torch.float64)
     module.lm_head.weight.mul_(0.03)
     return module
 
 
 def quick_linear(dtype: torch.dtype) -> type:
-    """What stands in for linear layers on this machine's CPU, float32 or bfloat16."""
+    """The replacements of linear layers on this machine's CPU, in float32 or bfloat16."""
     return type(quick(torch.zeros(1, 1, dtype=dtype), None))
 
 
 def twin(module: Any) -> Any:
-    """The same model with attention of its own, for comparison: one that an engine has cannot be
-    called."""
+    """A copy of the model with its original attention, for comparison. A model that an engine uses
+    cannot be called."""
     other = copy.deepcopy(module)
     other.set_attn_implementation("sdpa" if module.config.model_type != "gemma2" else "eager")
     return other
@@ -134,8 +134,8 @@ def save_tiny_model(
     num_layers: int = 2,
     tokenizer: PreTrainedTokenizerFast | None = None,
 ) -> Path:
-    """Saves a random model as safetensors; returns `directory`. `vocab_size` is the width of its
-    logits, so a wider one than a peer's (or its tokenizer's) is a padded vocabulary."""
+    """Saves a random model as safetensors and returns `directory`. `vocab_size` is the width of the
+    model's logits. If it is larger than the tokenizer's vocabulary, the rest is padding."""
     config = tiny_config(family, vocab_size, max_model_len)
     config.eos_token_id, config.num_hidden_layers = eos_token_id, num_layers
     module = tiny_module(config, seed, dtype)
@@ -147,8 +147,8 @@ def save_tiny_model(
 
 
 def depth_cut(source: Path, directory: Path, num_layers: int) -> Path:
-    """Saves the first `num_layers` layers of a Llama-like model as a model of its own, with its
-    tokenizer; returns `directory`."""
+    """Saves the first `num_layers` layers of a Llama-like model and its tokenizer as a model, and
+    returns `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
     config = json.loads((source / "config.json").read_text())
     config["num_hidden_layers"] = num_layers
@@ -166,12 +166,13 @@ def depth_cut(source: Path, directory: Path, num_layers: int) -> Path:
                   "chat_template.jinja", "special_tokens_map.json"):  # fmt: skip
         with contextlib.suppress(FileNotFoundError):
             (directory / extra).write_bytes((source / extra).read_bytes())
-    AutoConfig.from_pretrained(directory)  # it must be readable
+    AutoConfig.from_pretrained(directory)  # The test must be able to read it.
     return directory
 
 
 def tiny_drafter(target: Any, token_ids: Sequence[int], seed: int = 1) -> Any:
-    """A random module with the target's embeddings and its head's rows for `token_ids` alone."""
+    """A random drafter with the target's embeddings, and with the rows of the target's head for
+    `token_ids` only."""
     config = copy.deepcopy(target.config)
     config.num_hidden_layers, config.tie_word_embeddings = 1, False
     module = tiny_module(config, seed)
@@ -183,7 +184,7 @@ def tiny_drafter(target: Any, token_ids: Sequence[int], seed: int = 1) -> Any:
 
 
 def save_tiny_drafter(directory: Path, target: Path, token_ids: Sequence[int]) -> Path:
-    """Saves such a drafter of the model in `target`; returns `directory`."""
+    """Saves such a drafter for the model in `target`, and returns `directory`."""
     module = AutoModelForCausalLM.from_pretrained(target)
     drafter = tiny_drafter(module, token_ids)
     description = _description(TrainedKind.STUDENT, target, module, token_ids)
@@ -204,7 +205,7 @@ def _description(
 def _filled(
     module: Any, linears: Iterable[Any], dtype: torch.dtype, seed: int, spread: float = _SPREAD
 ) -> Any:
-    """The module, with random weights in these of its layers."""
+    """The module, with new random weights in these layers."""
     generator = torch.Generator().manual_seed(seed)
     for linear in linears:
         values = torch.randn(linear.weight.shape, generator=generator) * spread
@@ -220,7 +221,7 @@ def _shared(target: Any, token_ids: Sequence[int]) -> tuple[Any, torch.nn.Parame
 def tiny_heads(
     target: Any, token_ids: Sequence[int], num_heads: int = 2, seed: int = 1
 ) -> LoadedHeads:
-    """Random draft heads on a target's module, with logits of `token_ids`."""
+    """Random `medusa` heads for a target's module, with logits for `token_ids` only."""
     inner = 2 * target.config.hidden_size
     heads = DraftHeads(*_shared(target, token_ids), inner, num_heads)
     linears = [linear for part in heads.heads for linear in (part.gate_up, part.down)]
@@ -234,8 +235,8 @@ def tiny_eagle3(
     layer_ids: Sequence[int] = (),
     width: int = 24,
 ) -> LoadedEagle3:
-    """A random EAGLE-3 head, by default of another width than its target's, with logits of
-    `token_ids`. It reads the last two layers unless others are said."""
+    """A random EAGLE-3 head with logits for `token_ids` only. By default its width differs from the
+    target's, and it reads the target's last two layers."""
     sizes = target.config
     layer = LlamaConfig(
         vocab_size=sizes.vocab_size, hidden_size=width, num_attention_heads=4,
@@ -256,7 +257,7 @@ def tiny_eagle3(
 
 
 def save_tiny_eagle3(directory: Path, target: Path, token_ids: Sequence[int]) -> Path:
-    """Saves such a head for the model in `target`, in the speculators form; returns
+    """Saves such a head for the model in `target` in the format of speculators, and returns
     `directory`."""
     made = tiny_eagle3(AutoModelForCausalLM.from_pretrained(target), token_ids)
     save_speculators(
@@ -267,7 +268,7 @@ def save_tiny_eagle3(directory: Path, target: Path, token_ids: Sequence[int]) ->
 
 
 def save_tiny_raw_eagle3(directory: Path, target: Path, token_ids: Sequence[int]) -> Path:
-    """The same in the raw form, in torch's own file."""
+    """Saves such a head in the format of EAGLE, as a torch file."""
     save_tiny_eagle3(directory, target, token_ids)
     weights = directory / "model.safetensors"
     raw = {k.replace("layers.0.", "midlayer."): v for k, v in load_file(weights).items()}
@@ -284,7 +285,7 @@ def save_tiny_raw_eagle3(directory: Path, target: Path, token_ids: Sequence[int]
 def save_tiny_heads(
     directory: Path, target: Path, token_ids: Sequence[int], num_heads: int = 2
 ) -> Path:
-    """Saves such heads of the model in `target`; returns `directory`."""
+    """Saves such heads for the model in `target`, and returns `directory`."""
     module = AutoModelForCausalLM.from_pretrained(target)
     made = tiny_heads(module, token_ids, num_heads)
     return _save_head(directory, TrainedKind.MEDUSA, target, module, made)
@@ -313,7 +314,8 @@ SPECIAL_TOKENS = ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
 
 
 def byte_level_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
-    """A small byte-level BPE (as GPT-2, Llama 3, Qwen, SmolLM) with a chat template."""
+    """A small byte-level BPE tokenizer with a chat template, of the kind of GPT-2, Llama 3, Qwen
+    and SmolLM."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -331,8 +333,8 @@ def byte_level_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
 
 
 def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
-    """A small BPE that marks word beginnings and spells unknown characters as bytes (as Llama 2,
-    Mistral and Gemma do), and drops the leading space of a text."""
+    """A small BPE tokenizer of the kind of Llama 2, Mistral and Gemma. It marks the beginnings of
+    words, spells unknown characters as bytes, and drops the leading space of a text."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     letters = sorted({c for line in CORPUS[:2] for c in line.replace(" ", "▁")})

@@ -1,4 +1,5 @@
-"""Makers of tiny checkpoints with MTP layers, and what such a layer puts out by its definition."""
+"""Makes tiny checkpoints with MTP layers, and computes the outputs of such a layer from its
+definition."""
 
 import json
 from copy import deepcopy
@@ -26,7 +27,7 @@ def mtp_target(
     family: str, vocab_size: int = 32, max_model_len: int = 128,
     dtype: torch.dtype = torch.float32, **changes: int,
 ) -> Any:  # fmt: skip
-    """A random target of a family that has MTP layers, with experts, without its MTP layer."""
+    """A random target with experts, of a family that has MTP layers, but without its MTP layer."""
     sizes = tiny_config("llama", vocab_size, max_model_len).to_dict()
     kept = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim",
             "num_key_value_heads", "intermediate_size", "max_position_embeddings")  # fmt: skip
@@ -53,10 +54,11 @@ def mtp_target(
 
 
 class MtpReference:
-    """The library's own layer of the target's family, run over whole sequences of pairs."""
+    """An MTP layer built from the library's layer of the target's family. It runs over whole
+    sequences of pairs."""
 
     def __init__(self, target: Any, seed: int = 1) -> None:
-        """With random weights. The target is the library's."""
+        """Gives the layer random weights. `target` is a model of the library."""
         config = deepcopy(target.config)
         config._attn_implementation = "eager"
         num_layers, norm = config.num_hidden_layers, type(target.model.norm)
@@ -76,7 +78,7 @@ class MtpReference:
         self.prefix = "mtp." if kinds else f"model.layers.{num_layers}."
 
     def tensors(self) -> dict[str, Tensor]:
-        """As they are published."""
+        """The layer's tensors under their published names."""
         names = ("enorm", "hnorm", "shared_head.norm")
         own = {f"{name}.weight": norm.weight for name, norm in zip(names, self.norms, strict=True)}
         own["eh_proj.weight"] = self.project.weight
@@ -101,7 +103,7 @@ class MtpReference:
         return renamed
 
     def save(self, directory: Path) -> Path:
-        """The target with this layer; returns `directory`."""
+        """Saves the target with this layer, and returns `directory`."""
         self.target.save_pretrained(directory)
         stated = json.loads((directory / "config.json").read_text())
         if self.prefix != "mtp.":
@@ -145,7 +147,7 @@ class MtpReference:
 
 
 def tiny_mtp(target: Any) -> LoadedDraftHead:
-    """A random MTP layer for a target's module, by way of files."""
+    """A random MTP layer for a target's module, read from files."""
     with TemporaryDirectory() as directory:
         path = MtpReference(target).save(Path(directory))
         return load_mtp(path, target, target_name="tiny")

@@ -1,5 +1,5 @@
-"""A server with OpenAI's streams and scripted answers: cut short, with errors, several tokens a
-chunk, and so on. It runs on a thread of its own."""
+"""A server with OpenAI's API that streams scripted answers: cut short, with errors, with several
+tokens in a chunk, and so on. It runs on its own thread."""
 
 import asyncio
 import json
@@ -18,23 +18,24 @@ class Reply:
     """The answer to one request."""
 
     num_tokens: int = 6
-    """Tokens in its usage; 0 = none given."""
+    """Tokens that its usage reports; 0 = no usage."""
     status: int = 200
     error: str = ""
-    """Error text of an answer other than 200, or in the stream after the three chunks."""
+    """Error text. If the status is not 200, the answer has it; otherwise the stream has it after
+    the three chunks."""
     breaks: bool = False
-    """Whether the connection is closed after the chunks."""
+    """Whether the server closes the connection after the chunks."""
     gap_s: float = 0.0
     """Delay before each chunk."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
 
 Script = Callable[[dict[str, Any]], Reply]
-"""The reply to a request's body."""
+"""Returns the reply to a request's body."""
 
 
 class OpenAiServer:
-    """An ASGI application; tests use `base_url` and its received requests."""
+    """An ASGI application. Tests use `base_url`, and the requests that the server has received."""
 
     def __init__(self, script: Script) -> None:
         self._script = script
@@ -100,7 +101,8 @@ async def _events(reply: Reply, body: dict[str, Any], is_chat: bool) -> Any:
 
 @contextmanager
 def serving(script: Script) -> Iterator[OpenAiServer]:
-    """A server on a thread of its own, for commands that have an event loop of their own."""
+    """Runs a server on its own thread, as the commands under test have an event loop of their
+    own."""
     app = OpenAiServer(script)
     config = uvicorn.Config(app, port=0, log_level="critical", lifespan="off", backlog=1_000)
     config.timeout_graceful_shutdown = 1

@@ -22,10 +22,10 @@ VOCAB = 32
 
 
 class EngineMaker:
-    """Remembers what it makes."""
+    """A factory that remembers the engines it makes."""
 
     def __init__(self, fused: bool = False) -> None:
-        """`fused`: engines run on `ReferenceKernels` where they can."""
+        """With `fused`, engines run on `ReferenceKernels` if they can."""
         self.made: list[PagedEngine] = []
         self.fused = fused
 
@@ -62,8 +62,9 @@ class EngineMaker:
 
 
 def fuse(module: Any) -> ReferenceKernels:
-    """Kernels that the module's layers are replaced for. In float64 its norms and its GELU are
-    exact, as the kernels' are, where the library's are for less."""
+    """Replaces the module's layers, so that kernels can run them. The kernels compute norms and
+    GELU exactly in float64; the library does not, so its norms and GELU are replaced by exact
+    ones."""
     for parent in list(module.modules() if module.dtype == torch.float64 else ()):
         for name, child in list(parent.named_children()):
             kind = type(child).__name__
@@ -80,7 +81,7 @@ def fuse(module: Any) -> ReferenceKernels:
 
 @contextmanager
 def checked_engines(fused: bool = False) -> Iterator[EngineMaker]:
-    """In the end every engine's pages are in order."""
+    """Makes engines. At the end checks that the pages of every engine are consistent."""
     maker = EngineMaker(fused)
     yield maker
     for engine in maker.made:
@@ -88,7 +89,7 @@ def checked_engines(fused: bool = False) -> Iterator[EngineMaker]:
 
 
 def shorten_pages(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    """A few new tokens then need more of them."""
+    """Makes pages short, so that a few new tokens need further pages."""
     for module in (feature_drafter, paged_engine, storage):
         monkeypatch.setattr(module, "PAGE_SIZE", size)
 
@@ -111,13 +112,13 @@ def run(
 
 
 def dense(module: Any, tokens: tuple[int, ...]) -> torch.Tensor:
-    """Logits [T, V] of a module that no engine has."""
+    """Logits [T, V] of a module that no engine uses."""
     with torch.no_grad():
         ids = torch.tensor([tokens], device=module.device)
         return module(input_ids=ids, use_cache=False).logits[0]
 
 
 def gap(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference."""
+    """The largest absolute difference."""
     assert actual.shape == expected.shape
     return (actual - expected).abs().max().item()

@@ -1,4 +1,4 @@
-"""What must hold of the pages of an engine whenever no call of it runs."""
+"""Invariants of an engine's pages that must hold whenever no call of the engine runs."""
 
 from collections import Counter
 from typing import Any
@@ -7,7 +7,7 @@ from outrider.kv_cache.block_pool import BlockPool
 
 
 def check_pages(owner: Any) -> None:
-    """Every page of an engine, or of a pool, is where it is said to be."""
+    """Every page of an engine, or of a pool, is counted exactly where it is used."""
     pool: BlockPool = owner if isinstance(owner, BlockPool) else owner._pool
     holders = Counter[int]()
     for name, sequence in pool._sequences.items():
@@ -26,7 +26,7 @@ def check_pages(owner: Any) -> None:
 
 
 def check_prefixes(pool: BlockPool) -> None:
-    """Known prefixes, their pages and their families agree."""
+    """The known prefixes, their pages and their families agree with each other."""
     found = {prefix.page: prefix for prefix in pool._prefixes._by_key.values()}
     assert found == pool._prefixes._by_page
     num_children = sum(len(prefix.children) for prefix in found.values())

@@ -1,4 +1,4 @@
-"""Followers in processes of their own, for tests of ranks that really are apart."""
+"""Followers that run in processes of their own, for tests of ranks that share no memory."""
 
 import multiprocessing
 import os
@@ -9,15 +9,16 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 JOIN_S = 60.0
-"""For processes that import a tensor library on a busy machine."""
+"""Timeout for processes that import torch on a busy machine."""
 LARGE = 2**16
-"""Numbers in a sum that is too large for the shorter way."""
+"""Number of values in a sum that is too large for the algorithm for small sums."""
 _END_S = 10.0
 
 
 @contextmanager
 def processes(work: Callable[..., None], arguments: list[tuple[Any, ...]]) -> Iterator[list[Any]]:
-    """One process for each tuple of arguments; those that still run at the end are killed."""
+    """Starts a process for each tuple of arguments. Processes that still run at the end are
+    killed."""
     context = multiprocessing.get_context("spawn")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     started: list[BaseProcess] = [context.Process(target=work, args=each) for each in arguments]
@@ -32,9 +33,9 @@ def processes(work: Callable[..., None], arguments: list[tuple[Any, ...]]) -> It
 
 
 def add_up(rendezvous: Any, rank: int, step_timeout_s: float, load_s: float = 0.0) -> None:
-    """A follower that adds its rank to whatever is asked for, as often as a frame says, once
-    all ranks have loaded; it ends with the leader. Its exit code is 0 unless it was left waiting in
-    a step."""
+    """A follower that adds its rank to the requested number, as often as a frame says, once all
+    ranks have loaded. It ends with the leader. The exit code is 0 unless it still waited in a
+    step."""
     import torch
 
     from outrider.engine.tensor_parallel.group import join
@@ -55,7 +56,8 @@ def add_up(rendezvous: Any, rank: int, step_timeout_s: float, load_s: float = 0.
 
 
 def follow_model(config: Any, rendezvous: Any, rank: int) -> None:
-    """A follower of the model that `config` names: the whole of one but for Ray."""
+    """A follower of the model that `config` names. It differs from a real one only by running
+    without Ray."""
     import asyncio
 
     from outrider.engine.tensor_parallel.rank_process import RankAssignment, RankHost

@@ -1,4 +1,5 @@
-"""The record of a deployment of this process, for tests of what reads it."""
+"""The record of a deployment that this process pretends to be, for tests of commands that read
+it."""
 
 import fcntl
 import os
@@ -12,7 +13,7 @@ RAY = "127.0.0.1:6379"
 
 
 def record(**others: Any) -> DeploymentRecord:
-    """With one replica of each role."""
+    """A record with one replica of each role."""
     known: dict[str, Any] = {
         "pid": os.getpid(), "started_at": "2026-11-20T00:00:00+00:00",
         "draft_model": "ngram", "served_model_name": "m", "grpc_address": "h:1",
@@ -25,9 +26,9 @@ def record(**others: Any) -> DeploymentRecord:
 
 
 def run_here(directory: Path, found: DeploymentRecord) -> None:
-    """As a deployment does: this process holds the lock from now on, and publishes the record."""
+    """Publishes the record and takes the deployment's lock, as a deployment does."""
     lock = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT)
-    with suppress(BlockingIOError):  # It holds it already.
+    with suppress(BlockingIOError):  # This process already holds the lock.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.write(lock, str(os.getpid()).encode())
     publish(directory, found)

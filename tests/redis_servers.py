@@ -14,11 +14,11 @@ from outrider.sessions.embedded import find_server
 
 SERVICE: Final = "outrider"
 DOWN_AFTER_MS: Final = 1_000
-"""Sentinel promotes the replica after the primary has been silent for this long."""
+"""Sentinel promotes the replica once the primary has not answered for this long."""
 START_S: Final = 20.0
 _POLL_S: Final = 0.05
 Forward = Callable[[str], Awaitable[str]]
-"""Returns an address that leads to a HOST:PORT."""
+"""Returns an address from which connections are forwarded to this HOST:PORT."""
 
 
 def free_port() -> int:
@@ -33,7 +33,7 @@ class Server:
     """One process: a Redis server or a Sentinel."""
 
     def __init__(self, directory: Path, config: str, *words: str, port: int) -> None:
-        """Starts it in a `directory` of its own."""
+        """Starts the process in a new `directory`."""
         directory.mkdir(parents=True)
         path = directory / "redis.conf"
         path.write_text(config, encoding="utf-8")
@@ -49,19 +49,19 @@ class Server:
         return self._process.pid
 
     def kill(self) -> None:
-        """SIGKILL; does nothing to an ended one."""
+        """Sends SIGKILL. Does nothing if the process has ended."""
         self._process.kill()
         self._process.wait()
 
     def call(self, *words: object, password: str | None = None) -> Any:
-        """One command's answer. Raises `RedisError`."""
+        """Returns the answer to one command. Raises `RedisError`."""
         with redis.Redis(
             port=self.port, password=password, protocol=2, socket_timeout=1, decode_responses=True
         ) as client:
             return client.execute_command(*words)
 
     def info(self, password: str | None = None) -> dict[str, Any]:
-        """The answer to INFO, or nothing if it does not answer."""
+        """The answer to INFO; empty if the server does not answer."""
         try:
             found: dict[str, Any] = self.call("INFO", password=password)
         except RedisError:
@@ -70,21 +70,22 @@ class Server:
 
 
 class RedisServers:
-    """An async context manager. A killed server never returns; `replace` starts another one as a
-    replica."""
+    """A Redis primary, its replica and a Sentinel. An async context manager. A killed server never
+    returns; `replace` starts another server as a replica."""
 
     def __init__(
         self, directory: Path, *, forward: Forward | None = None,
         password: str = "", sentinel_password: str = "",
     ) -> None:  # fmt: skip
-        """With `forward` each server is reached by the address that this returns for its own."""
+        """`forward` maps each server's address to the one by which other servers and clients reach
+        it."""
         self._directory = directory
         self._forward = forward
         self._password = password
         self._sentinel_password = sentinel_password
         self._num_started = 0
         self._known_by: dict[str, Server] = {}
-        """Running servers, by their address for Sentinel."""
+        """Running servers, by the address under which Sentinel knows them."""
         self.sentinel: Server
 
     async def __aenter__(self) -> Self:
@@ -103,7 +104,7 @@ class RedisServers:
         self.stop()
 
     def stop(self) -> None:
-        """Kills all of them."""
+        """Kills all servers."""
         for one in self._known_by.values():
             one.kill()
         if hasattr(self, "sentinel"):
@@ -122,7 +123,8 @@ class RedisServers:
 
     @property
     def primary_address(self) -> str:
-        """Address that clients get; it changes only when a failover is over."""
+        """The address that Sentinel gives to clients. It changes only when a failover is
+        complete."""
         words = self._ask_sentinel("MASTER", SERVICE)
         state = dict(zip(words[::2], words[1::2], strict=True))
         return f"{state['ip']}:{state['port']}"
@@ -137,13 +139,14 @@ class RedisServers:
         return [one for one in self._known_by.values() if one is not primary]
 
     async def demote(self) -> None:
-        """A planned failover: the primary becomes a replica. Returns when it is over."""
+        """Makes the primary a replica, as in a planned failover. Returns when the failover is
+        complete."""
         before = self.primary_address
         await asyncio.to_thread(self._ask_sentinel, "FAILOVER", SERVICE)
         await self.until_promoted(before)
 
     def is_whole(self) -> bool:
-        """Whether all replicas follow the primary that Sentinel names, and Sentinel knows them."""
+        """Whether Sentinel knows all replicas, and they follow the primary that it names."""
         try:
             primary = self.primary
             known = self._ask_sentinel("REPLICAS", SERVICE)
@@ -176,7 +179,7 @@ class RedisServers:
                 await asyncio.sleep(_POLL_S)
 
     async def until_promoted(self, before: str) -> None:
-        """Waits until Sentinel names another primary than the one at this address. Raises
+        """Waits until Sentinel names a primary with another address than this one. Raises
         `TimeoutError`."""
         async with asyncio.timeout(START_S):
             while await asyncio.to_thread(lambda: self.primary_address) == before:
@@ -184,15 +187,15 @@ class RedisServers:
 
     async def replace(self, address: str) -> None:
         """Kills the server with this address, and starts another as a replica of the primary that
-        Sentinel then names. Returns when it follows; Sentinel learns of it with its next query,
-        within 10 s."""
+        Sentinel names after that. Returns when the new replica follows. Sentinel learns of it
+        within 10 s, by its next query."""
         self._known_by[address].kill()
         await self.until_promoted(address)
         del self._known_by[address]
         primary = self.primary
         await self._start(primary)
         await self._until_followed(primary)
-        # Sentinel forgets servers only by command.
+        # Sentinel forgets servers only on this command.
         await asyncio.to_thread(self._ask_sentinel, "RESET", SERVICE)
 
     async def _start(self, primary: Server | None) -> Server:

@@ -1,5 +1,5 @@
-"""Fused kernels in plain operators, in any dtype: they show that what calls them is right, on any
-machine. A row's result does not depend on others: each is worked out alone."""
+"""The fused kernels written in plain operators, for any dtype. So tests of the code that calls them
+run on any machine. Each row is computed alone, so its result does not depend on other rows."""
 
 from typing import Any
 
@@ -117,7 +117,7 @@ def attend_row(
     scaling: float,
     softcap: float,
 ) -> torch.Tensor:
-    """[heads, width] of one token's queries [heads, width]."""
+    """Attention [heads, width] of one token with queries [heads, width]."""
     rows = query.view(len(keys), len(query) // len(keys), -1)
     scores = rows @ keys[:, begin:end].transpose(1, 2) * scaling
     if softcap:
@@ -170,7 +170,7 @@ class ReferenceKernels(PaceKernels):
         self.dtype = dtype
         self.layers = layers
         self.num_steps = 0
-        """Calls of `schedule`."""
+        """Number of calls of `schedule`."""
 
     def can_pack(self, num_out: int, num_in: int) -> bool:
         return True

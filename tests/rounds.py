@@ -1,4 +1,4 @@
-"""Messages for tests of the services, and a ten-line coordinator that runs rounds."""
+"""Messages for tests of the services, and a minimal coordinator that runs rounds."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -42,9 +42,9 @@ RULES = [
     (Rule.TOKEN, PENALISED),
     (Rule.COUPLED, PENALISED),
 ]
-"""Each rule, and parameters that count tokens."""
+"""Each rule, and sampling parameters that count tokens."""
 PATIENCE_S = 20.0
-"""Only a lost answer takes this long."""
+"""Timeout that is only reached if an answer is lost."""
 
 
 def session_name(number: int) -> str:
@@ -76,7 +76,8 @@ def make_head(
     tenant: str = "",
     constraint: Constraint | None = None,
 ) -> RoundHead:
-    """A head that states the first `base_length` of the committed `tokens` and appends the rest."""
+    """A head that refers to the first `base_length` of the committed `tokens` and contains the
+    rest."""
     if sampling is None:
         sampling = GREEDY if rule is Rule.GREEDY else SamplingParams()
     sequence = TokenSequence(tokens)
@@ -100,7 +101,7 @@ def make_head(
 
 
 class SeverableLink(MemoryLink):
-    """A breakable stream in one process."""
+    """A stream in one process that tests can break."""
 
     def __init__(
         self, service: ReplicaService, deliver: Callable[[Callable[[], None]], None] = deliver_soon
@@ -112,9 +113,9 @@ class SeverableLink(MemoryLink):
         return super().trouble() or ("" if self._unreachable is None else str(self._unreachable))
 
     def sever(self, error: Exception, *, reachable: bool = True) -> None:
-        """Breaks the stream: messages under way are lost, and `on_lost` is called in the event
-        loop's next turn, if a stream was open. Until `restore`, an unreachable replica makes `send`
-        raise."""
+        """Breaks the stream. Messages under way are lost, and if a stream was open, `on_lost` is
+        called in the event loop's next turn. Until `restore`, `send` raises as for an unreachable
+        replica."""
         self._unreachable = None if reachable else error
         was_open = self._connection is not None
         self._disconnect()
@@ -122,7 +123,7 @@ class SeverableLink(MemoryLink):
             asyncio.get_running_loop().call_soon(self._tell_lost, error)
 
     def restore(self, service: Any = None) -> None:
-        """Makes the replica reachable again, as `service` if it was restarted."""
+        """Makes the replica reachable again. `service` is its service after a restart."""
         if service is not None and service is not self._service:
             check(self._connection is None, "sever the stream to the old service first")
             self._service = service
@@ -134,7 +135,7 @@ class SeverableLink(MemoryLink):
 
 
 class Listener:
-    """Collects a link's answers and breaks, and waits for them."""
+    """Collects the answers and losses of a link, and waits for them."""
 
     def __init__(self, link: Link) -> None:
         self.answers: list[Any] = []
@@ -151,7 +152,7 @@ class Listener:
         self._news.set()
 
     async def wait(self, num_answers: int = 0, num_lost: int = 0) -> list[Any]:
-        """All answers so far, once there are this many answers and breaks."""
+        """All answers, once there are this many answers and losses."""
         async with asyncio.timeout(PATIENCE_S):
             while len(self.answers) < num_answers or len(self.lost) < num_lost:
                 self._news.clear()
@@ -159,7 +160,7 @@ class Listener:
         return self.answers
 
     async def wait_for_either(self, num_answers: int, num_lost: int) -> None:
-        """Waits for this many answers, or this many breaks."""
+        """Waits for this many answers or this many losses."""
         async with asyncio.timeout(PATIENCE_S):
             while len(self.answers) < num_answers and len(self.lost) < num_lost:
                 self._news.clear()
@@ -174,14 +175,14 @@ async def ask(link: Link, listener: Listener, item: Any) -> Any:
 
 
 def model_drafter(engine: Any, parallel_token: int | None = None) -> ModelDrafter:
-    """Drafts in one pass if given a parallel token."""
+    """A drafter with a model. With a parallel token it drafts in one pass."""
     if parallel_token is None:
         return ModelDrafter(engine)
     return ParallelDrafter(engine, parallel_token)
 
 
 class Replica:
-    """A target or a draft over an engine, in process, and a link to it."""
+    """A target or a draft over an engine in this process, and a link to it."""
 
     def __init__(self, role: str, engine: Any, step_s: float | None = None, **options: Any) -> None:
         make: Any = TargetService
@@ -204,22 +205,22 @@ class Replica:
         return await ask(self.link, self.listener, item)
 
     async def settle(self) -> list[Any]:
-        """All answers, once nothing waits, runs or is under way."""
+        """All answers, once no item waits, runs or is under way."""
         async with asyncio.timeout(PATIENCE_S):
-            for _ in range(5):  # Messages and answers are under way for some turns.
+            for _ in range(5):  # Messages and answers take some turns of the event loop.
                 await asyncio.sleep(0)
                 await self.service.drain()
         return list(self.listener.answers)
 
     async def send(self, *items: Any) -> list[Any]:
-        """Answers from then on, until nothing is left to do."""
+        """The answers that arrive until the replica has nothing left to do."""
         before = len(self.listener.answers)
         for item in items:
             self.link.send(item)
         return (await self.settle())[before:]
 
     async def close(self) -> None:
-        """Checks that nothing is left over."""
+        """Checks that the replica holds nothing any more."""
         self.service.check_integrity()
         check_pages(self.engine)
         await self.service.close()
@@ -258,7 +259,7 @@ class Player:
     tokens: list[int] = field(default_factory=list)
     num_accepted: int = 0
     num_beside: int = 0
-    """Of these, siblings of the spine's tokens."""
+    """How many of these draft tokens are siblings of the spine's tokens."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -302,14 +303,14 @@ class Player:
 
 
 class Pair:
-    """A target and a draft."""
+    """A target and a draft for sessions."""
 
     def __init__(self, target: Replica, draft: Replica) -> None:
         self.target, self.draft = target, draft
 
     def player(self, *known: Any, drafts: bool = True, **more: Any) -> Player:
-        """A player of a session with a prompt, a rule and parameters; without `drafts` it drafts
-        nothing."""
+        """Plays a session with a prompt, a rule and sampling parameters. Without `drafts`, rounds
+        have no proposal."""
         links = [(one.link, one.listener) for one in (self.target, self.draft)]
         return Player(*known, *links[: 1 + drafts], **more)
 

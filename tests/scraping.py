@@ -1,4 +1,4 @@
-"""Metrics and spans of processes: in memory, or on the pages that Prometheus reads."""
+"""Metrics and spans of processes, either in memory or on the pages that Prometheus reads."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class Page:
 
     @property
     def names(self) -> set[str]:
-        """Names of all samples; a histogram has three."""
+        """Names of all samples. A histogram has three names."""
         return {name for name, _ in self.samples}
 
     def labels(self, name: str) -> set[str]:
-        """Names of the labels of a sample's name."""
+        """Label names of the samples with this name."""
         return {key for found, labels in self.samples for key, _ in labels if found == name}
 
     def value(self, name: str, **labels: str) -> float:
@@ -81,7 +81,7 @@ class Watched:
         return Page.parse(await asyncio.to_thread(read))
 
     async def until(self, name: str, expected: float, **labels: str) -> Page:
-        """The coordinator's page, once the metric has this value; fails after 20 s."""
+        """The coordinator's page, once the metric has this value. Fails after 20 s."""
         async with asyncio.timeout(20):
             while True:
                 page = await self.page("coordinator")
@@ -118,7 +118,7 @@ class Memory:
 
 
 def started_exports(telemetry: str) -> dict[Role, Exports]:
-    """Exports of each role, as if it had a process of its own."""
+    """Exports of each role, as if each role had a process of its own."""
     started = {role: start_exports(telemetry, role, "127.0.0.1") for role in ROLES}
     return {role: made for role, made in started.items() if made is not None}
 
@@ -126,7 +126,7 @@ def started_exports(telemetry: str) -> dict[Role, Exports]:
 def observers(
     exports: Mapping[Role, Exports], config: CoordinatorConfig
 ) -> dict[str, ObservedRequests | ObservedSteps]:
-    """Options of a stack whose services report to the exports of their role."""
+    """Options for `running_stack` that make each service report to the exports of its role."""
     coordinator, target, draft = (exports[role] for role in ROLES)
     return {
         "observation": ObservedRequests(coordinator.tracer, coordinator.meter, config),
@@ -139,7 +139,8 @@ def observers(
 async def watched_stack(
     directory: Path, target_s: float = 0.0, **options: Any
 ) -> AsyncIterator[Watched]:
-    """A stack whose services serve their metrics. A pass of the target takes `target_s`."""
+    """A stack whose services serve their metrics over HTTP. A pass of the target takes
+    `target_s`."""
     exports, registry = started_exports("prometheus=0"), MemoryRegistry()
     config = CoordinatorConfig(trace_every_rounds=0)
     target = ToyEngine(VOCAB, salt=1, max_model_len=256, pass_s=target_s)

@@ -1,4 +1,4 @@
-"""The session store with its own scripts, on a Redis in this process."""
+"""The session store with its own scripts, on a substitute for Redis in this process."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,8 +12,8 @@ from tests.simulation.redis_host import packed
 
 
 class ScriptStore(RedisStore):
-    """It never fails, and can be set back to a snapshot, like a server that lost its last writes.
-    On a clock of the caller's (milliseconds, any origin)."""
+    """It never fails. It can be set back to a snapshot, like a server that lost its last writes.
+    `clock` returns milliseconds of any origin."""
 
     def __init__(self, now_ms: Callable[[], float], data: type[RedisData] = RedisData) -> None:
         no_client: Any = None
@@ -22,7 +22,7 @@ class ScriptStore(RedisStore):
         self._scripts: Any = self
 
     async def run(self, script: Script, call: Call) -> Reply:
-        """In place of `ScriptRunner.run`."""
+        """Replaces `ScriptRunner.run`."""
         keys, arguments = (packed(("", *words)) for words in call)
         try:
             sha = self.data.load_script(script.source.encode())
@@ -34,16 +34,16 @@ class ScriptStore(RedisStore):
         return [await self.run(script, call) for call in calls]
 
     def key(self, session_id: str) -> bytes:
-        """Of a session's hash."""
+        """The key of a session's hash."""
         return self._keys(session_id)[0].encode()
 
     def length(self, session_id: str) -> int:
-        """The number of tokens that are read of a session."""
+        """The number of stored tokens of a session, as a reader sees it."""
         fields = self.data.get(self.key(session_id))
         return (int(fields[b"tokens_end"]) - int(fields[b"tokens_start"])) // TOKEN_BYTES
 
     async def records(self) -> list[SessionRecord]:
-        """Of all sessions."""
+        """The records of all sessions."""
         keys = [key.decode() for key in self.data.sorted_keys()]
         ids = [key[:-1].removeprefix("session:{") for key in keys if key.endswith("}")]
         return [await self.load(one) for one in ids if one.isalnum()]
@@ -53,7 +53,7 @@ class ScriptStore(RedisStore):
         return found
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Leases have run out meanwhile."""
+        """Sets the store back to a snapshot. All leases have expired meanwhile."""
         self.data.restore(snapshot)
         for key in self.data.sorted_keys():
             if key.startswith(b"lease:"):

@@ -1,4 +1,4 @@
-"""Scripted replicas, and a session's clients of them."""
+"""Scripted replicas, and the clients with which a session calls them."""
 
 import asyncio
 from collections import Counter
@@ -64,7 +64,7 @@ class ScriptedLink:
 
 
 class SessionLookup:
-    """Always proposes token 1."""
+    """A look-up that always proposes token 1."""
 
     def propose(self, num_draft_tokens: int, noise: RoundNoise) -> SealedProposal:
         return SealedProposal.of(Proposal((1,), (None,)))
@@ -114,19 +114,20 @@ _watching: set[Any] = set()
 
 
 def pool_of(*links: ScriptedLink, role: Any = "target") -> ReplicaPool:
-    """A pool of replicas r0, r1 ..., which are watched while they are away."""
+    """A pool of replicas r0, r1, ... that watches unreachable replicas."""
     pool = ReplicaPool(role)
     for index, link in enumerate(links):
         pool.admit(f"r{index}", link, link.description)
     _watching.clear()
-    _watching.add(asyncio.ensure_future(pool.watch()))  # Until the test's loop ends.
+    _watching.add(asyncio.ensure_future(pool.watch()))  # The tasks end with the test's event loop.
     return pool
 
 
 def target_of(
     *links: ScriptedLink, one: Session | None = None, pool: Any = None, **fields: Any
 ) -> TargetClient:
-    """A session's target: the first of these replicas; it may move to the others."""
+    """A session's target client. It begins with the first of these replicas, and may move to the
+    others."""
     one = one or session()
     one.target = CacheState("r0", 0)
     return TargetClient(pool or pool_of(*links), context_of(one, **fields), CONFIG)
@@ -148,7 +149,8 @@ def draft_of(
     lookup: Any = None,
     **fields: Any,
 ) -> DraftClient:
-    """A session's draft, likewise."""
+    """A session's draft client. It begins with the first of these replicas, and may move to the
+    others."""
     one = one or session()
     one.draft = CacheState("r0", 0)
     pool, context = pool or pool_of(*links, role="draft"), context_of(one, **fields)

@@ -25,6 +25,6 @@ def next_append(session: Session) -> Append:
 
 
 def end_of(session: Session, reason: FinishReason = FinishReason.STOP) -> Finish:
-    """Finishes a session; returns its owner's message."""
+    """The message with which its owner finishes a session."""
     session.finish(reason)
     return session.ending()

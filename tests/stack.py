@@ -54,7 +54,7 @@ HYBRID = DraftConfig(model="hybrid:ngram,some/model")
 _COORDINATOR: Any = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
 NUM_SEQUENCES = 64
 RARE = NgramDrafter(16, 16)
-"""A fallback whose tokens are hardly ever accepted."""
+"""A fallback whose tokens are almost never accepted."""
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Stack:
     draft_server: RpcServer
     redis: EmbeddedRedis
     server: RpcServer
-    """The coordinator's."""
+    """The coordinator's server."""
 
 
 def _draft_service(
@@ -78,7 +78,7 @@ def _draft_service(
     options: dict[str, Any] = {"max_num_seqs": NUM_SEQUENCES, "grammars": grammars}
     timed = getattr(engine, "engine", engine)
     executor = ThreadExecutor("draft", getattr(timed, "take_step_seconds", lambda: 0.0))
-    if engine is None:  # It is not asked, and fits any target.
+    if engine is None:  # This draft is never asked, and fits any target.
         engine = ToyEngine()
         engine.info = replace(engine.info, tokenizer_fingerprint="")
     drafter = (
@@ -95,7 +95,7 @@ def coordinator_api(coordinator: CoordinatorService, access: AccessControl = OPE
 async def serve(
     exits: AsyncExitStack, service: Service, options: ServerOptions | None = None
 ) -> RpcServer:
-    """A server that runs until `exits` are closed."""
+    """Starts a server that runs until `exits` are closed."""
     server = RpcServer([service], options)
     await server.start()
     exits.push_async_callback(server.stop)
@@ -125,11 +125,11 @@ async def running_stack(
     grammars: Callable[[], Grammars] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Stack]:
-    """Target and draft on the given engines; a `lookup` goes before the draft, or drafts alone
-    without one (by default n-grams); a `head` replaces the draft's engine. With a `self_drafter`
-    the draft is not asked, and the fallback for either hardly finds anything. Everything is checked
-    and closed at the end. `directory` is for Redis, `settings` for the coordinator. `grammars` hold
-    sessions to their constraints."""
+    """Runs the services on these engines, and checks and closes everything at the end. `directory`
+    is for Redis, `settings` are the coordinator's. A `lookup` is asked before the draft, or drafts
+    alone if there is no draft engine (by default with n-grams). A `head` replaces the draft's
+    engine. With a `self_drafter` the draft is not asked. With a `head` or `self_drafter`, the
+    fallback finds almost nothing. `grammars` apply the sessions' constraints."""
     async with AsyncExitStack() as stack:
         redis = stack.enter_context(EmbeddedRedis(directory))
         target = TargetService(
@@ -175,7 +175,7 @@ async def running_stack(
 
 
 VOCAB = 320
-"""Of toy models with text."""
+"""Vocabulary of toy models with text."""
 
 
 def toy_text() -> TokenizerText:
@@ -184,13 +184,13 @@ def toy_text() -> TokenizerText:
 
 
 def toy_stack(directory: Path, **options: Any) -> AbstractAsyncContextManager[Stack]:
-    """With text, and a draft equal to its target."""
+    """A stack with text, whose draft equals its target."""
     target, draft = (ToyEngine(VOCAB, salt=1, max_model_len=256) for _ in range(2))
     return running_stack(target, draft, directory, text=toy_text(), **options)
 
 
 def slow_stack(directory: Path, **options: Any) -> AbstractAsyncContextManager[Stack]:
-    """With a target that takes 20 ms a step, so that requests last."""
+    """A stack whose target takes 20 ms for each step, so that requests last."""
     spec = EmulatedSpec(
         vocab_size=VOCAB, support=8, max_model_len=8192, verify_ms=20.0, draft_ms=1.0
     )
@@ -200,7 +200,7 @@ def slow_stack(directory: Path, **options: Any) -> AbstractAsyncContextManager[S
 
 @asynccontextmanager
 async def http_front(stack: Stack, options: HttpOptions | None = None) -> AsyncIterator[str]:
-    """Serves HTTP; its URL."""
+    """Serves the stack by HTTP; yields the URL."""
     server = http_server(stack.coordinator, options or HttpOptions())
     await server.start()
     try:

@@ -1,5 +1,5 @@
-"""Ranks that are threads of one process: a model that is shared out is compared with the whole one
-in a moment."""
+"""Ranks that are threads of one process, so that comparing a shared model with the whole one is
+fast."""
 
 import threading
 from collections.abc import Callable
@@ -48,6 +48,6 @@ def thread_ranks(size: int) -> list[ThreadRank]:
 
 
 def on_each(size: int, work: Callable[[int], Any]) -> list[Any]:
-    """What `work` gives for each rank, run at the same time."""
+    """The results of `work` for all ranks, which run it at the same time."""
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(work, range(size)))

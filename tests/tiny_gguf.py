@@ -9,11 +9,11 @@ from models import byte_level_tokenizer, tiny_config, tiny_module
 
 
 def save_tiny_gguf(path: Path) -> Path:
-    """A random Llama of 320 tokens whose matrices have 8 bits, as llama.cpp's converter would write
-    it, with a byte-level tokenizer and a chat template; returns `path`."""
+    """Saves a random Llama of 320 tokens with 8-bit matrices, a byte-level tokenizer and a chat
+    template, as llama.cpp's converter would write it. Returns `path`."""
     tokenizer = byte_level_tokenizer()
     config = tiny_config("llama", len(tokenizer))
-    config.intermediate_size = 64  # blocks have 32 values
+    config.intermediate_size = 64  # A block has 32 values.
     module = tiny_module(config)
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_block_count(config.num_hidden_layers)
@@ -33,7 +33,7 @@ def save_tiny_gguf(path: Path) -> Path:
     rng = np.random.default_rng(0)
     for name, parameter in module.named_parameters():
         values = parameter.numpy()
-        if values.ndim == 1:  # norms that are not all 1, and that bfloat16 does not hold exactly
+        if values.ndim == 1:  # Norms that are not all 1, and that bfloat16 cannot hold exactly.
             values = rng.uniform(0.5, 1.5, values.shape).astype(np.float32)
         for part, num_heads in heads.items():
             if part in name:
@@ -52,8 +52,8 @@ def save_tiny_gguf(path: Path) -> Path:
 
 
 def paired_rows(values: np.ndarray, num_heads: int) -> np.ndarray:
-    """Rows [H * D, ..] of queries or keys as GGUF has them of a Llama: the two that a rotation
-    mixes stand beside each other, and not half a head apart."""
+    """Reorders rows [H * D, ..] of queries or keys as llama.cpp does for a Llama: the two rows that
+    a rotation mixes become neighbours, instead of being half a head apart."""
     halves = values.reshape(num_heads, 2, -1, *values.shape[1:])
     return halves.swapaxes(1, 2).reshape(values.shape)
 

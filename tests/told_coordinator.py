@@ -1,4 +1,4 @@
-"""The part of a coordinator that its HTTP API calls, with answers set by the test; and slots in
+"""The part of a coordinator that its HTTP API calls, with answers set by the test. Also slots in
 memory."""
 
 import asyncio
@@ -32,7 +32,7 @@ FINISHED = Finished(FinishReason.STOP, Usage(2, 1), Metrics(1, 0, 0, 1.0, 1.0, 1
 
 
 class ToldCoordinator:
-    """Each generation returns these events, or raises them."""
+    """Events that each generation returns, or an error that it raises."""
 
     text: TokenizerText | None = None
     defaults = RequestDefaults(num_draft_tokens=4, deadline_ms=1000)
@@ -71,12 +71,12 @@ class ToldCoordinator:
 
 
 class MemorySlots:
-    """A `SlotStore` of one caller."""
+    """A `SlotStore` for one caller."""
 
     def __init__(self, retry_after_ms: int = 1, takes_s: float = 0.0) -> None:
         self.taken: set[str] = set()
         self.depths: list[int] = []
-        """Slots by request."""
+        """Slots that are taken, by request."""
         self.away = False
         self._retry_after_ms, self._takes_s = retry_after_ms, takes_s
 

@@ -1,5 +1,6 @@
-"""An engine of a few tokens whose logits are a keyed hash of the prefix: instant, and exactly
-reproducible. It fulfils the contract of `Engine`, eviction included, and can be made to fail."""
+"""An engine with few tokens, whose logits are a keyed hash of the prefix. It takes no time and is
+exactly reproducible. It obeys the contract of `Engine`, including eviction, and can be made to
+fail."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,13 +15,13 @@ PAGE_SIZE = 4
 
 
 def toy_logits(salt: int, prefix: Sequence[int], vocab_size: int) -> torch.Tensor:
-    """The logits [V] after a prefix: about normal, with a deviation of 2."""
+    """The logits [V] after a prefix, roughly normal with standard deviation 2."""
     random = np.random.default_rng([salt, len(prefix), *prefix[-4:]])
     return torch.from_numpy(random.normal(0.0, 2.0, vocab_size)).float()
 
 
 def prefixes(held: Sequence[int], step: SequenceStep) -> list[list[int]]:
-    """The tokens before each row of logits of a step, after those already held."""
+    """For each row of logits of a step, the tokens before it; `held` are those of earlier steps."""
     paths: list[list[int]] = []
     for index, token_id in enumerate(step.token_ids):
         parent = step.parents[index] if step.parents else index - 1
@@ -40,7 +41,7 @@ class ToyEngine:
         pass_s: float = 0.0,
         eos_token_ids: tuple[int, ...] = (),
     ) -> None:
-        """Each pass reports that it took `pass_s`."""
+        """Each pass reports a duration of `pass_s`."""
         self.info = ModelInfo(
             f"toy-{salt}", vocab_size, max_model_len, "float32", eos_token_ids,
             f"weights-{salt}", "toy",
@@ -53,15 +54,15 @@ class ToyEngine:
         self.length, self.page_counts = pool.length, pool.counts
         self._known: set[str] = set()
         self.batches: list[list[str]] = []
-        """Sessions of each forward pass ..."""
+        """Sessions of each forward pass."""
         self.counts: list[list[int]] = []
-        """... and the tokens of each of them."""
+        """Tokens of each session of each forward pass."""
         self.crash: Exception | None = None
-        """Raised by the next forward pass, after it has changed its sequences."""
+        """Error that the next forward pass raises, after it has changed its sequences."""
         self.poisoned: set[str] = set()
         """Sessions whose logits are NaN."""
         self.breaks_after: Callable[[Sequence[int]], bool] = lambda tokens: False
-        """Prefixes after which logits are NaN, whatever the session."""
+        """Prefixes after which logits are NaN, in every session."""
 
     def forward(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
         ids = [step.sequence_id for step in steps]
@@ -95,7 +96,7 @@ class ToyEngine:
 
     @property
     def held(self) -> dict[str, list[int]]:
-        """The tokens of every sequence that has some."""
+        """The tokens of every sequence that is not empty."""
         ids = {name: list(self._pool.token_ids(name)) for name in self._known}
         return {name: tokens for name, tokens in ids.items() if tokens}
 

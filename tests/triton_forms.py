@@ -1,5 +1,6 @@
-"""Lists the forms that the attention kernels are compiled in, without a device: a step of an engine
-on their tables says which arguments a compiler would see, and nothing is run."""
+"""Lists the specialisations in which Triton would compile the attention kernels, without a device.
+A step of an engine on the kernels' tables shows the arguments that the compiler would get; no
+kernel runs."""
 
 from typing import Any
 
@@ -25,11 +26,13 @@ def _note(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None
 
 
 def main() -> None:
-    """Prints the forms that steps need and the trial has not compiled."""
+    """Prints the specialisations that steps need but the trial did not compile."""
     JITFunction.run = _note
     paged_engine.check_answers = lambda *_: None
     config = tiny_config("llama")
-    config.head_dim = 16  # What is a multiple of this makes one form, as in any model of use.
+    config.head_dim = (
+        16  # Multiples of this number share a specialisation, and models in use have multiples.
+    )
     engine = EngineMaker()(tiny_module(config), backend=DeviceBackend(attend_tables, 64))
     tried = set(_forms)
     assert tried, "the trial runs no kernel"

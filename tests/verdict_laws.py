@@ -1,5 +1,5 @@
-"""The laws of the product's verdicts and draws, before any noise or by rows of probabilities, for
-tests that compare them with their definitions."""
+"""The distributions of the product's verdicts and draws, before any random number is used or as
+rows of probabilities. Tests compare them with their definitions."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def absolute_uniforms(noise: RoundNoise, num: int, parents: tuple[int, ...] = ()
 
 ABSOLUTE_PLACES = {"place": absolute_place, "accept_uniforms": absolute_uniforms}
 """A fault to plant in `RoundNoise`: every number is keyed by its absolute position, so that a
-discarded slot lends its noise to the next round."""
+discarded position of one round lends its noise to the next round."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ def draft_rows(token_ids: torch.Tensor, support: torch.Tensor, mass: torch.Tenso
 
 
 def score(probabilities: torch.Tensor, proposal: Proposal, noise: RoundNoise) -> Verdict:
-    """The verdict on one proposal. `probabilities` [N + 1, V], rows summing to 1; unchanged."""
+    """The verdict on one proposal, from `probabilities` [N + 1, V], whose rows sum to 1. Leaves
+    them unchanged."""
     check_parts(probabilities, proposal, noise.rule)
     return scores(probabilities, [(proposal, noise)])[0]
 
@@ -99,13 +100,13 @@ def scores(
 def tree_law(
     probabilities: torch.Tensor, proposal: Proposal
 ) -> tuple[tuple[float, ...], torch.Tensor]:
-    """Of a tree under token: accept [N], and weights [N + 1, V] of what follows."""
+    """For a tree under token: accept [N], and weights [N + 1, V] of the token after each node."""
     weights = probabilities.clone()
     return tree_law_in_place(weights, row_sums(weights).cpu().numpy(), proposal), weights
 
 
 def verdict_law(rule: Rule, probabilities: torch.Tensor, drafts: DraftRows) -> VerdictLaw:
-    """The verdict under token or block. `probabilities` [B, K+1, V] unchanged."""
+    """The verdict under token or block, from `probabilities` [B, K+1, V]. Leaves them unchanged."""
     check(rule.needs_q, f"under rule {rule.value} a verdict is not a law but a draw")
     num, width = probabilities.shape[:2]
     weights = probabilities.flatten(0, 1).clone()
@@ -122,7 +123,8 @@ def draft_token(
     index: int,
     entries_max: int = DRAFT_SUPPORT_ENTRIES,
 ) -> DraftedToken:
-    """Draft token `index` (from 0) of a round, from the draft's `probabilities` [V]."""
+    """Draft token number `index` (from 0) of a round, drawn from the draft's `probabilities`
+    [V]."""
     return draft_tokens(probabilities[None], [noise], [index], entries_max)[0]
 
 
@@ -133,7 +135,7 @@ def draft_tokens(
     entries_max: int = DRAFT_SUPPORT_ENTRIES,
     vocabulary: DraftVocabulary | None = None,
 ) -> list[DraftedToken]:
-    """`draft_token` of B sessions of one rule."""
+    """`draft_token` for B sessions with the same rule."""
     if not noises:
         return []
     rule = noises[0].rule

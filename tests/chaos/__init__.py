@@ -1,1 +1,1 @@
-"""Kills and stops real processes under load: `python -m tests.chaos`, `make chaos`."""
+"""Kills and stops real processes under load (`python -m tests.chaos`, `make chaos`)."""

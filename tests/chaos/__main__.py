@@ -1,13 +1,10 @@
-"""`python -m tests.chaos`: a deployment on several Ray nodes of this machine under load, with a
-proxy between all its processes, while its processes are killed, stopped and cut off.
-
-A quarter of the requests comes by HTTP, through a gateway. Requests that fail during a pair of
-faults are counted and named separately.
-
-Writes one JSON object: every fault, what it affected, the gaps in streams by kind of fault, and
-requests that failed or whose tokens differed from their fault-free streams; and prints all but the
-single faults. Exit code 1 if a request failed, was wrong or did not end, or a run of full length
-with all faults missed a goal."""
+"""`python -m tests.chaos`: runs a deployment on several Ray nodes of this machine under load, with
+a proxy between all its processes, while its processes are killed, stopped and cut off. A quarter of
+the requests comes by HTTP, through a gateway. Requests that fail during a pair of faults are
+counted and named separately. Writes one JSON object: every fault and what it affected, the gaps in
+streams by kind of fault, and the requests that failed or whose tokens differed from a run without
+faults. Prints all of it except the single faults. The exit code is 1 if a request failed, was wrong
+or did not end, or if a run of full length with all faults missed a goal."""
 
 import argparse
 import asyncio
@@ -29,7 +26,7 @@ EMULATED: Final = "emulated:vocab_size=1000,verify_ms=75,draft_ms=5"
 WORK: Final = Work(num_tokens=96, num_seeds=16, num_clients=8)
 REAL_WORK: Final = Work(num_tokens=32, num_seeds=8, num_clients=4)
 MOVES: Final = " moves: "
-"""Log text of a session that moves to another replica."""
+"""Log text that says that a session moves to another replica."""
 
 
 def main() -> int:
@@ -47,7 +44,7 @@ def main() -> int:
     parser.add_argument("--report", type=Path, default=Path("chaos.json"))
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.ERROR, stream=sys.stderr)
-    logging.getLogger("deploy").setLevel(logging.CRITICAL)  # Replicas die all the time.
+    logging.getLogger("deploy").setLevel(logging.CRITICAL)  # Killed replicas would fill it.
     with tempfile.TemporaryDirectory(prefix="outrider-chaos-") as state:
         found = asyncio.run(_run(arguments, Path(state)))
     arguments.report.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
@@ -107,7 +104,7 @@ def _config(arguments: argparse.Namespace, machines: Machines) -> DeploymentConf
         }  # fmt: skip
     settings = engines | {
         "address": machines.address, "redis_url": machines.redis.url,
-        "redis_wait_replicas": 1,  # All that there are: no single fault may lose a token.
+        "redis_wait_replicas": 1,  # All replicas, so no single fault loses tokens.
         "grpc_port": 0,
         "port": 0,
         "num_targets": 2, "num_drafts": 2, "num_coordinators": 2,

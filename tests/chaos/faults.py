@@ -36,12 +36,12 @@ from tests.chaos.machines import Machines
 
 STOPPED_S: Final = 5.0
 TWO_PRIMARIES_S: Final = 2.0
-"""How long a stopped primary of Redis lives on after another one was promoted."""
+"""A stopped primary of Redis is killed this long after another primary was promoted."""
 SHOWN_S: Final = 1.0
-"""A wait may be the fault's effect if it begins within this time after it."""
+"""A wait for tokens may be an effect of a fault if it begins within this time after the fault."""
 PAST_S: Final = 60.0
 WHOLE_S: Final = 90.0
-"""Time in which all wanted replicas must serve again."""
+"""Within this time, all wanted replicas must serve again."""
 POLL_S: Final = 0.05
 REDIS, NODE, HEAD = "redis", "node", "head"
 KILLS: Final = (*(("kill", role) for role in (*ROLES, RECONCILER, REDIS)),)
@@ -52,34 +52,35 @@ OTHERS: Final = (
 )  # fmt: skip
 PAIR: Final = "pair"
 PAIRS: Final[dict[str, tuple[str, str]]] = {"redis+coordinator": (REDIS, "coordinator")}
-"""Processes that are killed at the same moment, by name. Requests may fail then, and are counted
+"""By name, processes that are killed at the same moment. Requests may fail then, and are counted
 separately."""
 ALL: Final = (*KILLS, *STOPS, *OTHERS, *((PAIR, name) for name in PAIRS))
 OTHERS_PER_ROUND: Final = 3
-"""Number of these with each round of all kills and stops."""
+"""Number of other faults for each round of all kills and stops."""
 NOTHING: Final = ("no", "fault")
 FULL_MINUTES: Final = 10.0
 """Shorter runs have too few requests for a 99th percentile."""
 KILLS_AND_STOPS_MIN: Final = 60
 ADDED_S_MAX: Final = {"kill draft": 0.3, "kill target": 3.0, "kill coordinator": 4.0}
-"""Most that each may add to the 99th percentile of waits for tokens, with a spare replica."""
+"""For each fault, the most that it may add to the 99th percentile of waits for tokens while a
+replica is spare."""
 
 
 @dataclass
 class Fault:
     kind: str
     role: str
-    """Role of the replica, or `redis`, `reconciler`, `node`, `head` or a pair's name."""
+    """Role of the replica, or `redis`, `reconciler`, `node`, `head`, or the name of a pair."""
     at_s: float
     replica: str = ""
     num_touched: int = 0
-    """Requests in flight when it began, or that came before it was over."""
+    """Number of requests in flight when the fault began, or that came before it was over."""
     longest_gap_s: float = 0.0
-    """Longest wait for tokens of these."""
+    """Longest wait for tokens of these requests."""
 
 
 class Adversary:
-    """Injects faults, one after the other."""
+    """Injects faults one after the other."""
 
     def __init__(self, machines: Machines, deployment: Deployment, load: Load, seed: int) -> None:
         self._machines = machines
@@ -92,13 +93,13 @@ class Adversary:
         self._others: list[tuple[str, str]] = []
         self.faults: list[Fault] = []
         self.gaps: dict[tuple[str, str], list[float]] = {}
-        """By kind and role: the longest gap of each affected request."""
+        """The longest wait for tokens of each affected request, by kind and role of the fault."""
 
     async def run(
         self, number: int, until: float, only: Sequence[tuple[str, str]] | None = None
     ) -> None:
-        """Runs until this many faults or this time; `only` these, if given. Raises `TimeoutError`
-        for a fleet that does not become whole again, or missing tokens."""
+        """Injects faults up to this number or for this time; with `only`, just these faults. Raises
+        `TimeoutError` if the fleet does not recover, or if tokens are missing."""
         while self._num_done() < number and self._loop.time() < until:
             kind, role = await self._next(only)
             at = self._loop.time()
@@ -111,8 +112,8 @@ class Adversary:
         return sum((one.kind, one.role) != NOTHING for one in self.faults)
 
     async def _see(self, fault: Fault, begin: float, over: float) -> None:
-        """Collects effects on requests, once all that came before its end continue. Raises
-        `TimeoutError` if they do not."""
+        """Records the effects of a fault, once all requests from before its end get tokens again.
+        Raises `TimeoutError` if they do not."""
         await asyncio.sleep(over - self._loop.time())
         touched = [one for one in self._load.asked if one.overlaps(begin, over)]
         if fault.kind == PAIR:
@@ -126,8 +127,9 @@ class Adversary:
         self.faults.append(fault)
 
     async def _next(self, only: Sequence[tuple[str, str]] | None) -> tuple[str, str]:
-        """The next fault, which leaves a spare, once Redis has its replica again. Kills and stops
-        are equally frequent. Raises `TimeoutError` if the fleet or Redis does not become whole."""
+        """Chooses the next fault, once Redis has its replica again. Its role has a spare replica.
+        Kills and stops are equally frequent. Raises `TimeoutError` if the fleet or Redis does not
+        recover."""
         await self._machines.redis.until_whole(WHOLE_S)
         async with asyncio.timeout(WHOLE_S):
             while True:
@@ -139,7 +141,7 @@ class Adversary:
                     if self._victims(role):
                         return self._deck.pop(place)
                 if is_whole(self._deployment.overview):
-                    self._deck.clear()  # Each node has all replicas of a role.
+                    self._deck.clear()  # Each node has replicas of all roles.
                 await asyncio.sleep(POLL_S)
 
     def _some_others(self) -> list[tuple[str, str]]:
@@ -151,8 +153,8 @@ class Adversary:
         return found
 
     def _victims(self, role: str) -> Sequence[ReplicaView | int]:
-        """Replicas of the role, or nodes, of which one may be missing; for other roles any
-        value."""
+        """Number of the role's replicas, or of nodes, if one of them may be missing. For other
+        roles any value."""
         overview = self._deployment.overview
         serving = [one for one in overview.replicas if one.address and not one.leaves]
         if role == NODE:
@@ -164,7 +166,7 @@ class Adversary:
             ]  # fmt: skip
         if role in PAIRS:
             return [0] if all(self._victims(one) for one in PAIRS[role]) else []
-        if role == HEAD:  # Nothing can be started without it.
+        if role == HEAD:  # Without a head no replica can be started.
             return [0] if is_whole(overview) else []
         if role in (REDIS, RECONCILER, NOTHING[1]):
             return [0]
@@ -219,8 +221,8 @@ class Adversary:
             await redis.replace(address)
 
     async def _until_gone(self, pids: Set[int]) -> None:
-        """Waits until the loss of replicas with these processes is noticed: the next fault would
-        take the spare."""
+        """Waits until the fleet has noticed that these processes are gone. Otherwise the next fault
+        would take the spare."""
         await _until(
             lambda: pids.isdisjoint(
                 place.pid for one in self._deployment.overview.replicas for place in one.places
@@ -228,7 +230,7 @@ class Adversary:
         )
 
     async def _reconciler_pid(self) -> int:
-        """Waits for it, if it was just lost."""
+        """Waits for the replica if it was just lost."""
         async with asyncio.timeout(WHOLE_S):
             while True:
                 found = await find_reconciler(f"outrider-{self._deployment.name}")
@@ -239,8 +241,8 @@ class Adversary:
                 await asyncio.sleep(POLL_S)
 
     def report(self) -> dict[str, Any]:
-        """Gaps of affected requests by kind and role, their increase over those without a fault,
-        and every fault."""
+        """Waits of affected requests by kind and role, how much longer they are than without a
+        fault, and every fault."""
         usual_s = percentile(self.gaps.get(NOTHING) or [0.0], 99)
         counts = dict.fromkeys(self.gaps, 0)
         for fault in self.faults:
@@ -268,7 +270,7 @@ class Adversary:
 
 
 def missed(report: Mapping[str, Any]) -> list[str]:
-    """Missed goals; one that was not measured is missed."""
+    """The goals that were missed. A goal that was not measured counts as missed."""
     found = [
         fault for fault, added_s_max in ADDED_S_MAX.items()
         if fault not in report["gaps"] or report["gaps"][fault]["added_p99_s"] > added_s_max

@@ -1,4 +1,5 @@
-"""Requests at a steady rate, compared with their fault-free streams, and when their tokens came."""
+"""Requests at a steady rate. Their tokens are compared with those of a run without faults, and the
+arrival times are recorded."""
 
 import asyncio
 import random
@@ -22,12 +23,12 @@ PEAK_S: Final = 10.0
 HTTP_SHARE: Final = 0.25
 """Share of the requests by HTTP, through a gateway."""
 END_S: Final = 60.0
-"""Time for the last requests to end."""
+"""Time in which the last requests must end."""
 REFUSED_FOR_NOW: Final = (429, 503)
 RETRY_S: Final = 1.0
-"""Delay before a request that was refused for now is repeated ..."""
+"""Delay before a request is repeated that was refused with a time to retry."""
 RETRIES: Final = 15
-"""... at most this often: a deployment that refuses all requests for longer has failed."""
+"""Number of repetitions. A deployment that refuses all requests for longer has failed."""
 TIMEOUT_S: Final = 120.0
 
 
@@ -43,26 +44,26 @@ class Asked:
     began: float
     arrivals: list[float] = field(default_factory=list)
     ended: float | None = None
-    """None until it ends."""
+    """None until the request ends."""
     error: str = ""
     is_wrong: bool = False
-    """Whether its tokens differ from the fault-free stream."""
+    """Whether the tokens differ from those of the run without faults."""
     is_by_http: bool = False
-    """Whether it was sent to the gateway, not by a gRPC client."""
+    """Whether the request was sent to the gateway by HTTP, not to a coordinator by gRPC."""
     pair: str = ""
-    """The pair of faults during which it was in flight; empty for none."""
+    """The pair of faults during which the request was in flight; empty = none."""
 
     def overlaps(self, begin: float, end: float) -> bool:
-        """Whether it was in flight at any moment of this time."""
+        """Whether the request was in flight at any moment of this time."""
         return self.began < end and (self.ended is None or self.ended > begin)
 
     def is_past(self, at: float) -> bool:
-        """Whether it has ended, or got tokens since."""
+        """Whether the request has ended, or has got tokens since this moment."""
         return self.ended is not None or bool(self.arrivals and self.arrivals[-1] > at)
 
     def gap(self, begin: float, end: float) -> float:
-        """The longest wait for tokens that overlaps this time, counted from its beginning. The
-        first tokens are waited for since the request began."""
+        """The longest wait for tokens that overlaps this time, counted from the beginning of the
+        wait. The wait for the first tokens begins with the request."""
         times = [self.began, *self.arrivals]
         gaps = [
             after - max(before, begin)
@@ -73,7 +74,7 @@ class Asked:
 
 
 class Load:
-    """Clients of one deployment: most use the library, others OpenAI's by HTTP."""
+    """Clients of one deployment. Most use the Python client, the others use OpenAI's by HTTP."""
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class Load:
         seed: int,
         gateway: str,
     ) -> None:
-        """`gateway` is a gateway's address."""
+        """`gateway` is the address of a gateway."""
         self._addresses = addresses
         self._gateway = gateway
         self._work = work
@@ -92,8 +93,8 @@ class Load:
         self.asked: list[Asked] = []
 
     async def prepare(self) -> float:
-        """Records the fault-free streams; then measures requests per second of enough clients to
-        keep a deployment busy."""
+        """Records the tokens of each request without faults. Then measures how many requests a
+        second keep the deployment busy."""
         seeds = range(self._work.num_seeds)
         self._expected = [await self._stream(seed, Asked(0.0)) for seed in seeds]
         loop = asyncio.get_running_loop()
@@ -110,7 +111,7 @@ class Load:
         return number / (loop.time() - began)
 
     async def run(self, requests_per_second: float) -> None:
-        """Sends requests at random times, at this rate, until cancelled."""
+        """Sends requests at random times, at this rate on average, until cancelled."""
         while True:
             task = asyncio.create_task(self._ask(self._random.randrange(self._work.num_seeds)))
             self._running.add(task)
@@ -122,8 +123,8 @@ class Load:
             await asyncio.wait(self._running, timeout=END_S)
 
     def report(self) -> dict[str, Any]:
-        """Results of the requests. Failures during a pair of faults do not count; wrong tokens
-        always do."""
+        """The results of the requests. A failure during a pair of faults does not count; wrong
+        tokens always count."""
         paired = [one for one in self.asked if one.pair]
         errors = [one.error for one in self.asked if one.error and not one.pair]
         return {
@@ -181,8 +182,8 @@ def _prompt(seed: int) -> tuple[int, ...]:
 async def streamed(
     address: str, prompt: tuple[int, ...], num_tokens: int, seed: int
 ) -> AsyncIterator[list[int]]:
-    """The tokens of a completion as they come. Raises the client's errors, and `APIConnectionError`
-    for a stream that ends early."""
+    """The tokens of a completion, as they arrive. Raises the client's errors, and
+    `APIConnectionError` if a stream ends early."""
     base_url = f"http://{address}/v1"
     async with openai.AsyncOpenAI(
         base_url=base_url, api_key="none", max_retries=0, timeout=TIMEOUT_S
@@ -202,7 +203,8 @@ async def streamed(
 async def _begun(
     client: openai.AsyncOpenAI, prompt: tuple[int, ...], num_tokens: int, seed: int
 ) -> Any:
-    """Opens a stream; retries what is refused for now, but not connection failures."""
+    """Opens a stream. Retries if the server refuses the request with a time to retry, but not if
+    the connection fails."""
     for left in reversed(range(RETRIES)):
         try:
             return await client.completions.create(
@@ -221,7 +223,7 @@ async def _begun(
 
 @asynccontextmanager
 async def gateway_of(deployment: Deployment) -> AsyncIterator[str]:
-    """Runs a gateway, which follows coordinators as they come and go; its address."""
+    """Runs a gateway that follows coordinators as they come and go; yields its address."""
 
     def find() -> str:
         addresses = deployment.overview.addresses("coordinator", http=True)

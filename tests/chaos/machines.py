@@ -1,4 +1,5 @@
-"""Several machines on this one: nodes of a Ray cluster, Redis, and the network between them."""
+"""Several machines, simulated on this one: the nodes of a Ray cluster, Redis, and the network
+between them."""
 
 import asyncio
 import os
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from ray.cluster_utils import Cluster
 
 NUM_NODES: Final = 2
-"""Nodes for replicas, beside the head, which has none."""
+"""Number of nodes for replicas. The node of Ray's head has no replicas."""
 NODE_CPUS: Final = 2
 PROXY: Final = "grpc_proxy"
 POLL_S: Final = 0.05
@@ -29,17 +30,17 @@ EXTERNAL: Final = "RAY_REDIS_ADDRESS"
 
 
 class Machines:
-    """Use it as an async context manager."""
+    """An async context manager."""
 
     def __init__(self, state: Path) -> None:
         self.proxy = FaultProxy()
         self.redis = RedisServers(state / "redis", forward=self.proxy.forward)
-        """The other servers and Sentinel reach each server by an address of the proxy."""
+        """Other servers, Sentinel and clients reach each server by an address of the proxy."""
         self._gcs: Server | None = None
-        """A Redis for the state of Ray's head, so that the head can be lost. Not behind the proxy:
-        Ray connects while it holds this interpreter's lock."""
+        """A Redis for the state of Ray's head, so that the head may be lost. It is not behind the
+        proxy, because Ray connects while it holds this interpreter's lock."""
         self._head: subprocess.Popen[bytes] | None = None
-        """The server of Ray's head after a restart."""
+        """The process of the head's server after a restart."""
         self._token = state / "ray.token"
         self._cluster: Cluster | None = None
         self._nodes: list[Node] = []
@@ -87,11 +88,11 @@ class Machines:
 
         self._cluster = Cluster(
             initialize_head=True,
-            shutdown_at_exit=False,  # That wants the main thread; `__aexit__` ends it.
+            shutdown_at_exit=False,  # Needs the main thread; `__aexit__` ends it.
             head_node_args={
                 "num_cpus": 0,
                 "include_dashboard": False,
-                "gcs_server_port": free_port(),  # The same when it comes back.
+                "gcs_server_port": free_port(),  # The same after a restart.
                 "object_store_memory": OBJECT_STORE_BYTES,
             },
         )
@@ -104,7 +105,7 @@ class Machines:
         self._nodes.append(node)
 
     def num_logged(self, text: str) -> int:
-        """Log lines of all past and present replicas with this text."""
+        """Number of log lines with this text, of all replicas that run or have run."""
         assert self._cluster is not None
         logs = Path(self._cluster.head_node.get_logs_dir_path())
         return sum(
@@ -118,7 +119,7 @@ class Machines:
         return len(self._nodes)
 
     async def kill_head(self, away_s: float) -> None:
-        """The head's server dies, and is restarted with its stored state."""
+        """Kills the server of Ray's head, and restarts it with its stored state."""
         assert self._cluster is not None
         server = self._head
         if server is None:
@@ -130,7 +131,7 @@ class Machines:
         return [*(one.pid for one in psutil.Process(raylet).children(recursive=True)), raylet]
 
     async def lose_node(self, index: int) -> None:
-        """Its processes die at once, as in a power failure; another node joins."""
+        """Kills all processes of a node at once, as a power failure would. Another node joins."""
         pids, node = self.processes(index), self._nodes.pop(index)
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
@@ -141,7 +142,7 @@ class Machines:
 
 def _started_again(server: Any, away_s: float) -> subprocess.Popen[bytes]:
     """Kills a process and restarts its command. Ray's own class would also reconnect this process,
-    and has crashed it."""
+    which has crashed it."""
     words = Path(f"/proc/{server.pid}/cmdline").read_bytes().split(b"\0")[:-1]
     server.kill()
     server.wait()

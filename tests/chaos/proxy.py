@@ -15,21 +15,21 @@ _REFUSED: Final = b"HTTP/1.1 502 Bad Gateway\r\n\r\n"
 
 
 class FaultProxy:
-    """All connections, by the address that they lead to."""
+    """All connections, by the address to which they lead."""
 
     def __init__(self) -> None:
         self._servers: list[asyncio.Server] = []
         self._ends: dict[str, set[StreamWriter]] = {}
         self._held: dict[str, asyncio.Event] = {}
-        """Set when held data may pass again."""
+        """Set while data may pass."""
         self._is_closed = False
 
     async def start(self) -> str:
         return f"http://127.0.0.1:{await self._listen(self._connect)}"
 
     async def forward(self, place: str) -> str:
-        """A HOST:PORT that leads to a Unix socket, or to another HOST:PORT; also its name for `cut`
-        and `hold`."""
+        """A HOST:PORT that leads to a Unix socket or to another HOST:PORT. `cut` and `hold` take
+        the same name."""
         name = ""
 
         async def lead(reader: StreamReader, writer: StreamWriter) -> None:
@@ -39,12 +39,12 @@ class FaultProxy:
         return name
 
     def cut(self, address: str) -> None:
-        """Breaks all connections to an address, as a restart of that machine does."""
+        """Breaks all connections to an address, as a restart of its machine would."""
         for end in list(self._ends.get(address, ())):
             end.transport.abort()
 
     def hold(self, address: str) -> None:
-        """No data passes in either direction, but connections stay; new ones wait."""
+        """Stops all data in both directions. Connections stay open; new connections wait."""
         self._held[address] = asyncio.Event()
 
     def release(self, address: str) -> None:
@@ -85,8 +85,8 @@ class FaultProxy:
     async def _join(
         self, name: str, place: str, reader: StreamReader, writer: StreamWriter, answer: bytes
     ) -> None:
-        """Connects the other side, once nothing is held, answers the caller, and forwards data
-        until either side ends."""
+        """Connects the other side once the address is not held, answers the caller, and forwards
+        data until either side ends."""
         ends = self._ends.setdefault(name, set())
         ends.add(writer)
         try:
@@ -98,7 +98,7 @@ class FaultProxy:
         finally:
             ends.discard(writer)
         ends |= {writer, far_writer}
-        if self._is_closed:  # Since a moment ago.
+        if self._is_closed:  # The address may be held since a moment ago.
             self.cut(name)
         writer.write(answer)
         pumps = [
@@ -121,7 +121,7 @@ class FaultProxy:
                 await writer.drain()
         except OSError:
             pass
-        await self._passes(name)  # An end is held, too.
+        await self._passes(name)  # The end of a stream is held back, too.
 
     async def _passes(self, name: str) -> None:
         while name in self._held:

@@ -1,2 +1,2 @@
-"""Other people's load generators and lm-eval, unmodified, against a deployment:
-`python -m tests.clients`, `make test-clients`."""
+"""Runs load generators and lm-eval of other projects, unmodified, against a deployment (`python -m
+tests.clients`, `make test-clients`)."""

@@ -1,6 +1,7 @@
-"""`python -m tests.clients`: starts the demo, runs each load generator against each endpoint of its
-HTTP port, and checks the reports against the requests; then lm-eval, against the library, and an
-agent that calls a tool. Exit code 1 if one is wrong."""
+"""`python -m tests.clients`: starts the demo, runs each load generator against each endpoint of the
+demo's HTTP port, and compares the reports with the requests. Then runs lm-eval, whose results are
+compared with the library's, and an agent that calls a tool. The exit code is 1 if one of them is
+wrong."""
 
 import argparse
 import json
@@ -25,7 +26,7 @@ SERVE_S: Final = 600.0
 HARNESS: Final = "lm-eval"
 AGENT: Final = "openai-agents"
 RUN_S: Final = 300.0
-"""Timeout of a tool for one endpoint."""
+"""Time limit of a tool for one endpoint."""
 
 
 def main() -> int:
@@ -70,7 +71,7 @@ def _served(state: Path) -> Iterator[dict[str, Any]]:
 
 
 def _is_right(name: str, check: Callable[[], tuple[list[str], str]]) -> bool:
-    """Prints the outcome of a check, which returns its faults and figures."""
+    """Runs a check, which returns its faults and figures, and prints the outcome."""
     began = time.monotonic()
     try:
         wrong, told = check()
@@ -123,7 +124,7 @@ def _program(environments: Path, tool: str, name: str = "") -> str:
 
 
 def _succeeded(words: list[str], environment: Mapping[str, str], directory: Path) -> str:
-    """The end of a program's output. Raises `ValueError` for another exit code than 0."""
+    """The end of a program's output. Raises `ValueError` if the exit code is not 0."""
     code, printed = _run(words, environment, directory, RUN_S)
     if code:
         raise ValueError(f"exit code {code}:\n{printed[-4000:]}")
@@ -133,7 +134,8 @@ def _succeeded(words: list[str], environment: Mapping[str, str], directory: Path
 def _run(
     words: list[str], environment: Mapping[str, str], directory: Path, limit_s: float
 ) -> tuple[int, str]:
-    """Exit code and output. Ends it, and its child processes, at the end."""
+    """Runs a program; returns its exit code and output. At the end kills the program and its child
+    processes."""
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as printed:
         process = subprocess.Popen(
             words, cwd=directory, env=environment, stdin=subprocess.DEVNULL, stdout=printed,

@@ -1,5 +1,5 @@
-"""`python agent.py URL MODEL`, in an environment with openai-agents: an agent that must call a tool
-runs to its end, whole and as a stream. Exit code 1 if it does not."""
+"""`python agent.py URL MODEL`, in an environment with openai-agents: runs an agent that must call a
+tool, with whole answers and with streams. The exit code is 1 if a run does not end as expected."""
 
 import asyncio
 import sys
@@ -21,7 +21,7 @@ calls: list[str] = []
 
 @function_tool
 def weather(city: Literal["Oslo", "Rome"]) -> str:
-    """Tells the weather of a city."""
+    """Returns the weather of a city."""
     calls.append(city)
     return f"It rains in {city}."
 

@@ -1,5 +1,6 @@
-"""lm-eval (`lm-evaluation-harness`), unmodified: log-likelihoods by HTTP are those of the library's
-own forward pass over the same checkpoint, on two tasks from files beside this one."""
+"""lm-eval (`lm-evaluation-harness`), unmodified. Log-likelihoods that it gets by HTTP must be those
+of the library's own forward pass with the same checkpoint, on two tasks whose files are in this
+folder."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,13 +10,13 @@ from typing import Any, Final
 TASKS: Final = Path(__file__).parent / "lm_eval_tasks"
 LIKELIHOOD_NATS: Final = 0.1
 LIKELIHOOD_SHARE: Final = 0.03
-"""Largest difference of a log-likelihood from the library's in float32: one computed in bfloat16
-was up to 0.17 off, and 1.7 % where it was far from 0."""
+"""Largest allowed difference of a log-likelihood from the library's in float32. Log-likelihoods
+computed in bfloat16 differed by up to 0.17 if near 0, and by up to 1.7 % otherwise."""
 PERPLEXITY_SHARE: Final = 0.01
 
 
 def commands(record: Mapping[str, Any], out: Path) -> dict[str, list[str]]:
-    """The commands for a demo's record and for the library, with a report below `out`."""
+    """The commands for a demo and for the library, with reports below `out`."""
     tokenizer = record["tokenizer_directory"]
     url = f"http://{record['http_address']}/v1/completions"
     served = f"base_url={url},model={record['served_model_name']},tokenizer={tokenizer}"
@@ -35,7 +36,7 @@ def commands(record: Mapping[str, Any], out: Path) -> dict[str, list[str]]:
 
 
 def compared(out: Path) -> tuple[list[str], str]:
-    """Faults, one a line, and the figures. Raises `ValueError` for an invalid report."""
+    """The faults, one a line, and the figures. Raises `ValueError` for an invalid report."""
     served, library = ({**_likelihoods(out / name)} for name in ("served", "library"))
     wrong = [
         f"{place} is {given} by HTTP, {expected} by the library"
@@ -67,7 +68,7 @@ def _is_close(given: Sequence[float], expected: Sequence[float]) -> bool:
 
 
 def _likelihoods(out: Path) -> dict[str, list[float]]:
-    """By task and document: of each choice, or of the whole text."""
+    """Log-likelihoods by task and document: of each choice, or of the whole text."""
     found = {}
     for path in out.glob("**/samples_*.jsonl"):
         task = path.name.split("_")[2]

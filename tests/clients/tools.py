@@ -1,5 +1,5 @@
-"""The load generators: their commands, their reports, and whether a correct server could have
-caused these."""
+"""The load generators: their commands, their reports, and whether a correct server could have led
+to these reports."""
 
 import json
 import os
@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Final
 
 RETOKENIZED_SHARE: Final = 0.5
-"""Least share of the requested tokens that a tool must find in the text, on average. It tokenizes
-the text anew, and special tokens are not in it."""
+"""A tool must find, on average, at least this share of the requested tokens in the text. It
+tokenizes the text itself, and special tokens are not in the text."""
 STREAMS: Final = 2
 PROXIES: Final = frozenset({"http_proxy", "https_proxy", "all_proxy"})
-"""Names of variables, in lower case, that keep tools offline."""
+"""Names of variables, in lower case, that keep the tools offline."""
 OFFLINE: Final = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
 
@@ -22,14 +22,14 @@ class Asked:
     endpoint: str
     requests: int
     input_tokens: int = 48
-    """Of the generated prompt, without the chat template."""
+    """Tokens of the generated prompt, without the chat template."""
     output_tokens: int = 16
-    """Of each answer, exactly: every run sets `ignore_eos`."""
+    """Exact number of tokens of each answer, as every run sets `ignore_eos`."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """From the tool's report; each sequence has a value for each completed request."""
+    """Figures of a tool's report. Each sequence has a value for each completed request."""
 
     completed: int
     failed: int
@@ -38,13 +38,13 @@ class Outcome:
     chunks: Sequence[float]
     ttft_ms: Sequence[float]
     text_tokens: Sequence[float] = ()
-    """Of each answer's text by the tool's own tokenizer, if it counts them."""
+    """Tokens of each answer's text by the tool's own tokenizer, if it counts them."""
     accepted: float | None = None
-    """Tokens a round, if the tool reads the server's figures of speculation."""
+    """Tokens a round, if the tool reads the server's figures of speculative decoding."""
 
 
 def faults(asked: Asked, found: Outcome) -> list[str]:
-    """Faults, one a line; empty if none."""
+    """The faults, one a line; empty = none."""
     num, most = asked.requests, asked.output_tokens
     mean = sum(found.text_tokens) / len(found.text_tokens) if found.text_tokens else most
     checks = {
@@ -64,7 +64,7 @@ def faults(asked: Asked, found: Outcome) -> list[str]:
 
 
 def command_of(tool: str, asked: Asked, record: Mapping[str, Any], out: Path) -> list[str]:
-    """Its arguments, for a report in `out`, against the demo of a record."""
+    """The tool's arguments, for a report in `out`, against the recorded demo."""
     url, model = f"http://{record['http_address']}", record["served_model_name"]
     tokenizer = record["tokenizer_directory"]
     if tool == "guidellm":
@@ -94,15 +94,15 @@ def command_of(tool: str, asked: Asked, record: Mapping[str, Any], out: Path) ->
 
 
 def environment_of(tool: str, home: Path) -> dict[str, str]:
-    """Its variables: nothing of a model hub's account or cache, but `home`. In offline mode aiperf
-    would take a tokenizer only from its cache, not from a directory."""
+    """The tool's environment variables: no account or cache of a model hub except in `home`. In
+    offline mode aiperf would take a tokenizer only from its cache, not from a directory."""
     left_out = PROXIES | {name.lower() for name in OFFLINE}
     kept = {name: value for name, value in os.environ.items() if name.lower() not in left_out}
     return kept | {"HF_HOME": str(home)} | ({} if tool == "aiperf" else OFFLINE)
 
 
 def from_guidellm(out: Path) -> Outcome:
-    """Raises `LookupError` or `TypeError` for an invalid report."""
+    """Reads the tool's report. Raises `LookupError` or `TypeError` if it is invalid."""
     (benchmark,) = json.loads((out / "report.json").read_text("utf-8"))["benchmarks"]
     totals = benchmark["metrics"]["request_totals"]
     requests = benchmark["requests"]["successful"]
@@ -134,7 +134,7 @@ def from_aiperf(out: Path) -> Outcome:
         failed=int(failed) + len(report["error_summary"]) + bool(report["was_cancelled"]),
         input_tokens=each("usage_prompt_tokens"),
         output_tokens=each("usage_completion_tokens"),
-        # The first chunk, and one gap for each that follows.
+        # The first chunk, and one gap for each later chunk.
         chunks=[1 + len(m["inter_chunk_latency"]["value"]) for m in good],
         ttft_ms=each("time_to_first_token"),
         text_tokens=each("output_sequence_length"),

@@ -1,7 +1,8 @@
-"""Hostile input for every HTTP route and gRPC method, beside a session that must not notice it."""
+"""Sends hostile input to every HTTP route and gRPC method, beside sessions whose answers must not
+change."""
 
 import sys
 from pathlib import Path
 
-# Helpers of all tests are in `tests/`, which only pytest adds to the path.
+# The helpers of all tests are in `tests/`. Only pytest adds that folder to the path.
 sys.path.append(str(Path(__file__).parents[1]))

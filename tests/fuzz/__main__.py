@@ -1,8 +1,7 @@
-"""`python -m tests.fuzz --seconds N [--seed S]`: hostile input for every HTTP route and gRPC method
-of a coordinator, a target and a draft in another process, while a control caller's answers must not
-change. Prints the failures, each with how to repeat it, and a summary line.
-
-`--only KIND --batch B` runs only that batch and those after it."""
+"""`python -m tests.fuzz --seconds N [--seed S]`: sends hostile input to every HTTP route and gRPC
+method of a coordinator, a target and a draft, which run in another process. Meanwhile the answers
+to a control caller must not change. Prints the failures, each with a command that repeats it, and a
+summary line. `--only KIND --batch B` runs only that batch and those after it."""
 
 import argparse
 import math

@@ -1,4 +1,4 @@
-"""Calls of every gRPC method: with messages, with invalid bytes, in streams of any order."""
+"""Calls every gRPC method with messages, with invalid bytes, and in streams of any order."""
 
 import itertools
 import threading
@@ -19,7 +19,7 @@ from tests.fuzz.started import Started
 from tests.fuzz.valid import STREAMS, VALID
 
 CALL_S: Final = 30.0
-"""Time in which every call ends by itself, or is ended by its caller."""
+"""Within this time, every call must end by itself, or its caller ends it."""
 _PATIENT: Final[list[tuple[str, int]]] = [
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
@@ -61,7 +61,7 @@ _ENDLESS: Final = "Watch"
 
 @dataclass(frozen=True)
 class Call:
-    """One call, and how its caller ends it."""
+    """One call, and how the caller ends it."""
 
     method: MethodDescriptor
     place: str
@@ -76,7 +76,7 @@ class Call:
 
 @st.composite
 def calls(draw: st.DrawFn, *, raw: bool) -> Call:
-    """Calls with messages; if `raw`, with bytes that may be invalid."""
+    """Calls with random messages; with `raw`, with bytes that may be no valid message."""
     method, place = draw(st.sampled_from(METHODS))
     name = method.input_type.name
     if method.client_streaming:
@@ -112,7 +112,7 @@ class GrpcFeed:
         }
 
     def feed(self, kind: str, again: str, call: Call) -> None:
-        """Makes the call and counts it under this kind."""
+        """Makes the call, and counts it under this kind."""
         status, details = self._made(again, call)
         self._ledger.count(kind, status.name)
         if status in _WRONG:
@@ -147,7 +147,7 @@ class GrpcFeed:
         except grpc.RpcError as error:
             found: Any = error
             status, details = found.code(), found.details() or ""
-            # Unless the server reports it, because of the deadline in the request.
+            # This is a failure unless the server reports the deadline that the request itself has.
             if status is grpc.StatusCode.DEADLINE_EXCEEDED and "deadline_ms" not in details:
                 self._ledger.fail(again, f"it did not end within {CALL_S} s", call)
             return status, details
@@ -155,12 +155,12 @@ class GrpcFeed:
             over.set()
 
     def _read(self, again: str, call: Call, replies: Any) -> None:
-        """Reads as many replies as the caller waits for; none of a replica may be a refusal that is
-        a bug of ours."""
+        """Reads as many replies as the caller waits for. A replica must not refuse an item with a
+        code that means a bug in Outrider."""
         waits = call.ending == "closed" or not call.method.client_streaming
         number = call.num_replies if waits else min(call.num_replies, len(call.frames))
         if call.ending != "closed" or call.method.name == _ENDLESS:
-            # On an open stream an invalid item may get no answer.
+            # On an open stream, an invalid item may get no answer.
             threading.Timer(0.05, replies.cancel).start()
         kind: Any = call.method.output_type._concrete_class
         for data in itertools.islice(replies, number):

@@ -1,5 +1,5 @@
-"""Requests to every HTTP route, generated from the server's OpenAPI document, which also checks the
-answers."""
+"""Sends requests to every HTTP route. They are generated from the server's OpenAPI document, and
+the answers are checked against the document."""
 
 import itertools
 import json
@@ -40,7 +40,7 @@ _BASES: Final = {
     "TokenizeBody": {"prompt": "hi"},
     "DetokenizeBody": {"tokens": [1, 2, 3]},
 }
-"""Valid bodies by schema name."""
+"""Valid bodies, by the name of their schema."""
 _TOOL: Final = {"type": "function", "function": {"name": "f"}}
 _TOOLS: Final = tuple(
     {"tools": [_TOOL], "tool_choice": choice} for choice in ("auto", "required", _TOOL)
@@ -87,13 +87,13 @@ class HttpCall:
     method: str
     path: str
     route: str = ""
-    """The document's name of the path; empty if it has none."""
+    """The name of the path in the document; empty if it has none."""
     body: bytes | None = None
     headers: tuple[tuple[str, str], ...] = ()
     place: str = "locked_http"
     key: str = "fuzzer"
     num_lines: int = 10_000
-    """Lines of the answer that are read before the caller leaves."""
+    """Lines of the answer that the caller reads before it disconnects."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Document:
         return schema
 
     def values(self, schema: Json, depth: int = 0) -> st.SearchStrategy[Any]:
-        """Values that match the schema, and others of its kind."""
+        """Values that match the schema, and other values of the same type."""
         schema = self.resolved(schema)
         if depth > _DEPTH_MAX:
             return _ANYTHING
@@ -138,7 +138,7 @@ class Document:
         return _KINDS.get(schema.get("type", ""), _ANYTHING)
 
     def bodies(self, operation: Json) -> st.SearchStrategy[bytes | None]:
-        """Bodies for an operation: mostly valid except for a few fields."""
+        """Bodies for an operation, mostly valid except for a few fields."""
         if "requestBody" not in operation:
             return st.none() | st.sampled_from(_TEXT_BODIES)
         schema = operation["requestBody"]["content"]["application/json"]["schema"]
@@ -168,7 +168,7 @@ class Document:
         return nearly() | nearly() | whole | broken(nearly()) | st.sampled_from(_TEXT_BODIES)
 
     def complaint(self, call: HttpCall, response: httpx.Response) -> str:
-        """A deviation from the document; empty if there is none."""
+        """How an answer deviates from the document; empty if it does not."""
         kind = response.headers.get("content-type", "").partition(";")[0]
         status = response.status_code
         if status >= 400 and call.method != "HEAD":
@@ -201,7 +201,7 @@ def _encoded(body: Mapping[str, Any]) -> bytes:
 
 
 def requests(document: Document) -> st.SearchStrategy[HttpCall]:
-    """Requests to the document's paths, and similar ones."""
+    """Requests to the document's paths, and to similar paths."""
     operations = document.operations()
 
     @st.composite
@@ -209,7 +209,7 @@ def requests(document: Document) -> st.SearchStrategy[HttpCall]:
         method, route, operation = draw(st.sampled_from(operations))
         text = quote(draw(TEXTS).encode("utf-8", "replace")[:2000])
         path = route.replace("{name}", text)
-        if draw(st.booleans()):  # Else it is the newest answer's.
+        if draw(st.booleans()):  # Otherwise the newest answer's id.
             path = path.replace(ANSWER_ID, text)
         other = draw(st.sampled_from(("", "", "", "", "", "?a=b&a=c", "/", "//", "/../health")))
         body = draw(document.bodies(operation))
@@ -264,7 +264,9 @@ class HttpFeed:
         except (
             httpx.InvalidURL, httpx.LocalProtocolError, httpx.ReadError, httpx.WriteError
         ) as error:  # fmt: skip
-            self._ledger.count("http", type(error).__name__)  # Never sent, or refused unread.
+            self._ledger.count(
+                "http", type(error).__name__
+            )  # The request was never sent, or was refused before its body was read.
             return
         self._ledger.count("http", response.status_code)
         if found := _NEW_ID.search(text):
@@ -288,11 +290,11 @@ def _read(call: HttpCall, response: httpx.Response) -> str:
 
 
 def _may_wait(call: HttpCall, response: httpx.Response) -> bool:
-    """Whether another stream may have the session of a repeated request."""
+    """Whether another stream may own the session of a repeated request."""
     repeats = call.path.endswith("/resume") or "idempotency-key" in dict(call.headers)
     return repeats and response.status_code == 503 and "retry-after" in response.headers
 
 
 def _is_late(response: httpx.Response) -> bool:
-    """Whether the request's own deadline has passed, and the answer says so."""
+    """Whether the answer says that the request's own deadline has passed."""
     return response.status_code == 504 and response.json()["error"]["code"] == "deadline_exceeded"

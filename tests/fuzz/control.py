@@ -1,4 +1,4 @@
-"""A control caller that repeats its requests, and must get the same answers."""
+"""A control caller, which repeats its requests and must always get the same answers."""
 
 import time
 from typing import Any, Final
@@ -25,7 +25,7 @@ _BODY: Final[dict[str, Any]] = {"prompt": [1, 2, 3], "max_tokens": 24, "seed": 1
 
 
 class Control:
-    """Calls by gRPC and by HTTP, in turns."""
+    """Calls by gRPC and by HTTP in turn."""
 
     def __init__(self, started: Started, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -43,7 +43,8 @@ class Control:
         self.number = 0
 
     def run(self) -> None:
-        """Until the time is over, and once more: each answer must equal the first."""
+        """Repeats the requests until the time is over, and then once more. Each answer must equal
+        the first."""
         is_last = False
         while not is_last:
             is_last = self._ledger.is_over

@@ -1,4 +1,4 @@
-"""Hostile values, and messages made of them from descriptors."""
+"""Hostile values, and messages that are made of them from protobuf descriptors."""
 
 from typing import Any, Final
 
@@ -63,7 +63,7 @@ def scalars(field: FieldDescriptor) -> st.SearchStrategy[Any]:
 
 @st.composite
 def messages(draw: st.DrawFn, descriptor: Descriptor) -> Message:
-    """A message with a random subset of its fields, each with any value that it can hold."""
+    """A message with a random subset of its fields, each with any value that the field can hold."""
     message = GetMessageClass(descriptor)()
     for field in descriptor.fields:
         if draw(st.booleans()):
@@ -97,7 +97,7 @@ def put(draw: st.DrawFn, message: Message, field: FieldDescriptor) -> None:
 
 @st.composite
 def mutated(draw: st.DrawFn, valid: st.SearchStrategy[Message]) -> Message:
-    """A valid message with up to three fields, at any depth, made hostile."""
+    """A valid message in which up to three fields, at any depth, are replaced by hostile values."""
     message = draw(valid)
     for _ in range(draw(st.integers(0, 3)) if message.DESCRIPTOR.fields else 0):
         place: Any = message
@@ -118,7 +118,7 @@ def mutated(draw: st.DrawFn, valid: st.SearchStrategy[Message]) -> Message:
 
 @st.composite
 def broken(draw: st.DrawFn, valid: st.SearchStrategy[bytes]) -> bytes:
-    """Bytes of a valid message, cut, extended, doubled or partly changed."""
+    """The bytes of a valid message, truncated, extended, doubled or partly changed."""
     data = bytearray(draw(valid))
     for _ in range(draw(st.integers(1, 4))):
         place = draw(st.integers(0, len(data)))

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase
 from hypothesis.strategies import SearchStrategy
 
 EXAMPLES: Final = 20
-"""Inputs of a batch, which has one seed."""
+"""Number of inputs of a batch. All inputs of a batch come from one seed."""
 FAILURES_MAX: Final = 20
 SHOWN_CHARS_MAX: Final = 4000
 
@@ -27,7 +27,7 @@ class Ledger:
     ends_at: float
     first_batch: int = 0
     least: int = 0
-    """Fewest requests of each kind, whatever the time."""
+    """Least number of requests of each kind, even if the time is over."""
     counts: Counter[str] = field(default_factory=Counter)
     statuses: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
@@ -51,8 +51,8 @@ class Ledger:
     def run_batches(
         self, kind: str, inputs: SearchStrategy[T], feed: Callable[[str, T], Any]
     ) -> None:
-        """Feeds batches of inputs until the time is over. Each has a seed of its own; `feed` is
-        told how to repeat it."""
+        """Feeds batches of inputs until the time is over. Each batch has its own seed. `feed` gets
+        a command that repeats the input."""
         batch_of = hypothesis.settings(
             max_examples=EXAMPLES, database=None, deadline=None, phases=(Phase.generate,),
             suppress_health_check=list(HealthCheck),
@@ -76,7 +76,7 @@ class Ledger:
                 return
 
     def feed_one(self, again: str, value: T, feed: Callable[[str, T], Any]) -> None:
-        """Feeds one input; an exception of the client is a failure."""
+        """Feeds one input. An exception of the client counts as a failure."""
         try:
             feed(again, value)
         except Exception as error:  # noqa: BLE001 (any error is a failure)

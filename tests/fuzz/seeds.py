@@ -1,4 +1,4 @@
-"""Inputs that have crashed other shared engines: each is fed once, before any random input."""
+"""Inputs that have crashed other inference engines. Each is fed once, before any random input."""
 
 import itertools
 import json
@@ -110,14 +110,14 @@ def by_grpc() -> Iterator[Call]:
                    "Propose"):  # fmt: skip
         for data in (b"", b"\xff" * 100, _PICKLE):
             yield from _calls(method, data)
-    for call in _calls("Describe", b""):  # Of every server.
+    for call in _calls("Describe", b""):  # Every server has it.
         yield Call(call.method, call.place, [b"\0" * (GRPC_MESSAGE_BYTES_MAX + 1)])
         for metadata in ((("x", "y" * 2**16),), (("x", "y" * 2**20),)):
             yield Call(call.method, call.place, call.frames, metadata=metadata)
     for item in _items():
         verify = target_pb2.VerifyRequest(items=[item])
         yield from _calls("Verify", verify.SerializeToString())
-        # Of what both requests share, field 1 is the head.
+        # In the parts that both requests share, field 1 is the head.
         draft = draft_pb2.DraftItem(head=item.head, num_draft_tokens=4, look_ahead=64)
         yield from _calls("Propose", draft_pb2.DraftRequest(items=[draft]).SerializeToString())
     for width, rows in ((2**31, b""), (1, b"x"), (2**15, b"\xff" * 2**16), (8, b"\x7f\xc0" * 512)):
@@ -127,7 +127,7 @@ def by_grpc() -> Iterator[Call]:
 
 
 def _items() -> Iterator[target_pb2.VerifyItem]:
-    """Items with false hashes, lengths, epochs and tensors."""
+    """Items whose hashes, lengths, epochs or tensors are false."""
     for fields in (
         {}, {"base_length": 2**32 - 1}, {"base_length": 2**31 - 9}, {"epoch": 2**32 - 1},
         {"base_length": 5, "prefix_digest": 1},
@@ -152,7 +152,7 @@ def _items() -> Iterator[target_pb2.VerifyItem]:
 
 
 def _head(**fields: Any) -> types_pb2.RoundHead:
-    """Head of a new session: after another's epoch or round it would be stale."""
+    """The head of a new session, because another epoch or round would make the item stale."""
     values: dict[str, Any] = {
         "session_id": f"{next(_sessions):032x}", "epoch": 1, "append": [1, 2, 3],
         "prompt_length": 3,

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Final
 
 IDLE_S: Final = 20.0
-"""Time in which leftovers must end."""
+"""Time in which all tasks, sessions and files of the calls must be gone."""
 STOP_S: Final = 60.0
 MORE: Final = {"tasks": 4, "files": 24, "memory_mib": 256, "sessions": 0, "admitted": 0}
-"""Allowed increases at the end: clients keep connections."""
+"""Increases that are allowed at the end, because clients keep connections."""
 _BUG: Final = re.compile(
     r"Traceback \(most recent call last\)|was never retrieved|was never awaited|Task was destroyed"
 )
@@ -22,17 +22,17 @@ _CALLER_LEFT: Final = re.compile(
     r"grpc\._cython\.cygrpc\.ExecuteBatchError: .*\n",
     re.MULTILINE,
 )
-"""Not a bug of ours: gRPC refused a method to a caller that had left."""
+"""Not a bug in Outrider: gRPC refused a method to a caller that had disconnected."""
 
 
 class Started:
-    """Starts it, reads its figures, and stops it."""
+    """The process under test: starts it, reads its figures, and stops it."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
         with log.open("wb") as file:
             self._process = subprocess.Popen(
-                # Not as a module: its own child processes would import everything again.
+                # Not a module: its own child processes would then import everything again.
                 [sys.executable, "-c", "from tests.fuzz.system import run; run()"],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file,
             )  # fmt: skip
@@ -53,7 +53,7 @@ class Started:
         return found
 
     def left_behind(self, before: dict[str, int]) -> list[str]:
-        """Figures that are higher than before, after some time without calls."""
+        """Figures that are still higher than before, some time after the last call."""
         for left in reversed(range(int(IDLE_S / 0.5))):
             now = self.figures()
             more = [name for name, bound in MORE.items() if now[name] > before[name] + bound]
@@ -63,7 +63,7 @@ class Started:
         return [f"{name}: {before[name]} before, {now[name]} now" for name in more]
 
     def stop(self) -> list[str]:
-        """Stops it; returns problems shown by its exit code and log."""
+        """Stops the process. Returns the problems that its exit code and its log show."""
         ended_before = self._process.poll() is not None
         try:
             self._process.communicate(timeout=STOP_S)
@@ -83,7 +83,7 @@ class Started:
 
 
 def bugs_in(log: str) -> list[str]:
-    """The first bug in a log, with its context."""
+    """The first bug that a log shows, with its context."""
     text = _CALLER_LEFT.sub("", log)
     found = _BUG.search(text)
     if found is None:

@@ -1,6 +1,7 @@
-"""The system under test, in a process of its own: a coordinator by gRPC and HTTP, with and without
-keys, a target and a draft. Prints a line of JSON with addresses and keys; answers each line on
-standard input with a line of figures; ends when that is closed, and checks itself."""
+"""The system under test, in a process of its own: a coordinator with gRPC and HTTP servers, with
+and without keys, a target and a draft. It prints addresses and keys as a JSON line. It answers each
+line on standard input with a line of figures. It ends when standard input is closed, after checking
+itself."""
 
 import asyncio
 import gc
@@ -37,7 +38,7 @@ VOCAB_SIZE: Final = 320
 MAX_MODEL_LEN: Final = 1024
 SPEC: Final = EmulatedSpec(
     vocab_size=VOCAB_SIZE,
-    support=VOCAB_SIZE,  # So that every mask leaves some tokens.
+    support=VOCAB_SIZE,  # Every mask must leave some tokens.
     verify_ms=0.5,
     draft_ms=0.2,
     max_model_len=MAX_MODEL_LEN,
@@ -104,7 +105,7 @@ async def _serve(
 
 
 def _figures(coordinator: CoordinatorService) -> dict[str, int]:
-    gc.collect()  # So that unretrieved errors are logged.
+    gc.collect()  # Makes asyncio log unretrieved errors.
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return {
         "tasks": len(asyncio.all_tasks()),

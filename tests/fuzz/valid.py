@@ -19,7 +19,7 @@ CONSTRAINTS: Final = (
     ("choice", '["brown","brown fox"]'), ("json_object", ""), ("json_schema", '{"enum":[1,"a"]}'),
     ("json_schema", '{"properties":{"a":{"type":"string","maxLength":3}}}'),
 )  # fmt: skip
-"""Kinds and texts; all can be compiled."""
+"""Constraints as kinds and texts. All of them compile."""
 
 
 @st.composite
@@ -70,11 +70,11 @@ VALID: Final[dict[str, st.SearchStrategy[Message]]] = {
         types_pb2.ReleaseRequest, session_id=_session_ids, epoch=st.integers(0, 3)
     ),
 }
-"""By input message, of methods that are not streams."""
+"""Valid messages by input type, for methods that are not streams."""
 
 
 def _head(draw: st.DrawFn, session_id: str, number: int, held: TokenSequence) -> Any:
-    """The head of the next round; `held` grows by what it appends."""
+    """The head of the next round. `held` grows by the tokens that the head appends."""
     base, digest = len(held), held.digest()
     append = draw(TOKENS)
     held.extend(append)
@@ -102,7 +102,7 @@ def _head(draw: st.DrawFn, session_id: str, number: int, held: TokenSequence) ->
 
 @st.composite
 def proposals(draw: st.DrawFn) -> types_pb2.Proposal:
-    """Chains and trees, with a valid or invalid q."""
+    """Chains and trees, whose q is valid or invalid."""
     ids = draw(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=5))
     proposal = types_pb2.Proposal(token_ids=ids)
     others = [(token + 1) % VOCAB_SIZE for token in ids]
@@ -119,8 +119,8 @@ def proposals(draw: st.DrawFn) -> types_pb2.Proposal:
 
 @st.composite
 def rounds(draw: st.DrawFn, kind: type[Message]) -> list[Message]:
-    """Frames of a stream to a target or a draft: rounds of one or two sessions in order, some made
-    hostile, left out, doubled or swapped."""
+    """Frames of a stream to a target or a draft. They have the rounds of one or two sessions in
+    order; some items are made hostile, left out, doubled or swapped."""
     verifies = kind is target_pb2.VerifyRequest
     held = {
         session_id: TokenSequence()
@@ -153,4 +153,4 @@ STREAMS: Final[dict[str, st.SearchStrategy[list[Message]]]] = {
     "VerifyRequest": rounds(target_pb2.VerifyRequest),
     "DraftRequest": rounds(draft_pb2.DraftRequest),
 }
-"""Frames, by input message of the streaming method."""
+"""Frames by input type, for methods that are streams."""

@@ -40,6 +40,6 @@ async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
 
 @pytest.fixture
 async def slow(tmp_path: Path) -> AsyncIterator[Stack]:
-    """For three sessions at most."""
+    """A slow stack with room for three sessions."""
     async with slow_stack(tmp_path / "redis", target_gone_ms=1_000, max_sessions=3) as running:
         yield running

@@ -1,4 +1,5 @@
-"""The command line on the real model, each command in a process of its own, as a user runs it."""
+"""The command line with the real model. Each command runs in a process of its own, as for a
+user."""
 
 import json
 import os
@@ -37,7 +38,7 @@ class Shell:
     def __init__(self, state: Path) -> None:
         self.state = state
         self.directory = Path.cwd()
-        """Where commands run."""
+        """The folder in which commands run."""
         self.shown = ""
         """What `serve` has printed."""
         self.environment = {
@@ -64,8 +65,9 @@ class Shell:
         return subprocess.CompletedProcess(words, process.returncode, out, err)
 
     def paste(self, line: str, *, anywhere: bool = False) -> subprocess.CompletedProcess[str]:
-        """Runs a line in a shell: in the project's root, or in another folder, where nothing but
-        the line says where the deployment is."""
+        """Runs a line in a shell, either in the project's root or, with `anywhere`, in another
+        folder without the variable of the state directory, so that only the line says where the
+        deployment is."""
         environment = self.environment
         if anywhere:
             environment = {k: v for k, v in environment.items() if k != "OUTRIDER_STATE_DIR"}
@@ -80,7 +82,7 @@ class Shell:
 
 
 def _sessions_of(state: Path) -> set[int]:
-    """Living processes that were started with this state directory."""
+    """Running processes that were started with this state directory."""
     found = set()
     for path in Path("/proc").glob("[0-9]*"):
         try:
@@ -94,7 +96,8 @@ def _sessions_of(state: Path) -> set[int]:
 
 
 def _one_line(completed: subprocess.CompletedProcess[str], code: int) -> str:
-    """The one line of a refusal: nothing on standard output, no traceback."""
+    """The one line of a refusal. Checks that standard output is empty and that there is no
+    traceback."""
     assert completed.returncode == code, completed.stderr
     assert completed.stdout == ""
     last = completed.stderr.splitlines()[-1]
@@ -104,7 +107,7 @@ def _one_line(completed: subprocess.CompletedProcess[str], code: int) -> str:
 
 
 def _if_free(port: int) -> int:
-    """The port; 0 where it is taken."""
+    """The port if it is free, otherwise 0."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -116,9 +119,9 @@ def _if_free(port: int) -> int:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
-    """A detached deployment of the demo model, which `outrider stop` ends without a trace. It holds
-    the usual port of HTTP, unless another program does. Its drafts copy from earlier answers, as
-    those of the README's do."""
+    """A detached deployment of the demo model. At the end, `outrider stop` must leave nothing
+    behind. The deployment has the default HTTP port unless another program uses it. Its drafts copy
+    from earlier answers, as those of the README's deployment do."""
     shell = Shell(tmp_path_factory.mktemp("state"))
     started = shell.run(
         "serve", "demo", "--draft-model", "suffix", "--grpc-port", "0", "--port",
@@ -144,7 +147,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
 
 
 def _shown(shell: Shell, name: str) -> list[str]:
-    """The lines of a section of what `serve` has printed."""
+    """The lines of one section of what `serve` has printed."""
     section, found = "", []
     for line in shell.shown.splitlines()[1:]:
         section = line[2:8].strip() or section
@@ -177,7 +180,7 @@ def test_status_says_what_replicas_say_of_themselves(served: Shell) -> None:
     watching = served.start("status", "--json", "--watch", "0.2")
     assert watching.stdout is not None
     shown = (json.loads(line) for line in watching.stdout)
-    # Of its figures a replica tells each second.
+    # A replica announces its figures each second.
     found = next(one for one in shown if one["targets"][0]["figures"]["busy"])
     watching.terminate()
     watching.communicate()
@@ -189,8 +192,8 @@ def test_status_says_what_replicas_say_of_themselves(served: Shell) -> None:
 
 
 def test_nothing_is_refused_while_the_port_changes(served: Shell) -> None:
-    """`upgrade --grpc-port`, and back: with one coordinator, new connections by HTTP and
-    `generate` are answered all the time."""
+    """Runs `upgrade --grpc-port`, and then changes the port back. There is one coordinator, but new
+    connections by HTTP and new `generate` commands are answered all the time."""
     url = f"http://{served.record()['http_address']}/health"
     old = served.record()["grpc_address"].rpartition(":")[2]
     refused: list[str] = []
@@ -227,9 +230,9 @@ def test_nothing_is_refused_while_the_port_changes(served: Shell) -> None:
 
 
 def test_the_readmes_short_lines_run_as_they_stand(served: Shell) -> None:
-    """In their order, beside a deployment as they expect it, and none warns of another. Nothing is
-    changed but ports, which tests have no say in, the folder of the programs, and the length of the
-    answers that `bench speedup` measures."""
+    """The lines run in the documents' order, beside a deployment as the documents expect it, and no
+    line warns. Only three things are changed: ports, the folder of the programs, and the length of
+    the answers that `bench speedup` measures."""
     record = served.record()
     ports = {"50051": record["grpc_address"], "8000": record["http_address"]}
     short = re.compile(r"outrider (generate|chat|status|bench speedup)\b|curl ")
@@ -254,7 +257,9 @@ def test_what_serve_prints_can_be_pasted(served: Shell) -> None:
     found = served.paste(line, anywhere=True)
     assert found.returncode == 0, found.stderr
     assert "Paris" in found.stdout
-    assert "loading" not in found.stderr  # Else it has started one of its own.
+    assert (
+        "loading" not in found.stderr
+    )  # "loading" would mean that it has started a deployment of its own.
     for name, path in (("OpenAI", "/models"), ("window", "")):
         [url] = _shown(served, name)
         address = url.removeprefix("http://")
@@ -263,7 +268,8 @@ def test_what_serve_prints_can_be_pasted(served: Shell) -> None:
 
 
 def test_serve_in_the_foreground_ends_with_its_terminal(tmp_path: Path) -> None:
-    """SIGINT to the whole group, as a terminal sends it, ends everything with exit code 0."""
+    """SIGINT to the whole process group, as a terminal sends it, ends everything with exit code
+    0."""
     shell = Shell(tmp_path / "state")
     process = shell.start(
         "serve", "--engine", "emulated:vocab_size=100", "--grpc-port", "0", "--no-http", "--json"

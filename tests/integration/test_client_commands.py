@@ -1,4 +1,4 @@
-"""`generate`, `chat` and `status` as processes of their own, with services that run here."""
+"""`generate`, `chat` and `status`, each in a process of its own, with services in this process."""
 
 import asyncio
 import json
@@ -85,7 +85,7 @@ async def test_a_model_without_a_tokenizer_takes_token_ids(tmp_path: Path) -> No
 
 
 async def answer(stack: Stack, *turns: str, max_tokens: int = 12) -> str:
-    """What the model says after turns that begin with the user's."""
+    """The model's answers after conversations that begin with these turns of the user."""
     roles = ("user", "assistant")
     prompt = tuple(ChatMessage(roles[i % 2], turn) for i, turn in enumerate(turns))
     request = GenerateRequest(prompt, sampling=GREEDY, max_tokens=max_tokens)
@@ -126,7 +126,7 @@ async def test_a_pipe_ends_with_its_input_or_a_refusal(stack: Stack) -> None:
 
 
 class Terminal:
-    """A chat on a pseudo-terminal, which reads what is typed and shows."""
+    """A chat on a pseudo-terminal. Types what the test sends, and reads what is shown."""
 
     def __init__(self, process: Process, descriptor: int) -> None:
         self.process = process
@@ -151,7 +151,7 @@ class Terminal:
     def _read(self) -> None:
         try:
             self._shown += os.read(self._descriptor, 65536)
-        except OSError:  # The other end is closed.
+        except OSError:  # The other end of the terminal is closed.
             asyncio.get_running_loop().remove_reader(self._descriptor)
         self._more.set()
 
@@ -159,7 +159,7 @@ class Terminal:
         os.write(self._descriptor, text.encode())
 
     async def shows(self, pattern: str) -> str:
-        """Waits until a pattern is shown, and takes what came up to its end."""
+        """Waits until a pattern is shown. Returns the text up to the end of the pattern."""
         async with asyncio.timeout(WAIT_S):
             while (found := re.search(pattern.encode(), self._shown)) is None:
                 self._more.clear()
@@ -176,7 +176,8 @@ class Terminal:
 
 
 async def test_a_terminal_shows_origins_and_asks_on(stack: Stack) -> None:
-    """Colours by origin, a prompt for every line, and an error that does not end the chat."""
+    """Tokens are coloured by origin, every line has a prompt, and an error does not end the
+    chat."""
     terminal = await Terminal.start(stack, "--max-tokens", "12")
     greeting = await terminal.shows("> ")
     assert "model at" in greeting

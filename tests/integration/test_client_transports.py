@@ -1,4 +1,5 @@
-"""All transports give the same results: gRPC, in this process, and blocking."""
+"""All transports give the same results: gRPC, a coordinator in this process, and the blocking
+client."""
 
 import asyncio
 import dataclasses
@@ -28,7 +29,7 @@ PROMPT = (1, 2, 3)
 
 @pytest.fixture
 async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
-    # With look-ahead, proposals depend on timing.
+    # With look-ahead, proposals would depend on timing.
     async with toy_stack(tmp_path, look_ahead=0) as running:
         yield running
 
@@ -38,7 +39,7 @@ def in_process(stack: Stack) -> Client:
 
 
 def without_times(completion: Completion) -> Completion:
-    """The parts that must be equal each time."""
+    """The parts of a completion that are the same each time."""
     metrics = dataclasses.replace(
         completion.metrics, time_to_first_token_ms=0.0, tokens_per_second=0.0
     )
@@ -55,8 +56,8 @@ ANSWERED: list[dict[str, Any]] = [
 
 
 async def test_every_way_gives_the_same_answer(stack: Stack) -> None:
-    """Tokens, text, origins, log-probabilities and counts of seeded requests. The draft is the
-    target's twin, so rounds are the same each time."""
+    """The ways agree in tokens, text, origins, log-probabilities and counts of seeded requests. The
+    draft equals the target, so rounds are the same each time."""
     for fields in ANSWERED:
         request = GenerateRequest(**({"prompt": PROMPT, "max_tokens": 12, "seed": 7} | fields))
         by_grpc = await stack.client.complete(request)
@@ -126,7 +127,7 @@ async def test_closing_the_client_ends_its_sessions_alone(slow: Stack) -> None:
 
 
 class StuckCoordinator:
-    """Never answers."""
+    """A coordinator that never answers."""
 
     model: Any = None
     num_running = 0

@@ -1,4 +1,4 @@
-"""The coordinator by gRPC, with a target and a draft behind gRPC, and Redis."""
+"""The coordinator by gRPC, with a target and a draft behind gRPC, and with Redis."""
 
 import asyncio
 from collections import Counter

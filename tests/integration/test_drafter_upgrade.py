@@ -1,4 +1,4 @@
-"""Drafters are replaced, at once or after a trial, while requests run, on local Ray."""
+"""Drafters are replaced while requests run on local Ray, at once or after a trial."""
 
 import asyncio
 import shutil
@@ -21,13 +21,13 @@ PROMPTS = [tuple(range(first, first + 20)) for first in range(10, 14)]
 NUM_TOKENS = 64
 END_S = 180.0
 TRIAL_S = 60.0
-"""Then two standard errors decide, where a busy machine has not let four do so before."""
+"""After this time two standard errors decide, as a busy machine may not reach four before."""
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(5 * END_S), pytest.mark.full]
 
 
 class Load:
-    """Requests that run all the time, each of which must have the text that it had at first."""
+    """Requests that run all the time. Each must have the text that its first run had."""
 
     def __init__(self, address: str) -> None:
         self.num_done = 0
@@ -47,12 +47,12 @@ class Load:
         async with self._client:
             while True:
                 await asyncio.gather(*map(self._ask, range(len(PROMPTS))))
-                await asyncio.sleep(0.2)  # For replicas that load beside it.
+                await asyncio.sleep(0.2)  # Leaves CPU time for replicas that load at the same time.
 
 
 @asynccontextmanager
 async def under_load(deployment: Deployment) -> AsyncIterator[Load]:
-    """Raises what a request raised."""
+    """Raises the error of a request, if any failed."""
     load = Load(deployment.address)
     running = asyncio.create_task(load.run())
     yield load
@@ -75,8 +75,8 @@ async def done(deployment: Deployment) -> Overview:
 
 
 async def test_drafters_are_replaced_under_load(tmp_path: Path) -> None:
-    """No request fails, and texts stay. A random model gives way to a copy of the target after a
-    trial, and this to an EAGLE-3 head on the target at once."""
+    """No request fails, and texts do not change. After a trial, a copy of the target replaces a
+    random model. Then an EAGLE-3 head on the target replaces the copy at once."""
     tokenizer = byte_level_tokenizer(VOCAB_SIZE)
     for seed, name in enumerate(("target", "random")):
         save_tiny_model(tmp_path / name, seed=seed, vocab_size=VOCAB_SIZE, tokenizer=tokenizer)

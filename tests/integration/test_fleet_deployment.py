@@ -1,5 +1,5 @@
-"""A deployment on local Ray: processes, streams and a store as they are, and replicas that come, go
-and die under load without a request that notices."""
+"""A deployment on local Ray with real processes, streams and a real store. Replicas are started,
+ended and killed under load, and no request fails."""
 
 import asyncio
 import os
@@ -36,12 +36,12 @@ SETTINGS = {
 }
 PROMPT = tuple(range(10, 30))
 UNDER_WAY_S = 0.3
-"""What was committed before the store stopped has reached the client by then."""
+"""Tokens that were committed before the store stopped have reached the client by then."""
 NUM_TOKENS, NUM_STREAMS, NUM_SEEDS = 60, 2, 3
 NUM_HTTP_STREAMS = 50
 TRIAL_S = 10.0
 CHANGE_S = 120.0
-"""What starting or ending some replicas may take on a busy machine."""
+"""Time to start or end some replicas on a busy machine."""
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -51,7 +51,7 @@ pytestmark = [
 
 
 class Load:
-    """Clients that ask one thing after the other, and compare."""
+    """Clients that repeat one request each, and compare the answers."""
 
     def __init__(self, deployment: Deployment) -> None:
         self._deployment = deployment
@@ -64,7 +64,7 @@ class Load:
         self._tasks = [asyncio.create_task(self._stream(first)) for first in range(NUM_STREAMS)]
 
     async def stop(self) -> None:
-        """Once there have been some more answers. Raises what any of them met."""
+        """Returns once there are some more answers. Raises the error that any client met."""
         before = self.num_answers
         async with asyncio.timeout(CHANGE_S):
             while self.num_answers < before + NUM_STREAMS and not any(
@@ -85,8 +85,8 @@ class Load:
             self.num_answers += 1
 
     async def _ask(self, seed: int) -> tuple[int, ...]:
-        """Ports are chosen here: where the only coordinator that was known is replaced before it
-        has answered, the one in its place is asked."""
+        """Chooses the ports here: if the only coordinator that clients know is replaced before it
+        has answered them, they ask its successor at the same port."""
         tokens: list[int] = []
         async with Client(lambda: self._deployment.address) as client:
             async for event in client.generate(seeded(seed)):
@@ -96,7 +96,7 @@ class Load:
 
 
 def seeded(seed: int) -> GenerateRequest:
-    """A request that is answered with the same tokens whenever it is made."""
+    """A request that has the same tokens each time."""
     return GenerateRequest(
         tuple(range(10 + seed, 40)), max_tokens=NUM_TOKENS, seed=seed, rule=Rule.COUPLED,
         ignore_eos=True,
@@ -105,7 +105,7 @@ def seeded(seed: int) -> GenerateRequest:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def deployment(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Deployment]:
-    """Two targets, two coordinators and a draft; one of each once they have come and gone."""
+    """Two targets, two coordinators and a draft. After replicas have come and gone, one of each."""
     async with Deployment(load_config(SETTINGS, {}), tmp_path_factory.mktemp("fleet")) as started:
         yield started
         assert started.overview.hopeless is None
@@ -139,7 +139,9 @@ async def test_a_coordinator_answers_by_http(deployment: Deployment) -> None:
         assert answer["usage"]["completion_tokens"] == 8
         expected = ["coordinator", "coordinator", "target", "target", "draft"]
         seen: list[tuple[str, ...]] = []
-        async with asyncio.timeout(20):  # Until all have said where they are, and it has read that.
+        async with asyncio.timeout(
+            20
+        ):  # All replicas must have announced themselves, and the coordinator must have read it.
             while seen != [(role, "serving", socket.gethostname()) for role in expected]:
                 fleet = (await http.get("/api/fleet")).json()
                 seen = [(one["role"], one["state"], one["node"]) for one in fleet["replicas"]]
@@ -173,7 +175,7 @@ async def test_http_streams_through_a_gateway_outlive_their_coordinator(
 
 
 async def test_a_redis_that_is_killed_is_started_again(deployment: Deployment) -> None:
-    """With its data: requests that run meanwhile wait, and get every token."""
+    """Redis returns with its data. Requests that run meanwhile wait, and get every token."""
     assert deployment.redis is not None
     async with Client(deployment.address) as client:
         request = GenerateRequest(PROMPT, max_tokens=300, seed=3, ignore_eos=True)
@@ -229,8 +231,8 @@ async def test_other_settings_are_rolled_out_under_load(deployment: Deployment, 
 
 
 async def test_a_draft_is_tried_under_load(deployment: Deployment, load: Load) -> None:
-    """Coordinators tell what sessions gain by it: here nothing, or, on a busy machine, too little
-    to tell."""
+    """Coordinators report how much faster sessions with it are: here not at all or, on a busy
+    machine, too little to decide."""
     await deployment.reconciler.call("begin_trial", {"draft_num_threads": 2}, 0.5, TRIAL_S)
     async with asyncio.timeout(CHANGE_S):
         while (found := deployment.overview.trial) is None or found.state == "runs":
@@ -254,6 +256,8 @@ async def test_a_reconciler_that_is_killed_under_load_returns(
         stayed = before[role] - {killed.name}
         assert stayed <= serving(deployment, role)
     assert (await reconciler.call("ping")).pid != place.pid
-    assert deployment.config.target.max_num_seqs == 5  # As it was told before it was killed.
+    assert (
+        deployment.config.target.max_num_seqs == 5
+    )  # Its settings are those from before it was killed.
     await deployment.reconciler.call("want", {"draft": 0})
     await until(deployment, "draft", 0)

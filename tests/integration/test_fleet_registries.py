@@ -1,4 +1,4 @@
-"""The registry against a real server."""
+"""The registry against a real Redis server."""
 
 import uuid
 from collections.abc import AsyncIterator
@@ -22,7 +22,7 @@ TARGET = ReplicaRecord(
 
 
 class Registries:
-    """Registries of several deployments in one server."""
+    """Registries of several deployments on one server."""
 
     def __init__(self, server: EmbeddedRedis) -> None:
         self.prefix = f"{uuid.uuid4()}:"
@@ -64,7 +64,7 @@ async def test_announced_replicas_are_listed_by_role_and_name(registries: Regist
 
 
 async def test_deployments_do_not_see_each_other(registries: Registries) -> None:
-    """Of each the wanted counts are kept role by role."""
+    """The wanted counts of each deployment are kept by role."""
     first, second = registries.registry("d"), registries.registry("d2")
     await first.announce(TARGET)
     await first.note_started(7)
@@ -82,8 +82,8 @@ async def test_deployments_do_not_see_each_other(registries: Registries) -> None
 async def test_replicas_lie_in_redis_as_documented(
     registries: Registries, admin: redis.Redis
 ) -> None:
-    """Each record lasts a lease's time from its last renewal; a name is removed once its lease is
-    found to be over."""
+    """A record lasts for a lease after its last renewal. A name is removed once a reader finds that
+    its lease has expired."""
     registry = registries.registry("d")
     await registry.announce(TARGET)
     await registry.want({"draft": 3})
@@ -94,7 +94,7 @@ async def test_replicas_lie_in_redis_as_documented(
     assert 0.5 * LEASE_S < admin.pttl(key) / 1e3 <= LEASE_S
     assert admin.smembers(registries.prefix + names) == {b"target-1"}
     assert admin.hgetall(f"{registries.prefix}wanted:{{d}}") == {b"draft": b"3"}
-    admin.delete(key)  # As when its time is over.
+    admin.delete(key)  # As if the lease had expired.
     await registry.announce(named("other"))
     assert await registry.records("target") == [named("other")]
     assert admin.smembers(registries.prefix + names) == {b"other"}
@@ -106,10 +106,12 @@ async def test_replicas_lie_in_redis_as_documented(
 async def test_a_server_that_refuses_writes_reports_no_replica_as_gone(
     registries: Registries, admin: redis.Redis
 ) -> None:
-    """Leases end there because nothing can be written: this says nothing of the replicas."""
+    """Leases expire because the server refuses writes. This says nothing about the replicas."""
     registry = registries.registry("d")
     await registry.announce(TARGET)
-    admin.delete(f"{registries.prefix}replica:{{d}}:target:target-1")  # As when its time is over.
+    admin.delete(
+        f"{registries.prefix}replica:{{d}}:target:target-1"
+    )  # As if the lease had expired.
     admin.config_set("min-replicas-to-write", 1)
     try:
         with pytest.raises(StoreUnavailable):

@@ -1,4 +1,4 @@
-"""What the documents say to type for gRPC, run by `buf` as a reader would."""
+"""The gRPC commands of the documents, run by `buf` as a reader would run them."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def line_of(document: str) -> str:
-    """The one command for gRPC in it, as it stands there, without the folder of `buf`."""
+    """The only gRPC command of a document, unchanged except for the folder of `buf`."""
     blocks = re.findall(
         r"^```console\n(.*?)^```", (ROOT / document).read_text("utf-8"), re.S | re.M
     )
@@ -39,7 +39,7 @@ def line_of(document: str) -> str:
 
 
 async def answered(line: str, **environment: str) -> list[dict[str, Any]]:
-    """The events that it prints, run by a shell where the documents are."""
+    """The events that a command prints, run by a shell in the folder of the documents."""
     process = await asyncio.create_subprocess_exec(
         "bash", "-c", line,
         cwd=ROOT,
@@ -60,7 +60,7 @@ async def answered(line: str, **environment: str) -> list[dict[str, Any]]:
 
 
 def check_answer(events: list[dict[str, Any]], max_tokens: int) -> None:
-    """A whole one, with text for its tokens."""
+    """All events of one answer, which has text for each of its tokens."""
     assert list(events[0]) == ["started"]
     tokens = [event["tokens"] for event in events if "tokens" in event]
     assert sum(len(part["tokenIds"]) for part in tokens) == max_tokens
@@ -69,14 +69,15 @@ def check_answer(events: list[dict[str, Any]], max_tokens: int) -> None:
 
 
 async def test_the_readmes_line(stack: Stack) -> None:
-    """By reflection; nothing of it is changed but the port, which tests have no say in."""
+    """`buf` gets the messages by reflection. Only the port of the command is changed, as a test
+    cannot choose it."""
     line = line_of("README.md")
     assert line.count("127.0.0.1:50051") == 1
     check_answer(await answered(line.replace("127.0.0.1:50051", stack.server.address)), 16)
 
 
 async def test_the_line_for_a_key_and_tls(stack: Stack, tmp_path: Path) -> None:
-    """A coordinator with keys serves no reflection: the messages are read from `protos`."""
+    """A coordinator with keys serves no reflection, so `buf` reads the messages from `protos`."""
     authority = Made(tmp_path, "authority")
     mine = Made(tmp_path, "mine", "127.0.0.1", by=authority)
     key = add_key(tmp_path / "keys", Caller("a", "a"))

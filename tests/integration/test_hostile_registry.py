@@ -1,4 +1,5 @@
-"""Write access to Redis decides how many replicas there are, within bounds, and nothing else."""
+"""A client with write access to Redis can change the numbers of replicas within bounds, but nothing
+else."""
 
 import json
 import sys
@@ -47,7 +48,7 @@ def spec() -> FleetSpec:
 
 
 async def hear(fleet: Fleet) -> None:
-    """Reads what is wanted, as a fleet does twice a second."""
+    """Reads the wanted numbers, as a fleet does twice a second."""
     await fleet._hear_wanted()
 
 
@@ -55,8 +56,8 @@ async def hear(fleet: Fleet) -> None:
 async def test_no_text_in_redis_changes_anything_but_counts_within_bounds(
     admin: redis.Redis, registry: RedisRegistry, value: bytes | str
 ) -> None:
-    """The text is in every field that is read, in those that were once settings, and a replica's
-    record under every role."""
+    """The text is in every field that is read, in fields that once were settings, and in a
+    replica's record under every role."""
     plan = spec()
     cluster: Any = None
     fleet = Fleet(cluster, plan, registry)

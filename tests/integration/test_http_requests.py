@@ -1,4 +1,4 @@
-"""A coordinator called by HTTP: by OpenAI's own clients, and by the window."""
+"""A coordinator is called by HTTP, with OpenAI's own clients and as the window calls it."""
 
 import asyncio
 import contextlib
@@ -101,7 +101,8 @@ async def test_a_response_is_what_chat_says(client: AsyncOpenAI) -> None:
 async def test_a_seed_gives_the_same_tokens_everywhere(
     stack: Stack, client: AsyncOpenAI, num_draft_tokens: int
 ) -> None:
-    """Whole, streamed and by gRPC, with drafts and without; each choice has its own seed."""
+    """Whole answers, streams and gRPC have the same tokens, with and without drafts. Each choice
+    has its own seed."""
     seeds = [choice_seed(5, choice) for choice in range(3)]
     expected = [
         await stack.client.complete(GenerateRequest("the cat", seed=seed, max_tokens=10))
@@ -204,7 +205,7 @@ WRITTEN = r'Well\.<tool_call>\n\{"name": "news", "arguments": \{"city": "Rome"\}
 
 @pytest.fixture
 async def calling_tools(tmp_path: Path) -> AsyncIterator[AsyncOpenAI]:
-    """Served with the template that ships."""
+    """A server with the chat template that comes with the package."""
     tokenizer = byte_level_tokenizer()
     tokenizer.chat_template = read_chat_template(HERMES)
     target, draft = EndingEngine(1, 4096), EndingEngine(2, 4096)
@@ -230,9 +231,9 @@ async def calling_tools(tmp_path: Path) -> AsyncIterator[AsyncOpenAI]:
 async def test_tools_in_every_mode(
     calling_tools: AsyncOpenAI, choice: Any, extra: Any, content: str | None, reason: str
 ) -> None:
-    """Whole and as a stream, with the same calls; then the conversation goes on with their results,
-    as the client sends the message back. (A model that writes at random is made to call by the
-    grammar in auto, too.)"""
+    """The stream has the same calls as the whole answer. The conversation then continues with the
+    calls' results and with the message as the client returns it. With `auto`, the grammar makes the
+    random model call."""
     fields: Any = {
         "model": "model", "messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "seed": 3,
         "max_tokens": 400, "parallel_tool_calls": choice == "auto", "extra_body": extra,
@@ -267,8 +268,8 @@ WAIT_S = 20.0
 
 @pytest.fixture
 async def slow(tmp_path: Path) -> AsyncIterator[Stack]:
-    """Three sessions at most, and clients that may come back: those by gRPC, for longer than a
-    test lasts."""
+    """A stack for three sessions at most, whose clients may resume them. The time to resume by gRPC
+    is longer than a test."""
     async with slow_stack(tmp_path, max_sessions=3, resume_grace_ms=60_000) as running:
         yield running
 
@@ -318,7 +319,7 @@ SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 5, "max_tokens": 40}
 
 @pytest.fixture
 async def erring(tmp_path: Path) -> AsyncIterator[Stack]:
-    """A draft that is often wrong, and a tokenizer whose tokens split characters."""
+    """A draft that is often wrong, and a tokenizer whose tokens may split characters."""
     spec = EmulatedSpec(vocab_size=VOCAB, support=32, verify_ms=2.0, draft_ms=0.2)
     target, draft = EmulatedEngine(spec, "target"), EmulatedEngine(spec, "draft")
     async with running_stack(target, draft, tmp_path, text=toy_text()) as running:
@@ -332,7 +333,7 @@ async def http(erring: Stack) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def events(http: httpx.AsyncClient, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """All events but the closing mark, which must be there."""
+    """All events except the closing `[DONE]`, which must be there."""
     response = await http.post("/api/generate", json=body)
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("text/event-stream")
@@ -349,9 +350,10 @@ def of(found: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 async def test_events_are_those_of_grpc(
     erring: Stack, http: httpx.AsyncClient, prompt: str | list[int] | None
 ) -> None:
-    """Raw text, token ids and a conversation; with a seed the rule is coupled, so that both answers
-    have the same tokens. A round comes before its tokens and says where they begin. (Where a round
-    ends depends on how quick a draft was, so it is held against the tokens that it brought.)"""
+    """Raw text, token ids and a conversation. With a seed the rule is coupled, so both answers have
+    the same tokens. A round comes before its tokens and has the index of the first one. Where a
+    round ends depends on how fast a draft was, so rounds are only compared with their own
+    tokens."""
     asked: Any = tuple(prompt) if isinstance(prompt, list) else prompt
     body: dict[str, Any] = {"prompt": prompt}
     if prompt is None:

@@ -1,4 +1,4 @@
-"""Telemetry of HTTP requests: times by route and status, traces, and Prometheus' pages."""
+"""Telemetry of HTTP requests: times by route and status, traces, and the page for Prometheus."""
 
 import json
 from dataclasses import replace
@@ -56,7 +56,9 @@ async def test_requests_are_timed_by_route_and_status(tmp_path: Path) -> None:
         assert page.value(TIMES, http_route=route, url_scheme="http", **labels) == num, route
     assert page.value(TIMES, http_response_status_code="405") == 2
     assert page.value(TIMES, http_request_method="_OTHER") == 1
-    assert page.value(TIMES, http_response_status_code="401") == 1  # Refused before its route.
+    assert (
+        page.value(TIMES, http_response_status_code="401") == 1
+    )  # Refused before its route was known.
     assert page.value(TIMES) == 9
     assert "secret" not in json.dumps(sorted(map(str, page.samples))).lower()
     assert page.names == own.names
@@ -65,8 +67,9 @@ async def test_requests_are_timed_by_route_and_status(tmp_path: Path) -> None:
 
 
 async def test_metrics_are_there_without_being_asked_for(tmp_path: Path) -> None:
-    """By HTTP, beside the models; not without HTTP. No port is opened, and nothing audited. vLLM's
-    names only if configured."""
+    """Metrics are served by HTTP, at the same port as the models. Without HTTP there are no
+    metrics. No other port is opened, and nothing is audited. vLLM's names appear only if they are
+    configured."""
     config = CoordinatorConfig(port=0, served_model_name="model", vllm_metric_names=True)
     host = CoordinatorHost(config)
     observation = host.observe()

@@ -36,15 +36,16 @@ WARM_UP = 60
 AT_A_TIME = 40
 NUM_TOKENS = (8, 60)
 LONGER = 4
-"""Factor of the number of tokens if a cancellation must come before the end."""
+"""Factor for the number of tokens, so that a cancellation comes before the session's end."""
 GRACE_S = 0.3
 """How long a disconnected client may resume its session."""
 FINISHED_MS = 3_000
-"""How long a finished session stays readable here."""
+"""How long a finished session stays readable in these tests."""
 SETTLED_S = 60.0
-"""Time in which ended sessions must have released everything, on a busy machine."""
+"""Time in which ended sessions must release everything, on a busy machine."""
 ENDS = ("whole", "whole", "cancelled", "left", "closed", "cut")
-"""A third ends by itself, a third is cancelled by its client, a third disconnects."""
+"""A third of the sessions ends by itself, a third is cancelled by its client, a third
+disconnects."""
 EVERYTHING = {
     SessionRun,
     Session,
@@ -54,7 +55,7 @@ EVERYTHING = {
     DraftClient,
     StepRequest,
 }
-"""Objects that exist only for running sessions."""
+"""Types whose objects exist only for running sessions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class Plan:
     request: GenerateRequest
     end: str
     after: int
-    """Tokens that it waits for before that."""
+    """Number of tokens that the client waits for before it acts."""
 
 
 def plans(number: int, drawn: random.Random) -> list[Plan]:
@@ -85,14 +86,14 @@ def plans(number: int, drawn: random.Random) -> list[Plan]:
 
 
 class Clients:
-    """Run plans, and count their outcomes."""
+    """Runs plans, and counts how their sessions end."""
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
         self.outcomes: Counter[str] = Counter()
 
     async def play(self, all_plans: list[Plan]) -> None:
-        """Runs all, several at a time."""
+        """Runs all plans, several at a time."""
         left = iter(all_plans)
 
         async def one_after_the_other() -> None:
@@ -116,7 +117,7 @@ class Clients:
                 proxy.close()
 
     async def _hear(self, client: Client, plan: Plan, proxy: FaultProxy | None) -> str:
-        """Listens until the plan's moment, acts, and listens on."""
+        """Reads until the plan's moment, acts, and reads on."""
         session_id, num_tokens, acted = "", 0, plan.end == "whole"
         async with aclosing(client.generate(plan.request)) as events:
             async for event in events:
@@ -145,7 +146,8 @@ class Clients:
 
 
 def descriptors(stack: Stack) -> int:
-    """Open descriptors of this process, except for the bounded pool of connections to Redis."""
+    """Open file descriptors of this process, except the pool of connections to Redis, which is
+    bounded."""
     store: Any = stack.coordinator._store
     pool = store._client.connection_pool
     pooled = [*pool._available_connections, *pool._in_use_connections]
@@ -153,7 +155,7 @@ def descriptors(stack: Stack) -> int:
 
 
 def in_use(stack: Stack) -> dict[str, int]:
-    """Current use of everything that a session takes."""
+    """How much of each resource of sessions is in use now."""
     gc.collect()
     found = {
         "tasks": len(asyncio.all_tasks()),
@@ -191,7 +193,7 @@ def in_use(stack: Stack) -> dict[str, int]:
 
 
 async def grown(stack: Stack, before: dict[str, int]) -> dict[str, int]:
-    """What is still in use beyond `before`, once it no longer changes."""
+    """What is in use beyond `before`, once it no longer changes."""
     loop, last, changed_at = asyncio.get_running_loop(), None, 0.0
     while True:
         now = in_use(stack)
@@ -204,12 +206,12 @@ async def grown(stack: Stack, before: dict[str, int]) -> dict[str, int]:
 
 
 async def stored(stack: Stack) -> list[str]:
-    """Keys and their details still in Redis when all finished sessions must have expired, except
-    the live coordinator's lease."""
+    """Keys in Redis, with their values, when all finished sessions must have expired. The lease of
+    the running coordinator is not counted."""
     with redis.Redis.from_url(stack.redis.url, protocol=2) as admin:
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + SETTLED_S
-        # Counting what is in use may hold the loop up for longer than the lease lasts.
+        # Counting may block the event loop for longer than the lease lasts.
         while len(left := admin.keys()) != 1 and loop.time() < give_up_at:
             await asyncio.sleep(0.1)
         keys = [key for key in left if b"session:" in key]
@@ -221,8 +223,8 @@ async def stored(stack: Stack) -> list[str]:
 async def test_nothing_is_left_of_sessions_however_they_end(
     tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No pages, sequences, tasks, file descriptors, keys or references to a session remain.
-    Releases get time: a replica keeps a session with a late release until it needs its pages."""
+    """No pages, sequences, tasks, file descriptors, keys or references to a session remain. A
+    release may arrive late; the replica then keeps the session until it needs its pages."""
     monkeypatch.setattr("outrider.transport.grpc_link.RELEASE_TIMEOUT_S", SETTLED_S)
     drawn = random.Random(number)
     async with running_stack(
@@ -233,7 +235,7 @@ async def test_nothing_is_left_of_sessions_however_they_end(
         length_control=True,
         lifetimes={"finished_ttl_ms": FINISHED_MS},
     ) as stack:
-        idle = in_use(stack)  # Leftovers of earlier tests do not count.
+        idle = in_use(stack)  # Leftovers of earlier tests are not counted.
         clients = Clients(stack)
         await clients.play(plans(WARM_UP, drawn))
         clients.outcomes.clear()

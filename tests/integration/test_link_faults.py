@@ -1,4 +1,4 @@
-"""A link to misbehaving replicas, and a stream with a misbehaving caller."""
+"""A link to replicas that break the protocol, and a stream whose caller breaks it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ GOOD = VerdictReply(KEY, Verdict((), (1,)), 1)
 
 
 class Impostor:
-    """A servicer that sends a prepared frame for each frame that it gets, and then ends if told
-    to."""
+    """A servicer that sends a prepared frame for each frame that it gets. With `then`, it raises
+    this error after the first one."""
 
     def __init__(self, frame: target_pb2.VerifyReply, then: Exception | None = None) -> None:
         self._frame = frame
@@ -64,8 +64,8 @@ async def linked(exits: AsyncExitStack, service: Service) -> tuple[GrpcLink, Lis
 
 
 async def test_an_answer_that_does_not_fit_breaks_the_link(exits: AsyncExitStack) -> None:
-    """A replica that sends invalid answers counts as lost: earlier answers are delivered, then the
-    loss, with the wrong field."""
+    """A replica that sends an invalid answer counts as lost. Earlier answers are delivered first;
+    the loss names the wrong field."""
     good = answer_message(VERIFY, GOOD)
     bad = answer_message(VERIFY, GOOD)
     bad.verdict.correction.append(1)
@@ -82,8 +82,8 @@ async def test_an_answer_that_does_not_fit_breaks_the_link(exits: AsyncExitStack
 async def test_the_rest_between_attempts_doubles_and_a_good_answer_ends_it(
     exits: AsyncExitStack,
 ) -> None:
-    """Three breaks without an answer: half to all of 50, 100, 200 ms. `send` reports the remaining
-    delay."""
+    """After each of three breaks without an answer, the delay is between half and all of 50, 100
+    and 200 ms. `send` reports the remaining delay."""
     impostor = Impostor(target_pb2.VerifyReply(), then=Unavailable("going down"))
     link, heard = await linked(exits, Service(VERIFY.service, impostor))
     for attempt in range(3):
@@ -159,8 +159,8 @@ async def test_more_answers_than_may_wait_end_the_stream(exits: AsyncExitStack) 
 
 
 async def test_a_caller_that_never_reads_is_cut_off(exits: AsyncExitStack) -> None:
-    """With its window full of unread frames, a write hangs; when the queue is full as well, the
-    call is cancelled instead of kept forever."""
+    """The caller's window is full of unread frames, so a write hangs. Once the queue is full as
+    well, the call is cancelled."""
     service = Silent()
     call = await ask_raw(exits, service)
     bulky = Refused(KEY, 13, "x" * 1000)
@@ -174,7 +174,7 @@ async def test_a_caller_that_never_reads_is_cut_off(exits: AsyncExitStack) -> No
 
 
 async def ask_raw(exits: AsyncExitStack, service: Silent) -> Any:
-    """A stream with one item written and nothing read."""
+    """A stream on which one item was written and nothing is read."""
     server = await serve(exits, ReplicaServicer(service, VERIFY).grpc_service)
     channel = await exits.enter_async_context(open_channel(server.address))
     call: Any = channel.stream_stream(VERIFY.path("Verify"))()

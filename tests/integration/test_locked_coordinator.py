@@ -1,4 +1,4 @@
-"""Coordinators that require API keys, by gRPC and HTTP: every method, tenants, and limits that the
+"""Coordinators that require API keys, by gRPC and HTTP: all methods, tenants, and the limits that
 coordinators share."""
 
 import asyncio
@@ -40,7 +40,7 @@ WAIT_S = 20.0
 
 
 class Locked:
-    """Two gRPC and two HTTP servers of one coordinator, each with its own access control. They
+    """Two gRPC and two HTTP servers of one coordinator. Each has its own access control; these
     share only Redis."""
 
     def __init__(self, stack: Stack, file: Path) -> None:
@@ -91,7 +91,7 @@ async def locked(tmp_path: Path) -> AsyncIterator[Locked]:
 
 
 async def methods_of(channel: Any, key: str) -> list[str]:
-    """Every method that the server's reflection lists."""
+    """Every method that reflection lists."""
     stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[no-untyped-call]
 
     async def ask(**fields: str) -> Any:
@@ -174,7 +174,7 @@ async def post(http: httpx.AsyncClient, body: dict[str, Any], **more: Any) -> ht
 
 
 async def room(http: httpx.AsyncClient, n: int = 1) -> None:
-    """Returns once the caller may run `n` more."""
+    """Returns once the caller may run `n` more generations."""
     async with asyncio.timeout(WAIT_S):
         while (await post(http, BODY, n=n)).status_code == 429:
             await asyncio.sleep(0.02)
@@ -205,12 +205,12 @@ async def test_as_many_run_at_a_time_as_the_key_allows(locked: Locked) -> None:
             assert (await post(other, BODY)).status_code == 200
             await response.aclose()
             await room(second)
-            found = await post(second, BODY, n=3)  # One runs by gRPC.
+            found = await post(second, BODY, n=3)  # One generation still runs by gRPC.
             assert found.status_code == 429
             assert found.json()["error"]["message"].endswith("no room for 3 more now")
             assert (await post(second, BODY, n=2)).status_code == 200
-        await room(first, 3)  # The client has left the stream by gRPC.
-        for _ in range(10):  # One after the other without a pause: each finds a free slot.
+        await room(first, 3)  # The gRPC client has left its stream.
+        for _ in range(10):  # Without a pause between requests, each finds free slots.
             assert (await post(first, BODY, n=3)).status_code == 200
             assert (await post(second, BODY, stream=True)).status_code == 200
             await grpc.complete(SHORT)
@@ -219,8 +219,8 @@ async def test_as_many_run_at_a_time_as_the_key_allows(locked: Locked) -> None:
 async def test_the_slots_of_a_dead_coordinator_are_free_again(
     locked: Locked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once their lease has run out. A live coordinator renews its slots. A resumed session uses the
-    slot that it had."""
+    """The slots are free once their lease has expired. A living coordinator renews its slots. A
+    resumed session uses the slot that it had."""
     monkeypatch.setattr("coordinator.auth.access_control.SLOT_LEASE_MS", 2000)
     monkeypatch.setattr("coordinator.auth.access_control.SLOT_RENEWAL_MS", 200)
     address = RedisAddress(url=locked.stack.redis.url, key_prefix="outrider:")
@@ -241,7 +241,7 @@ async def test_the_slots_of_a_dead_coordinator_are_free_again(
             dead._renewing.cancel()
         await asyncio.sleep(3.0)
         async with living.admit(caller):
-            with pytest.raises(Overloaded):  # The live coordinator's own slot was renewed.
+            with pytest.raises(Overloaded):  # The living coordinator has renewed its own slot.
                 async with living.admit(caller):
                     pass
 
@@ -337,7 +337,7 @@ async def test_without_redis_no_generation_begins(locked: Locked) -> None:
 async def test_health_watches_without_a_key_are_limited(
     locked: Locked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They need no key, so they must not take the place of calls that have one."""
+    """These calls need no key, so they must not take room from calls that have one."""
     monkeypatch.setattr("outrider.transport.server.HEALTH_WATCHES_MAX", 2)
     async with open_channel(locked.addresses[0]) as channel:
         watch = channel.unary_stream(f"/{health.SERVICE_NAME}/Watch")

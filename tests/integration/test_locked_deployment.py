@@ -1,5 +1,5 @@
-"""A detached deployment with keys, TLS and certificates, as a user sets it up on the command
-line."""
+"""A detached deployment with keys, TLS and certificates, set up on the command line as a user
+would."""
 
 import json
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ ENGINE = "emulated:vocab_size=320,support=8,max_model_len=512,verify_ms=1"
 
 
 class Locked(Shell):
-    """The deployment and what is needed to call it."""
+    """The deployment, and what is needed to call it."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory / "state")
@@ -63,8 +63,8 @@ def test_commands_here_need_nothing_typed(locked: Locked, monkeypatch: pytest.Mo
 
 
 async def test_others_need_a_key_and_the_authority(locked: Locked) -> None:
-    """Those of the file and of the flag are accepted; a revoked one is not, some seconds later;
-    in plain text nothing answers. The target answers no user."""
+    """Keys of the file and of the flag are accepted. A revoked key is refused some seconds later.
+    Plain text gets no answer. The target answers no user."""
     record = locked.record()
     address, key = record["grpc_address"], locked.key
     trust = caller_trust(locked.certificate.file)
@@ -98,8 +98,8 @@ def test_by_address_flags_and_variables_say_all(locked: Locked) -> None:
 
 
 def test_no_key_is_left_where_others_may_look(locked: Locked) -> None:
-    """Neither in the record, nor in logs, nor in words of a process, nor in a report; but for the
-    file of this user's commands."""
+    """No key is in the record, in logs, on command lines or in reports. Only the key file of this
+    user's commands has one."""
     key = locked.key
     own = (locked.state / "cli.key").read_text()
     for path in locked.state.rglob("*"):

@@ -1,5 +1,5 @@
-"""What Ray is told of a deployment, and what a list of processes shows, has no password and no key;
-and Ray answers no call without its token."""
+"""Neither Ray's data about a deployment nor a list of processes shows a password or key. Ray
+answers no call without its token."""
 
 import json
 import os
@@ -26,13 +26,14 @@ pytestmark = [
 ]
 PASSWORD, KEY = secrets.token_hex(16), f"key-{secrets.token_hex(16)}"
 MARKER = f"marker-{secrets.token_hex(8)}:"
-"""Begins Redis' keys. It is told to Ray, and no secret: a search that finds nothing is noticed."""
+"""The prefix of Redis' keys. Ray knows it and it is no secret, so a search that cannot find
+anything is noticed."""
 PART_BYTES = 2**24
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """The port of a Redis server that asks for the password."""
+    """The port of a Redis server that asks for a password."""
     port = free_port()
     config = f"port {port}\nbind 127.0.0.1\nsave ''\nrequirepass {PASSWORD}\n"
     running = Server(tmp_path_factory.mktemp("redis") / "server", config, port=port)
@@ -48,7 +49,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 async def deployment(
     server: int, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Deployment]:
-    """By settings, of which each secret is given in two ways: as one, and as a variable."""
+    """A deployment that gets each secret in two ways: as a setting, and as an environment
+    variable."""
     settings = {
         "engine": "emulated:vocab_size=100", "draft_model": "emulated", "grpc_port": 0, "port": 0,
         "redis_url": f"redis://:{PASSWORD}@127.0.0.1:{server}/0", "redis_key_prefix": MARKER,
@@ -66,16 +68,16 @@ async def deployment(
 class Process:
     pid: int
     words: bytes
-    """Its command line."""
+    """The command line of a process."""
 
     @property
     def parent(self) -> int:
-        """The process that started it."""
+        """The parent of a process."""
         stat = Path(f"/proc/{self.pid}/stat").read_text()
         return int(stat.rpartition(")")[2].split()[1])
 
     def memory_has(self, secrets: list[bytes]) -> set[bytes]:
-        """Those that stand anywhere in its memory."""
+        """The texts that are anywhere in the memory of a process."""
         found = set()
         with Path(f"/proc/{self.pid}/mem").open("rb", buffering=0) as memory:
             for line in Path(f"/proc/{self.pid}/maps").read_text().splitlines():
@@ -98,7 +100,7 @@ class Process:
 
 
 def processes() -> list[Process]:
-    """All that this user may look at."""
+    """All files that this user may read."""
     found = []
     for place in Path("/proc").glob("[0-9]*"):
         try:
@@ -128,8 +130,8 @@ async def test_no_secret_stands_in_a_list_of_processes(deployment: Deployment) -
 
 
 async def test_no_secret_stands_in_rays_head(deployment: Deployment) -> None:
-    """Neither in the memory of the processes that know the arguments of actors, nor in their
-    environment; in files none but those that are for their owner alone."""
+    """No secret is in the memory or the environment of the processes that know the arguments of
+    actors. Files with a secret are readable by their owner only."""
     head = [one for one in processes() if b"gcs_server" in one.words or b"/raylet/" in one.words]
     token = deployment.ray.token
     assert token is not None

@@ -1,5 +1,5 @@
-"""Ranks of a model as Ray places them: logical GPUs and fractions of them, one group for each
-model."""
+"""The ranks of a model are placed by Ray: logical GPUs and fractions of them, and one placement
+group for each model."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group(
 
 
 class Sitter:
-    """An actor that only says where it is."""
+    """An actor that only reports where it runs."""
 
     async def ping(self) -> Place:
         return Place(os.getpid(), socket.gethostname())
@@ -37,7 +37,7 @@ class Sitter:
 
 
 class Leader(Sitter):
-    """The rank that the others follow."""
+    """The first rank, which the others follow."""
 
     async def leads(self) -> bool:
         return True
@@ -45,7 +45,7 @@ class Leader(Sitter):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    """With four GPUs that are nothing but numbers."""
+    """A Ray cluster with four logical GPUs, which need not exist."""
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_OVERRIDE_RESOURCES", json.dumps({"CPU": 4, "GPU": NUM_GPUS}))
@@ -57,7 +57,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
 
 
 def demand(name: str, num_cpus: float, num_gpus: float, num_ranks: int = 1) -> Demand:
-    """Of a replica of that name."""
+    """The demand for a replica with this name."""
     role = name.partition("-")[0]
     return Demand(role, num_cpus, num_gpus, num_ranks, {}, name, (Leader, Sitter))
 

@@ -1,4 +1,5 @@
-"""Deployments that draft from what the target computes: by itself, and by a head in a draft."""
+"""Deployments that draft from the target's hidden states, with a head on the target and with a head
+on a draft."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -39,12 +40,12 @@ STARTING: tuple[Role, ...] = ("target", "draft", "coordinator")
 
 @asynccontextmanager
 async def actors_here(directory: Path, **settings: Any) -> AsyncIterator[dict[Role, str]]:
-    """The address of each role's replica."""
+    """The address of the replica of each role."""
     given = load_config({"grpc_port": 0, "http": False, **settings}, {})
     found = await asyncio.to_thread(resolve_models, given)
     with EmbeddedRedis(directory) as redis, pytest.MonkeyPatch.context() as patch:
         for module in ("coordinator.actor", "outrider.replica.host"):
-            for name in ("log_to", "use_threads"):  # They change the whole process.
+            for name in ("log_to", "use_threads"):  # These change the whole process.
                 patch.setattr(f"{module}.{name}", lambda *_: None)
         address = replace(found.coordinator.redis, url=redis.url)
         found = replace(found, coordinator=found.coordinator.reaching(address))
@@ -74,11 +75,11 @@ async def actors_here(directory: Path, **settings: Any) -> AsyncIterator[dict[Ro
 async def test_it_writes_what_its_target_writes(
     tmp_path: Path, kind: str, save: Callable[..., Path] | None, has_draft: bool
 ) -> None:
-    """Greedy, with the heads' proposals in every round but the first. The look-up that goes first
-    is never so sure as is asked of it here. A published head, whose kind its files tell, is random,
-    and that is said of it."""
+    """Text is greedy. In every round but the first, the head proposes, because the look-up that is
+    asked first never reaches the confidence required here. The files of a published head show its
+    kind. Its weights are random, and the log says that it does not fit."""
     target, tokenizer = tmp_path / "target", byte_level_tokenizer(VOCAB_SIZE)
-    if save is None:  # Its own files hold what it drafts with.
+    if save is None:  # The drafter's files have everything that it needs.
         MtpReference(mtp_target("glm4_moe", VOCAB_SIZE)).save(target)
         tokenizer.save_pretrained(target)
         heads = named = kind
@@ -121,6 +122,6 @@ async def test_it_writes_what_its_target_writes(
     assert ids[:NUM_TOKENS] == written[0, len(PROMPT) :].tolist()
     early = [entry.proposed_token_ids for entry in rounds[1 : NUM_TOKENS // 3]]
     assert {len(token_ids) for token_ids in early} == {2}
-    # The heads have logits of these alone, and the fallback drafter copies any.
+    # The head has logits for these tokens only; the fallback drafter may copy any token.
     if save is not None:
         assert all(token_id % 3 == 0 for token_ids in early for token_id in token_ids)

@@ -1,4 +1,4 @@
-"""Another server becomes Redis' primary while sessions are opened and appended to."""
+"""Another server becomes Redis' primary while sessions are opened and extended."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from tests.chaos.proxy import FaultProxy
 pytestmark = pytest.mark.xdist_group("redis")
 
 BACK_S = 10.0
-"""Time until commits continue: `DOWN_AFTER_MS`, a second or two for Sentinel's election and
-promotion, a timeout and a wait of the committer, and a reserve for busy machines."""
+"""Time until commits continue: `DOWN_AFTER_MS`, one or two seconds for Sentinel's election and
+promotion, a timeout and a delay of the committer, and a reserve for busy machines."""
 FOLLOWED_S = 30.0
-"""The same where a replica is waited for: Sentinel demotes a returning primary only after about 10
+"""The same if commits wait for a replica: Sentinel demotes a returning primary only after about 10
 s."""
 LOAD_S = 1.0
 NUM_SESSIONS = 24
@@ -44,7 +44,7 @@ NO_COUNTS = Counters()
 
 
 async def until_it_works(call: Callable[[], Awaitable[object]], within_s: float = BACK_S) -> int:
-    """Repeats a call; how often it raised `StoreUnavailable`."""
+    """Repeats a call until it succeeds. Returns how often it raised `StoreUnavailable`."""
     failed = 0
     async with asyncio.timeout(within_s):
         while True:
@@ -64,12 +64,12 @@ async def servers(tmp_path: Path) -> AsyncIterator[RedisServers]:
 
 
 def decided(session_id: str, position: int) -> int:
-    """The token of a session at a position, the same for every owner."""
+    """The token of a session at a position. It is the same for every owner."""
     return random.Random(f"{session_id} {position}").randrange(1_000)
 
 
 class Load:
-    """Sessions that decide tokens, see them committed, and end."""
+    """Sessions that decide tokens, wait until these are committed, and end."""
 
     def __init__(self, store: RedisStore, owner: str) -> None:
         self._store = store
@@ -79,9 +79,9 @@ class Load:
         self.ending = asyncio.Event()
         self._last_shown = asyncio.get_running_loop().time()
         self.longest_gap_s = 0.0
-        """Longest time in which no session's tokens were shown."""
+        """The longest time in which no session showed a token."""
         self.shown: dict[str, int] = {}
-        """Length by session."""
+        """Length of each session."""
         self.lost: set[str] = set()
         """Sessions that a new primary did not know."""
         self.ended: set[str] = set()
@@ -97,7 +97,7 @@ class Load:
         await asyncio.gather(*self._tasks, self._running, return_exceptions=True)
 
     async def finish(self, within_s: float) -> None:
-        """Ends all sessions. Raises their errors, or `TimeoutError` if one is stuck."""
+        """Ends all sessions. Raises their errors, and `TimeoutError` if a session is stuck."""
         self.ending.set()
         async with asyncio.timeout(within_s):
             await asyncio.gather(*self._tasks)
@@ -110,7 +110,7 @@ class Load:
                 await asyncio.sleep(0.01)
 
     async def _sessions(self, number: int) -> None:
-        """Opens sessions of 60 tokens one after the other."""
+        """Opens sessions of 60 tokens, one after the other."""
         count = 0
         while not self.ending.is_set():
             session_id = f"{number:016x}{count:016x}"
@@ -143,7 +143,8 @@ class Load:
             commits.remove()
 
     async def check(self, store: RedisStore, but: set[str]) -> None:
-        """Checks that shown tokens are stored, and as decided, except for these sessions."""
+        """Checks that all shown tokens are stored as they were decided, except in these
+        sessions."""
         assert len(self.shown) >= NUM_SESSIONS
         assert not self.shown.keys() <= but
         for session_id, length in self.shown.items():
@@ -156,12 +157,12 @@ class Load:
 
 
 async def kill(servers: RedisServers) -> None:
-    """Kills it for good; another replica is started."""
+    """Kills the primary for good. Another replica is started."""
     await servers.replace(servers.primary_address)
 
 
 async def pause(servers: RedisServers) -> None:
-    """Stops it for a while; it returns as a primary, until Sentinel demotes it."""
+    """Stops the primary for a while. It returns as a primary, until Sentinel demotes it."""
     pid, before = servers.primary.pid, servers.primary_address
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -171,7 +172,7 @@ async def pause(servers: RedisServers) -> None:
 
 
 async def demote(servers: RedisServers) -> None:
-    """Demotes it as an operator would: all servers stay up."""
+    """Demotes the primary as an operator would. All servers stay up."""
     await servers.demote()
 
 
@@ -195,9 +196,9 @@ async def test_commits_go_on_at_the_promoted_replica(
     wait_replicas: int,
     within_s: float,
 ) -> None:
-    """Under load: no session is stuck, and what was shown stays. Owners send again what the new
-    primary lacks. Unless a replica is waited for, a session unknown to the new primary ends as
-    lost, and a finished one may lack its last tokens."""
+    """Under load, no session is stuck, and shown tokens do not change. Owners send again what the
+    new primary lacks. If commits wait for no replica, a session that the new primary does not know
+    ends as lost, and a finished session may lack its last tokens."""
     address = RedisAddress(url=servers.url, key_prefix="outrider:")
     store = await RedisStore.connect(address, wait_replicas=wait_replicas)
     async with Load(store, OWNERS[0]) as load:
@@ -216,8 +217,9 @@ async def test_commits_go_on_at_the_promoted_replica(
 
 
 async def test_a_primary_that_is_cut_off_acknowledges_nothing(tmp_path: Path) -> None:
-    """Only a coordinator reaches it. It accepts writes until it learns of the other one, and these
-    are lost; where its replica is waited for, they are not acknowledged."""
+    """Only a coordinator still reaches the old primary, which accepts writes until it learns of the
+    new one. These writes are lost. If commits wait for a replica, the writes are not
+    acknowledged."""
     proxy = FaultProxy()
     async with RedisServers(tmp_path / "servers", forward=proxy.forward) as servers:
         before = servers.primary_address
@@ -244,10 +246,10 @@ async def test_a_primary_that_is_cut_off_acknowledges_nothing(tmp_path: Path) ->
 
 
 async def test_what_replicas_lack_does_not_count(servers: RedisServers) -> None:
-    """While the replica is stopped nothing is opened, appended, taken over, ended or read, within a
-    bounded time; repeating the call on another connection, when the primary has everything already
-    and no script writes, is no acknowledgement either. When the replica continues, everything is
-    there once."""
+    """While the replica is stopped, no session is opened, extended, taken over, ended or read, and
+    each call fails within a bounded time. A repeated call on another connection finds that the
+    primary has all data, so its script writes nothing. This call is not acknowledged either. After
+    the replica has continued, all data is there once."""
     address = RedisAddress(url=servers.url, key_prefix="outrider:")
     store = await RedisStore.connect(address, wait_replicas=1)
     new = new_session("1" * 32)
@@ -295,7 +297,7 @@ async def test_all_that_take_a_redis_url_take_sentinels(servers: RedisServers) -
 
 
 async def test_a_start_waits_for_a_sentinel_that_is_slow_to_answer(servers: RedisServers) -> None:
-    """One that answers none of the first calls in time, as while it elects a primary."""
+    """The Sentinel answers none of the first calls in time, as while it elects a primary."""
     pid = servers.sentinel.pid
     os.kill(pid, signal.SIGSTOP)
     try:

@@ -68,8 +68,8 @@ async def test_sessions_expire(server: EmbeddedRedis, admin: redis.Redis) -> Non
 
 
 async def test_redis_counts_a_lease_down(server: EmbeddedRedis, admin: redis.Redis) -> None:
-    """Renewed for longer than it lasts, then left alone until the store reports its end. No point
-    in time is stored."""
+    """The lease is renewed for longer than its length, and then no more, until the store reports
+    its end. Redis stores no point in time."""
     store = await connected(server.url, key_prefix="lease:")
     store.lease_ms = 300
     await store.hold_lease(OWNERS[0])
@@ -90,8 +90,9 @@ async def test_redis_counts_a_lease_down(server: EmbeddedRedis, admin: redis.Red
 
 
 async def test_a_full_server_renews_leases(store: RedisStore, admin: redis.Redis) -> None:
-    """Otherwise others would take over the sessions of a running coordinator. It also reports the
-    remaining time, though it cannot tell the owner that another one asked."""
+    """If the lease were not renewed, others would take over the sessions of a running coordinator.
+    A take-over is still told the remaining time, although the server cannot note for the owner that
+    someone asked."""
     await store.hold_lease(OWNERS[0])
     await store.open(new_session())
     seen = await store.load(IDS[0])
@@ -144,8 +145,9 @@ LINES = [f"[-{number}.5, []]" for number in range(1, 1000)]
 async def test_a_long_record_is_read_in_parts(
     store: RedisStore, admin: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No answer of Redis is long; the record is the same, read or taken over. If another owner
-    replaces it between two parts, the result is of one owner alone, and a take-over is refused."""
+    """No answer of Redis is long. The record is the same whether it is read or taken over. If
+    another owner replaces it between two parts, the result is of one owner only, and a take-over is
+    refused."""
     monkeypatch.setattr("outrider.limits.RECORD_PART_BYTES", 100)
     await store.open(new_session())
     session = Session(new_session())
@@ -227,7 +229,8 @@ async def test_a_dead_server_is_noticed_and_comes_back_with_its_sessions(tmp_pat
 
 
 def test_a_server_starts_while_a_thread_sets_environment_variables(tmp_path: Path) -> None:
-    """As Ray does in the launcher: `environ` moves during `execv`, which then fails with EFAULT."""
+    """In the launcher, a thread of Ray does this. `environ` moves during `execv`, which then fails
+    with EFAULT."""
     server, stop = EmbeddedRedis(tmp_path), threading.Event()
 
     def set_variables() -> None:
@@ -248,8 +251,8 @@ def test_a_server_starts_while_a_thread_sets_environment_variables(tmp_path: Pat
 
 
 async def test_a_hanging_server_is_noticed_within_a_second(tmp_path: Path) -> None:
-    """A stopped process accepts connections but never answers. The bound is above a second only for
-    busy machines."""
+    """A stopped process accepts connections but never answers. The bound is above a second because
+    of busy machines."""
     with EmbeddedRedis(tmp_path) as server:
         store = await connected(server.url)
         await store.open(new_session())
@@ -266,7 +269,7 @@ async def test_a_hanging_server_is_noticed_within_a_second(tmp_path: Path) -> No
 
 
 def test_a_directory_has_one_server_for_its_user_alone(tmp_path: Path) -> None:
-    """With a long path its socket is elsewhere."""
+    """If the directory's path is long, the socket is in another directory."""
     long = tmp_path / ("d" * SOCKET_PATH_BYTES_MAX)
     for directory in (tmp_path, long):
         with EmbeddedRedis(directory) as server:
@@ -294,7 +297,7 @@ def test_a_server_that_cannot_be_started_says_why(
 
 
 def test_the_server_dies_with_a_killed_parent(tmp_path: Path) -> None:
-    """No code of the killed parent runs; the server still stops and frees its lock."""
+    """A killed parent runs no code. The server still stops and releases its lock."""
     program = (
         "import sys, time; from outrider.sessions.embedded import EmbeddedRedis;"
         "r = EmbeddedRedis(sys.argv[1]); r.start(); print(r.pid, flush=True); time.sleep(600)"

@@ -1,4 +1,4 @@
-"""How a replica stops: queued items are answered, but only within a grace period."""
+"""How a replica stops: it answers queued items, but only within a grace period."""
 
 import asyncio
 from collections.abc import Callable
@@ -22,7 +22,7 @@ Serving = health_pb2.HealthCheckResponse.ServingStatus
 
 
 class GatedExecutor:
-    """Each step waits until the test opens the gate for it."""
+    """Runs each step only after the test has opened the gate for it."""
 
     def __init__(self) -> None:
         self.gate = asyncio.Semaphore(0)
@@ -36,7 +36,8 @@ class GatedExecutor:
 
 
 class Hosted:
-    """A target behind a real server, one item a step, and a coordinator's link to it."""
+    """A target behind a real server that runs one item in each step, and a coordinator's link to
+    it."""
 
     def __init__(self) -> None:
         self.engine = ToyEngine()
@@ -60,9 +61,9 @@ class Hosted:
 
 
 async def test_what_waits_is_answered_and_then_the_stream_ends() -> None:
-    """Three steps wait. All are answered before the stream ends; an item after the stop is not run;
-    and the stop takes as long as the steps, far less than its grace, though the coordinator would
-    keep its stream."""
+    """Three items wait. All are answered before the stream ends. An item that arrives after the
+    stop is not run. The stop takes only as long as the steps, far less than the grace period,
+    although the coordinator would keep its stream."""
     hosted = Hosted()
     await hosted.start()
     for session in (1, 2, 3):
@@ -74,7 +75,7 @@ async def test_what_waits_is_answered_and_then_the_stream_ends() -> None:
     for num_answers in (1, 2, 3):
         hosted.executor.gate.release()
         await hosted.heard.wait(num_answers)
-    hosted.executor.gate.release()  # The stream's end parks its sessions.
+    hosted.executor.gate.release()  # At its end, the stream parks its sessions in a step.
     async with asyncio.timeout(PATIENCE_S):
         await stopping
     await hosted.heard.wait(num_lost=1)
@@ -112,7 +113,7 @@ async def test_a_replica_whose_engine_is_lost_ends_by_itself() -> None:
 
 
 async def test_steps_that_take_longer_than_the_grace_are_not_waited_for() -> None:
-    """The streams are cut; the running step ends, and the rest is dropped."""
+    """The streams are cut. The running step ends, and the other items are dropped."""
     hosted = Hosted()
     await hosted.start()
     hosted.send(1)

@@ -1,4 +1,5 @@
-"""Metrics of a live deployment change as expected. Completeness is tested with the dashboard."""
+"""The metrics of a running deployment change as expected. That all metrics exist is tested with the
+dashboard."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -54,7 +55,7 @@ async def test_numbers_move_with_what_happens(tmp_path: Path) -> None:
     assert grown("outrider_request_success_total", finished_reason="length") == 2
     assert grown("outrider_request_success_total", finished_reason="deadline") == 0
     assert after.value("outrider_request_failure_total", error_type="BadRequest") == 1
-    # Failed requests would make latencies look short.
+    # Failed requests would make latencies look shorter than they are.
     assert grown("outrider_e2e_request_latency_seconds_count") == 2
     num_rounds = sum(answer.metrics.num_rounds for answer in answers)
     counted = {
@@ -72,12 +73,12 @@ async def test_numbers_move_with_what_happens(tmp_path: Path) -> None:
         assert grown(f"outrider_{name}_total") == count, name
     accepted = grown("outrider_spec_decode_num_accepted_tokens_total")
     assert accepted == counted["spec_decode_num_accepted_tokens_per_pos"]
-    # The draft looks ahead in every round with a proposal, and is in time for some.
+    # The draft looks ahead in every round with a proposal. Some proposals are ready in time.
     hits, misses = (grown(f"outrider_look_ahead_{name}_total") for name in ("hits", "misses"))
     assert hits == sum(report.look_ahead_hit for report in reports) > 0
     assert hits + misses == grown("outrider_spec_decode_num_drafts_total") > 0
     for side in ("target", "draft"):
-        # A message each way in each round, of more than a session's id.
+        # Each round has a message in each direction, with more than the session's id.
         assert grown("outrider_wire_bytes_sent_total", side=side) > 32 * num_rounds
         assert grown("outrider_wire_bytes_received_total", side=side) > 32 * num_rounds
         assert after.value("outrider_stale_answers_total", side=side) == 0
@@ -122,6 +123,6 @@ async def test_rounds_without_their_draft_are_counted(tmp_path: Path) -> None:
         await watched.stack.draft_server.stop(0)
         answer = await watched.stack.client.complete(REQUEST)
         page = await watched.page("coordinator")
-    # The first round, and one for a single token, have no proposal.
+    # The first round and the round for the last token have no proposal.
     assert page.value("outrider_fallback_rounds_total") == answer.metrics.num_rounds - 2
     assert page.value("outrider_look_ahead_misses_total") == 0

@@ -1,4 +1,4 @@
-"""Traces and metrics of the three services: recorded in memory, sent by OTLP, and scraped."""
+"""Traces and metrics of the three services, recorded in memory, sent by OTLP, and scraped."""
 
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
@@ -37,7 +37,7 @@ GENAI_ATTRIBUTES = {"gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.req
 def observed_stack(
     exports: Mapping[Role, Exports], directory: Path
 ) -> AbstractAsyncContextManager[Stack]:
-    # Without look-ahead every proposal is requested, and has its spans.
+    # Without look-ahead, every proposal is requested and has its spans.
     return toy_stack(directory, look_ahead=0, **observers(exports, DETAIL))
 
 
@@ -60,7 +60,7 @@ async def test_a_request_is_one_trace_over_three_services(memory: Memory, tmp_pa
     (root,) = memory.named("text_completion model")
     by_id = {span.context.span_id: span for span in memory.spans}
     rounds = memory.named("outrider.round")
-    # The first two, and then every fourth.
+    # The first two rounds have spans, and then every fourth round.
     indices = [span.attributes["outrider.round.index"] for span in rounds]
     assert indices == [i for i in range(answer.metrics.num_rounds) if i < 2 or (i - 2) % 4 == 0]
     assert all(span.parent.span_id == root.context.span_id for span in rounds)
@@ -119,7 +119,7 @@ async def test_the_request_span_says_what_the_conventions_and_we_promise(
             1,
             {key: found[key] for key in found if key in GENAI_ATTRIBUTES},
         )
-    # All rounds count here, also those without spans.
+    # The sum is over all rounds, also those without spans.
     verify_ms = sum(s.attributes["outrider.compute_ms"] for s in _target_wires(memory))
     assert found["outrider.verify_ms"] > verify_ms > 0
     for phase in ("draft", "wire", "queue", "verify", "commit"):
@@ -165,7 +165,7 @@ async def test_a_client_that_goes_is_a_cancel(memory: Memory, tmp_path: Path) ->
 
 
 class Collector(trace_grpc.TraceServiceServicer, metrics_grpc.MetricsServiceServicer):
-    """Receives OTLP over gRPC and keeps it."""
+    """A collector that receives OTLP by gRPC and keeps it."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Targets and drafts that answer only coordinators, by certificate."""
+"""Targets and drafts answer only coordinators, which they recognise by certificate."""
 
 import datetime
 from collections.abc import AsyncIterator
@@ -29,7 +29,7 @@ from target_service.service import TargetService
 
 NOW = datetime.datetime.now(datetime.UTC)
 NO_CONNECTION = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-"""The second is how an empty stream of requests ends."""
+"""A call whose stream of requests is empty may end with CANCELLED."""
 
 
 def make_all(directory: Path) -> Path:
@@ -53,7 +53,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @asynccontextmanager
 async def hosted(role: Role, directory: Path) -> AsyncIterator[str]:
-    """The address of a replica served as by its actor."""
+    """The address of a replica that is served as its actor serves it."""
     host: ReplicaHost = ReplicaHost()
     tls = str(directory)
     if role == "target":
@@ -74,7 +74,7 @@ async def hosted(role: Role, directory: Path) -> AsyncIterator[str]:
 async def code_of(
     address: str, trust: Trust, path: str, metadata: tuple[tuple[str, str], ...] = ()
 ) -> grpc.StatusCode:
-    """Final status of a call with one empty message; OK if it continues."""
+    """The final status of a call with one empty message. OK if the call goes on."""
     async with open_channel(address, trust) as channel:
         call: Any = channel.unary_stream(path)(b"", timeout=10, metadata=metadata)
         try:

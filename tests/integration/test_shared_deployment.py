@@ -1,4 +1,4 @@
-"""A deployment whose target and draft are each shared by two ranks, on local Ray."""
+"""A deployment on local Ray whose target and draft each have two ranks."""
 
 import asyncio
 import os
@@ -21,14 +21,14 @@ PROMPT = tuple(range(10, 30))
 VOCAB_SIZE = 320
 NUM_TOKENS = 24
 END_S = 150.0
-"""A place that Ray has not found in time is looked for again, after longer and longer rests."""
+"""Ray looks again for a place that it has not found, after longer and longer delays."""
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group("shared")]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target and a draft with one tokenizer."""
+    """A target and a draft with the same tokenizer."""
     directory = tmp_path_factory.mktemp("models")
     tokenizer = byte_level_tokenizer(VOCAB_SIZE)
     for seed, name in enumerate(("target", "draft")):

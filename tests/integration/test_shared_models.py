@@ -1,5 +1,5 @@
-"""Models that several processes share: the engine of the leader gives what the whole model gives,
-whatever is done to its sequences."""
+"""Models that several processes share. The leader's engine gives the same results as the whole
+model, whatever is done to its sequences."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -62,8 +62,8 @@ def _whole(config: TargetConfig) -> PagedEngine:
 
 
 def _run(engine: Engine) -> list[torch.Tensor]:
-    """Everything that an engine can be asked: chunks, a batch, thrown-away tokens, a branch, a
-    tree cut to one of its paths, a shared prefix, and none of the logits."""
+    """All kinds of engine calls: chunks, a batch, tokens that are removed, a branch, a tree that is
+    cut to one path, a shared prefix, and steps without logits."""
     first, second = tuple(range(1, 36)), tuple(range(36, 3, -1))
     logits = engine.forward([SequenceStep("a", first[:20], 2), SequenceStep("b", second, 1)])
     logits += engine.forward([SequenceStep("a", first[20:], 0)])
@@ -95,8 +95,8 @@ def _greedy(engine: Engine, prompt: Sequence[int], num_tokens: int) -> list[int]
 
 
 def test_a_shared_engine_gives_what_the_whole_one_gives(tmp_path: Path) -> None:
-    """Logits in float64 to 1e-10 over every kind of call, the same pages in use, and the greedy
-    tokens of the library's `generate`; a request that is refused leaves the ranks in step."""
+    """Logits agree in float64 to 1e-10 in every kind of call, the same pages are in use, and greedy
+    tokens are those of the library's `generate`. After a refused request, the ranks still agree."""
     config = _config(_tiny(tmp_path), "float64")
     whole = _whole(config)
     with _shared(config, 2) as (engine, _):
@@ -117,8 +117,8 @@ def test_a_shared_engine_gives_what_the_whole_one_gives(tmp_path: Path) -> None:
     ("size", "temperature"), [(3, 1.0), pytest.param(2, 0.0, marks=pytest.mark.full)]
 )
 async def test_a_head_drafts_on_the_leader(size: int, temperature: float, tmp_path: Path) -> None:
-    """As on the whole model, on ranks that hold the same pages; and what is written, coupled or
-    greedy and with trees, is the same for any number of drafted tokens."""
+    """The head drafts as on the whole model, and all ranks hold the same pages. The text, coupled
+    or greedy and with trees, is the same for any number of draft tokens."""
     model = tiny_config("llama", vocab_size=37)
     model.hidden_size = model.intermediate_size = 48
     model.num_attention_heads = model.num_key_value_heads = 6
@@ -134,7 +134,7 @@ async def test_a_head_drafts_on_the_leader(size: int, temperature: float, tmp_pa
     with _shared(config, size) as (engine, _):
         shared: Any = engine
         assert shared.draft_layer.note == whole.draft_layer.note
-        # A rank's share of the model is smaller, but the leader's pages hold the head's part, too.
+        # A rank's share of the model is smaller, but the leader's pages also hold the head's part.
         assert shared.page_counts().num_pages > whole.page_counts().num_pages
         for one in (shared, whole):
             one.forward([SequenceStep("a", tuple(range(1, 36)), 3)])
@@ -158,8 +158,8 @@ async def test_a_head_drafts_on_the_leader(size: int, temperature: float, tmp_pa
 
 
 def test_a_deterministic_shared_engine_gives_one_answer(tmp_path: Path) -> None:
-    """Bfloat16: a sequence's logits are bit-equal alone and beside so many others that a sum of
-    their rows is too large for the shorter way."""
+    """In bfloat16, a sequence's logits are bit-equal alone and beside many other sequences, whose
+    rows make the sum too large for the algorithm for small sums."""
     model = tiny_config("llama", vocab_size=37)
     model.hidden_size, model.num_attention_heads, model.num_key_value_heads = 384, 6, 6
     tiny_module(model, dtype=torch.bfloat16).save_pretrained(tmp_path)
@@ -177,7 +177,8 @@ def test_a_deterministic_shared_engine_gives_one_answer(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.real_model
 def test_the_demo_target_on_three_ranks_writes_what_generate_writes() -> None:
-    """Nine heads and three of keys and values: greedy, float32, the library's tokens."""
+    """The model has nine query heads and three key-value heads. Greedy tokens in float32 are the
+    library's."""
     path = resolve_model("demo")
     config = replace(_config(path, "float32"), model="demo", max_model_len=128)
     module, _ = load_model(path, name="demo", dtype="float32", device="cpu")

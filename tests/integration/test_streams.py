@@ -74,9 +74,9 @@ async def pair() -> AsyncIterator[Pair]:
 
 
 async def test_a_link_breaks_and_is_opened_anew(pair: Pair) -> None:
-    """The server stops: the listener is told once, `send` fails fast while there is no server, and
-    after a restart a send reopens the stream with full sampling parameters; the new target answers
-    that it holds nothing."""
+    """When the server stops, the listener is told once. While there is no server, `send` fails
+    fast. After a restart, a send opens the stream again with full sampling parameters, and the new
+    target answers that it holds nothing."""
     link = target_link(pair.target_server.address)
     heard = Listener(link)
     port = pair.target_port
@@ -111,7 +111,7 @@ async def test_a_link_breaks_and_is_opened_anew(pair: Pair) -> None:
 
 
 def sent_head(stream: Any, item: VerifyItem) -> Any:
-    """The head of the message that the stream would send."""
+    """The head of the message that the stream would send for an item."""
     return target_pb2.VerifyRequest.FromString(stream.encode(item)).items[0].head
 
 
@@ -182,7 +182,7 @@ async def test_many_features_come_by_the_stream_of_bulky_items(
 
 
 async def send_raw(address: str, frames: list[bytes]) -> tuple[list[Any], grpc.StatusCode, str]:
-    """A stream's answers to raw bytes, and how it ends."""
+    """The answers to raw bytes on a stream, its status code and its details."""
     channel: Any = open_channel(address)
     call = channel.stream_stream(VERIFY_PATH)(iter(frames))
     replies = []
@@ -197,8 +197,9 @@ async def send_raw(address: str, frames: list[bytes]) -> tuple[list[Any], grpc.S
 
 
 async def test_what_cannot_be_decoded_is_the_callers_fault(pair: Pair) -> None:
-    """INVALID_ARGUMENT, not INTERNAL. In a frame with a good item, one with a bad id and one
-    without parameters, each gets its own answer. A message over the limit is not read."""
+    """The status is INVALID_ARGUMENT, not INTERNAL. If a frame has a good item, an item with a bad
+    id and an item without parameters, each item gets its own answer. A message above the size limit
+    is not read."""
     address = pair.target_server.address
     _, code, details = await send_raw(address, [b"\xff\xff\xff"])
     assert code is grpc.StatusCode.INVALID_ARGUMENT

@@ -1,5 +1,5 @@
-"""Users reach a coordinator by TLS: which side checks which, and what the clients of this package
-need."""
+"""TLS between users and a coordinator: which side checks which certificates, and what the Python
+clients need."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -37,7 +37,7 @@ async def serving(credentials: Any, gate: AccessControl) -> AsyncIterator[str]:
 
 
 async def answers(address: str, trust: Trust, key: str) -> bool:
-    """Checks with both kinds of client."""
+    """Whether a call is answered, checked with both kinds of client."""
 
     def blocking() -> str:
         with SyncClient(address, api_key=key, trust=trust) as client:
@@ -55,8 +55,9 @@ async def answers(address: str, trust: Trust, key: str) -> bool:
 
 
 async def test_a_server_is_known_by_its_authority_and_its_host(tmp_path: Path) -> None:
-    """The key is sent inside TLS; a client that trusts another authority, or uses plain text, sends
-    nothing. Commands on the server's machine trust just its certificate, whatever host it names."""
+    """The key is sent inside TLS. A client that trusts another authority, or uses plain text, sends
+    no key. Commands on the server's machine trust exactly the server's certificate, whatever host
+    it names."""
     authority, stranger = Made(tmp_path, "authority"), Made(tmp_path, "stranger", "127.0.0.1")
     good = Made(tmp_path, "good", "127.0.0.1", by=authority)
     elsewhere = Made(tmp_path, "elsewhere", "*.example.org", "10.0.0.1", by=authority)

@@ -1,1 +1,1 @@
-"""Mutants of the product: which the tests catch."""
+"""Which mutants of the product the tests catch."""

@@ -1,10 +1,9 @@
-"""`python -m tests.mutants FILE`: which of the mutants in a file the tests catch.
-`tests.mutants.picking` makes the file, or it is an earlier output. Each mutant is applied to a copy
-of the tree, in which the tests of its area run until one fails. Prints a line of JSON for each: the
-mutant, and `caught`, `survived` or `missing` (its lines are in no file of its area).
-
-`--against FILE` names an earlier output: the exit code is 1 if more than 2 % of the mutants caught
-then survive now. `baseline.jsonl` is such an output."""
+"""`python -m tests.mutants FILE`: runs the tests on each mutant of a file. `tests.mutants.picking`
+makes the file, or it is an earlier output of this command. Each mutant is applied to a copy of the
+tree, in which the tests of its area run until one fails. Prints a JSON line for each mutant, with
+its outcome: `caught`, `survived`, or `missing` (no file of its area has its lines). `--against
+FILE` names an earlier output, such as `baseline.jsonl`: the exit code is 1 if more than 2 % of the
+mutants that were caught then survive now."""
 
 import argparse
 import json
@@ -23,7 +22,7 @@ from typing import Any, Final
 from tests.mutants.areas import AREAS, Mutant
 
 TIMEOUT_S: Final = 600.0
-"""Timeout of an area's tests; a mutant that makes them hang is caught."""
+"""Time limit of an area's tests. A mutant that makes them hang is caught."""
 LOST_MAX: Final = 0.02
 _COPIED: Final = (
     "outrider", "coordinator", "draft_service", "target_service", "deploy", "benchmarks", "tests",
@@ -32,7 +31,7 @@ _COPIED: Final = (
 
 
 def main() -> int:
-    """Prints the outcome of each mutant, and sums to standard error."""
+    """Prints the outcome of each mutant, and the sums to standard error."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("mutants", type=Path)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
@@ -54,7 +53,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
 def run(
     mutants: Sequence[Mutant], root: Path, directory: Path, workers: int
 ) -> list[dict[str, Any]]:
-    """Outcome of each mutant of the tree at `root`, in copies below `directory`."""
+    """The outcome of each mutant of the tree at `root`. The copies are below `directory`."""
     of_thread = threading.local()
 
     def begin() -> None:
@@ -100,8 +99,8 @@ def _outcome(mutant: Mutant, root: Path, copy: Path) -> str:
 
 
 def _changed(mutant: Mutant, root: Path) -> tuple[str, str | None]:
-    """The file with the mutant's lines, and its changed source. That is the mutant's own file, or
-    the only one of its area that has them now; else None instead of the source."""
+    """The file that has the mutant's lines, and its changed source. This is the mutant's own file,
+    or the only file of its area that has these lines now. If there is none, the source is None."""
     found = {}
     for file in {mutant.file, *AREAS[mutant.area].files(root)}:
         original = root / file
@@ -113,9 +112,9 @@ def _changed(mutant: Mutant, root: Path) -> tuple[str, str | None]:
 
 
 def _passes(tests: Sequence[str], copy: Path) -> bool:
-    """Whether all tests pass. The copy comes first on the path."""
+    """Whether all tests pass on the copy, which comes first on the path."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-    # A mutant may have the size and the second of the file it replaces: no bytecode is kept.
+    # A mutant may have the size and time stamp of the file it replaces: keep no bytecode.
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The mutated areas, their tests, and a mutant as a value."""
+"""The areas of the product that are mutated, their tests, and the type of a mutant."""
 
 import difflib
 from dataclasses import asdict, dataclass
@@ -61,7 +61,7 @@ class Mutant:
     file: str
     operator: str
     line: int
-    """Number of the first line that it changes, from 1."""
+    """Number, from 1, of the first line that it changes."""
     before: tuple[str, ...]
     after: tuple[str, ...]
 
@@ -85,8 +85,8 @@ class Mutant:
         return asdict(self)
 
     def applied(self, source: str) -> str | None:
-        """The changed source; None if its lines are missing, or occur more than once and not at
-        their place."""
+        """The changed source. None if its lines are missing, or if they occur more than once and
+        not at the mutant's own place."""
         lines, size = source.splitlines(), len(self.before)
         places = [
             place

@@ -1,7 +1,5 @@
-"""Picks mutants of the product's source, by cosmic-ray's operators, which it needs.
-
-python -m tests.mutants.picking --seed 1 --per-area 48 > mutants.jsonl
-"""
+"""Picks mutants of the product's source with the operators of cosmic-ray, which must be installed.
+`python -m tests.mutants.picking --seed 1 --per-area 48 > mutants.jsonl`"""
 
 import argparse
 import json
@@ -38,12 +36,13 @@ OPERATORS: Final = (
 )
 _NUMBERS: Final = "core/NumberReplacer"
 _NUMBERS_ONE_IN: Final = 4
-"""Half of all places are numbers, many of them timeouts: this share of them is left out."""
+"""Half of all possible mutants change numbers, many of them timeouts. This share of such mutants is
+left out."""
 
 
 def pick(root: Path, seed: int, per_area: int) -> list[Mutant]:
-    """This many mutants of each area, or all if it has fewer; the same for the same seed and
-    source."""
+    """Picks this many mutants of each area, or all if there are fewer. The same seed and source
+    give the same mutants."""
     found: list[Mutant] = []
     for area, covered in AREAS.items():
         places = [place for file in covered.files(root) for place in _places(root / file)]
@@ -56,7 +55,7 @@ def pick(root: Path, seed: int, per_area: int) -> list[Mutant]:
 
 
 def _places(path: Path) -> Iterator[tuple[Path, str, int]]:
-    """Operators, and their occurrences in the file."""
+    """The operators, each with the number of its occurrences in the file."""
     tree = parso.parse(path.read_text())
     nodes = list(ast_nodes(tree))
     for name in OPERATORS:
@@ -71,10 +70,11 @@ def _places(path: Path) -> Iterator[tuple[Path, str, int]]:
 
 
 def _is_in_annotation(node: Any) -> bool:
-    """Annotations are not evaluated, so no test could detect their mutants."""
+    """Whether the node is part of an annotation. Annotations are not evaluated, so no test could
+    catch such a mutant."""
     child, parent = node, node.parent
     while parent is not None:
-        if parent.type == "tfpdef":  # A parameter's.
+        if parent.type == "tfpdef":  # The annotation of a parameter.
             return True
         if parent.type == "annassign" and child is parent.children[1]:
             return True

@@ -1,4 +1,5 @@
-"""The table in `docs/settings.md`, made from `outrider.config`; run as a module to write it."""
+"""Makes the table in `docs/settings.md` from `outrider.config`. Run as a module, it writes the
+table."""
 
 from pathlib import Path
 
@@ -12,8 +13,8 @@ END = "<!-- end of settings -->\n"
 
 
 def table() -> str:
-    """A row per setting: flag, default, description and allowed values. A setting of the draft that
-    says the same as the target's shares its row."""
+    """A row for each setting: flag, default, description and allowed values. If a setting of the
+    draft has the same description as the target's, both share a row."""
     rows: dict[str, list[str]] = {}
     for setting in deployment_settings().values():
         default = "" if setting.default in (None, "") else f"`{str(setting.default).lower()}`"
@@ -35,7 +36,7 @@ def table() -> str:
 
 
 def with_table(text: str) -> str:
-    """The page with the current table."""
+    """The page with an up-to-date table."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:

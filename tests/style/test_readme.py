@@ -1,4 +1,4 @@
-"""The documents are correct."""
+"""What the documents name exists."""
 
 import ast
 import re
@@ -16,14 +16,14 @@ DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def test_the_table_of_settings_is_what_the_configuration_says() -> None:
-    """Run `python -m tests.style.settings_table` after a change."""
+    """If this fails, run `python -m tests.style.settings_table`."""
     text = SETTINGS.read_text("utf-8")
     assert text == with_table(text)
 
 
 @pytest.mark.parametrize("page", [README, ROOT / "docs" / "api.md"], ids=lambda page: page.name)
 def test_the_python_examples_compile(page: Path) -> None:
-    """And their imports from the client exist."""
+    """Everything that they import from the client exists."""
     import outrider.client
 
     source = re.search(r"```python\n(.*?)```", page.read_text("utf-8"), re.S)
@@ -36,8 +36,8 @@ def test_the_python_examples_compile(page: Path) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_and_paths_lead_somewhere(document: Path) -> None:
-    """Relative links exist, and so do paths in backticks that look like ours; for a Python file its
-    end suffices."""
+    """Relative links exist, and so do paths in backticks that look like paths of this project. For
+    a Python file, the end of the path suffices."""
     text = document.read_text("utf-8")
     for target in re.findall(r"\]\(([^)#]+)\)", text):
         if "://" not in target:
@@ -49,7 +49,7 @@ def test_links_and_paths_lead_somewhere(document: Path) -> None:
 
 
 def test_tests_that_documents_name_are_there() -> None:
-    """Also those in commands."""
+    """This includes tests in commands."""
     files = [*(ROOT / "tests").rglob("*.py")]
     there = set(re.findall(r"def (test_\w+)", "".join(path.read_text("utf-8") for path in files)))
     there |= {path.stem for path in files}
@@ -66,7 +66,7 @@ def test_the_readme_is_read_in_five_minutes() -> None:
 
 
 def test_every_make_target_is_real() -> None:
-    """`make X` in a document is a target of the Makefile."""
+    """`make X` in a document names a target of the Makefile."""
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.M))
     for document in DOCUMENTS:
         named = set(re.findall(r"(?:`|^)make ([a-z-]+)", document.read_text("utf-8"), re.M))

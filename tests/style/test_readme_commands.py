@@ -1,4 +1,4 @@
-"""The commands in the documents work: in this order, with flags that exist."""
+"""The commands in the documents have flags that exist, and can run in the documents' order."""
 
 import re
 import shlex
@@ -23,14 +23,14 @@ MADE_BY_READER = {"more.jsonl", "mine.jsonl"}
 
 
 def lines_of(document: Path) -> list[str]:
-    """Lines of its console blocks, continued ones joined."""
+    """The lines of the page's console blocks, with continued lines joined."""
     blocks = re.findall(r"^```console\n(.*?)^```", document.read_text("utf-8"), re.S | re.M)
     return [line for block in blocks for line in block.replace("\\\n", "").splitlines()]
 
 
 def words_of(line: str) -> list[str] | None:
-    """Words after `outrider`; None if the line runs another program. It may follow variables, or
-    `--` of a program that runs it elsewhere."""
+    """The words after `outrider`; None if the line runs another program. Variables may come before
+    `outrider`, or another program and `--` that run it elsewhere."""
     words = shlex.split(line, comments=True) if "outrider " in line else []
     for place, word in enumerate(words):
         before = words[:place]
@@ -41,7 +41,7 @@ def words_of(line: str) -> list[str] | None:
 
 
 def commands_of(document: Path) -> list[tuple[str, Arguments]]:
-    """Each `outrider` command line, parsed by the real parser."""
+    """Each `outrider` command line is parsed by the real parser."""
     found = []
     for line in lines_of(document):
         words = words_of(line)
@@ -52,7 +52,7 @@ def commands_of(document: Path) -> list[tuple[str, Arguments]]:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_commands_in_documents_have_flags_that_exist(document: Path) -> None:
-    """And values that a command accepts: a wrong one raises here."""
+    """The values are accepted too: a wrong one would raise an error here."""
     for line, arguments in commands_of(document):
         name = arguments.run.__name__
         if name == "serve" and arguments.config is None:
@@ -70,11 +70,11 @@ def test_commands_in_documents_have_flags_that_exist(document: Path) -> None:
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.name)
 def test_the_commands_of_a_guide_work_in_their_order(guide: Path) -> None:
-    """A deployment runs when a command needs one, and none when one is started; files that it uses
-    were made before, or exist."""
+    """A deployment runs when a command needs one, and none runs when one is started. Files that a
+    command uses were made by an earlier command, or exist."""
     runs, made = False, {path.name for path in ROOT.iterdir()} | MADE_BY_READER
     for line, arguments in commands_of(guide):
-        if "ray job submit" in line:  # On another machine.
+        if "ray job submit" in line:  # The line runs on another machine.
             continue
         assert line.startswith("outrider "), line
         name = arguments.run.__name__

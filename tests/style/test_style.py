@@ -1,4 +1,5 @@
-"""The measurable style (docs/contributing.md, "Rules"), checked in all our files."""
+"""Checks the measurable rules of style (docs/contributing.md, "Rules") in all files of the
+project."""
 
 import ast
 import functools
@@ -15,9 +16,9 @@ GLOSSARY = {
     "num_speculative_tokens": "num_draft_tokens", "draft_len": "num_draft_tokens",
     "n_tokens": "num_tokens", "rejected_token": "correction", "recovered_token": "correction",
 }  # fmt: skip
-"""Prefixes of identifiers, and what to use instead."""
+"""Prefixes of identifiers that are not allowed, and what to use instead."""
 
-# The paths, or path::function, that may break a limit, each with its reason.
+# Paths, or path::function, that may break a limit, each with the reason.
 EXCEPTIONS: dict[str, str] = {
     "outrider/engine/cuda/triton_kernels.py::attend_blocks": (
         "a third of it is what a kernel is given, and its registers are not to be handed around"
@@ -76,7 +77,7 @@ def test_functions_fit_a_screen() -> None:
 
 def test_files_and_folders_are_named_after_an_idea() -> None:
     """No file or folder has a meaningless name. Test modules have distinct names, because pytest
-    imports them by file name alone."""
+    imports them by file name only."""
     found = {}
     first: dict[str, Path] = {}
     for path in ALL_FILES:
@@ -89,13 +90,13 @@ def test_files_and_folders_are_named_after_an_idea() -> None:
 
 
 def _parts(path: Path) -> tuple[str, ...]:
-    """The module's dotted name, in parts."""
+    """The parts of the module's dotted name."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return parts[:-1] if parts[-1] == "__init__" else parts
 
 
 def _shared_names() -> set[tuple[str, str]]:
-    """(module, name) of everything that product code imports from a folder other than its own."""
+    """(module, name) of everything that product code imports from another folder."""
     shared = set()
     for path in PRODUCT_FILES:
         for node in ast.walk(_tree(path)):
@@ -107,10 +108,8 @@ def _shared_names() -> set[tuple[str, str]]:
 
 
 def test_what_folders_share_is_documented() -> None:
-    """What another folder imports has a docstring, and so have its public methods.
-
-    A property, a dunder method and a method that a base class declares need none.
-    """
+    """What another folder imports has a docstring, and so have its public methods, except for
+    properties, dunder methods and methods that a base class declares."""
     shared = _shared_names()
     found = {}
     for path in PRODUCT_FILES:
@@ -135,8 +134,8 @@ def test_what_folders_share_is_documented() -> None:
 
 
 def test_values_are_frozen_and_things_have_one_name() -> None:
-    """Every dataclass of the product is frozen: state lives in classes with methods. Identifiers
-    use the glossary's words."""
+    """Every dataclass of the product is frozen, because state belongs into classes with methods.
+    Identifiers use the words of the glossary."""
     found = {}
     for path, node in _nodes(PRODUCT_FILES):
         if isinstance(node, ast.ClassDef):
