@@ -33,12 +33,12 @@ from outrider.limits import (
 
 @dataclass(frozen=True)
 class Caller:
-    """The caller of a request, from its key. `str` of it contains no secret."""
+    """The caller of a request, determined by its key. Holds no secret."""
 
     name: str = ""
-    """Name of the key and of its limits' counters; empty if no key is needed."""
+    """Name of the key, under which its requests are counted; empty if no key is needed."""
     tenant: str = ""
-    """Owner of its sessions and cached prefixes. Never taken from the request."""
+    """Owner of the caller's sessions and cached prefixes. Never taken from the request."""
     requests_per_minute: int = 0
     """0 = unlimited."""
     concurrency: int = 0
@@ -70,7 +70,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}")
 
 @dataclass(frozen=True)
 class KeyHash:
-    """The stored hash of a key. It serves to recognise the key, not to use it."""
+    """The stored hash of a key. It can verify the key, but cannot be used in its place."""
 
     salt: str
     """Empty for a key that was made elsewhere."""
@@ -125,7 +125,8 @@ class Keyring:
         self._plain = tuple(one for one in self.entries if not one.hash.salt)
 
     def find(self, key: str) -> Caller | None:
-        """The caller of a key. The time does not depend on how much of a key is right."""
+        """The caller of a key; None for a wrong key. A key that is almost right takes as long as
+        any other wrong one."""
         shown = KeyHash.of(key)
         if shown.salt and (entry := self._salted.get(shown.salt)) is not None:
             return entry.caller if hmac.compare_digest(entry.hash.digest, shown.digest) else None
@@ -151,9 +152,9 @@ def check_key_name(name: str) -> str:
 
 
 def given_keys(text: str) -> tuple[KeyEntry, ...]:
-    """The keys of a setting: keys or hashes, separated by commas. They have no limits; each has a
-    tenant of its own, so its holder sees nothing of the others'. Raises `ConfigError` that says
-    which one is wrong, but does not quote it."""
+    """The keys of a setting: keys or hashes, separated by commas. These keys have no limits. Each
+    has its own tenant, so its holder sees no sessions of other keys. Raises `ConfigError` with the
+    number of the wrong key, not its text."""
     entries = []
     for number, word in enumerate(text.split(",") if text else (), start=1):
         word = word.strip()
@@ -169,7 +170,7 @@ def given_keys(text: str) -> tuple[KeyEntry, ...]:
             )
         else:
             found = KeyHash.of(word)
-        # A hash of the hash: tenant and name do not reveal it.
+        # Hashed again: tenant and name are shown, and must not reveal the key's hash.
         name = "key-" + hashlib.sha256(b"name of a key" + found.digest).hexdigest()[:12]
         entries.append(KeyEntry(found, Caller(name, name)))
     return tuple(entries)

@@ -25,7 +25,7 @@ class _VirtualSelector(selectors.DefaultSelector):
         self.now = 0.0
 
     def select(self, timeout: float | None = None) -> list[Any]:
-        """Never blocks."""
+        """Returns what is ready. Instead of waiting, moves the clock."""
         ready: list[Any] = super().select(0)
         if not ready:
             self.wait(timeout)
@@ -52,7 +52,8 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         return self._virtual.now
 
     def wait(self, seconds: float | None) -> None:
-        """Moves the clock. Raises `InvariantError` for None: nothing can ever happen again."""
+        """Moves the clock by `seconds`. Raises `InvariantError` for None, as then nothing can
+        happen any more."""
         self._virtual.wait(seconds)
 
     def run_in_executor(

@@ -79,14 +79,15 @@ class ServerConfig:
     insecure: bool = False
     """Allow an address other than loopback without keys and TLS."""
     internal_tls_dir: str = ""
-    """Directory, on each machine, of the certificates from `outrider certs`, by which coordinators,
-    targets and drafts authenticate each other. Empty = plain text, and no authentication between
-    them."""
+    """Directory of the certificates that `outrider certs` made, the same on each machine.
+    Coordinators, targets and drafts authenticate each other by them. Empty = plain text, and no
+    authentication between them."""
     telemetry: str = ""
     """Where to send traces and metrics: `otlp=http://HOST:PORT`, `prometheus=PORT`, or both with a
-    comma between them. On PORT the coordinator serves metrics, on PORT + 1 the target, on PORT + 2
-    the draft; a second replica of a role on a machine on the port 3 higher, and so on. Empty =
-    nowhere; a coordinator with HTTP still serves its own metrics by `GET /metrics`."""
+    comma between them. The coordinator serves its metrics on PORT, the target on PORT + 1, the
+    draft on PORT + 2. Each further replica of a role on the same machine uses a port that is 3
+    higher. Empty = nowhere. A coordinator with HTTP always serves its own metrics by `GET
+    /metrics`."""
 
     log_level: Literal["debug", "info", "warning"] = "info"
     """Log level; `debug` adds a line for each session that ends or moves."""
@@ -103,7 +104,7 @@ class ServerConfig:
 
     @property
     def log_name(self) -> str:
-        """Name of the log file: the replica's, or else its role."""
+        """Name of the log file: the replica's name, or its role if it has none."""
         return self.role if self.membership is None else self.membership.name
 
     @property
@@ -113,7 +114,7 @@ class ServerConfig:
 
     @property
     def metrics_host(self) -> str:
-        """Address for Prometheus, which is served without authentication."""
+        """Address on which Prometheus reads the metrics. No authentication protects them."""
         return self.host if self.insecure or is_loopback(self.host) else LOOPBACK
 
     def __post_init__(self) -> None:
@@ -135,13 +136,7 @@ VLLM = "vllm"
 ENGINES = (AUTO_ENGINE, TRANSFORMERS, VLLM)
 EMULATED = "emulated:"
 """Prefix of an engine that simulates step times instead of running a model."""
-NUM_SEQS_MAX = 4096
-BATCHED_TOKENS_MAX = 2**20
-MODEL_LEN_MAX = 2**24
-MEMORY_BYTES_MAX = 2**50
 NGRAM_MAX = 64
-SUFFIX_DEPTH_MAX = 64
-SUFFIX_TOKENS_MAX = 2**26
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32", "float64"]
 NgramMin = Annotated[
@@ -165,25 +160,25 @@ class ModelServerConfig(ServerConfig):
     """Settings of targets and drafts."""
 
     engine: str = AUTO_ENGINE
-    """What runs the models: `transformers`; `vllm`, installed beside Outrider; `auto` = vLLM on a
-    CUDA device if it is installed and supports the settings, else transformers; or
-    `emulated:KEY=VALUE,...` for a toy pair with given step times."""
+    """What runs the models: `transformers`; `vllm`, which must be installed; `auto` = vLLM on a
+    CUDA device if vLLM is installed and supports the settings, else transformers;
+    `emulated:KEY=VALUE,...` = a toy pair whose steps take the given times."""
     enforce_eager: bool = False
     """Run models on vLLM without compilation and CUDA graphs."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
-    max_num_seqs: Annotated[int, between(1, NUM_SEQS_MAX)] = 64
+    max_num_seqs: Annotated[int, between(1, 4096)] = 64
     """Most sessions in one step of a target or of a draft."""
     gpu_memory_utilization: Annotated[float, between(0.01, 1)] = 0.9
     """Fraction of a replica's share of GPU memory that it uses for weights, keys and values."""
-    max_num_batched_tokens: Annotated[
-        int, between(limits.BATCHED_TOKENS_MIN, BATCHED_TOKENS_MAX)
-    ] = limits.BATCHED_TOKENS_DEFAULT
+    max_num_batched_tokens: Annotated[int, between(limits.BATCHED_TOKENS_MIN, 2**20)] = (
+        limits.BATCHED_TOKENS_DEFAULT
+    )
     """Most tokens in one step; longer prompts are prefilled in chunks, beside other sessions."""
     deterministic: bool = False
-    """Make a token's logits independent of the rest of its step, to the bit, so that coupled and
-    greedy output does not depend on `num_draft_tokens` or on other sessions. Fused kernels always
-    do this; other kernels become slower."""
+    """Make each token's logits independent, to the last bit, of the other tokens in its step. Then
+    coupled and greedy output depends neither on `num_draft_tokens` nor on other sessions. Fused
+    kernels always do this; other kernels become slower."""
     cpu_kernels: Literal["auto", "torch"] = "auto"
     """Kernels of a step on a CPU: `auto` = the fused kernels of amd-pace if it is installed and
     supports the processor and the model, `torch` = torch's own operators."""
@@ -191,24 +186,25 @@ class ModelServerConfig(ServerConfig):
     """Run Python code that comes with a model's files."""
     dtype: Dtype = "auto"
     """Data type of the weights."""
-    max_model_len: Annotated[int, between(0, MODEL_LEN_MAX)] = 0
+    max_model_len: Annotated[int, between(0, 2**24)] = 0
     """Most tokens of prompt and completion; 0 = what the model allows and fits into the memory for
     keys and values."""
-    kv_cache_memory_bytes: Annotated[int, between(0, MEMORY_BYTES_MAX)] = 0
-    """Bytes for keys and values on each rank; 0 = 1 GiB on a CPU, what `gpu_memory_utilization`
-    leaves on a GPU. Never more than `max_num_seqs` sequences of full length need."""
+    kv_cache_memory_bytes: Annotated[int, between(0, 2**50)] = 0
+    """Bytes for keys and values on each rank. 0 = 1 GiB on a CPU; on a GPU, what
+    `gpu_memory_utilization` leaves beside the weights. A replica never takes more than
+    `max_num_seqs` sequences of full length need."""
     port: Port = 0
     """The replica's gRPC port; 0 = any."""
     num_cpus: Cpus = 0.5
     """CPUs that Ray reserves for a replica."""
     num_gpus: Annotated[float | None, between(0, THREADS_MAX)] = None
-    """GPUs, or a fraction of one, that Ray reserves for a replica; unset = a share of one where the
-    cluster has any and the replica runs a model."""
+    """GPUs, or a fraction of one, that Ray reserves for a replica. If unset and the cluster has
+    GPUs, Ray reserves a share of one for each replica that runs a model."""
     num_threads: Annotated[int, between(0, THREADS_MAX)] = 0
-    """Threads of a replica's steps; 0 = a share of the cores for a draft; for a target all cores,
+    """Threads of a replica's steps. 0 = for a draft, a share of the cores; for a target, all cores,
     but one fewer in small steps that other processes slow down."""
     tensor_parallel_size: Annotated[int, between(1, limits.TENSOR_PARALLEL_SIZE_MAX)] = 1
-    """Tensor-parallel ranks; the numbers of CPUs, GPUs and threads are for each of them."""
+    """Tensor-parallel ranks. The numbers of CPUs, GPUs and threads apply to each rank."""
     directory: Internal[str] = ""
     """Directory of the model's files, once its name is resolved; empty without a model."""
     tokenizer_directory: Internal[str] = ""
@@ -253,13 +249,13 @@ class TargetConfig(ModelServerConfig):
     model: str = "demo"
     """The target: `demo`, a directory, a .gguf file, or a hub id."""
     heads: Internal[str] = ""
-    """Name of its draft heads; empty if it does not draft for itself."""
+    """Name of the target's draft heads; empty if the target does not draft for itself."""
     heads_kind: Internal[str] = ""
     """`medusa`, `eagle3` or `mtp`."""
     heads_directory: Internal[str] = ""
     """Directory of the heads."""
     shows_features: Internal[bool] = False
-    """Whether it sends hidden states to an EAGLE-3 head on draft replicas."""
+    """Whether the target sends hidden states to an EAGLE-3 head on draft replicas."""
 
 
 @checked("draft_", _OF_REPLICAS + _OF_MODELS)
@@ -281,23 +277,24 @@ class DraftConfig(ModelServerConfig):
     sends a row of hidden states for each token."""
     ngram_min: NgramMin = 1
     ngram_max: NgramMax = 16
-    suffix_depth: Annotated[int, between(2, SUFFIX_DEPTH_MAX)] = 16
+    suffix_depth: Annotated[int, between(2, 64)] = 16
     """Longest match, in tokens, that suffix decoding looks for."""
     suffix_min_score: Annotated[float, between(0.01, 1)] = 0.1
     """Suffix decoding drafts tokens while the product of their probabilities is at least this."""
-    suffix_tokens_per_tenant: Annotated[int, between(0, SUFFIX_TOKENS_MAX)] = 2**17
-    """Tokens of earlier outputs that suffix decoding keeps per tenant, about 200 bytes each, and
-    for all tenants together four times as many; 0 = none."""
+    suffix_tokens_per_tenant: Annotated[int, between(0, 2**26)] = 2**17
+    """Tokens of earlier outputs that suffix decoding keeps for each tenant, in about 200 bytes
+    each; 0 = none. For all tenants together it keeps at most four times this number."""
     hybrid_min_score: Annotated[float, between(0.1, limits.NUM_DRAFT_TOKENS_MAX)] = (
         limits.HYBRID_SCORE_MIN
     )
-    """A hybrid uses its look-up, not its model, from this number of expected accepted tokens on."""
+    """A hybrid uses its look-up instead of its model if at least this many of the look-up's tokens
+    are expected to be accepted."""
     hybrid_model_tokens: Annotated[int, between(1, limits.NUM_DRAFT_TOKENS_MAX)] = (
         limits.HYBRID_MODEL_TOKENS
     )
-    """Most draft tokens a round from a hybrid's model or heads; does not limit its look-up."""
+    """Most draft tokens of a hybrid's model or heads in a round. Its look-up has no such limit."""
     target: Internal[str] = ""
-    """Name of the target that the drafter was made for; else empty."""
+    """Name of the target that the drafter was made for; empty for other drafters."""
     target_directory: Internal[str] = ""
     """Directory of that target's files."""
 
@@ -332,7 +329,6 @@ class DraftConfig(ModelServerConfig):
 
 ReplicaConfig = TargetConfig | DraftConfig
 
-TRACE_ROUNDS_MAX = 2**20
 WAIT_MS_MAX = 600_000
 
 WaitMs = Annotated[int, between(1, WAIT_MS_MAX)]
@@ -352,10 +348,10 @@ class CoordinatorConfig(ServerConfig):
     """Certificate of the coordinators in PEM, followed by intermediate ones; callers then need TLS.
     Read again when it changes."""
     ssl_keyfile: str = ""
-    """Its private key, in PEM."""
+    """Private key of `ssl_certfile`, in PEM."""
     ssl_ca_certs: str = ""
-    """Certificate authorities, in PEM, one of which must have signed each caller's certificate;
-    empty = callers need no certificate."""
+    """Certificate authorities, in PEM. One of them must have signed each caller's certificate.
+    Empty = callers need no certificate."""
     role = "coordinator"
 
     served_model_name: str = ""
@@ -379,17 +375,17 @@ class CoordinatorConfig(ServerConfig):
     redis: Internal[RedisAddress] = RedisAddress()
     """The session store."""
     redis_wait_replicas: Annotated[int, between(0, limits.REDIS_WAIT_REPLICAS_MAX)] = 0
-    """Replicas of Redis that must have tokens before the client gets these; 0 = the primary alone.
-    A failover cannot lose tokens that all replicas have."""
+    """Replicas of Redis that must have stored tokens before the client gets these tokens; 0 = only
+    the primary. A failover cannot lose tokens that all replicas have."""
     num_draft_tokens: Annotated[int, between(0, limits.NUM_DRAFT_TOKENS_MAX)] = 8
-    """Draft tokens a round for requests that do not set a number; with `length_control` the most.
-    0 = plain decoding."""
+    """Draft tokens in a round, for requests that do not set a number. With `length_control` it is
+    the largest number. 0 = plain decoding."""
     length_control: bool = True
     """Choose the number of draft tokens of each round by expected gain and cost, from 0 up to the
     request's number."""
     unseeded_rule: Literal["auto", "token", "block"] = "auto"
-    """Rule of requests with a temperature but neither rule nor seed; `auto` = token with
-    `draft_siblings`, else block."""
+    """Rule of requests with a temperature but neither rule nor seed; `auto` = token if
+    `draft_siblings` is above 0, else block."""
     look_ahead: Annotated[int | None, between(0, limits.LOOK_AHEAD_MAX)] = None
     """Outcomes of a round for which the draft already drafts while the target verifies; 0 = none,
     unset = some if draft and target share neither cores nor a device."""
@@ -409,8 +405,8 @@ class CoordinatorConfig(ServerConfig):
     """Time in which a client whose stream broke may resume its session, ms; then the session is
     cancelled. Nothing is decoded meanwhile."""
     draft_timeout_ms: WaitMs = 1_000
-    """Time limit for the draft of a round, ms: it returns the tokens drawn by then. Length control
-    sets a shorter limit if more time would not pay."""
+    """Time limit for drafting in a round, ms. When it ends, the draft returns the tokens drawn so
+    far. Length control sets a shorter limit if more time would not pay."""
     target_gone_ms: WaitMs = 60_000
     """Time after which a request fails because its target cannot be reached, ms."""
     ngram_min: NgramMin = 1
@@ -424,7 +420,7 @@ class CoordinatorConfig(ServerConfig):
     """Fraction of the sessions that are audited when they end: the target scores their tokens
     again, one session at a time, and metrics compare the tokens with the target's distribution. 0 =
     none. Without `telemetry` there are no audits."""
-    trace_every_rounds: Annotated[int, between(0, TRACE_ROUNDS_MAX)] = 64
+    trace_every_rounds: Annotated[int, between(0, 2**20)] = 64
     """Every Nth round of a request has spans, and so have the first two; 0 = none. The request's
     totals include all rounds."""
     trace_prompts: bool = False
@@ -444,9 +440,9 @@ class CoordinatorConfig(ServerConfig):
     """Whether another coordinator, which this one replaces, may still listen on its ports. If not,
     ports in use are an error."""
     target_address: Internal[str] = ""
-    """HOST:PORT of a target that is not announced ..."""
+    """HOST:PORT of a target that is not in the registry; empty = none."""
     draft_address: Internal[str] = ""
-    """... and of such a draft; empty = none."""
+    """HOST:PORT of a draft that is not in the registry; empty = none."""
     lookup: Internal[DraftConfig | None] = None
     """The look-up that drafts in the coordinator, alone or before a model or heads."""
 
@@ -457,7 +453,6 @@ class CoordinatorConfig(ServerConfig):
 
     @property
     def authenticates_callers(self) -> bool:
-        """See `ServerConfig`."""
         return self.asks_for_keys
 
     @property
@@ -512,7 +507,7 @@ class AutoscaleConfig:
     autoscale_draft_waits: Annotated[float, between(0.01, 1)] = 0.25
     """Add drafts if a larger share of the rounds waits for its turn at a draft."""
     autoscale_calm_s: Annotated[float, between(1, WAIT_S_MAX)] = 120.0
-    """Remove a replica once one fewer would have been enough for this long, s."""
+    """Remove a replica after one fewer would have been enough for this time, s."""
 
     def __post_init__(self) -> None:
         self.bounds  # noqa: B018 (raises)
@@ -585,7 +580,7 @@ class DeploymentConfig:
         takes = "which takes one rank"
         if kind == MTP and self.target.engine != VLLM:
             takes += ", or --engine vllm"
-        elif kind in (EAGLE3, MTP) and not apart:  # The leader has the head.
+        elif kind in (EAGLE3, MTP) and not apart:  # Only the leading rank runs the head.
             ranks = 1
         for key, value, reason in (
             ("tensor_parallel_size", ranks if ranks > 1 else 0, takes),

@@ -17,7 +17,8 @@ class DecayedSums:
         """Adds to the sums; `now` is in seconds and never decreases."""
         if now - self._at > self._seconds:
             self._fade(now)
-        weight = math.exp((now - self._at) / self._seconds)  # In place of fading all sums now.
+        # Adding a larger amount saves fading all sums now.
+        weight = math.exp((now - self._at) / self._seconds)
         for name, amount in amounts.items():
             if amount:
                 self._sums[name] = self._sums.get(name, 0.0) + weight * amount
@@ -32,7 +33,8 @@ class DecayedSums:
         return self._sums.get(name, 0.0) / whole if whole > _NOTHING else None
 
     def rate(self, now: float, name: str) -> float:
-        """A sum divided by the seconds that it covers, which decay like the sum."""
+        """A sum divided by the time that it covers, in seconds. That time decays as the sum
+        does."""
         self._fade(now)
         lasted = self._seconds * -math.expm1(-(now - self._since) / self._seconds)
         return self._sums.get(name, 0.0) / lasted if lasted > _NOTHING else 0.0

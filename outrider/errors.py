@@ -145,7 +145,7 @@ class SettingError(ConfigError):
         self.reason = reason
 
     def __reduce__(self) -> tuple[type[Self], tuple[str, str]]:
-        # For processes that receive it: an actor's start-up raises it.
+        # For pickle: an actor's start-up sends this error to another process.
         return type(self), (self.key, self.reason)
 
 

@@ -21,8 +21,8 @@ Found = TypeVar("Found")
 
 @contextmanager
 def locked(path: Path, *, wait: bool = True) -> Iterator[IO[str]]:
-    """Creates a missing file, and locks it. Yields the open file: the lock lasts while a process
-    has it open. Without `wait`, raises `BlockingIOError` if the lock is taken."""
+    """Locks a file, which it creates if it is missing. The lock lasts while any process has the
+    yielded file open. Without `wait`, raises `BlockingIOError` if the lock is taken."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield file
@@ -78,9 +78,9 @@ class FileWatch(Generic[Found]):
         self._trouble = ""
 
     def current(self) -> Found:
-        """The last result of `read`. A failure is logged once: the earlier result stays, and the
-        next check reads again, as a file may become readable without a change. If a file is gone,
-        nothing is read: a new one is expected."""
+        """The last result of `read`. If reading fails, the earlier result stays, and the error is
+        logged once. The next check then reads again, as a file may become readable without a
+        change. While a file is missing nothing is read, as a new one is expected."""
         now = self._clock()
         if now - self._looked_at < KEY_FILE_LOOK_MS / 1e3:
             return self._found

@@ -1,5 +1,5 @@
-"""Hidden states on the wire: a drafting head's input, from a target's layers at some of a session's
-tokens. Needs no numeric library."""
+"""Hidden states in messages: outputs of some of the target's layers, a row for each token. They are
+the input of a drafting head. This module needs no numeric library."""
 
 from dataclasses import dataclass
 

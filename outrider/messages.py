@@ -36,9 +36,9 @@ class RoundHead:
     epoch: int
     round: int
     base_length: int
-    """Length of the stated prefix. The replica must hold this prefix ..."""
+    """Length of the stated prefix, which the replica must hold before it adds `append`."""
     prefix_digest: int
-    """... with this digest, before `append`."""
+    """Digest of the stated prefix."""
     append: tuple[int, ...]
     """Committed tokens after the stated prefix."""
     prompt_length: int
@@ -51,7 +51,8 @@ class RoundHead:
     """The request's remaining time; 0 = no deadline."""
     traceparent: str = ""
     constraint: Constraint | None = None
-    """Constraint of the completion. None = none; or, with a hash, as sent before on this stream."""
+    """Constraint of the completion. If it is None, `constraint_hash` says whether there is none, or
+    the one sent before on this stream."""
     constraint_hash: bytes = b""
     """Empty = no constraint."""
     compiled: Grammar | OutriderError | None = field(default=None, compare=False, repr=False)
@@ -112,7 +113,7 @@ class VerifyItem:
     num_next_draft_tokens: int = 0
     """Most draft tokens for the next round of a target that drafts for itself."""
     next_siblings: tuple[int, ...] = ()
-    """Candidates beside the first, second, ... of these: see `DraftRequest.siblings`."""
+    """Candidates beside the first, second, ... of these tokens, as in `DraftRequest.siblings`."""
     features_from: int | None = None
     """Position from which features of committed tokens are wanted; None = none."""
     next_budget_us: int = 0
@@ -127,13 +128,14 @@ class VerifyItem:
 
     @property
     def is_answered_in_bulk(self) -> bool:
-        """Whether features of more tokens are wanted than a round commits."""
+        """Whether the answer is large, with features of more tokens than a round commits."""
         first = self.features_from
         return first is not None and self.head.committed_length - first > NUM_DRAFT_TOKENS_MAX + 2
 
     awaits_answer: ClassVar[bool] = True
     gives_way: ClassVar[bool] = False
-    """The session waits for every verdict."""
+    """Whether a newer item of the session may begin before this one ends. It may not, as the
+    session waits for every verdict."""
 
 
 @value(frozen=True, slots=True)
@@ -148,8 +150,8 @@ class DraftItem:
     held: tuple[int, ...] | None = None
     """The round's proposal if known: the item then asks only for look-ahead."""
     siblings: tuple[int, ...] = ()
-    """Candidates beside the proposal's first, second, ... token: see `DraftRequest.siblings`. Not
-    with look-ahead."""
+    """Candidates beside the proposal's first, second, ... token, as in `DraftRequest.siblings`.
+    Empty with look-ahead."""
     features: Features | None = None
     """Features of committed tokens that the draft lacks, for drafts that read features."""
     budget_us: int = field(default=0, compare=False)
@@ -200,16 +202,16 @@ class VerdictReply:
     next_proposal: SealedProposal = NOTHING_SEALED
     """Proposal for the next round after this one's outcome, perhaps shorter than asked for."""
     next_base_length: int = 0
-    """Number of committed tokens that it extends."""
+    """Number of committed tokens that `next_proposal` extends."""
     next_draft_ms: float = 0.0
-    """Part of `compute_ms` for drafting in all sessions of the step ..."""
+    """Part of `compute_ms` that the step took to draft for all of its sessions."""
     next_work_ms: float = 0.0
-    """... and this session's share of that."""
+    """This session's share of `next_draft_ms`."""
     next_out_of_time: bool = False
     """Whether the next proposal is short because its time ran out."""
     features: Features | None = None
-    """If wanted: from that position on, of the tokens committed with this verdict except the last,
-    as many as fit a message."""
+    """If wanted: features of the tokens from `features_from` on, including those committed with
+    this verdict except the last, as many as fit in a message."""
     audit: AuditSums | None = None
     """Result of an audit item."""
 
@@ -284,14 +286,15 @@ class ReplicaDescription:
     drafts_itself: bool = False
     """Whether a target sends proposals for the next round with its verdicts."""
     shows_features: bool = False
-    """Whether a target sends features of its layers if asked ..."""
+    """Whether a target sends features of its layers if asked."""
     reads_features: bool = False
-    """... and whether a draft reads them."""
+    """Whether a draft reads features of the target's layers."""
     features: str = ""
-    """Identifies the target's weights and the head, which must agree."""
+    """Identifies the target's weights and the head. It must be equal in a target and a draft that
+    exchange features."""
     numerics: str = ""
-    """Identifies how logits are computed: with equal values and weights, they are bit-identical.
-    Empty if a token's logits depend on the rest of its step."""
+    """Identifies how logits are computed. Replicas with equal values and weights compute
+    bit-identical logits. Empty if a token's logits depend on the rest of its step."""
     draft_note: str = ""
     """Note for operators on a target's own drafting; empty if all is well."""
 

@@ -66,7 +66,8 @@ class GenerateRequest:
     """How to parse tool calls and reasoning from the text, as JSON of `coordinator.http_api`; empty
     = all is content."""
     default_max_tokens: int = MAX_TOKENS_DEFAULT
-    """Default of `max_tokens`, if there is room; gRPC and HTTP have different ones."""
+    """Default of `max_tokens`, as far as the model has room. gRPC and HTTP have different
+    defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +101,11 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """Tokens of the prompt, [n]; before the completion's."""
+    """Tokens of the prompt, [n]. They come before those of the completion."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[PositionLogprobs | None, ...]
-    """[n], given the tokens before each; None for the prompt's first."""
+    """[n], of each token given those before it; None for the first token of the prompt."""
 
 
 @value(frozen=True, slots=True)

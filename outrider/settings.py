@@ -24,8 +24,8 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(Field,))
 def checked(prefix: str = "", fields: Collection[str] = ()) -> Any:
-    """Makes a frozen dataclass of settings that checks their values. A setting's key is its field's
-    alias or name, with `prefix` before it for these `fields`."""
+    """Makes a frozen dataclass of settings that checks their values. A setting's key is the alias
+    or the name of its field. The keys of the given `fields` begin with `prefix`."""
     names = {name: prefix + name for name in fields}
     config = ConfigDict(
         strict=True, extra="forbid", use_attribute_docstrings=True,
@@ -75,12 +75,13 @@ class Setting:
 
     @cached_property
     def adapter(self) -> TypeAdapter[Value]:
-        """Validates its values, and describes them as JSON schema."""
+        """Validates the setting's values, and describes them as JSON schema."""
         return TypeAdapter(self.annotation)
 
     @cached_property
     def schema(self) -> Any:
-        """JSON schema of its values other than None; of one entry if its values are lists."""
+        """JSON schema of the values other than None. If the values are lists, the schema of an
+        entry."""
         found = self.adapter.json_schema()
         found = found.get("items", found)
         return found.get("anyOf", [found])[0]
@@ -91,7 +92,7 @@ class Setting:
 
     @property
     def choices(self) -> Sequence[str]:
-        """The allowed values, if they are a list."""
+        """The allowed values if the type enumerates them, else empty."""
         found: Sequence[str] = self.schema.get("enum", ())
         return found
 
@@ -127,7 +128,7 @@ class Setting:
         try:
             if not isinstance(raw, str):
                 return self.adapter.validate_python(raw, strict=True)
-            # pydantic also takes `y` and `5.0`.
+            # pydantic would also take `y` for true and `5.0` for a whole number.
             if (self.schema["type"] == "boolean" and raw.strip().lower() not in _BOOLEANS) or (
                 self.schema["type"] == "integer" and "." in raw
             ):

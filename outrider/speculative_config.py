@@ -133,7 +133,7 @@ class _Said:
                 self.values[key] = value
         bounds = ("prompt_lookup_min", "prompt_lookup_max")
         if _METHODS.get(str(self.values.get("method", self.values.get("model")))) == "ngram":
-            # As in vLLM, both get the given value. The given key comes first: errors name it.
+            # As in vLLM, both get the given value. The given key stays first: errors name it.
             one = next((self.values[key] for key in bounds if key in self.values), _NGRAM_TOKENS)
             for key in bounds:
                 self.values.setdefault(key, one)

@@ -40,7 +40,7 @@ class TokenizerText:
         decoder: dict[str, Any] = {}
         if self._backend is not None:
             decoder = json.loads(self._backend.to_str()).get("decoder") or {}
-        # Decoding is then the concatenation of each token's bytes.
+        # A byte-level tokenizer decodes by joining the bytes of each token.
         self._bytes_of = _byte_level_alphabet() if decoder.get("type") == "ByteLevel" else None
         vocabulary = tokenizer.get_vocab()
         spelled = {vocabulary.get(f"<0x{byte:02X}>"): byte for byte in range(256)}
@@ -62,8 +62,8 @@ class TokenizerText:
         trust_remote_code: bool = False,
         chat_template: str = "",
     ) -> TokenizerText:
-        """Loads it from a model's directory; `chat_template` replaces the model's own. Raises
-        `ConfigError` if there is no tokenizer."""
+        """Loads the tokenizer from a model's directory. A `chat_template` replaces the model's own.
+        Raises `ConfigError` if there is no tokenizer."""
         tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
         if tokenizer is None:
             raise ConfigError(f"model {name}: no tokenizer in {path}")
@@ -102,7 +102,7 @@ class TokenizerText:
         try:
             told = self.render([_SOME_TURN], [{"type": "function", "function": function}])
         except BadRequest:
-            return True  # The real conversation gives a better error.
+            return True  # The error for the real conversation says more.
         return _SOME_TOOL in told
 
     def render(
@@ -174,10 +174,10 @@ class TokenizerText:
         )
 
     def stream(self, shown: Collection[str] = ()) -> _ByteStream | _WindowStream:
-        """Converts arriving tokens to text. `push` takes a token and returns the text that is
-        certain, often none. `finish`, called once, returns what was held back, with U+FFFD for
-        bytes that are not a character. All texts together are the decoded whole, in linear time.
-        Special tokens named in `shown` are included."""
+        """Converts arriving tokens to text, in linear time. `push` takes a token and returns the
+        text that is certain, often none. `finish`, called once, returns the rest, with U+FFFD for
+        bytes that are not a character. All returned texts together are the decoded text. Special
+        tokens named in `shown` are included."""
         names = tuple(shown)
         marks = self._marks.get(names)
         if marks is None:
@@ -208,7 +208,7 @@ class TokenizerText:
             return self.token_bytes(token_id)
         if token_id in self.fallback_bytes:
             return bytes([self.fallback_bytes[token_id]])
-        # Decoded after itself: the first token of a text may lose its leading space.
+        # Decoded twice, because the first token of a text may lose its leading space.
         once, twice = self.decode([token_id]), self.decode([token_id, token_id])
         return twice[len(once) :].encode()
 
@@ -269,10 +269,11 @@ class _WindowStream:
             pending = bytes(known[token_id] for token_id in self._pending)
             return codecs.utf_8_decode(pending, "strict", False)[1] < len(pending)
         except UnicodeDecodeError:
-            return False  # no further byte can repair it
+            return False  # no further byte can complete it
 
     def _may_split_character(self, decoded: str) -> bool:
-        """The same for tokenizers without byte tokens, guessed from the text."""
+        """Whether the pending tokens may end within a character: a guess from the text, for
+        tokenizers without byte tokens."""
         return (
             not self._text.fallback_bytes
             and decoded.endswith(_REPLACEMENT)

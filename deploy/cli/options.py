@@ -27,6 +27,7 @@ from outrider.config import (
     DeploymentConfig,
     configuration,
     deployment_settings,
+    load_config,
     merge,
     translated_layers,
 )
@@ -179,7 +180,7 @@ def given_settings(arguments: Arguments) -> dict[str, Value]:
 
 def deployment_config(arguments: Arguments) -> DeploymentConfig:
     """The deployment that options, environment and file describe. Raises `ConfigError`."""
-    return configuration(given_settings(arguments))
+    return load_config(arguments.settings, os.environ, arguments.config)
 
 
 def with_settings(arguments: Arguments, **values: object) -> Arguments:

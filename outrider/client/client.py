@@ -33,9 +33,10 @@ RESUMED_TIMEOUT_S = DEADLINE_MS_MAX / 1000 + GENERATE_SLACK_S
 
 
 class Client:
-    """Calls a coordinator, or several of a deployment in turn; if one does not answer, the next.
-    Any number of calls may run at a time, on one event loop. A generation whose stream breaks is
-    resumed, at another coordinator if there is one, without losing or repeating a token.
+    """Calls a coordinator, or the coordinators of a deployment in turn. If one does not answer, it
+    calls the next. Any number of calls may run at a time, on one event loop. A generation whose
+    stream breaks is resumed, at another coordinator if there is one, without losing or repeating a
+    token.
 
     `timeout_s` bounds a call that generates nothing, in seconds. The bound of a generation is its
     `deadline_ms`, or the default, plus some seconds for its last event."""
@@ -49,13 +50,13 @@ class Client:
         resume_timeout_s: float = RESUME_TIMEOUT_S,
     ) -> None:
         """`server` is HOST:PORT, or several separated by commas; or a function that returns such a
-        text; or a transport, which has its own key, and which the client then owns and closes. A
-        function is called again when a coordinator does not answer, to find new ones; it may return
-        an empty text while there is none. Nothing is sent before the first call. `api_key` goes
-        with each call, unencrypted without TLS (`trust`, see `caller_trust`). For up to
-        `resume_timeout_s` seconds, broken streams are resumed, and requests that cannot be served
-        now are repeated, as are other calls while no coordinator named by a function answers; 0 =
-        no retries."""
+        text; or a transport. A function is called again when a coordinator does not answer, to find
+        new ones. It may return an empty text while there is none. A transport has its own key; the
+        client owns and closes it. Nothing is sent before the first call. `api_key` goes with each
+        call, unencrypted without TLS (`trust`, see `caller_trust`). For up to `resume_timeout_s`
+        seconds, the client resumes broken streams and repeats requests that cannot be served now; 0
+        = neither. It also repeats other calls for that time if a function names the coordinators
+        and none answers."""
         if isinstance(server, str) or callable(server):
             connect = partial(GrpcTransport, trust=trust, api_key=api_key)
             server = ResumingTransport(EndpointPool(server, connect), resume_timeout_s)

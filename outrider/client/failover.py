@@ -30,15 +30,15 @@ Server: TypeAlias = str | Callable[[], str]
 """HOST:PORT, several separated by commas, or a function that returns them. The function runs on the
 caller's thread or event loop, so it must be quick."""
 RESUME_TIMEOUT_S = 15.0
-"""Default time in which to resume a broken stream, or to repeat a request that no coordinator can
-serve now: they, or what they need, may be restarting."""
+"""Default time for resuming a broken stream, or for repeating a request that no coordinator can
+serve now. Coordinators, or the services behind them, may be restarting."""
 LOOK_S = 0.5
-"""Least time between two calls of the function."""
+"""Least time between two calls of the function that names the coordinators."""
 GONE_MAX = 16
-"""Most connections kept to coordinators no longer named, where calls may still run."""
+"""Most connections kept to coordinators that are no longer named. Calls may still run on them."""
 AVOIDED_S = 5.0
-"""How long no call begins at a coordinator that did not answer. One that answers that it cannot
-serve now says how long."""
+"""How long no call begins at a coordinator that did not answer. A coordinator that cannot serve now
+gives a time itself."""
 _WAIT_S = (0.05, 1.0)
 """First and longest wait between two tries; see `backoff`."""
 
@@ -256,9 +256,9 @@ class Tries:
         """Tried since the last wait, while the call has not begun."""
         self._tried_until: float | None = None
         self._has_answer = False
-        """Whether one of these has answered, so that it may be called again."""
+        """Whether a coordinator among `_tried` has answered, so that another try may succeed."""
         self._num_waits = 0
-        """Waits because of no answer, since the last token."""
+        """Waits since the last token because a coordinator did not answer."""
         self._stayed = False
         """Whether the last coordinator is called a second time."""
 
@@ -295,12 +295,12 @@ class Tries:
         self, tried: Transport | None, error: Unavailable, deadline: float
     ) -> tuple[Transport | None, float]:
         """The coordinator to call next (None = any), and the seconds until then. Before a stream
-        has begun, all are called without waiting. A coordinator is called a second time if its
-        stream has just broken: it has the session, and maybe only the connection is gone. It is
-        also called again if it answered that it cannot continue the session now, after the time
-        that it gave, as no other could sooner. Raises the error if another try is useless: all were
-        asked to begin, none has answered, and there will be no others; or a stream has ended with
-        an error; or the time is over."""
+        has begun, all are called without waiting. If a stream has just broken, its coordinator is
+        called a second time: it has the session, and perhaps only the connection is lost. If a
+        coordinator answered that it cannot continue the session now, it is called again after the
+        time that it gave, as no other coordinator could continue sooner. Raises the error if a
+        stream has ended with it, if the time is over, or if all coordinators were asked to begin,
+        none has answered, and no others will be named."""
         pool, now = self._pool, self._pool.clock()
         answered, begins = not isinstance(error, StreamBroken), self.received is None
         may_stay = answered or self._tried_until is None

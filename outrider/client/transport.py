@@ -262,8 +262,8 @@ class GrpcTransport(Transport):
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:
-        """Maps errors of the call inside. Closing a channel raises CancelledError in its calls;
-        this is mapped, a real cancellation is not."""
+        """Maps errors of the call inside. Closing a channel raises CancelledError in its calls.
+        This error is mapped; that of a cancelled task is not."""
         if self._closed:
             raise Unavailable(CLOSED)
         try:

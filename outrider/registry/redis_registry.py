@@ -48,7 +48,7 @@ class RedisRegistry:
         )
 
     async def withdraw(self, role: Role, name: str) -> None:
-        """Ends it."""
+        """Ends a replica's lease."""
         await self._run(("DEL", self._key(role, name)), ("SREM", self._names(role), name))
 
     async def records(self, role: Role) -> list[ReplicaRecord]:

@@ -75,9 +75,9 @@ class ReplicaRecord:
     address: _Text
     """HOST:PORT where it answers."""
     host: _Text
-    """Machine that it runs on ..."""
+    """Machine that the replica runs on."""
     pid: _Number
-    """... and its process."""
+    """Its process id on that machine."""
     model: _Text = ""
     weights: _Text = ""
     """See `ReplicaDescription.weights`; empty for a coordinator."""

@@ -33,7 +33,7 @@ REQUEST_COUNTERS: dict[str, tuple[Any, ...]] = {
         "num_draft_tokens",
     ),
     "unreadable_proposals": ("Proposals whose distributions the target could not read.",),
-    "look_ahead_hits": ("Rounds whose proposal was there before they began.",),
+    "look_ahead_hits": ("Rounds whose proposal had come before they began.",),
     "look_ahead_misses": (
         "Rounds whose proposal was not ready, although the draft had looked ahead.",
     ),
@@ -46,20 +46,22 @@ REQUEST_COUNTERS: dict[str, tuple[Any, ...]] = {
     "resyncs": ("Answers of a replica that lacked the stated prefix.", "side", _SIDES),
     "session_moves": ("Sessions that went on to another replica.", "side", _SIDES),
     "audits": (
-        "Sessions chosen for an audit, by what came of it.", "outcome", get_args(AuditOutcome),
+        "Sessions chosen for an audit, by its outcome.", "outcome", get_args(AuditOutcome),
     ),
     "audit_tokens": ("Tokens audited.", "rule", _RULES),
     "audit_impossible_tokens": (
-        "Of them those that the target gives no probability.", "rule", _RULES,
+        "Audited tokens that the target gives no probability.", "rule", _RULES,
     ),
     "audit_unlikely_tokens": (
-        "Greedy ones that are neither the likeliest token nor a near tie of it.", "rule",
+        "Audited greedy tokens that are neither the likeliest nor a near tie of it.", "rule",
         (Rule.GREEDY.value,),
     ),
-    "audit_near_ties": ("Greedy ones that are such a near tie.", "rule", (Rule.GREEDY.value,)),
-    "audit_surprise_nats": ("Sum of -log p of tokens that were drawn.", "rule", _RULES),
-    "audit_entropy_nats": ("What that sum is expected to be.", "rule", _RULES),
-    "audit_variance_nats2": ("Variance of that sum.", "rule", _RULES),
+    "audit_near_ties": (
+        "Audited greedy tokens that are a near tie of the likeliest.", "rule", (Rule.GREEDY.value,),
+    ),
+    "audit_surprise_nats": ("Sum of -log p of audited tokens that were drawn.", "rule", _RULES),
+    "audit_entropy_nats": ("Expected value of audit_surprise_nats.", "rule", _RULES),
+    "audit_variance_nats2": ("Variance of audit_surprise_nats.", "rule", _RULES),
 }  # fmt: skip
 """Counters of a coordinator, by name: description, label, and label values shown from the start.
 The increases of the audit counters over a time give the mean drift of a token, (surprise - entropy)
@@ -115,7 +117,7 @@ REQUEST_TIMES = {
     "outrider.e2e_request_latency_seconds":
         "From arrival to the last event, of completions that were sent whole.",
     "gen_ai.server.time_to_first_token": "From arrival to the first token.",
-    "gen_ai.server.time_per_output_token": "After the first token, a token.",
+    "gen_ai.server.time_per_output_token": "Mean time of a token after the first.",
     "gen_ai.server.request.duration": "From arrival to the last event or error.",
 }  # fmt: skip
 """Histograms of a coordinator, by full name."""

@@ -104,7 +104,7 @@ class ObservedRequest(RequestObserver):
             "gen_ai.operation.name": operation, "gen_ai.provider.name": "outrider",
             "gen_ai.request.model": model,
         }  # fmt: skip
-        # Not as a child of the current span.
+        # Given a context, it is no child of the current span.
         self._span = shared.tracer.start_span(
             f"{operation} {model}", context=Context() if caller is None else caller,
             kind=SpanKind.SERVER, attributes=self._genai, start_time=self._arrived_ns,
@@ -270,7 +270,7 @@ class ObservedRequest(RequestObserver):
         self.count("request_failure", kind)
         self._genai["error.type"] = kind
         self._span.set_attribute("error.type", kind)
-        # Other errors might quote the prompt.
+        # The text of another error might quote the prompt.
         message = error.message if isinstance(error, OutriderError) else kind
         self._span.set_status(StatusCode.ERROR, message)
         self._end()

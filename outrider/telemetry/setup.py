@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 class _VllmNames:
     """The metrics of a registry, and copies of the counters of speculation under vLLM's names.
-    OpenTelemetry instruments cannot have these names: it allows no colon."""
+    OpenTelemetry allows no colon in the name of an instrument."""
 
     def __init__(self, registry: CollectorRegistry, model: str) -> None:
         self._registry = registry

@@ -23,20 +23,20 @@ _BOTH_ENDS = (
 def server_options(
     *, shares_port: bool = False, age_ms: int | None = None
 ) -> list[tuple[str, int]]:
-    """Options of a server. After `age_ms`, give or take a tenth, new calls get another connection;
-    running ones continue. None = never. With `shares_port` another such server, even another
-    program's, may listen on the same port (SO_REUSEPORT); the kernel gives each new connection to
-    one of them: see `ServerOptions.takes_over`."""
+    """Options of a server. A connection older than `age_ms`, give or take a tenth, takes no new
+    calls: the client opens another one for them. None = no such age. With `shares_port` another
+    such server, even of another program, may listen on the same port (SO_REUSEPORT). The kernel
+    then gives each new connection to one of the servers."""
     return [
         *_BOTH_ENDS,
-        # Tolerates pings of clients with these settings, with room for jitter.
+        # Clients with these settings ping half as often, so jitter does no harm.
         ("grpc.http2.min_ping_interval_without_data_ms", limits.KEEPALIVE_MS // 2),
         ("grpc.server_handshake_timeout_ms", limits.GRPC_HANDSHAKE_MS),
         ("grpc.max_connection_idle_ms", limits.GRPC_IDLE_MS),
         ("grpc.so_reuseport", int(shares_port)),
         *(() if age_ms is None else (("grpc.max_connection_age_ms", age_ms),)),
         ("grpc.max_connection_age_grace_ms", limits.GRPC_AGE_GRACE_MS),
-        # Both bounds equal, as above.
+        # Both bounds equal, as for metadata.
         ("grpc.server.max_pending_requests", limits.GRPC_PENDING_CALLS_MAX),
         ("grpc.server.max_pending_requests_hard_limit", limits.GRPC_PENDING_CALLS_MAX),
         ("grpc.server_max_unrequested_time_in_server", limits.GRPC_PENDING_S_MAX),
@@ -48,7 +48,7 @@ _CHANNEL = (
     ("grpc.initial_reconnect_backoff_ms", 2 * limits.LINK_BACKOFF_MS_MIN),
     ("grpc.min_reconnect_backoff_ms", limits.CONNECT_TIMEOUT_MS),
     ("grpc.max_reconnect_backoff_ms", limits.LINK_BACKOFF_MS_MAX),
-    # Links to one address fail and recover on their own.
+    # Links to one address fail and recover independently.
     ("grpc.use_local_subchannel_pool", 1),
     # gRPC's retry would repeat a stream that the link reopens with its own state.
     ("grpc.enable_retries", 0),

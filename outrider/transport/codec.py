@@ -154,9 +154,9 @@ def _encoders(message: Any, kind: Any) -> list[tuple[str, bool, Callable[[Any], 
 def _decoders(
     message: Any, kind: Any
 ) -> tuple[dict[str, Decode | None], dict[str, Any], dict[str, Decode]]:
-    """By name, for the fields that a message and a dataclass share: decoders (None = the value is
-    used as it is), values of those that are not set, and what decodes the others that are not set:
-    an enum may need a member, and a field that must be there is refused."""
+    """For the fields that a message and a dataclass share, by name: decoders (None = the value is
+    used as it is); values of unset fields; decoders of the other unset fields, which refuse a
+    missing field and an enum that must have a member."""
     decoders: dict[str, Decode | None] = {}
     unset, read_unset = dict[str, Any](), dict[str, Decode]()
     for field, ours in _shared(message, kind):
@@ -197,7 +197,7 @@ def _decoder(field: Any, ours: Any) -> Decode | None:
     of = field.containing_type.name
     decode = _reader(field, may_be_none="None" in str(ours.type))
     limit: float | None = _LIMITS.get(f"{of}.{field.name}")
-    if of in _AMOUNTS and ours.type == "float":
+    if of in _AMOUNTS and ours.type in (float, "float"):
         limit = sys.float_info.max
     if limit is None:
         return decode
@@ -314,7 +314,7 @@ def _proposal_from_proto(message: types_pb2.Proposal, path: str = "proposal") ->
     parents = tuple([parent - 1 for parent in message.parents[:]])
     num_max = limits.TREE_TOKENS_MAX if parents else limits.NUM_DRAFT_TOKENS_MAX
     token_ids = token_ids_from_wire(message.token_ids, f"{path}.token_ids", num_max)
-    q = message.q  # Read once: each read copies it.
+    q = message.q  # Read once, as each read copies the bytes.
     if len(q) > Q_BYTES_MAX:
         raise BadRequest(f"{path}.q", f"{len(q)} bytes are more than {Q_BYTES_MAX}")
     draft_tree(parents, len(token_ids))

@@ -2,8 +2,8 @@
 
 One channel with up to two streams: one for ordinary items, one for bulky ones (long prompts) and
 those with bulky answers (features of many tokens), so that these do not delay the rounds of other
-sessions. Sampling parameters travel once per session and stream. Later items have their hash, until
-the replica answers `Resync`, which may mean that it does not know them."""
+sessions. Sampling parameters travel once per session and stream. Later items have only their hash.
+After a `Resync` they travel in full again, as the replica may not know them."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class GrpcLink(Link):
         except (BadRequest, DecodeError) as error:
             raise Unavailable(f"{self._address} is not a replica of this kind: {error}") from error
         except asyncio.CancelledError:
-            # Closing the channel also raises this in its calls.
+            # Closing the channel also cancels its calls.
             task = asyncio.current_task()
             if self._closed and task is not None and not task.cancelling():
                 raise Unavailable(f"the link to {self._address} was closed") from None
@@ -260,6 +260,6 @@ class _Stream:
         except DecodeError:
             return "the replica sent bytes that are not a frame of answers"
         except BadRequest as error:
-            # Waiting callers need an error, and this peer cannot be trusted.
+            # Ends the stream, so that waiting callers get an error. The peer cannot be trusted.
             return f"the replica sent an invalid answer: {error}"
         return "the replica closed it"

@@ -27,8 +27,8 @@ class Link:
     def listen(
         self, on_answer: Callable[[Any], None], on_lost: Callable[[Exception], None]
     ) -> None:
-        """Registers callbacks for answers and for a broken stream. After a break, unanswered items
-        stay so. Call it once, before the first `send`."""
+        """Registers callbacks for answers and for a broken stream. Items that are unanswered at a
+        break get no answer later. Call it once, before the first `send`."""
         check(self._on_answer is None, "a link has one listener")
         self._on_answer, self._on_lost = on_answer, on_lost
 
@@ -58,7 +58,7 @@ class Connection(Protocol):
         answer to an item that it cannot take is `Refused`."""
 
     def close(self) -> None:
-        """The stream ended. Work that only it waited for may be dropped."""
+        """The stream ended. Work whose answers only this stream awaited may be dropped."""
 
 
 class ReplicaService(Protocol):
@@ -92,8 +92,8 @@ class MemoryLink(Link):
         self._deliver = deliver
         self._connection: Connection | None = None
         self._number = 0
-        """Number of the connection; grows when one begins or ends. Messages of earlier ones are
-        lost."""
+        """Number of the connection; grows when a connection begins or ends. Messages of earlier
+        connections are dropped."""
 
     def trouble(self) -> str:
         """Why the replica cannot be reached; empty if it can."""

@@ -67,8 +67,8 @@ class ServerOptions:
     shares_port: bool = False
     """Whether a later server with `takes_over` may listen on the same port."""
     takes_over: bool = False
-    """Whether this server replaces one with `shares_port` that may still have the port. Else a port
-    in use is refused."""
+    """Whether this server replaces one with `shares_port` that may still have the port. If not, a
+    port in use is an error."""
     connection_age_ms: int | None = None
     """Age after which new calls get another connection, perhaps to another server; None = never."""
     guard: Guard | None = None
@@ -91,7 +91,7 @@ class RpcServer:
             options=server_options(
                 shares_port=self._options.shares_port, age_ms=self._options.connection_age_ms
             ),
-            # Calls beyond it are refused with RESOURCE_EXHAUSTED.
+            # gRPC refuses further calls with RESOURCE_EXHAUSTED.
             maximum_concurrent_rpcs=2 * SESSIONS_PER_COORDINATOR_MAX,
         )
         self._server.add_generic_rpc_handlers((_Methods(served, self._options.guard),))
@@ -162,7 +162,7 @@ class _Health:
     async def watch(
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> AsyncGenerator[Message]:
-        """Limits the number of watchers: they need no key, and must leave calls for others."""
+        """Limits the number of watchers: they need no key, and must not take all calls."""
         if self._num_watches >= HEALTH_WATCHES_MAX:
             raise Overloaded(f"there are {HEALTH_WATCHES_MAX} health watchers already")
         self._num_watches += 1
@@ -226,7 +226,7 @@ class _Methods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         if not method.server_streaming:
             await context.write((await replies).SerializeToString())
             return
-        async with aclosing(replies):  # Else `finally` would run at garbage collection.
+        async with aclosing(replies):  # Runs its `finally` now, not later.
             async for reply in replies:
                 data = reply if isinstance(reply, bytes) else reply.SerializeToString()
                 await context.write(data)
@@ -251,9 +251,9 @@ def _decode(kind: Callable[[], Message], data: bytes) -> Message:
 
 
 def is_taken(host: str, port: int) -> bool:
-    """Whether an address of `host` has a listener on `port`. Two servers with SO_REUSEPORT would
-    share it silently: the kernel gives each new connection to one of them. Binds each address for a
-    moment. False if binding fails for another reason."""
+    """Whether an address of `host` has a listener on `port`. Needed because two servers with
+    SO_REUSEPORT share a port without an error. Binds each address for a moment. False if binding
+    fails for another reason."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError:

@@ -57,7 +57,7 @@ def status_to_error(error: grpc.aio.AioRpcError) -> OutriderError:
     """The error that a call's peer raised, or `Unavailable` if no peer answered."""
     code: int = error.code().value[0]
     plain = error_from_code(code, error.details() or error.code().name)
-    call: Any = error  # It has a call's methods.
+    call: Any = error  # It has the methods of a call.
     try:
         status = rpc_status.from_call(call)
     except (DecodeError, ValueError):

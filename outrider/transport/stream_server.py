@@ -78,8 +78,8 @@ class ReplicaServicer:
 
     def finish(self, drained: Coroutine[Any, Any, None]) -> None:
         """Takes no more items. When `drained` returns, every stream sends its answers and ends with
-        `Unavailable`. They end together, because a coordinator that loses one of its two streams
-        also gives up the other, and asks again for answers under way."""
+        `Unavailable`. They end at the same time, because a coordinator that loses one of its two
+        streams also gives up the other, and repeats its unanswered items."""
         self._ending = asyncio.create_task(drained)
         self._ending.add_done_callback(self._wake_all)
         for reader in self._readers:
@@ -162,7 +162,7 @@ class _Stream:
             return
         self.failure = error
         self.outbox.wake()
-        if self.writing:  # The caller may still read, and get the reason; else this task is stuck.
+        if self.writing:  # The caller may soon read the reason.
             asyncio.get_running_loop().call_later(STUCK_WRITE_MS / 1e3, self._give_up)
 
     def _give_up(self) -> None:
@@ -175,7 +175,7 @@ class _Stream:
         try:
             item = self._codec.item_from_proto(message, known)
         except BadRequest as error:
-            asked = message.head  # Valid or not.
+            asked = message.head  # Its fields may be invalid.
             key = ReplyKey(asked.session_id[:_ECHOED_SESSION_ID_CHARS], asked.epoch, asked.round)
             self.answer([Refused(key, error.grpc_code, error.message)])
             return None

@@ -1,7 +1,8 @@
-"""TLS for both ends of gRPC: for users, and between services, which know each other by role.
+"""TLS for both ends of gRPC: between users and coordinators, and between services. Services
+recognise each other by role.
 
-Servers reread changed files, for new connections. A channel keeps what its files held when it was
-opened.
+Servers read changed files again, for new connections. A channel keeps the contents that its files
+had when it was opened.
 
 The certificate of each of a deployment's services names its role:
 
@@ -234,7 +235,8 @@ def pinned_trust(server: Path, certificate: Path | None = None, key: Path | None
 
 
 def pinned_name(server: Path) -> str:
-    """A host in a certificate, a name if it has any. Raises `ConfigError` if there is none."""
+    """A host that the certificate names: a DNS name if there is one, else an IP address. Raises
+    `ConfigError` if there is none."""
     names: list[str] = []
     for one in read_certificates(server)[0].extensions:
         if isinstance(one.value, x509.SubjectAlternativeName):
