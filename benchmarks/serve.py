@@ -131,7 +131,7 @@ class Load:
     records: Sequence[Record]
     """In the order in which the requests ended."""
     lags_s: Sequence[float]
-    """Samples of this client's lag: its event loop reads chunks so much later than they arrive."""
+    """Samples of this client's lag, which is how late its event loop runs and reads chunks."""
 
     @property
     def completed(self) -> list[tuple[Record, Completion]]:

@@ -1,4 +1,4 @@
-"""Environments of peers with a fake vLLM, which counts up from the last token of a prompt, and
+"""Virtual environments of peers with a fake vLLM. It counts up from the last token of a prompt, and
 records its calls."""
 
 import json
@@ -57,7 +57,7 @@ class Engine:
 
 
 def make_environment(environments: Path, name: str) -> None:
-    """Creates environment `name` with a fake vLLM."""
+    """Creates an environment of this name with a fake vLLM."""
     root = environments / name
     venv.create(root, with_pip=False, symlinks=True)
     [packages] = root.glob("lib/python*/site-packages")
@@ -70,12 +70,12 @@ def make_environment(environments: Path, name: str) -> None:
 
 
 def notes(path: Path) -> list[dict[str, Any]]:
-    """The calls that it has recorded in the file that `RECORD` names."""
+    """The calls that the fake has recorded in the file that `RECORD` names."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def inputs(environments: Path, **named: Any) -> TargetInputs:
-    """Inputs for a target that no process loads."""
+    """Inputs of a library, for a target that no process loads."""
     known: dict[str, Any] = {"gguf": "/model.gguf", "token_ids": {}} | named
     return TargetInputs(
         target=TargetConfig(directory="/model", dtype="bfloat16", device="cpu", num_threads=1),

@@ -1,4 +1,4 @@
-"""`bench acceptance`: compared with sums over the whole vocabulary and with hand calculations."""
+"""`bench acceptance` is compared with sums over the whole vocabulary and with hand calculations."""
 
 import json
 from pathlib import Path
@@ -57,7 +57,8 @@ def measured(reader: Any, num_prompts: int = 4, **options: Any) -> dict[str, Any
 
 
 def test_the_target_as_its_own_draft_is_always_accepted() -> None:
-    """And its outcomes are predicted. With another model, more predictions hit more often."""
+    """The outcomes of its rounds are predicted, too. If another model drafts, more predictions hit
+    more often."""
     found = measured(ModelReader(engine(1)), hits=True)
     assert found["greedy"] == 1.0
     assert found["sampled"] == pytest.approx(1.0, abs=1e-3)
@@ -74,7 +75,8 @@ def test_the_target_as_its_own_draft_is_always_accepted() -> None:
 def test_one_prefill_gives_what_sums_over_the_vocabulary_give(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With p and q of each prefix computed separately. Less is accepted if q is truncated."""
+    """p and q of each prefix are computed separately. If q is truncated, fewer tokens are
+    accepted."""
     found = measured(ModelReader(engine(SALT)), num_prompts=1)
     ids = (1, 2, 0)
     asked = [Answer("", 0, ids, 20)]
@@ -103,7 +105,8 @@ def test_lookup_proposes_what_followed_before_or_nothing() -> None:
 
 
 def test_suffix_decoding_has_what_was_read_at_that_temperature_as_its_history() -> None:
-    """And nothing of another temperature. Nothing follows the last token."""
+    """Texts of another temperature are not in the history. Nothing has followed the last token, so
+    it has no proposal."""
     reader = LookupReader(SuffixDrafter())
     for expected in ([None] * 3, [(7,), (8,), None]):
         for temperature in (0.0, 1.0):
@@ -113,7 +116,7 @@ def test_suffix_decoding_has_what_was_read_at_that_temperature_as_its_history() 
 
 
 def test_answers_side_by_side_are_those_alone() -> None:
-    """The same tokens, also if one answer ends before the others."""
+    """The tokens are the same, even if one answer ends before the others."""
     asked = [
         Answer("", 5, (1, 2, 3), 20), Answer("", 6, (3, 1), 4), Answer("", 7, (2, 2, 2, 1), 12)
     ]  # fmt: skip
@@ -164,7 +167,8 @@ NUM_PLACES = 60_000
 
 
 def test_matched_is_how_often_two_races_with_one_noise_agree() -> None:
-    """Standard error at most 0.005, so the bound fails by chance with probability below 1e-8."""
+    """The standard error is at most 0.005, so a correct function fails by chance with probability
+    below 1e-8."""
     noise = np.random.default_rng(3).gumbel(size=(NUM_PLACES, 3))
     ours, theirs = (np.log(P) + noise).argmax(axis=1), (np.log(Q) + noise).argmax(axis=1)
     for token_id in range(3):
@@ -175,7 +179,7 @@ def test_matched_is_how_often_two_races_with_one_noise_agree() -> None:
 
 
 def test_race_ranks_are_those_of_two_races_with_one_noise() -> None:
-    """Drawn given the winner; standard error 0.004, bound 0.03."""
+    """Ranks are drawn given the winner. The standard error is 0.004, the bound 0.03."""
     generator = np.random.default_rng(11)
     noise = generator.exponential(size=(NUM_PLACES, 3))
     winners = (noise / P).argmin(axis=1)
@@ -190,7 +194,8 @@ def test_race_ranks_are_those_of_two_races_with_one_noise() -> None:
 
 
 def test_hit_rates_add_up_the_likeliest_outcomes() -> None:
-    """By hand for K = 1, acceptance 0.8: bonuses 0.8 * (0.6, 0.4), recoveries 0.2 * 0.5."""
+    """For K = 1 and acceptance 0.8, the chances by hand are 0.8 * (0.6, 0.4) for a bonus and 0.2 *
+    0.5 for a correction."""
     guessing = Guessing()
     for rank in (0, None):
         note_guess(guessing.recovery, rank)

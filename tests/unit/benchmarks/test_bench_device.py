@@ -34,7 +34,7 @@ def report_of(backend: DeviceBackend | None) -> Any:
 
 @pytest.mark.parametrize("backend", [None, DeviceBackend(attend_by_tables, 8)])
 def test_what_is_reported(backend: DeviceBackend | None) -> None:
-    """The ideal step reads the weights at the speed of a copy."""
+    """An ideal step reads the weights at the speed of a copy."""
     values = report_of(backend)
     layer = 32 * (32 + 16 + 16 + 32 + 3 * 48) + 2 * 32
     assert values["weight_bytes"] == 4 * (2 * layer + 32 + 64 * 32)

@@ -19,7 +19,8 @@ from outrider.speculation.sampling_params import Rule
 
 
 def test_a_window_of_rounds_is_without_the_first_and_those_behind_the_last_token() -> None:
-    """Rounds of a second with tokens 1 | 2..4 | 5, 6, 7 | 8 | 9, 10: four tokens are dropped."""
+    """Each round takes a second. Rounds have the tokens 1 | 2..4 | 5, 6, 7 | 8 | 9, 10; the first
+    four tokens are dropped."""
     rounds = [
         Round(
             RoundReport(index, (0,) * drafted, 0, 0, 0, 0, 0, 0, look_ahead_hit=index == 2),
@@ -31,7 +32,8 @@ def test_a_window_of_rounds_is_without_the_first_and_those_behind_the_last_token
 
 
 def test_the_ideal_is_a_step_of_the_target_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """K = 2 at an acceptance of 1/4: 21/16 tokens each 18.3 ms, 71.7 tokens/s."""
+    """With K = 2 and acceptance 1/4, an ideal round commits 21/16 tokens in 18.3 ms: 71.7
+    tokens/s."""
     monkeypatch.setattr(emulate, "ACCEPTANCE", {Rule.TOKEN: 0.5, Rule.COUPLED: 0.25})
     one = [Timed(2, 1, False, 25.0)]
     found = figures("synchronous", Rule.COUPLED, 2, one)
@@ -46,7 +48,7 @@ def test_the_ideal_is_a_step_of_the_target_a_round(monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def delays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[float]:
-    """Runs the services in this process with fast engines; returns the delays of links."""
+    """Runs the services in this process with fast engines. Returns the delays of their links."""
     asked: list[float] = []
 
     def engine_of(config: Any) -> EmulatedEngine:
@@ -66,7 +68,7 @@ def delays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[float]:
 def test_rows_for_a_head_on_a_draft_go_over_both_links(
     delays: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """2 bytes on each link for each number of each committed token."""
+    """On each link, each number of a hidden state takes 2 bytes for each committed token."""
     assert main(["bench", "emulate", "--parts", "features", "--tokens", "60", "--json"]) == 0
     on_target, *on_draft = json.loads(capsys.readouterr().out)["features"]
     assert delays == [0.0, *[0.0, 0.5, 2.5] * 2]
@@ -85,7 +87,8 @@ def test_rows_for_a_head_on_a_draft_go_over_both_links(
 def test_the_command_measures_every_mode_and_prints_one_json_object(
     rates: str, delays: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With stated rates every rule accepts accordingly, here the only token of each proposal."""
+    """With stated rates, all rules accept accordingly. Here each proposal has one token, which is
+    accepted."""
     stated = ["--acceptance-rates", rates] if rates else []
     assert main(["bench", "emulate", "--tokens", "32", "--json", *stated]) == 0
     shown = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""`bench engine`: its waits, and one small run."""
+"""`bench engine`: its waits, and a small run."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def test_no_two_prompts_begin_alike() -> None:
 def test_one_run_prints_every_figure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All in this process."""
+    """All services run in this process."""
     pair = pair_here(tmp_path / "redis", lambda _: ToyEngine(320, 1, max_model_len=512))
     monkeypatch.setattr("benchmarks.engine.running_pair", pair)
     monkeypatch.setattr("benchmarks.engine.SESSIONS", (1, 2))
@@ -43,7 +43,8 @@ def test_one_run_prints_every_figure(
 
 
 def test_gaps_of_tokens_that_come_together_share_the_time_to_the_next() -> None:
-    """Two tokens at 1 s, one at 2 s, one at 5 s; a gap that overlaps the interval counts."""
+    """A session gets two tokens at 1 s, one at 2 s and one at 5 s. A gap counts if it overlaps the
+    interval."""
     assert gaps([[1.0, 1.0, 2.0, 5.0]], 0.0, 9.0) == [0.5, 0.5, 3.0]
     assert gaps([[1.0, 1.0, 2.0, 5.0]], 3.0, 4.0) == [3.0]
 

@@ -1,4 +1,4 @@
-"""`bench identity`: answers with drafts are compared with plain ones."""
+"""`bench identity` compares answers with drafts with plain answers."""
 
 from pathlib import Path
 
@@ -12,7 +12,8 @@ from outrider.speculation.sampling_params import Rule
 
 
 class Side(BenchClient):
-    """Answers with the length of the prompt; with drafts differently to the prompt `differs`."""
+    """The first token of an answer is the length of the prompt. The second is 0, or with drafts 1
+    for the prompt `differs`."""
 
     def __init__(self, differs: str = "", accepts: int = 1) -> None:
         self.differs, self.accepts = differs, accepts
@@ -27,7 +28,7 @@ class Side(BenchClient):
 
 @pytest.mark.parametrize("side", [Side(), Side(differs="b"), Side(accepts=0)])
 async def test_all_ways_are_held_against_plain_decoding(side: Side, tmp_path: Path) -> None:
-    """Fails for a difference, and if no draft token was accepted."""
+    """The check fails if an answer differs, and if no draft token was accepted."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "a"}\n{"prompt": "b"}\n', "utf-8")
     options = IdentityOptions(prompts=prompts, num_draft_tokens=(1, 8))
@@ -39,4 +40,6 @@ async def test_all_ways_are_held_against_plain_decoding(side: Side, tmp_path: Pa
     assert found["ways"][0]["different"] == ([1] if side.differs else [])
     coupled = [call for call in side.calls if call.rule is Rule.COUPLED]
     assert {(call.seed, call.temperature) for call in coupled} == {(0, 1.0), (1, 1.0)}
-    assert sum(call.num_draft_tokens == 0 for call in coupled) == 4  # With and without a context.
+    assert (
+        sum(call.num_draft_tokens == 0 for call in coupled) == 4
+    )  # Without a context and with one.

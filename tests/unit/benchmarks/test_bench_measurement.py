@@ -1,4 +1,5 @@
-"""Turns of sides and their results, and gRPC requests. `bench serve` tests `HttpClient`."""
+"""The turns of sides, their results, and requests by gRPC. `HttpClient` is tested with `bench
+serve`."""
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
@@ -34,7 +35,7 @@ def silent(_line: str) -> None:
 
 
 async def test_a_pair_is_decoded_back_to_back_in_alternating_order() -> None:
-    """After two warm-up prompts. Both sides of a prompt use its seed."""
+    """Two warm-up prompts come first. Both sides use the same seed for a prompt."""
     side = ScriptedSide(lambda prompt, decoding: (10, 1.0 if decoding.num_draft_tokens else 2.0))
     results = await measure(PROMPTS[:3], pair(side, seed=SEED_MAX), silent)
     seeds = [found.seed for _, found in side.calls]
@@ -58,7 +59,7 @@ async def test_several_at_a_time_are_bounded_keep_their_order_and_share_wall_tim
     assert side.most_running == 3
     for result in results.values():
         assert [len(done.token_ids) for done in result.completions] == [10, 11, 12, 13, 14]
-        # Two turns of 3 and 2 prompts, each of which runs at a time.
+        # There are two turns, of 3 and of 2 prompts that run at the same time.
         assert result.seconds == 18.0
     log = [(text, kind) for text, kind in side.log if text[0] == "p"]
     assert [kind for _, kind in log] == ["plain"] * 3 + ["drafted"] * 5 + ["plain"] * 2
@@ -66,7 +67,7 @@ async def test_several_at_a_time_are_bounded_keep_their_order_and_share_wall_tim
 
 
 async def test_a_library_that_takes_all_prompts_of_a_turn_is_timed_by_the_last() -> None:
-    """It decodes one after the other, with times since the start of the first."""
+    """The side decodes one prompt after the other. Its times count from the start of the first."""
 
     class Library(ScriptedSide):
         async def generate_all(self, jobs: Sequence[Job], concurrency: int) -> list[Completion]:
@@ -83,7 +84,7 @@ async def test_a_library_that_takes_all_prompts_of_a_turn_is_timed_by_the_last()
 
 @pytest.mark.parametrize("failing", [WARM_UPS[1], "p2"])
 async def test_a_side_that_may_fail_is_left_out(failing: str) -> None:
-    """Whether it fails during the warm-up or later; the other side decodes all prompts."""
+    """The side fails during the warm-up or later. The other side decodes all prompts."""
 
     def script(prompt: BenchPrompt, decoding: Decoding) -> tuple[int, float]:
         if prompt.text == failing and decoding.num_draft_tokens > 0:
@@ -103,7 +104,7 @@ async def test_a_side_that_may_fail_is_left_out(failing: str) -> None:
 
 
 class RecordingClient:
-    """Stands where `outrider.client.Client` does."""
+    """Replaces `outrider.client.Client`."""
 
     def __init__(self, finish_reason: FinishReason = FinishReason.LENGTH) -> None:
         self.finish_reason = finish_reason
@@ -118,7 +119,7 @@ class RecordingClient:
 
 @pytest.mark.parametrize("raw", [False, True])
 async def test_a_request_says_all_that_is_measured(raw: bool) -> None:
-    """An answer that was cut short is an error."""
+    """If an answer was cut short, an error is raised."""
     prompt = BenchPrompt("Hello.", "a")
     decoding = Decoding(33, temperature=0.5, rule=Rule.BLOCK, seed=4, num_draft_tokens=8)
     client: Any = RecordingClient()

@@ -1,4 +1,4 @@
-"""`bench overhead`: figures compared with hand calculations, and one small run of each part."""
+"""`bench overhead`: figures are compared with hand calculations, and each part has a small run."""
 
 import json
 from dataclasses import asdict, replace
@@ -15,7 +15,7 @@ from outrider.request import RoundReport
 
 
 def test_a_round_lasts_from_the_draft_request_to_the_acknowledged_commit() -> None:
-    """It is the sum of the parts in the report."""
+    """The time of a round is the sum of the parts in its report."""
     reports = [RoundReport(i, (), 0, 1.0, 2.0, 0.5, 0.5, 1.0 + i) for i in range(5)]
     found = round_figures(reports)
     assert (found["round_ms_p50"], found["round_ms_p99"]) == pytest.approx((7.0, 8.96))
@@ -25,7 +25,7 @@ def test_a_round_lasts_from_the_draft_request_to_the_acknowledged_commit() -> No
 
 
 async def test_a_transport_adds_what_the_coordinator_does_not_take() -> None:
-    """The coordinator gets the request at 10.1 s and has tokens at 10.5 and 11 s; the client reads
+    """The coordinator gets the request at 10.1 s and has tokens at 10.5 and 11 s. The client reads
     them at 10.7 and 11.1 s."""
     stamps: list[float] = []
 
@@ -43,7 +43,7 @@ async def test_a_transport_adds_what_the_coordinator_does_not_take() -> None:
 def test_the_command_measures_every_part_and_prints_one_json_object(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three sessions with rounds of at least 28.7 ms have at most 104 a second."""
+    """Three sessions whose rounds take at least 28.7 ms have at most 104 rounds a second."""
 
     def service_process(name: str, config: Any) -> ProcessHere:
         setup = {"service": name, "config": asdict(replace(config, port=0))}

@@ -21,7 +21,7 @@ from outrider.models.sources import resolve_model
 
 
 def result(*pairs: tuple[int, float]) -> SideResult:
-    """Completions of (tokens, seconds), with the first token after a tenth of the time."""
+    """Completions of (tokens, seconds). The first token comes after a tenth of the time."""
     completions = tuple(
         Completion(tuple(range(number)), 0.0, seconds, number, chunk_s=(seconds / 10,))
         for number, seconds in pairs
@@ -41,7 +41,7 @@ THEIRS = {
 
 
 def test_ratios_are_to_the_fastest_peer_of_all_tokens_over_all_time() -> None:
-    """Tokens/s: ours 20 plain and 40 with drafts, vllm 25 and 32, openvino 10."""
+    """Outrider decodes 20 tokens/s plainly and 40 with drafts, vllm 25 and 32, openvino 10."""
     first, second = level_of(0.0, 1, OURS | THEIRS), level_of(1.0, 8, OURS)
     assert first["plain_ratio"] == pytest.approx(20 / 25)
     assert first["speculative_ratio"] == pytest.approx(40 / 32)
@@ -64,7 +64,7 @@ def test_ratios_are_to_the_fastest_peer_of_all_tokens_over_all_time() -> None:
 
 
 class ScriptedLibrary(ScriptedSide):
-    """In place of a `LibraryProcess`; OpenVINO does not start."""
+    """Replaces a `LibraryProcess`. OpenVINO does not start."""
 
     def __init__(self, library: Library, *_: object) -> None:
         super().__init__(lambda prompt, decoding: (decoding.max_tokens, 1.0))
@@ -82,7 +82,7 @@ class ScriptedLibrary(ScriptedSide):
 async def measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, known: bool = True
 ) -> dict[str, Any]:
-    """The report of a scripted deployment."""
+    """The report on a scripted deployment."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(peers, "REST_S", 0.0)
     for module in (peers, libraries):
@@ -111,7 +111,8 @@ async def measured(
 async def test_every_side_decodes_every_prompt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Transformers one request at a time; peers that are not installed, or fail, are missing."""
+    """Transformers gets one request at a time only. Peers that are not installed, or that fail, are
+    reported as missing."""
     for name in ("vllm", "openvino"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "installed").touch()

@@ -1,4 +1,4 @@
-"""Processes of a benchmark, and the relay."""
+"""The processes of a benchmark, and the relay between them."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ DELAY_MS = 50
 
 
 async def test_a_relay_takes_longer_in_each_direction_and_keeps_the_order() -> None:
-    """Parts do not wait for each other: in sequence they would take 4 s."""
+    """Data does not wait until earlier data has arrived; otherwise the test would take 4 s."""
 
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while part := await reader.read(4096):

@@ -1,4 +1,4 @@
-"""Prompts of benchmarks, and limits of their options."""
+"""The prompts of benchmarks, and the limits of their options."""
 
 import json
 from collections import Counter
@@ -20,7 +20,7 @@ from outrider.errors import ConfigError
 
 
 def test_built_in_prompts_are_eight_of_each_category_and_all_different() -> None:
-    """Those of the last three contain a text to work on."""
+    """Prompts of the last three categories contain a text to work on."""
     prompts = built_in_prompts()
     assert Counter(prompt.category for prompt in prompts) == dict.fromkeys(CATEGORIES, 8)
     assert len({prompt.text for prompt in prompts}) == 48
@@ -31,7 +31,7 @@ def test_built_in_prompts_are_eight_of_each_category_and_all_different() -> None
 
 
 def test_a_file_keeps_order_skips_empty_lines_and_ignores_other_columns(tmp_path: Path) -> None:
-    """A line separator within a string, which JSON allows unescaped, does not end the line."""
+    """JSON allows unescaped line separators within a string. They do not end the line."""
     path = tmp_path / "own.jsonl"
     lines = [
         json.dumps({"prompt": "One\u2028line", "category": "a", "question_id": 81}),
@@ -77,7 +77,8 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
 def test_a_selection_has_as_many_of_each_category(
     categories: str, number: int, expected: str
 ) -> None:
-    """The first ones of each. The remainder comes from the first categories."""
+    """The first prompts of each category are chosen. The remainder comes from the first
+    categories."""
     prompts = [BenchPrompt(f"{name}{place}", name) for place, name in enumerate(categories)]
     assert [prompt.text for prompt in select_prompts(prompts, number)] == expected.split()
 

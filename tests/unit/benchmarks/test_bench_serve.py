@@ -1,4 +1,4 @@
-"""`bench serve`: times of requests, figures, and whole runs by gRPC and HTTP."""
+"""`bench serve`: arrival times, figures, and whole runs by gRPC and HTTP."""
 
 import asyncio
 import json
@@ -27,8 +27,9 @@ NUMBER = 20_000
 
 @pytest.mark.parametrize(("burstiness", "tail"), [(0.25, 24.0), (4.0, 1.5)])
 def test_gaps_have_the_mean_and_the_variance_of_their_law(burstiness: float, tail: float) -> None:
-    """Gamma of shape k and mean 1/R has variance 1 / (k R^2) and excess kurtosis 6 / k. The bounds
-    are 5 standard errors, which fail by chance with probability 6e-7."""
+    """A Gamma distribution of shape k and mean 1/R has variance 1 / (k R^2) and excess kurtosis 6 /
+    k. The bounds are 5 standard errors, so a correct function fails by chance with probability
+    6e-7."""
     rate = 8.0
     times = [0.0, *islice(arrival_times(rate, burstiness), NUMBER)]
     found = np.array([after - before for before, after in pairwise(times)])
@@ -38,7 +39,7 @@ def test_gaps_have_the_mean_and_the_variance_of_their_law(burstiness: float, tai
 
 
 class ScriptedServer(BenchClient):
-    """Answers with four tokens, one a second, or with the error of the script."""
+    """Answers with four tokens, one a second, or with the script's error."""
 
     def __init__(self, fails: Callable[[int], str] = lambda _: "") -> None:
         self.fails = fails
@@ -68,7 +69,7 @@ def play(options: ServeOptions, server: ScriptedServer) -> Load:
 
 
 def test_without_a_rate_all_come_at_once_and_a_failure_ends_nothing(tmp_path: Path) -> None:
-    """A prompt may have its own `max_tokens`."""
+    """A prompt's own `max_tokens` replaces the option's."""
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "a", "max_tokens": 7}\n{"prompt": "b"}\n', "utf-8")
     server = ScriptedServer(fails=lambda index: "no room" if index == 1 else "")
@@ -90,7 +91,8 @@ def test_a_fixed_concurrency_is_kept_full_and_never_passed() -> None:
 
 
 def test_what_a_rate_holds_back_waits_outside_of_its_latency() -> None:
-    """One a second, each takes 4 s: the i-th waits 3 i seconds in the client."""
+    """A request arrives each second and takes 4 s, so request i waits for 3 i seconds in the
+    client."""
     options = ServeOptions(num_prompts=5, request_rate=1.0, burstiness=math.inf, max_concurrency=1)
     load = play(options, ScriptedServer())
     waits = [record.started_s - record.due_s for record in load.records]
@@ -116,7 +118,7 @@ ANSWER = Completion(
     chunk_s=(0.5, 1.0, 2.5), prompt_tokens=10, counted_tokens=7,
 )  # fmt: skip
 ONE = Completion((), 0.0, 0.6, chunk_s=(0.5,), counted_tokens=1)
-"""Has no TPOT and no ITL."""
+"""An answer of one token has no TPOT and no ITL."""
 
 
 def test_the_figures_of_a_load() -> None:
@@ -149,7 +151,7 @@ def measured(
 def test_chats_and_texts_by_http(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Six tokens in three chunks, 20 ms apart: TPOT is per token, ITL per chunk."""
+    """Six tokens come in three chunks, 20 ms apart. TPOT is per token, ITL per chunk."""
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     told = {
         "speculative_decoding": {
@@ -204,7 +206,8 @@ def test_a_request_that_fails_is_counted_and_told(
 
 
 def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a model's name the command fails; with one, every request does."""
+    """The client asks the server for a model unless one is given. If it has to ask, the command
+    fails; otherwise every request fails."""
     url = ["--base-url", "http://127.0.0.1:9", "--num-prompts", "2"]
     assert main(["bench", "serve", *url]) == 1
     assert "error: http://127.0.0.1:9/v1/models: ConnectError(" in capsys.readouterr().err
@@ -232,7 +235,7 @@ def test_wrong_flags_are_named(
 async def test_a_load_by_grpc_is_counted_as_the_coordinator_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Draft and target are the same model. One prompt is refused by the coordinator."""
+    """Draft and target are the same model. The coordinator refuses one of the two prompts."""
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "a"}\n{"prompt": "b", "max_tokens": 5000}\n', "utf-8")
     target, draft = (ToyEngine(VOCAB, salt=1, max_model_len=4096) for _ in range(2))

@@ -1,4 +1,4 @@
-"""`bench speedup`: requests and statistics, with a scripted side."""
+"""`bench speedup`: its requests and statistics, with a scripted side."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from outrider.speculation.sampling_params import Rule
 
 
 async def test_the_whole_of_it_over_the_built_in_prompts() -> None:
-    """Drafts make `rewrite` three times as fast, and nothing else."""
+    """Drafts make the category `rewrite` three times as fast, and no other category faster."""
 
     def script(prompt: BenchPrompt, decoding: Decoding) -> tuple[int, float]:
         helped = decoding.num_draft_tokens > 0 and prompt.category == "rewrite"
@@ -37,7 +37,7 @@ async def test_the_whole_of_it_over_the_built_in_prompts() -> None:
 
 
 async def test_sampling_uses_the_rule_asked_for_and_the_bound_asked_for() -> None:
-    """Without draft tokens there is nothing to compare."""
+    """If the deployment drafts no tokens, there is nothing to compare."""
     side = ScriptedSide(lambda prompt, decoding: (12, 1.0))
     options = SpeedupOptions(num_prompts=6, temperature=1.0, rule="block", num_draft_tokens=3)
     await run(options, subject_of(side), lambda line: None)
@@ -52,13 +52,15 @@ PROMPTS = tuple(BenchPrompt(f"p{i}", category) for i, category in enumerate("aab
 
 
 def side_of(seconds: float | None, *completions: tuple[float, ...]) -> SideResult:
-    """Completions of (tokens, seconds, rounds, drafted, accepted); None = one after the other."""
+    """Completions of (tokens, seconds, rounds, drafted, accepted). Without `seconds`, they ran one
+    after the other."""
     done = tuple(Completion(tuple(range(int(n))), 0.0, *rest) for n, *rest in completions)  # type: ignore[arg-type]
     return SideResult(done, sum(one.seconds for one in done) if seconds is None else seconds)
 
 
 def level(plain_s: float | None = None, fast_s: float | None = None, **others: float) -> Any:
-    """Ratios of tokens/s 1, 4, 2, 3 and 12; the last answer is shorter than the plain one."""
+    """The ratios of tokens/s are 1, 4, 2, 3 and 12. The last two answers are shorter than the plain
+    ones."""
     sides = {
         "plain": side_of(plain_s, *[(20, 2.0)] * 5),
         "speculative": side_of(
@@ -74,7 +76,7 @@ def level(plain_s: float | None = None, fast_s: float | None = None, **others: f
 
 
 def test_figures_are_medians_of_ratios_and_totals_over_totals() -> None:
-    """Not the ratio of total rates, which is 90 / 4.2 to 100 / 10 = 2.14."""
+    """The speed-up is a median. The ratio of total rates would be 90 / 4.2 to 100 / 10 = 2.14."""
     found = level()
     expected = {
         "speedup": 3.0, "plain_tokens_per_second": 100 / 10.0, "num_identical": 3,
@@ -89,7 +91,7 @@ def test_figures_are_medians_of_ratios_and_totals_over_totals() -> None:
 
 
 def test_several_at_a_time_the_speedup_is_the_ratio_of_totals() -> None:
-    """Times are the wall time of the side, and for a category the sum over its requests."""
+    """The time of a side is its wall time. The time of a category is the sum over its requests."""
     found = level(5.0, 3.0)
     assert found["plain_tokens_per_second"] == pytest.approx(20.0)
     assert found["speedup"] == pytest.approx((90 / 3.0) / (100 / 5.0))
@@ -104,7 +106,8 @@ def test_several_at_a_time_the_speedup_is_the_ratio_of_totals() -> None:
 
 @pytest.mark.parametrize(("seconds", "warned"), [(1.82, 0), (1.78, 1)])
 def test_a_slow_baseline_is_warned_of(seconds: float, warned: int) -> None:
-    """Below 0.9 of a reference; plain takes 2 s a prompt. The table has a row for all prompts."""
+    """The report warns if plain decoding is slower than 0.9 of a reference. Plain decoding takes 2
+    s for each prompt. The table has a row for all prompts."""
     found = report([level(**{"the engine alone": seconds})])
     assert len(found.warnings) == warned
     assert all("the engine alone" in line and "slow base" in line for line in found.warnings)

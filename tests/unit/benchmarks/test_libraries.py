@@ -1,4 +1,4 @@
-"""The processes of other libraries, with a fake one, and the GGUF file that they read."""
+"""The processes of other libraries, with a fake library, and the GGUF file that libraries read."""
 
 import os
 import signal
@@ -58,7 +58,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 async def test_tokens_come_back_up_to_the_eos_and_the_most_wanted(
     environments: Path, record: Path
 ) -> None:
-    """After a failed request the next one is answered; two requests run at a time."""
+    """After a failed request, the next one is answered. Two requests run at a time."""
     library = BY_NAME["vllm"]
     told = inputs(environments, token_ids=TOKEN_IDS, batch=2)
     async with LibraryProcess(library, library.bindings[0], told) as process:
@@ -73,7 +73,8 @@ async def test_tokens_come_back_up_to_the_eos_and_the_most_wanted(
 
 
 async def test_a_sweep_takes_what_is_fastest_and_keeps_it(environments: Path, record: Path) -> None:
-    """Drafts of 3 tokens fail, of 8 are fast; a mode without a working setting is left out."""
+    """Drafts of 3 tokens fail, and drafts of 8 tokens are fast. A mode is left out if none of its
+    settings works."""
     peer = Library(name="vllm", speculative="n-gram", drafting=BY_NAME["vllm"].drafting)
     told = inputs(environments, token_ids={prompt.text: [1] for prompt in sweep_prompts()})
     lines: list[str] = []
@@ -106,7 +107,7 @@ def test_every_peer_has_a_file_that_make_installs_it_from() -> None:
 
 
 def test_the_process_imports_the_standard_library_alone() -> None:
-    """It runs without this repository and without any package."""
+    """The program runs without this repository and without any package."""
     command = [sys.executable, "-I", "-S", library_process.__file__]
     assert subprocess.run(command, input=b"", capture_output=True).returncode == 0
 
@@ -123,7 +124,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TargetConfig:
 def test_engine_and_library_write_the_same_tokens_at_temperature_zero(
     tiny: TargetConfig, raw: bool
 ) -> None:
-    """In float32, so a difference would be an error in one of the loops. All stop at the EOS."""
+    """In float32, a difference would be an error in one of the loops. All loops stop at the EOS."""
     chats = [BenchPrompt("The quick brown fox", "chat"), BenchPrompt("fox", "chat")]
     setup = TargetInputs.load(tiny, chats, PromptOptions(raw=raw, max_tokens=16))
     prompts = [setup.token_ids[prompt.text] for prompt in chats]
@@ -146,7 +147,7 @@ def test_engine_and_library_write_the_same_tokens_at_temperature_zero(
 
 
 async def test_the_engine_decodes_in_a_process_of_our_own(tiny: TargetConfig) -> None:
-    """Also at temperature 1. A killed process is an error."""
+    """It also decodes at temperature 1. If the process is killed, the call raises an error."""
     [prompt] = prompts = [BenchPrompt("fox", "chat")]
     told = TargetInputs.load(tiny, prompts, PromptOptions(max_tokens=16))
     async with LibraryProcess(ENGINE, Setting(), told) as engine:
@@ -158,7 +159,7 @@ async def test_the_engine_decodes_in_a_process_of_our_own(tiny: TargetConfig) ->
 
 
 def test_the_library_reads_the_target_from_the_gguf_file(tmp_path: Path) -> None:
-    """Bit-equal, through the library's own renaming and reordering of rows."""
+    """The weights are bit-equal after the library's own renaming and reordering of rows."""
     source = save_tiny_gguf(tmp_path / "tiny.Q8_0.gguf")
     target, written = converted(source, tmp_path), bfloat16_gguf(source, tmp_path)
     module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(target))
