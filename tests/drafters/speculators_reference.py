@@ -74,7 +74,7 @@ def train(directory: str, verifier: str, inputs: str) -> None:
 
 
 class Recorded:
-    """A model, and what its last norm read and its head put out in the last call."""
+    """A model that records what its last norm read and what its head returned in the last call."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -139,7 +139,7 @@ def mtp(target: str, inputs: str, outputs: str) -> None:
     for length in given["prefixes"].tolist():
         features, token_ids = given["features"][:length], given["token_ids"][:length]
         for _ in range(int(given["num_depths"])):
-            # Its texts have a token before the first pair, and one behind the last.
+            # The library's texts have a token before the first pair, and a token after the last.
             text = torch.nn.functional.pad(token_ids, (1, 1))
             rows = torch.nn.functional.pad(features, (0, 0, 0, 2))
             [logits], *_ = model(text[None], rows[None])

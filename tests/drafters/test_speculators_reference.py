@@ -1,4 +1,4 @@
-"""EAGLE-3 heads compared with `speculators`, which runs in an environment of its own (`make
+"""EAGLE-3 heads are compared with `speculators`, which runs in an environment of its own (`make
 test-drafters`)."""
 
 import os
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(not PYTHON, reason="no speculators here: make te
 
 
 def reference(*words: Any) -> None:
-    """Runs the library's own code."""
+    """Runs the library's code."""
     environment = {key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ}
     subprocess.run(
         [PYTHON, str(SCRIPT), *map(str, words)], check=True, env=environment, timeout=280
@@ -55,7 +55,7 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def random_head(target: Any, token_ids: list[int], **changes: Any) -> Eagle3Head:
-    """A head of the target's width: the library has no others."""
+    """A random head of the target's width, the only width that the library supports."""
     sizes = target.config
     layer = {
         "vocab_size": sizes.vocab_size, "hidden_size": sizes.hidden_size,
@@ -86,8 +86,8 @@ def save(directory: Path, head: Eagle3Head, token_ids: list[int], target: Path) 
 def greedy_draft(
     loaded: LoadedDraftHead, features: Tensor, token_ids: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """[NUM_DEPTHS]: the chain after the last of these pairs, from keys and values of the earlier
-    ones; and the state after each pair [NUM_DEPTHS, D]."""
+    """The chain [NUM_DEPTHS] after the last of these pairs, from keys and values of the earlier
+    pairs, and the state after each pair [NUM_DEPTHS, D]."""
     module, length = loaded.module, len(token_ids)
     places = torch.arange(length + NUM_DEPTHS)
     keys, values = module.keys_and_values(features[:-1], token_ids[:-1], places[: length - 1])
@@ -111,7 +111,7 @@ def greedy_draft(
 
 
 def read(target: Any, texts: Tensor, layer_ids: Iterable[int]) -> dict[str, Tensor]:
-    """Pairs of the texts [N, T + 1], and the input of the target's last norm at their tokens."""
+    """Pairs of the texts [N, T + 1], and the inputs of the target's last norm at their tokens."""
     last: list[Tensor] = []
     hook = target.model.norm.register_forward_pre_hook(lambda _, inputs: last.append(inputs[0]))
     with torch.no_grad():
@@ -122,8 +122,8 @@ def read(target: Any, texts: Tensor, layer_ids: Iterable[int]) -> dict[str, Tens
 
 
 def check_equal(directory: Path, target: Any, texts: Tensor, prefixes: list[int]) -> None:
-    """Compares for the checkpoint in `directory`: hidden states and logits of chains after each
-    pair of the texts, and greedy drafts after the prefixes of these lengths."""
+    """Compares the library and Outrider on the checkpoint in `directory`: hidden states and logits
+    of chains after each pair of the texts, and greedy drafts after prefixes of these lengths."""
     loaded = load_eagle3(directory, target, name="HEAD", target_name="TARGET")
     module = loaded.module
     given = read(target, texts, module.layer_ids)
@@ -181,7 +181,7 @@ def test_heads_of_ours_do_the_same_there(
 def test_a_head_that_the_library_trained_does_the_same_here(
     tiny_target: Path, tmp_path: Path
 ) -> None:
-    """With its loss, saved by its own code."""
+    """The library trains the head with its own loss, and saves it."""
     target = AutoModelForCausalLM.from_pretrained(tiny_target)
     texts = random_texts(target, 1, NUM_PAIRS)
     save_file(read(target, texts, (1, 2, 4)), str(tmp_path / "inputs"))
@@ -190,7 +190,7 @@ def test_a_head_that_the_library_trained_does_the_same_here(
 
 
 def test_a_head_that_distill_made_does_the_same_there(tiny_target: Path, tmp_path: Path) -> None:
-    """After 20 prompts, from its files."""
+    """Drafts after 20 prompts are compared. The library reads the head's files."""
     whose = Target("tiny", tiny_target, Template((0, 5), (3, 6)), None)
     options = DistillOptions(
         out=tmp_path / "head", kind="eagle3", draft_vocab=24, tokens=4000, steps=12
@@ -201,7 +201,7 @@ def test_a_head_that_distill_made_does_the_same_there(tiny_target: Path, tmp_pat
 
 
 def test_an_mtp_layer_does_the_same_there(tmp_path: Path) -> None:
-    """Of Qwen3-Next, the only served family that the library has."""
+    """The layer is of Qwen3-Next, the only one of these families that the library has."""
     made = MtpReference(mtp_target("qwen3_next", max_model_len=NUM_PAIRS + NUM_DEPTHS))
     loaded = load_mtp(made.save(tmp_path), made.target, target_name="TARGET")
     [text] = random_texts(made.target, 1, NUM_PAIRS)

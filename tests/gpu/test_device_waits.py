@@ -1,4 +1,4 @@
-"""How often a step's verdicts wait for the device, and how many operators they need there."""
+"""How often the verdicts of a step wait for the device, and how many operators they start there."""
 
 import warnings
 
@@ -32,7 +32,7 @@ def num_waits(asked: list[Question]) -> int:
 
 
 def num_operators(asked: list[Question]) -> int:
-    """Kernels and copies."""
+    """Number of kernels and copies."""
     activities = [ProfilerActivity.CUDA, ProfilerActivity.CPU]
     with profile(activities=activities, acc_events=True) as profiled:
         verdicts_from_logits(asked)

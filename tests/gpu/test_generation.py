@@ -1,5 +1,5 @@
-"""Whole generations on a CUDA device: the three services, with a target and a draft there, against
-the library's own generation."""
+"""Whole generations with target and draft on a CUDA device, through the three services. They are
+compared with the library's own generation."""
 
 import asyncio
 from pathlib import Path
@@ -23,12 +23,12 @@ NUM_TOKENS = 64
 GREEDY = SamplingParams(temperature=0.0)
 WARM = SamplingParams(temperature=0.8, top_p=0.9)
 KEYS = 2**26
-"""Bytes of each engine's pages."""
+"""Bytes of pages of each engine."""
 
 
 @pytest.fixture(scope="module")
 def modules() -> tuple[Any, Any]:
-    """A target, and a draft that mostly agrees with it: its weights with some noise."""
+    """A target, and a draft that mostly agrees with it: the target's weights with some noise."""
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=256, num_hidden_layers=4, num_attention_heads=8,
         num_key_value_heads=2, intermediate_size=512, max_position_embeddings=1_024,
@@ -63,7 +63,7 @@ def prompt(seed: int, length: int = 40) -> tuple[int, ...]:
 
 
 def continued(module: Any, token_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """By the library, at each step its likeliest token."""
+    """The library's text: its likeliest token at each step."""
     ids = torch.tensor([token_ids], device="cuda")
     found = module.generate(ids, max_new_tokens=NUM_TOKENS, do_sample=False, use_cache=True)
     return tuple(found[0, len(token_ids) :].tolist())
@@ -77,8 +77,8 @@ def asked(seed: int, sampling: SamplingParams, rule: Rule, num_draft: int) -> Ge
 
 
 async def test_texts_are_those_of_the_library(modules: tuple[Any, Any], tmp_path: Path) -> None:
-    """Greedy texts of eight sessions at once with drafts; and sampled ones under `coupled` with
-    drafts as without."""
+    """Eight sessions at once have greedy texts, with drafts. Sampled texts under `coupled` are the
+    same with drafts as without."""
     library = twin(modules[0])
     target, draft = (engine_of(module) for module in modules)
     async with running_stack(target, draft, tmp_path / "redis") as stack:

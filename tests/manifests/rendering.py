@@ -1,4 +1,4 @@
-"""The chart, rendered by Helm into Kubernetes objects, and what is looked up in them."""
+"""Renders the chart by Helm into Kubernetes objects, and finds parts of these objects."""
 
 import subprocess
 import sysconfig
@@ -14,9 +14,10 @@ from tests.manifests.settings_schema import CHART
 
 EVERY_OPTION: Final = CHART.parent / "values-every-option.yaml"
 OWN_REDIS: Final = ("redis.enabled=true", "redis.external.url=")
-"""Over every option: those of the release's own Redis instead of an external one's."""
+"""Values, on top of every option, that choose the release's own Redis instead of an external
+one."""
 OWN_GCS: Final = ("ray.gcsFaultTolerance.external.address=",)
-"""The same for what the head knows."""
+"""The same for the Redis of Ray's head."""
 RELEASE: Final = "rel"
 Manifest = dict[str, Any]
 
@@ -40,12 +41,14 @@ VARIANTS: Final[dict[str, tuple[tuple[Path, ...], tuple[str, ...]]]] = {
     ),
     "no-drafts": ((), ("draft.replicas=0", "draft.minPods=0", "draft.maxPods=0")),
 }  # fmt: skip
-"""Values files, and further values, that must render to valid manifests."""
+"""By variant: the values files and further values from which the chart must render valid
+manifests."""
 
 
 @cache
 def helm(files: tuple[Path, ...], values: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
-    """`helm template` of the chart with these values files and NAME=VALUE pairs, made once."""
+    """The result of `helm template` with these values files and NAME=VALUE pairs. Each is run
+    once."""
     command = [str(Path(sysconfig.get_path("scripts")) / "helm"), "template", RELEASE, str(CHART)]
     for file in files:
         command += ["--values", str(file)]
@@ -55,45 +58,45 @@ def helm(files: tuple[Path, ...], values: tuple[str, ...]) -> subprocess.Complet
 
 
 def render(files: Sequence[Path] = (), values: Sequence[str] = ()) -> list[Manifest]:
-    """The manifests that these values make."""
+    """The manifests that the chart renders from these values."""
     done = helm(tuple(files), tuple(values))
     assert done.returncode == 0, done.stderr
     return [found for found in yaml.safe_load_all(done.stdout) if found]
 
 
 def render_variant(name: str) -> list[Manifest]:
-    """Those of a variant."""
+    """The manifests of a variant."""
     return render(*VARIANTS[name])
 
 
 def refusal(*values: str) -> str:
-    """Why Helm refuses these values over the defaults."""
+    """The error with which Helm refuses these values on top of the defaults."""
     done = helm((), values)
     assert done.returncode != 0, "these values were taken"
     return done.stderr
 
 
 def of_kind(manifests: Sequence[Manifest], kind: str) -> dict[str, Manifest]:
-    """The objects of a kind by name."""
+    """The objects of a kind, by name."""
     return {found["metadata"]["name"]: found for found in manifests if found["kind"] == kind}
 
 
 def ray_cluster(manifests: Sequence[Manifest]) -> Manifest:
-    """The one RayCluster."""
+    """The only RayCluster."""
     (found,) = of_kind(manifests, "RayCluster").values()
     return found
 
 
 def ray_pods(manifests: Sequence[Manifest]) -> dict[str, Manifest]:
-    """The pod templates of a RayCluster by the value of the label `ray.io/group`."""
+    """The pod templates of a RayCluster, by the value of their label `ray.io/group`."""
     spec = ray_cluster(manifests)["spec"]
     groups = {group["groupName"]: group["template"] for group in spec["workerGroupSpecs"]}
     return {"headgroup": spec["headGroupSpec"]["template"], **groups}
 
 
 def pods(manifests: Sequence[Manifest]) -> dict[str, Manifest]:
-    """All pod templates: those of Ray, of the release's own servers `redis`, for sessions, and
-    `gcs`, for Ray's head, and of the `gateway`."""
+    """All pod templates: those of Ray, of the release's own Redis servers `redis` (for sessions)
+    and `gcs` (for Ray's head), and of the `gateway`."""
     found = ray_pods(manifests)
     kinds = of_kind(manifests, "StatefulSet") | of_kind(manifests, "Deployment")
     for one in kinds.values():
@@ -103,31 +106,32 @@ def pods(manifests: Sequence[Manifest]) -> dict[str, Manifest]:
 
 
 def container(template: Manifest, name: str) -> Manifest:
-    """A container of a pod template."""
+    """A container of a pod template, by name."""
     (found,) = (each for each in template["spec"]["containers"] if each["name"] == name)
     return found
 
 
 def variables(of: Manifest) -> dict[str, Any]:
-    """A container's environment: the value, or where it comes from, by name."""
+    """A container's environment by name: the value, or the source of the value."""
     return {each["name"]: each.get("value", each.get("valueFrom")) for each in of.get("env", [])}
 
 
 def settings_file(manifests: Sequence[Manifest]) -> str:
-    """What `outrider serve --config` is given."""
+    """The text of the file that `outrider serve --config` gets."""
     maps = of_kind(manifests, "ConfigMap").values()
     (text,) = (found["data"]["config.yaml"] for found in maps if "config.yaml" in found["data"])
     return str(text)
 
 
 def settings(manifests: Sequence[Manifest]) -> dict[str, Any]:
-    """What stands in that file."""
+    """The settings in that file."""
     found: dict[str, Any] = yaml.safe_load(settings_file(manifests))
     return found
 
 
 def configuration(manifests: Sequence[Manifest], directory: Path) -> DeploymentConfig:
-    """What `outrider serve` makes of it; it is written into the directory."""
+    """The configuration that `outrider serve` makes of the file, which is written into
+    `directory`."""
     file = directory / "config.yaml"
     file.write_text(settings_file(manifests), "utf-8")
     return load_config({}, {}, file)

@@ -1,5 +1,5 @@
-"""What the chart's values may say under `settings`, made from `outrider.config`. Run as a module,
-it writes that part of the chart's schema."""
+"""Makes the chart's schema of the values under `settings` from `outrider.config`. Run as a module,
+it writes this part of the schema."""
 
 import json
 from pathlib import Path
@@ -18,12 +18,13 @@ CHART_KEYS: Final = {
     "speculative_config", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "stop_timeout_s",
     "target_num_gpus", "target_resources", "telemetry", "tensor_parallel_size",
 }  # fmt: skip
-"""Settings that have values of their own in the chart, or come from a Secret, and what sets some of
-these."""
+"""Settings that have chart values of their own or come from a Secret, and settings that determine
+some of these."""
 
 
 def settings_schema() -> dict[str, Any]:
-    """A schema of `settings`: what a deployment can be told, but for what the chart tells it."""
+    """A schema of `settings`: all settings of a deployment except those that the chart
+    determines."""
     return {
         "type": "object",
         "additionalProperties": False,
@@ -36,7 +37,7 @@ def settings_schema() -> dict[str, Any]:
 
 
 def with_settings(text: str) -> str:
-    """The text of a schema of values with its `settings` as they should be."""
+    """The text of a schema of values, with an up-to-date `settings`."""
     schema = json.loads(text)
     schema["properties"]["settings"] = settings_schema()
     return json.dumps(schema, indent=2) + "\n"

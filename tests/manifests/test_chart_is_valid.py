@@ -1,4 +1,4 @@
-"""What the chart makes of any values is valid; slips in the values are refused."""
+"""The chart renders valid objects from any values, and refuses wrong values."""
 
 import gzip
 import re
@@ -33,21 +33,21 @@ _LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def check(manifest: Manifest) -> None:
-    """Raises for an object of Kubernetes' own that is not valid."""
+    """Raises an error if an object of Kubernetes' own kinds is not valid."""
     kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
 
 
 @cache
 def ray_clusters(path: Path) -> jsonschema.Draft202012Validator:
-    """By KubeRay's definition."""
+    """A validator from KubeRay's definition of a RayCluster."""
     definition = yaml.load(gzip.decompress(path.read_bytes()), _LOADER)  # noqa: S506 (a SafeLoader)
     (version,) = (each for each in definition["spec"]["versions"] if each["name"] == "v1")
     return jsonschema.Draft202012Validator(closed(version["schema"]["openAPIV3Schema"]))
 
 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """A structural schema that takes no field it does not name; metadata, of which structural
-    schemas say nothing, stays open."""
+    """A structural schema that refuses fields that it does not name. Metadata stays open, as
+    structural schemas do not describe it."""
     found = dict(schema)
     if "properties" in schema:
         found["properties"] = {name: closed(each) for name, each in schema["properties"].items()}
@@ -61,8 +61,8 @@ def closed(schema: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_objects_and_configuration_are_valid(variant: str, test_data: Path, tmp_path: Path) -> None:
-    """By the schemas of Kubernetes and KubeRay, without a field that they do not know. What the
-    ConfigMap holds is a configuration that `outrider serve` takes."""
+    """Objects are valid by the schemas of Kubernetes and KubeRay, and have no unknown field. The
+    ConfigMap has a configuration that `outrider serve` accepts."""
     manifests = render_variant(variant)
     for manifest in manifests:
         if manifest["kind"] != "RayCluster":
@@ -92,12 +92,13 @@ def test_objects_and_configuration_are_valid(variant: str, test_data: Path, tmp_
     ],
 )
 def test_a_slip_in_the_values_is_told(value: str, words: str) -> None:
-    """Helm refuses it, and says where it is."""
+    """Helm refuses the value, and says where it is."""
     assert words in refusal(*value.split())
 
 
 def test_values_reach_the_configuration(tmp_path: Path) -> None:
-    """Models, GPUs of a rank, settings of any kind, Redis and its authority are what was given."""
+    """Models, GPUs of a rank, settings of several types, Redis and its authority are as given in
+    the values."""
     config = configuration(render([EVERY_OPTION]), tmp_path)
     assert (config.num_targets, config.num_drafts, config.num_coordinators) == (2, 4, 3)
     assert config.target.model == "meta-models/large"
@@ -117,7 +118,7 @@ def test_values_reach_the_configuration(tmp_path: Path) -> None:
 
 
 def test_no_secret_is_in_a_config_map() -> None:
-    """A password in the values is in a Secret and nowhere else."""
+    """A password in the values is in a Secret and in no other object."""
     manifests = render((), ["redis.auth.password=ahoy-captain"])
     for manifest in manifests:
         if manifest["kind"] != "Secret":
@@ -127,13 +128,13 @@ def test_no_secret_is_in_a_config_map() -> None:
 
 
 def test_the_schema_of_settings_is_what_the_configuration_says() -> None:
-    """Run `python -m tests.manifests.settings_schema` after a change."""
+    """If this fails, run `python -m tests.manifests.settings_schema`."""
     text = SCHEMA.read_text("utf-8")
     assert text == with_settings(text)
 
 
 def test_values_that_docs_name_are_real() -> None:
-    """Each `a.b` in docs/operations.md that begins like a value is one."""
+    """Each `a.b` in docs/operations.md whose first part is a value of the chart is a value."""
     values = yaml.safe_load((CHART / "values.yaml").read_text("utf-8"))
     text = (CHART.parents[2] / "docs" / "operations.md").read_text("utf-8")
     named = [name.split(".") for name in re.findall(r"`([a-zA-Z]+(?:\.[a-zA-Z]+)+)`", text)]

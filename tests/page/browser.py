@@ -1,4 +1,5 @@
-"""A headless Chromium. As a script it fails where that is not installed, and says how it is."""
+"""A headless Chromium. Run as a script, it fails if Chromium is not installed, and says how to
+install it."""
 
 import asyncio
 import shutil
@@ -23,7 +24,7 @@ KEYS = {
 }  # fmt: skip
 _ARGUMENTS = (
     "--headless=new",
-    "--no-sandbox",  # Containers have no namespaces of their own to give.
+    "--no-sandbox",  # Containers cannot create namespaces for the sandbox.
     "--disable-dev-shm-usage",
     "--disable-gpu",
     "--disable-background-networking",
@@ -33,7 +34,7 @@ _ARGUMENTS = (
 
 
 def missing() -> str:
-    """What is not installed; empty where nothing is missing."""
+    """The programs that are not installed; empty if none is missing."""
     found = {"chromium": _chromium(), "chromedriver": shutil.which("chromedriver")}
     lacking = [name for name, path in found.items() if path is None]
     return f"there is no {' and no '.join(lacking)} on the PATH" if lacking else ""
@@ -44,7 +45,8 @@ def _chromium() -> str | None:
 
 
 class Browser:
-    """One window. It is asked on a thread, as the coordinator may run on the caller's."""
+    """One window. Its driver is called on a separate thread, as the coordinator may run on the
+    caller's thread."""
 
     def __init__(self, driver: Chrome) -> None:
         self._driver = driver
@@ -60,7 +62,8 @@ class Browser:
         return str(await self.run(found, selector))
 
     async def press(self, *keys: str, held: Sequence[str] = ()) -> None:
-        """Presses keys, one after the other, while others are held: names in `KEYS`, or texts."""
+        """Presses keys one after the other while `held` keys are down. Keys are names in `KEYS`, or
+        texts."""
         actions = ActionChains(self._driver, duration=0)
         for key in held:
             actions.key_down(KEYS[key])
@@ -70,7 +73,7 @@ class Browser:
         await asyncio.to_thread(actions.perform)
 
     async def until(self, script: str, *arguments: Any) -> Any:
-        """Waits until a script returns what is true, and returns it."""
+        """Waits until a script returns a true value, and returns this value."""
         async with asyncio.timeout(WAIT_S):
             while not (found := await self.run(script, *arguments)):
                 await asyncio.sleep(0.05)
@@ -87,14 +90,14 @@ class Browser:
         self._driver.save_screenshot(str(path))
 
     async def log(self) -> list[str]:
-        """What the console was told since it was last read."""
+        """Messages of the console since the last call."""
         entries = await asyncio.to_thread(self._driver.get_log, "browser")
         return [f"{one['level']}: {one['message']}" for one in entries]
 
 
 @contextmanager
 def browser(width: int = 1360) -> Iterator[Browser]:
-    """A browser, and its driver, for as long as they are needed."""
+    """Opens a browser and its driver."""
     options = ChromeOptions()
     options.binary_location = _chromium() or ""
     for argument in (*_ARGUMENTS, f"--window-size={width},1000"):

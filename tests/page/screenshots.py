@@ -1,5 +1,5 @@
-"""Draws the window for the documentation: given the URL of a coordinator of the demo model, this
-script writes `docs/window-light.png`, `window-dark.png` and `window-narrow.png`."""
+"""Takes screenshots of the window for the documentation. Given the URL of a coordinator of the demo
+model, this script writes `docs/window-light.png`, `window-dark.png` and `window-narrow.png`."""
 
 import argparse
 import asyncio
@@ -20,7 +20,7 @@ OPTIONS = {"temperature": "0", "seed": "7", "max_tokens": "110", "num_draft_toke
 
 
 async def draw(url: str, folder: Path, prompt: str) -> None:
-    """Generates once, and draws what is seen under each theme."""
+    """Generates once, and takes a screenshot under each theme."""
     with browser(WIDTH) as window:
         await window.open(url)
         await _generate(window, prompt)
@@ -31,7 +31,7 @@ async def draw(url: str, folder: Path, prompt: str) -> None:
 
 
 async def _draw_whole(window: Browser, width: int, path: Path) -> None:
-    """All of the page, however high it is."""
+    """Takes a screenshot of the whole page, however high it is."""
     size = {"width": width, "deviceScaleFactor": 1, "mobile": False}
     await window.devtools("Emulation.setDeviceMetricsOverride", height=800, **size)
     height = await window.run("return document.documentElement.scrollHeight")

@@ -1,4 +1,4 @@
-"""The window in a real browser, over emulated engines: what people see and do there."""
+"""The window in a real browser, over emulated engines: what a user sees and does."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.xdist_group("page"),
 ]
 ROWS_MAX = 400
-"""Of the list of rounds, see `timeline.js`."""
+"""The length of the list of rounds, as in `timeline.js`."""
 IDS = "return [...document.querySelectorAll('#text .token')].map(one => Number(one.dataset.id))"
 TEXT = "return [...document.querySelectorAll('#text .token')].map(one => one.textContent).join('')"
 ROUNDS = "return [...document.querySelectorAll('#rounds li')].map(one => Number(one.dataset.index))"
@@ -53,7 +53,7 @@ async def opened(
     options: HttpOptions | None = None,
     draft_siblings: int = 0,
 ) -> AsyncIterator[Stack]:
-    """A coordinator whose page is open; the console has nothing to say at the end."""
+    """A coordinator whose page is open. At the end, the console must have no messages."""
     spec = EmulatedSpec(vocab_size=VOCAB, support=32, verify_ms=2.0, draft_ms=0.2)
     engines = EmulatedEngine(spec, "target"), EmulatedEngine(spec, "draft")
     async with (
@@ -78,7 +78,7 @@ async def stack(window: Browser, tokenizer: TokenizerText, tmp_path: Path) -> As
 
 
 async def fill(window: Browser, **fields: object) -> None:
-    """Sets fields by their ids; `kind` is the prompt's, ticks are true or false."""
+    """Sets fields by their ids. `kind` is that of the prompt; check boxes are true or false."""
     for name, value in fields.items():
         if name == "kind":
             await window.run(
@@ -99,7 +99,8 @@ async def generate(window: Browser, **fields: object) -> None:
 
 
 async def check_figures(window: Browser) -> None:
-    """Of 60 tokens: a bar for each round, and each token with its origin."""
+    """Checks the page after an answer of 60 tokens: a bar for each round, and the origin of each
+    token."""
     rounds = await window.until(ROUNDS)
     assert rounds == list(range(len(rounds)))
     shown = {name: await window.text(f"#{name}") for name in ("num-rounds", "num-tokens", "rate")}
@@ -129,8 +130,8 @@ async def check_figures(window: Browser) -> None:
 async def test_what_is_shown_is_what_grpc_answers(
     window: Browser, tokenizer: TokenizerText, tmp_path: Path, kind: str, prompt: str, siblings: int
 ) -> None:
-    """The same tokens and text, a bar for each round, and figures that fit them; of trees, and of
-    token ids where there is no tokenizer, too."""
+    """The window shows the same tokens and text as gRPC, a bar for each round, and figures that fit
+    these. Trees, and token ids without a tokenizer, are shown too."""
     text = None if kind == "ids" else tokenizer
     async with opened(window, tmp_path, text=text, draft_siblings=siblings) as stack:
         await generate(window, kind=kind, prompt=prompt, seed=5, temperature=0.8, max_tokens=60)
@@ -146,8 +147,8 @@ async def test_what_is_shown_is_what_grpc_answers(
 
 
 async def test_keyboard_alone(window: Browser, stack: Stack) -> None:
-    """The prompt has the focus, Tab goes through the fields as they are seen, Ctrl-Enter sends,
-    arrows go through the tokens, Escape ends a request and its session."""
+    """The prompt has the focus. Tab goes through the visible fields in order, Ctrl-Enter sends,
+    arrows go through the tokens, and Escape ends a request and its session."""
     assert await window.run(FOCUSED) == "prompt"
     await window.press("the sea")
     order = []
@@ -159,7 +160,7 @@ async def test_keyboard_alone(window: Browser, stack: Stack) -> None:
             await window.press(keys)
     assert order == ["temperature", "seed", "max_tokens", "rule", "num_draft_tokens"]
     await window.press("Tab")
-    await window.press("Space")  # It is compared by default.
+    await window.press("Space")  # The comparison is on by default.
     await window.press("Enter", held=("Control",))
     await window.until(IDLE + " && document.querySelectorAll('#text .token').length === 90")
     await window.press("Tab", "Tab")
@@ -184,7 +185,8 @@ async def test_keyboard_alone(window: Browser, stack: Stack) -> None:
 
 
 async def test_the_same_without_drafts(window: Browser, stack: Stack) -> None:
-    """Runs it again with K = 0 and says how they compare: under coupled the tokens are the same."""
+    """The window repeats the request with K = 0 and compares. Under coupled the tokens are the
+    same."""
     await generate(window, prompt="a b c", seed=3, temperature=0.7, max_tokens=40, compare=True)
     await window.until("return document.getElementById('ratio').textContent.endsWith('×')")
     ratio = float((await window.text("#ratio")).removesuffix("×"))
@@ -201,7 +203,7 @@ async def test_the_same_without_drafts(window: Browser, stack: Stack) -> None:
 async def test_what_the_coordinator_chose_is_shown_and_repeated(
     window: Browser, tokenizer: TokenizerText, tmp_path: Path, rule: str, siblings: int, used: str
 ) -> None:
-    """A rule and a seed that are left empty, the seed with all of its 64 bits."""
+    """Rule and seed are left empty. The seed is shown with all of its 64 bits."""
     async with opened(window, tmp_path, text=tokenizer, draft_siblings=siblings):
         await window.run(
             """window.asked = []; const real = window.fetch;
@@ -226,7 +228,8 @@ async def test_what_the_coordinator_chose_is_shown_and_repeated(
 
 
 async def test_speed_is_told_without_the_first_token(window: Browser, stack: Stack) -> None:
-    """30 tokens in 3 s, the first after 1 s: the others came at 14.5 a second."""
+    """30 tokens arrive in 3 s, the first of them after 1 s. So the other tokens came at 14.5 a
+    second."""
     script = """import('/page/figures.js').then(({ Tally }) => {
         const tally = new Tally();
         tally.write({ token_ids: Array(30).fill(1) });
@@ -255,8 +258,8 @@ async def test_what_was_refused_can_be_kept_and_replayed(window: Browser, stack:
 async def test_what_a_tree_drew_in_vain_stands_where_it_was_refused(
     window: Browser, stack: Stack
 ) -> None:
-    """A, B behind it, and beside it C, which was accepted with D behind it refused; kept, or behind
-    the text."""
+    """B follows A. C, beside A, was accepted; D, which follows C, was rejected. Rejected tokens are
+    kept at their places, or stand behind the text."""
     script = """import('/page/writing.js').then(({ Writing }) => {
         window.told = [true, false].map((keeps) => {
             const paper = document.createElement('div');
@@ -277,8 +280,8 @@ async def test_what_a_tree_drew_in_vain_stands_where_it_was_refused(
 
 
 async def test_marks_do_not_need_colours(window: Browser, stack: Stack) -> None:
-    """Each origin has a line of its own, dark and light are different papers, and who wants no
-    motion gets none."""
+    """Each origin has its own kind of line, the dark and the light theme differ, and users who ask
+    for no motion get none."""
     lines = """return ['accepted', 'correction', 'bonus', 'plain'].map(kind => {
         const style = getComputedStyle(document.querySelector(`.legend .${kind}`));
         return `${style.textDecorationLine} ${style.textDecorationStyle}`})"""
@@ -298,7 +301,7 @@ async def test_marks_do_not_need_colours(window: Browser, stack: Stack) -> None:
 
 
 async def test_many_rounds(window: Browser, stack: Stack) -> None:
-    """Only the newest are kept as bars, and the newest is in view."""
+    """Only the newest rounds have bars, and the newest bar is visible."""
     await generate(
         window, prompt="z", seed=1, max_tokens=ROWS_MAX + 30, num_draft_tokens=0,
     )  # fmt: skip
@@ -322,7 +325,8 @@ async def test_the_fleet_is_followed(window: Browser, stack: Stack) -> None:
 
 
 async def test_a_fleet_of_several_coordinators(window: Browser, stack: Stack) -> None:
-    """All are shown, and what only this one knows is said; so is a registry that is away."""
+    """All coordinators are shown. What only this coordinator knows is marked, and a registry that
+    does not answer is reported."""
     note = "return document.getElementById('fleet-note').textContent"
     await window.until("return document.querySelectorAll('#fleet tr').length === 3")
     assert await window.run(note) == ""
@@ -342,12 +346,12 @@ async def test_a_wrong_field_is_shown(window: Browser, stack: Stack) -> None:
     await window.until(IDLE + " && !document.getElementById('trouble').hidden")
     assert "temperature" in await window.text("#trouble")
     assert await window.run(FOCUSED) == "temperature"
-    [entry] = await window.log()  # That the server has refused.
+    [entry] = await window.log()  # The server has refused the request.
     assert "400" in entry
 
 
 class Hostile:
-    """A tokenizer whose every token is markup that would run."""
+    """A tokenizer whose every token is markup with a script."""
 
     token_bytes_max = 64
     chat_template = ""
@@ -386,11 +390,12 @@ async def test_text_is_never_markup(window: Browser, tmp_path: Path) -> None:
             "try { document.body.innerHTML = arguments[0] } catch (error) { return error.name }"
         )
         assert await window.run(forced, Hostile.MARKUP) == "TypeError"
-        assert await window.log()  # Of what the page's policy has not let happen.
+        assert await window.log()  # It has the violations of the page's policy.
 
 
 async def test_the_reference_shows_every_operation(window: Browser, stack: Stack) -> None:
-    """With the fields of its body, those within others included, and of its answers."""
+    """Each operation is shown with the fields of its body, including nested ones, and with its
+    answers."""
     await window.run("location.href = 'docs'")
     cards = await window.until(
         "return [...document.querySelectorAll('#docs section')].map(one => one.textContent)"
@@ -411,7 +416,7 @@ async def test_an_example_can_be_tried(window: Browser, stack: Stack) -> None:
 
 
 async def test_it_fits_a_telephone(window: Browser, stack: Stack) -> None:
-    """Nothing is wider than the window: what must be, as the table, scrolls in itself."""
+    """Nothing is wider than the window. Wide parts, such as the table, scroll by themselves."""
     await generate(window, prompt="w", seed=8, temperature=1, max_tokens=30)
     size = {"height": 800, "deviceScaleFactor": 1, "mobile": True}
     command = "Emulation.setDeviceMetricsOverride"
@@ -427,8 +432,9 @@ async def test_it_fits_a_telephone(window: Browser, stack: Stack) -> None:
 async def test_a_key_is_asked_for_where_one_is_needed(
     window: Browser, tokenizer: TokenizerText, tmp_path: Path
 ) -> None:
-    """Of one that is not known the page says so. The right one is kept for this tab alone, goes in
-    a header and never in a URL, and what was refused for want of it is run; it can be forgotten."""
+    """The page reports an unknown key. The right key is kept for this tab only, and is sent in a
+    header, never in a URL. The request that was refused without a key then runs. The key can be
+    forgotten."""
     key = add_key(tmp_path / "keys", Caller("alice", "alice"))
     options = HttpOptions(access=access_control_of("", str(tmp_path / "keys")))
     asks = "return !document.getElementById('keys').hidden"

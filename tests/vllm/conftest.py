@@ -1,4 +1,5 @@
-"""Engines of vLLM on tiny random models, in an environment that has it (`make test-vllm`)."""
+"""Engines of vLLM on tiny random models, in an environment in which vLLM is installed (`make
+test-vllm`)."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from transformers import DeepseekV2Config, MixtralConfig
 from outrider.replica.process_setup import vllm_version
 
 HEAD_WIDTH = 32
-"""The least that vLLM's attention for CPUs takes."""
+"""The smallest width of a head that vLLM's attention for CPUs accepts."""
 MAX_MODEL_LEN = 256
 VOCAB = 64
 
@@ -26,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def config_of(family: str) -> Any:
-    """A tiny model's configuration, of widths that vLLM's kernels have."""
+    """The configuration of a tiny model, with widths that vLLM's kernels accept."""
     if family == "mixtral":
         return MixtralConfig(**_sizes(), num_local_experts=4, num_experts_per_tok=2)
     if family == "deepseek_v2":
@@ -58,7 +59,8 @@ def save(family: str, directory: Path, dtype: torch.dtype = torch.float32) -> An
 
 
 def leave_groups() -> None:
-    """What a process does once in its life: another model may need other groups of ranks."""
+    """Removes vLLM's groups of ranks, because another model may need other groups. A deployment's
+    process makes them only once."""
     from vllm.distributed import parallel_state
 
     if parallel_state.model_parallel_is_initialized():

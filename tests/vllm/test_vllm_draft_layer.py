@@ -1,4 +1,5 @@
-"""An EAGLE-3 head on the pages of vLLM's models, against one on the native engine's."""
+"""An EAGLE-3 head on the pages of vLLM's models is compared with one on the native engine's
+pages."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from target_service.actor import self_drafter_of
 NUM_LAYERS = 4
 TAPS = (2, 0, 3)
 PAGE_SIZE = 32
-"""Of vLLM's engine on a CPU: a multiple of the native one's."""
+"""Page size of vLLM's engine on a CPU, a multiple of the native engine's."""
 
 
 def saved(family: str, directory: Path) -> Any:
@@ -38,14 +39,14 @@ def saved(family: str, directory: Path) -> Any:
 
 
 def saved_eagle3(directory: Path) -> TargetConfig:
-    """A target with a head, both saved there."""
+    """Saves a target with a head; returns the configuration."""
     saved("llama", directory / "model")
     head = save_tiny_eagle3(directory / "head", directory / "model", range(0, VOCAB, 2))
     return _config_of(directory / "model", "eagle3", head)
 
 
 def saved_mtp(directory: Path) -> TargetConfig:
-    """A target, in whose files there is an MTP layer."""
+    """Saves a target whose files have an MTP layer; returns the configuration."""
     target = mtp_target(
         "glm4_moe", VOCAB, MAX_MODEL_LEN, hidden_size=64, head_dim=HEAD_WIDTH,
         moe_intermediate_size=64,
@@ -66,7 +67,7 @@ def ids(num: int, seed: int = 0) -> tuple[int, ...]:
 
 
 class Pair:
-    """vLLM's engine and the native one, which must do the same."""
+    """vLLM's engine and the native engine, which must give the same results."""
 
     def __init__(self, ours: Any, native: Any) -> None:
         self.engines = (ours, native)
@@ -82,7 +83,7 @@ class Pair:
         torch.testing.assert_close(*features, atol=1e-3, rtol=1e-3)
 
     def draft(self, *names: str) -> None:
-        """Chains behind these sequences, and back again."""
+        """Drafts chains behind these sequences on both engines, and removes them again."""
         width = self.engines[0].draft_layer.module.width
         features = list(torch.randn(len(names), width, generator=torch.manual_seed(3)))
         lengths = [self.engines[0].length(name) for name in names]
@@ -95,8 +96,8 @@ class Pair:
             self.call("keep", name, length)
 
     def run(self) -> None:
-        """Prompts and verifications beside them, cuts, found prefixes, forks within a page and
-        behind one."""
+        """Runs prompts together with verifications, cuts, cached prefixes, and forks within a page
+        and at its end."""
         first = ids(2 * PAGE_SIZE + 7)
         self.forward(SequenceStep("a", first, 2))
         self.draft("a")
@@ -125,7 +126,8 @@ class Pair:
 def test_a_head_reads_and_drafts_as_on_the_native_engine(
     family: str, options: dict[str, bool], tmp_path: Path, make_engine: MakeEngine
 ) -> None:
-    """And reads the layers that its check sets, of a text as the library writes it."""
+    """The head reads the layers that its check chooses, which it does on a text that the library
+    writes."""
     module = saved(family, tmp_path)
     readings: list[Reading] = []
 
@@ -142,7 +144,7 @@ def test_a_head_reads_and_drafts_as_on_the_native_engine(
         assert torch.equal(found.likeliest, expected.likeliest)
         for rows in zip(found.hidden, expected.hidden, strict=True):
             torch.testing.assert_close(*rows, atol=1e-3, rtol=1e-3)
-    assert ours.find(found.token_ids.tolist()).length == 0  # The head has nothing of it.
+    assert ours.find(found.token_ids.tolist()).length == 0  # The head has nothing of this sequence.
     info = ModelInfo("tiny", VOCAB, MAX_MODEL_LEN, "float32", (), "", "")
     other = tiny_eagle3(module, range(0, VOCAB, 2), layer_ids=TAPS)
     Pair(ours, PagedEngine(module, info, draft_layer=other)).run()
@@ -152,7 +154,7 @@ def test_a_head_reads_and_drafts_as_on_the_native_engine(
 def test_an_mtp_layer_reads_and_drafts_as_on_the_native_engine(
     enforce_eager: bool, tmp_path: Path
 ) -> None:
-    """Of a model whose class in vLLM does not show what its layers read."""
+    """The class of the model in vLLM does not show what its layers read."""
     config = replace(saved_mtp(tmp_path), enforce_eager=enforce_eager)
     Pair(build_engine(config, 1), build_engine(replace(config, engine="transformers"), 1)).run()
 
@@ -160,14 +162,14 @@ def test_an_mtp_layer_reads_and_drafts_as_on_the_native_engine(
 def test_pages_are_counted_with_what_the_head_keeps(
     tmp_path: Path, make_engine: MakeEngine
 ) -> None:
-    """And it has no weights of its own where the model has the same."""
+    """Where the model has the same weights, the layer has none of its own."""
     config = config_of("llama")
-    config.vocab_size = VOCAB - 3  # Which vLLM pads.
+    config.vocab_size = VOCAB - 3  # vLLM pads this size.
     module = tiny_module(config)
     module.save_pretrained(tmp_path)
     head = tiny_eagle3(module, range(9), width=64)
     head.module.embed_tokens.weight.data = module.get_input_embeddings().weight.detach().clone()
-    numbers = 2 * 2 * 2 * 32 + 2 * 2 * 8 + 64  # Keys and values of 2 layers, and of pairs; g.
+    numbers = 2 * 2 * 2 * 32 + 2 * 2 * 8 + 64  # Keys and values of two layers and of pairs, and g.
     page_bytes = PAGE_SIZE * numbers * 4
     engine = make_engine(
         tmp_path, draft_layer=head, draft_check=lambda loaded, *_: loaded,
@@ -188,9 +190,10 @@ def test_a_model_that_does_not_show_its_layers_is_refused(
 
 
 async def test_text_is_the_same_with_and_without_a_head(tmp_path: Path) -> None:
-    """Greedy and coupled, through the services, alone and at once."""
+    """Greedy and coupled text through the services is the same, for one session alone and for
+    several at once."""
     engine: Any = build_engine(replace(saved_eagle3(tmp_path), deterministic=True), 1)
-    assert engine.draft_layer.note  # It agrees with its target by chance alone.
+    assert engine.draft_layer.note  # The head agrees with its target only by chance.
     drafter = Counted(self_drafter_of(engine))
     async with running_stack(engine, None, tmp_path, self_drafter=drafter) as stack:
         for temperature in (0.0, 1.0):

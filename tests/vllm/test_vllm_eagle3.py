@@ -1,4 +1,4 @@
-"""An EAGLE-3 head that `outrider distill` made, in vLLM's own engine."""
+"""vLLM's own engine runs an EAGLE-3 head that `outrider distill` made."""
 
 import os
 from concurrent.futures import ProcessPoolExecutor
@@ -22,12 +22,12 @@ from outrider.models.eagle3 import load_eagle3
 
 NUM_LAYERS, NUM_DRAFTED, NUM_WRITTEN = 8, 4, 24
 Drafts = list[tuple[list[int], list[int]]]
-"""Texts, and what was drafted behind each of them."""
+"""Texts, and the draft tokens behind each of them."""
 
 
 def drafts_of_vllm(target: str, head: str, prompts: list[list[int]]) -> Drafts:
-    """Of all rounds in which vLLM writes on behind the prompts, greedily. It takes the threads of
-    its process."""
+    """The drafts of all rounds in which vLLM continues the prompts greedily. Changes the number of
+    threads of its process."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
     from vllm import LLM, SamplingParams
 
@@ -60,14 +60,14 @@ def drafts_of_vllm(target: str, head: str, prompts: list[list[int]]) -> Drafts:
         [output] = model.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
         text = [*prompt, *output.outputs[0].token_ids]
         for length, newest, drafted in rounds:
-            if length < len(text):  # Else the last round has written more than was asked for.
+            if length < len(text):  # Otherwise the last round has written more than was requested.
                 assert text[length] == newest
                 drafts.append((text[: length + 1], drafted))
     return drafts
 
 
 def drafted_by(engine: PagedEngine, loaded: LoadedDraftHead, text: list[int]) -> list[int]:
-    """The same, of a text of the native engine."""
+    """The draft tokens of a native engine behind a text."""
     engine.forward([SequenceStep("a", tuple(text[:-1]), 1)])
     feature, drafted = engine.features()[0][-1], text[-1:]
     for _ in range(NUM_DRAFTED):
@@ -79,8 +79,8 @@ def drafted_by(engine: PagedEngine, loaded: LoadedDraftHead, text: list[int]) ->
 
 
 def test_vllm_drafts_what_we_draft_with_a_head_of_distill(tmp_path: Path) -> None:
-    """In float32, behind 20 prompts and behind what each of its rounds writes, accepted and refused
-    drafts included. From the head's files as they lie there."""
+    """Drafts are compared in float32, behind 20 prompts and behind the text of each round, whether
+    or not the drafts were accepted. Both read the head's files unchanged."""
     config = config_of("llama")
     config.num_hidden_layers = NUM_LAYERS
     tiny_module(config).save_pretrained(tmp_path / "target")

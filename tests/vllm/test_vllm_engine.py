@@ -1,4 +1,4 @@
-"""vLLM's models under our pages, against the library's own."""
+"""vLLM's models on Outrider's pages are compared with the library's own models."""
 
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +17,7 @@ from outrider.errors import ConfigError, InvariantError
 from outrider.replica.process_setup import build_engine
 
 TOLERANCE = 1e-3
-"""Of a logit in float32."""
+"""Largest difference of a logit in float32."""
 
 
 def dense(module: Any, token_ids: list[int]) -> torch.Tensor:
@@ -31,7 +31,8 @@ def dense(module: Any, token_ids: list[int]) -> torch.Tensor:
 def test_any_steps_give_the_logits_of_the_library(
     family: str, tmp_path: Path, make_engine: MakeEngine
 ) -> None:
-    """Prompts, verifications beside them, cuts, forks and found prefixes, over pages' ends."""
+    """Runs prompts together with verifications, cuts, forks and cached prefixes, also across the
+    ends of pages."""
     module = save(family, tmp_path)
     engine = make_engine(tmp_path)
     chance = random.Random(5)
@@ -93,7 +94,7 @@ def test_a_failed_step_leaves_sequences_as_they_were(
 def test_deterministic_rows_do_not_depend_on_others(
     tmp_path: Path, make_engine: MakeEngine, dtype: str
 ) -> None:
-    """The engine tries it itself; here with rows of a step of its own."""
+    """The engine tests this itself when it starts. Here the rows have a step of their own."""
     save("llama", tmp_path)
     engine = make_engine(tmp_path, dtype=dtype, deterministic=True)
     assert engine.info.numerics
@@ -107,7 +108,8 @@ def test_deterministic_rows_do_not_depend_on_others(
 def test_steps_may_have_more_tokens_than_are_batched(
     tmp_path: Path, make_engine: MakeEngine
 ) -> None:
-    """A draft's, which reads what it drafted; and the trials of a deterministic engine."""
+    """This holds for a draft, which reads what it drafted, and for the tests that a deterministic
+    engine runs at its start."""
     save("llama", tmp_path)
     engine = make_engine(tmp_path, max_num_batched_tokens=64, deterministic=True)
     ids = tuple(7 * place % VOCAB for place in range(18))
@@ -152,7 +154,8 @@ def test_a_state_that_cannot_be_cut_is_refused(tmp_path: Path, make_engine: Make
 
 
 def test_mla_is_refused_on_a_cpu(tmp_path: Path, make_engine: MakeEngine) -> None:
-    """Its attention there takes no texts in parts; the engine's trial finds it out."""
+    """vLLM's attention for MLA on a CPU cannot run a text in parts. The engine's test at its start
+    finds this out."""
     save("deepseek_v2", tmp_path)
     with pytest.raises(ConfigError, match="cannot run its texts in parts"):
         make_engine(tmp_path)
@@ -174,7 +177,7 @@ def test_wrong_settings_are_refused(
 
 
 def test_heads_read_what_its_own_head_reads(tmp_path: Path) -> None:
-    """And have rows of that head, in its dtype."""
+    """The heads also have the rows and the dtype of the model's head."""
     target = save("llama", tmp_path / "model", torch.bfloat16)
     heads = save_tiny_heads(tmp_path / "heads", tmp_path / "model", (1, 4, 5))
     config = TargetConfig(

@@ -1,5 +1,5 @@
-"""Quantised checkpoints, made here by their formats' rules, against the weights that they stand
-for."""
+"""Quantised checkpoints, which these tests write by the rules of their formats, are compared with
+the weights that they represent."""
 
 import json
 from collections.abc import Callable
@@ -22,7 +22,7 @@ GROUP = 32
 BITS = 4
 BLOCK = 128
 TOLERANCE = 0.2
-"""Of the logits' norm: what bfloat16 and rounded activations may add."""
+"""Share of the norm of the logits by which bfloat16 and rounded activations may change them."""
 Stored = dict[str, Tensor]
 
 
@@ -37,7 +37,7 @@ def by_gptq(weight: Tensor) -> tuple[Stored, Tensor]:
 
 
 def by_awq(weight: Tensor) -> tuple[Stored, Tensor]:
-    """Four bits in groups of inputs, packed along the outputs in an order of its own."""
+    """Four bits in groups of inputs, packed along the outputs in AWQ's order."""
     rows, scale = _in_groups(weight)
     order = (0, 2, 4, 6, 1, 3, 5, 7)
     packed = _packed(rows.T.contiguous().view(weight.shape[1], -1, 8), order)
@@ -46,14 +46,14 @@ def by_awq(weight: Tensor) -> tuple[Stored, Tensor]:
 
 
 def by_compressed_tensors(weight: Tensor) -> tuple[Stored, Tensor]:
-    """Eight bits and one scale for each output."""
+    """Eight bits, and one scale for each output."""
     scale = weight.abs().amax(1, keepdim=True) / 127
     rows = (weight / scale).round().to(torch.int8)
     return {"weight": rows, "weight_scale": scale.bfloat16()}, rows * scale.bfloat16().float()
 
 
 def by_fp8(weight: Tensor) -> tuple[Stored, Tensor]:
-    """Float8 and a scale for each block of a matrix."""
+    """Float8, and one scale for each block of a matrix."""
     whole = functional.pad(weight, (0, -weight.shape[1] % BLOCK, 0, -len(weight) % BLOCK))
     blocks = whole.view(len(whole) // BLOCK, BLOCK, -1, BLOCK)
     scale = blocks.abs().amax((1, 3)) / torch.finfo(torch.float8_e4m3fn).max
@@ -64,7 +64,7 @@ def by_fp8(weight: Tensor) -> tuple[Stored, Tensor]:
 
 
 def _in_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers 0 to 15 [out, in], of which 8 is zero, and scales [groups, out]."""
+    """Integers 0 to 15 [out, in], of which 8 stands for zero, and scales [groups, out]."""
     grouped = weight.view(len(weight), -1, GROUP)
     scale = (grouped.abs().amax(2) / 7).half().float()
     rows = (grouped / scale.unsqueeze(2)).round().clamp(-8, 7) + 8
@@ -76,7 +76,8 @@ def _of_groups(rows: Tensor, scale: Tensor) -> Tensor:
 
 
 def _packed(numbers: Tensor, order: Any) -> Tensor:
-    """Int32 of eight numbers [.., 8]; number `order[i]` has the i-th four bits."""
+    """Packs eight integers of four bits [.., 8] into an int32. Integer `order[i]` gets the i-th
+    four bits."""
     total = sum(numbers[..., source] << (BITS * place) for place, source in enumerate(order))
     return torch.where(total >= 2**31, total - 2**32, total).to(torch.int32)
 
@@ -101,7 +102,7 @@ KINDS: dict[str, tuple[Callable[[Tensor], tuple[Stored, Tensor]], dict[str, Any]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_quantised_checkpoint_runs(kind: str, tmp_path: Path, make_engine: MakeEngine) -> None:
-    """And a head that was made for it reads its layers."""
+    """A head that was made for the checkpoint reads its layers."""
     if kind == "fp8" and not torch.cpu._is_amx_tile_supported():
         pytest.skip("vLLM runs float8 on processors with AMX alone")
     quantise, settings = KINDS[kind]

@@ -1,4 +1,4 @@
-"""vLLM's tensor parallelism among our ranks, each in a process of its own."""
+"""vLLM's tensor parallelism on Outrider's ranks, each in a process of its own."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +25,7 @@ TOLERANCE = 1e-3
 )
 def test_ranks_give_the_logits_of_the_library(family: str, size: int, tmp_path: Path) -> None:
     model: Any = config_of(family)
-    # vLLM shares out vocabularies of a multiple of 64 tokens.
+    # vLLM divides vocabularies whose size is a multiple of 64.
     model.hidden_size, model.intermediate_size, model.vocab_size = 96, 96, 64 * size
     model.num_attention_heads = model.num_key_value_heads = 2 * size
     module = tiny_module(model)
@@ -57,7 +57,7 @@ def test_ranks_give_the_logits_of_the_library(family: str, size: int, tmp_path: 
 
 @pytest.mark.parametrize("make", [saved_eagle3, saved_mtp])
 def test_a_head_drafts_on_the_leader(make: Callable[[Path], TargetConfig], tmp_path: Path) -> None:
-    """As on the native engine, once all ranks have read its check's text."""
+    """The head drafts as on the native engine, once all ranks have read the text of its check."""
     config = replace(make(tmp_path), tensor_parallel_size=2, enforce_eager=True)
     native = replace(config, engine="transformers", tensor_parallel_size=1)
     leadership = RankLeader(2, 2, JOIN_S)

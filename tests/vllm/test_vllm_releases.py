@@ -1,5 +1,6 @@
-"""What `outrider/engine/vllm_engine.py` imports of vLLM, in the installed release and the next one,
-whose wheel is unpacked (`make test-vllm` does it, into NEXT_VLLM) and not run."""
+"""What `outrider/engine/vllm_engine.py` imports from vLLM exists in the installed release and in
+the next one. `make test-vllm` unpacks the wheel of the next release into NEXT_VLLM and does not run
+it."""
 
 import ast
 import importlib.util
@@ -12,14 +13,14 @@ from outrider.replica.process_setup import VLLM_VERSION, vllm_version
 
 ENGINE = Path(__file__).parents[2] / "outrider/engine/vllm_engine.py"
 CHANGES: dict[str, str] = {}
-"""What must change in the engine for the next release: by the name that it imports."""
+"""By imported name: what must change in the engine for the next release."""
 
 
 METHODS = (
     ("vllm.model_executor.models.interfaces", "SupportsEagle3.set_aux_hidden_state_layers"),
     ("vllm.model_executor.models.interfaces", "EagleModelMixin._maybe_add_hidden_state"),
 )
-"""What the engine calls of objects, or depends on, and does not import."""
+"""Methods and fields that the engine uses without importing them."""
 
 
 def imported() -> list[tuple[str, str]]:
@@ -33,7 +34,7 @@ def imported() -> list[tuple[str, str]]:
 
 
 def given_to(name: str) -> set[str | None]:
-    """Keywords of the engine's calls of a class."""
+    """Keywords that the engine passes when it calls a class."""
     return {
         keyword.arg
         for node in ast.walk(ast.parse(ENGINE.read_text("utf-8")))
@@ -43,8 +44,8 @@ def given_to(name: str) -> set[str | None]:
 
 
 def signature(root: Path, module: str, name: str) -> str | None:
-    """The parameters of a function, or those fields of a class that the engine gives, as the source
-    in `root` has them; None where it is not defined there."""
+    """The parameters of a function, or the fields of a class that the engine passes, in the source
+    at `root`. None if the source does not define the name."""
     path = root.joinpath(*module.split(".")[1:])
     source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     if not source.is_file():

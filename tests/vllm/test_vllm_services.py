@@ -1,5 +1,5 @@
-"""The three services with both models on vLLM: the target's law, text that depends on neither
-drafts, look-ahead nor other sessions, and a target that is killed."""
+"""The three services with both models on vLLM. The text has the target's law, and does not depend
+on drafts, look-ahead or other sessions. A target is killed."""
 
 import asyncio
 import os
@@ -43,7 +43,7 @@ START_S, STEP_S = 240.0, 0.03
 async def test_completions_follow_the_targets_law(
     cell: Cell, tmp_path: Path, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a draft that looks ahead, and with heads that read the target's features."""
+    """The draft looks ahead, and heads read the target's hidden states."""
 
     def narrow(family: str, vocab_size: int) -> Any:
         config = config_of(family)
@@ -68,7 +68,7 @@ async def test_completions_follow_the_targets_law(
 
 
 def pair(directory: Path, make_engine: MakeEngine, **changes: Any) -> tuple[Any, Any]:
-    """A target and a draft of other weights, in bfloat16, that are batch-invariant."""
+    """A target, and a draft with other weights. Both are batch-invariant in bfloat16."""
     engines = []
     for name, seed in (("target", 1), ("draft", 2)):
         module = tiny_module(config_of("llama"), seed, torch.bfloat16)
@@ -83,7 +83,8 @@ def pair(directory: Path, make_engine: MakeEngine, **changes: Any) -> tuple[Any,
 async def test_tokens_depend_on_neither_k_nor_the_batch(
     temperature: float, tmp_path: Path, make_engine: MakeEngine
 ) -> None:
-    """The demo target, 4 layers of it as draft, and sessions whose prompts share a beginning."""
+    """The demo target, a draft of its first 4 layers, and sessions whose prompts share a
+    beginning."""
     demo = resolve_model("demo")
     engines = [
         make_engine(path, dtype="bfloat16", deterministic=True, kv_cache_memory_bytes=2**27)
@@ -94,7 +95,7 @@ async def test_tokens_depend_on_neither_k_nor_the_batch(
 
 
 async def test_look_ahead_changes_no_token(tmp_path: Path, make_engine: MakeEngine) -> None:
-    """And some of its outcomes come true, where the target's steps give it the time."""
+    """Some predicted outcomes come true, if the target's steps leave enough time."""
     texts, num_hits = {}, {}
     for look_ahead in (0, 8):
         target, draft = pair(tmp_path, make_engine)
@@ -123,7 +124,8 @@ async def test_look_ahead_changes_no_token(tmp_path: Path, make_engine: MakeEngi
 
 @pytest.mark.timeout(2 * START_S)
 async def test_text_goes_on_at_another_target(tmp_path: Path) -> None:
-    """On Ray. One of two targets is killed while it has half of the sessions."""
+    """The deployment runs on Ray. One of two targets is killed while it has half of the
+    sessions."""
     vocab_size = 320
     for name, seed in (("target", 1), ("draft", 2)):
         config = config_of("llama")
@@ -163,7 +165,7 @@ async def test_text_goes_on_at_another_target(tmp_path: Path) -> None:
 
 
 def test_openmp_is_the_one_that_vllm_requires() -> None:
-    """It names itself when torch first shares an operator among threads."""
+    """The library is identified when torch first divides an operator among threads."""
     program = (
         "from outrider.replica.process_setup import use_threads; use_threads(2, 'vllm')\n"
         "import torch; torch.zeros(2**22).add_(1)"
