@@ -349,18 +349,31 @@ async def test_features_that_cannot_be_are_refused(features: Features, name: str
         assert replies[2].proposal == expected
 
 
+def interrupted(pair: Pair, text: Sequence[int]) -> DraftItem:
+    """An item whose draft is unfinished, as the step ended because another session's time was
+    over."""
+    first = pair.item(text, pair.features(text, 0))
+    times = iter([0.0] * 3)
+    hasty = replace(
+        pair.item(text, pair.features(text, 0), 2, session=2),
+        deadline=DraftDeadline(1.0, lambda: next(times, 2.0)),
+    )
+    assert pair.service._worker.step([first, hasty])[0] is Unfinished.CONTINUES
+    return first
+
+
+async def test_an_unfinished_draft_goes_on_and_holds_no_guesses() -> None:
+    async with running() as pair:
+        expected = (await pair.propose(PROMPT, pair.features(PROMPT, 0), session=9)).proposal
+        [found] = pair.service._worker.step([interrupted(pair, PROMPT)])
+        assert (found.proposal, found.cached_length) == (expected, len(PROMPT))
+
+
 async def test_a_draft_that_is_given_up_leaves_no_slots_of_its_guesses() -> None:
-    """Its step ends because another session's time is over; then a newer item comes. What is
-    committed next is what it had drawn."""
+    """A newer item of its session comes. What is committed next is what it had drawn."""
     async with running() as pair:
         worker, text = pair.service._worker, list(PROMPT)
-        first = pair.item(text, pair.features(text, 0))
-        times = iter([0.0] * 3)
-        hasty = replace(
-            pair.item(text, pair.features(text, 0), 2, session=2),
-            deadline=DraftDeadline(1.0, lambda: next(times, 2.0)),
-        )
-        assert worker.step([first, hasty])[0] is Unfinished.CONTINUES
+        first = interrupted(pair, text)
         name = first.head.session_id
         text += worker._unfinished[name].draft.token_ids
         assert pair.engine.length(name) == len(text) - 1
@@ -376,13 +389,7 @@ async def test_a_stream_that_breaks_leaves_no_page_of_guesses() -> None:
     on that page, as the head wrote it from hidden states that it guessed."""
     async with running() as pair:
         worker, text = pair.service._worker, [*PROMPT, *PROMPT][: PAGE_SIZE - 1]
-        first = pair.item(text, pair.features(text, 0))
-        times = iter([0.0] * 3)
-        hasty = replace(
-            pair.item(text, pair.features(text, 0), 2, session=2),
-            deadline=DraftDeadline(1.0, lambda: next(times, 2.0)),
-        )
-        assert worker.step([first, hasty])[0] is Unfinished.CONTINUES
+        first = interrupted(pair, text)
         name = first.head.session_id
         text += worker._unfinished[name].draft.token_ids
         assert pair.engine.length(name) == len(text) - 1 >= PAGE_SIZE
