@@ -121,14 +121,7 @@ class SteppedService:
 
     def connect(self, send: Callable[[Sequence[Any]], None]) -> Connection:
         """See `ReplicaService.connect`."""
-
-        def note_and_send(answers: Sequence[Any]) -> None:
-            now = asyncio.get_running_loop().time()
-            for answer in answers:
-                self.sessions.answer(answer.key.session_id, now)
-            send(answers)
-
-        return _Connection(self, note_and_send)
+        return _Connection(self, send)
 
     def describe(self) -> ReplicaDescription:
         """See `ReplicaService.describe`."""
@@ -455,6 +448,8 @@ class SteppedService:
                 else:
                     parts = (answer,)
             timed = [_timed(part, work, end, num_sharing) for part in parts]
+            if timed:
+                self.sessions.answer(work.session_id, end)
             stamped.append(timed[-1] if timed else work.unfinished or Unfinished.CONTINUES)
             for sender in work.senders:
                 frames.setdefault((sender, work.may_wait), []).extend(timed)

@@ -20,6 +20,7 @@ passes as the last step with rounds.
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -161,13 +162,12 @@ class TokenBudget:
         if load.sessions == self.max_steps:
             return 0
         most = min(demand.num_tokens, self._max_tokens - load.rows)
-        low, high = min(least, most), most
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self._seconds(self._with(load, demand, middle)) <= seconds:
-                low = middle
-            else:
-                high = middle - 1
+        low = min(least, most)
+        low += bisect_right(
+            range(low + 1, most + 1),
+            seconds,
+            key=lambda num: self._seconds(self._with(load, demand, num)),
+        )
         return low if low == demand.num_tokens else min(low, demand.num_tokens - demand.num_last)
 
     def _seconds_allowed(self, rounds: _Load) -> float:
