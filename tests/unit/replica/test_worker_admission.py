@@ -192,4 +192,4 @@ def test_pages_that_would_come_free_are_counted_right(
         assume(num_attached == begun[name].length)
     without = {str(number) for number in leaving}
     assert pool.can_hold(wanted, without, begun) == after.can_hold(wanted)
-    assert pool._num_missing(wanted, without, begun) == after._num_missing(wanted)
+    assert pool._num_missing(wanted, without, begun) == after._num_missing(wanted, (), {})
