@@ -5,12 +5,6 @@ from collections.abc import Callable
 _DOUBLINGS_MAX = 32
 
 
-def spread(wait: float, over: float, random: Callable[[], float]) -> float:
-    """Adds a random part of `over` to a wait that many callers share, so that they do not retry at
-    the same moment. `random` returns numbers in [0, 1)."""
-    return wait + over * random()
-
-
 def backoff(first: float, longest: float, attempt: int, random: Callable[[], float]) -> float:
     """Between half and all of a time that doubles with each attempt (the first is 0) up to
     `longest`, so that callers that failed together retry apart ("equal jitter", M. Brooker,

@@ -61,7 +61,7 @@ class RoundHead:
 
     @property
     def committed_length(self) -> int:
-        """Committed tokens when the round began; its noise depends on this position."""
+        """Committed tokens when the round began. The round's noise depends on this number."""
         return self.base_length + len(self.append)
 
     @property
@@ -123,7 +123,7 @@ class VerifyItem:
 
     @property
     def num_rows(self) -> int:
-        """Tokens that it adds to a step, if the target holds the stated prefix."""
+        """Tokens that the item adds to a step, if the target holds the stated prefix."""
         return max(1, len(self.head.append) + len(self.proposal))
 
     @property
@@ -155,26 +155,26 @@ class DraftItem:
     features: Features | None = None
     """Features of committed tokens that the draft lacks, for drafts that read features."""
     budget_us: int = field(default=0, compare=False)
-    """Remaining time for drafting, from the item's arrival; 0 = no bound."""
+    """Time for drafting, from the item's arrival; 0 = no bound."""
     deadline: DraftDeadline = field(default=NO_DEADLINE, compare=False, repr=False)
-    """Not sent: when that time ends, by the draft's clock."""
+    """Not sent: when the time of `budget_us` ends, by the draft's clock."""
 
     @property
     def num_rows(self) -> int:
-        """Tokens that it adds to a step, if the draft holds the stated prefix."""
+        """Tokens that the item adds to a step, if the draft holds the stated prefix."""
         return max(1, len(self.head.append))
 
     @property
     def awaits_answer(self) -> bool:
-        """Whether it asks for more than look-ahead."""
+        """Whether the item asks for more than look-ahead."""
         return self.held is None
 
     is_answered_in_bulk: ClassVar[bool] = False
 
     @property
     def gives_way(self) -> bool:
-        """Whether it asks only for look-ahead: a newer item of its session may begin before it
-        ends."""
+        """Whether the item asks only for look-ahead. A newer item of its session may then begin
+        before this one ends."""
         return self.held is not None and self.look_ahead > 0
 
 
@@ -278,11 +278,11 @@ class ReplicaDescription:
     """Width of the logits, padding included; 0 without logits."""
     dtype: str
     max_model_len: int
-    """0 = no bound of its own."""
+    """0 = the replica sets no limit."""
     eos_token_ids: tuple[int, ...]
     max_num_seqs: int
     step_costs: StepCosts | None = None
-    """Times of its steps; None if not measured."""
+    """Times of the replica's steps; None if not measured."""
     drafts_itself: bool = False
     """Whether a target sends proposals for the next round with its verdicts."""
     shows_features: bool = False

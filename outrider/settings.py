@@ -63,15 +63,15 @@ class Setting:
     """One setting as the command line, the environment and the documentation see it."""
 
     key: str
-    """Its key in a YAML file, from which flag and variable are derived."""
+    """Key of the setting in a YAML file. Flag and variable are derived from it."""
     doc: str
     group: str
     """Title of its class, for grouping in help texts."""
     default: Value
     secret: bool
-    """Whether its value is hidden everywhere, even in errors."""
+    """Whether the value is hidden everywhere, even in errors."""
     annotation: Any
-    """Its type, with its bounds."""
+    """Type of the value, with bounds."""
 
     @cached_property
     def adapter(self) -> TypeAdapter[Value]:

@@ -22,8 +22,8 @@ class SpeculativeConfig:
     """Settings of vLLM."""
 
     speculative_config: Annotated[str, WithJsonSchema({"type": "string", "format": "json"})] = ""
-    """JSON of `vllm serve --speculative-config`, instead of `draft_model`, `num_draft_tokens` and
-    other settings; docs/drafters.md has a table."""
+    """JSON as for `vllm serve --speculative-config`, in place of `draft_model`, `num_draft_tokens`
+    and other settings; docs/drafters.md has a table."""
 
 
 _SETTINGS = {
@@ -78,7 +78,8 @@ _FIXED: dict[str, tuple[Value, str]] = {
     "use_local_argmax_reduction": (False, _ONLY_VLLM),
     "dspark_draft_topk": (None, _ONLY_VLLM),
 }
-"""Keys with one allowed value, which is what Outrider does anyway; None = not allowed."""
+"""Keys with only one allowed value, which describes what Outrider does. None = the key is not
+allowed."""
 _UNDERSTOOD = (
     "method", "model", "parallel_drafting", *_SETTINGS, "rejection_sample_method", *_RATES
 )  # fmt: skip

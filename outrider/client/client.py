@@ -88,11 +88,11 @@ class Client:
     def resume(
         self, session_id: str, num_tokens: int = 0, timeout_s: float = RESUMED_TIMEOUT_S
     ) -> AsyncGenerator[Event]:
-        """The events of a generation, of this client or another, whose stream broke: `Started`
-        again, then what follows its first `num_tokens` tokens. For a session that has ended, even
-        as cancelled, these are its last events. If an earlier stream still runs, it ends with
-        `StaleEpoch`. Raises `NotFound`, `DataLoss` if the store has fewer tokens, and `Unavailable`
-        while another coordinator may still have the session (some two seconds)."""
+        """The events of a generation whose stream broke, of this client or another: `Started`
+        again, then what follows the first `num_tokens` tokens. If the session has ended, even as
+        cancelled, its last events. An earlier stream that still runs ends with `StaleEpoch`. Raises
+        `NotFound`, `DataLoss` if the store has fewer tokens, and `Unavailable` while another
+        coordinator may still have the session (some two seconds)."""
         return self._transport.events(ResumeRequest(session_id, num_tokens), timeout_s)
 
     async def complete(self, request: GenerateRequest) -> Completion:
@@ -201,8 +201,8 @@ class SyncClient:
 
 
 def _run(call: Awaitable[T]) -> T:
-    """Runs a coroutine that never suspends, because its calls block. Its generators are not
-    registered with this thread's event loop, which would close them at its own end."""
+    """Runs a coroutine that never suspends, because its calls block. Generators in the coroutine
+    are not registered with this thread's event loop, as the loop would close them when it ends."""
     hooks = sys.get_asyncgen_hooks()
     sys.set_asyncgen_hooks(None, None)
     try:

@@ -15,7 +15,7 @@ from functools import reduce
 from random import random as any_random
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from outrider.backoff import backoff, spread
+from outrider.backoff import backoff
 from outrider.client.transport import GENERATE_SLACK_S, Method, Transport
 from outrider.errors import BadRequest, DeadlineExceeded, StreamBroken, Unavailable
 from outrider.limits import DEADLINE_MS_MAX, LEASE_WAIT_SPREAD_MS
@@ -37,15 +37,15 @@ LOOK_S = 0.5
 GONE_MAX = 16
 """Most connections kept to coordinators that are no longer named. Calls may still run on them."""
 AVOIDED_S = 5.0
-"""How long no call begins at a coordinator that did not answer. A coordinator that cannot serve now
-gives a time itself."""
+"""How long no call begins at a coordinator that did not answer. A coordinator that answers that it
+cannot serve now states a time of its own."""
 _WAIT_S = (0.05, 1.0)
-"""First and longest wait between two tries; see `backoff`."""
+"""First and longest wait between two tries, for `backoff`."""
 
 
 def addresses_of(server: object) -> list[str]:
-    """Each HOST:PORT of a comma-separated text. Raises `BadRequest` if one is empty, or `server` is
-    not text."""
+    """Each HOST:PORT of a comma-separated text. Raises `BadRequest` if an entry is empty, or if
+    `server` is not text."""
     each = [one.strip() for one in server.split(",")] if isinstance(server, str) else [""]
     if not all(each):
         raise BadRequest(
@@ -55,8 +55,8 @@ def addresses_of(server: object) -> list[str]:
 
 
 class EndpointPool(Generic[Endpoint]):
-    """One connection (or other object) per named coordinator. Calls begin at each in turn, which
-    spreads a client's sessions over all. Threads may share it."""
+    """One connection (or other object) per named coordinator. Calls begin at each coordinator in
+    turn, which spreads a client's sessions over all. Threads may share a pool."""
 
     def __init__(
         self,
@@ -76,7 +76,8 @@ class EndpointPool(Generic[Endpoint]):
         named = server() if callable(server) else server
         self._named = [] if callable(server) and named == "" else addresses_of(named)
         self._open = {address: connect(address) for address in self._named}
-        """Oldest first; includes those that are no longer named."""
+        """By address, the oldest first, including those of coordinators that are no longer
+        named."""
         self._next = secrets.randbelow(max(1, len(self._named))) if first is None else first
         self._avoided: dict[Endpoint, float] = {}
         """Time until which an endpoint is avoided."""
@@ -96,8 +97,8 @@ class EndpointPool(Generic[Endpoint]):
         return list(self._open.values())
 
     def begin(self) -> Endpoint:
-        """Where a new call begins: at the next endpoint that is not avoided, or the next if all
-        are. Raises `StreamBroken` if there are none."""
+        """Where a new call begins: at the next endpoint that is not avoided. If all are avoided, at
+        the next one. Raises `StreamBroken` if there are no endpoints."""
         each, now = self.each, self.clock()
         if not each:
             raise StreamBroken("no coordinator is named yet")
@@ -108,9 +109,9 @@ class EndpointPool(Generic[Endpoint]):
         return found
 
     def after(self, tried: Endpoint, avoided_s: float = AVOIDED_S) -> Endpoint | None:
-        """The endpoint after `tried`, for a call that failed there; so it tries all in turn. For
-        `avoided_s` seconds no other call begins at `tried`. None if `tried` is no longer named.
-        """
+        """The endpoint after `tried`, for a call that failed at `tried`. So the call tries all in
+        turn. For `avoided_s` seconds no other call begins at `tried`. None if `tried` is no longer
+        named."""
         each, now = self.each, self.clock()
         if tried not in each:
             return None
@@ -121,8 +122,8 @@ class EndpointPool(Generic[Endpoint]):
 
     def renew(self) -> list[Endpoint]:
         """Calls the function again, after a coordinator did not answer. Returns the oldest
-        connections to coordinators no longer named, to be closed. Changes nothing if the function
-        returns an empty text or fails, and logs the failure."""
+        connections to coordinators no longer named, which the caller must close. If the function
+        returns an empty text or fails, changes nothing; a failure is logged."""
         with self._changing:
             now = self.clock()
             if self._name is None or now - self._read_at < LOOK_S:
@@ -182,9 +183,9 @@ class ResumingTransport(Transport):
         return self._tried(ask, tries, timeout_s)
 
     async def call(self, method: Method, timeout_s: float, session_id: str = "") -> Any:
-        """The answer of the first coordinator that gives one. Of `Unavailable` only the last
-        coordinator's is raised. If a function names the coordinators and none answers, calls them
-        again until the time is over."""
+        """The answer of the first coordinator that gives one. If all raise `Unavailable`, raises
+        that of the last. If a function names the coordinators and none answers, calls them again
+        until the time is over."""
         if method == "healthy":
             for transport in self._pool.each:
                 with suppress(Unavailable, DeadlineExceeded):
@@ -253,7 +254,7 @@ class Tries:
         self.received: ResumeRequest | None = None
         self._is_started = False
         self._tried: set[Transport | None] = set()
-        """Tried since the last wait, while the call has not begun."""
+        """Coordinators tried since the last wait, while the call has not begun."""
         self._tried_until: float | None = None
         self._has_answer = False
         """Whether a coordinator among `_tried` has answered, so that another try may succeed."""
@@ -263,14 +264,15 @@ class Tries:
         """Whether the last coordinator is called a second time."""
 
     def remainder(self, left_s: float) -> ResumeRequest | None:
-        """A request for what is missing, within this many seconds; None if all is."""
+        """A request for the rest of the generation, within this many seconds; None before it has
+        begun."""
         if self.received is None or not self._is_started:
             return self.received
         left_ms = round((left_s - GENERATE_SLACK_S) * 1000)
         return replace(self.received, deadline_ms=min(max(1, left_ms), DEADLINE_MS_MAX))
 
     def note(self, event: Event) -> bool:
-        """Notes an event; returns whether the caller gets it: all but a second `Started`."""
+        """Notes an event. Returns whether the caller gets the event: any but a second `Started`."""
         if isinstance(event, Started):
             is_first, self._is_started = not self._is_started, True
             self.received = self.received or ResumeRequest(
@@ -278,7 +280,7 @@ class Tries:
             )
             return is_first
         if isinstance(event, Tokens) and (known := self.received) is not None:
-            if event.token_ids:  # Only tokens are limited in number.
+            if event.token_ids:  # Only tokens count as progress: their number is limited.
                 self._tried_until, self._num_waits, self._stayed = None, 0, False
             characters, digest = known.num_characters, known.tokens_digest
             if digest is not None:
@@ -328,8 +330,9 @@ class Tries:
         elif not answered:
             wait_s = backoff(*_WAIT_S, self._num_waits, self._random)
             self._num_waits += 1
-        elif wait_s > 0:  # Clients of a dead coordinator wait for the same lease.
-            wait_s = spread(wait_s, LEASE_WAIT_SPREAD_MS / 1e3, self._random)
+        elif wait_s > 0:
+            # All clients of a dead coordinator wait for its leases, and should not retry at once.
+            wait_s += LEASE_WAIT_SPREAD_MS / 1e3 * self._random()
         if now + wait_s >= min(self._tried_until, deadline):
             raise error
         return following, wait_s

@@ -65,7 +65,8 @@ class Completion:
     rule: Rule
     text: str
     token_ids: tuple[int, ...]
-    """Including the EOS or the token that completed a stop string; the text excludes both."""
+    """Includes the EOS token and the token that completed a stop string. The text includes
+    neither."""
     origins: tuple[Origin, ...]
     logprobs: tuple[PositionLogprobs, ...]
     rounds: tuple[RoundReport, ...]
@@ -95,7 +96,7 @@ class CoordinatorDescription:
     """What a coordinator serves, and how many sessions run."""
 
     model: str
-    """Its model's name in requests."""
+    """Name of the model in requests."""
     vocab_size: int
     max_model_len: int
     num_running: int
@@ -188,7 +189,8 @@ class Transport(Protocol):
 
 
 _STATUS_DETAILS = "grpc-status-details-bin"
-"""Metadata of every `Unavailable` from a coordinator; gRPC's own lacks it."""
+"""Key in the metadata of every `Unavailable` from a coordinator. Errors of gRPC itself lack this
+key."""
 _ERROR_NUMBER = re.compile(r" \(\d+\)$")
 _VISIBLE = re.compile("[!-~]+")
 
@@ -350,7 +352,7 @@ class InProcessTransport(Transport):
         deadline = _now() + timeout_s
         async with aclosing(stream) as events:
             while True:
-                # Entered anew for every event: a timeout held over a yield would cancel what the
+                # Entered anew for each event: a timeout that covers a yield would cancel what the
                 # caller does meanwhile.
                 async with self._until(deadline):
                     try:

@@ -61,7 +61,7 @@ class RedisRegistry:
         [texts] = await self._run(("MGET", *(self._key(role, name) for name in names)))
         over = [name for name, text in zip(names, texts, strict=True) if text is None]
         if over:
-            # A replica that returns adds its name again.
+            # A replica whose lease has ended adds its name again when it renews the lease.
             await self._run(("SREM", self._names(role), *over))
         found = (_read(role, name, text) for name, text in zip(names, texts, strict=True))
         return [record for record in found if record is not None]
@@ -118,8 +118,8 @@ class RedisRegistry:
 
 
 class Lease:
-    """Announces a replica until closed. While the registry does not answer, the replica continues;
-    it is announced as soon as the registry answers."""
+    """Announces a replica until closed. While the registry does not answer, the replica continues
+    to serve; it is announced again as soon as the registry answers."""
 
     def __init__(self, registry: RedisRegistry, record: Callable[[], ReplicaRecord]) -> None:
         """`record()` returns the current record. `close` also closes the registry."""

@@ -118,7 +118,7 @@ class Membership:
     name: str
     """See `ReplicaRecord.name`."""
     slot: int = 0
-    """Its place among its role's replicas on one machine; ports count up with it."""
+    """Number of the replica among those of its role on one machine. Ports grow with this number."""
     plan: str = ""
     """Name of the plan that started it."""
     trial_share: float = 0.0

@@ -21,8 +21,8 @@ class Destination:
     otlp_endpoint: str = ""
     """`http://HOST:PORT`, or https, of a collector that takes OTLP over gRPC; empty = none."""
     prometheus_port: int | None = None
-    """Port of the coordinator's metrics; 0 = any. Other roles use the next ports, in the order of
-    `ROLES`. None = nowhere."""
+    """Port of the coordinator's metrics; 0 = any, None = no metrics for Prometheus. Other roles use
+    the next ports, in the order of `ROLES`."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -41,8 +41,8 @@ class Destination:
         return cls(found.get("otlp", ""), None if port is None else int(port))
 
     def port(self, role: Role, slot: int = 0) -> int | None:
-        """Port for the metrics of a role's process. `slot` is its place among those of its role on
-        one machine; each slot has the next `len(ROLES)` ports."""
+        """Port for the metrics of a process. `slot` numbers the processes of a role on one machine;
+        each slot has `len(ROLES)` ports."""
         if not self.prometheus_port:
             return self.prometheus_port
         return self.prometheus_port + ROLES.index(role) + len(ROLES) * slot

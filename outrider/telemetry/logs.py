@@ -19,8 +19,8 @@ _identity: ContextVar[tuple[str, str]] = ContextVar("outrider_log_identity", def
 
 
 def identify(session_id: str, trace_id: str = "") -> None:
-    """Adds a session to all later log lines of this task and of tasks that it starts. Call it in a
-    task that serves only this session."""
+    """Adds a session to all later log lines of this task and of the tasks that it starts. To be
+    called in a task that serves only this session."""
     _identity.set((session_id, trace_id))
 
 
@@ -62,8 +62,8 @@ class LogFile(RotatingFileHandler):
         self._descriptors = descriptors
 
     def _open(self) -> TextIOWrapper:
-        """Only this user can read the file, as it may contain prompts. It is locked while a process
-        has it open, so that `make_room` keeps it."""
+        """Only this user can read the file, as a file may contain prompts. A lock lasts while a
+        process has the file open, so that `make_room` keeps the file."""
         while True:
             file = os.open(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             stream = open(file, "a", encoding=self.encoding, errors=self.errors)  # noqa: SIM115
@@ -85,10 +85,10 @@ class LogFile(RotatingFileHandler):
 
 
 def make_room(directory: Path) -> None:
-    """Removes a directory's log files until the rest and a new one have at most
-    `LOG_DIRECTORY_BYTES_MAX` bytes, as each new replica adds files. Rotated files (`.1` and so on)
-    go first, then those of processes that have ended, each from the least recently written on.
-    Files of running processes always stay."""
+    """Makes room for a new replica's log files: removes files of a directory until the rest and the
+    new files have at most `LOG_DIRECTORY_BYTES_MAX` bytes. Rotated files (`.1` and so on) go first,
+    then those of processes that have ended; within each group, those that were written to least
+    recently. Files of running processes always stay."""
     found = []
     for path in directory.glob("*.log*"):
         with suppress(FileNotFoundError):
@@ -104,7 +104,7 @@ def make_room(directory: Path) -> None:
 
 
 def _is_open(path: Path) -> bool:
-    """Whether a `LogFile` writes to it; True if unknown."""
+    """Whether a `LogFile` writes to the path; True if unknown."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -116,8 +116,8 @@ def _is_open(path: Path) -> bool:
 
 
 def rotate(path: Path) -> None:
-    """Moves a file larger than `LOG_BYTES_MAX` to `.1`, over an earlier one; for programs that
-    reopen their log for each line, such as Redis."""
+    """If a file is larger than `LOG_BYTES_MAX`, renames it to `.1`, replacing an earlier one. For
+    programs that open their log anew for each line, such as Redis."""
     with suppress(FileNotFoundError):
         if path.stat().st_size > LOG_BYTES_MAX:
             path.replace(path.with_name(f"{path.name}.1"))

@@ -1,7 +1,7 @@
 """Events that a coordinator reports about its requests, and an observer that ignores them.
 
-With telemetry `ObservedRequests` handles them. Without, each costs a call, and OpenTelemetry is not
-imported."""
+With telemetry, `ObservedRequests` handles the events. Without telemetry, each event costs one empty
+call, and OpenTelemetry is not imported."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 Side = Literal["draft", "target"]
 AuditOutcome = Literal["audited", "busy", "repeated", "failed"]
 """What became of a session chosen for an audit. Busy: too many audits or sessions ran. Repeated: an
-earlier session had its seed, so its tokens are not independent."""
+earlier session had the same seed, so the tokens of the two are not independent."""
 
 
 def _ignore(self: Any, *_: Any, **__: Any) -> None:
@@ -47,7 +47,7 @@ class Observation:
     listens: ClassVar[bool] = False
 
     def begin(self, *_: Any, **__: Any) -> RequestObserver:
-        """A request for a model has come, perhaps in its caller's trace."""
+        """Begins to observe a request."""
         return SILENT
 
     watch = audited = audit_ended = _ignore

@@ -75,7 +75,7 @@ class ObservedRequests(Observation):
         return every > 0 and (index < TRACED_ROUNDS or (index - TRACED_ROUNDS) % every == 0)
 
     def begin(self, request: GenerateRequest, model: str, traceparent: str) -> RequestObserver:
-        """A request for a model has come, perhaps in its caller's trace."""
+        """Begins to observe a request for a model. An invalid `traceparent` begins a new trace."""
         return ObservedRequest(self, request, model, read_traceparent(traceparent))
 
     def watch(self, readings: Readings) -> None:
@@ -158,7 +158,7 @@ class ObservedRequest(RequestObserver):
             "gen_ai.response.id": session_id,
             "gen_ai.response.model": self._genai["gen_ai.request.model"],
             "gen_ai.conversation.id": session_id,
-            # An attribute has 63 bits and a sign; a larger seed is given as text.
+            # An attribute is a signed 64-bit number; a larger seed is given as text.
             "gen_ai.request.seed": seed if seed < 2**63 else str(seed),
             "gen_ai.usage.input_tokens": num_prompt_tokens,
         })  # fmt: skip
@@ -174,7 +174,7 @@ class ObservedRequest(RequestObserver):
             self._contexts["draft"] = self._contexts["target"] = self._quiet
 
     def asked(self, side: Side) -> None:
-        """Begins a span for a question to a side; the side's answer ends it."""
+        """Begins the span of a question to a draft or target; `answered` ends it."""
         if (parent := self._rounds.get(self._index)) is not None:
             span = self._asked[side] = self._child(parent, "wire", kind=SpanKind.CLIENT)
             span.set_attribute("outrider.peer", side)
@@ -323,7 +323,7 @@ def _describe(span: Span, request: GenerateRequest, prompts: bool) -> None:
 
 
 def _messages(request: GenerateRequest) -> str:
-    """The prompt as the semantic conventions require; token ids unchanged."""
+    """The prompt as OpenTelemetry's semantic conventions require it; token ids as they are."""
     prompt = request.prompt
     found = [
         {"role": turn.role, "parts": [{"type": "text", "content": turn.content}]}

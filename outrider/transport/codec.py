@@ -84,7 +84,7 @@ def to_proto(value: Any, kind: type[T], **others: Any) -> T:
 
 
 def fields_to_proto(value: Any, kind: type[Any], **others: Any) -> dict[str, Any]:
-    """Fields of a message of this kind: `others`; each remaining one from the field of the same
+    """Fields of a message of this kind: `others`, and for each remaining field the one of the same
     name in the dataclass `value`. Omits None and default values. A nested message may be given as
     its fields, which saves building it twice."""
     for name, is_optional, encode in _encoders(kind, type(value)):  # type: ignore[arg-type]
@@ -119,8 +119,8 @@ def _find_unsendable(kind: Any, given: Mapping[str, Any], path: str = "") -> Non
 
 def from_proto(message: Any, kind: type[T], path: str = "", **others: Any) -> T:
     """The reverse of `fields_to_proto`. Unset fields keep their defaults. Raises `BadRequest` for a
-    value beyond `_LIMITS`, a missing one, an unknown enum member (0 is None where that is allowed),
-    or one that the dataclass refuses."""
+    value beyond `_LIMITS`, a missing value, an unknown enum member, or a value that the dataclass
+    refuses. The enum member 0 becomes None if the dataclass allows None."""
     decoders, unset, read_unset = _decoders(type(message), kind)  # type: ignore[arg-type]
     values, prefix = {**unset, **others}, f"{path}." if path else ""
     for field, found in message.ListFields():
@@ -272,8 +272,8 @@ def session_id_from_wire(session_id: str, path: str = "session_id") -> str:
 def token_ids_from_wire(
     ids: Sequence[int], path: str, num_max: int = limits.SESSION_TOKENS_MAX
 ) -> tuple[int, ...]:
-    """Checks that token ids fit 31 bits, and their number; whether they are in a vocabulary is
-    checked where it is known."""
+    """Checks the number of token ids, and that each fits in 31 bits. Code that knows the vocabulary
+    checks whether the ids are in it."""
     token_ids = tuple(ids[:])  # A slice of a repeated field is read twice as fast.
     if len(token_ids) > num_max:
         raise BadRequest(path, f"{len(token_ids)} tokens are more than {num_max}")
@@ -513,7 +513,8 @@ class Codec:
         return _frame(self.request, kind, given)
 
     def item_from_proto(self, message: Any, known: RoundHead | None = None) -> RoundItem:
-        """`known` is the head that came in full before. Raises `BadRequest`."""
+        """`known` is the session's last head that came in full on this stream. Raises
+        `BadRequest`."""
         item = from_proto(message, self.item, head=head_from_proto(message.head, known))
         _check_tree(item)
         return item

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 RELEASE_TIMEOUT_S = 5.0
 _END: Any = vars(grpc.aio)["EOF"]
-"""Returned by a read at the end of a stream; missing in type stubs."""
+"""What a read returns at the end of a stream. The type stubs lack it."""
 _ITEM_BYTES_MAX = (
     limits.GRPC_MESSAGE_BYTES_MAX - (limits.GRPC_MESSAGE_BYTES_MAX - limits.FRAME_BYTES_MAX) // 8
 )
@@ -50,8 +50,9 @@ def draft_link(address: str, trust: Trust = PLAIN) -> GrpcLink:
 class GrpcLink(Link):
     """`Link` over a channel, which it owns and closes.
 
-    After a break `send` raises `LinkLost` for a time; the next `send` opens a new stream. The time
-    doubles with each failed attempt, from `LINK_BACKOFF_MS_MIN` to `LINK_BACKOFF_MS_MAX`."""
+    After a break `send` raises `LinkLost` for a time. The first `send` after that time opens a new
+    stream. The time doubles with each failed attempt, from `LINK_BACKOFF_MS_MIN` to
+    `LINK_BACKOFF_MS_MAX`."""
 
     def __init__(self, channel: Any, codec: Codec, address: str) -> None:
         super().__init__()

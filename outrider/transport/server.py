@@ -137,7 +137,7 @@ class RpcServer:
 
 
 class _Health:
-    """Health of a server's services; all have the same."""
+    """Health of a server's services. All services have the same status."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = ("", *names)
@@ -261,7 +261,7 @@ def is_taken(host: str, port: int) -> bool:
     for family, *_, address in found:
         try:
             with socket.socket(family, socket.SOCK_STREAM) as probe:
-                # Like the server itself, ignores connections that have just ended.
+                # As for the server, connections that have just ended do not count.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)
         except OSError as error:

@@ -112,15 +112,15 @@ class _Stream:
         self._codec = codec
         self._task = task
         self.writing = False
-        """Whether a frame is being written; stays true while the caller does not read."""
+        """Whether a frame is being written. While the caller does not read, this stays true."""
         self.outbox = SendQueue()
         self.failure: Exception | None = None
         """Why the stream must end, if it must."""
         self.unanswered: Newest[str, ReplyKey] = Newest(SESSIONS_PER_COORDINATOR_MAX)
-        """The newest unanswered round of each session; older rounds and repetitions need no answer.
-        A target may answer later rounds, too."""
+        """The newest unanswered round of each session. Older rounds and repetitions need no answer.
+        A target that runs ahead also answers later rounds."""
         self._known: Newest[str, RoundHead] = Newest(SESSIONS_PER_COORDINATOR_MAX)
-        """The head with which a session's parameters came in full."""
+        """By session, the head with which its parameters came in full."""
 
     async def read(self, frames: AsyncIterator[Any]) -> None:
         """Passes the items of each frame to the service in one call."""
@@ -170,7 +170,8 @@ class _Stream:
             self._task.cancel()
 
     def _decode(self, message: Any) -> RoundItem | None:
-        """The item with its parameters and constraint; None if this method answered it."""
+        """The item with its parameters and constraint. If that is not possible, answers the item
+        and returns None."""
         known = self._known.get(message.head.session_id)
         try:
             item = self._codec.item_from_proto(message, known)
@@ -181,7 +182,7 @@ class _Stream:
             return None
         head = item.head
         if head.sampling is None:
-            # The caller then sends everything again, parameters included.
+            # The coordinator then sends tokens and parameters in full.
             self.answer([Resync(head.key, 0, EMPTY_DIGEST)])
             return None
         if known is None or head.sampling is not known.sampling:

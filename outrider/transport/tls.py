@@ -45,7 +45,7 @@ DOMAIN = "outrider.internal"
 AUTHORITY_DAYS = 3650
 ROLE_DAYS = 397
 _BACKDATED = datetime.timedelta(hours=1)
-"""Allows for differing clocks."""
+"""How far before now a certificate becomes valid, as clocks differ."""
 
 
 WARNED_DAYS = 30
@@ -80,7 +80,7 @@ def name_of(role: Role) -> str:
 
 
 def make_authority(directory: Path, now: datetime.datetime) -> None:
-    """Makes a new authority, whose key only its owner can read."""
+    """Makes a new authority. Only the owner of the key's file can read it."""
     _make(directory, AUTHORITY, "internal authority", now, AUTHORITY_DAYS)
 
 
@@ -115,7 +115,7 @@ def read_certificates(path: Path) -> Sequence[x509.Certificate]:
 
 
 def check_pair(certificate: Path, key: Path) -> None:
-    """Raises `ConfigError` unless the key is the certificate's, which has not ended."""
+    """Raises `ConfigError` if the key is not the certificate's, or if the certificate has ended."""
     found = read_certificates(certificate)[0]
     if _read_key(key).public_key() != found.public_key():
         raise ConfigError(f"{key}: is not the key of {certificate}")
@@ -135,7 +135,7 @@ def check_authority(authority: Path, certificate: Path) -> None:
 
 
 def _read_key(path: Path) -> ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey:
-    """Raises `ConfigError`, which quotes nothing of the file."""
+    """Raises `ConfigError` that quotes nothing of the file."""
     try:
         found = serialization.load_pem_private_key(read_file(path), password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm):
@@ -244,7 +244,7 @@ def pinned_name(server: Path) -> str:
             names += map(str, one.value.get_values_for_type(x509.IPAddress))
     if not names:
         raise ConfigError(f"{server}: names no host; it needs a subject alternative name")
-    # A wildcard stands for any first label.
+    # A wildcard matches any first label.
     return names[0].replace("*", "outrider", 1)
 
 
