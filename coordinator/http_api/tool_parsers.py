@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 from coordinator.decoding.detokenizer import overlap
 from coordinator.http_api.tools import AUTO
 from outrider.errors import BadRequest
+from outrider.grammar.constraint import ConstraintKind
 
 if TYPE_CHECKING:
     from coordinator.http_api.bodies import TranslatedBody
@@ -44,6 +45,7 @@ _SPACE_MAX = 256
 _HEAD_CHARS_MAX = 256
 """Most characters of a call before its arguments."""
 _SOME_TURN = {"role": "user", "content": "x"}
+_JSON = (ConstraintKind.JSON_SCHEMA, ConstraintKind.JSON_OBJECT)
 _OTHER_CALLS = ("<function=", "<arg_key>")
 """Templates with one of these write something other than JSON within `<tool_call>`."""
 _NAME_OF_OBJECT = re.compile(
@@ -433,15 +435,16 @@ class ChatFormats:
 
     def fitted(self, asked: TranslatedBody) -> TranslatedBody:
         """The body of a conversation, with the form of its answers. A constrained answer has no
-        reasoning, and no calls unless it is constrained to calls: JSON that a `response_format`
-        asks for stays content, even if it looks like a call. Raises `BadRequest` if the answer may
-        have calls and it is unknown how the model writes them."""
+        reasoning. JSON that the body asks for, as by `response_format`, is content even if it looks
+        like a call. Raises `BadRequest` if the answer may have calls and it is unknown how the
+        model writes them."""
         tools, request = asked.tools, asked.requests[0]
         read: dict[str, Any] = {}
         shown: tuple[str, ...] = ()
         if tools is not None and self._text is not None:
             self._text.check_tools("tools")
-        if tools is not None and (tools.is_required or request.constraint is None):
+        is_json = request.constraint is not None and request.constraint.kind in _JSON
+        if tools is not None and (tools.is_required or not is_json):
             names = sorted(one["name"] for one in tools.functions)
             read["tools"] = [names, tools.named, tools.is_required, tools.several]
             if self._calls is not None and not tools.is_required:

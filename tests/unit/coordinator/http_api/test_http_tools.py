@@ -66,7 +66,7 @@ def called(arguments: str = "{}", **more: Any) -> dict[str, Any]:
 
 
 def test_a_conversation_with_calls_is_told_to_the_template() -> None:
-    """Arguments are objects, as templates want them."""
+    """In the template, arguments of calls are objects, and not text."""
     result = {"role": "tool", "tool_call_id": "1", "content": "warm"}
     call = called('{"city": "Rome"}', content=None, reasoning_content="hm")
     [request] = chat(
@@ -127,8 +127,8 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], field: str) -> None:
 
 @pytest.mark.parametrize("several", [True, False])
 def test_calls_that_must_come_are_held_to_the_schemas(several: bool) -> None:
-    """A list of one or more calls that meet the schema of their tool, wherever its references
-    point. Errors of the grammar's compiler name `tools`."""
+    """The answer is a list of calls whose arguments match the schema of their tool, including its
+    references. Errors about the constraint name `tools`."""
     asked = chat(
         tools=BOTH, tool_choice="required", parallel_tool_calls=several,
         response_format={"type": "json_object"},
@@ -154,7 +154,8 @@ def test_the_named_tool_is_its_arguments_alone() -> None:
 
 
 def read(reader: Reader, text: str, width: int) -> Parts:
-    """What a parser makes of a text in pieces of this length; adjacent parts are joined."""
+    """The parts that a parser finds in a text that comes in pieces of this length. Adjacent parts
+    are joined."""
     parts = [one for at in range(0, len(text), width) for one in reader.push(text[at : at + width])]
     parts += reader.finish()
     return [tuple(part) for part in joined(parts)]
@@ -230,13 +231,14 @@ FAR = [
 
 @pytest.mark.parametrize(("make", "text", "parts"), [*TEXTS, *FAR])
 def test_what_models_write(make: Callable[[], Reader], text: str, parts: Parts) -> None:
-    """However the text is cut into pieces."""
+    """The parts do not depend on how the text is cut into pieces."""
     for width in (1, 2, 3, 7, len(text)):
         assert read(make(), text, width) == parts
 
 
 def test_what_is_certain_is_told_at_once() -> None:
-    """Content up to what may begin a mark, a whole name, and arguments as they come."""
+    """Content is returned up to text that may begin a mark, a name as a whole, and arguments piece
+    by piece."""
     assert Hermes().push("sure <to") == [("content", "sure")]
     reader = Hermes()
     pieces = ("<tool_call>{", '"name": "f', '", "arguments": {"a', '": 1', "}}", "</tool_call>")
@@ -250,7 +252,7 @@ def test_what_is_certain_is_told_at_once() -> None:
 @pytest.mark.parametrize("make", [Hermes, partial(Reasoning, Reader(), is_open=False), Mistral])
 @pytest.mark.parametrize("text", ["\n", "[TOOL_CALLS]f", "<tool_call> ", '<tool_call>{"a":"x'])
 def test_no_text_takes_long(make: Callable[[], Reader], text: str) -> None:
-    """However long the awaited mark is missing."""
+    """The time is linear in the text, even if a mark never comes."""
     reader, began = make(), time.thread_time()
     reader.push(text)
     for _ in range(50_000):
@@ -260,16 +262,18 @@ def test_no_text_takes_long(make: Callable[[], Reader], text: str) -> None:
 
 @pytest.mark.parametrize("template", ['<|eot_id|> "parameters"', "<tool_call>", ""])
 @pytest.mark.parametrize("form", [{"response_format": {"type": "json_object"}},
-                                  {"structured_outputs": {"regex": ".*"}}])  # fmt: skip
-def test_a_constrained_answer_has_no_calls(template: str, form: dict[str, Any]) -> None:
+                                  {"structured_outputs": {"json": CITY}}])  # fmt: skip
+def test_json_that_the_body_asks_for_is_no_call(template: str, form: dict[str, Any]) -> None:
     """JSON of the form of a call is content. The template still gets the tools, and need not show
-    how calls are written."""
+    how calls are written. Under a regular expression, the answer may have calls."""
     formats = ChatFormats(text_of(TOLD + template))
     fitted = formats.fitted(chat(tools=BOTH, **form))
     assert (fitted.form, fitted.requests[0].shown_tokens) == (None, ())
     assert len(fitted.requests[0].tools) == 2
     written = '{"name": "weather", "parameters": {"city": "Rome"}}'
-    if "response_format" in form:
+    if template:
+        regex = chat(tools=BOTH, structured_outputs={"regex": ".*"})
+        assert formats.fitted(regex).form is not None
         [choice] = answered(written, FinishReason.STOP, template, **form)["choices"]
         assert choice["message"]["content"] == written
         assert (choice["finish_reason"], "tool_calls" in choice["message"]) == ("stop", False)
@@ -294,7 +298,7 @@ TOLD = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
     ],
 )  # fmt: skip
 def test_the_template_says_how_calls_are_written(mark: str, kind: type[Reader] | None) -> None:
-    """Marks that are special tokens are in the text for their parser only."""
+    """Special tokens that are marks are kept in the text only for the parser that needs them."""
     formats = ChatFormats(text_of(TOLD + mark))
     asked = chat(tools=BOTH)
     if kind is None:
@@ -346,7 +350,7 @@ CALL_TEXT = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
 
 def test_the_template_that_ships(tmp_path: Path) -> None:
-    """It is ChatML, and its own calls are parsed again as they were."""
+    """The template `hermes` writes ChatML, and the parser `hermes` reads its calls."""
     text = text_of(read_chat_template(HERMES))
     assert text.render(SOLO) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     turns = [
@@ -375,8 +379,8 @@ def test_the_template_that_ships(tmp_path: Path) -> None:
 
 
 def test_a_template_without_tools_is_named() -> None:
-    """Before the prompt is tokenized; also for a call in the conversation. Variables are for the
-    template only."""
+    """Tools, and calls in the conversation, are refused by name. Variables cannot change how the
+    template is rendered."""
     text = text_of("{{ messages[0].content }}{{ mood }}")
     assert text.render(SOLO, (), {"mood": "gay"}) == "Higay"
     called = [*SOLO, {"role": "assistant", "content": "", "tool_calls": [ONE_CALL]}]
@@ -431,8 +435,8 @@ HELD = '[{"name": "weather", "arguments": {"city": "Rome"}}]'
 def test_answers_with_calls(
     text: str, choice: Any, reason: FinishReason, content: str | None, num_calls: int, told: str
 ) -> None:
-    """Whole answers and streams have the same content and calls. In a stream id, type and name of a
-    call come first and once."""
+    """Whole answers and streams have the same content and calls. A stream sends the id, the type
+    and the name of a call once, before its arguments."""
     whole = answered(text, reason, tool_choice=choice)["choices"][0]
     message = whole["message"]
     assert (message["content"], whole["finish_reason"]) == (content, told)
