@@ -21,7 +21,7 @@ SESSION = "5" * 32
 async def generation(
     access: AccessControl, caller: Caller = LIMITED, resumes: str = "", session_id: str = SESSION
 ) -> AsyncGenerator[Event]:
-    """A generation that is counted as by the gRPC API."""
+    """A generation that takes its slot as the gRPC API does."""
     async with access.admit(caller, [resumes] if resumes else []) as grant:
         for event in (Started(session_id, "model", 1, Rule.TOKEN), TOKENS, FINISHED):
             await grant.note(event)
@@ -35,14 +35,14 @@ async def generation(
      [f"Bearer {KEY}", f"Bearer {KEY}"]],
 )  # fmt: skip
 def test_a_call_without_a_key_is_refused(shown: list[str]) -> None:
-    """With an error that does not repeat the key."""
+    """The error does not repeat the key."""
     with pytest.raises(Unauthenticated, match=r"^authorization: ") as caught:
         access_control_of(KEY, "").identify(shown)
     assert KEY not in caught.value.message
 
 
 def test_a_caller_is_known_by_its_key() -> None:
-    """In any spelling of the scheme. If no keys are configured, all callers are the same."""
+    """The scheme may have any case. If no keys are configured, all callers are the same."""
     for shown in (f"Bearer {KEY}", f"bearer  {KEY} ", f"BEARER {KEY}"):
         assert access_control_of(KEY, "").identify([shown]).tenant.startswith("key-")
     assert OPEN.identify([f"Bearer {KEY}"]) is OPEN.identify([]) is ANYBODY
@@ -51,7 +51,7 @@ def test_a_caller_is_known_by_its_key() -> None:
 
 
 async def test_a_generation_has_a_slot_until_its_last_event() -> None:
-    """The slot gets the name of its session. It is free before the last event, or when the stream
+    """The slot gets the name of its session. It is free before the last event, and when the stream
     is closed."""
     slots = MemorySlots()
     access = AccessControl(None, slots)
@@ -71,7 +71,8 @@ async def test_a_generation_has_a_slot_until_its_last_event() -> None:
 
 
 async def test_a_resumption_uses_the_slot_of_its_session() -> None:
-    """Together with the broken stream, which is not closed yet. The slot is free when both are."""
+    """The broken stream, which is not closed yet, uses the same slot. The slot is free when both
+    streams are closed."""
     slots = MemorySlots()
     access = AccessControl(None, slots)
     old, new = (generation(access, resumes=SESSION) for _ in range(2))
@@ -100,7 +101,7 @@ async def test_a_store_that_is_away_at_the_end_costs_no_events() -> None:
 
 
 class LateSlots(MemorySlots):
-    """Takes slots, but fails or never answers."""
+    """A store that takes slots, and then fails or never answers."""
 
     def __init__(self, error: Exception | None) -> None:
         super().__init__()
@@ -115,7 +116,7 @@ class LateSlots(MemorySlots):
 
 @pytest.mark.parametrize("error", [None, StoreUnavailable("no answer came")])
 async def test_a_slot_whose_grant_was_lost_is_freed(error: Exception | None) -> None:
-    """But not the slot of a resumed session, which another stream may hold."""
+    """The slot of a resumed session is not freed, as another stream may use it."""
     slots = LateSlots(error)
     access = AccessControl(None, slots)
     for resumes in ([], [SESSION]):

@@ -1,4 +1,4 @@
-"""A gateway with coordinators that break connections, refuse requests and come back."""
+"""The gateway, with coordinators that break connections, refuse requests and come back."""
 
 import asyncio
 import json
@@ -38,7 +38,8 @@ ERRORS = {
 
 
 class Body(httpx2.AsyncByteStream):
-    """Sends its parts, and after some seconds raises an error or stays silent."""
+    """A body that sends its parts, and then, after some seconds, raises an error or sends nothing
+    more."""
 
     def __init__(
         self, *parts: bytes, then: Exception | asyncio.Event | None = None, seconds: float = 0.0
@@ -78,7 +79,7 @@ Step = httpx2.Response | Exception | Callable[[httpx2.Request], httpx2.Response]
 
 
 class Deployment(httpx2.AsyncBaseTransport):
-    """Answers each request with the next step, and repeats the last one."""
+    """Coordinators that answer each request with the next step. The last step is repeated."""
 
     def __init__(self, *steps: Step) -> None:
         self._steps = list(steps)
@@ -117,8 +118,8 @@ class Deployment(httpx2.AsyncBaseTransport):
 async def test_a_stream_that_breaks_anywhere_is_told_whole(
     end: str, between: Sequence[str | int]
 ) -> None:
-    """Whatever other coordinators answer meanwhile. All requests have the same key, and the id of
-    the last complete event."""
+    """The client gets each event once, whatever other coordinators answer before one resumes the
+    stream. All requests have the same key, and the id of the last complete event."""
     for place in range(len(WHOLE) + 1):
         first = WHOLE[:place]
         interrupted = INTERRUPTED[place % 2]
@@ -126,7 +127,7 @@ async def test_a_stream_that_breaks_anywhere_is_told_whole(
         if broken is None:
             broken = stream(first, then=ERRORS[end])
         elif not first.endswith(b"\n\n") and first:
-            continue  # A coordinator tells whole events.
+            continue  # Coordinators only send whole events.
         steps = [ERRORS[one] if isinstance(one, str) else refusal(one) for one in between]
         made = Deployment(broken, *steps, rest)
         found = await made.call(BODY)
@@ -142,7 +143,8 @@ async def test_a_stream_that_breaks_anywhere_is_told_whole(
 
 
 async def test_a_whole_answer_is_asked_for_again_with_its_key() -> None:
-    """With the client's own key, if it has one. Time of work on it does not count."""
+    """The requests have the client's own key, if there is one. The time that a coordinator worked
+    on the answer does not count towards the time limit."""
     for given in ({}, {"idempotency_key": "mine"}):
         whole = httpx2.Response(200, headers={"x-a": "1"}, stream=Body(b'{"n"', b":1}"))
         cuts = [
@@ -184,8 +186,8 @@ async def test_what_no_other_coordinator_could_serve_is_told_at_once(step: httpx
 async def test_coordinators_are_asked_for_a_limited_time(
     step: Step, status: int, text: str
 ) -> None:
-    """Before the response begins for some seconds, afterwards until the deadline; each coordinator
-    once for requests other than generations."""
+    """Before the response begins, coordinators are asked for some seconds, and afterwards until the
+    deadline. For requests other than generations, each is asked once."""
 
     def made(*steps: Step) -> Deployment:
         again = [refusal(503) if step is not ERRORS["refused"] else step for _ in range(2000)]
@@ -243,7 +245,8 @@ async def test_headers_of_the_ends_are_passed_on_and_those_of_a_connection_are_n
 
 @pytest.mark.parametrize("closes", [False, True])
 async def test_a_client_that_goes_or_a_gateway_that_closes_ends_the_stream(closes: bool) -> None:
-    """The stream of the coordinator ends, too. A client that is still connected gets an error."""
+    """The connection to the coordinator is closed, too. A client that is still connected gets an
+    error."""
     silent = Body(EVENTS[0], then=asyncio.Event())
     made = Deployment(httpx2.Response(200, headers=SSE, stream=silent))
     incoming: asyncio.Queue[Any] = asyncio.Queue()

@@ -1,4 +1,4 @@
-"""Events as OpenAI's answers and as events of `POST /api/generate`: pure functions."""
+"""How events become OpenAI's answers, and events of `POST /api/generate`."""
 
 import json
 from collections.abc import Sequence
@@ -167,8 +167,8 @@ def test_an_answer_that_a_stop_ended_names_it(stop: str | None, token_id: int | 
 
 
 def test_echo_tells_the_prompt_first() -> None:
-    """A text prompt as it was given, tokens as decoded, each token with its offset. The first token
-    has no log-probability."""
+    """A text prompt is repeated as it was given, and a prompt of tokens as they are decoded. Each
+    token has its offset, and all but the first have a log-probability."""
     prompt = TEXT.encode("a the<|end|>b")
     entry = PositionLogprobs(-1.0, ((prompt[0], -0.5),))
     parts = (prompt[:1], prompt[1:])
@@ -196,7 +196,7 @@ def test_echo_tells_the_prompt_first() -> None:
         chunks = [chunk["choices"][0] for chunk in streamed(events, **fields)]
         assert [chunk["text"] for chunk in chunks] == [shown, "", "c", ""]
         assert [len(one["logprobs"]["tokens"]) for one in chunks[:3]] == [1, len(parts[1]), 1]
-        # Nothing but the prompt; and no log-probabilities.
+        # First the prompt alone, and then a prompt without log-probabilities.
         events = [(0, started()), *((0, one) for one in scored), (0, finished(FinishReason.LENGTH))]
         assert whole(events, max_tokens=0, **fields)["choices"][0]["text"] == shown
         events = [(0, started()), (0, finished())]
@@ -218,8 +218,8 @@ def test_histograms_where_they_are_asked_for() -> None:
 
 
 def test_logprobs_of_both_shapes() -> None:
-    """Tokens are spelled as they stand in the text, parts of characters as bytes; impossible tokens
-    have a number that JSON can hold."""
+    """A token is written as in the text, and as bytes if it is a part of a character. The
+    log-probability of an impossible token is a number, as JSON has no infinity."""
     ids = [*TEXT.encode("a é"), TEXT.encode("\U0001f600")[0]]
     entries = [PositionLogprobs(-0.5, ((ids[0], -0.5), (ids[1], NOTHING))) for _ in ids]
     events: list[tuple[int, Event]] = [
@@ -287,7 +287,7 @@ def test_one_shape_and_one_status_for_each_error(
     told = json.loads(bytes(response.body))["error"]
     assert told == {"message": error.message, "type": kind, "param": param, "code": code}
     assert response.headers.get("retry-after") == {429: "2", 503: "1"}.get(status)
-    # OpenAI's client would try every 409 and 504 again, and shall where a session was taken over.
+    # OpenAI's client repeats each request with 409 or 504. It must, if a session was taken over.
     stays = isinstance(error, Incompatible | DeadlineExceeded)
     assert response.headers.get("x-should-retry") == ("false" if stays else None)
 
@@ -321,8 +321,8 @@ def test_native_events_have_all_that_happened() -> None:
 
 
 def test_native_texts_go_to_the_token_that_completes_them() -> None:
-    """The last token of a character has its text, and the others have none. In a round, a part of a
-    character is spelled as bytes."""
+    """Of the tokens of one character, the last one has the text. In a proposal, each part of a
+    character is written as bytes."""
     snow = TEXT.encode("a☃b")
     assert len(snow) == 5, "each byte of the snowman is a token"
     native = NativeEvents(TEXT)

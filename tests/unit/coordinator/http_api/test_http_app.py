@@ -1,4 +1,4 @@
-"""The routes and their callers, with a coordinator that gives prepared answers."""
+"""The routes of the HTTP API, with a coordinator that gives prepared answers."""
 
 import asyncio
 import json
@@ -71,7 +71,7 @@ class Front:
     async def send(
         self, method: str, path: str, headers: Any = None, **body: Any
     ) -> httpx.Response:
-        """With the key of this object, unless there are `headers`."""
+        """Sends a request, with the key of this object if there are no `headers`."""
         if headers is None:
             headers = [("authorization", f"Bearer {self.key}")] if self.key else []
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
@@ -83,7 +83,8 @@ class Front:
 
 
 async def test_a_call_goes_on_with_its_callers_trace() -> None:
-    """An invalid trace is left out. The session is not kept for a later request."""
+    """A trace that is too long is left out. Sessions of requests without an idempotency key are not
+    resumable."""
     front = Front(Service(*WHOLE))
     found = await front.post({"traceparent": TRACE})
     assert found.json()["choices"][0]["text"] == "a"
@@ -107,7 +108,7 @@ async def test_an_error_before_the_first_token_has_its_status(
 async def test_a_bug_is_not_shown(
     before: tuple[Event, ...], stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Only the log has it."""
+    """The client gets a general error. Only the log has the details."""
     found = await Front(Service(*before, ZeroDivisionError("secret"))).post(stream=stream)
     assert found.status_code == (200 if before and stream else 500)
     assert "secret" not in found.text
@@ -116,7 +117,7 @@ async def test_a_bug_is_not_shown(
 
 
 async def test_one_choice_that_fails_ends_all() -> None:
-    """Nothing of the other choices is sent as an answer; a wrong prompt is named."""
+    """The client gets only the error, and no other choice. An error about a prompt says which."""
 
     class Mixed(Service):
         async def generate(self, request: GenerateRequest, *rest: Any, **more: Any) -> Any:
@@ -143,8 +144,8 @@ async def test_one_choice_that_fails_ends_all() -> None:
 
 @pytest.mark.virtual
 async def test_health_is_asked_for_once_a_second() -> None:
-    """For all callers together; an error is not reused. While a check is slow, callers get the last
-    good result for some seconds, and then wait."""
+    """Callers share the result of a check, but not its error. While a check is slow, callers get
+    the last good result for some seconds, and then wait."""
 
     class Asked(Service):
         num_asked, takes_s, found = 0, 0.1, ""
@@ -180,7 +181,8 @@ async def test_health_is_asked_for_once_a_second() -> None:
 
 
 def test_the_document_tells_what_may_come() -> None:
-    """Every operation has errors, as each may be refused without a key, and its answer's type."""
+    """Every operation lists the type of its answer, and errors, as each may be refused without a
+    key."""
     paths = Front(Service()).app.openapi()["paths"]
     for path, operations in paths.items():
         for operation in operations.values():
@@ -202,7 +204,7 @@ def test_the_document_tells_what_may_come() -> None:
     ],
 )
 async def test_answers_are_as_the_document_says(path: str, body: dict[str, Any]) -> None:
-    """Whole and in chunks, with log-probabilities; the document has every field."""
+    """Whole answers and chunks match their schemas, which have every field."""
     scored = replace(TOKENS, logprobs=(PositionLogprobs(-1.0, ((7, -1.0),)),))
     prompt = PromptTokens((1,), (None,))
     front = Front(Service(STARTED, *([prompt] if "echo" in body else []), scored, FINISHED))
@@ -230,7 +232,8 @@ async def test_answers_are_as_the_document_says(path: str, body: dict[str, Any])
 
 @pytest.mark.parametrize("prompt", [[2**40], [-1]])
 async def test_what_is_echoed_is_looked_at_once_it_is_admitted(prompt: list[int]) -> None:
-    """The coordinator refuses invalid tokens; nothing here fails because of them."""
+    """Invalid tokens of a prompt cannot be decoded. The coordinator refuses them before `echo` does
+    so."""
     service = Service(BadRequest("token_ids[0]", "is not a token id"))
     service.text = TokenizerText(byte_level_tokenizer(), "toy")
     body = {"prompt": prompt, "echo": True}
@@ -243,8 +246,8 @@ async def test_what_is_echoed_is_looked_at_once_it_is_admitted(prompt: list[int]
 async def test_an_answer_that_is_not_waited_for_is_closed(
     num_turns: int, told: list[dict[str, Any]]
 ) -> None:
-    """Whenever its request is cancelled around its first chunk; also where its headers cannot be
-    sent."""
+    """The events are closed at whatever moment the request is cancelled, and if its headers cannot
+    be sent."""
     closed, has_begun = asyncio.Event(), asyncio.Event()
 
     async def events() -> AsyncGenerator[Any]:
@@ -275,7 +278,7 @@ async def test_an_answer_that_is_not_waited_for_is_closed(
 async def test_a_client_that_goes_before_its_body_is_there_is_no_bug(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Nothing is logged, begun or answered."""
+    """Then nothing is logged, no generation begins, and nothing is sent."""
     front = Front(Service(*WHOLE))
     messages = [{"type": "http.request", "body": b"{", "more_body": True}]
     answer = list[Any]()
@@ -314,7 +317,8 @@ class SlowBody:
 
 
 async def test_bodies_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A body counts until it is complete or given up; one too many gets a 503."""
+    """A body counts until it is complete or its client has gone. While the bodies are too large
+    together, a request gets a 503."""
     size = len(json.dumps(BODY))
     monkeypatch.setattr("coordinator.http_api.reading.HTTP_BODIES_BYTES_MAX", 2 * size)
     front = Front(Service(*WHOLE))
@@ -334,7 +338,7 @@ async def test_bodies_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> N
 async def test_a_body_that_does_not_come_is_given_up(
     monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
-    """Its connection is closed, too. The time for the answer is not limited so."""
+    """The connection is closed, too. The limit does not hold for the time of the answer."""
 
     class Slow(Service):
         async def generate(self, *_: Any, **__: Any) -> AsyncGenerator[Event]:
@@ -359,8 +363,8 @@ def locked(directory: Path, concurrency: int = 1) -> tuple[Front, MemorySlots]:
 
 
 async def test_no_route_answers_without_a_key(tmp_path: Path) -> None:
-    """For every route and method, and for paths that do not exist: without a valid key the answer
-    is a 401 in OpenAI's form, before the body is read, unless the path is open."""
+    """Every route and method, and paths that do not exist, answer a request without a valid key by
+    a 401 in OpenAI's form. Only open paths need no key."""
     front, _ = locked(tmp_path)
     key = front.key
     refused: list[list[tuple[str, str]]] = [
@@ -396,8 +400,8 @@ async def test_no_route_answers_without_a_key(tmp_path: Path) -> None:
 async def test_a_request_counts_once_and_each_of_its_texts_has_a_place(
     tmp_path: Path, stream: bool
 ) -> None:
-    """All places are taken at once, and free when the caller has the answer. A request that needs
-    more than are free is refused as a whole. Only generations count."""
+    """A request takes a slot for each of its generations, all at once, and frees them before the
+    caller has the answer. It is refused if there are too few. Other routes need no slot."""
     front, slots = locked(tmp_path, concurrency=4)
     found = await front.post(n=2, prompt=[[1], [2]], stream=stream)
     assert found.status_code == 200
@@ -421,7 +425,8 @@ async def test_a_request_counts_once_and_each_of_its_texts_has_a_place(
 async def test_no_body_is_read_for_a_key_whose_bucket_is_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store is not asked either, until a request is allowed again; other routes answer."""
+    """Until the key may make a request again, the store is not asked either. Routes without a body
+    answer."""
     front, slots = locked(tmp_path)
     asked: list[Caller] = []
 
@@ -432,7 +437,7 @@ async def test_no_body_is_read_for_a_key_whose_bucket_is_empty(
     monkeypatch.setattr(slots, "take", take)
     begun = asyncio.get_running_loop().time()
     assert (await front.post()).status_code == 429
-    monkeypatch.setattr("coordinator.http_api.reading.read_body", None)  # Who calls it fails.
+    monkeypatch.setattr("coordinator.http_api.reading.read_body", None)  # Calling this would fail.
     found = await front.post(nothing=1)
     assert (found.status_code, found.headers["retry-after"], len(asked)) == (429, "1", 1)
     assert "requests a minute" in found.json()["error"]["message"]
@@ -445,8 +450,8 @@ async def test_no_body_is_read_for_a_key_whose_bucket_is_empty(
 async def test_one_tenants_bodies_keep_no_other_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Incomplete bodies of all keys of a tenant are counted together, and apart from those of other
-    tenants."""
+    """The incomplete bodies of all keys of a tenant count together. Those of another tenant do not
+    count."""
     size = len(json.dumps(BODY))
     monkeypatch.setattr("coordinator.http_api.reading.HTTP_TENANT_BODIES_BYTES_MAX", 2 * size)
     ann, bob, eve = (

@@ -38,7 +38,7 @@ from outrider.transport.request_codec import request_from_proto, request_to_prot
 USER = {"role": "user", "content": "hi"}
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 GAP_S = 0.25
-"""CPU that may pass between two turns of the loop; a lease wants to be renewed every 0.5 s."""
+"""Most processor time between two turns of the event loop, which must renew leases every 0.5 s."""
 CHAT, COMPLETIONS, NATIVE = "/v1/chat/completions", "/v1/completions", "/api/generate"
 
 
@@ -115,7 +115,8 @@ def test_choices_have_seeds_of_their_own(seed: int, n: int, num_prompts: int) ->
 
 
 def test_seeds_of_64_bits() -> None:
-    """A negative seed is the one with the same bits; without one the coordinator draws each."""
+    """A negative seed stands for the unsigned one with the same bits. Without a seed, the
+    coordinator draws one for each choice."""
     for seed, same in ((-1, 2**64 - 1), (-(2**63), 2**63), (2**64 - 1, 2**64 - 1), (0, 0)):
         assert only(chat(seed=seed)).seed == same
     assert {refused(chat, {"seed": seed}).field for seed in (-(2**63) - 1, 2**64)} == {"seed"}
@@ -220,7 +221,8 @@ def test_echo_asks_for_the_prompts_log_probabilities_where_any_are_asked_for() -
 def test_the_coordinators_errors_name_the_bodys_fields(
     field: str, in_chat: str, in_completions: str
 ) -> None:
-    """Of several prompts, the error names the place of one. Each has two choices here."""
+    """If there are several prompts, the error says which one is wrong. In this test, each has two
+    choices."""
     error = BadRequest(field, "is wrong")
     told = chat(max_completion_tokens=5, guided_regex="a").renamed(error, 0)
     assert (told.field, told.message) == (in_chat, f"{in_chat}: is wrong")
@@ -240,7 +242,7 @@ JSON = st.recursive(
     value=JSON,
 )
 def test_no_value_of_any_field_is_a_bug(name: str, value: Any) -> None:
-    """Any JSON in a field is accepted, or refused as the caller's mistake."""
+    """Any JSON in a field is accepted, or refused with an error of the caller."""
     value = json.loads(json.dumps(value))
     for translate in (chat, completion):
         try:
@@ -277,7 +279,7 @@ REGEX, CHOICES = Constraint.of_regex("a"), Constraint.of_choices(["a", "b"])
 def test_each_way_to_ask_for_a_form(
     fields: dict[str, Any], constraint: Constraint, field: str
 ) -> None:
-    """With the field that errors about it name."""
+    """Errors about the constraint name the right field."""
     found = completion(**fields)
     assert (only(found).constraint, found.names[constraint.kind]) == (constraint, field)
 
@@ -307,7 +309,7 @@ def test_forms_that_are_none(fields: dict[str, Any], said: str) -> None:
 
 
 def filled(before: str, item: str, after: str) -> bytes:
-    """As many items as fit into a body."""
+    """A body with as many items as the limit on its size allows."""
     room = HTTP_BODY_BYTES_MAX - len(before) - len(after)
     return (before + ",".join([item] * (room // (len(item) + 1))) + after).encode()
 
@@ -346,7 +348,8 @@ BODIES: dict[str, tuple[str, Callable[[], bytes], str | None]] = {
 
 
 async def called(path: str, body: bytes) -> tuple[int, dict[str, Any], float]:
-    """Status and error of a call, and the most CPU seconds between two turns of the loop."""
+    """The status and the error of a call, and the most processor time between two turns of the
+    event loop, s."""
     service: Any = ToldCoordinator(BadRequest("model", "is none"))
     front = Front(service)
     gaps: list[float] = []
@@ -365,7 +368,7 @@ async def called(path: str, body: bytes) -> tuple[int, dict[str, Any], float]:
             yield body[start : start + 65_536]
 
     gc.collect()
-    gc.freeze()  # What other tests have left is not looked through again meanwhile.
+    gc.freeze()  # Keeps the collector from objects of other tests, which would take time.
     try:
         ticking = asyncio.create_task(tick())
         await asyncio.sleep(0)
@@ -380,7 +383,7 @@ async def called(path: str, body: bytes) -> tuple[int, dict[str, Any], float]:
 
 @pytest.mark.parametrize("name", BODIES)
 async def test_no_body_holds_up_the_loop(name: str) -> None:
-    """Whether the body is refused as a whole, by a field, or not."""
+    """Bodies are refused as a whole, refused because of a field, or valid."""
     path, make, param = BODIES[name]
     status, error, gap_s = await called(path, make())
     assert (status, error["param"]) == (400, param)

@@ -42,7 +42,7 @@ ANSWERED = message(
     [{"type": "output_text", "text": "b", "annotations": [], "logprobs": None}],
     id="msg_1", status="completed", phase=None,
 )  # fmt: skip
-"""An item as an answer has it."""
+"""An item of an earlier answer."""
 
 
 def call(arguments: str = "{}", **more: Any) -> dict[str, Any]:
@@ -246,7 +246,8 @@ def item(text: str, status: str) -> dict[str, Any]:
 
 
 async def test_a_whole_response() -> None:
-    """It fits OpenAI's own types. Nothing is stored, even if requested."""
+    """The response is valid by OpenAI's own types. It says that it is not stored, even if the
+    request asks for that."""
     found = (await answered(TOKENS, MORE, FINISHED, store=True, metadata={"a": "b"})).json()
     Response.model_validate(found)
     assert (found["id"], found["object"], found["status"]) == (
@@ -276,7 +277,7 @@ async def test_a_response_that_was_cut_off_is_incomplete(reason: FinishReason) -
 
 
 def told(stream: str) -> list[dict[str, Any]]:
-    """The events of a stream, each with its type and number."""
+    """The events of a stream. Checks their types and numbers."""
     *parts, end = stream.split("\n\n")
     assert end == ""
     found = []
@@ -296,7 +297,7 @@ NAMES = [
 
 
 async def test_a_streamed_response() -> None:
-    """Each item is opened, grows and is closed; the last event has the whole answer."""
+    """Each item is opened, grows and is closed. The last event has the whole response."""
     events = told((await answered(TOKENS, MORE, FINISHED, stream=True)).text)
     assert [event["type"].removeprefix("response.") for event in events] == NAMES
     assert [event["delta"] for event in events[4:6]] == ["a", "bc"]
@@ -313,7 +314,7 @@ async def test_a_streamed_response() -> None:
 
 
 async def test_an_error_behind_the_first_token_is_a_failed_response() -> None:
-    """An error before it has its status, as everywhere."""
+    """An error before the first token has an HTTP status."""
     *events, last = told((await answered(TOKENS, Unavailable("gone"), stream=True)).text)
     assert [event["type"] for event in events] == [f"response.{name}" for name in NAMES[:5]]
     response = last["response"]
@@ -324,7 +325,7 @@ async def test_an_error_behind_the_first_token_is_a_failed_response() -> None:
 
 
 def test_a_long_response_is_told_quickly() -> None:
-    """Its text is joined once."""
+    """The text is not joined again for each event, which would take quadratic time."""
     body = ResponsesBody.model_validate({"input": "hi"})
     answer = ResponseAnswer(body, body.translate(), None, 4, 99)
     for event in (STARTED, *(replace(TOKENS, text_delta="abcd") for _ in range(50_000)), FINISHED):
@@ -366,7 +367,7 @@ STEPS = [
 
 
 async def test_reasoning_and_calls_are_items_of_their_own() -> None:
-    """In the same order in whole answers and in streams."""
+    """Items have the same order in whole responses and in streams."""
     texts = [Tokens(n, (n,), text, (Origin.BONUS,), ()) for n, text in enumerate(TEXTS)]
     fields: Any = {"tools": [FLAT]}
     whole = (await answered(*texts, FINISHED, **fields)).json()
@@ -390,7 +391,7 @@ async def test_reasoning_and_calls_are_items_of_their_own() -> None:
 
 
 async def test_a_call_that_must_come() -> None:
-    """Also where it is cut off."""
+    """The call is an item, even if it is cut off."""
     fields: Any = {"tools": [FLAT], "tool_choice": {"type": "function", "name": "weather"}}
     event = Tokens(0, (7,), '{"a":', (Origin.BONUS,), ())
     ended = Finished(FinishReason.LENGTH, FINISHED.usage, FINISHED.metrics)

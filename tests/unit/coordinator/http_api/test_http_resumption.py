@@ -1,5 +1,5 @@
-"""HTTP streams that are resumed after a break, and repeated requests, at coordinators that share a
-store."""
+"""HTTP streams that are resumed after a break, and repeated requests, at several coordinators with
+one store."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.virtual
 
 GRACE_S = 5.0
 API_KEYS = ["a" * 32, "b" * 32]
-"""Each of a tenant of its own."""
+"""Each key has its own tenant."""
 OTHER = {"authorization": f"Bearer {API_KEYS[1]}"}
 KEY = {"Idempotency-Key": "k"}
 SEEDED = {"seed": 7, "max_tokens": 12, "stream": True, "speculation": {"rule": "coupled"}}
@@ -51,7 +51,8 @@ Told = tuple[str, Any]
 
 
 class Letters:
-    """A tokenizer with a letter for each token, which appears once the next token is known."""
+    """A tokenizer with one letter for each token. The letter becomes certain only with the next
+    token."""
 
     token_bytes_max = 4
     chat_template = ""
@@ -83,7 +84,7 @@ class Letters:
 
 
 class Mortal:
-    """A coordinator's connection to the store, until the coordinator dies."""
+    """A coordinator's connection to the store. It fails once the coordinator has died."""
 
     def __init__(self, store: ScriptStore) -> None:
         self._store = store
@@ -122,8 +123,8 @@ class Coordinator(Bench):
         dies: bool = False,
         stays: bool = False,
     ) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers and content. The client leaves after so many parts, while the coordinator
-        may die; a client that `stays` only stops reading."""
+        """Status, headers and content of a call. After some number of parts the client disconnects,
+        or only stops reading if it `stays`. The coordinator may die then."""
         parts = list[bytes]()
         head: dict[str, Any] = {}
         gone = asyncio.Event()
@@ -159,7 +160,7 @@ class Coordinator(Bench):
         return head["status"], names, b"".join(parts)
 
     async def whole(self, *arguments: Any) -> bytes:
-        """The answer, for a client that retries like OpenAI's."""
+        """The whole answer. Retries as OpenAI's client does."""
         while True:
             status, headers, content = await self.call(*arguments)
             if status == 200:
@@ -211,7 +212,8 @@ async def two() -> AsyncIterator[tuple[Coordinator, Coordinator]]:
 
 
 def summary(told: list[Told]) -> dict[str, Any]:
-    """All that does not depend on times and on how tokens are divided into events."""
+    """The parts of an answer that do not depend on times, and on how tokens are divided into
+    events."""
     found: dict[str, Any] = {"DONE": 0, "parts": [], "usage": [], "numbers": []}
     for event_id, event in told:
         assert bool(event_id) == (event != "[DONE]")
@@ -261,8 +263,8 @@ def one_token_more(event_id: str) -> str:
 
 @pytest.mark.parametrize("form", FORMS)
 async def test_a_stream_goes_on_after_any_of_its_events(form: str) -> None:
-    """At another coordinator, whether the first one lives or has died. The whole equals an unbroken
-    stream, and no token is decoded twice."""
+    """Another coordinator resumes the stream, whether the first one lives or has died. Both parts
+    together equal an unbroken stream, and no token is decoded twice."""
     path, body = FORMS[form]
     async with two() as (first, _):
         whole = await first.stream(path, body)
@@ -283,7 +285,7 @@ async def test_a_stream_goes_on_after_any_of_its_events(form: str) -> None:
 
 @pytest.mark.parametrize("form", ["chat", "prompts"])
 async def test_requests_at_the_same_moment_are_one(form: str) -> None:
-    """At one coordinator and at two, whole and streamed: each client gets all of it."""
+    """Each client gets the whole answer, at one coordinator and at two, streamed or not."""
     path, body = FORMS[form]
     whole_body = {**body, "stream": False}
     whole_body.pop("stream_options", None)
@@ -303,9 +305,9 @@ async def test_requests_at_the_same_moment_are_one(form: str) -> None:
 
 
 async def test_a_request_that_runs_is_waited_for_by_the_same_one() -> None:
-    """Neither is broken off, and each gets all of it. A client that has events of the first takes
-    over at once. A different request is refused at once, and so is one with a wrong event id, which
-    wakes none of those that wait."""
+    """Neither request is broken off, and each gets the whole answer. A request with an event id of
+    the first one takes over at once. A different request with the key is refused at once. So is one
+    with a wrong event id, and the waiting ones go on waiting."""
     path, body = FORMS["choices"]
     async with two() as (first, _):
         answers = await asyncio.gather(*(first.call(path, body, KEY) for _ in range(3)))
@@ -334,8 +336,8 @@ async def test_a_request_that_runs_is_waited_for_by_the_same_one() -> None:
 
 
 async def test_a_request_that_waits_takes_no_slot_of_its_key() -> None:
-    """A retry beside the first try is not refused, as both are one generation. Another request is,
-    until both have ended."""
+    """A repeated request is admitted while the first one runs, as both are one generation. Another
+    request is refused until both have ended."""
     path, body = FORMS["chat"]
     limited = KeyEntry(KeyHash.of(API_KEYS[0]), Caller("a", "a", concurrency=1))
     async with two() as (first, _):
@@ -352,8 +354,8 @@ async def test_a_request_that_waits_takes_no_slot_of_its_key() -> None:
 
 @pytest.mark.parametrize("form", ["chat", "choices"])
 async def test_what_is_told_of_an_answer_by_its_id(form: str) -> None:
-    """Its coordinator has died, and the request had no key: the first choice is resumed, as chunks
-    or whole. If its coordinator lives, the session has ended with its client."""
+    """If the coordinator of a request without a key has died, the first choice can be resumed, in
+    chunks or as a whole. If the coordinator lives, the session has ended when its client left."""
     path, body = FORMS[form]
     async with two() as (first, second):
         whole = summary(await first.stream(path, body))
@@ -382,7 +384,7 @@ async def test_what_is_told_of_an_answer_by_its_id(form: str) -> None:
 
 
 async def test_an_answer_by_its_id_is_read_as_it_was() -> None:
-    """Its reasoning is not content."""
+    """The resumed answer is parsed as the first one: its reasoning is not content."""
     async with two() as (first, second):
         formats = ChatFormats(cast(Any, Letters()), reasoning_parser="deepseek_r1")
         for one in (first, second):
@@ -415,7 +417,7 @@ async def test_a_key_is_its_tenants_and_of_one_request() -> None:
         assert await second.refusal(path, body, {"Last-Event-ID": last}) == refused
         await second.stream(
             path, {**body, "seed": 8}, {**KEY, **OTHER}
-        )  # Another tenant's is free.
+        )  # Another tenant may use the same key.
         assert summary(await second.stream(path, body, KEY)) == summary(told)
         assert len(await first.lengths()) == 2
         headers = {**KEY, **OTHER, "Idempotency-Key": "theirs", "Last-Event-ID": last}
@@ -423,8 +425,9 @@ async def test_a_key_is_its_tenants_and_of_one_request() -> None:
 
 
 async def test_what_a_key_keeps_expires() -> None:
-    """A client may come back for a while; later its answer has ended as cancelled. A request whose
-    session has expired begins anew, unless its client has tokens of it."""
+    """For some time, a repeated request continues the answer. After that, the answer counts as
+    cancelled. When its session has expired, a repeated request begins a new one, unless the client
+    has tokens of the old one."""
     path, body = FORMS["chat"]
     async with two() as (first, second):
         _, _, content = await first.call(path, body, KEY, leaves_after=4)
@@ -442,7 +445,7 @@ async def test_what_a_key_keeps_expires() -> None:
 
 
 async def test_a_request_with_a_key_outlasts_errors() -> None:
-    """A retry continues at any coordinator; also after an error before the first token."""
+    """A repeated request continues at any coordinator, even after an error before any token."""
     path, body = FORMS["chat"]
     async with two() as (first, second):
         whole = summary(await first.stream(path, body))

@@ -1,4 +1,4 @@
-"""The server on real connections, with a coordinator that gives prepared answers."""
+"""The HTTP server with real connections, and a coordinator that gives prepared answers."""
 
 import asyncio
 import contextlib
@@ -47,13 +47,13 @@ STREAM = b'{"prompt": [1], "stream": true}'
 NUM_PLACES = 20
 HEADERS_S = 0.5
 LATE_S = 3.0
-"""By then a limit of half a second has been met, on a busy machine, too."""
+"""Time within which even a busy machine meets a limit of half a second."""
 Pair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Service(ToldCoordinator):
-    """A coordinator whose answers have this many pieces of text, and wait for `go_on` before their
-    end."""
+    """A coordinator whose answers have `num_pieces` pieces of text, and do not end before `go_on`
+    is set."""
 
     def __init__(self, num_pieces: int = 0, go_on: asyncio.Event | None = None) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Service(ToldCoordinator):
         try:
             yield STARTED
             for index in range(self.num_pieces):
-                await asyncio.sleep(0)  # As one that waits for its target.
+                await asyncio.sleep(0)  # A real coordinator waits for its target.
                 self.num_told = index + 1
                 yield Tokens(index, (7,), PIECE, (Origin.BONUS,), ())
             if self.go_on is not None:
@@ -134,7 +134,7 @@ def posted(body: bytes) -> bytes:
 
 
 async def status(pair: Pair, request: bytes = GET) -> int:
-    """The status of one request; the connection stays open."""
+    """The status of a request, after which the connection stays open."""
     reader, writer = pair
     async with asyncio.timeout(WAIT_S):
         writer.write(request)
@@ -180,10 +180,10 @@ async def test_all_addresses_of_ipv6_are_those_of_ipv4_as_well() -> None:
 async def test_a_client_that_stops_reading_is_given_up(
     monkeypatch: pytest.MonkeyPatch, encryption: Any
 ) -> None:
-    """Its session ends and its connection is closed; a slow reader is served."""
+    """The session ends, and the connection is closed. A client that reads slowly is served."""
     monkeypatch.setattr("coordinator.http_api.server.HTTP_STUCK_WRITE_S", 0.5)
     tls, context = encryption
-    num_pieces = 20_000  # More than the kernel has room for.
+    num_pieces = 20_000  # More than the buffers of the kernel hold.
     service = Service(num_pieces)
     async with serving(service, tls) as port, connected(port, context) as (reader, writer):
         writer.write(posted(STREAM))
@@ -205,7 +205,7 @@ async def test_a_client_that_stops_reading_is_given_up(
 
 
 async def test_a_last_answer_that_is_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After `Connection: close`, with too little to send to stop a writer."""
+    """The answer has `Connection: close`, and is too small for `pause_writing`."""
     monkeypatch.setattr("coordinator.http_api.server.HTTP_STUCK_WRITE_S", 0.2)
     size = 60_000
 
@@ -244,8 +244,8 @@ async def answered(port: int, context: ssl.SSLContext) -> bool:
 async def test_a_new_certificate_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """New connections get the new certificate and need one of the new authority. Files that do not
-    fit each other change nothing, and open connections go on."""
+    """New connections use the new certificate and the new authority. A certificate without its key
+    changes nothing. Open connections go on."""
     monkeypatch.setattr("outrider.files.KEY_FILE_LOOK_MS", 0)
     files = TlsFiles(tmp_path / "tls.pem", tmp_path / "key.pem", tmp_path / "ca.pem")
 
@@ -265,7 +265,7 @@ async def test_a_new_certificate_is_shown(
     put(old, old_authority)
     async with serving(tls=files) as port, connected(port, by_alice) as pair:
         assert not await answered(port, trusting(old_authority.file))
-        shutil.copy(new.file, files.certificate)  # Its key is not there yet.
+        shutil.copy(new.file, files.certificate)  # The key of the new certificate is not there yet.
         assert await answered(port, by_alice)
         assert "keeping the former contents" in caplog.text
         put(new, new_authority)
@@ -285,7 +285,8 @@ async def statuses(port: int, *hosts: str) -> list[int]:
 
 
 async def test_a_web_page_whose_name_leads_here_is_refused() -> None:
-    """Without keys, on loopback, only the server's own names are accepted; otherwise any name."""
+    """On loopback and without keys, `Host` must be a name of the server. Otherwise it may be any
+    name."""
     own = ("localhost", "LOCALHOST:80", "127.0.0.1:8000", "[::1]:8000", "[::1]")
     others = ("evil.example", "evil.example:80", "localhost.evil.example", "127.0.0.2", "1", "::1")
     async with serving() as port:
@@ -307,8 +308,8 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("few")
 async def test_silent_sockets_keep_no_caller_out(encryption: Any) -> None:
-    """Twice the maximum of silent sockets make room for callers, before a connection between two
-    requests does. With TLS they have not begun their handshake."""
+    """Twice as many silent sockets as there may be connections are closed for callers, and an idle
+    connection is kept. With TLS, the silent sockets have not begun their handshake."""
     tls, context = encryption
     async with AsyncExitStack() as stack:
         port = await stack.enter_async_context(serving(tls=tls, access=ACCESS))
@@ -325,7 +326,8 @@ async def test_silent_sockets_keep_no_caller_out(encryption: Any) -> None:
 
 @pytest.mark.usefixtures("few")
 async def test_idle_connections_make_room_and_busy_ones_do_not() -> None:
-    """The one idle for longest is closed; where all are busy, the next one is refused."""
+    """A new connection replaces the one that has been idle for longest. If all are busy, it is
+    refused."""
     go_on = asyncio.Event()
     service = Service(go_on=go_on)
     async with AsyncExitStack() as stack:
@@ -349,7 +351,7 @@ async def test_idle_connections_make_room_and_busy_ones_do_not() -> None:
 
 @pytest.mark.usefixtures("few")
 async def test_a_burst_takes_few_descriptors_beyond_its_places() -> None:
-    """Connections are accepted a few at a time."""
+    """The server accepts few connections before it counts them."""
     async with serving(access=ACCESS) as port:
         with contextlib.ExitStack() as stack:
             for _ in range(10 * NUM_PLACES):
@@ -368,8 +370,8 @@ async def test_a_burst_takes_few_descriptors_beyond_its_places() -> None:
 async def test_headers_that_do_not_come_are_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, encryption: Any
 ) -> None:
-    """The same for a handshake, an unread body and empty lines. A connection between two requests
-    stays."""
+    """The server closes the connection. The same holds for a TLS handshake, the rest of an unread
+    body, and empty lines. An idle connection stays open."""
     monkeypatch.setattr("coordinator.http_api.server.HTTP_HEADERS_S", HEADERS_S)
     tls, context = encryption
     refused = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 4000\r\n\r\n"
@@ -390,8 +392,8 @@ async def test_headers_that_do_not_come_are_not_waited_for(
 
 
 async def test_one_grpc_server_takes_the_port_over_from_another() -> None:
-    """Every new connection is served meanwhile. A server without `takes_over`, and a deployment,
-    are refused on that port."""
+    """Every new connection is served. A server without `takes_over`, and another deployment, cannot
+    use the port."""
     old = RpcServer([], ServerOptions(shares_port=True))
     port = await old.start()
     await old.set_serving(True)
@@ -400,7 +402,7 @@ async def test_one_grpc_server_takes_the_port_over_from_another() -> None:
     await new.set_serving(True)
 
     async def is_served() -> bool:
-        """For new connections."""
+        """The server gets new connections."""
         found = []
         for _ in range(20):
             async with Client(new.address) as client:
@@ -419,8 +421,8 @@ async def test_one_grpc_server_takes_the_port_over_from_another() -> None:
 
 
 async def test_clients_notice_nothing_of_several_hand_overs() -> None:
-    """With a new connection for each request, and with one that is kept. A server without
-    `takes_over` is refused."""
+    """Requests on new connections and on a kept one are all served. A server without `takes_over`
+    cannot use the port."""
     told: Any = Service()
     server = http_server(told, HttpOptions(shares_port=True))
     await server.start()
@@ -453,8 +455,8 @@ async def test_clients_notice_nothing_of_several_hand_overs() -> None:
 
 
 async def test_a_request_that_still_comes_is_answered() -> None:
-    """On connections that were queued, accepted or used when the server began to stop, with
-    `Connection: close`. New connections are left to another server."""
+    """It may come on a connection that was queued, accepted or idle when the server began to stop.
+    The answer has `Connection: close`. Another server gets new connections."""
     told: Any = Service()
     server = http_server(told, HttpOptions(shares_port=True))
     await server.start()
@@ -479,7 +481,8 @@ async def test_a_request_that_still_comes_is_answered() -> None:
 
 
 async def test_a_server_that_drains_refuses_new_requests_until_running_ones_end() -> None:
-    """On any connection, with `Retry-After`; connections without a request are closed."""
+    """It answers new requests on any connection by 503 with `Retry-After`, and closes connections
+    without a request."""
     go_on = asyncio.Event()
     server = http_server(cast(Any, Service(1, go_on)), HttpOptions())
     await server.start()

@@ -33,7 +33,8 @@ async def caller() -> AsyncIterator[Caller]:
 
 
 async def test_tokens_are_those_that_a_generation_reads(caller: Caller) -> None:
-    """For a text and a conversation; and back, with the names of special tokens."""
+    """`/tokenize` returns these for a text and for a conversation. `/detokenize` turns tokens into
+    text, with the names of special tokens."""
     ids = TEXT.encode("the <|end|>")
     assert await caller.call("/tokenize", prompt="the <|end|>", return_token_strs=True) == {
         "count": len(ids), "max_model_len": 64, "tokens": ids,
@@ -44,7 +45,7 @@ async def test_tokens_are_those_that_a_generation_reads(caller: Caller) -> None:
     assert await caller.call("/detokenize", tokens=ids) == {"prompt": "the <|end|>"}
     assert await caller.call("/detokenize", tokens=[]) == {"prompt": ""}
     whole = await caller.call("/tokenize", prompt="the fox " * 100)
-    assert whole["count"] > whole["max_model_len"]  # More than a generation takes.
+    assert whole["count"] > whole["max_model_len"]  # More than a generation accepts.
 
 
 async def test_special_tokens_before_a_text_may_be_left_out() -> None:

@@ -1,4 +1,4 @@
-"""The files of the page, and what its script makes of a round."""
+"""The files of the window, and which refused tokens its script finds in a round."""
 
 import json
 import re
@@ -20,8 +20,8 @@ INLINE = r"<script(?! type=\"module\" src=)|<style|\son\w+=|\sstyle="
 
 
 async def test_every_file_is_packaged_and_served() -> None:
-    """Every file of the folder is in the wheel and served with its type, and nothing else is. The
-    page loads nothing from other hosts, and each file is used by another."""
+    """The wheel and the server have every file of the folder, with its type, and no other. The
+    files load nothing from other hosts, and each is used by another."""
     lying = {one.name: one.read_bytes() for one in FOLDER.iterdir()}
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
     patterns = settings["tool"]["setuptools"]["package-data"]["coordinator"]
@@ -52,7 +52,8 @@ async def test_every_file_is_packaged_and_served() -> None:
 
 
 TREE = [-1, 0, -1, 2, 3]
-"""A with B behind it; beside A C, with D and then E behind that. Its texts are its letters."""
+"""A round with a tree: A and C are siblings, B follows A, D follows C, and E follows D. The text of
+each token is its letter."""
 CHAIN: list[int] = []
 
 
@@ -73,9 +74,9 @@ CHAIN: list[int] = []
 def test_what_was_drafted_in_vain_is_struck_through(
     parents: list[int], came: str, num_accepted: int, struck: Any
 ) -> None:
-    """Of A to E, the tokens that would have followed the last accepted one; where the round took
-    another branch than the one shown, also that one from where they part. Each with the number of
-    accepted tokens before it."""
+    """The refused tokens that would have followed the last accepted one. If the accepted path left
+    the path of first siblings, also the rest of that path. Each has the number of accepted tokens
+    before it."""
     told = {
         "proposed_token_ids": [*range(5)], "proposed_parents": parents,
         "num_accepted": num_accepted,

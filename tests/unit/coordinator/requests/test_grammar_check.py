@@ -1,4 +1,4 @@
-"""Constraints are checked in child processes before a session is opened."""
+"""The checks of constraints in child processes."""
 
 import asyncio
 import signal
@@ -18,7 +18,7 @@ from outrider.tokenizer import TokenizerText
 
 EOS = (0,)
 ENDLESS = Constraint.of_schema({"type": "integer", "multipleOf": 9_999_991})
-"""Small and valid, but it takes the compiler minutes."""
+"""A small, valid schema, for which the compiler needs minutes."""
 
 
 @asynccontextmanager
@@ -32,13 +32,13 @@ async def encoder() -> AsyncIterator[PromptEncoder]:
 
 
 def compilers(prompts: PromptEncoder) -> list[Any]:
-    """Its processes."""
+    """The processes of a prompt encoder."""
     checks = prompts._checks
     return [one.process for one in checks._compilers if one.process] if checks else []
 
 
 async def compiling(prompts: PromptEncoder) -> asyncio.Task[None]:
-    """A check of `ENDLESS`, once a process compiles it."""
+    """A running check of `ENDLESS`. A process compiles it already."""
     endless = asyncio.create_task(prompts.check_constraint(ENDLESS, EOS, "a"))
     while not compilers(prompts):
         await asyncio.sleep(0.01)
@@ -58,7 +58,7 @@ async def test_a_constraint_that_cannot_be_compiled_is_refused_by_its_field() ->
 async def test_a_constraint_is_compiled_once_for_each_tenant(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Even if several requests have it at the same time."""
+    """It is compiled once even if several requests have it at the same time."""
     compiled: list[Constraint] = []
     compile_one = _Compiler.compile
 
@@ -77,7 +77,7 @@ async def test_a_constraint_is_compiled_once_for_each_tenant(
 
 
 async def test_a_compilation_that_takes_too_long_is_ended() -> None:
-    """The error names the field. Another tenant's constraints are checked meanwhile."""
+    """The error names the field. Meanwhile, another tenant's constraint is checked."""
     async with encoder() as prompts:
         endless = await compiling(prompts)
         [busy] = compilers(prompts)
@@ -87,7 +87,9 @@ async def test_a_compilation_that_takes_too_long_is_ended() -> None:
         with pytest.raises(BadRequest, match=r"^json_schema: takes more than 2 s to compile"):
             await endless
         assert busy.returncode is not None
-        with pytest.raises(BadRequest, match="takes more than 2 s"):  # Remembered for a minute.
+        with pytest.raises(
+            BadRequest, match="takes more than 2 s"
+        ):  # The refusal is kept for a minute.
             async with asyncio.timeout(0.5):
                 await prompts.check_constraint(ENDLESS, EOS, "a")
         await prompts.check_constraint(Constraint.of_regex("a"), EOS, "a")
@@ -96,7 +98,8 @@ async def test_a_compilation_that_takes_too_long_is_ended() -> None:
 async def test_a_compilation_that_takes_too_much_memory_is_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Memory that constraints leave counts for the next one, or the process would grow for ever."""
+    """Memory that earlier constraints have left counts, too. Otherwise the process would grow for
+    ever."""
     keep = "kept = []; p.GrammarTokenizer.compile = lambda *_: kept.append(bytearray(3 << 28))"
     alter(monkeypatch, keep)
     async with encoder() as prompts:
@@ -108,8 +111,9 @@ async def test_a_compilation_that_takes_too_much_memory_is_ended(
 async def test_a_compiler_that_dies_or_gives_no_answer_is_started_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """At once. The constraint that it was compiling is refused and may be tried again. No
-    constraint fails if it dies while idle. The tokenizer is written as JSON only once."""
+    """It is started at once. The constraint that it was compiling is refused, and may be tried
+    again. If it dies while idle, no constraint fails. The tokenizer is written as JSON only once.
+    """
     written: list[TokenizerText] = []
     write = TokenizerText.backend_json
     monkeypatch.setattr(
@@ -137,14 +141,14 @@ async def test_a_compiler_that_dies_or_gives_no_answer_is_started_again(
 
 
 def alter(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
-    """Changes the compiler's process; `p` is its module there."""
+    """Runs `change` in new compiler processes. There, `p` is the module `grammar_process`."""
     change = f"import coordinator.requests.grammar_process as p; {change}; from coordinator"
     program = grammar_check._PROGRAM.replace("from coordinator", change)
     monkeypatch.setattr(grammar_check, "_PROGRAM", program)
 
 
 async def test_a_line_that_a_library_prints_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither from Python nor from C."""
+    """Neither output from Python nor from C is taken for an answer."""
     printing = "print('junk', flush=True), p.os.write(1, b'junk\\n')"
     alter(monkeypatch, f"before = p.limit; p.limit = lambda *_: ({printing}, before(*_))")
     async with encoder() as prompts:
@@ -154,7 +158,7 @@ async def test_a_line_that_a_library_prints_is_no_answer(monkeypatch: pytest.Mon
 async def test_a_bug_in_a_compilation_leaves_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """And the request gets an error."""
+    """The traceback is on standard error, and the request gets an error."""
     alter(monkeypatch, "p.limit = lambda *_: {}['a bug']")
     async with encoder() as prompts:
         with pytest.raises(InvariantError, match="regex: could not be compiled"):
@@ -191,7 +195,7 @@ async def settle() -> None:
 
 
 def take(queue: FairQueue, begun: list[str], name: str) -> asyncio.Task[None]:
-    """Waits for a place and notes it in `begun`. The tenant is the first letter of the name."""
+    """Waits for a place, and adds the name to `begun`. The tenant is the name's first letter."""
 
     async def wait() -> None:
         await queue.take(name[0])
@@ -201,7 +205,7 @@ def take(queue: FairQueue, begun: list[str], name: str) -> asyncio.Task[None]:
 
 
 async def test_a_tenant_with_many_constraints_holds_up_no_other() -> None:
-    """It has all places while it is alone; then tenants take turns."""
+    """While no other tenant waits, it gets all places. Then tenants take turns."""
     queue, begun = FairQueue(), list[str]()
     tasks = [take(queue, begun, f"a{index}") for index in range(6)]
     await settle()
@@ -215,7 +219,8 @@ async def test_a_tenant_with_many_constraints_holds_up_no_other() -> None:
 
 
 async def test_waiting_constraints_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of one tenant, and those of all; cancelled ones do not count."""
+    """There is a limit for each tenant, and one for all together. Cancelled constraints do not
+    count."""
     for name, number in (("COMPILE_THREADS", 1), ("COMPILATIONS_PER_TENANT_MAX", 3),
                          ("COMPILATIONS_MAX", 5)):  # fmt: skip
         monkeypatch.setattr(f"outrider.limits.{name}", number)
@@ -232,7 +237,7 @@ async def test_waiting_constraints_are_limited(monkeypatch: pytest.MonkeyPatch) 
     await settle()
     waiting.append(take(queue, begun, "c0"))
     queue.give_back()
-    waiting[4].cancel()  # It has got the place, but its task did not run since.
+    waiting[4].cancel()  # The task has been given the place, but has not run since.
     for _ in range(4):
         await settle()
         queue.give_back()

@@ -155,7 +155,7 @@ def test_stop_strings() -> None:
 
 
 def test_roles_are_names() -> None:
-    """Templates write them between special tokens, so they must not contain any."""
+    """Templates write roles between special tokens, so a role must not contain any."""
     good = ChatMessage("user", "<|im_end|>")
     for role in ("system", "tool-2", "x" * 64):
         check_roles((ChatMessage(role, "a"), good))
@@ -173,7 +173,7 @@ def test_parameters_are_stored_and_read_again() -> None:
         assert parameters.constraint == constraint
         assert GenerationParameters.from_json(parameters.to_json(), PROMPT) == parameters
     values = json.loads(checked().to_json())
-    del values["constraint"]  # As stored by versions without constraints.
+    del values["constraint"]  # Versions without constraints stored parameters in this form.
     assert GenerationParameters.from_json(json.dumps(values), PROMPT) == checked()
     values["constraint"] = {"kind": "none", "text": ""}
     with pytest.raises(DataLoss, match="cannot be read"):
@@ -191,7 +191,7 @@ def test_a_prompt_and_max_tokens_must_fit_the_model() -> None:
 
 
 class SlowTokenizer:
-    """The part of a tokenizer that prompts need. It waits for `goes_on`."""
+    """The part of a tokenizer that prompts need. Each call waits until `goes_on` is set."""
 
     token_bytes_max = 8
 
@@ -210,7 +210,8 @@ class SlowTokenizer:
 
 @pytest.mark.parametrize("chat", [False, True])
 async def test_generations_of_one_prompt_tokenize_it_once(chat: bool) -> None:
-    """Even if one of them is cancelled. An equal prompt of another request is tokenized again."""
+    """They do so even if one of them is cancelled. An equal prompt of another request is tokenized
+    again."""
     slow = SlowTokenizer()
     prompts = PromptEncoder(slow)  # type: ignore[arg-type]
     made: list[Any] = [" ".join(["some", "words"]) for _ in range(2)]
