@@ -57,17 +57,17 @@ _SETTINGS = {
     ),
     option(
         "--prompts", type=Path, metavar="FILE",
-        help="JSONL of `prompt`: prompts for the target to answer; after them it writes prompts "
-        "itself",
+        help="JSONL of `prompt`: the target answers these prompts first, and then prompts that it "
+        "writes itself",
     ),
     option(
         "--measure", type=Path, metavar="FILE",
-        help="JSONL of `prompt`: also measure the acceptance on the answers to these; none may "
-        "be among --prompts (texts of --corpus are not searched)",
+        help="JSONL of `prompt`: also measure the acceptance in the target's answers to these; "
+        "none may be among --prompts (whether --corpus has them is not checked)",
     ),
     option(
         "--corpus", type=Path, metavar="DIR",
-        help="folder of .txt, .md and .jsonl (lines of `text`) to train on as well",
+        help="folder of .txt, .md and .jsonl files (lines of `text`), to train on these texts too",
     ),
     json_option(),
     epilog="To continue a run that was killed, give the same command again. Intermediate results "
@@ -157,7 +157,7 @@ def _target(config: TargetConfig) -> tuple[Target, TokenizerText | None]:
 
 
 def _template(text: TokenizerText | None) -> Template:
-    """The tokens around a user's turn: those that two conversations with different turns share."""
+    """The tokens around a user's turn. Conversations with different turns share them."""
     from draft_service.training.documents import Template
 
     if text is None:
@@ -194,7 +194,7 @@ def _prompts(
 
 
 def _report(stage: str, part: float, loss: float | None) -> None:
-    """Shows the progress of a stage, and during training the loss."""
+    """Shows the progress of a stage, and in training the loss."""
     progress.begin(stage)
     progress.update(f"{stage}: {part:.0%}" + ("" if loss is None else f" loss {loss:.3f}"))
 

@@ -34,7 +34,7 @@ class DistillOptions:
     """A drafter of this target and kind that is trained further in place of a new one. It keeps its
     `layers` and `draft_vocab`."""
     start_name: Internal[str | None] = None
-    """Its name on the card; None = its path."""
+    """The name of `start_from` on the card; None = its path."""
     prompts: Internal[tuple[tuple[int, ...], ...]] = ()
     """Token ids of prompts that the target answers before it writes prompts itself."""
     measure: Internal[tuple[tuple[int, ...], ...]] = ()

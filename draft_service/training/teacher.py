@@ -1,4 +1,4 @@
-"""The target's answers about every learned token, computed once and kept on disk.
+"""The target's answers about every learned token. They are computed once and kept on disk.
 
 array       a row for each learned token, in the order of the documents
 `ids`       [64] the likeliest tokens, likeliest first: uint16, or uint32 for a large vocabulary
@@ -60,7 +60,7 @@ class Target:
     trust_remote_code: bool = False
 
     def load(self) -> tuple[Any, ModelInfo]:
-        """Loads a new module for each stage. Raises `ConfigError`."""
+        """Loads the model anew, because stages change its module. Raises `ConfigError`."""
         return load_model(
             self.directory, name=self.name, dtype=self.dtype, device=self.device,
             trust_remote_code=self.trust_remote_code,
@@ -68,7 +68,8 @@ class Target:
 
 
 class TeacherCache:
-    """The answers about a list of documents; the first of them are known."""
+    """The target's answers about the first ones of a list of documents. `fill` adds those about
+    the rest."""
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class TeacherCache:
         module: Any,
         shown: Shown = None,
     ) -> None:
-        """Stored in a folder in `place`; `module` is the target's."""
+        """The answers are stored in a folder in `place`. `module` is the target's."""
         self.documents: list[Document] = []
         for start in range(0, len(documents), _DOCUMENTS_OF_A_FILE):
             pool = documents[start : start + _DOCUMENTS_OF_A_FILE]
@@ -105,7 +106,7 @@ class TeacherCache:
         return _joined(self._answer(index) for index in indices)
 
     def _answer(self, index: int, names: Sequence[str] = ()) -> dict[str, Array]:
-        """The arrays of one document; only those with these `names`, if given."""
+        """The arrays of one document. If `names` are given, only these arrays."""
         number = index // _DOCUMENTS_OF_A_FILE
         first = self._starts[number * _DOCUMENTS_OF_A_FILE]
         learned, whole = (slice(*ends) for ends in (self._starts[index : index + 2] - first).T)
@@ -116,8 +117,8 @@ class TeacherCache:
         }
 
     def batches(self, indices: Sequence[int], size: int) -> list[list[int]]:
-        """Batches of documents of similar length: up to `size` tokens with padding, and at least
-        one document."""
+        """Batches of documents of similar length. A batch has at least one document, and otherwise
+        at most `size` tokens, padding included."""
         found: list[list[int]] = []
         for index in sorted(indices, key=lambda index: len(self.documents[index].token_ids)):
             length = len(self.documents[index].token_ids)
@@ -127,8 +128,8 @@ class TeacherCache:
         return found
 
     def fill(self, seconds: float, progress: Callable[[float], None]) -> None:
-        """Asks the target about unknown documents until all are known, or the time (including
-        earlier runs) is over. Asks about some in any case."""
+        """Asks the target about documents whose answers are not known, until all are or the time
+        is over. The time includes earlier runs. At least the first file is filled in any case."""
         size = _TOKENS_OF_A_PASS[self.device.type]
         with self.spent.working():
             while (start := len(self.known)) < len(self.documents) and (
@@ -150,8 +151,8 @@ class TeacherCache:
                 self.spent.save()
 
     def likeliest_tokens(self, num_wanted: int) -> Array:
-        """The tokens [N], ascending, to which the target gives most probability in the documents to
-        learn from (ties: lowest ids)."""
+        """The `num_wanted` tokens to which the target gives most probability in the documents to
+        learn from, in ascending order. Of equally probable tokens, those with the lowest ids."""
         mass = np.zeros(self.vocab_size)
         for index, document in enumerate(self.known):
             if not document.is_held_out:
@@ -170,7 +171,7 @@ class TeacherCache:
 
 
 def _fingerprint(documents: Sequence[Document]) -> str:
-    """A hash of the target's input: every token, in order, and which of them are learned."""
+    """A hash of the documents' tokens, in order, and of where the learned tokens begin."""
     digest = hashlib.blake2b(digest_size=16)
     for document in documents:
         digest.update(np.array([len(document.token_ids), document.first], np.int32).tobytes())
@@ -190,7 +191,7 @@ def ask(module: Any, documents: Sequence[Document], shown: Shown) -> dict[str, A
     ids, rows, following = (torch.from_numpy(part).to(device) for part in packed(documents))
     watching: Any = watched_layers(module, shown) if shown else nullcontext([])
     with torch.inference_mode(), watching as watched:
-        # Needs no mask: a causal model does not read the padding after a text.
+        # A causal model does not read the padding after a text, so no mask is needed.
         hidden = module.base_model(input_ids=ids, use_cache=False).last_hidden_state
         read = hidden.flatten(0, 1)[rows]
         blocks = (torch.split(part, ROWS_OF_A_BLOCK[device.type]) for part in (read, following))
@@ -236,8 +237,8 @@ def _likeliest(module: Any, hidden: Tensor, following: Tensor) -> tuple[Tensor, 
 
 
 def check_head(module: Any) -> None:
-    """Raises `ConfigError` for a model whose logits are more than its head's output: a drafter
-    would have to learn the rest too."""
+    """Raises `ConfigError` for a model whose logits differ from its head's output, because drafters
+    use the head alone."""
     embeddings, head = module.get_input_embeddings().weight, module.get_output_embeddings()
     ids = torch.arange(min(8, len(embeddings)), device=embeddings.device)[None]
     with torch.inference_mode():
@@ -260,9 +261,9 @@ class TeacherRows:
     """The target's answers at R positions."""
 
     columns: Tensor
-    """[R, M]: the head's column of each listed token; arbitrary where `mass` is 0."""
+    """[R, M]: the head's column of each listed token. Arbitrary where `mass` is 0."""
     mass: Tensor
-    """[R, M], float32: p of each listed token; 0 for a token without a column."""
+    """[R, M], float32: p of each listed token. 0 for a token without a column."""
 
     def at(self, rows: Tensor | slice) -> TeacherRows:
         """The answers of these rows [C]."""
@@ -274,18 +275,18 @@ class Batch:
     """B documents side by side."""
 
     token_ids: Tensor
-    """[B, T]; padded with zeros, which no position reads."""
+    """[B, T]. Padded with zeros, which no position of a text reads."""
     rows: Tensor
     """[R]: those of the B * T positions that a learned token follows."""
     following: Tensor
-    """[R]: the columns of these learned tokens; -1 if there is none."""
+    """[R]: the head's columns of these learned tokens; -1 for a token without a column."""
     written: Tensor
     """[R]: the target's log-probability of each of these tokens."""
     likeliest: Tensor
-    """[R]: the columns of the target's likeliest tokens; -1 if there is none."""
+    """[R]: the columns of the target's likeliest tokens; -1 for a token without a column."""
     teacher: TeacherRows
     behind: Tensor
-    """[R]: number of later rows of the same document."""
+    """[R]: how many later rows are of the same document."""
     features: Tensor
     """[B, T, W], bfloat16: what some of the target's layers, or its head, read at every token, side
     by side; width 0 if not kept."""
@@ -304,8 +305,8 @@ class Dataset:
         self.learned = [i for i, document in enumerate(documents) if not document.is_held_out]
 
     def epoch(self, seed: int, number: int, batch_tokens: int) -> list[list[int]]:
-        """All documents to learn from once, in batches of about `batch_tokens` tokens with padding;
-        depends on seed and number alone."""
+        """All documents to learn from, once, in batches of up to `batch_tokens` tokens, padding
+        included. The order depends on seed and number alone."""
         random = np.random.default_rng((seed, number))
         order = [self.learned[i] for i in random.permutation(len(self.learned))]
         batches: list[list[int]] = []
