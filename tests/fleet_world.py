@@ -71,7 +71,7 @@ class Machines:
 
     def __init__(self) -> None:
         self.failures: dict[str, Exception] = {}
-        """Error with which the start of actors of a role fails."""
+        """By role, the error of the start of its actors."""
         self.room = 99
         """Places for actors that are still free."""
         self.actors: list[Sitter] = []
@@ -89,7 +89,7 @@ class Machines:
         self.trial_sums: Callable[[], TrialSums | None] = lambda: None
         """The coordinators' figures of a trial."""
         self.failure: OutriderError | None = None
-        """Error of calls for the coordinators' figures, while set."""
+        """While set, `saved` and `save` raise this error."""
 
     async def saved(self) -> str:
         if self.failure is not None:

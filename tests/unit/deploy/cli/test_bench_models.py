@@ -1,4 +1,4 @@
-"""Which models, and how many threads, the peers of a deployment are given."""
+"""The models and the number of threads that `bench` gives to peers of a deployment."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def subject(target: str = "x", **settings: Any) -> Subject:
 
 
 def test_peers_have_as_many_threads_as_the_services_in_all() -> None:
-    """Target and draft of one session take turns, so that is the larger number."""
+    """Target and draft of one session take turns, so peers get the larger of their numbers."""
     for target, draft, expected in ((0, 0, available_cores()), (3, 5, 5)):
         found = subject(target_num_threads=target, draft_num_threads=draft).target
         assert found is not None
@@ -28,7 +28,7 @@ def test_peers_have_as_many_threads_as_the_services_in_all() -> None:
 
 @pytest.fixture(autouse=True)
 def _not_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever command ran in this process before."""
+    """The result does not depend on the command that ran in this process before."""
     monkeypatch.setattr(progress, "quiet", False)
 
 
@@ -54,7 +54,8 @@ def test_suffix_decoding_keeps_answers(
 def test_of_a_server_elsewhere_nothing_is_known(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """So its drafts may copy; it is not this command's to stop."""
+    """So a note warns that its drafts may copy. It does not propose to stop the deployment, which
+    this command has not started."""
     assert main(["bench", name, "--server", "127.0.0.1:1"]) == 1
     shown = capsys.readouterr().err
     assert "drafts may copy from earlier answers" in shown

@@ -85,8 +85,9 @@ def test_an_interrupt_while_a_command_is_loaded_is_silent(
 def test_what_is_wrong_is_called_what_it_was_set_by(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Flag, else variable, else file and key; also for values that are wrong only together, or on
-    this machine. Values that are wrong by themselves are reported first."""
+    """A setting is called by its flag; without a flag by its variable; otherwise by file and key.
+    This holds also for values that are wrong only together, or only on this machine. A value that
+    is wrong by itself is reported first."""
 
     def told(*words: str) -> str:
         assert main(words) == 2
@@ -114,7 +115,7 @@ def test_what_is_wrong_is_called_what_it_was_set_by(
 
 
 def test_no_error_names_a_flag_that_was_not_given() -> None:
-    """A setting with its default is called by its key, and likewise a field of a request."""
+    """A setting that has its default is called by its key, and a field of a request by its name."""
     taken, missing = SettingError("port", "is taken"), BadRequest("server", "'' is wrong")
     long = BadRequest("sampling.top_p", "is too much")
 
@@ -134,7 +135,8 @@ def test_no_error_names_a_flag_that_was_not_given() -> None:
 def test_a_deployment_of_ones_own_is_as_serve_would_start_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """From the same flags, variables and file; but by default with any free port and no HTTP."""
+    """Both read the same flags, variables and file. By default a command's own deployment takes any
+    free port and serves no HTTP."""
 
     def config_of(*words: str) -> CoordinatorConfig:
         return own_config(parse(["chat", *words])).coordinator
@@ -154,7 +156,7 @@ def test_a_deployment_of_ones_own_is_as_serve_would_start_it(
 def test_help_shows_the_common_options_and_all_where_that_is_asked_for(
     capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    """Every setting has its option in one of the two."""
+    """Each setting has an option in one of the two."""
     shown = []
     for flag in ("--help", "--help=all"):
         with pytest.raises(SystemExit):

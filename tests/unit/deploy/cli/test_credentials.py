@@ -1,4 +1,4 @@
-"""Keys and certificates of commands and deployments; no key is ever shown."""
+"""API keys and certificates of commands and deployments. No key is ever shown."""
 
 import json
 import subprocess
@@ -29,8 +29,9 @@ def parsed(*words: str) -> Arguments:
 
 
 def test_with_keys_users_may_come_from_elsewhere() -> None:
-    """The coordinator's host may be any then. Targets and drafts, which require no keys, stay on
-    loopback without certificates or `insecure`; on a cluster they must have one of these."""
+    """Then the coordinator may have any host. Targets and drafts require no keys, so they stay on
+    loopback unless they have certificates or `insecure`. On a cluster they must have one of these
+    two."""
     keys = {"host": EVERYWHERE, "api_key": KEY}
     config = load_config(keys, {})
     hosts = [one.host for one in (config.coordinator, config.target, config.draft)]
@@ -49,7 +50,7 @@ def test_with_keys_users_may_come_from_elsewhere() -> None:
 
 
 def test_settings_of_keys_and_certificates_go_together() -> None:
-    """Errors name the setting that was given. With keys there is no reflection."""
+    """Errors name the setting that was given. If keys are required, there is no gRPC reflection."""
     for key, value in (
         ("ssl_certfile", "c"), ("ssl_keyfile", "k"), ("ssl_ca_certs", "a"), ("api_key", "short"),
     ):  # fmt: skip
@@ -61,7 +62,8 @@ def test_settings_of_keys_and_certificates_go_together() -> None:
 
 
 def test_a_deployment_is_told_hashes_and_a_key_of_its_own(tmp_path: Path) -> None:
-    """Ray and Redis get neither the given keys nor the new one, and only absolute paths."""
+    """Ray and Redis get neither the given keys nor the new one. Paths in their configuration are
+    absolute."""
     given = DeploymentConfig(coordinator=CoordinatorConfig(api_key=f"{KEY},{new_key()}"))
     config, own, _ = without_secrets(given)
     ring = Keyring(given_keys(config.coordinator.api_key))
@@ -116,7 +118,7 @@ main.main()
 
 
 def test_a_command_with_a_secret_runs_without_options_among_its_words() -> None:
-    """Ray's head would store them: `ray.init` reads its process's command line."""
+    """Ray's head would store them, because `ray.init` reads the command line of its process."""
     flags = ("--redis-password", "hidden-1", "--api-key=hidden-2", "--api-key", "hidden-3")
     words = ("generate", *flags, "--max-num-seqs", "3", "--", "--api-key")
     done = subprocess.run(
@@ -133,7 +135,8 @@ def test_a_command_with_a_secret_runs_without_options_among_its_words() -> None:
 
 
 def test_a_command_shows_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the flag, else from the variable; the first of several; never a hash."""
+    """The key comes from the flag, or without a flag from the variable. Of several keys the first
+    is sent, and never a hash."""
     assert caller_key(parsed()) == ""
     monkeypatch.setenv("OUTRIDER_API_KEY", f"{KEY}, other-key-12345678")
     assert caller_key(parsed()) == KEY
@@ -144,8 +147,8 @@ def test_a_command_shows_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_how_a_server_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No TLS by default; by the authority in a flag or a variable; by the certificate of the
-    deployment on this machine."""
+    """By default there is no TLS. The authority comes from a flag or a variable, or from the
+    certificate of the deployment on this machine."""
     tls = tmp_path / "tls"
     assert main(["certs", str(tls)]) == 0
     authority = str(tls / "ca.pem")
@@ -166,7 +169,7 @@ def test_how_a_server_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_no_key_is_shown(tmp_path: Path) -> None:
-    """Not in settings, a repr, or an error about a setting."""
+    """Neither settings, nor a `repr`, nor an error about a setting shows one."""
     made = new_key()
     config = load_config({"api_key": f"{KEY},{made}", "served_model_name": f"is {made}"}, {})
     shown = [

@@ -28,31 +28,33 @@ GIVEN = {
 
 
 class Fleet:
-    """A fake reconciler; records its calls, and the connections of commands."""
+    """A fake reconciler. It records its calls, and the connections of commands."""
 
     def __init__(self) -> None:
         self.exists = True
         self.opened: list[tuple[str, str, Path | None]] = []
-        """Address, namespace and the file of the token that was shown, of each connection."""
+        """For each connection its address, its namespace, and the file of the token that was sent.
+        """
         self.num_open = 0
         self.num_lost = 0
-        """Number of next calls during which it dies."""
+        """During this many of the next calls, the reconciler dies."""
         self.refusal: ConfigError | None = None
         self.wants: list[dict[Role, int]] = []
         self.scaling = AutoscaleConfig(autoscale_calm_s=7.0)
         self.changes: list[dict[str, Any]] = []
         self.given = load_config(GIVEN, {})
         self.seen: list[dict[Role, int]] = [dict.fromkeys(ROLES, 1)]
-        """Serving replicas at each look; the last entry stays."""
+        """Numbers of serving replicas, one entry for each call of `overview`; the last entry stays.
+        """
         self.stale: list[int] = [0]
-        """Targets that an upgrade still has to replace, likewise."""
+        """Numbers of targets that an upgrade still has to replace, likewise."""
         self.num_leaving = 0
-        """Leaving replicas of each role, beside the serving ones."""
+        """Numbers of leaving replicas by role, beside the serving ones."""
         self.failures: tuple[str, ...] = ()
         self.trials: list[tuple[dict[str, Any], float, float]] = []
         self.verdict: Any = "taken"
         self.reports: list[TrialReport | None] = [None]
-        """Reports of a trial at each look; the last entry stays."""
+        """Reports of a trial, one entry for each call of `overview`; the last entry stays."""
 
     async def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         if self.num_lost:
@@ -103,7 +105,7 @@ class Fleet:
 
 @pytest.fixture
 def fleet(monkeypatch: pytest.MonkeyPatch) -> Fleet:
-    """Of a deployment that runs here."""
+    """The record of a deployment that runs on this machine."""
     made = Fleet()
 
     class Connection:
@@ -161,7 +163,7 @@ def test_where_nothing_runs_there_is_nothing_to_scale(
     capsys: pytest.CaptureFixture[str], fleet: Fleet, monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:  # fmt: skip
-    """Also if a deployment was killed and has left its record."""
+    """The same holds if a deployment was killed and has left its record."""
     fleet.exists = False
     monkeypatch.setenv("OUTRIDER_STATE_DIR", str(tmp_path / "other"))
     for _ in range(2):
@@ -177,7 +179,7 @@ def test_where_nothing_runs_there_is_nothing_to_scale(
 def test_what_is_wanted_is_said_to_the_reconciler_and_printed(
     capsys: pytest.CaptureFixture[str], fleet: Fleet
 ) -> None:
-    """Other roles stay as they were. A reconciler that died is called again."""
+    """The numbers of other roles stay. If the reconciler dies, the call is repeated."""
     fleet.num_lost = 2
     assert main(["scale", "draft=3", "target=2"]) == 0
     assert (fleet.opened, fleet.num_open) == ([(RAY, "outrider-d", None)], 0)
@@ -191,7 +193,8 @@ def test_what_is_wanted_is_said_to_the_reconciler_and_printed(
 
 
 def test_settings_name_a_deployment_elsewhere(fleet: Fleet, tmp_path: Path) -> None:
-    """Even if one runs here, unless they name that one, whose token no other cluster gets."""
+    """They do so even if a deployment runs on this machine. If they name that deployment, the
+    command sends its token, which no other cluster gets."""
     token = tmp_path / "ray.token"
     token.write_text(secrets.token_hex(32))
     run_here(state_directory(os.environ), record(ray_token=str(token)))
@@ -205,8 +208,7 @@ def test_settings_name_a_deployment_elsewhere(fleet: Fleet, tmp_path: Path) -> N
 def test_a_wait_ends_as_soon_as_there_are_as_many(
     capsys: pytest.CaptureFixture[str], fleet: Fleet
 ) -> None:
-    """Leaving replicas do not count. After a wait that was too short the numbers are still
-    wanted."""
+    """Leaving replicas do not count. If the wait was too short, the numbers are still wanted."""
     fleet.num_leaving = 1
     fleet.seen = [{"draft": 1, "target": 1}, {"draft": 2, "target": 2}, {"draft": 3, "target": 2}]
     assert main(["scale", "draft=3", "target=2", "--wait", "60"]) == 0
@@ -221,8 +223,8 @@ def test_a_wait_ends_as_soon_as_there_are_as_many(
 def test_what_is_another_setting_is_asked_for_and_nothing_else(
     capsys: pytest.CaptureFixture[str], fleet: Fleet
 ) -> None:
-    """Settings that are in effect, and the address of the cluster as seen from here, are no
-    changes."""
+    """Settings that are in effect already are no changes. Nor is the address by which this machine
+    reaches the cluster."""
     fleet.stale = [2, 1, 0]
     words = ["--max-num-seqs", "7", "--draft-model", "emulated", "--wait", "60"]
     told, _ = reported(capsys, "upgrade", *words)
@@ -241,7 +243,7 @@ def test_what_is_another_setting_is_asked_for_and_nothing_else(
 def test_what_is_left_of_an_upgrade_is_told(
     capsys: pytest.CaptureFixture[str], fleet: Fleet
 ) -> None:
-    """Also of an upgrade that another command has begun."""
+    """This also holds for an upgrade that another command has begun."""
     fleet.stale = [2]
     words = ["upgrade", "--draft-model", "emulated"]
     assert main(["upgrade", "--max-num-seqs", "7"]) == 0

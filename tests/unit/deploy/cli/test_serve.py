@@ -57,8 +57,8 @@ def test_a_trial_is_told_by_status_and_its_replica_is_none_that_is_wanted() -> N
 
 
 def test_what_serve_prints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A line for each coordinator, with base URLs for OpenAI's clients, and commands that find the
-    deployment and fit a target without a tokenizer."""
+    """There is a line for each coordinator, with base URLs for OpenAI's clients. The commands find
+    this deployment, and suit a target without a tokenizer."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OUTRIDER_STATE_DIR", "a place")
     ours = f"OUTRIDER_STATE_DIR='{tmp_path}/a place' {shlex.quote(program())}"
@@ -79,7 +79,7 @@ def test_what_serve_prints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 
 async def test_the_record_is_true_while_replicas_come_and_go(tmp_path: Path) -> None:
-    """Until a role has no replica and cannot start one."""
+    """It is updated until a role has no replica and cannot start one."""
     state = state_directory(os.environ)
     recorded.run_here(state, record())
     redis = {"redis_url": "unix:///x", "redis_password": "p", "deployment_name": "d"}
@@ -120,7 +120,7 @@ async def test_the_record_is_true_while_replicas_come_and_go(tmp_path: Path) -> 
 async def test_commands_wait_while_the_only_coordinator_is_replaced(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """But not for ever. Then they have all its addresses."""
+    """They give up after a limit. Otherwise they get all addresses of the new coordinator."""
     monkeypatch.setattr(progress, "quiet", False)
     state, later = state_directory(os.environ), recorded.record(http_address="h:8")
     away = replace(later, grpc_address="", http_address="")
@@ -138,7 +138,7 @@ async def test_commands_wait_while_the_only_coordinator_is_replaced(
 
 
 async def test_commands_ask_the_record_where_coordinators_are_by_now() -> None:
-    """If one replaces another on another port."""
+    """A coordinator may be replaced by one on another port."""
     state, record = state_directory(os.environ), recorded.record()
     recorded.run_here(state, record)
     async with connected(parse(["chat"])) as known:
@@ -158,7 +158,7 @@ def state() -> Path:
 def test_a_deployment_that_ended_by_itself_is_told_with_its_reason(
     capsys: pytest.CaptureFixture[str], state: Path
 ) -> None:
-    """Nothing is reported of a deployment that was stopped in order."""
+    """Nothing is reported of a deployment that was stopped."""
     (state / LOG_NAME).write_text("outrider: stopping\n", "utf-8")
     assert main(["stop"]) == 0
     assert capsys.readouterr().err == "nothing runs\n"
@@ -173,7 +173,7 @@ def test_a_deployment_that_ended_by_itself_is_told_with_its_reason(
 def test_a_record_without_a_process_is_told_and_removed(
     capsys: pytest.CaptureFixture[str], state: Path
 ) -> None:
-    """A killed deployment leaves it behind."""
+    """A deployment that is killed leaves its record behind."""
     publish(state, record(pid=7, grpc_address="127.0.0.1:50051"))
     assert main(["stop"]) == 0
     said = capsys.readouterr().err
@@ -185,7 +185,7 @@ def test_a_record_without_a_process_is_told_and_removed(
 def test_a_deployment_that_is_starting_is_stopped(
     capsys: pytest.CaptureFixture[str], state: Path
 ) -> None:
-    """It has no record yet; the lock file has its process number."""
+    """Such a deployment has no record yet. The lock file has its process number."""
     program = (
         "import pathlib, sys\n"
         "from deploy.fleet.local_state import exclusive\n"
@@ -216,7 +216,8 @@ def test_a_deployment_that_is_starting_is_stopped(
     ],
 )
 def test_the_flags_of_a_deployment_that_runs_may_be_given_again(words: tuple[str, ...]) -> None:
-    """Also if the kind of a draft was found in its files, and rates were added to the engine."""
+    """This also holds if the kind of a draft was found in its files, and if acceptance rates were
+    added to the engine."""
     config = deployment_config(parse(["chat", *words]))
     named = config.draft.model.replace("a/head", "eagle3:a/head")
     runs = record(settings=config.values(secrets=False) | {"draft_model": named})

@@ -1,4 +1,4 @@
-"""How many replicas the autoscaler wants."""
+"""The numbers of replicas that the autoscaler wants."""
 
 from dataclasses import replace
 from typing import Any
@@ -32,7 +32,7 @@ class Fleet:
         self.wanted: dict[Role, int] = {"coordinator": 1, "target": 1, "draft": 1}
         self.wanted |= counts  # type: ignore[typeddict-item]
         self.there: dict[Role, int] = {}
-        """Existing numbers, if they differ from the wanted ones."""
+        """Numbers of existing replicas, where they differ from the wanted ones."""
         self.says: dict[Role, dict[str, Any]] = {
             "coordinator": {"load": 10},
             "target": {"busy": 1.0, "fill": 0.8},
@@ -40,7 +40,7 @@ class Fleet:
         }
 
     def look(self, now: float) -> dict[Role, int]:
-        """The changes."""
+        """The changes that the autoscaler has decided."""
         records: dict[Role, list[ReplicaRecord]] = {
             role: [record(role, **self.says[role]) for _ in range(count)]
             for role, count in (self.wanted | self.there).items()
@@ -52,7 +52,8 @@ class Fleet:
 
 
 def test_targets_follow_how_long_items_wait() -> None:
-    """In proportion to the wait, at most to twice as many, and within the bound."""
+    """The number grows in proportion to the wait, at most to twice the number, and within the
+    bounds."""
     fleet = Fleet(target=2)
     fleet.says["target"]["queue_steps"] = 0.9
     assert fleet.look(0) == {}
@@ -119,8 +120,8 @@ def test_bounds_hold_at_once_and_roles_without_are_left_alone() -> None:
 
 
 def test_as_many_are_wanted_as_were_there_where_they_have_long_been_enough() -> None:
-    """Four of eight are there, and their load decides: it may be higher to want four than to want
-    fewer."""
+    """Four of eight replicas are present, and their load decides. To want four, it may be higher
+    than to want fewer."""
     fleet = Fleet(target=8)
     fleet.there["target"] = 4
     fleet.says["target"] = {"busy": 0.5, "fill": 1.0}
@@ -135,7 +136,7 @@ def test_as_many_are_wanted_as_were_there_where_they_have_long_been_enough() -> 
 
 
 def test_those_that_are_away_for_a_moment_stay_wanted() -> None:
-    """One fewer than before is wanted, not as few as are there now."""
+    """The new number is one below the old wanted number, not the number of present replicas."""
     fleet = Fleet(target=8)
     fleet.says["target"] = {"busy": 0.1, "fill": 1.0}
     assert fleet.look(0) == {}
@@ -166,7 +167,7 @@ async def test_what_is_wanted_follows_what_replicas_say() -> None:
 
 
 async def test_drafts_stay_as_many_while_one_is_on_trial() -> None:
-    """Its rounds are in the coordinators' averages. Bounds still apply."""
+    """The rounds of the trial's replica are in the coordinators' averages. Bounds still apply."""
     registry = MemoryRegistry()
     scaling = Autoscaler(registry, AutoscaleConfig())
     await registry.want({"target": 1, "draft": 1, "coordinator": 1})

@@ -1,4 +1,4 @@
-"""Start, take-over and stop of a deployment without Ray, whose calls are faked."""
+"""Start, take-over and stop of a deployment. Calls of Ray are faked."""
 
 import os
 from pathlib import Path
@@ -42,7 +42,7 @@ class Told:
 async def test_a_stop_makes_every_step_while_the_head_is_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: bool
 ) -> None:
-    """It raises if replicas may be left on another cluster."""
+    """A stop raises if replicas may be left on another cluster."""
     done: list[str] = []
 
     class Redis:
@@ -94,8 +94,8 @@ async def test_a_cluster_that_is_not_joined_is_a_wrong_address(
 async def test_what_is_being_stopped_has_its_end_and_another_one_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reconciler that is closing has no replicas any more. A new one that fails to start is not
-    called again."""
+    """A reconciler that is closing has no replicas any more. If a new reconciler fails to start, it
+    is not called again."""
     failure = Unavailable("the target-0 actor did not answer start in 1 s")
     old, new = Told(ends=True), Told(start=failure)
     running = [old]
@@ -138,7 +138,7 @@ async def test_replicas_of_an_embedded_redis_are_not_waited_for(tmp_path: Path) 
 async def test_a_take_over_changes_what_is_another_setting(
     tmp_path: Path, other: dict[str, Any], asked: list[dict[str, Any]]
 ) -> None:
-    """The name of a head with and without its kind is the same setting."""
+    """The name of a head is the same setting with and without its kind."""
     settings = {"address": "head:1", "draft_model": "a/head"}
     deployment: Any = Deployment(load_config(settings | other, {}), tmp_path)
     runs = load_config(settings | {"draft_model": "eagle3:a/head"}, {})

@@ -35,7 +35,8 @@ def record() -> DeploymentRecord:
 
 
 def test_what_is_published_is_found(directory: Path, record: DeploymentRecord) -> None:
-    """Written for the owner only, read back as it was, gone once withdrawn."""
+    """Only its owner can read the file. It is read back as it was written, and `withdraw` removes
+    it."""
     assert running_deployment(directory) is None
     with exclusive(directory):
         publish(directory, record)
@@ -51,7 +52,8 @@ def test_what_is_published_is_found(directory: Path, record: DeploymentRecord) -
 def test_what_one_that_was_killed_has_left_misleads_nobody(
     directory: Path, record: DeploymentRecord
 ) -> None:
-    """Nor after another one has started, although kernels reuse pids."""
+    """The record of a killed deployment is ignored. The next deployment, which may have the same
+    pid, removes it."""
     publish(directory, record, "a key")
     assert running_deployment(directory) is None
     assert recorded_deployment(directory) == record
@@ -61,7 +63,7 @@ def test_what_one_that_was_killed_has_left_misleads_nobody(
 
 
 def test_a_damaged_record_is_named(directory: Path) -> None:
-    """It is not treated as missing, because a deployment may run."""
+    """A damaged record is not treated as missing, because a deployment may run."""
     for text in ("{", "[]", json.dumps({"pid": 1})):
         (directory / FILE_NAME).write_text(text, encoding="utf-8")
         with pytest.raises(ConfigError, match=FILE_NAME):
@@ -69,7 +71,7 @@ def test_a_damaged_record_is_named(directory: Path) -> None:
 
 
 def test_only_one_holds_the_lock(directory: Path, record: DeploymentRecord) -> None:
-    """A second deployment is refused, with what is known about the first."""
+    """A second deployment is refused, with an error that describes the first one."""
     with exclusive(directory):
         with pytest.raises(ConfigError, match="is starting"), exclusive(directory):
             pass

@@ -41,7 +41,7 @@ def resolved(model: Path, **settings: object) -> DeploymentConfig:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model without a tokenizer."""
+    """A directory of a model without a tokenizer."""
     return save_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
@@ -58,7 +58,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_length_and_ranks_that_a_model_cannot_have_are_refused(
     tiny: Path, draft: str, key: str, good: int, said: str
 ) -> None:
-    """Also of a draft that is the quantized target."""
+    """This includes the draft that is the target with quantized weights."""
     draft = draft or str(tiny)
     assert resolved(tiny, draft_model=draft, **{key: good}).draft.directory == str(tiny)
     with pytest.raises(SettingError, match=f"^{key}: .*{said}"):
@@ -86,8 +86,9 @@ def test_a_length_and_ranks_that_a_model_cannot_have_are_refused(
 def test_a_slip_is_told_before_a_start(
     tiny: Path, settings: dict[str, object], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a name (what may be one at the hub is none), or of ports that two roles would share. vLLM
-    runs no model beside an emulated target."""
+    """An error before the start is one of a name (a name that may exist at the hub is no error), of
+    ports that two roles would share, or of vLLM beside an emulated target, where it has no model to
+    run."""
     monkeypatch.setattr("outrider.replica.process_setup.vllm_version", lambda: None)
     with pytest.raises(SettingError, match=says):
         check_before_start(load_config({"model": str(tiny)} | settings, {}))
@@ -96,7 +97,8 @@ def test_a_slip_is_told_before_a_start(
 
 
 def test_coordinators_are_told_of_a_look_up_and_nothing_of_draft_replicas(tiny: Path) -> None:
-    """So a change of draft replicas does not replace coordinators, but one of the look-up does."""
+    """So a change of settings of draft replicas does not replace coordinators, and a change of the
+    look-up does."""
 
     def lookup(**settings: object) -> object:
         return resolved(tiny, **settings).coordinator.lookup
@@ -120,7 +122,8 @@ def test_a_shipped_head_is_known_by_its_files() -> None:
 
 
 def test_a_target_has_the_heads_that_were_made_for_it(tiny: Path, tmp_path: Path) -> None:
-    """It gets their directory, and the draft none; other targets and drafters are refused."""
+    """The target gets the directory of the heads, and the draft gets none. Other targets and
+    drafters are refused."""
     kind = "medusa"
     heads = save_tiny_heads(tmp_path / "heads", tiny, (1, 2, 5))
     for draft_model in (f"{kind}:{heads}", f"hybrid:ngram,{kind}:{heads}"):
@@ -139,7 +142,7 @@ def test_a_target_has_the_heads_that_were_made_for_it(tiny: Path, tmp_path: Path
 
 
 def test_a_head_may_run_on_draft_replicas(tiny: Path, tmp_path: Path) -> None:
-    """Both roles get its directory. Other drafters refuse `eagle3_on`."""
+    """Both roles get the directory of the head. Other drafters refuse `eagle3_on`."""
     head = save_tiny_eagle3(tmp_path / "head", tiny, (1, 2, 5))
     for given in (str(head), f"hybrid:ngram,{head}"):
         config = resolved(tiny, draft_model=given, eagle3_on="draft")
@@ -158,8 +161,9 @@ def test_a_head_may_run_on_draft_replicas(tiny: Path, tmp_path: Path) -> None:
 def test_a_published_head_is_known_by_its_files(
     tiny: Path, tmp_path: Path, save: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a directory, or in a hub repository once it is fetched: the target gets the head, and no
-    draft runs. Conflicts with its kind are reported before a start; other models are no heads."""
+    """The head is in a directory, or in a hub repository that has been fetched. The target gets the
+    head, and no draft runs. A name with another kind is reported before a start. Other models are
+    no heads."""
     head = save(tmp_path / "head", tiny, (1, 2, 5))
 
     def snapshot(name: str, allow_patterns: list[str]) -> str:
@@ -194,7 +198,7 @@ def test_a_published_head_is_known_by_its_files(
 
 
 def test_mtp_layers_are_the_targets_own(tiny: Path, tmp_path: Path) -> None:
-    """Conflicts are reported before a start."""
+    """Wrong combinations are reported before a start."""
     path = MtpReference(mtp_target("glm4_moe")).save(tmp_path)
     on_ranks: dict[str, object] = {"engine": "vllm", "tensor_parallel_size": 2}
     for given, settings in (("mtp", {}), ("hybrid:suffix,mtp", {}), ("mtp", on_ranks)):
@@ -227,7 +231,8 @@ def test_what_reading_the_target_does_not_go_with_is_refused(
 
 
 def test_every_replica_is_told_where_the_targets_tokenizer_is(tiny: Path, tmp_path: Path) -> None:
-    """Also a look-up, whose proposals a constraint may cut. There is a warning without one."""
+    """It gets the directory of the tokenizer even with a look-up, because a constraint may cut a
+    look-up's proposals. Without a tokenizer there is a warning."""
     spoken = save_tiny_model(tmp_path / "spoken", vocab_size=320, tokenizer=byte_level_tokenizer())
     for model, told in ((spoken, str(spoken)), (tiny, "")):
         for draft_model in ("ngram", str(model)):
@@ -257,7 +262,7 @@ def test_a_target_follows_another_whose_tokens_mean_the_same(tiny: Path, tmp_pat
 
 
 def behind_a_free_port() -> socket.socket:
-    """A listener at a port whose predecessor is free."""
+    """A socket that listens on a port on which the port before it is free."""
     while True:
         taken = socket.create_server(("127.0.0.1", 0))
         with contextlib.suppress(OSError):
@@ -279,7 +284,7 @@ def test_every_port_that_a_role_counts_up_to_must_be_free() -> None:
 
 
 def test_a_target_alone_is_found_without_the_model_library(tmp_path: Path) -> None:
-    """Importing that takes seconds and about 190 MiB."""
+    """The import takes seconds and about 190 MiB."""
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "model.safetensors").touch()
     code = (

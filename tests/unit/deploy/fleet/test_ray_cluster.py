@@ -1,5 +1,5 @@
-"""Actors that do not answer, and connecting to a Ray cluster, with faked calls. Tests of a real one
-are in `tests/integration`."""
+"""Actors that do not answer, and connections to a Ray cluster, with faked calls. The tests with a
+real cluster are in `tests/integration`."""
 
 import asyncio
 import os
@@ -42,7 +42,7 @@ def actor_that(answer: Future[Any]) -> Actor:
 
 
 async def test_what_became_of_an_actor_is_told_by_whether_it_says_where_it_runs() -> None:
-    """A waiting actor has no place; for one that died the error says why."""
+    """An actor that waits has no place. If an actor died, the error gives the reason."""
     answer: Future[Any] = Future()
     answer.set_result(Place(1, "here"))
     actor = actor_that(answer)
@@ -63,8 +63,8 @@ async def _after(delay_s: float, outcome: object) -> object:
 
 
 async def test_a_rank_that_cannot_start_is_told_of_without_waiting_for_the_others() -> None:
-    """A wrong setting is preferred to the error of a rank that ended because of it; other ranks are
-    cancelled."""
+    """A wrong setting is preferred to the error of a rank that ended because of it. The other ranks
+    are cancelled."""
     with pytest.raises(Unavailable, match="late"):
         await _all_or_error(_after(0, "address"), _after(0.05, Unavailable("late")))
     waits = asyncio.ensure_future(_after(3600, "address"))
@@ -77,7 +77,7 @@ async def test_a_rank_that_cannot_start_is_told_of_without_waiting_for_the_other
 
 
 def test_neighbours_share_the_cores() -> None:
-    """At least one each; a stated number is for each rank."""
+    """Each rank has at least one. A stated number counts for each rank."""
     ranks = RankLeader(4, 4, 1.0)
     try:
         assert threads_of_a_rank(TargetConfig(), 16, None) == 16
@@ -89,7 +89,7 @@ def test_neighbours_share_the_cores() -> None:
 
 
 class Head(grpc.GenericRpcHandler):
-    """Answers all calls, or ends them with a status."""
+    """A fake head of Ray. It answers all calls, or ends them with a status."""
 
     def __init__(self, code: grpc.StatusCode | None) -> None:
         self.code = code
@@ -122,7 +122,7 @@ def address(request: pytest.FixtureRequest) -> Iterator[str]:
 def test_only_a_head_that_refuses_strangers_is_taken(
     address: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the proxy of other calls. A head with TLS is not checked."""
+    """The call does not use the proxy of other calls. A head with TLS is not checked."""
     monkeypatch.setenv("grpc_proxy", "http://127.0.0.1:1")
     with pytest.raises(SettingError, match=f"address: .*{said}") if said else nullcontext():
         check_asks_for_token(address)
@@ -133,7 +133,7 @@ def test_only_a_head_that_refuses_strangers_is_taken(
 def test_the_users_own_token_is_theirs_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After disconnecting, also from a cluster that was not reached."""
+    """They return when the connection ends, or when the cluster could not be reached."""
     own = {MODE: "token", TOKEN: "own"}
     found: list[dict[str, str]] = []
 
@@ -166,7 +166,7 @@ def test_secrets_are_their_owners_alone(tmp_path: Path) -> None:
 def test_other_users_do_not_enter_the_directory_of_a_local_ray(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray makes the directory that it is given accessible to all users."""
+    """Ray makes its own directory accessible to all users."""
     monkeypatch.setattr(tempfile, "tempdir", "/tmp")
     told: list[Path] = []
 

@@ -35,14 +35,14 @@ ON_GPUS = {"engine": "transformers", "model": "large", "draft_model": "small"}
 
 
 class Host:
-    """The surroundings of the reconcilers of one deployment."""
+    """The machines, files and registry around the reconcilers of one deployment."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
         self.world = World(**settings)
         self.amounts = {"CPU": 64.0}
         """The cluster's resources."""
         self.missing: set[str] = set()
-        """Models that cannot be found."""
+        """Names of models that cannot be found."""
         self.context = SimpleNamespace(was_current_actor_reconstructed=False)
         for name, found in {
             "log_to": lambda *_: None, "Cluster": lambda *_, **__: self.world.machines,
@@ -63,7 +63,7 @@ class Host:
         return found
 
     async def restart(self, before: Reconciler) -> Reconciler:
-        """As Ray does after it died."""
+        """Starts a new reconciler, as Ray does after the old one has died."""
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
@@ -90,8 +90,8 @@ async def playing(
 async def test_a_machine_without_the_password_of_redis_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By a method, as Ray turns errors of a constructor into text. After a restart it is logged,
-    and the reconciler ends, as another machine may have the password."""
+    """A method raises the error, because Ray turns the errors of a constructor into text. After a
+    restart the error is logged, and the reconciler ends: another machine may have the password."""
     monkeypatch.delenv("OUTRIDER_REDIS_PASSWORD", raising=False)
     host = Host(monkeypatch, redis_url="redis://h:1")
     config = host.world.spec.config
@@ -113,7 +113,8 @@ async def test_a_machine_without_the_password_of_redis_is_told(
 
 @pytest.mark.virtual(False)
 async def test_a_start_that_fails_is_told_to_all_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To callers that wait for it and to later ones, which must not retry. It can be closed."""
+    """Callers that wait for the start get the error, and so do later callers. They must not call
+    again. The reconciler can be closed."""
     found = Reconciler(Host(monkeypatch).world.spec, "outrider-d")
     failure = Unavailable("the target-0 actor did not answer start in 1 s")
     monkeypatch.setattr(Fleet, "start", AsyncMock(side_effect=failure))
@@ -130,7 +131,7 @@ async def test_a_start_that_fails_is_told_to_all_who_ask(monkeypatch: pytest.Mon
 
 
 async def test_an_upgrade_is_over_once_the_fleet_was_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replicas that `scale` starts later, or that replace dead ones, do not count."""
+    """Replicas that `scale` starts later do not count, nor those that replace dead replicas."""
     async with playing(monkeypatch) as (host, found):
         machines = host.world.machines
         await asyncio.sleep(1)
@@ -151,7 +152,8 @@ async def test_an_upgrade_is_over_once_the_fleet_was_whole(monkeypatch: pytest.M
 async def test_what_was_seen_is_told_again_once_it_is_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Or after `NEWS_S`, so a caller that follows it calls six times a minute."""
+    """It is also told after `NEWS_S`. So a caller that follows the deployment calls six times a
+    minute."""
     async with playing(monkeypatch) as (_, found):
         loop = asyncio.get_running_loop()
         await asyncio.sleep(60)
@@ -169,8 +171,8 @@ async def test_what_was_seen_is_told_again_once_it_is_another(
 async def test_one_that_returns_goes_by_what_held_once_it_can(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Until then `overview` waits. Refused changes are not among the saved ones. Changes that
-    another release has saved are not used."""
+    """Until then `overview` waits. Refused changes are not saved. Changes that another release has
+    saved are not used."""
     async with playing(monkeypatch) as (host, found):
         await found.change({"draft_model": "hybrid:suffix,emulated", "autoscale_calm_s": 5})
         await found.change({"autoscale_targets": "1:4"})
@@ -202,7 +204,7 @@ async def test_one_that_returns_goes_by_what_held_once_it_can(
 async def test_changes_add_up_also_where_several_are_asked_for_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Other roles keep their plans, and sessions their Redis."""
+    """The other roles keep their plans, and the sessions keep their Redis."""
     async with playing(monkeypatch, redis_url="unix:///x") as (_, found):
         await asyncio.gather(found.change({"max_num_seqs": 7}), found.change({"deadline_ms": 999}))
         before = await found.spec()
@@ -218,8 +220,8 @@ async def test_changes_add_up_also_where_several_are_asked_for_at_once(
 async def test_what_cannot_work_is_refused_and_what_held_still_holds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A fixed setting, a model that cannot be found, a target with another vocabulary, servers that
-    other machines cannot reach, and changes that cannot be saved."""
+    """Impossible are: a fixed setting, a model that cannot be found, a target with another
+    vocabulary, servers that other machines cannot reach, and changes that cannot be saved."""
     settings = {"engine": "emulated:vocab_size=100", "host": "0.0.0.0", "insecure": True}  # noqa: S104
     async with playing(monkeypatch, **settings) as (host, found):
         await found.change({"max_num_seqs": 7})
@@ -259,7 +261,7 @@ async def test_what_cannot_work_is_refused_and_what_held_still_holds(
 async def test_gpus_are_shared_out_anew_only_where_changes_say_how(
     monkeypatch: pytest.MonkeyPatch, setting: str, value: str | float, shares: list[float]
 ) -> None:
-    """The result stays: neither another change nor a restart counts GPUs again."""
+    """The result stays. Neither another change nor a restart counts the GPUs again."""
     async with playing(monkeypatch, gpus=1.0, **ON_GPUS) as (host, found):
         before = await found.spec()
         host.amounts["GPU"] = 2.0
@@ -286,7 +288,7 @@ async def test_drafts_come_and_go_with_their_use(
 
 
 def sums_of(host: Host, gain: float) -> None:
-    """From now on coordinators report that the newest draft is faster by this factor."""
+    """After this call, coordinators report that the newest draft is faster by this factor."""
     trial = host.world.machines.actors[-1].name
     old = DrafterSums(50, 900, 900, 1800, 90.0, 50 * 36.0**2, 50 * 1.8**2, 50 * 36.0 * 1.8)
     squares = old.square_tokens, old.square_seconds / gain**2, old.products / gain
@@ -304,8 +306,8 @@ OTHER_HEADS = {"draft_model": "medusa:b"}
 async def test_a_drafter_on_trial_is_taken_only_where_it_is_better(
     monkeypatch: pytest.MonkeyPatch, gain: float, state: str, role: Role
 ) -> None:
-    """It runs beside the wanted replicas, which serve all the time; other changes must wait for its
-    end."""
+    """The trial's replica runs beside the wanted replicas, which serve all the time. Other changes
+    have to wait for the end of the trial."""
     key, tried_with, settings = "num_threads", TRIED, {"num_drafts": 2}
     if role == "target":
         key, tried_with, settings = "heads", OTHER_HEADS, HEADS | {"num_targets": 2}
@@ -352,7 +354,7 @@ async def test_a_drafter_on_trial_is_taken_only_where_it_is_better(
 async def test_a_head_is_taken_where_no_further_target_has_a_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """That of the trial serves while the only other one makes room."""
+    """The trial's target serves while the only other target leaves to make room."""
     async with playing(monkeypatch, **HEADS) as (host, found):
         await found.begin_trial(OTHER_HEADS, 0.5, 600.0)
         await asyncio.sleep(10)
@@ -370,7 +372,7 @@ async def test_a_head_is_taken_where_no_further_target_has_a_place(
 async def test_a_head_that_leaves_room_for_other_lengths_is_not_tried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Sessions could not move from it to other targets, nor back."""
+    """Sessions could not move between this target and the others."""
     async with playing(monkeypatch, **HEADS) as (host, found):
         kept = ReplicaRecord("target", "kept", "h:1", "h", 1, weights="w/float32/99")
         tried = replace(kept, name="tried", weights="w/float32/90", trial_share=0.5)
@@ -431,7 +433,8 @@ async def test_a_trial_outlasts_a_store_that_is_away(monkeypatch: pytest.MonkeyP
 
 
 async def test_a_drafter_that_is_gone_ends_its_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When it would be adopted, with a coordinator that does not answer."""
+    """The files of the drafter are gone when its settings are to be adopted. In every second round
+    of calls, a coordinator does not answer."""
     silent = iter([True, False] * 99)
 
     def told() -> TrialSums | None:
@@ -496,7 +499,8 @@ async def test_a_share_that_loads_drafts_unlike_is_refused(
 async def test_a_trial_shares_the_gpus_out_as_its_settings_say(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of the current GPUs, also after it was adopted and the reconciler restarted."""
+    """The current GPUs are distributed, also after the trial's settings were adopted and the
+    reconciler was restarted."""
     settings = {"target_num_gpus": 1.0, "draft_num_gpus": 1.0}
     async with playing(monkeypatch, gpus=2.0, **ON_GPUS, **settings) as (host, found):
         host.amounts["GPU"] = 8.0

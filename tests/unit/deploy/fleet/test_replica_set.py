@@ -1,4 +1,4 @@
-"""The fleet keeps the wanted numbers of replicas, whatever dies."""
+"""The fleet keeps the wanted numbers of replicas when replicas, ranks or the reconciler die."""
 
 import asyncio
 import re
@@ -32,7 +32,7 @@ async def test_there_are_as_many_as_are_wanted_at_first_and_later() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_a_replica_that_dies_with_any_of_its_ranks_is_replaced(rank: int) -> None:
-    """The other ranks are ended, its group is removed, and a new replica gets its ports."""
+    """The other ranks are ended, and the group is removed. A new replica gets the same ports."""
     async with playing(
         engine="transformers", model="m", tensor_parallel_size=2, target_port=7000
     ) as world:
@@ -49,8 +49,8 @@ async def test_a_replica_that_dies_with_any_of_its_ranks_is_replaced(rank: int) 
 
 
 async def test_one_that_is_not_wanted_stops_when_nothing_is_sent_to_it() -> None:
-    """The youngest leaves. It announces that, and stays while it gets items, but no longer than
-    `stop_timeout_s`."""
+    """The youngest replica leaves. It announces that, and stays while it gets items, but no longer
+    than `stop_timeout_s`."""
     async with playing(num_targets=2) as world:
         old, young = world.names("target")
         await world.registry.want({"target": 1})
@@ -92,7 +92,7 @@ async def test_starting_is_tried_again_more_and_more_seldom(error: Exception) ->
 
 
 async def test_one_that_is_not_wanted_any_more_never_starts() -> None:
-    """Neither from the queue for a place nor while its model loads; nothing is left of it."""
+    """A replica that waits for a place or loads its model is ended, and leaves nothing behind."""
     async with playing() as world:
         for hold in (world.machines.placing, world.machines.loading):
             hold.clear()
@@ -150,8 +150,8 @@ async def test_no_coordinator_is_started_before_there_is_a_target() -> None:
 
 
 async def test_a_fleet_that_returns_goes_on_with_the_replicas_that_are_there() -> None:
-    """None is started or ended. Later replicas have new names, even if the youngest one has died
-    meanwhile, and free ports."""
+    """No replica is started or ended. Later replicas have new names and free ports, even if the
+    youngest replica has died meanwhile."""
     async with playing(num_targets=2, target_port=7000) as world:
         await world.registry.want({"draft": 3})
         await asyncio.sleep(2)
@@ -176,7 +176,7 @@ async def test_a_fleet_that_returns_goes_on_with_the_replicas_that_are_there() -
 
 
 async def test_what_another_plan_changes_is_replaced_one_by_one() -> None:
-    """The wanted numbers serve all the time; replicas whose plan is the same stay."""
+    """The wanted numbers serve all the time. Replicas whose plan is the same stay."""
     async with playing(num_targets=2, grpc_port=7000) as world:
         before = {role: world.names(role) for role in ROLES}
         await world.upgrade(max_model_len=999, grpc_port=7100)
@@ -196,8 +196,8 @@ async def test_what_another_plan_changes_is_replaced_one_by_one() -> None:
 
 
 async def test_a_coordinator_has_the_ports_of_the_one_that_it_replaces() -> None:
-    """Also if they were any free ones. It starts before the old one ends, so that one of them
-    always listens."""
+    """This also holds for ports that were any free ones. The new coordinator starts before the old
+    one ends, so that one of them always listens."""
     async with playing(num_coordinators=2, grpc_port=7000, port=0) as world:
 
         def configs() -> list[Any]:
@@ -235,8 +235,8 @@ async def test_where_two_cannot_share_a_port_of_metrics_the_stale_coordinator_le
 
 @pytest.mark.parametrize("fails", [False, True])
 async def test_an_upgrade_goes_on_where_not_all_that_are_wanted_find_a_place(fails: bool) -> None:
-    """One after the other. But if the new replicas have places and do not start, only one old one
-    leaves for them."""
+    """Stale replicas leave one after the other. But if the new replicas have places and do not
+    start, only one stale replica leaves for them."""
     async with playing(num_targets=4) as world:
         [lost, *old] = world.names("target")
         world.machines.room = len(world.machines._there()) - 1
@@ -265,8 +265,8 @@ def view(
 def test_then_there_are_as_many_as_are_wanted(
     wanted: Mapping[Role, int], kinds: list[tuple[Role, bool, bool]]
 ) -> None:
-    """Leaving ones do not count. Nothing else is done; serving replicas stay rather than others,
-    and older ones rather than younger ones."""
+    """Leaving replicas do not count. Nothing else changes. Of surplus replicas, those that do not
+    serve leave first, then the youngest."""
     fleet = [view(role, age, serves, leaves) for age, (role, serves, leaves) in enumerate(kinds)]
     starts, leaving = next_steps(wanted, fleet)
     for role in ROLES:
@@ -279,8 +279,8 @@ def test_then_there_are_as_many_as_are_wanted(
 
 
 def test_stale_ones_are_replaced_one_by_one_and_role_by_role() -> None:
-    """The wanted numbers always serve, with at most one replica more; while the new one loads
-    nothing else is done."""
+    """The wanted numbers always serve, with at most one more replica. While the new one loads,
+    nothing else changes."""
     wanted: dict[Role, int] = {"draft": 1, "target": 2, "coordinator": 1}
     roles: tuple[Role, ...] = ("coordinator", "target", "target", "draft")
     fleet = [view(role, age, stale=True) for age, role in enumerate(roles)]
@@ -300,7 +300,7 @@ def test_stale_ones_are_replaced_one_by_one_and_role_by_role() -> None:
 
 
 def test_the_last_that_is_there_does_not_leave_for_one_that_may_never_come() -> None:
-    """Unless only one is wanted."""
+    """It leaves if only one replica is wanted."""
     last = view("target", 0, stale=True)
     roles: tuple[Role, ...] = ("target",)
     assert next_steps({"target": 2}, [last], (), roles, roles) == (["target"], [])

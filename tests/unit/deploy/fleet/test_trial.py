@@ -1,4 +1,4 @@
-"""The decision of a trial, from the coordinators' sums."""
+"""The decision of a trial, computed from the coordinators' sums."""
 
 import math
 import re
@@ -12,7 +12,7 @@ from deploy.fleet.trial import added, judged
 
 def counted(speeds: tuple[float, float], num_sessions: int, num_rounds: int = 30) -> TrialSums:
     """The sums of coordinators whose sessions have these mean speeds with the old and the new
-    drafter, with a standard deviation of a fifth and different lengths."""
+    drafter. The speeds have a standard deviation of a fifth, and sessions differ in length."""
     random = Random(5)
     meters = [TrialMeter(), TrialMeter()]
     for index in range(2 * num_sessions):
@@ -45,8 +45,8 @@ def test_a_difference_must_stand_out_of_its_error(
 
 
 def test_the_error_of_a_speed_is_that_of_its_sessions() -> None:
-    """A fifth over the root of their number, as a session's rounds are not independent. It is
-    infinite for one session."""
+    """The error is a fifth over the root of the number of sessions, because the rounds of a session
+    are not independent. For one session it is infinite."""
     sums = counted((10.0, 20.0), 400)
     for one, speed in ((sums.old, 10.0), (sums.new, 20.0)):
         assert one.num_sessions == 400

@@ -1,4 +1,5 @@
-"""`outrider plan --devices`: rows by hand, what is advised, and the table in the documentation."""
+"""`outrider plan --devices`: rows that are computed by hand, the advice, and the table in the
+documentation."""
 
 import re
 from pathlib import Path
@@ -13,7 +14,8 @@ from deploy.planner.devices import compare
 PERFORMANCE = Path(__file__).parents[4] / "docs" / "performance.md"
 RATE = "device_tokens_per_second"
 PLAIN, HEAD, BESIDE, EIGHTH, APART = 0, 1, 2, 3, 6
-"""Rows: no draft, a head, a draft on the target's device, one for 8 targets, one for each."""
+"""The rows of decoding without drafts, a head, a draft on the target's device, a draft for 8
+targets, and a draft for each target."""
 
 
 def _rows(text: str, round_trip_s: float = 0.0) -> list[dict[str, Any]]:
@@ -22,7 +24,7 @@ def _rows(text: str, round_trip_s: float = 0.0) -> list[dict[str, Any]]:
 
 
 def test_a_draft_of_several_devices_counts_as_several() -> None:
-    """A head and a draft on the target's device have no more than the target."""
+    """A head, or a draft on the target's device, has no other memory than the target."""
     rows = _rows("h200-8b,draft=2.47/16/32.8/2,head=0.85/1/12.3/2")
     assert [row["draft_devices"] for row in rows] == [0, *[0.25, 0.5, 1, 2] * 2]
     for row in rows:
@@ -31,7 +33,8 @@ def test_a_draft_of_several_devices_counts_as_several() -> None:
 
 
 def test_a_way_that_does_not_fit_is_left_out() -> None:
-    """17.2 GB of keys and values fit beside an 8B draft six times, so not for eight targets."""
+    """17.2 GB of keys and values fit beside an 8B draft six times, so eight targets cannot share
+    it."""
     rows = _rows("h200-70b-fp8,context=131072,draft=16.06/32/131.1")
     assert [row["draft_devices"] for row in rows] == [0, 0, 0, 0.25, 0.5, 1]
 

@@ -1,4 +1,4 @@
-"""`outrider plan --simulate`: what it reads and prints, and a fleet against what can be reckoned by
+"""`outrider plan --simulate`: its input and output, and fleets whose figures can be computed by
 hand."""
 
 import json
@@ -32,11 +32,11 @@ FLEET = ("--sessions", "4", "--targets", "2", "--drafts", "1", "--coordinators",
 TIMES = ServiceTimes(
     target=StepCosts((1, 4096), (0.020, 0.020)), draft=StepCosts((1, 4096), (0.001, 0.001))
 )
-"""20 ms and 1 ms, whatever is in a step."""
+"""A target's step takes 20 ms and a draft's 1 ms, whatever is in the step."""
 
 
 def _pair(*survival: float, **way: Any) -> Pair:
-    """A model that draws all K tokens in every round."""
+    """A pair whose draft model draws all K tokens in every round."""
     num = len(survival)
     known = {"num_draft_tokens": num, "proposed_per_round": num, "steps_per_round": num}
     return Pair(survival=survival, way=Option(rule=Rule.TOKEN, **known | way), times=TIMES)
@@ -62,8 +62,9 @@ def _simulated(**changes: Any) -> FleetFigures:
 
 
 def test_one_session_takes_the_sum_of_its_parts() -> None:
-    """Verdict 20, rest 2 with the coordinator's 0.3 in it, wait 0.5 + 2 * 4 * 1, link 3 ms; and
-    with all tokens accepted each round brings five."""
+    """A round takes 20 ms for the verdict, 2 ms for the rest with the coordinator's 0.3 ms, 0.5 + 2
+    * 4 * 1 ms for the wait, and 3 ms for the link. All tokens are accepted, so each round brings
+    five."""
     found = _simulated(
         pair=_pair(*ALL),
         times={"wait": Line(0.0005, 2.0), "rest_s": 0.002, "round_trip_s": 0.003},
@@ -80,8 +81,9 @@ def test_one_session_takes_the_sum_of_its_parts() -> None:
 
 
 def test_a_look_up_finds_what_it_proposes_without_a_replica() -> None:
-    """Half of the rounds propose four tokens, all of them right: three a round, 20 ms each.
-    False alarm of the bound, five standard errors: 1e-6."""
+    """Half of the rounds propose four tokens, and all are accepted. So a round brings three tokens
+    on average and takes 20 ms. The bound of five standard errors fails by chance with probability
+    1e-6."""
     half = _pair(*ALL, proposed_per_round=2.0, steps_per_round=0.0)
     found = _simulated(pair=half, drafts=0, sessions=8, times={"draft": None})
     assert found.busy[1] == 0
@@ -90,7 +92,8 @@ def test_a_look_up_finds_what_it_proposes_without_a_replica() -> None:
 
 
 def test_a_round_accepts_by_its_survival() -> None:
-    """1 + 0.8 + 0.5 + 0.1 tokens a round; five standard errors of some 2,000 rounds."""
+    """A round brings 1 + 0.8 + 0.5 + 0.1 tokens on average. The bound is five standard errors of
+    about 2,000 rounds."""
     survival = (0.8, 0.5, 0.1)
     found = _simulated(sessions=16, pair=_pair(*survival))
     rounds = found.rounds_per_second * 4
@@ -100,7 +103,8 @@ def test_a_round_accepts_by_its_survival() -> None:
 
 
 def test_rows_sessions_and_contexts_cost_what_the_table_says() -> None:
-    """Five sessions share all steps: 25 rows, contexts of 16 and what has come."""
+    """Five sessions share all steps. A step has 25 rows, and each context is 16 tokens and the
+    answer so far."""
     costs = StepCosts((1, 101), (0.010, 0.020), session_s=0.001, slot_s=1e-5, row_slot_s=1e-6)
     found = _simulated(sessions=5, times={"target": costs}, warm_up_s=0.5)
     assert found.sessions_per_step == pytest.approx(5, rel=0.05)
@@ -110,7 +114,7 @@ def test_rows_sessions_and_contexts_cost_what_the_table_says() -> None:
 
 
 def test_a_rate_is_served_as_it_comes() -> None:
-    """10 requests a second of 20 tokens: 200 tokens a second within five standard errors."""
+    """10 requests a second of 20 tokens are 200 tokens a second, within five standard errors."""
     workload = Workload(rate=10.0, prompt_tokens=16, answer_tokens=20)
     found = _simulated(targets=3, drafts=2, workload=workload, seconds=10.0)
     error = 20 * math.sqrt(2 * 10 * 10) / 10
@@ -119,8 +123,8 @@ def test_a_rate_is_served_as_it_comes() -> None:
 
 
 def test_look_ahead_hides_the_draft_where_it_hits() -> None:
-    """K = 4: where each outcome is there in time a round is the target's 20 ms; of a quarter that
-    are missed it is 4 ms more (five standard errors of 200 rounds)."""
+    """K = 4. With all outcomes drafted in time, a round takes the target's 20 ms. If a quarter are
+    missed, these rounds take 4 ms more (within five standard errors of 200 rounds)."""
     found = _simulated(pair=_pair(0.0, 0.0, 0.0, 0.0, look_ahead=5, hit_rate=1.0))
     assert found.rounds_per_second == pytest.approx(1 / 0.020, rel=0.02)
     assert found.hit_rate == pytest.approx(1.0, abs=0.02)
@@ -131,11 +135,11 @@ def test_look_ahead_hides_the_draft_where_it_hits() -> None:
 
 
 SIZED = _scenario(sessions=3, seats=2, pair=_pair(*ALL), seconds=0.5, warm_up_s=0.25)
-"""A round of 24 ms brings five tokens: 4.8 ms a token where nothing is waited for."""
+"""A round of 24 ms brings five tokens. Without queues that is 4.8 ms a token."""
 
 
 def test_the_smallest_fleet_keeps_the_time_and_one_target_less_does_not() -> None:
-    """3 sessions at 6 ms a token want 100 rounds a second; a full target plays 83."""
+    """3 sessions at 6 ms a token need 100 rounds a second. A target with full steps has 83."""
     fleet = smallest(SIZED, 6.0, ROLES)
     assert fleet is not None
     assert (fleet["target"], fleet["coordinator"]) == (2, 1)
@@ -147,8 +151,8 @@ def test_the_smallest_fleet_keeps_the_time_and_one_target_less_does_not() -> Non
 
 
 def test_an_emulated_engine_says_what_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its steps and rates, also those of vLLM's synthetic acceptance: 1 + 0.8 + 0.4 tokens a round,
-    within five standard errors of some 350 rounds."""
+    """It states step times and acceptance rates, also in the form of vLLM's synthetic acceptance. A
+    round brings 1 + 0.8 + 0.4 tokens, within five standard errors of about 350 rounds."""
     engine = "verify_ms=20,verify_tokens=4,draft_ms=1,draft_branches=1"
     times = of_emulated(f"{engine},acceptance_rates=0.8/0.4", 64, 64).times
     assert times.draft is not None
@@ -171,7 +175,7 @@ def test_an_emulated_engine_says_what_is_simulated(capsys: pytest.CaptureFixture
 def test_a_saved_report_is_simulated_without_models(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Always with the same result."""
+    """Two simulations of a report have the same result."""
     pair = _pair(0.8, 0.6, look_ahead=2, hit_rate=0.5)
     path = tmp_path / "plan.json"
     path.write_text("{}")
@@ -190,7 +194,7 @@ def test_a_saved_report_is_simulated_without_models(
 def test_the_smallest_fleet_is_named(
     tpot_ms: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Or that there is none; progress goes to standard error."""
+    """If there is none, the output says so. Progress goes to standard error."""
     pair = ("--engine", "emulated:acceptance_rates=0.8/0.64/0.51")
     load = ("--sessions", "2", "--simulated-seconds", "1", "--prompt-tokens", "16")
     assert main(["plan", "--simulate", *pair, *load, "--tpot-ms", tpot_ms]) == 0

@@ -1,4 +1,4 @@
-"""`outrider plan` on toy models: computed rounds are those that are played."""
+"""`outrider plan` on toy models: the computed rounds equal rounds that are played."""
 
 from dataclasses import replace
 from statistics import mean
@@ -33,7 +33,7 @@ from outrider.speculation.verification import Question, verdicts_from_logits
 VOCAB_SIZE = 12
 MAX_TOKENS = 40
 SALT = 5
-"""Of a draft that is sometimes right."""
+"""Salt of a draft that is sometimes right."""
 MODEL, NGRAM, SUFFIX, HYBRID = (
     load_config({"draft_model": name, "hybrid_model_tokens": 2, "hybrid_min_score": 0.6}, {}).draft
     for name in ("m", "ngram", "suffix", "hybrid:suffix,m")
@@ -57,8 +57,8 @@ def _sample(draft: DraftConfig, temperature: float, draft_salt: int = SALT, num:
 
 
 def _played(draft: DraftConfig, sample: Sample, rule: Rule, k: int) -> list[list[tuple[int, int]]]:
-    """Numbers of proposed and accepted tokens of each round except the first, of sessions played
-    with the services' drafters, verdicts and decisions."""
+    """Numbers of proposed and accepted tokens of each round except the first. The sessions are
+    played with the drafters, verdicts and decisions of the services."""
     params = SamplingParams(temperature=sample.temperature)
     target, engine = _engine(), _engine(SALT)
     lookup = build_lookup(draft)
@@ -106,7 +106,7 @@ def _played(draft: DraftConfig, sample: Sample, rule: Rule, k: int) -> list[list
 @pytest.mark.parametrize("k", [1, 4, 8])
 @pytest.mark.parametrize("draft", [MODEL, NGRAM, SUFFIX, HYBRID], ids=["m", "n", "s", "h"])
 def test_at_temperature_0_told_rounds_are_played_rounds(draft: DraftConfig, k: int) -> None:
-    """Exactly: number of rounds, proposals, and acceptance at each depth."""
+    """The number of rounds, the proposals, and the acceptance at each depth are exactly equal."""
     sample = _sample(draft, 0.0)
     told = scripted(draft, sample, Rule.GREEDY, k)
     for found, rounds in zip(told, _played(draft, sample, Rule.GREEDY, k), strict=True):
@@ -125,9 +125,9 @@ def test_at_temperature_0_told_rounds_are_played_rounds(draft: DraftConfig, k: i
     ids=lambda value: "" if isinstance(value, DraftConfig) else value.value,
 )
 def test_at_temperature_1_they_are_so_in_the_mean(draft: DraftConfig, rule: Rule) -> None:
-    """Number of rounds, and acceptance of first draft tokens, over 40 sessions of 40 tokens.
-    Standard errors are below 0.45 and 0.014, so each bound fails by chance with probability below
-    1e-4 (the seeds are fixed)."""
+    """Compares the number of rounds and the acceptance of first draft tokens over 40 sessions of 40
+    tokens. Standard errors are below 0.45 and 0.014, so each bound fails by chance with probability
+    below 1e-4 (the seeds are fixed)."""
     sample = _sample(draft, 1.0, num=40)
     told = total(scripted(draft, sample, rule, 3))
     played = _played(draft, sample, rule, 3)
@@ -145,7 +145,7 @@ TIMES = ServiceTimes(target=TARGET, draft=DRAFT)
 def _session(
     text: Answer, k: int, wait_s: float, target_s: float, rest_s: float, rounds: int
 ) -> PlayedSession:
-    """Of rounds that accept nothing."""
+    """A session whose rounds accept nothing."""
     arrived, found = 0.1, []
     for index in range(rounds):
         drafted = (7,) * k if index else ()
@@ -156,7 +156,8 @@ def _session(
 
 
 def test_a_rehearsal_finds_what_rounds_take_beside_the_tables() -> None:
-    """Wait 3 ms + 2 draft steps, verification 1 ms + 1.5 target steps. An outlier is ignored."""
+    """The wait is 3 ms + 2 draft steps, the verification 1 ms + 1.5 target steps. An outlier is
+    ignored."""
     sample = _sample(MODEL, 0.0)
     played = []
     for text in sample.texts:
@@ -183,7 +184,7 @@ def shown(**told: Any) -> str:
 
 
 def test_a_plan_says_how_to_deploy_it() -> None:
-    """With a complete command and the planned drafter."""
+    """The report has a complete command with the planned drafter."""
     plan = choose(1, Replays(MODEL, _sample(MODEL, 0.0)), TIMES)
 
     def told(**chosen: int) -> str:

@@ -1,4 +1,5 @@
-"""Times of rounds against hand calculations and a simulation, and the choices that follow."""
+"""Times of rounds, compared with calculations by hand and with a simulation, and the choices that
+follow from them."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from outrider.engine.step_costs import StepCosts
 from outrider.speculation.sampling_params import Rule
 
 TARGET = StepCosts((1, 2, 101), (0.010, 0.010, 0.010 + 99 * 0.0001))
-"""10 ms, and 0.1 ms for each row from the third on."""
+"""A step takes 10 ms, and 0.1 ms for each row from the third on."""
 DRAFT = StepCosts((1, 101), (0.001, 0.001 + 100 * 0.00001))
 NUM_TOKENS = 4_001
 
@@ -45,7 +46,7 @@ def _way(num_draft_tokens: int, **more: Any) -> Option:
 
 
 def test_one_session_takes_the_sum_of_its_parts() -> None:
-    """K = 4: wait 0.5 + 2 * 4 * 1 + link 3, target 6 + 10.3, rest 2: 29.8 ms."""
+    """K = 4: wait 0.5 + 2 * 4 * 1, link 3, verification 6 + 10.3, rest 2: together 29.8 ms."""
     times = _times(wait=Line(0.0005, 2.0), verify=Line(0.006), rest_s=0.002, round_trip_s=0.003)
     rounds = _text(4, 0.8)
     seconds = times.seconds(rounds, _way(4))
@@ -55,7 +56,7 @@ def test_one_session_takes_the_sum_of_its_parts() -> None:
 
 
 def test_a_look_up_waits_for_no_link_and_needs_no_replica() -> None:
-    """Nor do the rounds of a hybrid in which its look-up proposes."""
+    """This also holds for the rounds of a hybrid in which its look-up proposes."""
     looked_up = _text(4, 0.8, num_steps=0)
     for draft in (None, DRAFT):
         far, near = (_times(draft=draft, round_trip_s=link_s) for link_s in (0.005, 0.0))
@@ -67,9 +68,9 @@ def test_a_look_up_waits_for_no_link_and_needs_no_replica() -> None:
 
 
 def test_look_ahead_hides_the_draft_where_it_hits() -> None:
-    """K = 4, 3 outcomes, hits 0.75: a round is the target's 10.3 ms and, of a quarter, the draft's
-    4 ms. A draft of 4 ms a step is later than the target by 5 * 4.002 - 10.3 ms, and one that
-    takes two outcomes a pass by twice 5 passes of 4.001."""
+    """K = 4, 3 outcomes, hits 0.75. A round takes the target's 10.3 ms, and after a miss also the
+    draft's 4 ms. A draft with steps of 4 ms ends 5 * 4.002 - 10.3 ms after the target. If only two
+    outcomes fit into a pass, the draft needs twice 5 passes of 4.001 ms."""
     rounds = _text(4, 0.8)
     plan = _way(4, look_ahead=3, hit_rate=0.75)
     later = rounds.num_rounds - 1
@@ -92,7 +93,7 @@ def test_look_ahead_hides_the_draft_where_it_hits() -> None:
 def test_sessions_that_share_steps_take_what_the_services_take(
     sessions: int, draft_ms: float, rest_ms: float
 ) -> None:
-    """The formula is within a tenth of the real services on a virtual clock."""
+    """The formula differs by less than a tenth from the real services on a virtual clock."""
     slow = StepCosts((1, 101), (draft_ms / 1e3, draft_ms / 1e3 + 100 * 0.00001))
     times = _times(draft=slow, rest_s=rest_ms / 1e3)
     rounds = _text(4, 0.8)
@@ -125,9 +126,9 @@ def _fastest(options: list[Option]) -> int:
 
 
 def test_the_best_k_is_the_formulas() -> None:
-    """c = 0.1 and rows that cost nothing: K* is 4 at a = 0.7 and 6 at 0.8 by
-    (1 - a^(K+1)) / ((1 - a)(Kc + 1)), 8 over a link whose round trip is as long as the target's
-    step, and nothing is drafted at a = 0.05."""
+    """The draft's step takes c = 0.1 of the target's, and rows cost nothing. By (1 - a^(K+1)) / ((1
+    - a)(Kc + 1)), K* is 4 at a = 0.7 and 6 at a = 0.8. It is 8 over a link whose round trip is as
+    long as the target's step. At a = 0.05 nothing is drafted."""
     target = StepCosts((1, 101), (0.010, 0.010))
     times = _times(target=target)
     far = replace(times, round_trip_s=0.010)
@@ -143,7 +144,7 @@ def test_the_best_k_is_the_formulas() -> None:
 
 
 def test_look_ahead_and_replicas_follow_from_the_load() -> None:
-    """Few drafts are enough for a target whose steps are ten times as long."""
+    """If the target's steps take ten times as long as the draft's, few drafts are enough."""
     hits = tuple(min(0.9, 0.5 + 0.1 * number) for number in range(12))
     ahead = best(_options(_times(), 0.8, hits))
     assert ahead.look_ahead == 6
@@ -156,7 +157,8 @@ def test_look_ahead_and_replicas_follow_from_the_load() -> None:
 
 
 def test_lines_are_fitted_and_bounded() -> None:
-    """Many points determine the line, few or similar ones hardly; times are never negative."""
+    """Many points determine the line. Few or similar points hardly change the factor from 1. Times
+    are never negative."""
     line = [(1e-3 * x, 0.003 + 2e-3 * x) for x in range(1, 11)]
     found = fitted(line * 40)
     assert found.factor == pytest.approx(2.0, rel=0.01)
@@ -181,8 +183,8 @@ def _planned(acceptances: Sequence[float]) -> tuple[list[Option], Spread | None]
 
 
 def test_an_interval_holds_the_speed_up_about_as_often_as_it_says() -> None:
-    """Plans for 24 random texts: how often the interval contains the speed-up of the chosen option
-    over all texts. One text has no interval."""
+    """Makes plans for 24 random texts, and counts how often the interval contains the speed-up of
+    the chosen option over all texts. One text has no interval."""
     generator = np.random.default_rng(1)
     law = np.linspace(0.3, 0.9, 13)
     whole, _ = _planned(list(law))
