@@ -64,7 +64,7 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 Unserved = Mapping[str, tuple[Any, ...]]
 """Fields that are not implemented, and the values besides null that ask for nothing."""
 ANY_VALUE = object()
-"""Stands for all values, in fields that change no answer: labels and hints."""
+"""Stands for every value. It is used for labels and hints, which change no answer."""
 _COMPLETION_TOKENS = 16
 """OpenAI's default of a completion's `max_tokens`."""
 
@@ -85,7 +85,7 @@ def field_error(name: str, reason: str, kind: Any = "value_error") -> Validation
 
 
 class Body(BaseModel):
-    """A JSON object. Unknown fields, NaN and infinity are refused; no type is converted; a null
+    """A JSON object. Unknown fields, NaN and infinity are refused. No type is converted. A null
     field counts as left out."""
 
     model_config = ConfigDict(
@@ -106,7 +106,7 @@ class Body(BaseModel):
                 if value is not None:
                     kept[name] = value
             elif (idle := cls.unserved.get(name)) is None:
-                kept[name] = value  # For pydantic, which refuses it but suggests no name.
+                kept[name] = value  # pydantic refuses it, but suggests no name.
                 if hint := did_you_mean(name[:SHOWN_CHARS_MAX], known):
                     raise field_error(name, f"there is no such field{hint}", UNKNOWN_FIELD)
             elif not _is_idle(value, idle):
@@ -126,7 +126,7 @@ def _is_idle(value: Any, idle: tuple[Any, ...]) -> bool:
 
 
 def must_be(words: str) -> WrapValidator:
-    """Replaces pydantic's errors, one for each member of a union, by one with these words."""
+    """Replaces pydantic's errors about a union, one for each member, by a single one."""
 
     def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -391,8 +391,8 @@ def _known_role(role: str) -> str:
 
 
 class Message(Body):
-    """A message of a conversation. Only assistants have calls, and need no content. Only tools have
-    a `tool_call_id`, and need one."""
+    """A message of a conversation. Only a message of the assistant may have reasoning and calls,
+    and may lack content. A message of a tool must have a `tool_call_id`, and no other may."""
 
     unserved = {
         **asks_nothing("name", ANY_VALUE),
@@ -470,7 +470,7 @@ class Tool(OfFunction):
 
 
 class NamedFunction(Body):
-    """The function of one of the tools."""
+    """The name of one of the functions."""
 
     name: str
 
@@ -565,7 +565,7 @@ class ChatBody(ChoicesBody, ConversationBody):
 
     def translate_with(self, turns: tuple[ChatMessage, ...], tools: Tools | None) -> TranslatedBody:
         """As `translate`, but ignores the messages and tools of the body, and uses these."""
-        old, new = self.max_tokens, self.max_completion_tokens  # OpenAI has two names.
+        old, new = self.max_tokens, self.max_completion_tokens  # Two names of one field.
         if old is not None and new is not None and old != new:
             raise BadRequest("max_completion_tokens", f"{new} is not the {old} of max_tokens")
         if self.top_logprobs and not self.logprobs:

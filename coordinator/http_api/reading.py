@@ -297,7 +297,7 @@ def read_body(data: bytes) -> Any:
     for more values than `HTTP_VALUES_MAX` or lists and objects than `HTTP_CONTAINERS_MAX`."""
     if _too_many(data):  # Perhaps only because of marks within strings: count without strings.
         bare = data.replace(rb"\\", b"").replace(rb"\"", b"")
-        found = f"more than {HTTP_VALUES_MAX} values"  # Each string but the first follows a mark.
+        found = f"more than {HTTP_VALUES_MAX} values"  # Each string is one.
         if bare.count(b'"') <= _QUOTES_MAX:
             found = _too_many(b"".join(bare.split(b'"')[::2]))
         if found:

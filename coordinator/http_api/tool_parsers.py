@@ -39,7 +39,7 @@ Reading = Generator[None, None, T]
 Kind = Literal["content", "reasoning", "name", "arguments"]
 
 _OPENINGS_KEPT = 64
-"""Most sets of template variables for which `ChatFormats` remembers `_opens_with`."""
+"""Most results of `ChatFormats._opens_with` that are kept, each for other variables."""
 _SPACE_MAX = 256
 """Most characters of white space that are dropped before a mark."""
 _HEAD_CHARS_MAX = 256
@@ -82,7 +82,7 @@ class Reader:
     """Texts that the parser needs. The parsed text must contain them even if they are special
     tokens, which answers otherwise leave out."""
     marks: ClassVar[tuple[str, ...]] = ()
-    """The marks. A call, or several, follow the first one; the others are only dropped."""
+    """One call or several follow the first mark. The other marks are only dropped."""
     named_head: ClassVar[re.Pattern[str] | None] = None
     """The beginning of a call that is a name and a JSON object, up to that object. None = calls are
     always JSON objects with a `name`."""
@@ -299,7 +299,7 @@ def _arguments(call: dict[str, Any]) -> str:
 
 
 class HeldCalls(Reader):
-    """A list of calls and nothing else."""
+    """Parses a list of calls and nothing else."""
 
     has_content = False
 
@@ -308,7 +308,7 @@ class HeldCalls(Reader):
 
 
 class HeldArguments(Reader):
-    """The arguments of the only tool that may be called."""
+    """Parses the arguments of the only tool that may be called."""
 
     def _read(self) -> Reading[None]:
         [name] = self._names
