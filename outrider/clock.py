@@ -51,11 +51,6 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         """Virtual seconds since the loop was made."""
         return self._virtual.now
 
-    def wait(self, seconds: float | None) -> None:
-        """Moves the clock by `seconds`. Raises `InvariantError` for None, as then nothing can
-        happen any more."""
-        self._virtual.wait(seconds)
-
     def run_in_executor(
         self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts
     ) -> asyncio.Future[T]:

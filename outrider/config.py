@@ -194,9 +194,11 @@ class ModelServerConfig(ServerConfig):
     `gpu_memory_utilization` leaves beside the weights. A replica never takes more than
     `max_num_seqs` sequences of full length need."""
     port: Port = 0
-    """The replica's gRPC port; 0 = any."""
+    """The replica's gRPC port; 0 = any. Needed where a firewall between machines allows only some
+    ports."""
     num_cpus: Cpus = 0.5
-    """CPUs that Ray reserves for a replica."""
+    """CPUs that Ray reserves for a replica. They limit the number of replicas that Ray places on a
+    machine."""
     num_gpus: Annotated[float | None, between(0, THREADS_MAX)] = None
     """GPUs, or a fraction of one, that Ray reserves for a replica. If unset and the cluster has
     GPUs, Ray reserves a share of one for each replica that runs a model."""
@@ -415,7 +417,7 @@ class CoordinatorConfig(ServerConfig):
     """Seed of the generator that gives requests without a seed theirs; unset = the operating
     system's randomness."""
     num_cpus: Annotated[Cpus, Field(alias="coordinator_num_cpus")] = 0.25
-    """CPUs that Ray reserves for the coordinator."""
+    """CPUs that Ray reserves for a coordinator."""
     audit_share: Annotated[float, between(0, 1)] = 0.001
     """Fraction of the sessions that are audited when they end: the target scores their tokens
     again, one session at a time, and metrics compare the tokens with the target's distribution. 0 =

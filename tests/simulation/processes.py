@@ -142,7 +142,7 @@ class ProcessLoop(VirtualClockLoop):
         while timers and timers[0][2].cancelled():
             heapq.heappop(timers)
         if not ready and not self._stopping:  # type: ignore[attr-defined]
-            self.wait(timers[0][0] - self.time() if timers else None)
+            self._virtual.wait(timers[0][0] - self.time() if timers else None)
         due = self.time() + self._clock_resolution
         while timers and timers[0][0] < due:
             ready.append(heapq.heappop(timers)[2])
