@@ -624,17 +624,22 @@ class CoordinatorService:
         try:
             target = TargetClient(self.targets, context, self._config)
             draft = open_drafts(self.drafts, target, self._fallback, self._config)
-            tried, trial = self._on_trial, None
+            lengths, trial = self._lengths, None
+            num_elsewhere = sum(peer.load for peer in self.fleet.peers)
+            lengths.hear_load(self.targets.num_present, num_elsewhere, self.drafts.first_kept)
+            tried = self.targets.on_trial or self.drafts.on_trial
             # `draft.on_trial` is None if only look-ups draft for the session.
-            if tried is not None and draft is not None and draft.on_trial is not None:
+            if tried is not None and draft.on_trial is not None:
                 trial = self._trial.begin(tried.name)
+                if draft.on_trial:
+                    lengths = self._lengths_on_trial(tried)
             run = SessionRun(
                 context,
                 replayed,
                 target,
                 draft,
                 commits=commits,
-                lengths=self._length_control(context, draft),
+                lengths=self._length_control(context, draft, lengths),
                 length_max=(self.targets.newest(parameters.weights) or self.served).max_model_len,
                 meter=self._meter,
                 arrived=arrived,
@@ -657,22 +662,18 @@ class CoordinatorService:
             stop_token_ids=parameters.sampling.stop_token_ids,
         )
 
-    @property
-    def _on_trial(self) -> ReplicaConnection | None:
-        return self.targets.on_trial or self.drafts.on_trial
+    def _lengths_on_trial(self, tried: ReplicaConnection) -> LengthControls:
+        if self._trial_lengths is None or self._trial_lengths[0] != tried.name:
+            self._trial_lengths = tried.name, self._lengths.of_another(tried.description)
+        return self._trial_lengths[1]
 
-    def _length_control(self, context: SessionContext, draft: Drafts | None) -> LengthControl:
-        record, parameters, lengths = context.session.record, context.parameters, self._lengths
-        num_draft_tokens = 0 if draft is None else parameters.num_draft_tokens
+    def _length_control(
+        self, context: SessionContext, draft: Drafts, lengths: LengthControls
+    ) -> LengthControl:
+        record, parameters = context.session.record, context.parameters
+        num_draft_tokens = 0 if draft.never_drafts else parameters.num_draft_tokens
         is_chain = record.rule is Rule.BLOCK or parameters.sampling.penalised
         siblings = 0 if is_chain else self._siblings
-        num_elsewhere = sum(peer.load for peer in self.fleet.peers)
-        lengths.hear_load(self.targets.num_present, num_elsewhere, self.drafts.first_kept)
-        tried = self._on_trial
-        if tried is not None and draft is not None and draft.on_trial:
-            if self._trial_lengths is None or self._trial_lengths[0] != tried.name:
-                self._trial_lengths = tried.name, lengths.of_another(tried.description)
-            lengths = self._trial_lengths[1]
         return lengths.open(
             record.rule, record.seed, num_draft_tokens, record.prompt_length, siblings
         )

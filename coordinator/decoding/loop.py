@@ -15,7 +15,7 @@ from coordinator.decoding.resumption import Replayed, write_logprobs
 from coordinator.decoding.trial import SessionTrial
 from coordinator.draft_length.controller import LengthControl
 from coordinator.draft_length.policy import PlayedRound, RoundLength, fitting
-from coordinator.routing.drafts import NOTHING_WANTED, Drafted, Drafts, LookupProbe
+from coordinator.routing.drafts import Drafted, Drafts, LookupProbe
 from coordinator.routing.replica_pool import SessionContext
 from coordinator.routing.target_client import TargetClient
 from outrider.decayed_average import DecayedSums
@@ -49,7 +49,7 @@ class SessionRun:
         context: SessionContext,
         replayed: Replayed,
         target: TargetClient,
-        draft: Drafts | None,
+        draft: Drafts,
         *,
         commits: SessionCommits,
         lengths: LengthControl,
@@ -89,7 +89,7 @@ class SessionRun:
         self._reads_beside = reads_beside
         self._trial = trial
         self._probe: LookupProbe | None = None
-        if draft is not None and draft.is_lookup and lengths.adapts:
+        if draft.is_lookup and lengths.adapts:
             self._probe = LookupProbe(draft.lookup, lengths, self.parameters.num_draft_tokens)
         self._timeout: asyncio.Timeout | None = None
         self._cancelled = False
@@ -186,11 +186,9 @@ class SessionRun:
         self._output.end()
         self._lengths.close()
         self._target.close()
-        if self._draft is not None:
-            self._draft.close()
+        self._draft.close()
         if self._trial is not None:
             self._trial.end()
-            self._trial = None
         session = self.session
         try:
             if not (self.is_recorded or self._handed_over):
@@ -241,7 +239,7 @@ class SessionRun:
         return DeadlineExceeded(f"deadline_ms: {deadline_ms} ms passed before the first token")
 
     async def _rounds(self) -> FinishReason:
-        if self._draft is not None and self._reads_beside and not self._lengths.plans_plain:
+        if self._reads_beside and not self._lengths.plans_plain:
             self._draft.prefill(self.parameters.num_draft_tokens)
         reason, index = None, 0
         while reason is None:
@@ -259,10 +257,9 @@ class SessionRun:
         noise = RoundNoise(record.seed, record.rule, start_length)
         length = self._lengths.choose(index, self._completion.remaining)
         drafted = await self._propose(index, length, noise)
-        on_trial = None if self._draft is None else self._draft.on_trial
-        wanted, room = NOTHING_WANTED, self._length_max - start_length - len(drafted.proposal) - 1
-        if self._draft is not None:
-            wanted = self._draft.next_wanted(length, room)
+        on_trial = self._draft.on_trial
+        room = self._length_max - start_length - len(drafted.proposal) - 1
+        wanted = self._draft.next_wanted(length, room)
         self._observer.asked("target")
         asked_at = self._clock()
         reply = await self._target.verify(index, drafted.proposal, length.run_ahead, wanted)
@@ -270,11 +267,10 @@ class SessionRun:
         self._observer.answered(
             "target", verify_s, reply.queue_ms, reply.compute_ms, asked=self._target.was_asked
         )
-        if self._draft is not None:
-            self._draft.hear(reply)
-            if self._target.found_broken_draft:
-                self._target.found_broken_draft = False
-                self._draft.reject()
+        self._draft.hear(reply)
+        if self._target.found_broken_draft:
+            self._target.found_broken_draft = False
+            self._draft.reject()
         if self.session.error is not None:
             raise self.session.error  # The session was lost while the target worked.
         proposal = self._target.verified
@@ -286,8 +282,7 @@ class SessionRun:
             proposal.parents,
         )
         self._target.settle(reply, start_length + outcome.num_accepted)
-        if self._draft is not None:
-            self._draft.settle(start_length + proposal.tree.shared_with_spine(outcome.path))
+        self._draft.settle(start_length + proposal.tree.shared_with_spine(outcome.path))
         if self._lengths.adapts:
             self._note(drafted, reply, outcome)
         if self._probe is not None:
@@ -300,7 +295,7 @@ class SessionRun:
     async def _propose(self, index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
         if index > 0:
             self._observer.count("rounds_by_num_draft_tokens", str(length.num_draft_tokens))
-        if self._draft is None or length.num_draft_tokens == 0:
+        if length.num_draft_tokens == 0:
             return _NOT_DRAFTED
         self._observer.asked("draft")
         if length.siblings:
@@ -363,7 +358,7 @@ class SessionRun:
                 counters.num_draft_tokens + num_drafted,
                 counters.num_accepted_draft_tokens + num_accepted,
             ),
-            draft=None if self._draft is None else self._draft.cache_state,
+            draft=self._draft.cache_state,
             target=self._target.cache_state,
             logprobs=[write_logprobs(one) for one in logprobs],
         )

@@ -8,7 +8,14 @@ from contextlib import suppress
 from dataclasses import replace
 
 from coordinator.draft_length.policy import DraftedBeside, RoundLength, fitting
-from coordinator.routing.drafts import NOTHING_WANTED, Drafted, Drafts, NextWanted, SessionLookup
+from coordinator.routing.drafts import (
+    NOTHING_WANTED,
+    Drafted,
+    Drafts,
+    NextWanted,
+    NoDrafts,
+    SessionLookup,
+)
 from coordinator.routing.replica_pool import ReplicaPool, SessionContext, SessionRoute
 from outrider import limits
 from outrider.config import CoordinatorConfig
@@ -129,7 +136,6 @@ class DraftClient(_ModelDrafts):
         super().__init__(context, lookup, config)
         self._clock = asyncio.get_running_loop().time
         self._route: SessionRoute[DraftItem, DraftAnswer] = SessionRoute(pool, context)
-        self._route.on_pushed = lambda reply: self._pushed.put(reply)
         self._observer = context.observer
         self._reads_features = pool.first is not None and pool.first.reads_features
         self._brought: Features | None = None
@@ -147,6 +153,7 @@ class DraftClient(_ModelDrafts):
         if not (self._reads_features or context.parameters.constraint):
             self._look_ahead = config.look_ahead or 0
         self._pushed = PushedProposals()
+        self._route.on_pushed = lambda reply: self._pushed.put(reply)
         self._is_late = False
         """Whether this round's proposal did not come in time."""
         self._held: ProposalReply | None = None
@@ -546,14 +553,16 @@ def open_drafts(
     target: SessionRoute[VerifyItem, VerifyAnswer],
     lookup: LookupDrafter,
     config: CoordinatorConfig,
-) -> Drafts | None:
-    """The source of a session's proposals; None for a session without drafts."""
+) -> Drafts:
+    """The source of a session's proposals."""
     context, parameters = target.context, target.context.parameters
-    if parameters.num_draft_tokens == 0:
-        return None
     of_session = SessionLookup(lookup, context.session, parameters.sampling)
+    if parameters.num_draft_tokens == 0:
+        return NoDrafts(of_session)
     if target.drafts_itself:
         return SelfDraftClient(target, of_session, config)
     if config.lookup is not None and config.lookup.drafter.is_lookup:
         return Drafts(of_session)
-    return None if pool.first is None else DraftClient(pool, context, of_session, config)
+    if pool.first is None:
+        return NoDrafts(of_session)
+    return DraftClient(pool, context, of_session, config)

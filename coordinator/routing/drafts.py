@@ -98,6 +98,8 @@ class Drafts:
 
     is_lookup: ClassVar[bool] = True
     """Whether all proposals are looked up."""
+    never_drafts: ClassVar[bool] = False
+    """Whether no round gets a proposal, so that `propose` must not be called."""
 
     def __init__(self, lookup: SessionLookup) -> None:
         self.lookup = lookup
@@ -142,6 +144,13 @@ class Drafts:
     def close(self) -> None:
         """Call when the session ends."""
         self.lookup.close()
+
+
+class NoDrafts(Drafts):
+    """For a session without proposals."""
+
+    is_lookup = False
+    never_drafts = True
 
 
 WATCH_ROUNDS_MIN = 8
