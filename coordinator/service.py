@@ -62,8 +62,6 @@ if TYPE_CHECKING:
 
 LOOK_PERIOD_S = 1.0
 """Time between two checks of target, store and fleet for the metrics."""
-HEALTH_TIMEOUT_S = 2.0
-"""Time for a target to describe itself."""
 TROUBLE_S = 3.0
 """Shorter trouble is not reported: while a replica loads on shared cores, target or store may be
 silent for some seconds."""
@@ -109,8 +107,7 @@ class CoordinatorService:
         has_trees = config.draft_siblings > 0 and not (config.look_ahead or looks_up)
         self._siblings = config.draft_siblings if has_trees else 0
         self._store = store
-        self._links: dict[Role, Mapping[str, Link]]
-        self._links = {"target": targets or {}, "draft": drafts or {}}
+        self._links = targets or {}, drafts or {}
         self._follows = registry is not None and link is not None
         self.targets = ReplicaPool("target")
         self.drafts = ReplicaPool("draft", self.targets)
@@ -156,11 +153,12 @@ class CoordinatorService:
         config = self._config
         if self._follows:
             await self.fleet.begin()
-        await self.targets.join_all(self._links["target"])
+        targets, drafts = self._links
+        await self.targets.join_all(targets)
         target = self.targets.first
         if target is None:
             raise Unavailable("no target is known")
-        await self.drafts.join_all(self._links["draft"])
+        await self.drafts.join_all(drafts)
         self._lengths = LengthControls(
             self.targets.first_kept or target, self.drafts.first_kept, config.run_ahead_rounds,
             delays=config.drafting_delays, adapts=config.length_control,
@@ -526,7 +524,7 @@ class CoordinatorService:
     async def _look(self) -> str:
         """What is wrong now with the store or the targets, if anything."""
         has_target, store_trouble = await asyncio.gather(
-            self.targets.healthy(HEALTH_TIMEOUT_S), self._store_trouble()
+            self.targets.healthy(), self._store_trouble()
         )
         self._known["target_available"] = {"": float(has_target)}
         self._known["store_available"] = {"": float(not store_trouble)}

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from coordinator.routing.replica_pool import PROBE_TIMEOUT_S, ReplicaPool
+from coordinator.routing.replica_pool import ReplicaPool
 from outrider.errors import Incompatible, OutriderError
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import LEASE_S, NO_FIGURES, ROLES, Figures, ReplicaRecord, Role
@@ -176,7 +176,7 @@ class Discovery:
         replica = pool.replicas.get(name)
         if replica is None:
             return
-        if not (is_replaced or replica.away) and await replica.answers(PROBE_TIMEOUT_S):
+        if not (is_replaced or replica.away) and await replica.answers():
             self._heard[name] = asyncio.get_running_loop().time(), self._heard[name][1]
         else:
             _log.warning("the %s %s is not announced any more and is removed", pool.role, name)

@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 DESCRIBE_TIMEOUT_S = 10.0
 """Time for a new replica to describe itself."""
 PROBE_TIMEOUT_S = 2.0
-"""Time for a replica that was away to describe itself."""
+"""Time for a known replica to describe itself."""
 PROBE_PERIOD_S = 0.1
 """Time between two probes of the replicas that are away."""
 
@@ -86,10 +86,10 @@ class ReplicaConnection:
     def is_open(self) -> bool:
         return not (self.leaving or self.away)
 
-    async def answers(self, timeout_s: float) -> bool:
-        """Whether it describes itself in time."""
+    async def answers(self) -> bool:
+        """Whether it describes itself within `PROBE_TIMEOUT_S`."""
         try:
-            await self.link.describe(timeout_s)
+            await self.link.describe(PROBE_TIMEOUT_S)
         except OutriderError:
             return False
         return True
@@ -316,12 +316,12 @@ class ReplicaPool:
             raise Unavailable(f"no {self.role} is known")
         return found
 
-    async def healthy(self, timeout_s: float) -> bool:
+    async def healthy(self) -> bool:
         """Whether any replica answers. Asks a present one first, then all others at once, so it
-        takes at most twice `timeout_s`."""
+        takes at most twice `PROBE_TIMEOUT_S`."""
         replicas = sorted(self.replicas.values(), key=lambda replica: not replica.is_open)
         for some in (replicas[:1], replicas[1:]):
-            if any(await asyncio.gather(*(replica.answers(timeout_s) for replica in some))):
+            if any(await asyncio.gather(*(replica.answers() for replica in some))):
                 return True
         return False
 

@@ -405,7 +405,7 @@ async def test_the_health_check_of_a_dozen_silent_targets_is_fast() -> None:
         for number, link in enumerate(links):
             link.away_until = float(number in numbers)
         start = loop.time()
-        assert await pool.healthy(2.0) is healthy
+        assert await pool.healthy() is healthy
         assert loop.time() - start == (4.0 if numbers else 0.0)
 
 
