@@ -155,8 +155,8 @@ class LengthControls:
         adapts: bool = True,
     ) -> None:
         """`run_ahead_rounds` bounds how far the target may run ahead. With `delays`, draft and
-        coordinator share the target's cores and so delay it. Unless it `adapts`, every round asks
-        for as many tokens as the session's bound allows."""
+        coordinator share the target's cores and so delay it. Without `adapts`, every round asks
+        for as many tokens as the session allows."""
         self._target = target
         self._draft = draft
         self._delays = delays
@@ -263,7 +263,7 @@ class _Option:
         return max(0.0, self.num_tokens) / max(self.seconds, SECONDS_MIN)
 
     def siblings(self, num_places: int) -> tuple[int, ...]:
-        """Siblings to ask for at each of so many places."""
+        """Siblings to ask for, at each of `num_places` places."""
         return (self.num_beside,) * num_places if self.num_beside else ()
 
 
@@ -339,9 +339,9 @@ class LengthControl:
         return self._plain_left > 0
 
     def fix(self) -> None:
-        """Fixes K at the best value so far, for all rounds that are not planned yet, except those
-        of a plain phase that are certain to come. From now on nothing is learned from this session,
-        and no time limit bounds drafting."""
+        """Fixes K at the best value so far. Rounds that are planned already keep their K, and so do
+        plain rounds that are certain to come. From now on nothing is learned from this session, and
+        no time limit bounds drafting."""
         self._is_timed = False
         if self.adapts:
             drafted, plain = self._options()
@@ -382,8 +382,8 @@ class LengthControl:
         )
 
     def note(self, played: PlayedRound) -> None:
-        """Takes what the round chosen last has shown. Takes effect from the round after the next
-        one, which is planned already."""
+        """Learns from the round chosen last. The next round is planned already, so this changes the
+        one after it at the earliest."""
         if not self.adapts:
             return
         before, self._ended_at = self._ended_at, played.ended_at
@@ -429,7 +429,8 @@ class LengthControl:
         return self._taken(self._choice or _FIRST)
 
     def _taken(self, drafted: _Option) -> tuple[_Option, int]:
-        """Takes the next round from the plain phase if there is one, else one that is `drafted`."""
+        """Returns the next round: one of the plain phase if it goes on, otherwise `drafted`. Also
+        returns how many plain rounds certainly follow."""
         if self._plain_left > 0:
             self._plain_left -= 1
             return _PLAIN, min(self._controls.run_ahead_rounds, self._plain_left)
