@@ -128,10 +128,6 @@ class _Shared:
         self.running: dict[int, LengthControl] = {}
         """The first session of each seed, while it runs."""
 
-    def add(self, seed: int, first: LengthControl) -> None:
-        self.seeds.add(seed)
-        self.running[seed] = first
-
     def make_room(self) -> None:
         """Forgets the seeds of ended sessions if there is no room for one more. Also forgets what
         was learned: the next session with such a seed counts as its first, and must not read what
@@ -228,7 +224,8 @@ class LengthControls:
             return repeated
         shared.make_room()
         first = LengthControl(self, self.learned, rule, *bounds, seed)
-        shared.add(seed, first)
+        shared.seeds.add(seed)
+        shared.running[seed] = first
         return first
 
     def close(self, seed: int | None) -> None:
