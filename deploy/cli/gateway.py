@@ -20,7 +20,7 @@ from outrider.errors import ConfigError, SettingError, Unavailable
 from outrider.settings import blaming
 
 from .command import Arguments, Seconds, command, grouped, json_option, option
-from .options import TRUST_OPTIONS, trust_options
+from .options import TRUST_OPTIONS, trust_options, user_path
 from .output import progress, tell
 
 if TYPE_CHECKING:
@@ -35,10 +35,6 @@ _FILES = {
     "--ssl-keyfile": "private key of --ssl-certfile, PEM",
     "--ssl-ca-certs": "authorities, PEM; one of them must have signed each client's certificate",
 }
-
-
-def _path(text: str) -> Path:
-    return Path(text).expanduser()
 
 
 @command(
@@ -61,7 +57,7 @@ def _path(text: str) -> Path:
         "--stop-timeout-s", type=Seconds(0, WAIT_S_MAX), default=STOP_S, metavar="S",
         help="how long a stop waits for running requests, s",
     ),
-    *(option(flag, type=_path, metavar="FILE", help=words) for flag, words in _FILES.items()),
+    *(option(flag, type=user_path, metavar="FILE", help=words) for flag, words in _FILES.items()),
     json_option(),
     *grouped("Coordinators with TLS", trust_options()[1:]),
 )  # fmt: skip

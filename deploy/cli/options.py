@@ -330,13 +330,17 @@ def caller_options() -> list[Option]:
     return grouped("Connection", [key, *trust_options()])
 
 
+def user_path(text: str) -> Path:
+    return Path(text).expanduser()
+
+
 def trust_options() -> list[Option]:
     tls = "use TLS and trust the system's certificate authorities"
     found = [option("--tls", is_flag=True, rare=True, help=tls)]
     for name, words in TRUST_OPTIONS.items():
         variable = f"OUTRIDER_{name.upper()}"
         found.append(option(
-            flag_of(name), type=lambda text: Path(text).expanduser(), metavar="FILE",
+            flag_of(name), type=user_path, metavar="FILE",
             envvar=variable, rare=True, help=f"{words} [${variable}]",
         ))  # fmt: skip
     return found
