@@ -251,11 +251,11 @@ class TargetConfig(ModelServerConfig):
     model: str = "demo"
     """The target: `demo`, a directory, a .gguf file, or a hub id."""
     heads: Internal[str] = ""
-    """Name of the target's draft heads; empty if the target does not draft for itself."""
+    """Name of the target's drafting head; empty if the target does not draft for itself."""
     heads_kind: Internal[str] = ""
-    """`medusa`, `eagle3` or `mtp`."""
+    """`eagle3` or `mtp`."""
     heads_directory: Internal[str] = ""
-    """Directory of the heads."""
+    """Directory of the head."""
     shows_features: Internal[bool] = False
     """Whether the target sends hidden states to an EAGLE-3 head on draft replicas."""
 
@@ -294,7 +294,7 @@ class DraftConfig(ModelServerConfig):
     hybrid_model_tokens: Annotated[int, between(1, limits.NUM_DRAFT_TOKENS_MAX)] = (
         limits.HYBRID_MODEL_TOKENS
     )
-    """Most draft tokens of a hybrid's model or heads in a round. Its look-up has no such limit."""
+    """Most draft tokens of a hybrid's model or head in a round. Its look-up has no such limit."""
     target: Internal[str] = ""
     """Name of the target that the drafter was made for; empty for other drafters."""
     target_directory: Internal[str] = ""
@@ -446,7 +446,7 @@ class CoordinatorConfig(ServerConfig):
     draft_address: Internal[str] = ""
     """HOST:PORT of a draft that is not in the registry; empty = none."""
     lookup: Internal[DraftConfig | None] = None
-    """The look-up that drafts in the coordinator, alone or before a model or heads."""
+    """The look-up that drafts in the coordinator, alone or before a model or head."""
 
     @property
     def asks_for_keys(self) -> bool:
@@ -582,7 +582,7 @@ class DeploymentConfig:
         takes = "which takes one rank"
         if kind == MTP and self.target.engine != VLLM:
             takes += ", or --engine vllm"
-        elif kind in (EAGLE3, MTP) and not apart:  # Only the leading rank runs the head.
+        elif not apart:  # Only the leading rank runs the head.
             ranks = 1
         for key, value, reason in (
             ("tensor_parallel_size", ranks if ranks > 1 else 0, takes),

@@ -36,15 +36,12 @@ class TargetActor(ReplicaHost):
 def self_drafter_of(engine: Engine) -> SelfDrafter | None:
     from outrider.engine.interface import DraftingEngine
     from outrider.engine.paged_engine import PagedEngine
-    from outrider.engine.paged_sequences import PagedSequences
 
-    from .self_drafting import HeadDrafter, PairDrafter
+    from .self_drafting import SelfDrafter
 
     layer = getattr(engine, "draft_layer", None)
     if isinstance(engine, PagedEngine) and engine.feature_width:
         return None
     if isinstance(engine, DraftingEngine) and layer is not None:
-        return PairDrafter(layer, engine)
-    if isinstance(engine, PagedSequences) and engine.draft_heads is not None:
-        return HeadDrafter(engine.draft_heads)
+        return SelfDrafter(layer, engine)
     return None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from outrider.drafters.drafter import DraftDeadline, DraftRequest
-from outrider.engine.interface import Engine, FeatureEngine, FeatureKeeper, SequenceStep
+from outrider.engine.interface import Engine, FeatureKeeper, SequenceStep
 from outrider.engine.threads import on_threads
 from outrider.errors import BadRequest, OutriderError
 from outrider.grammar.compiler import Grammars
@@ -60,8 +60,8 @@ class _Round(Work):
     """Its part of the forward pass. If that has no logits, it only runs a part of the prefix."""
     question: Question
     """The input of its verdict."""
-    shown: Tensor
-    """[K+1, D]: the hidden states of these rows, if the engine shows them."""
+    features: Tensor
+    """[K+1, D]: what a self-drafter reads at these rows."""
     history = NO_HISTORY
     """What penalties count."""
     allowed: Allowed | None = None
@@ -113,14 +113,10 @@ class Verifier(StepWorker):
         clock: Callable[[], float],
         grammars: Grammars | None,
     ) -> None:
-        """A `self_drafter` reads the hidden states that the engine shows; its time is measured by
-        `clock`, in seconds. Without `grammars` sessions with a constraint are refused."""
+        """The time of a `self_drafter`, which drafts on this engine, is measured by `clock`, in
+        seconds. Without `grammars` sessions with a constraint are refused."""
         super().__init__(engine, budget, grammars)
         self._clock: Callable[[], float] = lambda: clock() + engine.stated_seconds
-        self.shown: FeatureEngine | None = None
-        """The engine, if it shows what its head reads."""
-        if isinstance(engine, FeatureEngine) and engine.shows_features:
-            self.shown = engine
         self.keeper: FeatureKeeper | None = None
         """The engine, if it keeps hidden states for drafts."""
         if isinstance(engine, FeatureKeeper) and engine.feature_width:
@@ -199,9 +195,6 @@ class Verifier(StepWorker):
         # For few rows, more threads gain little, and would wait for busy cores.
         with on_threads(1):
             self._judge(rounds, logits)
-        if self.shown is not None:
-            for one, rows in zip(rounds, self.shown.features(), strict=True):
-                one.shown = rows
         if self.keeper is not None:
             self._add_features(rounds, self.keeper)
         if self._self_drafter is not None:
@@ -277,6 +270,8 @@ class Verifier(StepWorker):
         requests: list[DraftRequest] = []
         features: list[Tensor] = []
         try:
+            for one, rows in zip(rounds, drafter.engine.features(), strict=True):
+                one.features = rows
             for one in _answered(rounds):
                 if not one.item.num_next_draft_tokens:
                     continue
@@ -288,8 +283,7 @@ class Verifier(StepWorker):
                 one.answer = replace(one.answer, cached_length=held)
                 wanting.append(one)
                 requests.append(request)
-                if drafter.reads_features:
-                    features.append(one.shown[outcome.last])
+                features.append(one.features[outcome.last])
             if not requests:
                 return
             began = self._clock()

@@ -4,7 +4,7 @@ uniform."""
 import contextlib
 import copy
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,10 @@ from transformers import (
 from outrider.models.drafter_checkpoint import (
     FORMAT,
     TrainedDescription,
-    TrainedKind,
-    head_of,
-    save_head,
 )
 from outrider.models.eagle3 import Eagle3Config, Eagle3Head, LoadedEagle3, save_speculators
 from outrider.models.fingerprint import tensors_fingerprint
 from outrider.models.linear_layers import quick
-from outrider.models.medusa import DraftHeads, LoadedHeads
 from outrider.models.student import save_drafter
 
 MAX_MODEL_LEN = 128
@@ -187,45 +183,14 @@ def save_tiny_drafter(directory: Path, target: Path, token_ids: Sequence[int]) -
     """Saves such a drafter for the model in `target`, and returns `directory`."""
     module = AutoModelForCausalLM.from_pretrained(target)
     drafter = tiny_drafter(module, token_ids)
-    description = _description(TrainedKind.STUDENT, target, module, token_ids)
+    description = TrainedDescription(
+        format=FORMAT, kind="student", target="tiny",
+        target_fingerprint=tensors_fingerprint(target), vocab_size=module.config.vocab_size,
+        draft_vocab_size=len(token_ids),
+    )  # fmt: skip
     directory.mkdir(parents=True, exist_ok=True)
     save_drafter(directory, drafter, torch.tensor(token_ids), description)
     return directory
-
-
-def _description(
-    kind: TrainedKind, target: Path, module: Any, token_ids: Sequence[int]
-) -> TrainedDescription:
-    return TrainedDescription(
-        format=FORMAT, kind=kind, target="tiny", target_fingerprint=tensors_fingerprint(target),
-        vocab_size=module.config.vocab_size, draft_vocab_size=len(token_ids),
-    )  # fmt: skip
-
-
-def _filled(
-    module: Any, linears: Iterable[Any], dtype: torch.dtype, seed: int, spread: float = _SPREAD
-) -> Any:
-    """The module, with new random weights in these layers."""
-    generator = torch.Generator().manual_seed(seed)
-    for linear in linears:
-        values = torch.randn(linear.weight.shape, generator=generator) * spread
-        linear.weight = torch.nn.Parameter(values.to(dtype), requires_grad=False)
-    return module.eval()
-
-
-def _shared(target: Any, token_ids: Sequence[int]) -> tuple[Any, torch.nn.Parameter]:
-    head = target.get_output_embeddings().weight
-    return target.get_input_embeddings().weight, head_of(head, torch.tensor(token_ids))
-
-
-def tiny_heads(
-    target: Any, token_ids: Sequence[int], num_heads: int = 2, seed: int = 1
-) -> LoadedHeads:
-    """Random `medusa` heads for a target's module, with logits for `token_ids` only."""
-    inner = 2 * target.config.hidden_size
-    heads = DraftHeads(*_shared(target, token_ids), inner, num_heads)
-    linears = [linear for part in heads.heads for linear in (part.gate_up, part.down)]
-    return LoadedHeads(_filled(heads, linears, target.dtype, seed), tuple(token_ids))
 
 
 def tiny_eagle3(
@@ -279,23 +244,6 @@ def save_tiny_raw_eagle3(directory: Path, target: Path, token_ids: Sequence[int]
     kept = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids")
     flat = stated["transformer_layer_config"] | {key: stated[key] for key in kept}
     file.write_text(json.dumps(flat | {"architectures": ["LlamaForCausalLMEagle3"]}))
-    return directory
-
-
-def save_tiny_heads(
-    directory: Path, target: Path, token_ids: Sequence[int], num_heads: int = 2
-) -> Path:
-    """Saves such heads for the model in `target`, and returns `directory`."""
-    module = AutoModelForCausalLM.from_pretrained(target)
-    made = tiny_heads(module, token_ids, num_heads)
-    return _save_head(directory, TrainedKind.MEDUSA, target, module, made)
-
-
-def _save_head(directory: Path, kind: TrainedKind, target: Path, module: Any, made: Any) -> Path:
-    description = _description(kind, target, module, made.token_ids)
-    directory.mkdir(parents=True, exist_ok=True)
-    token_ids = torch.tensor(made.token_ids)
-    save_head(directory, made.module, token_ids, description)
     return directory
 
 

@@ -14,7 +14,6 @@ from benchmarks.report import Report
 from draft_service.training.options import STUDENT, DistillOptions, draft_model
 from outrider.config import TargetConfig, deployment_settings
 from outrider.drafters.names import (
-    EAGLE3,
     SHIPPED,
     DrafterChoice,
     DraftModel,
@@ -99,9 +98,8 @@ def distill(arguments: Arguments) -> int:
 
     target, text = _target(config)
     if start_name is not None:
-        trust, heads = config.trust_remote_code, options.kind not in (STUDENT, EAGLE3)
         with blaming("start_from"):
-            start = resolve_model(start_name, trust_remote_code=trust, heads=heads)
+            start = resolve_model(start_name, trust_remote_code=config.trust_remote_code)
         options = replace(options, start_from=start)
     options = replace(
         options,

@@ -105,8 +105,7 @@ def check_names(config: DeploymentConfig) -> DeploymentConfig:
     certainly refuse, and for a draft model whose name is probably misspelt."""
     drafter = config.draft.drafter
     name = drafter.on_target if drafter.model is None else drafter.model.name
-    is_head = drafter.reads_target and drafter.kind != EAGLE3
-    if name is not None and not is_head and not Path(name).expanduser().exists():
+    if name is not None and drafter.kind != MTP and not Path(name).expanduser().exists():
         if config.target.emulated is None and name.lower() == SCHEME:
             raise SettingError(
                 "draft_model",
@@ -123,9 +122,9 @@ def check_names(config: DeploymentConfig) -> DeploymentConfig:
     if name is None or drafter.kind == MTP:
         return config
     with blaming("draft_model"):
-        check_name(name, heads=is_head, drafts=True)
+        check_name(name, drafts=True)
     where = local_path(name)
-    return config if is_head or not where.is_dir() else _with_kind(config, name, where)
+    return _with_kind(config, name, where) if where.is_dir() else config
 
 
 def _with_kind(config: DeploymentConfig, name: str, where: Path) -> DeploymentConfig:
@@ -185,12 +184,11 @@ def _resolved(config: DeploymentConfig) -> DeploymentConfig:
     has_tokenizer = any((directory / one).is_file() for one in _TOKENIZER_FILES)
     places: dict[str, Any] = {"tokenizer_directory": str(directory) if has_tokenizer else ""}
     target, draft = replace(target, directory=str(directory), **places), replace(draft, **places)
-    made_for: dict[str, Any] = {"target_directory": directory, "target_name": name}
     coordinator = replace(coordinator, served_model_name=config.served_model_name, **places)
     if drafter.on_target is None and drafter.model is None:
         return replace(config, target=target, draft=draft, coordinator=coordinator)
     # These imports take seconds and memory, so they run only if needed.
-    from outrider.models.drafter_checkpoint import TrainedKind, check_target, is_trained_drafter
+    from outrider.models.drafter_checkpoint import check_target, is_trained_drafter
     from outrider.models.loading import check_same_tokenizer
     from outrider.models.mtp import check_mtp
 
@@ -201,15 +199,13 @@ def _resolved(config: DeploymentConfig) -> DeploymentConfig:
             drafts = MTP
             check_mtp(directory, name)
         elif model.name is not None:  # Without a name, the target's own weights draft.
-            drafts, is_head = model.name, drafter.reads_target and drafter.kind != EAGLE3
-            where = resolve_model(drafts, trust_remote_code=trust, heads=is_head, drafts=True)
-            named = config if is_head else _with_kind(config, drafts, where)
+            drafts = model.name
+            where = resolve_model(drafts, trust_remote_code=trust, drafts=True)
+            named = _with_kind(config, drafts, where)
             if named is not config:  # Before the fetch, the head's kind was unknown.
                 return _resolved(named)
-            if is_head:
-                check_target(where, TrainedKind(drafter.kind), name=drafts, **made_for)
-            elif drafter.kind != EAGLE3 and is_trained_drafter(where):
-                check_target(where, TrainedKind.STUDENT, name=drafts, **made_for)
+            if drafter.kind != EAGLE3 and is_trained_drafter(where):
+                check_target(where, name=drafts, target_directory=directory, target_name=name)
                 draft = replace(draft, target=name, target_directory=str(directory))
             elif drafter.kind != EAGLE3:
                 check_same_tokenizer(name, drafts, trust_remote_code=trust)

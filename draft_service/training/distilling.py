@@ -238,7 +238,7 @@ class _Run:
         raise SettingError(key, f"{wrong}; raise it, or add texts to --corpus")
 
     def _cache(self, documents: Sequence[Document]) -> TeacherCache:
-        return TeacherCache(self._place, documents, self._module, self._learner.shown)
+        return TeacherCache(self._place, documents, self._module, self._learner.taps)
 
     def _train(self, dataset: Dataset, seconds: float) -> Trainer:
         options, learner = self._options, self._learner

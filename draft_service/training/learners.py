@@ -1,9 +1,7 @@
-"""Drafters in training, a class for each kind.
+"""Drafters in training: small models (students) and EAGLE-3 heads.
 
 kind         a chain begins after position p   and reads
 student      every one; it has one token       the text's tokens
-Medusa       every learned token but the       the text's tokens, and what the target's head read at
-             last of a document                p - 1
 EAGLE-3      every one but a text's first      the text's tokens, what the target's layers read up
                                                to p - 1, and then its own outputs
 
@@ -13,7 +11,7 @@ after the text's tokens up to p + i - 1, as if the earlier draft tokens had been
 
 import copy
 import math
-from collections.abc import Collection
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -26,12 +24,8 @@ from outrider.drafters.names import EAGLE3
 from outrider.errors import SettingError
 from outrider.models.drafter_checkpoint import (
     FORMAT,
-    LoadedHead,
     TrainedDescription,
-    TrainedKind,
     as_stored,
-    head_of,
-    save_head,
 )
 from outrider.models.eagle3 import (
     Eagle3Config,
@@ -42,24 +36,20 @@ from outrider.models.eagle3 import (
 )
 from outrider.models.fingerprint import tensors_fingerprint
 from outrider.models.loading import parameters_on_meta
-from outrider.models.medusa import DraftHeads, load_heads
 from outrider.models.student import load_drafter, narrow_head, save_drafter
 from outrider.models.target_layers import last_norm, layers_of
 from outrider.settings import blaming
 
 from .documents import Array
-from .options import LAYERS, DistillOptions
-from .teacher import Batch, Shown, Target
+from .options import LAYERS, STUDENT, DistillOptions
+from .teacher import Batch, Target
 
 NUM_DEPTHS = 3
 """Length of the chains that train and measure an EAGLE-3 head."""
-NUM_HEADS = 4
-"""Heads of a new Medusa drafter."""
 _LAYERS_WITH_TAPS = 7
 """Fewest layers of a target whose layers 2, n // 2 and n - 3 are distinct."""
-_CHAIN_INNER_WIDTHS = 2
-"""Inner width of a new head, as a multiple of the target's width."""
 _EAGLE3_INNER_WIDTHS = 4
+"""Inner width of a new EAGLE-3 head, as a multiple of the target's width."""
 _EPS, _ROPE_THETA = 1e-5, 10_000.0
 """Epsilon of a new EAGLE-3 head's norms, and the base of its rotary embedding if the target does
 not state one base for all of its layers."""
@@ -68,9 +58,10 @@ _FIRST_SCALE = 0.25
 was trained for the output of the last layer; after an early layer it makes a head far too
 confident. (Cross-entropy of the norm and head after layer 6 of the demo target: 15.2 with factor 1,
 6.7 with 0.3.)"""
+_QUIET = ("fc", "o_proj", "down_proj")
+"""Layers of a new EAGLE-3 head with weights near zero; `fc` also gets an identity."""
 _QUIET_DEVIATION = 1e-3
-"""Standard deviation of new weights whose output is added to a drafter's input. So at first the
-drafter passes its input on almost unchanged."""
+"""Standard deviation of these weights. At first the head passes its input on almost unchanged."""
 
 
 class Depth(NamedTuple):
@@ -86,14 +77,12 @@ class Learner:
     """A drafter of one kind in training. Call `load` or `make` once to give it a module."""
 
     kind: ClassVar[str]
-    shown: Shown = ()
-    """Features of the target that a drafter learns from, besides the target's answers."""
+    taps: tuple[int, ...] = ()
+    """Layers of the target, counted from 0. A drafter learns from what they read, besides the
+    target's answers."""
     num_depths: int | None = None
     """Draft tokens of one step; None = one, so each further token takes another step."""
-    stored_form: ClassVar[str] = (
-        "Embeddings and head are the target's and are not stored here; matrices are stored as int8 "
-        "with one scale a row."
-    )
+    stored_form: ClassVar[str]
     """Text about the stored weights for the model card."""
     key: object
     """Distinguishes the drafter from others of the same kind, target and texts."""
@@ -114,20 +103,16 @@ class Learner:
     @property
     def head(self) -> Tensor:
         """[N, D], the target's head for its tokens; not trained."""
-        weight: Tensor = self.module.head.weight
-        return weight
+        raise NotImplementedError
 
     def load(self, start: Path, target: Target) -> None:
         """Takes a trained drafter to train it further. Raises `SettingError`."""
         name = self._options.start_name or str(start)
         with blaming("start_from"):
-            names = {
-                "name": name, "target_directory": target.directory, "target_name": target.name,
-            }  # fmt: skip
-            loaded = self._load(start, target, names)
+            module, token_ids = self._load(start, target, name)
             self.key = tensors_fingerprint(start)
         self.is_trained = True
-        self._train(loaded.module, np.array(loaded.token_ids, dtype=np.int64))
+        self._train(module, np.array(token_ids, dtype=np.int64))
 
     def make(self, token_ids: Array) -> None:
         """Makes a new drafter for a head of these tokens [N], ascending. New weights depend on the
@@ -142,25 +127,14 @@ class Learner:
 
     def as_stored(self, weight: Tensor) -> Tensor:
         """A weight as it is after saving and loading."""
-        return as_stored(weight)
+        raise NotImplementedError
 
     def save(self, directory: Path, target: Target, fingerprint: str) -> None:
-        """Writes the drafter's files, without the card."""
-        token_ids, description = self._description(target, fingerprint)
-        save_head(directory, self.module, token_ids, description)
+        """Writes the drafter's files, without the card. `fingerprint` is the target's."""
+        raise NotImplementedError
 
-    def _description(self, target: Target, fingerprint: str) -> tuple[Tensor, TrainedDescription]:
-        """The tokens of its logits, and the description of the drafter."""
-        return torch.from_numpy(self.token_ids), TrainedDescription(
-            format=FORMAT,
-            kind=TrainedKind(self.kind),
-            target=target.name,
-            target_fingerprint=fingerprint,
-            vocab_size=len(self._embeddings),
-            draft_vocab_size=len(self.token_ids),
-        )
-
-    def _load(self, start: Path, target: Target, names: Any) -> LoadedHead[Any]:
+    def _load(self, start: Path, target: Target, name: str) -> tuple[Any, Sequence[int]]:
+        """The module of the drafter in `start`, and the tokens of its logits."""
         raise NotImplementedError
 
     def _make(self, token_ids: Tensor) -> Any:
@@ -177,63 +151,6 @@ class Learner:
         for weight in self.weights.values():
             weight.requires_grad_(True)
 
-    def _features(self, batch: Batch) -> Tensor:
-        """[R, D]: what the target showed at the rows of the batch."""
-        return batch.features.flatten(0, 1)[batch.rows].to(self.head.dtype)
-
-    def _rows(self, token_ids: Tensor) -> nn.Parameter:
-        return head_of(self._target.get_output_embeddings().weight, token_ids)
-
-    def _fill(self, module: nn.Module, quiet: Collection[str]) -> None:
-        """Initialises linear layers that have no values, in the target's dtype and on its device:
-        near zero if `quiet` has their name, else with the library's default."""
-        generator = torch.Generator().manual_seed(self._options.seed)
-        for name, linear in module.named_modules():
-            if isinstance(linear, nn.Linear) and linear.weight.is_meta:
-                values = torch.empty(linear.weight.shape)
-                if name.rpartition(".")[2] in quiet:
-                    values.normal_(std=_QUIET_DEVIATION, generator=generator)
-                else:
-                    nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
-                linear.weight = nn.Parameter(values.to(self._embeddings))
-
-
-class Medusa(Learner):
-    """Heads on the target: a step drafts one token with each."""
-
-    kind = TrainedKind.MEDUSA
-
-    def draft(self, batch: Batch) -> list[Depth]:
-        """Chains, cut off at the ends of documents. The chain of row r begins with that row's
-        hidden state, and is compared with rows r + 1, r + 2, .."""
-        features = self._features(batch)
-        following = batch.token_ids.reshape(-1)[batch.rows + 1]
-        rows = torch.arange(len(features), device=features.device)
-        found: list[Depth] = []
-        for depth in range(len(self.module.heads)):
-            goes_on = batch.behind[rows] > 0
-            features, rows = features[goes_on], rows[goes_on]
-            if not len(rows):
-                break
-            features = self.module.advance(depth, features, following[rows])
-            rows = rows + 1
-            found.append(Depth(features, rows))
-        return found
-
-    def _load(self, start: Path, target: Target, names: Any) -> LoadedHead[Any]:
-        return load_heads(start, self._target, **names)
-
-    def _make(self, token_ids: Tensor) -> Any:
-        """Heads that pass on what the target's own head reads."""
-        inner = _CHAIN_INNER_WIDTHS * self._width
-        module = DraftHeads(self._embeddings, self._rows(token_ids), inner, NUM_HEADS)
-        self._fill(module.heads, ("down",))
-        return module
-
-    def _train(self, module: Any, token_ids: Array) -> None:
-        super()._train(module, token_ids)
-        self.num_depths = len(module.heads)
-
 
 class Eagle3(Learner):
     """One more layer, whose input is what three layers of the target read. A step drafts
@@ -245,7 +162,6 @@ class Eagle3(Learner):
         "a directory, change it to the target's directory on your machine."
     )
     num_depths = NUM_DEPTHS
-    shown: tuple[int, ...]
 
     def __init__(self, options: DistillOptions, target: Any) -> None:
         super().__init__(options, target)
@@ -258,7 +174,7 @@ class Eagle3(Learner):
                 f"an EAGLE-3 head reads three layers of its target, which has {num_layers} and "
                 f"needs at least {_LAYERS_WITH_TAPS}",
             )
-        self.shown = (2, num_layers // 2, num_layers - 3)
+        self.taps = (2, num_layers // 2, num_layers - 3)
 
     @property
     def head(self) -> Tensor:
@@ -296,12 +212,10 @@ class Eagle3(Learner):
             architectures=[type(self._target).__name__],
         )  # fmt: skip
 
-    def _load(self, start: Path, target: Target, names: Any) -> LoadedHead[Any]:
-        found = load_eagle3(
-            start, self._target, name=names["name"], target_name=names["target_name"]
-        )
-        self.shown = found.module.layer_ids
-        return LoadedHead(found.module, found.token_ids)
+    def _load(self, start: Path, target: Target, name: str) -> tuple[Any, Sequence[int]]:
+        found = load_eagle3(start, self._target, name=name, target_name=target.name)
+        self.taps = found.module.layer_ids
+        return found.module, found.token_ids
 
     def _make(self, token_ids: Tensor) -> Any:
         """A layer that at first passes on what the target's third-last layer reads. It has the
@@ -321,13 +235,14 @@ class Eagle3(Learner):
         with parameters_on_meta():
             module = Eagle3Head(
                 Eagle3Config(
-                    layer=layer, draft_vocab_size=len(token_ids), layer_ids=self.shown,
+                    layer=layer, draft_vocab_size=len(token_ids), layer_ids=self.taps,
                     target_width=width, norm_before_residual=True, fc_norm=True,
                 )
             )  # fmt: skip
         module.embed_tokens.weight = self._embeddings
-        module.lm_head.weight = self._rows(token_ids)
-        self._fill(module, ("fc", "o_proj", "down_proj"))
+        rows = self._target.get_output_embeddings().weight.detach()
+        module.lm_head.weight = nn.Parameter(rows[token_ids.to(rows.device)], requires_grad=False)
+        self._fill(module)
         module.fc.weight.data[:, -width:].diagonal().add_(1)
         for part in module.modules():
             if isinstance(part, LlamaRMSNorm):
@@ -335,6 +250,19 @@ class Eagle3(Learner):
         last = _FIRST_SCALE * _norm_weight(last_norm(self._target), width)
         module.norm.weight = nn.Parameter(last.to(self._embeddings))
         return module.to(self._embeddings.device)
+
+    def _fill(self, module: nn.Module) -> None:
+        """Initialises linear layers that have no values, in the target's dtype and on its device.
+        Weights named in `_QUIET` are near zero, others have the library's default."""
+        generator = torch.Generator().manual_seed(self._options.seed)
+        for name, linear in module.named_modules():
+            if isinstance(linear, nn.Linear) and linear.weight.is_meta:
+                values = torch.empty(linear.weight.shape)
+                if name.rpartition(".")[2] in _QUIET:
+                    values.normal_(std=_QUIET_DEVIATION, generator=generator)
+                else:
+                    nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+                linear.weight = nn.Parameter(values.to(self._embeddings))
 
     def _train(self, module: Any, token_ids: Array) -> None:
         super()._train(module, token_ids)
@@ -348,8 +276,11 @@ class Student(Learner):
     of its layers. Embeddings and head are not trained, so a student needs less data, and they are
     not stored. It is trained without dropout, as it is served."""
 
-    kind = TrainedKind.STUDENT
-    shown = None
+    kind = STUDENT
+    stored_form = (
+        "Embeddings and head are the target's and are not stored here; matrices are stored as int8 "
+        "with one scale a row."
+    )
 
     def __init__(self, options: DistillOptions, target: Any) -> None:
         super().__init__(options, target)
@@ -368,18 +299,29 @@ class Student(Learner):
         read = self.module.base_model(input_ids=batch.token_ids, use_cache=False)
         return _next_tokens(read.last_hidden_state.flatten(0, 1)[batch.rows])
 
-    def save(self, directory: Path, target: Target, fingerprint: str) -> None:
-        save_drafter(directory, self.module, *self._description(target, fingerprint))
+    def as_stored(self, weight: Tensor) -> Tensor:
+        return as_stored(weight)
 
-    def _load(self, start: Path, target: Target, names: Any) -> LoadedHead[Any]:
+    def save(self, directory: Path, target: Target, fingerprint: str) -> None:
+        description = TrainedDescription(
+            format=FORMAT,
+            kind=STUDENT,
+            target=target.name,
+            target_fingerprint=fingerprint,
+            vocab_size=len(self._embeddings),
+            draft_vocab_size=len(self.token_ids),
+        )
+        save_drafter(directory, self.module, torch.from_numpy(self.token_ids), description)
+
+    def _load(self, start: Path, target: Target, name: str) -> tuple[Any, Sequence[int]]:
         module, info = load_drafter(
-            start, target.directory, name=names["name"], target=target.name, dtype=target.dtype,
+            start, target.directory, name=name, target=target.name, dtype=target.dtype,
             device=target.device, trust_remote_code=target.trust_remote_code,
         )  # fmt: skip
         student: Any = module
         # The target's own embeddings: a copy would be trained but not stored.
         student.get_input_embeddings().weight = self._embeddings
-        return LoadedHead(student, info.logit_token_ids)
+        return student, info.logit_token_ids
 
     def _make(self, token_ids: Tensor) -> Any:
         target = self._target
@@ -415,9 +357,7 @@ class Student(Learner):
         use_plain_attention(module)
 
 
-LEARNERS: dict[str, type[Learner]] = {
-    learner.kind: learner for learner in (Student, Medusa, Eagle3)
-}
+LEARNERS: dict[str, type[Learner]] = {learner.kind: learner for learner in (Student, Eagle3)}
 
 
 def _norm_weight(norm: nn.Module, width: int) -> Tensor:

@@ -1,7 +1,7 @@
 """The options of `outrider distill`."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from outrider.errors import SettingError
 from outrider.limits import SEED_MAX
@@ -9,7 +9,7 @@ from outrider.settings import Internal, between, checked
 
 LAYERS = 5
 DRAFT_VOCAB = 8192
-STUDENT = "student"
+STUDENT: Final = "student"
 
 
 @checked()
@@ -18,10 +18,9 @@ class DistillOptions:
 
     out: Internal[Path]
     """The drafter's directory, new or empty."""
-    kind: Literal["student", "medusa", "eagle3"] = "student"
-    """`student`: a small model of its own; `medusa`: heads on the target; `eagle3`: a layer
-    that reads three of the target's layers, saved in the form of `speculators`, which other
-    programs load too."""
+    kind: Literal["student", "eagle3"] = "student"
+    """`student`: a small model of its own; `eagle3`: a layer that reads three of the target's
+    layers, saved in the form of `speculators`, which other programs load too."""
     minutes: Annotated[float, between(0.01, 7 * 24 * 60)] = 30.0
     """Time to write, read and train, including earlier parts of the same run; measuring is
     extra."""
@@ -46,9 +45,8 @@ class DistillOptions:
     """Seed of all randomness."""
     tokens: Annotated[int | None, between(0, 2**26)] = None
     """Number of tokens that the target writes; unset = as many as the minutes allow. Each takes
-    about 260 bytes on disk. Heads also store hidden states, of prompts as well: 2 bytes (`eagle3`
-    6) a token for each hidden dimension. With `--steps` and without a GPU a run can be repeated
-    exactly."""
+    about 260 bytes on disk. With `--kind eagle3` each token, also of prompts, takes another 6 bytes
+    for each hidden dimension. With `--steps` and without a GPU a run can be repeated exactly."""
     steps: Annotated[int | None, between(1, 10**7)] = None
     """Number of training steps; unset = as many as the minutes allow."""
 

@@ -5,7 +5,7 @@ array       a row for each learned token, in the order of the documents
 `logprobs`  [64] float16, of the target's distribution at temperature 1
 `written`   float16, log-probability of the text's token
 `features`  for drafters that learn from it: [W] the bits of bfloat16, for every token of the
-            text: what some of the target's layers, or its head, read there, side by side
+            text: what some of the target's layers read there, side by side
 
 A file holds the arrays of `_DOCUMENTS_OF_A_FILE` documents.
 """
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,9 +40,6 @@ ROWS_OF_A_BLOCK = {"cpu": 256, "cuda": 8192}
 """Rows of logits that are computed at once."""
 _DOCUMENTS_OF_A_FILE = 64
 _FEATURES = "features"
-Shown = tuple[int, ...] | None
-"""Features that are kept beside the target's answers: what these layers read, counted from 0; for
-(), what its head reads; for None, nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +72,21 @@ class TeacherCache:
         place: Path,
         documents: Sequence[Document],
         module: Any,
-        shown: Shown = None,
+        taps: Sequence[int] = (),
     ) -> None:
-        """The answers are stored in a folder in `place`. `module` is the target's."""
+        """The answers are stored in a folder in `place`. `module` is the target's. What the layers
+        `taps` read, counted from 0, is kept as features."""
         self.documents: list[Document] = []
         for start in range(0, len(documents), _DOCUMENTS_OF_A_FILE):
             pool = documents[start : start + _DOCUMENTS_OF_A_FILE]
             self.documents += sorted(pool, key=lambda one: len(one.token_ids))
-        self.name = folder_name("answers", str(module.dtype), _fingerprint(documents), shown)
+        self.name = folder_name("answers", str(module.dtype), _fingerprint(documents), tuple(taps))
         self._directory = place / self.name
         self.spent = Stopwatch(self._directory)
         self.vocab_size = len(module.get_input_embeddings().weight)
         self.device: torch.device = module.device
         self._module = module
-        self._shown = shown
+        self._taps = taps
         sizes = [(one.num_learned, len(one.token_ids)) for one in self.documents]
         self._starts = np.cumsum([(0, 0), *sizes], axis=0, dtype=np.int64)
         """The starts of each document among learned tokens, and among all tokens."""
@@ -142,7 +139,7 @@ class TeacherCache:
                 for batch in self.batches(pool, size):
                     progress(min(1.0, max(by_time, num_asked / len(self.documents))))
                     answers.append(
-                        ask(self._module, [self.documents[i] for i in batch], self._shown)
+                        ask(self._module, [self.documents[i] for i in batch], self._taps)
                     )
                     num_asked += len(batch)
                 with replacing(self._path) as partial:
@@ -184,13 +181,12 @@ def _joined(parts: Iterable[dict[str, Array]]) -> dict[str, Array]:
     return {name: np.concatenate([part[name] for part in found]) for name in found[0]}
 
 
-def ask(module: Any, documents: Sequence[Document], shown: Shown) -> dict[str, Array]:
+def ask(module: Any, documents: Sequence[Document], taps: Sequence[int]) -> dict[str, Array]:
     """The target's answers about the learned tokens of `documents`, one after another, by array
     name."""
     device = module.device
     ids, rows, following = (torch.from_numpy(part).to(device) for part in packed(documents))
-    watching: Any = watched_layers(module, shown) if shown else nullcontext([])
-    with torch.inference_mode(), watching as watched:
+    with torch.inference_mode(), watched_layers(module, taps) as watched:
         # A causal model does not read the padding after a text, so no mask is needed.
         hidden = module.base_model(input_ids=ids, use_cache=False).last_hidden_state
         read = hidden.flatten(0, 1)[rows]
@@ -202,8 +198,8 @@ def ask(module: Any, documents: Sequence[Document], shown: Shown) -> dict[str, A
     is_small = len(module.get_output_embeddings().weight) <= np.iinfo(np.uint16).max + 1
     answers = {"ids": tokens.astype(np.uint16 if is_small else np.uint32), "logprobs": logprobs,
                "written": written}  # fmt: skip
-    if shown is not None:
-        features = torch.cat([layer.read for layer in watched] or [hidden], -1)
+    if taps:
+        features = torch.cat([layer.read for layer in watched], -1)
         lengths = torch.tensor([len(document.token_ids) for document in documents])
         is_token = (torch.arange(ids.shape[1]) < lengths[:, None]).to(device)
         answers[_FEATURES] = features.bfloat16().view(torch.int16)[is_token].cpu().numpy()
@@ -288,8 +284,8 @@ class Batch:
     behind: Tensor
     """[R]: how many later rows are of the same document."""
     features: Tensor
-    """[B, T, W], bfloat16: what some of the target's layers, or its head, read at every token, side
-    by side; width 0 if not kept."""
+    """[B, T, W], bfloat16: what some of the target's layers read at every token, side by side;
+    width 0 if not kept."""
 
 
 class Dataset:

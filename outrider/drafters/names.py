@@ -14,15 +14,13 @@ SHIPPED = (f"{DEMO}-drafter", f"{DEMO}-head")
 head."""
 _QUANTIZED = "quantized"
 _HYBRID = "hybrid"
-MEDUSA = "medusa"
 EAGLE3 = "eagle3"
 MTP = "mtp"
-_DIRECTORIES = {MEDUSA: "the heads", EAGLE3: "the head"}
-"""Kinds that name a directory, and its content."""
-_KINDS = (_QUANTIZED, _HYBRID, MTP, *_DIRECTORIES)
-_REMOVED = {
-    "early-exit": "EAGLE-3 heads predict more of the target's tokens; use eagle3:DIR_OR_ID",
-}
+_KINDS = (_QUANTIZED, _HYBRID, MTP, EAGLE3)
+_REMOVED = dict.fromkeys(
+    ("early-exit", "medusa"),
+    "EAGLE-3 heads predict more of the target's tokens; use eagle3:DIR_OR_ID",
+)
 """Kinds of earlier versions: why they were removed, and what replaces them."""
 _KIND = re.compile(r"[A-Za-z][\w-]+")
 """Text before a colon that is read as a kind, not as a path. Hub ids have no colon, a directory
@@ -30,8 +28,8 @@ with a colon can be written as `./NAME`, and a single letter begins a Windows pa
 QUANTIZED_BITS = (8, 4)
 """Bits a weight for a target that is its own draft."""
 _FORMS = (
-    "`auto`, `ngram`, `suffix`, a model, `quantized:8`, `quantized:4`, `medusa:DIR`, "
-    "`eagle3:DIR_OR_ID`, `mtp` or `hybrid:LOOKUP,MODEL`, whose MODEL may also be heads"
+    "`auto`, `ngram`, `suffix`, a model, `quantized:8`, `quantized:4`, "
+    "`eagle3:DIR_OR_ID`, `mtp` or `hybrid:LOOKUP,MODEL`, whose MODEL may also be a head"
 )
 
 
@@ -66,7 +64,7 @@ class DraftModel:
 
 @dataclass(frozen=True, slots=True)
 class DrafterChoice:
-    """A drafter: a look-up, a model, heads or one more layer on the target, or a hybrid. A hybrid
+    """A drafter: a look-up, a model, one more layer on the target, or a hybrid. A hybrid
     uses its look-up where that is confident, and otherwise one of the others."""
 
     lookup: LookupKind | None
@@ -75,7 +73,7 @@ class DrafterChoice:
     """The directory or hub id of the weights with which the target drafts, `mtp` for a layer in the
     target's own files; None if the target does not draft."""
     kind: str = ""
-    """The kind of `on_target`: `medusa`, `mtp` or `eagle3`. An `eagle3` head may also run on draft
+    """The kind of `on_target`: `mtp` or `eagle3`. An `eagle3` head may also run on draft
     replicas."""
 
     @property
@@ -102,9 +100,9 @@ def parse_drafter(name: str) -> DrafterChoice:
         return DrafterChoice(None, None, on_target=MTP, kind=MTP)
     if form == _HYBRID:
         return _parse_hybrid(name, rest)
-    if form in _DIRECTORIES:
+    if form == EAGLE3:
         if not rest:
-            raise _wrong(name, f"the directory of {_DIRECTORIES[form]} is missing")
+            raise _wrong(name, "the directory of the head is missing")
         return DrafterChoice(None, None, on_target=rest, kind=form)
     if form == _QUANTIZED:
         if rest not in map(str, QUANTIZED_BITS):
@@ -161,7 +159,7 @@ def _parse_hybrid(name: str, parts: str) -> DrafterChoice:
         raise _wrong(name, f"a hybrid is `{_HYBRID}:LOOKUP,MODEL`, and LOOKUP {lookups}")
     other = parse_drafter(second)
     if other.lookup is not None:
-        raise _wrong(name, "its second part must be a model or heads")
+        raise _wrong(name, "its second part must be a model or a head")
     return replace(other, lookup=_LOOKUPS[first])
 
 
@@ -213,11 +211,6 @@ DRAFTERS = (
         "the target's", "a half to a third of its weights; its keys and values", "none", "sparse",
     ),
     DrafterDescription(
-        "medusa:DIR",
-        "what extra heads on the target predict, sent with its verdicts",
-        "outrider distill --kind medusa", "its weights", "needed", "sparse",
-    ),
-    DrafterDescription(
         "eagle3:DIR_OR_ID",
         "what an EAGLE-3 head draws on the target, or apart from hidden states that it sends",
         "a published head, or outrider distill --kind eagle3",
@@ -236,7 +229,7 @@ DRAFTERS = (
     ),
     DrafterDescription(
         "hybrid:LOOKUP,MODEL",
-        "as its look-up where that is confident, otherwise as its model or heads",
+        "as its look-up where that is confident, otherwise as its model or head",
         "the model's", "of both parts", "the model's", "one-hot or sparse",
     ),
 )  # fmt: skip

@@ -70,7 +70,6 @@ class EmulatedEngine:
 
     draft_layer: LoadedDraftHead | None = None
     """The head that drafts on this target ..."""
-    shows_features = False
     head: LoadedDraftHead | None = None
     """... or on this draft, from the rows of its target."""
     feature_width = 0
@@ -116,7 +115,7 @@ class EmulatedEngine:
     def _open_head(self, spec: EmulatedSpec, role: str) -> None:
         head = LoadedDraftHead(_Head(spec.feature_width), ())
         if spec.head_on == role == "target":
-            self.draft_layer, self.shows_features = head, True
+            self.draft_layer = head
             self._drafts_as = EmulatedEngine(spec, "draft")
         elif spec.head_on == role:
             self.head = head
@@ -146,7 +145,7 @@ class EmulatedEngine:
         return contexts, by._logits(contexts)
 
     def features(self) -> list[torch.Tensor]:
-        """See `FeatureEngine.features`; numbers without a meaning."""
+        """See `DraftingEngine.features`; numbers without a meaning."""
         return [torch.zeros(num, 1) for num in self._num_rows]
 
     def forward_draft(

@@ -165,25 +165,15 @@ class Engine(Protocol):
 
 
 @runtime_checkable
-class FeatureEngine(Engine, Protocol):
-    """An engine that can show what its logits were computed from."""
-
-    @property
-    def shows_features(self) -> bool:
-        """Whether it does; constant."""
-        ...
+class DraftingEngine(Engine, Protocol):
+    """An engine that runs a drafting head as one more layer on the same slots. The head reads
+    pairs: a feature, made from the model's layers at a token, and the next token. A slot also holds
+    the key and value of the pair that its token ends."""
 
     def features(self) -> Sequence[Tensor]:
-        """If it does, for each step of the last `forward` [num_logits, D]: what the model's head
-        computed its logits from, in the model's dtype, on its device. Valid until the next call."""
+        """For each step of the last `forward` the features [num_logits, D], in the model's dtype,
+        on its device. Valid until the next `forward`."""
         ...
-
-
-@runtime_checkable
-class DraftingEngine(FeatureEngine, Protocol):
-    """An engine that runs a drafting head as one more layer on the same slots. The head reads
-    pairs: a feature, made from the model's layers at a token, and the next token. `features`
-    returns these features. A slot also holds the key and value of the pair that its token ends."""
 
     def forward_draft(
         self, steps: Sequence[SequenceStep], features: Sequence[Tensor]

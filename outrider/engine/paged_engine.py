@@ -47,7 +47,6 @@ from outrider.models.compatibility import (
 from outrider.models.draft_head import LoadedDraftHead
 from outrider.models.fingerprint import numerics_fingerprint
 from outrider.models.linear_layers import align_activations, block_rows
-from outrider.models.medusa import LoadedHeads
 from outrider.models.target_layers import Watched, watch_layers, watched_layers
 
 WIDE_STEP_ROWS = 16
@@ -57,8 +56,8 @@ _log = logging.getLogger(__name__)
 
 
 class PagedEngine(PagedSequences):
-    """A `FeatureEngine`, `DraftingEngine` and `FeatureKeeper`. It owns its module: the attention is
-    replaced, and nothing else may call the module."""
+    """A `DraftingEngine` and `FeatureKeeper`. It owns its module: the attention is replaced, and
+    nothing else may call the module."""
 
     feature_width = 0
     """See `FeatureKeeper.feature_width`."""
@@ -74,7 +73,6 @@ class PagedEngine(PagedSequences):
         deterministic: bool = False,
         backend: DeviceBackend | None = None,
         least: Callable[[int], int] = int,
-        draft_heads: LoadedHeads | None = None,
         draft_layer: LoadedDraftHead | None = None,
         drafts_apart: bool = False,
         kernels: PaceKernels | None = None,
@@ -89,7 +87,6 @@ class PagedEngine(PagedSequences):
                            or beside others, at once or in parts, or after a cached prefix
         backend            runs steps on a device; not used if the trial fails with it on any rank
         least              returns the least of all ranks' numbers; keeps trials and pages alike
-        draft_heads        Medusa heads: adds `features`
         draft_layer        adds `features` and `forward_draft`; only the leader of ranks has one
         drafts_apart       the draft layer drafts elsewhere: adds `held_features` instead
         kernels            those that modules were replaced for; used if they pass the trial
@@ -107,17 +104,12 @@ class PagedEngine(PagedSequences):
         self._decoder: FusedDecoder | None = None
         self._span_tokens = SPAN_TOKENS_MAX
         self._thread_counts = sorted({num_threads, contended_threads or num_threads})
-        self.draft_heads, self.draft_layer = draft_heads, draft_layer
-        check(draft_layer is None or draft_heads is None, "a draft layer drafts alone")
+        self.draft_layer = draft_layer
         self._drafts_apart = drafts_apart
-        self.shows_features = draft_heads is not None or draft_layer is not None
-        self._head = None if draft_heads is None else watch_head(module)
         self._taps: dict[int, Watched] = {}
         """The layers that a draft layer reads, in its order. Not used by fused kernels."""
         self.rows_are_equal = False
         """Whether a row's logits do not depend on what else is in its step, bit for bit."""
-        self._read_by_head = torch.empty(0)
-        """What the model's head read in the last step: first the rows [L, D] that were wanted."""
         self._draft_shapes: list[LayerShape] = []
         self._selects_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
         try:
@@ -153,7 +145,6 @@ class PagedEngine(PagedSequences):
         if self._deterministic and self._decoder is None:
             self._make_independent(num_pages)
         self._use_pages(num_pages)
-        self.shows_features &= not self._drafts_apart  # Then only the trial looks at them.
         self.info = replace(
             info,
             max_model_len=min(info.max_model_len, num_pages * PAGE_SIZE),
@@ -289,8 +280,6 @@ class PagedEngine(PagedSequences):
         if not steps:
             return []
         rows, sizes = self._run(self._run_whole, steps)
-        if self._head is not None:
-            self._features = torch.split(self._read_by_head[: sum(sizes)], sizes)
         # Copied outside of inference mode, so that callers may change it in place.
         return list(torch.split(rows.to(self._logits_dtype, copy=True), sizes))
 
@@ -321,11 +310,7 @@ class PagedEngine(PagedSequences):
                 tapped = [self._steps.tapped[index] for index in self._taps]
             else:
                 tapped = [watched.rows_read() for watched in self._taps.values()]
-            found = self._draft.write(step, tapped)
-            if self.shows_features:
-                self._features = newest_rows(found, step)
-        elif self._head is not None and self._decoder is not None:
-            self._read_by_head = self._head.rows_read()
+            self._features = newest_rows(self._draft.write(step, tapped), step)
         return rows
 
     def _call(self, token_ids: Tensor, position_ids: Tensor, logit_rows: Tensor) -> Tensor:
@@ -336,14 +321,5 @@ class PagedEngine(PagedSequences):
             **selection,
         )  # fmt: skip
         wanted = slice(None) if self._selects_logits else logit_rows
-        if self._head is not None:
-            self._read_by_head = self._head.rows_read()[wanted]
         logits: Tensor = output.logits[0][wanted]
         return logits
-
-
-def watch_head(module: Any) -> Watched:
-    """Wraps the head of a causal language model, and returns the wrapper."""
-    watched = Watched(module.get_output_embeddings())
-    module.set_output_embeddings(watched)
-    return watched

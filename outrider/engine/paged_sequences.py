@@ -16,7 +16,6 @@ from outrider.engine.interface import ModelInfo, SequenceStep, check_steps
 from outrider.errors import InvariantError, StepUndone, check
 from outrider.kv_cache.block_pool import BlockPool, Copy
 from outrider.models.draft_head import LoadedDraftHead
-from outrider.models.medusa import LoadedHeads
 
 
 class PageStore(Protocol):
@@ -41,9 +40,6 @@ class PagedSequences:
 
     info: ModelInfo
     stated_seconds = 0.0
-    shows_features = False
-    draft_heads: LoadedHeads | None = None
-    """Medusa heads that draft for the model."""
     draft_layer: LoadedDraftHead | None = None
     """A head that drafts for the model on its pages ..."""
     _draft: DraftLayer | None = None
@@ -83,8 +79,7 @@ class PagedSequences:
         return rows[: sum(sizes)], sizes
 
     def features(self) -> Sequence[Tensor]:
-        """See `FeatureEngine.features`."""
-        check(self.shows_features, "an engine that shows no features keeps none")
+        """See `DraftingEngine.features`."""
         return self._features
 
     def forward_draft(

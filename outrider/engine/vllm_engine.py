@@ -87,7 +87,6 @@ from outrider.models.drafter_check import (
 )
 from outrider.models.fingerprint import numerics_fingerprint
 from outrider.models.loading import LoadOptions, describe_files, refusing, use_device
-from outrider.models.medusa import LoadedHeads
 
 _CAPTURED_BYTES = 2**30
 """Device memory reserved for captured steps, besides the model and its pages."""
@@ -103,7 +102,7 @@ while each engine may have a thread of its own."""
 
 
 class VllmEngine(PagedSequences):
-    """A `FeatureEngine` and `DraftingEngine`. It runs chains only: no attention backend of vLLM
+    """A `DraftingEngine`. It runs chains only: no attention backend of vLLM
     takes trees."""
 
     def __init__(
@@ -118,7 +117,6 @@ class VllmEngine(PagedSequences):
         ranks: Ranks | None = None,
         deterministic: bool = False,
         enforce_eager: bool = False,
-        draft_heads: LoadedHeads | None = None,
         draft_layer: LoadedDraftHead | None = None,
         draft_check: DraftCheck | None = None,
         draft_reads_output: bool = False,
@@ -128,14 +126,13 @@ class VllmEngine(PagedSequences):
         sequences and `max_num_batched_tokens` tokens. Its pages take `kv_cache_memory_bytes`; 0 =
         what `memory_budget` leaves. Steps are compiled, and captured on a CUDA device, unless
         `enforce_eager` or `deterministic`. With the latter, logits do not depend on what else is in
-        a step. With `draft_heads` it has `features`; with a `draft_layer`, which only the leader of
-        several ranks has, `features` and `forward_draft`. Every rank needs the `draft_check`.
+        a step. With a `draft_layer`, which only the leader of several ranks has, it has `features`
+        and `forward_draft`. Every rank needs the `draft_check`.
         `draft_reads_output`: the draft layer reads the model's output, not its layers. Raises
         `ConfigError` for a model that vLLM does not load, whose state cannot be cut back, or that
         does not show what the layer reads."""
         self._device, self._ranks = use_device(**options), ranks
-        self._deterministic, self.draft_heads = deterministic, draft_heads
-        self.shows_features = draft_heads is not None or draft_layer is not None
+        self._deterministic = deterministic
         name, compiles = options.get("name", str(path)), not (enforce_eager or deterministic)
         captures = compiles and self._device.type == "cuda"
         # A draft also reads the tokens that it drafted; trials have `BATCHED_TOKENS_DEFAULT`.
@@ -422,9 +419,6 @@ class VllmEngine(PagedSequences):
         if self._draft is not None:
             found = self._draft.write(step, [tapped[at] for at in self._taps])
             self._features = newest_rows(found, step)
-        elif self.draft_heads is not None:
-            sizes = [held.step.num_logits for held in step.sequences]
-            self._features = torch.split(hidden, sizes)
         return self._rows_of_logits(hidden)
 
     def _rows_of_logits(self, hidden: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from outrider.engine.attention import set_attention
 from outrider.engine.interface import (
+    DraftingEngine,
     Engine,
-    FeatureEngine,
     ModelInfo,
     SequenceStep,
 )
@@ -113,7 +113,7 @@ def check_answers(engine: Engine, expected: Tensor) -> None:
         )  # fmt: skip
 
 
-def check_features(engine: FeatureEngine, expected: Tensor) -> None:
+def check_features(engine: DraftingEngine, expected: Tensor) -> None:
     """Raises `ConfigError` unless the features of the trial's last step, which has just been run,
     are `expected` [T, D]."""
     what = "with paged attention what a drafter reads of it differs by {} of its norm"

@@ -1,50 +1,33 @@
-"""Files of drafters that were trained for one target: what all kinds have in common.
+"""Files of students, which were trained for one target (`student.py`).
 
 file                what it holds
-`drafter.json`      the kind and the target (`TrainedDescription`)
+`drafter.json`      the target (`TrainedDescription`)
 `model.safetensors` all weights that are not the target's, matrices as int8 with one scale per row
                     (`NAME.scale`); `draft_token_ids`, ascending: the tokens that the drafter may
                     propose, whose rows of the target's head it uses
 `README.md`         the model card
 """
 
-import json
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass
-from enum import StrEnum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Final, Generic, Literal, TypedDict, TypeVar, Unpack
+from typing import Final, Literal
 
 import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from outrider.errors import ConfigError
 from outrider.models.fingerprint import tensors_fingerprint
-from outrider.models.loading import read_weights, refusing
 
 CONFIG_FILE = "config.json"
 DESCRIPTION_FILE = "drafter.json"
 WEIGHTS_FILE = "model.safetensors"
 FORMAT: Final = 3
 TOKEN_IDS = "draft_token_ids"  # noqa: S105 (a tensor's name)
-_DOWN = "down.weight"
-"""Suffix of the weights [D, M] that map from a head's inner width back to D."""
 _SCALE = ".scale"
 _INT8_MAX = 127
-_OF_TARGET = frozenset({"embeddings", "head.weight"})
-"""The parameters of a head that it shares with its target."""
-
-
-class TrainedKind(StrEnum):
-    """The kind of a trained drafter."""
-
-    STUDENT = "student"
-    """A small model of the target's architecture (`student.py`)."""
-    MEDUSA = "medusa"
-    """Heads on the target (`medusa.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +36,8 @@ class TrainedDescription:
 
     format: Literal[3]
     """`FORMAT`, the only one that can be read."""
-    kind: TrainedKind
+    kind: Literal["student"]
+
     target: str
     """The target's name, for messages."""
     target_fingerprint: str
@@ -66,16 +50,8 @@ class TrainedDescription:
     __pydantic_config__ = ConfigDict(extra="forbid")
 
 
-class Whose(TypedDict):
-    """A drafter's name, and the target that it is loaded for."""
-
-    name: str
-    target_directory: Path
-    target_name: str
-
-
 def is_trained_drafter(directory: Path) -> bool:
-    """Whether the directory holds a drafter that was trained for one target, of any kind."""
+    """Whether the directory holds a student."""
     return (directory / DESCRIPTION_FILE).is_file()
 
 
@@ -103,103 +79,21 @@ def read_description(directory: Path, name: str) -> TrainedDescription:
     return description
 
 
-def check_target(directory: Path, kind: TrainedKind, **whose: Unpack[Whose]) -> TrainedDescription:
-    """The description of the drafter in `directory`. Raises `ConfigError` unless it is of this kind
-    and was made for these weights."""
-    name, target = whose["name"], whose["target_name"]
+def check_target(
+    directory: Path, *, name: str, target_directory: Path, target_name: str
+) -> TrainedDescription:
+    """The description of the drafter in `directory`. Raises `ConfigError` unless it was made for
+    these weights."""
     description = read_description(directory, name)
-    if description.kind != kind:
-        raise ConfigError(
-            f"drafter {name} is of the kind `{description.kind}`, and is named as a `{kind}`; a "
-            "student goes by its directory alone, every other kind by `KIND:DIR`"
-        )
-    found = tensors_fingerprint(whose["target_directory"])
+    found = tensors_fingerprint(target_directory)
     if description.target_fingerprint != found:
         raise ConfigError(
             f"drafter {name} was made for the target {description.target} with tensors "
-            f"{description.target_fingerprint}, and takes embeddings and head from there; {target} "
-            f"has tensors {found}. Make one for it: outrider distill {target} --kind {kind} "
+            f"{description.target_fingerprint}, and takes embeddings and head from there; "
+            f"{target_name} has tensors {found}. Make one for it: outrider distill {target_name} "
             "--out DIR"
         )
     return description
-
-
-def save_head(
-    directory: Path,
-    module: nn.Module,
-    token_ids: Tensor,
-    description: TrainedDescription,
-    shared: Collection[str] = _OF_TARGET,
-) -> None:
-    """Writes the description and the weights of a drafter that may propose `token_ids` [N].
-    Leaves out the `shared` weights, which are the target's."""
-    tensors = {TOKEN_IDS: token_ids.to(torch.int32)}
-    for name, weight in module.named_parameters():
-        if name not in shared:
-            tensors |= stored(name, weight.detach().cpu())
-    save_file(tensors, str(directory / WEIGHTS_FILE), metadata={"format": "pt"})
-    (directory / WEIGHTS_FILE).chmod(0o644)  # safetensors lets only the owner read it.
-    text = json.dumps(asdict(description), indent=2)
-    (directory / DESCRIPTION_FILE).write_text(text + "\n", encoding="utf-8")
-
-
-class TargetHead(nn.Module):
-    """A drafter that reads a target's hidden states, and has rows of the target's head [N, D]."""
-
-    def __init__(self, head: nn.Parameter) -> None:
-        super().__init__()
-        with torch.device("meta"):
-            self.head = nn.Linear(head.shape[1], head.shape[0], bias=False)
-        self.head.weight = head
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[.., N], float32, of the drafter's own hidden states [.., D]."""
-        logits: Tensor = self.head(hidden)
-        return logits.float()
-
-
-Head = TypeVar("Head", bound=TargetHead)
-
-
-@dataclass(frozen=True)
-class LoadedHead(Generic[Head]):
-    """Medusa heads for one target."""
-
-    module: Head
-    token_ids: tuple[int, ...]
-    """[N], ascending: the tokens of its logits."""
-
-
-def load_head(
-    directory: Path,
-    kind: TrainedKind,
-    rows: Tensor,
-    make: Callable[[nn.Parameter, int, int], Head],
-    **whose: Unpack[Whose],
-) -> LoadedHead[Head]:
-    """The head in `directory` for a target whose own head is `rows` [V, D]. `make` creates the
-    module without values from its part of `rows`, its inner width and its number of heads. Raises
-    `ConfigError`, also if it was made for another target."""
-    name = whose["name"]
-    with refusing(f"drafter {name}:"):
-        description = check_target(directory, kind, **whose)
-        if description.vocab_size != len(rows):
-            raise ConfigError(
-                f"drafter {name}: {DESCRIPTION_FILE} has vocab_size {description.vocab_size}, its "
-                f"target {len(rows)}"
-            )
-        tensors = read_weights(directory)
-        token_ids = checked_token_ids(tensors, description)
-        downs = [values for key, values in tensors.items() if key.endswith(_DOWN)]
-        module = make(head_of(rows, token_ids), downs[0].shape[-1] if downs else 1, len(downs))
-        own = [key for key, _ in module.named_parameters() if key not in _OF_TARGET]
-        put_weights(module, own, tensors, rows.device, name)
-    return LoadedHead(module.requires_grad_(False).eval(), tuple(token_ids.tolist()))
-
-
-def head_of(rows: Tensor, token_ids: Tensor) -> nn.Parameter:
-    """[N, D]: the rows of a target's head [V, D] for `token_ids` [N]."""
-    return nn.Parameter(rows.detach()[token_ids.to(rows.device)], requires_grad=False)
 
 
 def as_stored(values: Tensor) -> Tensor:

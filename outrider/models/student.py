@@ -7,10 +7,13 @@ file                what it holds
 Beside these lie the files that every trained drafter has (`drafter_checkpoint.py`).
 """
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Unpack
 
+import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from outrider.engine.interface import ModelInfo
@@ -18,12 +21,13 @@ from outrider.errors import ConfigError, check
 from outrider.models.drafter_checkpoint import (
     CONFIG_FILE,
     DESCRIPTION_FILE,
+    TOKEN_IDS,
+    WEIGHTS_FILE,
     TrainedDescription,
-    TrainedKind,
     check_target,
     checked_token_ids,
     put_weights,
-    save_head,
+    stored,
 )
 from outrider.models.fingerprint import tokenizer_fingerprint
 from outrider.models.loading import (
@@ -48,9 +52,8 @@ def load_drafter(
     `ConfigError`, also if it was made for another target."""
     name = options.get("name", str(path))
     description = check_target(
-        path, TrainedKind.STUDENT,
-        name=name, target_directory=target_directory, target_name=target,
-    )  # fmt: skip
+        path, name=name, target_directory=target_directory, target_name=target
+    )
     where = use_device(**options)
     module = empty_model(path, **options)
     info = describe(module, path, **options)
@@ -94,7 +97,14 @@ def save_drafter(
     """Writes configuration, description and weights of a drafter whose head has the target's rows
     of `token_ids` [N]. Embeddings and head are left out."""
     module.config.save_pretrained(directory)
-    save_head(directory, module, token_ids, description, shared=_shared_with_target(module))
+    tensors, shared = {TOKEN_IDS: token_ids.to(torch.int32)}, _shared_with_target(module)
+    for name, weight in module.named_parameters():
+        if name not in shared:
+            tensors |= stored(name, weight.detach().cpu())
+    save_file(tensors, str(directory / WEIGHTS_FILE), metadata={"format": "pt"})
+    (directory / WEIGHTS_FILE).chmod(0o644)  # safetensors lets only the owner read it.
+    text = json.dumps(asdict(description), indent=2)
+    (directory / DESCRIPTION_FILE).write_text(text + "\n", encoding="utf-8")
 
 
 def target_ends(directory: Path, *, drafter: str, **options: Unpack[LoadOptions]) -> Any:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from outrider.config import AUTO_ENGINE, VLLM, DraftConfig, ReplicaConfig, TargetConfig
-from outrider.drafters.names import EAGLE3, MTP, LookupKind
+from outrider.drafters.names import MTP, LookupKind
 from outrider.errors import ConfigError, SettingError
 from outrider.limits import SUFFIX_TENANTS
 from outrider.settings import blaming, by_its_keys
@@ -36,9 +36,7 @@ if TYPE_CHECKING:
     from outrider.grammar.compiler import Grammars
     from outrider.models.draft_head import LoadedDraftHead
     from outrider.models.drafter_check import DraftCheck
-    from outrider.models.drafter_checkpoint import Whose
     from outrider.models.eagle3 import LoadedEagle3
-    from outrider.models.medusa import LoadedHeads
 
 T = TypeVar("T")
 STANDARD_ERROR = "-"
@@ -200,15 +198,15 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
     weight = next(module.parameters())
     device = weight.device
     backend = None if config.deterministic else find_backend(device, weight.dtype)
-    own = _own_drafter(config, module, info, ranks)
+    layer = _layer_of_target(config, module, info, ranks)
     shows_features = isinstance(config, TargetConfig) and config.shows_features
     if isinstance(config, TargetConfig) and shows_features:
         info = replace(info, features=_features_of(info, Path(config.heads_directory)))
     kernels = _kernels(config, device, weight.dtype, ranks)
     with blaming("draft_model"):
         speed_up(module, bits=_bits(config), kernels=kernels)
-    for drafter in own.values():
-        speed_up(drafter.module, kernels=kernels)
+    if layer is not None:
+        speed_up(layer.module, kernels=kernels)
     if ranks is not None:
         ranks.wait_for_all()
     num_bytes = config.kv_cache_memory_bytes or memory_budget(
@@ -231,7 +229,7 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
             least=int if ranks is None else partial(least, ranks, device=device),
             drafts_apart=shows_features,
             kernels=kernels,
-            **own,
+            draft_layer=layer,
         )
         _check_length(engine, config)
     return engine
@@ -255,14 +253,11 @@ def _build_vllm(config: ReplicaConfig, num_threads: int, ranks: Ranks | None) ->
     os.environ["VLLM_BATCH_INVARIANT"] = str(int(config.deterministic and is_cuda))
     with by_its_keys(type(config)):
         check_vllm(config)
-    heads, layer, layer_check = None, None, None
-    if isinstance(config, TargetConfig) and config.heads_kind in (EAGLE3, MTP):
+    layer, layer_check = None, None
+    if isinstance(config, TargetConfig) and config.heads_kind:
         layer, layer_check = _draft_layer(config, None, ranks), _draft_check(config)
         if ranks is not None:  # Only the leader loads a layer, which may take long.
             ranks.wait_for_all()
-    elif isinstance(config, TargetConfig) and config.heads_kind:
-        # Loaded before the pages take the rest of the memory.
-        heads = _medusa_heads(config, _ends_of_target(config))
     with by_its_keys(type(config)):
         from outrider.engine.vllm_engine import VllmEngine
 
@@ -276,7 +271,6 @@ def _build_vllm(config: ReplicaConfig, num_threads: int, ranks: Ranks | None) ->
             ranks=ranks,
             deterministic=config.deterministic,
             enforce_eager=config.enforce_eager,
-            draft_heads=heads,
             draft_layer=layer,
             draft_check=layer_check,
             draft_reads_output=isinstance(config, TargetConfig) and config.heads_kind == MTP,
@@ -393,42 +387,23 @@ def _loading(config: ReplicaConfig, num_threads: int | None = None) -> dict[str,
     }  # fmt: skip
 
 
-def _own_drafter(
+def _layer_of_target(
     config: ReplicaConfig, module: torch.nn.Module, info: ModelInfo, ranks: Ranks | None
-) -> dict[str, Any]:
-    """Draft heads or draft layer of a target, as options of `PagedEngine`. Call it before the
-    library's weights and attention are replaced. Of several ranks only the leader gets a layer."""
+) -> LoadedDraftHead | None:
+    """The draft layer of a target, checked; None without one, and on ranks that do not lead. Call
+    it before the library's weights and attention are replaced."""
     if not isinstance(config, TargetConfig) or not config.heads_kind:
-        return {}
-    if config.heads_kind in (EAGLE3, MTP):
-        from outrider.models.drafter_check import library_reader
-        from outrider.models.eagle3 import Eagle3Head
+        return None
+    from outrider.models.drafter_check import library_reader
+    from outrider.models.eagle3 import Eagle3Head
 
-        layer = _draft_layer(config, module, ranks)
-        if ranks is not None:
-            ranks.wait_for_all()
-        layer = _draft_check(config)(layer, library_reader(module, ranks), info)
-        if layer is None:
-            return {}
-        if config.shows_features and isinstance(layer.module, Eagle3Head):
-            layer.module.drop_pairs()
-        return {"draft_layer": layer}
-    return {"draft_heads": _medusa_heads(config, module)}
-
-
-def _whose(config: TargetConfig) -> Whose:
-    return {
-        "name": config.heads,
-        "target_directory": Path(config.directory),
-        "target_name": config.model,
-    }
-
-
-def _medusa_heads(config: TargetConfig, target: Any) -> LoadedHeads:
-    from outrider.models.medusa import load_heads
-
-    with blaming("draft_model"):
-        return load_heads(Path(config.heads_directory), target, **_whose(config))
+    layer = _draft_layer(config, module, ranks)
+    if ranks is not None:
+        ranks.wait_for_all()
+    layer = _draft_check(config)(layer, library_reader(module, ranks), info)
+    if layer is not None and config.shows_features and isinstance(layer.module, Eagle3Head):
+        layer.module.drop_pairs()
+    return layer
 
 
 def _ends_of_target(config: TargetConfig) -> Any:
@@ -561,9 +536,8 @@ def try_device_kernels(engine: Engine) -> None:
         [logits] = engine.forward([SequenceStep("trial", (0, 0), 2)])
         engine.release("trial")
         try_kernels(logits, engine.info.logit_token_ids)
-        for name in ("draft_heads", "draft_layer"):
-            if (own := getattr(engine, name, None)) is not None:
-                try_drafting_kernels(own)
+        if (layer := getattr(engine, "draft_layer", None)) is not None:
+            try_drafting_kernels(layer)
 
 
 def try_drafting_kernels(head: Any) -> None:

@@ -13,7 +13,6 @@ import torch
 from models import (
     byte_level_tokenizer,
     save_tiny_eagle3,
-    save_tiny_heads,
     save_tiny_model,
     save_tiny_raw_eagle3,
 )
@@ -65,7 +64,6 @@ async def actors_here(directory: Path, **settings: Any) -> AsyncIterator[dict[Ro
 @pytest.mark.parametrize(
     ("kind", "save", "has_draft"),
     [
-        ("medusa", save_tiny_heads, False),
         ("eagle3", save_tiny_eagle3, True),
         ("eagle3", save_tiny_eagle3, False),
         ("", save_tiny_raw_eagle3, False),

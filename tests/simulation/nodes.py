@@ -31,8 +31,6 @@ from tests.simulation.shown import (
     CheckedHead,
     KeepingEngine,
     PairEngine,
-    ShownDrafter,
-    ShownEngine,
     pair_drafter,
 )
 from tests.simulation.toy import SPEC, QuickEngine, UnevenEngine
@@ -222,7 +220,6 @@ Builders = dict[str, Callable[[], Any]]
 KINDS: tuple[Builders, ...] = (
     {"target": target_service, "draft": draft_service},
     {"target": target_service, "draft": draft_service},
-    {"target": partial(target_service, ShownEngine, ShownDrafter), "draft": draft_service},
     {"target": partial(target_service, PairEngine, pair_drafter), "draft": draft_service},
     {"target": partial(target_service, KeepingEngine), "draft": head_service},
 )

@@ -1,5 +1,4 @@
-"""Emulated targets that expose the contexts of their logits, or keep features, and drafters
-that use these: heads or a draft layer on the target, or a head on a draft."""
+"""Emulated targets whose features are read, by a draft layer on the target or a head on a draft."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,61 +17,22 @@ from outrider.errors import check
 from outrider.limits import PAGE_SIZE
 from outrider.models.draft_head import LoadedDraftHead
 from outrider.models.eagle3 import Eagle3Config, Eagle3Head, LoadedEagle3
-from outrider.speculation.draft_sampling import draw_from_logits
-from outrider.speculation.proposal import Proposal
-from target_service.self_drafting import PairDrafter
+from target_service.self_drafting import SelfDrafter
 from tests.simulation.toy import QuickEngine
 
 
-class ShownEngine(QuickEngine):
-    """Exposes, for each row of logits, the tokens that it follows from."""
-
-    shows_features = True
+class PairEngine(QuickEngine):
+    """An emulated target with a draft layer. The features of a row of logits are the tokens that it
+    follows from. The layer returns the tokens that a drafted token follows from: the newest one of
+    the features, and the pair's token."""
 
     def forward(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
         rows = super().forward(steps)
-        self._features = list(torch.split(self._rows_contexts, [step.num_logits for step in steps]))
+        self._shown = list(torch.split(self._rows_contexts, [step.num_logits for step in steps]))
         return rows
 
     def features(self) -> list[torch.Tensor]:
-        return self._features
-
-    def _logits(self, contexts: Any) -> torch.Tensor:
-        self._rows_contexts = torch.from_numpy(contexts.astype(np.int64))
-        return super()._logits(contexts)
-
-
-class ShownDrafter:
-    """Drafts as an emulated draft would, from such tokens."""
-
-    reads_features = True
-
-    def __init__(self, spec: EmulatedSpec, engine: ShownEngine) -> None:
-        self._draft = QuickEngine(spec, "draft")
-
-    def propose(
-        self, requests: Sequence[DraftRequest], hidden_states: Sequence[torch.Tensor]
-    ) -> list[Proposal]:
-        return [*map(self._propose, requests, hidden_states)]
-
-    def _propose(self, wanted: DraftRequest, hidden_states: torch.Tensor) -> Proposal:
-        context = [*hidden_states.tolist()[1:], wanted.token_ids[-1]]
-        history = AutoregressiveDraft(wanted).history
-        token_ids, q = [], []
-        for depth in range(wanted.num_draft_tokens):
-            logits = self._draft._logits(np.array([context], dtype=np.uint64))
-            [(token_id, drawn_from)], _ = draw_from_logits(
-                logits, wanted.sampling, [wanted.noise], [depth], history=history
-            )
-            token_ids.append(token_id)
-            q.append(drawn_from)
-            context = [*context[1:], token_id]
-        return Proposal(tuple(token_ids), tuple(q) if wanted.rule.needs_q else ())
-
-
-class PairEngine(ShownEngine):
-    """Its draft layer returns the two tokens that a drafted token follows from: the newest one of
-    the features, and the pair's token."""
+        return self._shown
 
     def forward_draft(
         self, steps: Sequence[SequenceStep], features: Sequence[torch.Tensor]
@@ -83,6 +43,10 @@ class PairEngine(ShownEngine):
             torch.tensor([[*given.tolist()[1:], step.token_ids[0]]])
             for step, given in zip(steps, features, strict=True)
         ]
+
+    def _logits(self, contexts: Any) -> torch.Tensor:
+        self._rows_contexts = torch.from_numpy(contexts.astype(np.int64))
+        return super()._logits(contexts)
 
 
 class EmulatedLayer(torch.nn.Module):
@@ -99,9 +63,9 @@ class EmulatedLayer(torch.nn.Module):
         return self._draft._logits(hidden.numpy().astype(np.uint64))
 
 
-def pair_drafter(spec: EmulatedSpec, engine: PairEngine) -> PairDrafter:
+def pair_drafter(spec: EmulatedSpec, engine: PairEngine) -> SelfDrafter:
     layer: Any = EmulatedLayer(spec)
-    return PairDrafter(LoadedDraftHead(layer, tuple(range(spec.vocab_size))), engine)
+    return SelfDrafter(LoadedDraftHead(layer, tuple(range(spec.vocab_size))), engine)
 
 
 class KeepingEngine(QuickEngine):

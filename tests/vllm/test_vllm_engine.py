@@ -8,13 +8,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import MAX_MODEL_LEN, VOCAB, MakeEngine, save
-from models import save_tiny_heads
 from pages import check_pages
 
-from outrider.config import TargetConfig
 from outrider.engine.interface import SequenceStep
 from outrider.errors import ConfigError, InvariantError
-from outrider.replica.process_setup import build_engine
 
 TOLERANCE = 1e-3
 """Largest difference of a logit in float32."""
@@ -174,25 +171,3 @@ def test_wrong_settings_are_refused(
     save("llama", tmp_path)
     with pytest.raises(ConfigError, match=words):
         make_engine(tmp_path, **changes)
-
-
-def test_heads_read_what_its_own_head_reads(tmp_path: Path) -> None:
-    """The heads also have the rows and the dtype of the model's head."""
-    target = save("llama", tmp_path / "model", torch.bfloat16)
-    heads = save_tiny_heads(tmp_path / "heads", tmp_path / "model", (1, 4, 5))
-    config = TargetConfig(
-        model="tiny", directory=str(tmp_path / "model"), engine="vllm", device="cpu",
-        dtype="bfloat16", max_model_len=MAX_MODEL_LEN, kv_cache_memory_bytes=2**24,
-        enforce_eager=True, heads="medusa:heads", heads_kind="medusa", heads_directory=str(heads),
-    )  # fmt: skip
-    engine: Any = build_engine(config, 1)
-    loaded = engine.draft_heads
-    assert loaded.token_ids == (1, 4, 5)
-    rows = target.get_output_embeddings().weight[[1, 4, 5]]
-    assert torch.equal(loaded.module.head.weight, rows)
-    engine.forward([SequenceStep("a", (1, 2, 3, 4), 2), SequenceStep("b", (5,), 0)])
-    with torch.inference_mode():
-        hidden = target.model(input_ids=torch.tensor([[1, 2, 3, 4]])).last_hidden_state[0]
-    found, nothing = engine.features()
-    torch.testing.assert_close(found, hidden[-2:], atol=0.1, rtol=0.1)
-    assert len(nothing) == 0

@@ -35,7 +35,6 @@ START_S, STEP_S = 240.0, 0.03
     "cell",
     [
         Cell(Rule.TOKEN, 2, "top-k", num_samples=2_400, detects=SOON),
-        Cell(Rule.BLOCK, 3, drafter="heads", token_ids=(0, 1), num_samples=3_000, detects=SOON),
         Cell(Rule.BLOCK, 3, drafter="eagle3", token_ids=(0, 1), num_samples=3_000, detects=SOON),
     ],
     ids=str,
@@ -43,19 +42,19 @@ START_S, STEP_S = 240.0, 0.03
 async def test_completions_follow_the_targets_law(
     cell: Cell, tmp_path: Path, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The draft looks ahead, and heads read the target's hidden states."""
+    """The draft looks ahead, and a head reads the target's hidden states."""
 
     def narrow(family: str, vocab_size: int) -> Any:
         config = config_of(family)
         config.vocab_size, config.hidden_size = vocab_size, 32
         return config
 
-    def engine_of(module: Any, _: Any, draft_heads: Any = None, draft_layer: Any = None) -> Any:
+    def engine_of(module: Any, _: Any, draft_layer: Any = None) -> Any:
         directory = tmp_path / f"model-{id(module)}"
         module.save_pretrained(directory)
         check = None if draft_layer is None else lambda loaded, *_: loaded
         return make_engine(
-            directory, max_num_seqs=64, draft_heads=draft_heads, draft_layer=draft_layer,
+            directory, max_num_seqs=64, draft_layer=draft_layer,
             draft_check=check,
         )  # fmt: skip
 

@@ -57,7 +57,6 @@ class ParallelEngine:
         self.keep: Callable[..., None] = partial(self._on_all, "keep")
         self.release: Callable[..., None] = partial(self._on_all, "release")
         self.draft_layer = getattr(engine, "draft_layer", None)
-        self.shows_features = self.draft_layer is not None
         self._followers = followers
         self._max_num_seqs = max_num_seqs
         self._unsent = bytearray()
@@ -82,7 +81,7 @@ class ParallelEngine:
         return rows
 
     def features(self) -> list[torch.Tensor]:
-        """See `FeatureEngine.features`; with a draft layer."""
+        """See `DraftingEngine.features`; with a draft layer."""
         found: list[torch.Tensor] = self._engine.features()
         return found
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import tiny_config, tiny_eagle3, tiny_heads, tiny_module, twin
+from models import tiny_config, tiny_eagle3, tiny_module, twin
 from rounds import make_head
 from toy_engine import ToyEngine
 
@@ -108,19 +108,15 @@ def flat_head(module: Any) -> LoadedEagle3:
     return layer
 
 
-def by_target(kind: str) -> Propose:
+def by_target() -> Propose:
     module = twin(tiny_target())
-    width = module.config.hidden_size
-    options: dict[str, Any] = {"draft_heads": tiny_heads(module, HEAD_IDS, K)}
-    if kind == "eagle3":
-        layer = flat_head(module)
-        options, width = {"draft_layer": layer}, layer.module.width
-    engine = PagedEngine(module, INFO, **options)
+    layer = flat_head(module)
+    engine = PagedEngine(module, INFO, draft_layer=layer)
     drafter = self_drafter_of(engine)
     assert drafter is not None
     names = [f"s{number}" for number in range(TOGETHER)]
     engine.forward([SequenceStep(name, PROMPT[:-1], num_logits=1) for name in names])
-    features = torch.linspace(-1.0, 1.0, width, dtype=torch.float64)
+    features = torch.linspace(-1.0, 1.0, layer.module.width, dtype=torch.float64)
 
     def propose(
         seeds: Sequence[int], draws: Draws, ends_at: float, siblings: tuple[int, ...]
@@ -167,8 +163,8 @@ def by_draft(proposer: Proposer, look_ahead: int = 0, features: Features | None 
 
 
 def drafting(kind: str) -> Propose:
-    if kind in ("medusa", "eagle3"):
-        return by_target(kind)
+    if kind == "eagle3":
+        return by_target()
     if kind == "apart":
         layer = flat_head(twin(tiny_target()))
         width = layer.module.width
@@ -193,7 +189,7 @@ def proposed(
     return found
 
 
-KINDS = ("medusa", "eagle3", "apart", "model", "look-ahead")
+KINDS = ("eagle3", "apart", "model", "look-ahead")
 SIBLINGS = (2, 1, 1)
 CELLS = [(kind, ()) for kind in KINDS] + [(kind, SIBLINGS) for kind in (*KINDS[:-1], "parallel")]
 """Parallel drafters draw chains together: `test_parallel_drafts.py`."""

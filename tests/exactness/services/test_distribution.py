@@ -23,7 +23,6 @@ from models import (
     tiny_config,
     tiny_drafter,
     tiny_eagle3,
-    tiny_heads,
     tiny_module,
     twin,
 )
@@ -130,9 +129,8 @@ class Cell:
     num_draft_tokens: int
     params: str = "plain"
     drafter: str = "model"
-    """`parallel`: a model that drafts in one pass, with its last token as parallel token; `heads`,
-    `eagle3` or `mtp`: the target itself; `apart`: an EAGLE-3 head that the target sends
-    features; `none`."""
+    """`parallel`: a model that drafts in one pass, with its last token as parallel token; `eagle3`
+    or `mtp`: the target itself; `apart`: an EAGLE-3 head that the target sends features; `none`."""
     token_ids: tuple[int, ...] = ()
     """The target's tokens that are drafted; empty = `draft_vocab_size` tokens."""
     draft_vocab_size: int = 3
@@ -143,7 +141,6 @@ class Cell:
     """The seed of the target's weights is 3."""
     draft_bits: int | None = None
     """Bits that the draft's weights are rounded to."""
-    num_heads: int = 3
     siblings: int = 0
     """Candidates beside each draft token: proposals are trees."""
     length_control: bool = False
@@ -224,9 +221,9 @@ ADAPTIVE_CELLS = [
     *(
         Cell(
             Rule.TOKEN, 3, "plain", drafter, (0, 2, 3), vocab_size=4, grammar=True,
-            siblings=int(drafter == "heads"), **FEW,
+            siblings=int(drafter == "eagle3"), **FEW,
         )
-        for drafter in ("heads", "apart", "eagle3")
+        for drafter in ("apart", "eagle3")
     ),
 ]  # fmt: skip
 """Faults where more than the target's answers decides what is drafted, in few samples, because
@@ -261,7 +258,7 @@ GRID = [
     *(Cell(rule, 4, draft_seed=3, draft_bits=8, num_tokens=4, **WIDE) for rule in RULES),
     *(
         Cell(rule, 4, params, drafter, (0, 1, 3), vocab_size=4, **WIDE)
-        for drafter in ("heads", "apart", "eagle3")
+        for drafter in ("apart", "eagle3")
         for rule, params in product(RULES, ("plain", "penalised", "biased"))
     ),
     *(
@@ -271,12 +268,10 @@ GRID = [
     Cell(Rule.TOKEN, 2, "plain", "parallel", draft_vocab_size=4, siblings=1),
     *(
         Cell(rule, 4, "late", drafter, (0, 1, 3) if drafter != "model" else (), vocab_size=4,
-             draft_vocab_size=4, siblings=int(drafter == "heads"), **WIDE)
-        for rule, drafter in product(RULES, ("model", "heads", "apart"))
-        if not (drafter == "heads" and rule is Rule.BLOCK)
+             draft_vocab_size=4, siblings=int(drafter == "eagle3"), **WIDE)
+        for rule, drafter in product(RULES, ("model", "eagle3", "apart"))
+        if not (drafter == "eagle3" and rule is Rule.BLOCK)
     ),
-    # Heads draft trees of fewer places than are asked for.
-    Cell(Rule.TOKEN, 3, "top-p", "heads", (0, 2), num_heads=2, siblings=1),
     Cell(Rule.TOKEN, 4, num_tokens=1, max_tokens=1, num_samples=7_600),
     Cell(Rule.BLOCK, 4, "top-k", num_tokens=6, max_tokens=6, num_samples=12_500),
 ]  # fmt: skip
@@ -306,9 +301,7 @@ def engines_of(cell: Cell, module: Any) -> dict[str, Any]:
     eos, ids = ((END,) if cell.ends else ()), cell.token_ids
     options: dict[str, Any] = {}
     found: dict[str, Any] = {"draft_engine": None}
-    if cell.drafter == "heads":
-        options["draft_heads"] = tiny_heads(module, ids, cell.num_heads)
-    elif cell.drafter == "eagle3":
+    if cell.drafter == "eagle3":
         options["draft_layer"] = tiny_eagle3(module, ids)
     elif cell.drafter == "mtp":
         options["draft_layer"] = tiny_mtp(module)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from library_text import library_text
-from models import depth_cut, tiny_config, tiny_eagle3, tiny_heads, tiny_module, twin
+from models import depth_cut, tiny_config, tiny_eagle3, tiny_module, twin
 from paged_engines import shorten_pages
 from pages import check_pages
 from stack import Stack, running_stack
@@ -159,7 +159,7 @@ class Counted:
     def __init__(self, drafter: SelfDrafter | None) -> None:
         assert drafter is not None
         self._drafter = drafter
-        self.reads_features = drafter.reads_features
+        self.engine = drafter.engine
         self.num_tokens = 0
 
     def propose(
@@ -231,14 +231,12 @@ async def check_tiny(stack: Stack, module: Any) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", ["draft_heads", "draft_layer"])
 @pytest.mark.parametrize("siblings", [0, 2])
 async def test_a_target_that_drafts_itself_writes_what_it_would_without(
-    tiny: Any, tmp_path: Path, kind: str, siblings: int
+    tiny: Any, tmp_path: Path, siblings: int
 ) -> None:
     original, ids = twin(tiny), range(0, TINY_VOCAB, 2)
-    makers: dict[str, Any] = {"draft_heads": tiny_heads, "draft_layer": tiny_eagle3}
-    target = tiny_engine(tiny, **{kind: makers[kind](tiny, ids)})
+    target = tiny_engine(tiny, draft_layer=tiny_eagle3(tiny, ids))
     drafter = Counted(self_drafter_of(target))
     async with running_stack(
         target, None, tmp_path, draft_siblings=siblings, self_drafter=drafter

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from coordinator_bench import CONFIG, REQUEST, STEP_S, Bench, SlowText, bench, failing, running
 from rounds import SeverableLink
 from stack import toy_text
@@ -16,6 +17,7 @@ from coordinator.service import TROUBLE_S
 from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService
 from outrider.drafters.drafter import DraftRequest
+from outrider.engine.interface import SequenceStep
 from outrider.engine.step_costs import StepCosts
 from outrider.errors import (
     DataLoss,
@@ -435,13 +437,22 @@ async def test_sessions_of_a_draft_on_trial_learn_separately_but_know_all_seeds(
         assert lengths._draft is kept.description
 
 
-class Repeats:
-    """Drafts on a target: one token over and over."""
+class Repeating(ToyEngine):
+    """A target's engine and self-drafter, which drafts one token over and over."""
 
-    reads_features = False
+    @property
+    def engine(self) -> "Repeating":
+        return self
+
+    def forward(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
+        self._num_rows = [step.num_logits for step in steps]
+        return super().forward(steps)
+
+    def features(self) -> list[torch.Tensor]:
+        return [torch.empty(num, 1) for num in self._num_rows]
 
     def propose(
-        self, requests: Sequence[DraftRequest], hidden_states: Sequence[Any] = ()
+        self, requests: Sequence[DraftRequest], hidden_states: Sequence[torch.Tensor]
     ) -> list[Proposal]:
         return [Proposal((1,) * one.num_draft_tokens) for one in requests]
 
@@ -453,13 +464,13 @@ def token_ids(events: Sequence[Event]) -> list[int]:
 async def test_sessions_of_a_target_on_trial_learn_and_are_counted_apart() -> None:
     """Also once it is lost: they go on with the other target, and are counted there."""
     costs = [StepCosts((1,), (seconds,)) for seconds in (STEP_S, 2 * STEP_S)]
+    engines: list[Any] = [Repeating(), Repeating()]
     targets = [
         TargetService(
-            ToyEngine(), InlineExecutor(lambda: STEP_S), max_num_seqs=8, self_drafter=Repeats(),
-            costs=one,
+            engine, InlineExecutor(lambda: STEP_S), max_num_seqs=8, self_drafter=engine, costs=one
         )
-        for one in costs
-    ]  # fmt: skip
+        for engine, one in zip(engines, costs, strict=True)
+    ]
     async with bench(target=targets[0], length_control=True) as b:
         request = replace(REQUEST, seed=None, sampling=SamplingParams(temperature=0.0))
         text = token_ids(await b.events(request))

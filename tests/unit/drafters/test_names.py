@@ -25,7 +25,7 @@ from outrider.errors import SettingError
         ("./a:b/c", DrafterChoice(None, DraftModel("./a:b/c"))),
         ("quantized:8", DrafterChoice(None, DraftModel(None, 8))),
         ("hybrid:ngram,quantized:4", DrafterChoice(LookupKind.NGRAM, DraftModel(None, 4))),
-        ("hybrid:suffix,medusa:/a,b", DrafterChoice(LookupKind.SUFFIX, None, "/a,b", "medusa")),
+        ("hybrid:suffix,eagle3:/a,b", DrafterChoice(LookupKind.SUFFIX, None, "/a,b", "eagle3")),
         ("hybrid:suffix,eagle3:a/b", DrafterChoice(LookupKind.SUFFIX, None, "a/b", "eagle3")),
         ("hybrid:suffix,mtp", DrafterChoice(LookupKind.SUFFIX, None, "mtp", "mtp")),
     ],
@@ -43,7 +43,7 @@ def test_a_name_says_who_proposes(name: str, choice: DrafterChoice) -> None:
         ("mtp:a/b", "`mtp` takes nothing after it"),
         ("hybrid:demo,suffix", "LOOKUP `ngram` or `suffix`"),
         ("hybrid:suffix,hybrid:ngram,demo", "its second part must be a model"),
-        ("medusa:", "the directory of the heads is missing"),
+        ("eagle3:", "the directory of the head is missing"),
         ("hybrid:suffix,eagle:a", "there is no kind `eagle`; did you mean eagle3?"),
     ],
 )
@@ -54,7 +54,7 @@ def test_a_name_that_is_none_is_refused_with_those_that_are(name: str, says: str
     assert says in caught.value.reason
 
 
-@pytest.mark.parametrize("name", ["early-exit:DIR", "hybrid:suffix,early-exit:DIR"])
+@pytest.mark.parametrize("name", ["early-exit:DIR", "medusa:DIR", "hybrid:suffix,medusa:DIR"])
 def test_a_removed_kind_is_refused_with_its_successor(name: str) -> None:
     with pytest.raises(SettingError, match=r"is no longer supported, as .*; use eagle3:") as caught:
         DraftConfig(model=name)

@@ -129,7 +129,6 @@ class Pair:
 def test_drafts_are_those_of_the_dense_head(kind: str) -> None:
     pair = Pair(kind)
     assert isinstance(pair.engine, DraftingEngine)
-    assert pair.engine.shows_features
     first, other = ids(37), ids(11, 2)
     pair.forward([SequenceStep("a", first, 2)])
     pair.draft("a")

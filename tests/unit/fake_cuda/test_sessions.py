@@ -13,7 +13,7 @@ import pytest
 import torch
 from constrained import CONSTRAINTS, grammar, grammars, hf_tokenizer
 from fake_cuda import BACKEND, CUDA, VOCAB, DeviceWatch, fake_engine, to_device
-from models import tiny_config, tiny_eagle3, tiny_heads, tiny_module
+from models import tiny_config, tiny_eagle3, tiny_module
 from rounds import GREEDY, PENALISED, make_head
 
 from draft_service.feature_drafter import FeatureDrafter, HeadEngine
@@ -52,16 +52,12 @@ _sessions = count(1)
 @cache
 def verifier(kind: str = "") -> Verifier:
     module = tiny_module(tiny_config("llama", VOCAB))
-    make: Any = {"heads": tiny_heads, "layer": tiny_eagle3, "apart": tiny_eagle3}.get(kind)
-    head = None if make is None else make(module, range(0, VOCAB, 2))
-    if head is not None:
-        to_device(head.module)
-    options: Any = {
-        "heads": {"draft_heads": head},
-        "layer": {"draft_layer": head},
-        "apart": {"draft_layer": head, "drafts_apart": True},
-    }.get(kind, {})
-    engine = fake_engine(to_device(module), BACKEND, **options)
+    layer = tiny_eagle3(module, range(0, VOCAB, 2)) if kind else None
+    if layer is not None:
+        to_device(layer.module)
+    engine = fake_engine(
+        to_device(module), BACKEND, draft_layer=layer, drafts_apart=kind == "apart"
+    )
     drafter = self_drafter_of(engine)
     return Verifier(engine, TokenBudget(2**20, 1024), drafter, perf_counter, grammars())
 
@@ -215,7 +211,6 @@ CASES: dict[str, tuple[Case, tuple[int, int, int]]] = {
     "tree": (verdicts(Rule.COUPLED, FILTERED, TREE), (1, 4, 14)),
     "tree of q": (verdicts(Rule.TOKEN, FILTERED, TREE, drafted=(97, 98, 105)), (1, 2, 10)),
     "features": (verdicts(Rule.TOKEN, FILTERED, kind="apart", features_from=0), (2, 5, 20)),
-    "heads": (verdicts(Rule.TOKEN, WARM, kind="heads", num_next_draft_tokens=2), (3, 7, 92)),
     "layer": (verdicts(Rule.TOKEN, WARM, kind="layer", num_next_draft_tokens=2), (3, 12, 131)),
     "drafts by token": (drafts(Rule.TOKEN, WARM), (2, 4, 50)),
     "drafts coupled": (drafts(Rule.COUPLED, FILTERED), (2, 4, 60)),

@@ -11,7 +11,7 @@ from itertools import count
 
 import pytest
 from fake_cuda import BACKEND, VOCAB, DeviceWatch, fake_engine, to_device
-from models import tiny_config, tiny_eagle3, tiny_heads, tiny_module
+from models import tiny_config, tiny_eagle3, tiny_module
 
 from outrider.engine.interface import SequenceStep
 from outrider.engine.paged_engine import PagedEngine
@@ -22,16 +22,14 @@ _names = map(str, count())
 
 @cache
 def engine(kind: str) -> PagedEngine:
-    """Of two layers, with features or a draft layer."""
+    """Of two layers."""
     module = tiny_module(tiny_config("gemma2" if kind == "windows" else "llama", VOCAB))
     if kind == "eagle3":
         layer = tiny_eagle3(module, range(VOCAB))
         to_device(layer.module)
         return fake_engine(to_device(module), BACKEND, draft_layer=layer)
-    heads = tiny_heads(module, range(VOCAB))
-    to_device(heads.module)
     backend = None if kind == "gathered" else BACKEND
-    return fake_engine(to_device(module), backend, draft_heads=heads)
+    return fake_engine(to_device(module), backend)
 
 
 def grown(engine: PagedEngine, num: int, length: int = 5) -> list[str]:
@@ -63,7 +61,7 @@ def draft(engine: PagedEngine, names: list[str]) -> None:
 
 def features(engine: PagedEngine, names: list[str]) -> None:
     steps(4, 4)(engine, names)
-    assert [tuple(rows.shape) for rows in engine.features()] == [(4, 32)] * len(names)
+    assert [tuple(rows.shape) for rows in engine.features()] == [(4, 24)] * len(names)
 
 
 def forks(engine: PagedEngine, names: list[str]) -> None:
@@ -93,7 +91,7 @@ CASES: dict[str, tuple[Case, dict[str, tuple[int, int, int]]]] = {
         {"gathered": (0, 3, 27), "tables": (0, 2, 10), "windows": (0, 2, 10), "eagle3": (0, 3, 23)},
     ),
     "draft": (draft, {"eagle3": (0, 3, 31)}),
-    "features": (features, {"tables": (0, 1, 9)}),
+    "features": (features, {"eagle3": (0, 2, 22)}),
     "forks": (forks, {"tables": (0, 2, 14)}),
     "kept path": (kept_paths, {"tables": (0, 4, 24)}),
 }

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -88,7 +89,7 @@ def test_ranks_are_refused(target: Path, drafter: Path) -> None:
     ("changes", "message"),
     [
         ({"format": 2}, "format is missing, wrong or not known: Input should be 3"),
-        ({"kind": "oracle"}, "kind is .*'student' or 'medusa'"),
+        ({"kind": "oracle"}, "kind is missing, wrong or not known: Input should be 'student'"),
         ({"colour": "red"}, "colour is missing, wrong or not known"),
         ({"draft_vocab_size": 6}, r"draft_token_ids are torch.int32 \[7\], not 6"),
         ({"vocab_size": 33}, r"drafter.json has vocab_size 33, config.json 32"),
@@ -99,6 +100,33 @@ def test_a_wrong_description_is_refused(
 ) -> None:
     path = drafter / DESCRIPTION_FILE
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ConfigError, match=message):
+        load(drafter, target)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop("model.norm.weight"), "lack the weights model.norm.weight"),
+        (
+            lambda tensors: tensors.update({"model.norm.weight": torch.zeros(1)}),
+            r"model.norm.weight is \[1\]; .* is needed",
+        ),
+        (
+            lambda tensors: tensors["model.norm.weight"].fill_(torch.nan),
+            "model.norm.weight is not finite",
+        ),
+    ],
+)
+def test_broken_files_are_refused(
+    target: Path,
+    drafter: Path,
+    change: Callable[[dict[str, torch.Tensor]], object],
+    message: str,
+) -> None:
+    tensors = load_file(drafter / "model.safetensors")
+    change(tensors)
+    save_file(tensors, drafter / "model.safetensors")
     with pytest.raises(ConfigError, match=message):
         load(drafter, target)
 

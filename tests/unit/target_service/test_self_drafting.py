@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import flat_module, tiny_eagle3, tiny_heads, twin
+from models import flat_module, tiny_eagle3, twin
 from paged_engines import shorten_pages
 from rounds import GREEDY, RULES, Replica, make_head, outcome_of
 
@@ -26,11 +26,7 @@ from target_service.self_drafting import SelfDrafter
 VOCAB, LENGTH = 24, 40
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
 HEAD_IDS = tuple(range(0, VOCAB, 2))
-NUM_HEADS = 3
 SEED = 11
-MEDUSA, EAGLE3 = KINDS = ("medusa", "eagle3")
-ON_PAGES = {EAGLE3: "forward_draft"}
-"""Kinds that draft on the target's pages, and the steps that they do it with."""
 
 
 class Target(Replica):
@@ -38,14 +34,13 @@ class Target(Replica):
 
     def __init__(
         self,
-        drafter: SelfDrafter | None = None,
-        kind: str = MEDUSA,
+        drafter: Callable[[Any], Any] | None = None,
         clock: Callable[[], float] = lambda: 0.0,
         **options: Any,
     ) -> None:
-        self.module, engine = tiny_engine(kind, **options)
+        self.module, engine = tiny_engine(**options)
         super().__init__(
-            "target", engine, max_num_seqs=8, self_drafter=drafter or drafter_of(engine),
+            "target", engine, max_num_seqs=8, self_drafter=(drafter or drafter_of)(engine),
             clock=clock,
         )  # fmt: skip
 
@@ -67,26 +62,15 @@ class Target(Replica):
         assert isinstance(reply, VerdictReply), reply
         return reply
 
-    def num_drafted(self, wanted: int) -> int:
-        """Heads draft at most as many tokens as there are heads."""
-        return wanted if self.engine.draft_heads is None else min(wanted, NUM_HEADS)
-
     def logits(self, tokens: Sequence[int], drafted: Sequence[int]) -> torch.Tensor:
         """The logits after the newest of `tokens` and the drafted ones, `drafted`."""
-        if (layer := self.engine.draft_layer) is not None:
-            states = self.module(torch.tensor([tokens[:-1]]), output_hidden_states=True)
-            taps = [states.hidden_states[index] for index in layer.module.layer_ids]
-            pairs = layer.module.fuse(torch.cat(taps, -1))
-            text = torch.tensor([[*tokens[1:], *drafted[1:]]])
-            return layer.module.logits(
-                [*layer.module.unroll(pairs, text, len(drafted))][-1][0, -1:]
-            )
-        assert self.engine.draft_heads is not None
-        heads = self.engine.draft_heads.module
-        features = self.module.base_model(torch.tensor([tokens[:-1]])).last_hidden_state[:, -1]
-        for depth, token in enumerate(drafted):
-            features = heads.advance(depth, features, torch.tensor([token]))
-        return heads.logits(features)
+        layer = self.engine.draft_layer
+        assert layer is not None
+        states = self.module(torch.tensor([tokens[:-1]]), output_hidden_states=True)
+        taps = [states.hidden_states[index] for index in layer.module.layer_ids]
+        pairs = layer.module.fuse(torch.cat(taps, -1))
+        text = torch.tensor([[*tokens[1:], *drafted[1:]]])
+        return layer.module.logits([*layer.module.unroll(pairs, text, len(drafted))][-1][0, -1:])
 
     def expected(
         self, tokens: Sequence[int], rule: Rule, sampling: SamplingParams, num: int
@@ -94,7 +78,7 @@ class Target(Replica):
         """By the library's own pass over all committed tokens."""
         drafted, q = [tokens[-1]], []
         noise = RoundNoise(SEED, rule, len(tokens))
-        for depth in range(self.num_drafted(num)):
+        for depth in range(num):
             output = (*tokens[len(PROMPT) :], *drafted[1:])
             [(token_id, distribution)], _ = draw_from_logits(
                 self.logits(tokens, drafted), sampling, [noise], [depth],
@@ -112,28 +96,21 @@ def drafter_of(engine: PagedEngine) -> SelfDrafter:
     return drafter
 
 
-def tiny_engine(kind: str, **options: Any) -> tuple[Any, PagedEngine]:
+def tiny_engine(**options: Any) -> tuple[Any, PagedEngine]:
     """The engine of a target that drafts itself, and a copy of its module."""
     module = flat_module(VOCAB, LENGTH)
     original = twin(module)
     info = ModelInfo("tiny", VOCAB, LENGTH, "float64", (), "w", "t")
-    if kind == MEDUSA:
-        options["draft_heads"] = tiny_heads(module, HEAD_IDS, NUM_HEADS)
-    else:
-        layer = options["draft_layer"] = tiny_eagle3(module, HEAD_IDS)
-        layer.module.lm_head.weight.mul_(0.1)
+    layer = options["draft_layer"] = tiny_eagle3(module, HEAD_IDS)
+    layer.module.lm_head.weight.mul_(0.1)
     return original, PagedEngine(module, info, **options)
 
 
 @pytest.mark.parametrize(("rule", "sampling"), RULES)
-@pytest.mark.parametrize("kind", KINDS)
-async def test_what_is_proposed_behind_each_outcome(
-    kind: str, rule: Rule, sampling: SamplingParams
-) -> None:
-    """In many rounds, with draft tokens accepted and rejected and the next round's noise: heads
-    draw from the features of the token before the newest one, an EAGLE-3 head from all pairs of the
-    text."""
-    async with Target(kind=kind) as target:
+async def test_what_is_proposed_behind_each_outcome(rule: Rule, sampling: SamplingParams) -> None:
+    """In many rounds, with draft tokens accepted and rejected and the next round's noise: the
+    head draws from all pairs of the text."""
+    async with Target() as target:
         tokens, proposal = list(PROMPT), NOTHING_SEALED
         accepted = []
         for index in range(9):
@@ -145,18 +122,17 @@ async def test_what_is_proposed_behind_each_outcome(
             tokens += outcome.token_ids
             proposal = reply.next_proposal
             assert proposal.open() == target.expected(tokens, rule, sampling, 4)
-            assert 0 < len(proposal) == target.num_drafted(4)
+            assert 0 < len(proposal) == 4
         # Two random heads seldom find the same token likeliest.
         assert rule is Rule.GREEDY or len(set(accepted)) > 1
 
 
 @pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.COUPLED, Rule.GREEDY])
-@pytest.mark.parametrize("kind", KINDS)
-async def test_siblings_stand_beside_what_is_drawn(kind: str, rule: Rule) -> None:
+async def test_siblings_stand_beside_what_is_drawn(rule: Rule) -> None:
     """The spine is the chain's; siblings are accepted at times, and the next proposal continues
     there."""
     sampling = GREEDY if rule is Rule.GREEDY else SamplingParams()
-    async with Target(kind=kind) as target:
+    async with Target() as target:
         tokens, proposal, beside = list(PROMPT), NOTHING_SEALED, 0
         for index in range(14):
             reply = await target.verify(
@@ -173,10 +149,9 @@ async def test_siblings_stand_beside_what_is_drawn(kind: str, rule: Rule) -> Non
         assert rule is not Rule.COUPLED or beside > 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
-async def test_rounds_of_several_sessions_are_drafted_for_together(kind: str) -> None:
+async def test_rounds_of_several_sessions_are_drafted_for_together() -> None:
     wants = {1: (Rule.TOKEN, 2), 2: (Rule.COUPLED, 0), 3: (Rule.COUPLED, 3), 4: (Rule.TOKEN, 1)}
-    async with Target(kind=kind) as target:
+    async with Target() as target:
         items = [
             VerifyItem(
                 make_head([*PROMPT, n], session=n, rule=rule, seed=SEED, prompt_length=len(PROMPT)),
@@ -203,9 +178,8 @@ async def test_no_end_is_proposed_before_min_tokens() -> None:
     assert first_free in HEAD_IDS[1:]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-async def test_no_more_is_proposed_than_fits(kind: str) -> None:
-    async with Target(kind=kind) as target:
+async def test_no_more_is_proposed_than_fits() -> None:
+    async with Target() as target:
         for room, expected in ((3, 2), (2, 1), (1, 0)):
             tokens = [*PROMPT, *[5] * (LENGTH - len(PROMPT) - room)]
             reply = await target.verify(tokens, NOTHING_SEALED, num_next=3, session=room)
@@ -214,7 +188,8 @@ async def test_no_more_is_proposed_than_fits(kind: str) -> None:
 
 async def test_a_verdict_stands_without_a_proposal() -> None:
     class Broken:
-        reads_features = True
+        def __init__(self, engine: Any) -> None:
+            self.engine = engine
 
         def propose(
             self, requests: Sequence[DraftRequest], hidden_states: Sequence[torch.Tensor]
@@ -223,7 +198,7 @@ async def test_a_verdict_stands_without_a_proposal() -> None:
 
     async with Target() as target:
         expected = await target.verify(PROMPT, NOTHING_SEALED, num_next=3)
-    async with Target(Broken()) as target:
+    async with Target(Broken) as target:
         reply = await target.verify(PROMPT, NOTHING_SEALED, num_next=3)
     assert reply.verdict == expected.verdict
     assert reply.next_proposal == NOTHING_SEALED
@@ -234,11 +209,10 @@ async def test_the_target_says_that_it_drafts() -> None:
         assert (await target.link.describe(1.0)).drafts_itself
 
 
-@pytest.mark.parametrize("kind", ON_PAGES)
-async def test_drafting_on_pages_leaves_the_target_as_it_was(kind: str) -> None:
+async def test_drafting_on_pages_leaves_the_target_as_it_was() -> None:
     """After a rejected draft the engine holds all committed tokens but the newest, and no further
     page; the next proposal reports that."""
-    async with Target(kind=kind) as target:
+    async with Target() as target:
         tokens, proposal = list(PROMPT), NOTHING_SEALED
         for index in range(4):
             reply = await target.verify(tokens, proposal, 4, rule=Rule.TOKEN, round_index=index)
@@ -251,17 +225,15 @@ async def test_drafting_on_pages_leaves_the_target_as_it_was(kind: str) -> None:
             assert pages.num_pages - pages.num_free == -(-(len(tokens) - 1) // PAGE_SIZE)
 
 
-@pytest.mark.parametrize("kind", ON_PAGES)
 async def test_no_more_is_proposed_than_there_are_pages_for(
-    kind: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two sessions at the ends of their pages, and one page left: one continues, the other has what
     fitted. Both get their verdicts."""
     shorten_pages(monkeypatch, 4)
     slot_numbers = 2 * 2 * 2 * 8
-    if kind == EAGLE3:  # A key, a value and what the head made of the token.
-        slot_numbers += 2 * 2 * 8 + 24
-    async with Target(kind=kind, kv_cache_memory_bytes=7 * 4 * 8 * slot_numbers) as target:
+    slot_numbers += 2 * 2 * 8 + 24  # A key, a value and what the head made of the token.
+    async with Target(kv_cache_memory_bytes=7 * 4 * 8 * slot_numbers) as target:
         texts = {1: [*PROMPT, 1, 2], 2: [*PROMPT, 3, 4]}
         for number, text in texts.items():
             head = make_head(
@@ -281,10 +253,9 @@ async def test_no_more_is_proposed_than_there_are_pages_for(
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-@pytest.mark.parametrize("kind", ON_PAGES)
-async def test_what_is_drawn_is_proposed_where_steps_fail(kind: str, depth: int) -> None:
-    async with Target(kind=kind) as target:
-        steps, whole = 0, getattr(target.engine, ON_PAGES[kind])
+async def test_what_is_drawn_is_proposed_where_steps_fail(depth: int) -> None:
+    async with Target() as target:
+        steps, whole = 0, target.engine.forward_draft
 
         def failing(*given: Any) -> list[torch.Tensor]:
             nonlocal steps
@@ -294,20 +265,19 @@ async def test_what_is_drawn_is_proposed_where_steps_fail(kind: str, depth: int)
             found: list[torch.Tensor] = whole(*given)
             return found
 
-        setattr(target.engine, ON_PAGES[kind], failing)
+        target.engine.forward_draft = failing
         reply = await target.verify(PROMPT, NOTHING_SEALED, 4, rule=Rule.TOKEN)
         tokens = [*PROMPT, *reply.verdict.correction]
         expected = target.expected(tokens, Rule.TOKEN, SamplingParams(), depth)
         assert reply.next_proposal.open().token_ids == expected.token_ids
         assert target.engine.length(make_head(tokens).session_id) == len(PROMPT)
-        delattr(target.engine, ON_PAGES[kind])
+        delattr(target.engine, "forward_draft")
         reply = await target.verify(tokens, reply.next_proposal, 4, rule=Rule.TOKEN, round_index=1)
         assert len(reply.next_proposal) == 4
 
 
-@pytest.mark.parametrize("kind", ON_PAGES)
-async def test_nothing_is_drafted_behind_what_is_not_committed(kind: str) -> None:
-    _, engine = tiny_engine(kind)
+async def test_nothing_is_drafted_behind_what_is_not_committed() -> None:
+    _, engine = tiny_engine()
     drafter = drafter_of(engine)
     noise = RoundNoise(1, Rule.COUPLED, len(PROMPT) + 1)
     with torch.inference_mode():
@@ -320,13 +290,10 @@ async def test_nothing_is_drafted_behind_what_is_not_committed(kind: str) -> Non
 
 
 @pytest.mark.parametrize("budget_s", [3.5, 60.0, 0.0])
-@pytest.mark.parametrize("kind", KINDS)
-async def test_a_target_that_drafts_itself_answers_with_what_it_has(
-    kind: str, budget_s: float
-) -> None:
+async def test_a_target_that_drafts_itself_answers_with_what_it_has(budget_s: float) -> None:
     """The deadline is set at 1 s, drafting begins at 2 s, and each check takes a second."""
     seconds = itertools.count(1)
-    async with Target(kind=kind, clock=lambda: float(next(seconds))) as target:
+    async with Target(clock=lambda: float(next(seconds))) as target:
         text = list(PROMPT)
         head = make_head(text, seed=SEED, prompt_length=len(text), rule=Rule.TOKEN)
         budget_us = round(budget_s * 1e6)

@@ -33,7 +33,7 @@ def self_drafts(
     config = CONFIG
     if confident is not None:
         hybrid = DraftConfig(
-            model="hybrid:ngram,medusa:heads", hybrid_min_score=confident,
+            model="hybrid:ngram,eagle3:heads", hybrid_min_score=confident,
             hybrid_model_tokens=model_tokens,
         )  # fmt: skip
         config = replace(CONFIG, lookup=hybrid)

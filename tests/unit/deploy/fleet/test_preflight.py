@@ -15,7 +15,6 @@ from models import (
     MAX_MODEL_LEN,
     byte_level_tokenizer,
     save_tiny_eagle3,
-    save_tiny_heads,
     save_tiny_model,
     save_tiny_raw_eagle3,
 )
@@ -121,24 +120,14 @@ def test_a_shipped_head_is_known_by_its_files() -> None:
     assert found.draft.model == "eagle3:demo-head"
 
 
-def test_a_target_has_the_heads_that_were_made_for_it(tiny: Path, tmp_path: Path) -> None:
-    """The target gets the directory of the heads, and the draft gets none. Other targets and
-    drafters are refused."""
-    kind = "medusa"
-    heads = save_tiny_heads(tmp_path / "heads", tiny, (1, 2, 5))
-    for draft_model in (f"{kind}:{heads}", f"hybrid:ngram,{kind}:{heads}"):
+def test_a_head_drafts_on_the_target(tiny: Path, tmp_path: Path) -> None:
+    """The target gets the head's directory, and the draft gets none."""
+    head = save_tiny_eagle3(tmp_path / "head", tiny, (1, 2, 5))
+    for draft_model in (f"eagle3:{head}", f"hybrid:ngram,eagle3:{head}"):
         config = resolved(tiny, draft_model=draft_model)
-        assert (config.target.heads_directory, config.target.heads_kind) == (str(heads), kind)
+        assert (config.target.heads_directory, config.target.heads_kind) == (str(head), "eagle3")
         assert config.draft.directory == ""
         assert (config.coordinator.lookup is not None) == draft_model.startswith("hybrid")
-    other = save_tiny_model(tmp_path / "other", seed=9)
-    for model, named, message in (
-        (other, f"{kind}:{heads}", "was made for the target tiny"),
-        (tiny, f"{kind}:{tiny}", r"no drafter\.json"),
-        (tiny, str(heads), f"it holds draft heads for one target: use `{kind}:"),
-    ):
-        with pytest.raises(SettingError, match=f"draft_model: .*{message}"):
-            resolved(model, draft_model=named)
 
 
 def test_a_head_may_run_on_draft_replicas(tiny: Path, tmp_path: Path) -> None:
@@ -216,7 +205,7 @@ def test_mtp_layers_are_the_targets_own(tiny: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"eagle3_on": "draft", "tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"look_ahead": 4}, "look_ahead"),
         ({"engine": "emulated:vocab_size=8"}, "draft_model"),
         ({"draft_model": "eagle3:heads", "eagle3_on": "draft", "draft_tensor_parallel_size": 2},
@@ -226,8 +215,8 @@ def test_mtp_layers_are_the_targets_own(tiny: Path, tmp_path: Path) -> None:
 def test_what_reading_the_target_does_not_go_with_is_refused(
     settings: dict[str, object], key: str
 ) -> None:
-    with pytest.raises(SettingError, match=rf"^{key}: .*(medusa|eagle3):heads"):
-        load_config({"draft_model": "medusa:heads", **settings}, {})
+    with pytest.raises(SettingError, match=rf"^{key}: .*eagle3:heads"):
+        load_config({"draft_model": "eagle3:heads", **settings}, {})
 
 
 def test_every_replica_is_told_where_the_targets_tokenizer_is(tiny: Path, tmp_path: Path) -> None:

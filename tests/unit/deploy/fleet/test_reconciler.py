@@ -297,8 +297,8 @@ def sums_of(host: Host, gain: float) -> None:
 
 
 TRIED = {"draft_num_threads": 3}
-HEADS = {"engine": "transformers", "model": "large", "draft_model": "medusa:a"}
-OTHER_HEADS = {"draft_model": "medusa:b"}
+HEADS = {"engine": "transformers", "model": "large", "draft_model": "eagle3:a"}
+OTHER_HEADS = {"draft_model": "eagle3:b"}
 
 
 @pytest.mark.parametrize("role", ["draft", "target"])
@@ -311,7 +311,7 @@ async def test_a_drafter_on_trial_is_taken_only_where_it_is_better(
     key, tried_with, settings = "num_threads", TRIED, {"num_drafts": 2}
     if role == "target":
         key, tried_with, settings = "heads", OTHER_HEADS, HEADS | {"num_targets": 2}
-    [value] = (str(one).removeprefix("medusa:") for one in tried_with.values())
+    [value] = (str(one).removeprefix("eagle3:") for one in tried_with.values())
     async with playing(monkeypatch, **settings) as (host, found):
         before = await found.spec()
         names = [one.name for one in (await found.overview()).of(role)]
@@ -463,9 +463,9 @@ async def test_a_drafter_that_is_gone_ends_its_trial(monkeypatch: pytest.MonkeyP
         ("emulated", {"draft_model": "suffix"}, "on drafts and 'suffix' on coordinators, but a t"),
         ("suffix", {"draft_model": "emulated"}, "'suffix' runs on coordinators and 'emulated' on"),
         ("suffix", {"draft_model": "ngram"}, "both on draft replicas, or both on targets; without"),
-        ("small", {"draft_model": "medusa:b"}, "'small' runs on drafts and 'medusa:b' on targets"),
-        ("medusa:a", {"draft_model": "small"}, "'medusa:a' runs on targets and 'small' on drafts"),
-        ("medusa:a", {"max_num_seqs": 7}, "max_num_seqs: a trial on targets changes nothing but"),
+        ("small", {"draft_model": "eagle3:b"}, "'small' runs on drafts and 'eagle3:b' on targets"),
+        ("eagle3:a", {"draft_model": "small"}, "'eagle3:a' runs on targets and 'small' on drafts"),
+        ("eagle3:a", {"max_num_seqs": 7}, "max_num_seqs: a trial on targets changes nothing but"),
         ("emulated", {"max_num_seqs": 7}, "change each coordinator and each target, too|target, t"),
         ("emulated", {"deadline_ms": 7}, "nothing to try; draft replicas"),
     ],

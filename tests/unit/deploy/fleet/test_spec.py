@@ -62,7 +62,7 @@ def test_counts_are_held_within_what_is_possible() -> None:
     assert plan.counts == {"coordinator": 2, "target": 3, "draft": 4}
     assert plan.bounded(dict.fromkeys(ROLES, -1)) == {"coordinator": 1, "target": 1, "draft": 0}
     assert plan.bounded(dict.fromkeys(ROLES, REPLICAS_MAX + 1)) == most
-    plan = spec(engine="transformers", model="m", draft_model="medusa:heads", num_drafts=2)
+    plan = spec(engine="transformers", model="m", draft_model="eagle3:heads", num_drafts=2)
     assert plan.counts == {"coordinator": 1, "target": 1, "draft": 0}
     assert plan.bounded(dict.fromkeys(ROLES, 2)) == {"coordinator": 2, "target": 2, "draft": 0}
 
@@ -72,14 +72,14 @@ def test_counts_are_held_within_what_is_possible() -> None:
     [
         ("emulated", "target", 0, "target=0: it must be 1 to 1024"),
         ("emulated", "coordinator", 1025, "coordinator=1025: it must be 1 to 1024"),
-        ("medusa:heads", "draft", 1, "draft=1: with draft_model medusa:heads the target drafts"),
+        ("eagle3:heads", "draft", 1, "draft=1: with draft_model eagle3:heads the target drafts"),
         ("suffix", "draft", 2, "draft=2: with draft_model suffix the coordinators draft"),
     ],
 )
 def test_a_number_that_cannot_be_is_refused_by_its_role(
     drafter: str, role: Role, count: int, said: str
 ) -> None:
-    engine = "transformers" if drafter == "medusa:heads" else "emulated:"
+    engine = "transformers" if drafter == "eagle3:heads" else "emulated:"
     with pytest.raises(ConfigError, match=said):
         spec(draft_model=drafter, engine=engine).check_count(role, count)
 
@@ -112,7 +112,7 @@ def _shares(gpus: float, **settings: object) -> tuple[tuple[float, str], tuple[f
         # Every replica of a model counts, with each of its ranks; those of a look-up do not.
         (4, "small num_targets=3", 1, 1),
         (3, " num_targets=2 tensor_parallel_size=4", 1 / 3, 0),
-        (2, "medusa:heads num_targets=2 num_drafts=8", 1, 0),
+        (2, "eagle3:heads num_targets=2 num_drafts=8", 1, 0),
     ],
 )
 def test_gpus_are_shared_out(gpus: float, settings: str, target: float, draft: float) -> None:
@@ -126,16 +126,16 @@ def test_gpus_are_shared_out(gpus: float, settings: str, target: float, draft: f
 
 def test_coordinators_are_replaced_where_what_drafts_is_of_another_kind() -> None:
     """Coordinators learn how drafting works from the first replicas that they find."""
-    kinds = ["a", "b", "medusa:a", "eagle3:a", "suffix"]
+    kinds = ["a", "b", "eagle3:a", "eagle3:b", "suffix"]
     given: dict[str, Any] = {"engine": "transformers", "model": "m"}
     plans = [spec(**given, draft_model=one).plans for one in kinds]
     apart, apart_b = (
         spec(**given, draft_model=f"eagle3:{one}", eagle3_on="draft").plans["coordinator"]
         for one in "ab"
     )
-    a, b, medusa, eagle3, suffix = (one["coordinator"] for one in plans)
-    assert (a, medusa, apart) == (b, eagle3, apart_b)
-    assert len({a, medusa, apart, suffix}) == 4
+    a, b, eagle3, eagle3_b, suffix = (one["coordinator"] for one in plans)
+    assert (a, eagle3, apart) == (b, eagle3_b, apart_b)
+    assert len({a, eagle3, apart, suffix}) == 4
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from draft_service.training.documents import HELD_OUT_EVERY, Document, Template
 from draft_service.training.learners import (
     LEARNERS,
     NUM_DEPTHS,
-    NUM_HEADS,
     Learner,
     copying_layers,
     kept_layers,
@@ -30,7 +29,6 @@ from draft_service.training.options import DistillOptions
 from draft_service.training.teacher import Batch, Dataset, Target, TeacherCache
 from outrider.models.drafter_checkpoint import WEIGHTS_FILE
 from outrider.models.eagle3 import load_eagle3
-from outrider.models.medusa import load_heads
 from outrider.models.student import load_drafter
 from outrider.speculation.draft_sampling import quantise
 from outrider.speculation.proposal import COUNT_TOTAL
@@ -40,8 +38,8 @@ VOCAB: Final = 48
 TOKEN_IDS: Final = np.array([token_id for token_id in range(VOCAB) if token_id % 6])
 NUM_LAYERS: Final = 7
 KINDS: Final = list(LEARNERS)
-WISHES: Final[dict[str, dict[str, Any]]] = {"student": {"layers": 1}, "medusa": {}, "eagle3": {}}
-LOUD: Final = ("down", "down_proj", "o_proj")
+WISHES: Final[dict[str, dict[str, Any]]] = {"student": {"layers": 1}, "eagle3": {}}
+LOUD: Final = ("down_proj", "o_proj")
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +79,7 @@ def dataset_of(
     place = tmp_path_factory.mktemp("answers")
 
     def make(learner: Learner) -> Dataset:
-        cache = TeacherCache(place, documents, module, learner.shown)
+        cache = TeacherCache(place, documents, module, learner.taps)
         cache.fill(1e9, lambda part: None)
         return Dataset(cache, TOKEN_IDS)
 
@@ -98,14 +96,6 @@ def chains(module: Any, learner: Any, document: Document) -> Iterator[list[tuple
         if learner.kind == "student":
             hidden = learner.module.base_model(ids[None]).last_hidden_state[0]
             yield from ([(hidden[at], at)] for at in range(first - 1, length - 1))
-        elif learner.kind == "medusa":
-            for newest in range(first, length - 1):
-                f, chain = read[-1][0, newest - 1], []
-                for at in range(newest, min(newest + NUM_HEADS, length - 1)):
-                    embedded = learner.module.embeddings[ids[at]]
-                    f = learner.module.heads[at - newest](f, embedded)
-                    chain.append((f, at))
-                yield chain
         else:
             taps = torch.cat([read[index] for index in (2, NUM_LAYERS // 2, NUM_LAYERS - 3)], -1)
             for newest in range(max(1, first - 1), length - 1):
@@ -129,7 +119,7 @@ def test_hidden_states_tokens_and_answers_of_a_chain_belong_together(
     dataset = dataset_of(learner)
     indices = dataset.learned[:7]
     batch = dataset.batch(indices)
-    expected: list[list[tuple[Any, Any, int]]] = [[] for _ in range(NUM_HEADS)]
+    expected: list[list[tuple[Any, Any, int]]] = [[] for _ in range(NUM_DEPTHS)]
     for index in indices:
         document = dataset.cache.documents[index]
         ids = torch.from_numpy(document.token_ids.astype(np.int64))
@@ -149,7 +139,7 @@ def test_hidden_states_tokens_and_answers_of_a_chain_belong_together(
         assert batch.following[rows].tolist() == list(written)
 
 
-@pytest.mark.parametrize("kind", ["student", "medusa"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_is_measured_is_what_serving_would_find(
     module: Any, dataset_of: Callable[[Learner], Dataset], kind: str
 ) -> None:
@@ -165,7 +155,7 @@ def test_what_is_measured_is_what_serving_would_find(
         document = dataset.cache.documents[index]
         ids = torch.from_numpy(document.token_ids.astype(np.int64))
         p = module(ids[None]).logits[0].detach().double().softmax(1).numpy()
-        ratios: list[list[float]] = [[] for _ in range(NUM_HEADS)]
+        ratios: list[list[float]] = [[] for _ in range(NUM_DEPTHS)]
         for chain in chains(module, learner, document):
             if chain[0][1] + 1 < document.answer_first:
                 continue
@@ -185,9 +175,9 @@ def test_what_is_measured_is_what_serving_would_find(
     assert measured.greedy == pytest.approx(np.mean(hits[0.0]), abs=0.02)
     assert measured.sampled == pytest.approx(np.mean(overlaps[1.0]), abs=5e-3)
     expected = conditional_acceptance([firsts for firsts, *_ in texts])
-    if kind == "medusa":
+    if kind == "eagle3":
         windows = [[np.array(part) for part in parts] for parts in texts]
-        expected = acceptance_of_windows(windows, NUM_HEADS)
+        expected = acceptance_of_windows(windows, NUM_DEPTHS)
     for ours, theirs in zip(measured.by_position, expected, strict=True):
         assert ours == (None if theirs is None else pytest.approx(theirs, abs=2e-2))
 
@@ -278,15 +268,11 @@ def test_layers_that_copy_are_found_behind_those_that_gather() -> None:
 
 def loaded(kind: str, out: Path, target: Target) -> tuple[Any, Any]:
     """Its module and the tokens of its logits, as loaded for serving."""
-    names: Any = {"name": "out", "target_directory": target.directory, "target_name": "tiny"}
     if kind == "student":
         found, info = load_drafter(out, target.directory, name="out", target="tiny")
         return found, info.logit_token_ids
     module: Any = target.load()[0]
-    if kind == "eagle3":
-        found = load_eagle3(out, module, name="out", target_name="tiny")
-    else:
-        found = load_heads(out, module, **names)
+    found = load_eagle3(out, module, name="out", target_name="tiny")
     return found.module, found.token_ids
 
 
