@@ -89,7 +89,7 @@ async def test_no_request_is_taken_while_the_event_loop_is_late(
 
     def stall() -> None:
         nonlocal timer
-        loop.wait(1.0)  # Something blocks the event loop.
+        loop._virtual.wait(1.0)  # Something blocks the event loop.
         timer = loop.call_later(0.001, stall)
 
     monkeypatch.setattr("coordinator.process_load.time.process_time", lambda: 0.4 * loop.time())

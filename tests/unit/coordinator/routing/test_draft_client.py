@@ -289,7 +289,7 @@ async def test_a_draft_is_told_the_time_that_is_left() -> None:
     def send(item: Any) -> None:
         on_sent(item)
         loop: Any = asyncio.get_running_loop()
-        loop.wait(0.1)  # On the way.
+        loop._virtual.wait(0.1)  # On the way.
 
     link.send = send  # type: ignore[method-assign]
     draft = draft_of(link)
