@@ -81,7 +81,8 @@ class Learner:
     """Layers of the target, counted from 0. A drafter learns from what they read, besides the
     target's answers."""
     num_depths: int | None = None
-    """Draft tokens of one step; None = one, so each further token takes another step."""
+    """How many tokens one step of the drafter drafts. None if it drafts one token and reads it in
+    the next step."""
     stored_form: ClassVar[str]
     """Text about the stored weights for the model card."""
     key: object
@@ -106,7 +107,7 @@ class Learner:
         raise NotImplementedError
 
     def load(self, start: Path, target: Target) -> None:
-        """Takes a trained drafter to train it further. Raises `SettingError`."""
+        """Loads a trained drafter, to train it further. Raises `SettingError`."""
         name = self._options.start_name or str(start)
         with blaming("start_from"):
             module, token_ids = self._load(start, target, name)
@@ -377,7 +378,8 @@ def _next_tokens(hidden: Tensor) -> list[Depth]:
 
 
 def use_plain_attention(module: Any) -> None:
-    """Plain attention is faster on a CPU for whole texts than the library's fused attention."""
+    """On a CPU, replaces the library's fused attention by plain attention, which is faster for
+    whole texts."""
     if module.device.type == "cpu":
         module.set_attn_implementation("eager")
 
@@ -394,9 +396,9 @@ _SCORE_MIN = 0.2
 def kept_layers(
     num_wanted: int, num_layers: int, copying: tuple[int, int] | None = None
 ) -> list[int]:
-    """The layers of the target that a student starts from: the last one, the two that copy (if the
-    target has such layers and at least four are wanted), and first ones. (Layers spread evenly, or
-    two at each end, gave the demo target's students less acceptance.)"""
+    """The layers of the target that a student starts from, in ascending order: the last one, the
+    two of `copying` if at least four are wanted, and for the rest the first ones. (Layers spread
+    evenly, or two at each end, gave the demo target's students less acceptance.)"""
     if num_wanted > num_layers:
         raise SettingError("layers", f"{num_wanted} is more than the target's {num_layers}")
     kept = {num_layers - 1} if num_wanted > 1 else set()
@@ -407,9 +409,10 @@ def kept_layers(
 
 
 def copying_layers(target: Any) -> tuple[int, int] | None:
-    """The layer with the head that attends most to the previous token, and, of the layers after it,
-    the one with the head that attends most to what followed the current token earlier. None if no
-    heads attend enough, as in an untrained model, or if the library does not return attention."""
+    """The two layers with which the target copies from earlier text. A head of the first attends to
+    the previous token; a head of the second, a later layer, attends to the token that followed an
+    earlier occurrence of the current one. None if no heads attend enough, as in an untrained model,
+    or if the library does not return attention."""
     before, after = _scores(target)
     pairs = [
         (first, max(range(first + 1, len(after)), key=lambda layer: after[layer]))
