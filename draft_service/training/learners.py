@@ -298,7 +298,8 @@ class Student(Learner):
 
     def draft(self, batch: Batch) -> list[Depth]:
         read = self.module.base_model(input_ids=batch.token_ids, use_cache=False)
-        return _next_tokens(read.last_hidden_state.flatten(0, 1)[batch.rows])
+        hidden = read.last_hidden_state.flatten(0, 1)[batch.rows]
+        return [Depth(hidden, torch.arange(len(hidden), device=hidden.device))]
 
     def as_stored(self, weight: Tensor) -> Tensor:
         return as_stored(weight)
@@ -370,11 +371,6 @@ def _norm_weight(norm: nn.Module, width: int) -> Tensor:
     with torch.no_grad():
         weight: Tensor = (norm(ones[None]) - norm(-ones[None]))[0] / 2 * ones
     return weight
-
-
-def _next_tokens(hidden: Tensor) -> list[Depth]:
-    """One draft token for each row [R, D]; the token after it is drafted from the next row."""
-    return [Depth(hidden, torch.arange(len(hidden), device=hidden.device))]
 
 
 def use_plain_attention(module: Any) -> None:
