@@ -577,41 +577,41 @@ class DeploymentConfig:
             )
         if self.draft.model == AUTO:
             object.__setattr__(self, "draft", replace(self.draft, model=LookupKind.SUFFIX.value))
-        ranks, kind = self.target.tensor_parallel_size, self.draft.drafter.kind
-        apart = self.draft.eagle3_on == "draft" and kind == EAGLE3
-        takes = "which takes one rank"
-        if kind == MTP and self.target.engine != VLLM:
-            takes += ", or --engine vllm"
-        elif not apart:  # Only the leading rank runs the head.
-            ranks = 1
-        for key, value, reason in (
-            ("tensor_parallel_size", ranks if ranks > 1 else 0, takes),
-            ("look_ahead", self.coordinator.look_ahead, "once the outcome is known"),
-        ):
-            if value and self.draft.drafter.reads_target:
-                raise SettingError(
-                    key,
-                    f"{value} given, but {self.draft.model} drafts from what its target computes, "
-                    f"{reason}",
-                )
-        siblings = self.coordinator.draft_siblings
-        if self.target.engine == VLLM and siblings:
-            raise SettingError(
-                "draft_siblings", f"{siblings} given, but vllm runs no trees; give 0"
-            )
-        if self.target.engine == VLLM and apart:
-            raise SettingError(
-                "eagle3_on",
-                "draft is not supported with vllm, which sends no hidden states; give target",
-            )
+        drafter, ranks = self.draft.drafter, self.target.tensor_parallel_size
+        on_vllm = self.target.engine == VLLM
+        look_ahead, siblings = self.coordinator.look_ahead, self.coordinator.draft_siblings
+        apart = self.draft.eagle3_on == "draft" and drafter.kind == EAGLE3
+        # Other heads run on the leading rank.
+        on_one_rank = apart or (drafter.kind == MTP and not on_vllm)
+        reads = f"{self.draft.model} drafts from what its target computes"
+        or_vllm = ", or --engine vllm" if drafter.kind == MTP else ""
+        for is_wrong, key, reason in (
+            (
+                on_one_rank and ranks > 1, "tensor_parallel_size",
+                f"{ranks} is wrong; {reads}, which must run on one rank; give 1{or_vllm}",
+            ),
+            (
+                drafter.reads_target and look_ahead, "look_ahead",
+                f"{look_ahead} is wrong; {reads} once the outcome is known; give 0",
+            ),
+            (
+                on_vllm and siblings, "draft_siblings",
+                f"{siblings} is wrong; vllm verifies no trees; give 0",
+            ),
+            (
+                on_vllm and apart, "eagle3_on",
+                "draft is wrong; vllm sends no hidden states; give target",
+            ),
+            (
+                self.target.deterministic and siblings, "draft_siblings",
+                f"{siblings} is wrong; with `deterministic` there are no trees, whose logits may "
+                "differ in the last bit from those of a chain; give 0",
+            ),
+        ):  # fmt: skip
+            if is_wrong:
+                raise SettingError(key, reason)
         if siblings and self.target.engine == AUTO_ENGINE:
             object.__setattr__(self, "target", replace(self.target, engine=TRANSFORMERS))
-        if self.target.deterministic and siblings:
-            raise SettingError(
-                "draft_siblings",
-                f"{siblings} given, but with `deterministic` there are no "
-                "trees: their logits may differ in the last bit from those of a chain",
-            )
 
     def values(self, *, secrets: bool = True) -> dict[str, Value]:
         """Every setting by key, with or without secrets."""

@@ -196,7 +196,7 @@ def test_mtp_layers_are_the_targets_own(tiny: Path, tmp_path: Path) -> None:
         assert target.heads_directory == target.directory == str(path)
     for settings, message in (
         ({"model": str(tiny)}, "^draft_model: .*model_type is 'llama'; MTP layers of deepseek_v3"),
-        ({"tensor_parallel_size": 2}, "^tensor_parallel_size: .*one rank, or --engine vllm"),
+        ({"tensor_parallel_size": 2}, "^tensor_parallel_size: .*rank; give 1, or --engine vllm"),
     ):
         with pytest.raises(SettingError, match=message):
             resolve_models(load_config({"model": str(path), "draft_model": "mtp", **settings}, {}))
