@@ -23,11 +23,12 @@ from outrider.speculation.gumbel_max import BLOCK
 from outrider.speculation.logits_processing import DraftVocabulary, TokenHistory, row_sums
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.random_streams import (
+    WORD_MASK,
     Place,
     RoundNoise,
+    RowKeys,
     Stream,
     draft_keys,
-    row_keys,
     row_words,
     uniform,
 )
@@ -41,6 +42,13 @@ from outrider.speculation.verification import (
     verdicts_from_weights,
 )
 from outrider.speculation.verification import tree_law as tree_law_in_place
+
+
+def row_keys(seed: int, places: Sequence[Place], streams: Sequence[Stream]) -> RowKeys:
+    """A row for each place and its stream, of one session."""
+    pairs = zip(places, streams, strict=True)
+    rows = [(*place, stream, seed & WORD_MASK, seed >> 32) for place, stream in pairs]
+    return np.array(rows, dtype=np.uint64)
 
 
 def absolute_place(noise: RoundNoise, index: int, sibling: int = 0) -> Place:

@@ -33,7 +33,7 @@ from outrider.speculation.draft_sampling import LikelyTokens, arrival_order, lik
 from outrider.speculation.gumbel_max import IntArray, RealArray
 from outrider.speculation.logits_processing import DraftVocabulary
 from outrider.speculation.proposal import draft_tree
-from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.random_streams import RoundNoise, verdict_keys
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
 EVIDENCE_MAX = 16.0
@@ -97,7 +97,7 @@ def guess_outcomes(
     if params.greedy:
         ids, scores = rows.ids, rows.mass
     else:
-        keys = noise.tree_keys(draft_tree((), len(drafted)))
+        keys = verdict_keys([noise], [draft_tree((), len(drafted))])
         ids, scores = arrival_order(rows, keys[: len(rows)])
     own, ids, scores = _apart(drafted, ids[:, : count + 1], scores[:, : count + 1])
     evidence = _evidence(noise, drafted, own, scores[: len(drafted), 0])

@@ -112,16 +112,6 @@ class RoundNoise:
         size = num_draft_tokens
         return map(uniform, unpack(f"<{size}Q", words.to_bytes(8 * size, "little")))
 
-    def tree_keys(self, tree: DraftTree) -> RowKeys:
-        """Keys for the draws of the token after the last committed token and after each draft token
-        of a tree: [N + 1] rows. A round uses one of them."""
-        rows = [(0, 0), *((d + 1, rank) for d, rank in zip(tree.depths, tree.ranks, strict=True))]
-        places = [self.place(depth, rank) for depth, rank in rows]
-        streams = [
-            self.residual_stream if children else Stream.TARGET for children in tree.children
-        ]
-        return row_keys(self.seed, places, streams)
-
 
 def _index_word(index: int, sibling: int) -> int:
     return INDEX_TAG | sibling << SIBLING_SHIFT | index
@@ -138,25 +128,39 @@ def _places_in_one(num_draft_tokens: int, parents: tuple[int, ...]) -> tuple[int
     return ones, b, int(Stream.ACCEPT) * ones
 
 
-def chain_keys(noises: Sequence[RoundNoise], lengths: Sequence[int]) -> RowKeys:
-    """Like `tree_keys`, for several chains of these lengths, one after another."""
-    sizes = np.array(lengths) + 1
-    ends = np.cumsum(sizes)
+def verdict_keys(noises: Sequence[RoundNoise], trees: Sequence[DraftTree]) -> RowKeys:
+    """The keys of the draws after the last committed token and after each draft token: the N + 1
+    rows of each round's tree, one round after another. A round uses one of its rows."""
+    places = [_verdict_places(tree.parents) for tree in trees]
+    depth, word, has_children = (np.concatenate(each) for each in zip(*places, strict=True))
+    sizes = [len(own) for own, _, _ in places]
 
-    def rows(values: Sequence[int]) -> WordArray:
-        return np.repeat(np.array(values, dtype=np.uint64), sizes)
+    def rows(values: Iterable[int]) -> WordArray:
+        return np.repeat(np.array([*values], dtype=np.uint64), sizes)
 
-    seed = rows([noise.seed for noise in noises])
-    committed = rows([noise.committed_length for noise in noises])
+    seed = rows(noise.seed for noise in noises)
+    committed = rows(noise.committed_length for noise in noises)
     absolute = np.repeat([noise.rule.absolute_noise for noise in noises], sizes)
-    index = (np.arange(ends[-1]) - np.repeat(ends - sizes, sizes)).astype(np.uint64)
-    position = committed + index
-    stream = np.where(absolute, np.uint64(Stream.TARGET), np.uint64(Stream.RESIDUAL))
-    stream[ends - 1] = Stream.TARGET
-    a = np.where(absolute, position & np.uint64(WORD_MASK), committed)
-    b = np.where(absolute, position >> np.uint64(32), index | np.uint64(INDEX_TAG))
-    low, high = seed & np.uint64(WORD_MASK), seed >> np.uint64(32)
-    return np.stack([a, b, stream, low, high], axis=1)
+    position, mask, half = committed + depth, np.uint64(WORD_MASK), np.uint64(32)
+    a = np.where(absolute, position & mask, committed)
+    b = np.where(absolute, position >> half, word)
+    residual = rows(noise.residual_stream for noise in noises)
+    stream = np.where(has_children, residual, np.uint64(Stream.TARGET))
+    return np.stack([a, b, stream, seed & mask, seed >> half], axis=1)
+
+
+@lru_cache(maxsize=256)
+def _verdict_places(parents: tuple[int, ...]) -> tuple[WordArray, WordArray, npt.NDArray[np.bool_]]:
+    """For each row of a tree's verdict: the depth of the token to draw, the second word of its
+    index place, and whether draft tokens follow the same token."""
+    tree = draft_tree(parents, len(parents))
+    depths = [0, *(depth + 1 for depth in tree.depths)]
+    words = map(_index_word, depths, (0, *tree.ranks))
+    return (
+        np.array(depths, dtype=np.uint64),
+        np.array([*words], dtype=np.uint64),
+        np.array([len(own) > 0 for own in tree.children]),
+    )
 
 
 def choice_seed(seed: int, choice: int) -> int:
@@ -172,23 +176,13 @@ def _key(seed: int) -> tuple[int, int]:
     return seed & WORD_MASK, seed >> 32
 
 
-def row_keys(seed: int, places: Sequence[Place], streams: Sequence[Stream]) -> RowKeys:
-    """The keys of one session: a row for each place and its stream."""
-    return _table(
-        (*place, stream, *_key(seed)) for place, stream in zip(places, streams, strict=True)
-    )
-
-
 def draft_keys(noises: Sequence[RoundNoise], indices: Sequence[int]) -> RowKeys:
     """The keys of the draft's draw in each of these rounds, at the given depths."""
-    return _table(
+    rows = [
         (*noise.place(index), noise.draft_stream, *_key(noise.seed))
         for noise, index in zip(noises, indices, strict=True)
-    )
-
-
-def _table(rows: Iterable[tuple[int, ...]]) -> RowKeys:
-    return np.array([*rows], dtype=np.uint64).reshape(-1, 5)
+    ]
+    return np.array(rows, dtype=np.uint64)
 
 
 _MULTIPLIER_0 = 0xD2511F53

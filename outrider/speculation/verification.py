@@ -54,7 +54,7 @@ from outrider.speculation.logits_processing import (
     write_weights,
 )
 from outrider.speculation.proposal import COUNT_TOTAL, Proposal
-from outrider.speculation.random_streams import RoundNoise, chain_keys
+from outrider.speculation.random_streams import RoundNoise, verdict_keys
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -182,8 +182,7 @@ def _verdicts_on_device(questions: Sequence[Question]) -> list[Verdict]:
     proposals = [each.proposal for each in questions]
     noises = [each.noise for each in questions]
     rules = [noise.rule for noise in noises]
-    lengths = [len(proposal.token_ids) for proposal in proposals]
-    sizes = np.array(lengths) + 1
+    sizes = np.array([len(proposal) + 1 for proposal in proposals])
     drafted = np.array([v for proposal in proposals for v in (*proposal.token_ids, -1)])
     transforms = [
         (each.params if rule is not Rule.GREEDY or each.params.greedy
@@ -192,12 +191,7 @@ def _verdicts_on_device(questions: Sequence[Question]) -> list[Verdict]:
     ]  # fmt: skip
     rows = joined_rows([each.logits for each in questions])
     judge = RowJudge(rows, transforms, sizes, drafted)
-    if any(proposal.parents for proposal in proposals):
-        keys = np.concatenate(
-            [noise.tree_keys(each.tree) for noise, each in zip(noises, proposals, strict=True)]
-        )
-    else:
-        keys = chain_keys(noises, lengths)
+    keys = verdict_keys(noises, [proposal.tree for proposal in proposals])
     ends = sizes.cumsum()
     starts = ends - sizes
     is_block = np.array([rule is Rule.BLOCK for rule in rules]).repeat(sizes)
@@ -275,8 +269,8 @@ def verdicts_from_weights(
         rows = np.array([[spans[index][0]] for index in indices]) + np.arange(num_draft_tokens)
         law = chain_law(rule, weights, sums, rows, drafts).tolist()
         accept |= zip(indices, map(tuple, law), strict=True)
-    keys = [noise.tree_keys(proposal.tree) for proposal, noise in entries]
-    drawn = race(weights, np.concatenate(keys)).tolist()
+    keys = verdict_keys([noise for _, noise in entries], [one.tree for one, _ in entries])
+    drawn = race(weights, keys).tolist()
     verdicts = []
     for index, ((start, end), (proposal, noise)) in enumerate(zip(spans, entries, strict=True)):
         own = drawn[start:end]

@@ -9,13 +9,13 @@ import pytest
 import torch
 from core_toys import RATIO_RULES, assert_exact, make_pair, sampling_pair
 from exactness.law import cells_of, chi_square
-from verdict_laws import draft_token, score
+from verdict_laws import draft_token, row_keys, score
 
 from outrider.speculation.accept_reject import Verdict, decide
 from outrider.speculation.gumbel_max import _exponentials, race, token_keys, uniforms
 from outrider.speculation.logits_processing import target_probabilities
 from outrider.speculation.proposal import Proposal
-from outrider.speculation.random_streams import RoundNoise, Stream, row_keys, row_words, uniform
+from outrider.speculation.random_streams import RoundNoise, Stream, row_words, uniform
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.tokens import TokenSequence
 

@@ -9,7 +9,7 @@ import torch
 from cuda_substitutes import draw_without_kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from verdict_laws import draft_token, draft_tokens
+from verdict_laws import draft_token, draft_tokens, row_keys
 
 from outrider.errors import InvariantError
 from outrider.limits import SEED_MAX
@@ -27,7 +27,7 @@ from outrider.speculation.logits_processing import (
     target_probabilities,
 )
 from outrider.speculation.proposal import COUNT_TOTAL, decode_q, encode_q
-from outrider.speculation.random_streams import RoundNoise, Stream, row_keys
+from outrider.speculation.random_streams import RoundNoise, Stream
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
 

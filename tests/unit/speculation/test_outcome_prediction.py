@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from verdict_laws import row_keys
 
 from outrider.limits import LOOK_AHEAD_MAX, NUM_DRAFT_TOKENS_MAX
 from outrider.speculation.draft_sampling import LikelyTokens
@@ -20,7 +21,7 @@ from outrider.speculation.outcome_prediction import (
     guess_outcomes,
     likely_rows,
 )
-from outrider.speculation.random_streams import RoundNoise, Stream, row_keys
+from outrider.speculation.random_streams import RoundNoise, Stream
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
 V, K = 50, 3

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from verdict_laws import row_keys
 
 from outrider.limits import SEED_MAX
 from outrider.speculation.gumbel_max import numbers
@@ -19,9 +20,9 @@ from outrider.speculation.random_streams import (
     draft_keys,
     key_steps,
     rounds,
-    row_keys,
     row_words,
     uniform,
+    verdict_keys,
 )
 from outrider.speculation.sampling_params import Rule
 
@@ -107,6 +108,15 @@ def test_many_rounds_have_the_keys_that_each_has_alone(rule):
         [*noise.place(index), noise.draft_stream, noise.seed & FULL, noise.seed >> 32]
         for noise, index in zip(noises, (2, 1), strict=True)
     ]
+    trees = [draft_tree((), 2), draft_tree((-1, -1, 0, 0, 2), 5)]
+    expected = []
+    for noise, tree in zip(noises, trees, strict=True):
+        depths = [0, *(depth + 1 for depth in tree.depths)]
+        for depth, rank, children in zip(depths, (0, *tree.ranks), tree.children, strict=True):
+            stream = noise.residual_stream if children else Stream.TARGET
+            place = noise.place(depth, rank)
+            expected.append([*place, stream, noise.seed & FULL, noise.seed >> 32])
+    assert verdict_keys(noises, trees).tolist() == expected
 
 
 def test_choice_seeds():

@@ -4,14 +4,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from verdict_laws import draft_tokens, score, verdict_from_logits
+from verdict_laws import draft_tokens, row_keys, score, verdict_from_logits
 
 from outrider.errors import InvariantError
 from outrider.speculation.draft_sampling import draw_from_logits, draw_siblings
 from outrider.speculation.gumbel_max import race
 from outrider.speculation.logits_processing import TokenHistory, likeliest, target_probabilities
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, Proposal
-from outrider.speculation.random_streams import RoundNoise, Stream, row_keys
+from outrider.speculation.random_streams import RoundNoise, Stream
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.verification import Question, verdicts_from_logits
 
