@@ -52,8 +52,8 @@ def test_a_guess_is_what_a_search_finds(ids: list[int], ngrams: tuple[int, int],
 def test_a_proposal_depends_on_the_committed_tokens_alone(
     parts: list[list[int]], ngrams: tuple[int, int], cut: int
 ) -> None:
-    """A drafter that has followed the session, was rolled back, or has served others gives the same
-    as a new one."""
+    """A drafter that has followed the session, was rolled back, or has served other sessions
+    proposes the same as a new drafter."""
     drafter = NgramDrafter(*ngrams)
     committed: list[int] = []
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Suffix decoding compared with its definition; what is kept, for which tenant, and how long."""
+"""Suffix decoding compared with its definition, and the history: its tenants and its limits."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -109,8 +109,8 @@ def test_an_answer_serves_the_next_session_of_its_tenant_alone() -> None:
 
 @pytest.mark.parametrize("rule", list(Rule))
 def test_a_seed_that_was_had_before_steers_no_draft(rule: Rule) -> None:
-    """The second session of a seed reads no history if its noise is the first one's, and writes
-    none, so that the first does not read it either."""
+    """If noise is keyed by the round, the second session of a seed reads no history. Its output is
+    not added to the history, so that the first session does not read it either."""
     drafter = SuffixDrafter(SuffixConfig())
     drafter.propose([request((1, 2), session_id="first", seed=7)])
     finish(drafter, "other", (1, 2, 3, 4), seed=8)
@@ -123,7 +123,7 @@ def test_a_seed_that_was_had_before_steers_no_draft(rule: Rule) -> None:
 
 
 def test_a_session_that_comes_back_is_not_the_first_any_more() -> None:
-    """Its earlier output, now in the history, has its own noise."""
+    """The session's earlier output, which is now in the history, has the same noise."""
     drafter = SuffixDrafter(SuffixConfig())
     finish(drafter, "first", (1, 2, 3, 4), seed=7)
     again = request((5, 1, 2), session_id="first", seed=7)
@@ -133,8 +133,8 @@ def test_a_session_that_comes_back_is_not_the_first_any_more() -> None:
 
 
 def test_a_seed_is_forgotten_with_what_its_session_wrote() -> None:
-    """Sessions of another tenant push it out; outputs written later stay, and a later session of
-    that seed can use them."""
+    """Sessions of another tenant make a seed forgotten. Outputs that were added later stay, and a
+    later session of this seed can use them."""
     drafter = SuffixDrafter(SuffixConfig(), seeds_max=3)
     for seed, tenant in enumerate(["one", "two", "one", "two"]):
         first = 10 * seed

@@ -110,7 +110,7 @@ async def test_a_constraint_is_compiled_once_for_all_that_wait() -> None:
 async def test_a_grammar_that_somebody_holds_is_found_however_many_came_since(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Held by an item that waits for a step, or by a running session."""
+    """An item that waits for a step, or a running session, holds such a grammar."""
     monkeypatch.setattr(compiler, "GRAMMARS_MAX", 2)
     known = grammars()
     held = await known.prepare(CONSTRAINTS["regex"])
@@ -142,7 +142,7 @@ async def test_tenants_share_neither_grammars_nor_refusals() -> None:
 
 
 async def test_what_takes_too_long_is_refused_and_tried_again_after_a_while() -> None:
-    """It may have been slow by chance."""
+    """The compilation may have been slow by chance."""
     times, now = iter([0.0, 2.5, 3.0, 3.1]), [0.0]
     known = grammars()
     known.clock, known.now = lambda: next(times), lambda: now[0]

@@ -1,4 +1,4 @@
-"""A constraint is one value however it was written; errors name the field."""
+"""Equal constraints are equal values, in whatever form they were written. Errors name the field."""
 
 import json
 from typing import Any
@@ -26,7 +26,7 @@ def test_the_same_schema_has_one_text_and_one_digest() -> None:
 
 
 def test_different_constraints_have_different_digests() -> None:
-    """Even if only their kinds differ."""
+    """Constraints of different kinds have different digests, even with the same text."""
     each = [
         Constraint.of_schema({"properties": {"a": {}, "b": {}}}),
         Constraint.of_schema({"properties": {"b": {}, "a": {}}}),  # Their order is the answer's.

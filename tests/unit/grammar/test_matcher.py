@@ -1,4 +1,5 @@
-"""What may follow the tokens so far is a function of them, whatever was tried and discarded."""
+"""What may follow depends on the tokens so far alone, not on tokens that were tried and
+discarded."""
 
 import random
 
@@ -131,7 +132,7 @@ def with_states(lexer_states_max: int) -> Grammars:
 
 
 def test_sessions_that_use_a_grammar_up_go_on_with_the_next() -> None:
-    """Sessions in progress, with the same masks, and new ones."""
+    """Running sessions continue with the same masks, and new sessions can begin."""
     chosen = random.Random(2)
     known, letters = with_states(300), [hf_tokenizer().encode(c)[0] for c in "abcd"]
     first = known.get(MANY_STATES)
@@ -166,7 +167,7 @@ def test_a_completion_too_hard_for_any_grammar_is_refused_and_hurts_no_other() -
 
 @pytest.mark.parametrize("num_tokens", [0, 3, FOLLOWED_AT_ONCE + 1])
 def test_a_grammar_that_is_slow_twice_is_refused_for_a_while(num_tokens: int) -> None:
-    """By the time it takes to compute a mask or to follow this many tokens."""
+    """A grammar is too slow if a mask, or the consumption of this many tokens, takes too long."""
     seconds = [0.0, 0.0]
     known = grammars()
     known.clock, known.now = lambda: seconds[0], lambda: seconds[1]

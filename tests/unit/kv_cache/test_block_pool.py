@@ -56,7 +56,7 @@ def test_whole_pages_of_a_running_sequence_are_shared(pool: BlockPool) -> None:
 
 
 def test_what_is_unused_for_longest_goes_first(pool: BlockPool) -> None:
-    """The last page of a prefix goes first, and no more pages go than needed."""
+    """The last page of a prefix is evicted first, and no more pages are evicted than needed."""
     run(pool, "old", *PROMPT[: 2 * SIZE])
     run(pool, "gone", 1, 2, 3, 4, 5, 6, 7, 8)
     pool.release("old")
@@ -122,7 +122,7 @@ class ModelSequence:
         self.values: list[Value] = []
 
     def run(self, ids: tuple[int, ...], parents: tuple[int, ...], stamp: int) -> None:
-        """What a step writes: behind anything but a chain each value is like no other."""
+        """What a step writes. After slots that are no chain, each value is unique."""
         chain = all(self.values[i] == self.chained(i) for i in range(len(self.ids)))
         held, base = len(self.ids), (self.salt, *self.ids)
         for i, token_id in enumerate(ids):
@@ -136,8 +136,8 @@ class ModelSequence:
 
 
 class PoolAndModel(RuleBasedStateMachine):
-    """Sequences begin, run, are cut, branch and end in any order. Each finds in its slots what was
-    run for it. A call that raises has changed nothing."""
+    """Sequences begin, run, are cut, branch and end in any order. The slots of each hold what was
+    run for it. A call that raises an error changes nothing."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -78,8 +78,8 @@ PROMPT = list(range(10)) * 4
 
 
 def test_a_new_session_begins_on_what_others_have_left_of_its_tokens() -> None:
-    """On two whole pages; for another tenant on none; and never with the last token, whose logits
-    are gone. `align` alone looks nothing up."""
+    """A session of the same tenant begins on two whole pages, one of another tenant on none. The
+    last token is always left to run, as its logits are gone. `align` alone looks nothing up."""
     replica = Replica()
     replica.answer(head(PROMPT, 0, session_id="a"))
     replica.table.release("a")

@@ -38,8 +38,8 @@ def test_the_budget_on_a_gpu_is_what_the_weights_leave(
     expected: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of 100 bytes 0.9 may be taken, or 0.9 of a share; 10 are; no more than is free; and what
-    others will take is left to them."""
+    """A process may take 0.9 of its share of 100 bytes, of which 10 are taken. The budget leaves
+    what others will take, and is no larger than the free memory."""
     cached = [5]  # Of weights that were fused: the allocator keeps them until it is told.
     monkeypatch.setattr(torch.cuda, "empty_cache", cached.clear)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free - sum(cached), 100))
@@ -86,7 +86,8 @@ class _Count(TorchDispatchMode):
 
 @pytest.mark.parametrize("is_blocked", [False, True])
 def test_a_copy_takes_as_many_operators_in_any_number_of_layers(is_blocked: bool) -> None:
-    """Branches of look-ahead are made of them; on a device each operator takes a launch."""
+    """Look-ahead makes its branches by page copies, and each operator costs a launch on a
+    device."""
     counts = set()
     for num_layers in (2, 30):
         cache = KVCache([LayerShape(1, 4, 4, torch.float32, CPU)] * num_layers, 3, is_blocked)

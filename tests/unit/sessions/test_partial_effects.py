@@ -48,7 +48,7 @@ class RefusingData(RedisData):
 
 
 class Bench(ScriptStore):
-    """A store on data that refuses a write, and checks of it."""
+    """A store whose data refuse a write, and checks of what it then holds."""
 
     def __init__(self) -> None:
         super().__init__(lambda: 1e12, RefusingData)
@@ -65,7 +65,7 @@ class Bench(ScriptStore):
             return None
 
     async def is_refused(self, work: Work, at: int) -> bool:
-        """Refuses write number `at` of `work`; returns whether there is one."""
+        """Refuses write number `at` of `work`. Returns whether `work` has so many writes."""
         self.data.refused_at = at
         try:
             await work(self)
@@ -158,7 +158,7 @@ async def taking_over(bench: Bench) -> Work:
 
 
 ONCE = (releasing, taking_over)
-"""Repeating these is refused: the owner has changed."""
+"""These operations change the owner, so repeating them is refused."""
 
 
 def seen(record: SessionRecord | None) -> Any:
@@ -177,8 +177,8 @@ def seen(record: SessionRecord | None) -> Any:
 async def test_a_script_that_is_ended_at_any_write_leaves_a_whole_session(
     prepare: Callable[[Bench], Awaitable[Work]],
 ) -> None:
-    """Reading gives the state before or after, for the next owner, too; repeating the operation
-    completes it."""
+    """Readers and the next owner get the state before or after the operation. Repeating the
+    operation completes it."""
     bench = Bench()
     work = await prepare(bench)
     kept, before = bench.data.snapshot(), await bench.read()

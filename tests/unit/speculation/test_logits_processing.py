@@ -151,7 +151,7 @@ def test_the_hardest_parameters_stay_numbers():
 
 
 def test_raw_logprobs():
-    """Independent of the parameters; -inf outside the vocabulary; ties by id."""
+    """Tokens outside the vocabulary have -inf. Of equal tokens the lowest ids come first."""
     logits = torch.tensor([[1.0, 2.0, 2.0, -INF], [0.0, 0.0, 0.0, 0.0]])
     exact = logits.double().log_softmax(dim=1)
     entries = raw_logprobs(logits, [1, 3, 9, 2], 2, rows=[0, 0, 0, 1])
@@ -225,7 +225,8 @@ def test_each_row_of_a_tree_has_the_mask_of_its_path() -> None:
 def test_a_legal_draft_token_behind_which_nothing_is_told_is_no_error(
     behind: OutriderError | None,
 ) -> None:
-    """It may be rejected. Nothing is asked after it, and forbidden tokens are not reported."""
+    """The draft token may be rejected. No mask is computed after it, and a forbidden draft token is
+    not among `untold`."""
     allowed = Listed({(): mask_of([10]), (10,): behind})
     found = row_masks(allowed, Proposal((10, 20, 11), (), (-1, 0, -1)))
     assert found.masks == [allowed.listed[()], None, None, None]

@@ -60,8 +60,8 @@ def test_the_order_is_by_log_q_and_the_rounds_noise(rule: Rule, params: Sampling
 
 @pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.GREEDY])
 def test_what_won_by_much_is_likely_to_win_again(rule: Rule) -> None:
-    """The evidence is the lead over the next score; there is none for a token that is not among the
-    likeliest."""
+    """The evidence is the lead over the next score. A token that is not among the likeliest has the
+    lowest evidence."""
     params = SamplingParams(temperature=0.0) if rule is Rule.GREEDY else HOT
     noise = RoundNoise(5, rule, 40)
     scores = []
@@ -103,7 +103,8 @@ def test_a_reduced_vocabulary_is_guessed_in_the_targets_ids() -> None:
 
 @pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.COUPLED])
 def test_rows_that_were_seen_need_not_be_run_again(rule: Rule) -> None:
-    """They give the same rejections; with the bonus's own row everything is the same."""
+    """The rows of the draws give the same corrections. With a row for the bonus, all guesses are
+    the same."""
     noise = RoundNoise(5, rule, 40)
     whole = guess_outcomes(likely_rows(logits(), HOT), HOT, noise, DRAFTED, 5)
     *seen, bonus = likely_rows(logits(), HOT).split([1] * (K + 1))
@@ -185,7 +186,7 @@ def test_a_plan_has_the_likeliest_outcomes_once_each(num_drafted: int, num_guess
 
 
 def test_what_is_not_a_guess_is_not_planned() -> None:
-    """Rows with fewer guesses than others, or none; extreme evidence."""
+    """Rows with fewer guesses than others or with none, and extreme evidence."""
     rows = np.array([[3.0, -np.inf], [-np.inf, -np.inf], [2.0, 1.0]])
     seen = OutcomeGuesses([[7], [], [8, 9]], rows, np.array([-16.0, 16.0]))
     fan_out = OutcomeModel()
@@ -199,7 +200,7 @@ def test_what_is_not_a_guess_is_not_planned() -> None:
 
 @pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK])
 def test_a_session_with_a_seed_that_another_had_learns_alone(rule: Rule) -> None:
-    """Its noise is that of the first session's outcomes."""
+    """A second session with a seed has the noise that decided the first one's outcomes."""
     known = OutcomeModels()
     shared = known.of("a", 1, rule, 1.0)
     alone = known.of("b", 1, rule, 1.0)

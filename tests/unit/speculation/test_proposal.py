@@ -1,4 +1,4 @@
-"""Encoding of q, which trusts no peer; trees."""
+"""The encoding of q, whose decoder accepts any bytes from a peer; trees."""
 
 import itertools
 import struct
@@ -85,7 +85,7 @@ def packed(ids, counts):
     ],
 )
 def test_what_is_refused(data, token_ids, words):
-    """With the field, the position and the reason."""
+    """The error names the field, the position and the reason."""
     with pytest.raises(BadRequest, match=words) as caught:
         decode_q(data, [(token_id,) for token_id in token_ids])
     assert caught.value.field == "proposal.q"
@@ -175,7 +175,7 @@ def test_a_sealed_tree_opens() -> None:
 
 
 def test_a_sealed_tree_is_cut_by_places() -> None:
-    """With the remaining q; without siblings it becomes a chain."""
+    """A cut keeps the q of the tokens that are left. Without siblings a tree becomes a chain."""
     q = DraftDistribution((3, 4, 5), (COUNT_TOTAL - 2, 1, 1))
     tree = SealedProposal.of(Proposal((9, 4, 5, 7), (None, q, None), (-1, 0, 0, 1)))
     assert tree.cut(4) is tree

@@ -170,13 +170,14 @@ def test_kernels_that_do_not_run_are_given_up(
 
     monkeypatch.setattr(cuda_verdicts.RowJudge, "settle", broken)
     verification.try_kernels(asked.logits[:2])
-    assert "no kernels are used" in caplog.text
+    assert "use no kernels" in caplog.text
     [own], [other] = verdicts_from_logits([asked]), verdicts_from_logits([on_cpu(asked)])
     assert own.correction == other.correction
 
 
 def test_a_draft_that_is_the_target_leaves_nothing_to_correct() -> None:
-    """Its tokens are always accepted; one outside the target's vocabulary never is."""
+    """A draft equal to the target always has its tokens accepted, except for a token outside the
+    target's vocabulary."""
     logits = torch.full((2, 300), -torch.inf)
     logits[:, 7] = 0.0
     asked = question(Rule.TOKEN, SAMPLINGS[0], num=1, logits=logits)

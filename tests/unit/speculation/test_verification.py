@@ -57,7 +57,7 @@ def test_block_rule_by_hand(device):
 
 
 def test_an_empty_residual_falls_back_to_p():
-    """Where p = q nothing is left; the correction, which is never used, is still a possible
+    """If p = q, the residual is empty. The correction is never used, but must be a possible
     token."""
     p = torch.tensor([[0.25, 0.75, 0.0], [0.0, 1.0, 0.0]], dtype=torch.float64)
     for rule in (Rule.TOKEN, Rule.BLOCK):
@@ -79,7 +79,7 @@ def test_an_empty_residual_falls_back_to_p():
     ],
 )
 def test_what_does_not_fit_is_refused(rows, proposal, rule):
-    """Wrong shapes, a missing q, a draft token outside its own q, a tree under block."""
+    """Rows of a wrong shape, a missing q, a draft token outside its q, and a tree under block."""
     with pytest.raises(InvariantError):
         score(rows, proposal, RoundNoise(0, rule, 4))
 
