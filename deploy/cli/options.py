@@ -369,7 +369,7 @@ async def connected(arguments: Arguments) -> AsyncIterator[Connection]:
     if arguments.server:
         given = arguments.settings.keys() - set(OF_CALLERS)
         if given:
-            raise SettingError(min(given), "cannot be set with --server, which runs already")
+            raise SettingError(min(given), "cannot go with --server, whose deployment runs already")
         address, trust = checked_address(arguments.server), caller_trust_of(arguments, {})
         yield Connection(address, api_key=caller_key(arguments), trust=trust)
     elif (record := running_deployment(state)) is not None:

@@ -148,8 +148,8 @@ def _with_kind(config: DeploymentConfig, name: str, where: Path) -> DeploymentCo
             return replace(config, draft=replace(config.draft, model=named))
         if not is_eagle3:
             raise ConfigError(
-                f"drafter {name}: its files are not those of an EAGLE-3 head; without `{EAGLE3}:` "
-                "before the name its files say which kind it is"
+                f"drafter {name}: its files are not those of an EAGLE-3 head; leave `{EAGLE3}:` "
+                "out, and the kind is read from the files"
             )
     return config
 

@@ -352,7 +352,7 @@ async def retried(what: str, work: Callable[[], Awaitable[T]]) -> T:
         try:
             return await work()
         except (OutriderError, ValueError) as error:
-            _log.warning("%s: not known yet: %s", what, error)
+            _log.warning("%s cannot be read yet: %s", what, error)
             await asyncio.sleep(RETRY_PERIOD_S)
 
 
@@ -534,6 +534,7 @@ def check_asks_for_token(address: str) -> None:
             ) from error
     raise SettingError(
         "address",
-        f"the Ray cluster at {address} runs anyone's code: start it with {MODE}=token and {PATH}, "
-        "and set both for this command too; or give --insecure on a trusted network",
+        f"the Ray cluster at {address} requires no token, so every client can run code on it; "
+        f"start it with {MODE}=token and {PATH}, and set both for this command, too; or on a "
+        "trusted network give --insecure",
     )

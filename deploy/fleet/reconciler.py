@@ -265,7 +265,7 @@ class Reconciler(PlacedActor):
             trial = Trial(values, share, seconds, spec)
             if self._overview().num_stale or not fleet.wanted[trial.role]:
                 raise ConfigError(
-                    f"--trial-share: needs running {trial.role} replicas with the same settings: "
+                    f"--trial-share: needs {trial.role} replicas that run with the same settings; "
                     f"wait for the end of the upgrade, or start one with `outrider scale "
                     f"{trial.role}=1`"
                 )

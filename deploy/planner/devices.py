@@ -142,7 +142,9 @@ def compare(text: str, round_trip_s: float) -> Report:
         raise SettingError("devices", f"{name!r} is wrong; it must begin with {presets}")
     found = parse_numbers(_Devices, PRESETS[name] + numbers, "--devices")
     if found.seats(found.target) < 1:
-        raise SettingError("devices", f"memory_gb: {found.context} tokens do not fit")
+        raise SettingError(
+            "devices", f"memory_gb is too small for the target and {found.context} tokens"
+        )
     ways = [
         ("decoding without drafts", found.target, 0.0, 0.0),
         (HEAD, found.head, found.head_acceptance, 0.0),

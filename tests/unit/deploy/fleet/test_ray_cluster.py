@@ -116,7 +116,7 @@ def address(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.mark.parametrize(
     ("address", "said"),
-    [(REFUSED, ""), (None, "runs anyone's code"), (DOWN, r"a token \(UNAVAILABLE")],
+    [(REFUSED, ""), (None, "requires no token"), (DOWN, r"a token \(UNAVAILABLE")],
     indirect=["address"],
 )
 def test_only_a_head_that_refuses_strangers_is_taken(

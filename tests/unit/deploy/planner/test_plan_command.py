@@ -49,7 +49,7 @@ EMULATED = ("--simulate", "--engine", "emulated:acceptance_rates=0.8")
         (("--devices", "h200-8b,acceptance=1.1"), "--devices: acceptance='1.1'"),
         (("--devices", "h200-8b,target=16/32"), "--devices: target="),
         (("--devices", "h200-8b,bandwidth_tb=inf"), "--devices: bandwidth_tb='inf'"),
-        (("--devices", "h200-8b,memory_gb=16"), "memory_gb: 1024 tokens do not fit"),
+        (("--devices", "h200-8b,memory_gb=16"), "memory_gb is too small for the target and 1024"),
         (("--devices", "h200-8b", "--concurrency", "2"), "error: --concurrency: is for models"),
         (("--devices", "h200-8b", "--dtype", "float32"), "error: --dtype: is for models"),
         (("--devices", "h200-8b", "--config", "/dev/null"), "error: --config: is for models"),
