@@ -17,7 +17,7 @@ def parallel_token(config: DraftConfig) -> int | None:
     """The token that stands for a token that is not drawn yet. None if the files are not those of a
     model with such a token. Raises what `recognise` raises."""
     model, directory = config.drafter.model, Path(config.directory)
-    if not config.directory or model is None or model.name is None:
+    if not config.directory or model is None:
         return None
     if recognise(directory) is not DrafterFormat.PARD:
         return None

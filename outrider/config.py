@@ -307,13 +307,12 @@ class DraftConfig(ModelServerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_ngrams(self)
-        model = self.drafter.model
-        has_weights = self.drafter.reads_target or (model is not None and model.bits is not None)
-        if has_weights and self.emulated is not None:
+        reads_target = self.drafter.reads_target
+        if reads_target and self.emulated is not None:
             raise SettingError(
                 "draft_model", f"{self.model} needs a target with weights; an emulated one has none"
             )
-        if has_weights and self.tensor_parallel_size > 1:
+        if reads_target and self.tensor_parallel_size > 1:
             raise SettingError(
                 "draft_tensor_parallel_size",
                 f"{self.tensor_parallel_size} is wrong; {self.model} runs on one rank",

@@ -194,12 +194,10 @@ def _resolved(config: DeploymentConfig) -> DeploymentConfig:
 
     with blaming("draft_model"):
         model = drafter.model or DraftModel(drafter.on_target)
-        drafts, where = name, directory
+        drafts, where = model.name, directory
         if drafter.kind == MTP:
-            drafts = MTP
             check_mtp(directory, name)
-        elif model.name is not None:  # Without a name, the target's own weights draft.
-            drafts = model.name
+        else:
             where = resolve_model(drafts, trust_remote_code=trust, drafts=True)
             named = _with_kind(config, drafts, where)
             if named is not config:  # Before the fetch, the head's kind was unknown.

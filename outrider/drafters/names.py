@@ -12,24 +12,24 @@ DEMO = "demo"
 SHIPPED = (f"{DEMO}-drafter", f"{DEMO}-head")
 """Drafters for the target `demo` that are shipped with this package: a model, and an EAGLE-3
 head."""
-_QUANTIZED = "quantized"
 _HYBRID = "hybrid"
 EAGLE3 = "eagle3"
 MTP = "mtp"
-_KINDS = (_QUANTIZED, _HYBRID, MTP, EAGLE3)
-_REMOVED = dict.fromkeys(
-    ("early-exit", "medusa"),
-    "EAGLE-3 heads predict more of the target's tokens; use eagle3:DIR_OR_ID",
-)
+_KINDS = (_HYBRID, MTP, EAGLE3)
+_EAGLE3_IS_BETTER = "EAGLE-3 heads predict more of the target's tokens; use eagle3:DIR_OR_ID"
+_REMOVED = {
+    "early-exit": _EAGLE3_IS_BETTER,
+    "medusa": _EAGLE3_IS_BETTER,
+    "quantized": "a target's rounded weights take most of its time; use a smaller model, or "
+    "eagle3:DIR_OR_ID",
+}
 """Kinds of earlier versions: why they were removed, and what replaces them."""
 _KIND = re.compile(r"[A-Za-z][\w-]+")
 """Text before a colon that is read as a kind, not as a path. Hub ids have no colon, a directory
 with a colon can be written as `./NAME`, and a single letter begins a Windows path."""
-QUANTIZED_BITS = (8, 4)
-"""Bits a weight for a target that is its own draft."""
 _FORMS = (
-    "`auto`, `ngram`, `suffix`, a model, `quantized:8`, `quantized:4`, "
-    "`eagle3:DIR_OR_ID`, `mtp` or `hybrid:LOOKUP,MODEL`, whose MODEL may also be a head"
+    "`auto`, `ngram`, `suffix`, a model, `eagle3:DIR_OR_ID`, `mtp` or `hybrid:LOOKUP,MODEL`, "
+    "whose MODEL may also be a head"
 )
 
 
@@ -54,10 +54,8 @@ _WORDS = (AUTO, *_LOOKUPS, DEMO, *SHIPPED, *_KINDS)
 class DraftModel:
     """A model that drafts."""
 
-    name: str | None
-    """A directory, a .gguf file or a hub id; None = the target's own weights."""
-    bits: int | None = None
-    """Bits that the weights are rounded to; None = unchanged."""
+    name: str
+    """A directory, a .gguf file or a hub id."""
     reads_features: bool = False
     """Whether it is a head that reads hidden states which the target sends."""
 
@@ -104,11 +102,6 @@ def parse_drafter(name: str) -> DrafterChoice:
         if not rest:
             raise _wrong(name, "the directory of the head is missing")
         return DrafterChoice(None, None, on_target=rest, kind=form)
-    if form == _QUANTIZED:
-        if rest not in map(str, QUANTIZED_BITS):
-            allowed = " or ".join(map(str, QUANTIZED_BITS))
-            raise _wrong(name, f"the bits of a weight may be {allowed}")
-        return DrafterChoice(None, DraftModel(None, int(rest)))
     if colon and form in _REMOVED:
         reason = f"{name!r} is wrong: `{form}` is no longer supported, as {_REMOVED[form]}"
         raise SettingError("draft_model", reason)
@@ -133,7 +126,7 @@ def same_drafter(one: str, other: str) -> bool:
 
 def _meanings(draft_model: str) -> tuple[DrafterChoice, ...]:
     choice = parse_drafter(draft_model)
-    if choice.model is None or choice.model.name is None:
+    if choice.model is None:
         return (choice,)
     return choice, parse_drafter(eagle3_name(draft_model, choice.model.name))
 
@@ -205,10 +198,6 @@ DRAFTERS = (
     DrafterDescription(
         "PATH_OR_ID of PARD", "what such a model draws in one pass",
         "the model's", "its weights, keys and values", "none", "sparse",
-    ),
-    DrafterDescription(
-        "quantized:BITS", "what the target's own weights draw when rounded to 8 or 4 bits",
-        "the target's", "a half to a third of its weights; its keys and values", "none", "sparse",
     ),
     DrafterDescription(
         "eagle3:DIR_OR_ID",

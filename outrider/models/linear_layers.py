@@ -1,8 +1,6 @@
-"""Linear layers and activations that replace those of transformers on a CPU, and quantised ones."""
+"""Linear layers and activations that replace those of transformers on a CPU."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -11,7 +9,6 @@ from torch.nn import functional
 from transformers.activations import ACT2CLS
 
 from outrider.engine.cpu.kernels import PaceKernels
-from outrider.models.module_probes import PROBE_ERRORS, agree, probe_rows
 
 _PACKED_FOR_ROWS = 16
 """Number of rows that the layout is optimised for. For 5..64 the layout is the same, and within 2 %
@@ -127,116 +124,9 @@ def quick(
     return PackedLinear(weight, bias) if has_onednn and weight.dtype == torch.float32 else None
 
 
-_GROUP = 32
-"""Weights of a row that share a scale and an offset, at 4 bits."""
-_LEVELS = 15
-"""Steps between the least and the greatest weight of a group."""
-_CENTRE = 8
-"""The level that the kernel's offset stands for."""
-_INNER_TILES = 2
-"""Tiles of the packed layout; the CPU kernel takes any number."""
-_WIDE_ROWS = 32
-"""From this many rows on it is faster to widen an 8-bit weight and use a plain product."""
-
-
-class QuantizedLinear(InferenceLinear, ABC):
-    """A linear layer with a rounded weight."""
-
-    def forward(self, rows: Tensor) -> Tensor:
-        product = self._product(rows.reshape(-1, self.in_features))
-        if self.bias is not None:
-            product = product + self.bias
-        return product.view(*rows.shape[:-1], self.out_features)
-
-    @abstractmethod
-    def _product(self, rows: Tensor) -> Tensor:
-        """The product [N, out] of rows [N, in]."""
-
-
-class Int8Linear(QuantizedLinear):
-    """8-bit weights with a scale for each row of the weight."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__(weight, bias)
-        exact = weight.detach().float()
-        scales = (exact.abs().amax(1) / 127).clamp_min(torch.finfo(weight.dtype).tiny)
-        self._levels: Tensor = (exact / scales[:, None]).round().to(torch.int8)
-        self._scales = scales.to(weight.dtype)
-        self._kernel = torch.ops.aten._weight_int8pack_mm.default
-
-    def _product(self, rows: Tensor) -> Tensor:
-        if len(rows) < _WIDE_ROWS:
-            narrow: Tensor = self._kernel(rows, self._levels, self._scales)
-            return narrow
-        return functional.linear(rows, self.weight)
-
-    @property
-    def weight(self) -> Tensor:
-        return self._levels.to(self._scales.dtype) * self._scales[:, None]
-
-
-class Int4Linear(QuantizedLinear):
-    """4-bit weights with a scale and an offset for each group of a row. On a CPU."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """The width of `weight` must be a multiple of the group's size."""
-        super().__init__(weight, bias)
-        groups = weight.detach().float().reshape(self.out_features, -1, _GROUP)
-        least, greatest = groups.amin(2), groups.amax(2)
-        tiny = torch.finfo(weight.dtype).tiny
-        scales = ((greatest - least) / _LEVELS).clamp_min(tiny).to(weight.dtype).float()
-        levels = ((groups - least[:, :, None]) / scales[:, :, None]).round().clamp(0, _LEVELS)
-        offsets = (least + _CENTRE * scales).to(weight.dtype)
-        self._packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(
-            levels.flatten(1).to(torch.int32), _INNER_TILES
-        )
-        # [groups of a row, out, 2]
-        table = torch.stack((scales.to(weight.dtype), offsets), -1).transpose(0, 1)
-        self._scales_and_offsets = table.contiguous()
-        self._kernel = torch.ops.aten._weight_int4pack_mm_for_cpu.default
-
-    def _product(self, rows: Tensor) -> Tensor:
-        product: Tensor = self._kernel(rows, self._packed, _GROUP, self._scales_and_offsets)
-        return product
-
-    @property
-    def weight(self) -> Tensor:
-        identity = torch.eye(self.in_features, dtype=self._scales_and_offsets.dtype)
-        return self._product(identity).t()
-
-
-_KINDS: dict[int, type[QuantizedLinear]] = {8: Int8Linear, 4: Int4Linear}
-
-
-def quantized(weight: Tensor, bias: Tensor | None, bits: int) -> nn.Module | None:
-    """A layer with `weight` [out, in] rounded to 8 or 4 bits; None if this machine has no correct
-    kernel for a weight of that device, dtype and shape."""
-    if not _has_kernel(bits, weight.shape, weight.dtype, weight.device):
-        return None
-    return _KINDS[bits](weight, bias)
-
-
-@cache
-def _has_kernel(bits: int, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> bool:
-    """Tries a random weight, once for each shape. The rounded weight must be within half a rounding
-    step (the widest of each row) of it, and the products must agree with the rounded weight's in
-    float64."""
-    generator = torch.Generator().manual_seed(shape[0])
-    weight = torch.randn(shape, generator=generator).to(device, dtype)
-    rows = probe_rows(shape[1], weight)
-    try:
-        layer = _KINDS[bits](weight, None)
-        rounded, wide = layer.weight.double(), weight.double()
-        half_step = 1 / (2**bits - 2) + 4 * torch.finfo(dtype).eps
-        is_near = (rounded - wide).abs() <= half_step * wide.abs().amax(1, keepdim=True)
-        return bool(is_near.all()) and agree(layer(rows), (rows.double() @ rounded.t()).to(dtype))
-    except PROBE_ERRORS:
-        return False
-
-
 _BLOCK_ROWS = 16
 """Most rows of a product with bit-equal rows. Up to 32 rows oneDNN was seen to use no AMX tiles
-(bfloat16); from 32 on, rounded weights are widened."""
+(bfloat16)."""
 
 
 class BlockedLinear(nn.Module):

@@ -9,7 +9,6 @@ what                          replaces                               where
 `FusedLinear`                 linear layers, fused ones included     CPU with fused kernels
 `PackedLinear`                the same                               CPU, bfloat16 and float32
 `WidenedLinear`               the same                               CPU that has no bfloat16
-`Int8Linear`, `Int4Linear`    the same, if weights are to be rounded 8 bits anywhere, 4 on CPU
 
 A module stays as it is if it is built differently, or if its replacement fails a probe
 (`module_probes.py`); its linear layers are replaced all the same. Modules with hooks, or with a
@@ -32,8 +31,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
 from outrider.engine.cpu.kernels import PaceKernels
-from outrider.errors import ConfigError, InvariantError, check
-from outrider.models.linear_layers import quantized, quick
+from outrider.errors import InvariantError, check
+from outrider.models.linear_layers import quick
 from outrider.models.module_probes import agree, call_attention, same_rows, same_wiring
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
@@ -229,12 +228,9 @@ _PLAIN_OPTION = (bool, int, float, str, type(None))
 _log = logging.getLogger(__name__)
 
 
-def speed_up(
-    module: nn.Module, bits: int | None = None, kernels: PaceKernels | None = None
-) -> None:
-    """Replaces modules of a causal language model in evaluation mode, for inference alone. With
-    `bits` of 8 or 4 linear layers are rounded; raises `ConfigError` if none can be. Otherwise they
-    use the `kernels`, if these fit.
+def speed_up(module: nn.Module, kernels: PaceKernels | None = None) -> None:
+    """Replaces modules of a causal language model in evaluation mode, for inference alone. Linear
+    layers use the `kernels`, if these fit.
 
     The weights that a replacement copies are freed one block at a time, so this needs the memory of
     one block more than the model. Only a head that shares its weight with the embedding remains
@@ -245,15 +241,6 @@ def speed_up(
     with torch.no_grad():
         for replacement in (_native_norm, _fused_mlp, _fused_attention, _direct_layer):
             _swap(module, replacement, swapped)
-        if bits is not None:
-            before = swapped.total()
-            _swap(module, partial(_quantized_linear, bits=bits), swapped)
-            if swapped.total() == before:
-                raise ConfigError(
-                    f"none of the model's linear layers can be rounded to {bits} bits on this "
-                    "device; 8 bits need an 8-bit kernel there, 4 bits a CPU and widths that are "
-                    "multiples of 32"
-                )
         _swap(module, partial(_quick_linear, kernels=kernels), swapped)
     _log.info("replaced modules: %s", dict(swapped) or "none")
 
@@ -335,11 +322,6 @@ def _quick_linear(layer: Any, kernels: PaceKernels | None) -> nn.Module | None:
     if kernels is None or found is None or same_rows(layer, found, weight.shape[1], weight):
         return found
     return quick(weight, layer.bias)
-
-
-def _quantized_linear(layer: Any, bits: int) -> nn.Module | None:
-    weight = _linear_weight(layer)
-    return None if weight is None else quantized(weight, layer.bias, bits)
 
 
 def _linear_weight(layer: Any) -> Tensor | None:

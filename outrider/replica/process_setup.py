@@ -203,8 +203,7 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
     if isinstance(config, TargetConfig) and shows_features:
         info = replace(info, features=_features_of(info, Path(config.heads_directory)))
     kernels = _kernels(config, device, weight.dtype, ranks)
-    with blaming("draft_model"):
-        speed_up(module, bits=_bits(config), kernels=kernels)
+    speed_up(module, kernels=kernels)
     if layer is not None:
         speed_up(layer.module, kernels=kernels)
     if ranks is not None:
@@ -330,7 +329,7 @@ def _lacking_on_vllm(config: ReplicaConfig) -> tuple[str, str] | None:
                 f"{config.heads} drafts on another replica, but vllm sends no hidden states",
             )
         return None
-    if config.target_directory or _bits(config) is not None:
+    if config.target_directory:
         return _engine_field(config), f"vllm does not run drafters such as {config.model}"
     return None
 
@@ -349,8 +348,8 @@ def _kernels(
     try:
         if config.cpu_kernels != "auto":
             raise KernelsUnavailable(f"cpu_kernels is {config.cpu_kernels}")
-        if ranks is not None or _bits(config) is not None:
-            raise KernelsUnavailable("they take neither several ranks nor rounded weights")
+        if ranks is not None:
+            raise KernelsUnavailable("they do not take several ranks")
         kernels = load_pace()
         if dtype != kernels.dtype:
             raise KernelsUnavailable(f"they are for bfloat16, and the model is in {dtype}")
@@ -442,12 +441,6 @@ def _draft_check(config: TargetConfig) -> DraftCheck:
     path = Path(config.directory)
     tokenizer = load_tokenizer(path, trust_remote_code=config.trust_remote_code)
     return partial(checked_head, tokenizer=tokenizer, name=config.heads)
-
-
-def _bits(config: ReplicaConfig) -> int | None:
-    """Bits that weights are rounded to; None = not rounded."""
-    draft = config.drafter.model if isinstance(config, DraftConfig) else None
-    return None if draft is None else draft.bits
 
 
 def build_head(config: DraftConfig) -> tuple[LoadedEagle3, ModelInfo, int]:

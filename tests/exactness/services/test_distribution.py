@@ -44,7 +44,6 @@ from outrider.grammar.compiler import Grammars, GrammarTokenizer
 from outrider.grammar.constraint import Constraint
 from outrider.grammar.matcher import PrefixMatcher
 from outrider.grammar.token_mask import TokenMask
-from outrider.models.module_replacement import speed_up
 from outrider.request import GenerateRequest
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
@@ -139,8 +138,6 @@ class Cell:
     """Drafts without a model, or in its place where it is confident."""
     draft_seed: int = 4
     """The seed of the target's weights is 3."""
-    draft_bits: int | None = None
-    """Bits that the draft's weights are rounded to."""
     siblings: int = 0
     """Candidates beside each draft token: proposals are trees."""
     length_control: bool = False
@@ -255,7 +252,6 @@ GRID = [
         Cell(rule, 4, drafter=drafter, lookup=lookup, num_tokens=4, **WIDE)
         for rule, drafter, lookup in product(RULES, ("none", "model"), LookupKind)
     ),
-    *(Cell(rule, 4, draft_seed=3, draft_bits=8, num_tokens=4, **WIDE) for rule in RULES),
     *(
         Cell(rule, 4, params, drafter, (0, 1, 3), vocab_size=4, **WIDE)
         for drafter in ("apart", "eagle3")
@@ -316,8 +312,6 @@ def engines_of(cell: Cell, module: Any) -> dict[str, Any]:
         found["draft_engine"] = engine_of(draft, (), token_ids=ids)
     elif cell.drafter in ("model", "parallel"):
         draft = tiny(cell.draft_vocab_size, cell.draft_seed)
-        if cell.draft_bits is not None:
-            speed_up(draft, cell.draft_bits)
         found["draft_engine"] = engine_of(draft, eos)
         if cell.drafter == "parallel":
             found["parallel_token"] = cell.draft_vocab_size - 1

@@ -23,7 +23,6 @@ from outrider.engine.tensor_parallel import group, parallel_engine, rank_process
 from outrider.engine.tensor_parallel.rank_rpc import LOOPBACK, Rendezvous
 from outrider.errors import BadRequest, ConfigError, SettingError
 from outrider.grammar.constraint import Constraint
-from outrider.models import linear_layers
 from outrider.replica import process_setup
 from outrider.replica.host import ReplicaHost
 from outrider.replica.process_setup import (
@@ -64,25 +63,6 @@ def test_logs_go_where_they_should(tmp_path: Path, capsys: pytest.CaptureFixture
     assert [(line["level"], line["message"]) for line in lines] == [
         ("INFO", "news at info"), ("DEBUG", "own at debug"), ("INFO", "news at debug"),
     ]  # fmt: skip
-
-
-def test_a_rounded_draft_is_near_its_target_and_not_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From the same files; logits differ slightly. If no layer can be rounded, the setting is
-    named."""
-    directory = str(save_tiny_model(tmp_path))
-    step = SequenceStep("s", (1, 2, 3), 3)
-    logits = {}
-    for name in ("tiny", "quantized:8"):
-        engine = build_engine(DraftConfig(model=name, directory=directory), 1)
-        [logits[name]] = engine.forward([step])
-    exact, rounded = logits.values()
-    assert 0 < (rounded - exact).norm() < 0.1 * exact.norm()
-    monkeypatch.setattr(linear_layers, "_has_kernel", lambda *_: False)
-    with pytest.raises(SettingError, match="rounded to 4 bits") as bad:
-        build_engine(DraftConfig(model="quantized:4", directory=directory), 1)
-    assert bad.value.key == "draft_model"
 
 
 def test_too_little_memory_names_the_setting_of_its_role(tmp_path: Path) -> None:
@@ -234,7 +214,6 @@ def test_a_quantised_checkpoint_that_the_library_loads_is_served(
         (None, TargetConfig(engine="vllm"), r"engine: .*vLLM 0\.32; it is not installed"),
         ("0.33.1", DraftConfig(model="m", own_engine="vllm"), "draft_engine: .*0.33.1 is inst"),
         ("0.32.0", TargetConfig(engine="vllm", dtype="float64"), "dtype: float64"),
-        ("0.32.0", DraftConfig(engine="vllm", model="quantized:8"), "engine: .*quantized:8"),
         (
             "0.32.0", DraftConfig(own_engine="vllm", model="student", target_directory="target"),
             "draft_engine: .*student",

@@ -36,8 +36,8 @@ def _not_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     ("settings", "copies"),
     [
         ({"draft_model": "suffix"}, True),
-        ({"draft_model": "hybrid:suffix,quantized:8"}, True),
-        ({"draft_model": "hybrid:ngram,quantized:8"}, False),
+        ({"draft_model": "hybrid:suffix,a/b"}, True),
+        ({"draft_model": "hybrid:ngram,a/b"}, False),
         ({"draft_model": "suffix", "suffix_tokens_per_tenant": 0}, False),
     ],
 )

@@ -45,20 +45,18 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("draft", "key", "good", "said"),
+    ("key", "good", "said"),
     [
-        ("", "max_model_len", MAX_MODEL_LEN, f"at most {MAX_MODEL_LEN} tokens"),
-        ("", "draft_max_model_len", MAX_MODEL_LEN, f"at most {MAX_MODEL_LEN} tokens"),
-        ("quantized:4", "draft_max_model_len", MAX_MODEL_LEN, f"at most {MAX_MODEL_LEN} tokens"),
-        ("", "tensor_parallel_size", 2, "1, 2 do"),
-        ("", "draft_tensor_parallel_size", 2, "1, 2 do"),
+        ("max_model_len", MAX_MODEL_LEN, f"at most {MAX_MODEL_LEN} tokens"),
+        ("draft_max_model_len", MAX_MODEL_LEN, f"at most {MAX_MODEL_LEN} tokens"),
+        ("tensor_parallel_size", 2, "1, 2 do"),
+        ("draft_tensor_parallel_size", 2, "1, 2 do"),
     ],
 )
 def test_a_length_and_ranks_that_a_model_cannot_have_are_refused(
-    tiny: Path, draft: str, key: str, good: int, said: str
+    tiny: Path, key: str, good: int, said: str
 ) -> None:
-    """This includes the draft that is the target with quantized weights."""
-    draft = draft or str(tiny)
+    draft = str(tiny)
     assert resolved(tiny, draft_model=draft, **{key: good}).draft.directory == str(tiny)
     with pytest.raises(SettingError, match=f"^{key}: .*{said}"):
         resolved(tiny, draft_model=draft, **{key: good + 1})
@@ -141,7 +139,7 @@ def test_a_head_may_run_on_draft_replicas(tiny: Path, tmp_path: Path) -> None:
         assert (draft.directory, draft.target_directory) == (str(head), str(tiny))
         assert (config.coordinator.lookup is not None) == given.startswith("hybrid")
         assert not resolved(tiny, draft_model=given).target.shows_features
-    for other in ("suffix", str(tiny), "quantized:8"):
+    for other in ("suffix", str(tiny)):
         with pytest.raises(SettingError, match=f"^eagle3_on: .*{other} is no EAGLE-3 head"):
             resolved(tiny, draft_model=other, eagle3_on="draft")
 

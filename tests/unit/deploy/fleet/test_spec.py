@@ -102,7 +102,7 @@ def _shares(gpus: float, **settings: object) -> tuple[tuple[float, str], tuple[f
     [
         (0, "small", 0, 0),
         (1, "", 1, 0),
-        (1, "hybrid:suffix,quantized:8", 0.5, 0.5),
+        (1, "hybrid:suffix,small", 0.5, 0.5),
         (2, "small device=cpu", 0, 0),
         (2, "small draft_num_gpus=0", 1, 0),
         (1, "small target_num_gpus=0.75", 0.75, 0.5),
