@@ -36,8 +36,8 @@ def test_answers_are_the_targets_distribution(
     module: Any, documents: list[Document], tmp_path: Path
 ) -> None:
     """For every learned token the likeliest tokens in order and the text's token; for every token
-    what the head read. Other documents in the batch change nothing."""
-    cache = TeacherCache(tmp_path, documents, module, ())
+    what a tapped layer read. Other documents in the batch change nothing."""
+    cache = TeacherCache(tmp_path, documents, module, (1,))
     cache.fill(1e9, lambda part: None)
     assert sorted(map(id, cache.known)) == sorted(map(id, documents))
     for index, document in enumerate(cache.documents):
@@ -49,7 +49,7 @@ def test_answers_are_the_targets_distribution(
         np.testing.assert_allclose(found["logprobs"], top.values.numpy(), atol=0.02)
         written = logprobs.gather(1, ids[document.first :, None])[:, 0]
         np.testing.assert_allclose(found["written"], written.numpy(), atol=0.02)
-        hidden = module.base_model(ids[None]).last_hidden_state[0]
+        hidden = module(ids[None], output_hidden_states=True).hidden_states[1][0]
         features = torch.tensor(found["features"]).view(torch.bfloat16)
         torch.testing.assert_close(features.float(), hidden.detach(), atol=1e-2, rtol=1e-2)
 
