@@ -9,7 +9,6 @@ import asyncio
 import json
 import logging
 import os
-import select
 import signal
 import sys
 import time
@@ -68,6 +67,7 @@ _log = logging.getLogger(__name__)
 LOOK_PERIOD_S = 0.25
 """Time between two checks whether a detached process serves."""
 STOP_TIMEOUT_S = 60.0
+_POLL_S = 0.05
 
 
 @command(
@@ -237,7 +237,7 @@ def stop(arguments: Arguments) -> int:
     if holder is None:
         found = _nothing_to_stop(directory, record)
     else:
-        _end(holder, arguments.timeout)
+        _end(directory, holder, arguments.timeout)
         found = f"stopped a deployment that was starting or stopping (pid {holder})"
         if record is not None:
             found = f"stopped the deployment at {record.grpc_address}"
@@ -246,13 +246,17 @@ def stop(arguments: Arguments) -> int:
     return 0
 
 
-def _end(pid: int, timeout_s: float) -> None:
-    """Ends a process. Raises `Unavailable` if it still runs after `timeout_s`."""
+def _end(directory: Path, pid: int, timeout_s: float) -> None:
+    """Ends the process that holds the deployment's lock. Raises `Unavailable` if it still holds it
+    after `timeout_s`."""
     progress(f"stopping the deployment (pid {pid})", at_once=False)
-    with suppress(ProcessLookupError), open(os.pidfd_open(pid)) as process:
-        signal.pidfd_send_signal(process.fileno(), signal.SIGTERM)
-        if not select.select([process], [], [], timeout_s)[0]:
+    give_up_at = time.monotonic() + timeout_s
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
+    while lock_holder(directory) == pid:
+        if time.monotonic() >= give_up_at:
             raise Unavailable(f"the deployment (pid {pid}) is still running after {timeout_s:g} s")
+        time.sleep(_POLL_S)
     progress.rest()
 
 
