@@ -322,7 +322,7 @@ class DraftConfig(ModelServerConfig):
     def drafter(self) -> DrafterChoice:
         """The drafter that the settings choose."""
         choice = parse_drafter(self.model)
-        if self.eagle3_on == "draft" and choice.kind == EAGLE3:
+        if choice.on_target and choice.kind == EAGLE3 and self.eagle3_on == "draft":
             head = DraftModel(choice.on_target, reads_features=True)
             return replace(choice, model=head, on_target=None)
         return choice

@@ -185,7 +185,8 @@ def _resolved(config: DeploymentConfig) -> DeploymentConfig:
     places: dict[str, Any] = {"tokenizer_directory": str(directory) if has_tokenizer else ""}
     target, draft = replace(target, directory=str(directory), **places), replace(draft, **places)
     coordinator = replace(coordinator, served_model_name=config.served_model_name, **places)
-    if drafter.on_target is None and drafter.model is None:
+    model = drafter.model or (DraftModel(drafter.on_target) if drafter.on_target else None)
+    if model is None:
         return replace(config, target=target, draft=draft, coordinator=coordinator)
     # These imports take seconds and memory, so they run only if needed.
     from outrider.models.drafter_checkpoint import check_target, is_trained_drafter
@@ -193,7 +194,6 @@ def _resolved(config: DeploymentConfig) -> DeploymentConfig:
     from outrider.models.mtp import check_mtp
 
     with blaming("draft_model"):
-        model = drafter.model or DraftModel(drafter.on_target)
         drafts, where = model.name, directory
         if drafter.kind == MTP:
             check_mtp(directory, name)
