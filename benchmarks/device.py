@@ -202,7 +202,7 @@ def _figures(
     )  # fmt: skip
 
     def step(token_ids: Sequence[int], _: int) -> None:
-        """A step, until the host has the likeliest tokens. Sampling also waits for the device."""
+        """Runs a step and waits for its likeliest tokens, as sampling waits for the device."""
         steps = [SequenceStep(_NAME, tuple(token_ids), len(token_ids))]
         engine.forward(steps)[0].argmax(dim=1).tolist()
 

@@ -64,9 +64,10 @@ class Process:
         setup: Mapping[str, object],
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`command` is a command line, or a string with the role to play as MODULE:FUNCTION (see
-        `Opens`) and options of `main`. `name` is for error messages. `setup` is the first line. The
-        process gets this process's variables without limits on threads, and `environment`."""
+        """`command` is the words of a command, or one string: the role to play as MODULE:FUNCTION
+        (see `Opens`), then options of `main`. `name` is for error messages. `setup` is the first
+        line. The process inherits all environment variables except those that limit threads, and
+        gets those of `environment`."""
         if isinstance(command, str):
             command = (sys.executable, "-m", "benchmarks.processes", *command.split())
         self._command = command

@@ -11,8 +11,8 @@ session begins. Every pass adds a token to each draft. Proposals that a coordina
 first, then the likeliest outcomes of all sessions, as many as fit into a pass.
 
 The sequence that drafted a proposal has already run all of it but x_K. If the distributions of all
-x_i were kept, rejections are predicted from these, and their outcomes branch off at once. The pass
-that then reads x_K for the bonus also drafts these outcomes.
+x_i were kept, they predict the outcomes in which a token is rejected. Drafts of these outcomes
+branch off at once, and run in the same pass that reads x_K for the outcomes with a bonus.
 """
 
 import logging
@@ -80,7 +80,7 @@ class RoundAhead:
         """Outcomes that are being drafted."""
         self.finished: dict[Outcome, SealedProposal] = {}
         self.kept: dict[Outcome, AutoregressiveDraft] = {}
-        """Finished outcomes whose sequences are kept for the round they may become."""
+        """Finished outcomes. If one comes true, its sequence is the next round's `basis`."""
 
     @property
     def session_id(self) -> str:
@@ -145,7 +145,7 @@ class LookAhead:
         return found is not None and found.item is item
 
     def progress(self, item: DraftItem) -> Answers:
-        """`Answers` without an answer, for an item of a round that it `works_on`."""
+        """Whether more answers follow to an item that it `works_on`, as `Answers` without any."""
         return self._advanced(self._rounds[item.head.session_id], ())
 
     def begin(
@@ -255,8 +255,8 @@ class LookAhead:
         """Begins the proposal that a coordinator waits for. Continues `taken`, the draft of the
         outcome that came true, or begins a new draft. If `taken` has at least half of its tokens,
         it becomes the answer as it is: each further token takes a pass, and the last tokens are the
-        least likely to be accepted. That depends on when the item came, and on no token's
-        value."""
+        least likely to be accepted. Whether it has half depends on when the item came, and on no
+        token's value, so the output stays exact."""
         if taken is not None:
             num_held = len(taken.token_ids)
             taken.num_wanted = min(taken.num_wanted, now.item.num_draft_tokens)
@@ -427,9 +427,10 @@ class LookAhead:
         return [reply]
 
     def _recover(self, wanted: Sequence[AutoregressiveDraft], error: Exception) -> bool:
-        """Recovers from a failed pass. Drops all outcomes. Drafts with tokens end with these, and
-        drafts without any run again, each alone. Returns False, to let the error be raised, if it
-        may be the engine's own and no draft has tokens that would be lost."""
+        """Recovers from a failed pass. Drops all outcomes. Drafts with tokens end with these.
+        Drafts without any run again, each alone, but end with the error if the engine may have
+        caused it. In that case, if no draft has tokens to lose, returns False: the error is to be
+        raised."""
         _log.info("a pass of the draft failed: %r", error)
         self.give_way()
         is_own = isinstance(error, OutriderError) and not isinstance(error, EngineLost)
@@ -450,8 +451,8 @@ class LookAhead:
         return True
 
     def _drop_evicted(self, now: RoundAhead) -> None:
-        """Drops outcomes that have lost their pages to an older session, and stops a requested
-        proposal that has. The tokens drawn for that are still proposed."""
+        """Drops outcomes that have lost their pages to an older session. A requested proposal that
+        has lost its pages stops with the tokens that it has."""
         if now.wanted is not None and not self._drafter.holds(now.wanted):
             now.wanted.stop()
         now.outcomes = {at: one for at, one in now.outcomes.items() if self._drafter.holds(one)}

@@ -47,7 +47,8 @@ never accepted, so what follows it is never used."""
 
 _ROWS_AT_ONCE = {"cpu": 64, "cuda": 256}
 """Most rows of logits from which verdicts are made together. Larger batches are no faster and take
-more memory: on a device 256 MiB for 128,000 tokens, twice that for several sessions."""
+more memory. On a GPU, 256 rows of 128,000 tokens take 125 MiB, and up to twice that if the rows of
+several sessions must be copied to join them."""
 
 
 class _Round(Work):
@@ -57,7 +58,7 @@ class _Round(Work):
     sampling: SamplingParams
     proposal: Proposal
     step: SequenceStep
-    """Its part of the forward pass. If that has no logits, it only runs a part of the prefix."""
+    """Its part of the forward pass. A step without logits only runs a part of the prefix."""
     question: Question
     """The input of its verdict."""
     features: Tensor
@@ -91,8 +92,8 @@ class _Round(Work):
         return decide(verdict, proposal.token_ids, head.rule, uniforms, proposal.parents)
 
     def within(self, verdict: Verdict) -> Verdict:
-        """The verdict. If its outcome reaches a row in `untold`, returns one that ends with the
-        draft token before that row instead; the next round then fails as plain decoding would."""
+        """The verdict. If its outcome reaches a row in `untold`: the verdict that ends with the
+        draft token before this row. The next round then fails there, as plain decoding would."""
         path = self.outcome(verdict).path if self.untold else ()
         last = next((index for index in path if index + 1 in self.untold), None)
         if last is None:
@@ -179,7 +180,7 @@ class Verifier(StepWorker):
         one.step = SequenceStep(
             head.session_id, (*new_tokens, *drafted), len(drafted) + 1, parents=parents
         )
-        if one.sampling.penalised:  # Else nothing counts them, and the copy costs O(length).
+        if one.sampling.penalised:  # Only penalties read the history. A copy is O(length).
             committed, num = aligned.committed, head.prompt_length
             one.history = TokenHistory(committed[:num], committed[num:], proposal.token_ids)
 
@@ -328,8 +329,8 @@ def _answered(rounds: Sequence[_Round]) -> list[_Round]:
 
 def _features_wanted(rounds: Sequence[_Round], width: int) -> list[tuple[_Round, int, int]]:
     """The range of features to send with each verdict, within the limits of a message and a step.
-    Rounds that lack the fewest come first, because a draft that lacks one row proposes nothing; the
-    rest follows with later verdicts."""
+    Rounds that lack the fewest rows come first, because a draft proposes only when it lacks none.
+    The other rows follow with later verdicts."""
     lacking: list[tuple[_Round, int, int]] = []
     for one in _answered(rounds):
         first = one.item.features_from
@@ -366,8 +367,8 @@ def _verdicts(questions: Sequence[Question]) -> list[Verdict | OutriderError]:
 def _logprobs(
     logits: Tensor, proposal: Proposal, num_logprobs: int, verdict: Verdict
 ) -> tuple[PositionLogprobs, ...]:
-    """Log-probabilities from the raw logits, [2K+1]: of the K draft tokens (each in the row that it
-    follows), then of the corrections n = 0..K (in row n)."""
+    """Log-probabilities from the raw logits, [2K+1]: of the K draft tokens (each in the row that
+    follows its parent), then of the corrections n = 0..K (in row n)."""
     entries = raw_logprobs(
         logits,
         (*proposal.token_ids, *verdict.correction),

@@ -56,8 +56,8 @@ _METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 _PASSING = frozenset({409, 502, 503})
 """After these statuses, another coordinator may serve the request, or the same one later."""
 _PASSING_LATER = _PASSING | {429}
-"""The same once the client's response has begun. Before that, the client itself gets a 429, and can
-repeat the request later."""
+"""These statuses, once the client's response has begun. An earlier 429 is passed on to the client,
+which can repeat the request."""
 _HOP_BY_HOP = frozenset({
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer",
     "transfer-encoding", "upgrade",

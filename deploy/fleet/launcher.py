@@ -152,7 +152,7 @@ class Deployment:
         self._is_own = True
         reconciler = start_reconciler(spec, self.ray.namespace)
         self._report(f"loading {config.target_name}, and {config.draft.model} as its draft")
-        # `ReconcilerClient` would call again if a replica is `Unavailable`.
+        # Not by `ReconcilerClient`, which would repeat a start that fails with `Unavailable`.
         await reconciler.call("start")
         await self._go_on()
 

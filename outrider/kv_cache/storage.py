@@ -58,9 +58,9 @@ def memory_budget(
     num_gpus: float | None,
     num_others: int = 0,
 ) -> int:
-    """Bytes for keys and values beside a loaded model. On a GPU: what is left of the share
-    `num_gpus` (None = a whole GPU) of `gpu_memory_utilization` of its memory, after the weights and
-    `num_others` bytes. On other devices a fixed number."""
+    """Bytes for keys and values beside a loaded model. On a GPU: its memory times
+    `gpu_memory_utilization` times `num_gpus` (None = 1), less the weights and `num_others` bytes,
+    and at most what is free. On other devices a fixed number."""
     if device.type != "cuda":
         return KV_CACHE_BYTES_DEFAULT
     torch.cuda.empty_cache()  # Otherwise weights that were fused after loading count twice.
@@ -105,7 +105,7 @@ class KeysAndValues:
         self.values.index_copy_(1, slots, values)
 
     def copy(self, sources: Tensor, targets: Tensor, unit: int) -> None:
-        """Copies runs of `unit` slots, all at once. Sources and targets count such runs."""
+        """Copies runs of `unit` slots, all at once. `sources` and `targets` are numbers of runs."""
         for tensor in (self.keys, self.values):
             size = (tensor.shape[0], tensor.shape[1] // unit, unit, tensor.shape[2])
             units = tensor.view(size)

@@ -58,7 +58,8 @@ class OpenRendezvous:
             return accept(listening, self.rendezvous.token, followers, timeout_s)
 
     def take_store_fd(self) -> int:
-        """The socket for the ranks' table of addresses, once. The caller closes it."""
+        """The descriptor of the socket that serves the table of the ranks' addresses. Call it once;
+        the caller closes the socket."""
         return self._store_socket.detach()
 
     def close(self) -> None:
