@@ -177,8 +177,8 @@ class ModelServerConfig(ServerConfig):
     """Most tokens in one step; longer prompts are prefilled in chunks, beside other sessions."""
     deterministic: bool = False
     """Make each token's logits independent, to the last bit, of the other tokens in its step. Then
-    coupled and greedy output depends neither on `num_draft_tokens` nor on other sessions. Fused
-    kernels always do this; other kernels become slower."""
+    seeded and greedy output (the rules coupled and greedy) depends neither on `num_draft_tokens`
+    nor on other sessions. Fused kernels always do this; other kernels become slower."""
     cpu_kernels: Literal["auto", "torch"] = "auto"
     """Kernels of a step on a CPU: `auto` = the fused kernels of amd-pace if it is installed and
     supports the processor and the model, `torch` = torch's own operators."""
@@ -391,8 +391,8 @@ class CoordinatorConfig(ServerConfig):
     """Outcomes of a round for which the draft already drafts while the target verifies; 0 = none,
     unset = some if draft and target share neither cores nor a device."""
     draft_siblings: Annotated[int, between(0, limits.SIBLINGS_MAX)] = 0
-    """Alternative candidates beside each token of a model's proposal, up to the largest tree. 0 =
-    chains. Not used with `look_ahead` (set or chosen), `deterministic`, penalties or the rule
+    """Alternative candidates beside each token of a model's proposal; a tree has at most 32 tokens.
+    0 = chains. Not used with `look_ahead` (set or chosen), `deterministic`, penalties or the rule
     block."""
     run_ahead_rounds: Annotated[int, between(0, limits.RUN_AHEAD_ROUNDS_MAX)] = 8
     """Rounds of plain decoding that the target may run before the coordinator answers."""
@@ -506,7 +506,7 @@ class AutoscaleConfig:
     autoscale_queue_steps: Annotated[float, between(0.1, 1000)] = 1.5
     """Add targets if items wait in the queue for longer than this many steps."""
     autoscale_draft_waits: Annotated[float, between(0.01, 1)] = 0.25
-    """Add drafts if a larger share of the rounds waits for its turn at a draft."""
+    """Add drafts if more than this share of the rounds waits for its turn at a draft."""
     autoscale_calm_s: Annotated[float, between(1, WAIT_S_MAX)] = 120.0
     """Remove a replica after one fewer would have been enough for this time, s."""
 

@@ -28,10 +28,10 @@ CONSTRAINT_BYTES_MAX = 64 * 2**10  # of a JSON schema, or of all choices togethe
 SCHEMA_DEPTH_MAX = 32
 REGEX_BYTES_MAX = 16 * 2**10
 CHOICES_MAX = 1024
-ALTERNATIVES_MAX = 256  # of a schema, lists and objects; a step's time may grow with their cube
+ALTERNATIVES_MAX = 256  # n lists or objects among alternatives; a step's time may grow as n^3
 LIST_ALTERNATIVE = 4  # weight of an alternative that may be a list, the slowest kind
 COMPILE_S_MAX = 2.0  # constraints that take longer to compile are refused
-MASK_S_MAX = 0.25  # for a token's mask; a replica refuses a constraint that is slower twice
+MASK_S_MAX = 0.25  # for a token's mask; a constraint that takes longer twice is refused
 FOLLOWED_AT_ONCE = 64  # tokens that a matcher may consume within MASK_S_MAX
 TOO_SLOW_S = 60  # how long a constraint that was too slow is refused
 COMPILE_BYTES_MAX = 2**30  # memory for compiling a constraint, beside the tokenizer
@@ -40,7 +40,7 @@ COMPILE_WAIT_S_MAX = 20  # how long a request waits for its constraint
 COMPILATIONS_MAX = 256  # waiting constraints of a process
 COMPILATIONS_PER_TENANT_MAX = 64  # of one tenant; tenants take turns
 CHECKED_CONSTRAINTS_MAX = 4096  # checked constraints that a coordinator remembers
-GRAMMARS_MAX = 64  # compiled constraints kept, least recently used, beside those in use
+GRAMMARS_MAX = 64  # compiled constraints kept beside those in use; the longest unused goes first
 LEXER_STATES_MAX = 2**15  # 1 to 2 KB each; beyond it, a constraint is compiled again
 MATCHERS_MAX = 1024  # sessions with a matcher state in a replica
 
@@ -55,9 +55,9 @@ GRPC_AGE_GRACE_MS = DEADLINE_MS_MAX + 60_000  # how long its running calls may t
 BULK_ITEM_BYTES = 32 * 2**10  # larger items travel on the bulk stream
 
 SESSIONS_PER_COORDINATOR_MAX = 4096
-STREAM_QUEUE_ITEMS_MAX = SESSIONS_PER_COORDINATOR_MAX  # in one direction, or for a step
+STREAM_QUEUE_ITEMS_MAX = SESSIONS_PER_COORDINATOR_MAX  # waiting in one direction, or for a step
 STUCK_WRITE_MS = 1_000  # grace period before a stream that is read too slowly ends
-SEQUENCES_PER_REPLICA_MAX = 4096  # sessions a replica remembers, least recently used
+SEQUENCES_PER_REPLICA_MAX = 4096  # that a replica remembers; the longest unused goes first
 RELEASES_REMEMBERED_MAX = 2**16  # sessions whose newest epoch and round a replica remembers
 ENGINE_SEQUENCES_MAX = 64  # sequences in one step, by default (`--max-num-seqs`)
 FEATURES_MAX = 512  # committed tokens whose features one message has
@@ -70,7 +70,7 @@ LOOK_AHEAD_MAX = 64  # outcomes of a round that a draft may predict
 LOOK_AHEAD_DEFAULT = 16  # if the draft does not slow down the target
 LOOK_AHEAD_BYTES_MAX = 256 * 2**10  # of proposals pushed for one round of a session
 SUFFIX_TENANTS = 4  # full histories that suffix decoding keeps
-SUFFIX_SEEDS_MAX = 65_536  # seeds whose first session suffix decoding remembers
+SUFFIX_SEEDS_MAX = 65_536  # seeds of which suffix decoding remembers the first session
 DRAFTED_SEEDS_MAX = 65_536  # seeds of sessions with drafts that a coordinator remembers
 AUDITED_SEEDS_MAX = 65_536  # seeds of audited sessions that a coordinator remembers
 AUDITS_CHOSEN_MAX = 16  # sessions of a coordinator that wait for their audit
@@ -107,8 +107,8 @@ HTTP_CONTAINERS_MAX = 2**16  # lists and objects of a body
 HTTP_FIELDS_MAX = 128  # of one object of a body, known or not
 CHAT_PARTS_MAX = 8192  # text parts of all messages of a body
 HTTP_CONNECTIONS_MAX = 2 * SESSIONS_PER_COORDINATOR_MAX
-"""Or half of the file descriptors. Beyond this, a new connection replaces the longest idle one, or
-is refused if none is idle."""
+"""Or half of the file descriptors, if that is less. Beyond this, a new connection replaces the
+longest idle one, or is refused if none is idle."""
 HTTP_HEADERS_S = 10  # for the headers of a request, TLS included
 HTTP_KEEP_ALIVE_S = 75  # how long a connection without a request is kept
 HTTP_LAST_REQUEST_S = 1  # for requests on a stopping server's open connections
@@ -163,8 +163,8 @@ RECORD_READS_MAX = 16  # `GetSession` and `Cancel` calls of one caller at a time
 REPLAY_TOKENS_INLINE = 512  # tokens that are replayed on the event loop; more on a thread
 SLOTS_PER_SCRIPT_MAX = 256  # slots that one run of a script renews or frees
 OPEN_TRIES_MAX = 3  # to open a session before the client gets an error
-UNTOLD_SESSIONS_MAX = SESSIONS_PER_COORDINATOR_MAX  # ends that wait to be stored; with more,
-ABANDON_TRIES_MAX = 20  # a session's end is given up after this many tries to store it
+UNTOLD_SESSIONS_MAX = SESSIONS_PER_COORDINATOR_MAX  # ends of sessions that wait to be stored
+ABANDON_TRIES_MAX = 20  # tries to store an end, if more than UNTOLD_SESSIONS_MAX wait
 CANCEL_WAIT_S = 10  # for the store to record the end of a session that does not run
 COMMIT_RETRY_MS_MIN = 20
 COMMIT_RETRY_MS_MAX = 500  # between tries to reach a store that does not answer, doubling

@@ -229,7 +229,7 @@ def _lookup_of(draft: DraftConfig) -> DraftConfig | None:
         return None
     prefixes = ("ngram_", "suffix_", "hybrid_")
     names = [one.name for one in fields(draft) if one.name.startswith(prefixes)]
-    # Of a hybrid's model the name says nothing: a change of it must not replace coordinators.
+    # The name hides which model a hybrid has: another model must not replace coordinators.
     model = lookup.value if draft.drafter.is_lookup else f"hybrid:{lookup},model"
     return DraftConfig(model=model, **{name: getattr(draft, name) for name in names})
 
@@ -305,15 +305,15 @@ def warnings(config: DeploymentConfig) -> Iterator[str]:
     if front.asks_for_keys and not front.ssl_certfile and not is_loopback(front.host):
         yield (
             "warning: keys and texts cross the network in plain text; give --ssl-certfile and "
-            "--ssl-keyfile, unless a proxy in front of it terminates TLS"
+            "--ssl-keyfile, unless a proxy in front of the coordinators terminates TLS"
         )
 
 
 def without_secrets(config: DeploymentConfig) -> tuple[DeploymentConfig, str, Passwords]:
     """The configuration without secrets, a new API key, and the passwords of Redis and Sentinels.
-    The configuration has hashes instead of keys. The new key is for this machine's commands, and
-    its hash is among them; it is empty if callers need no key. Ray and Redis get none of the
-    secrets. Raises `SettingError`."""
+    The new key is for this machine's commands; it is empty if callers need no key. In place of API
+    keys, the configuration has their hashes, that of the new key included. Ray and Redis get none
+    of the secrets. Raises `SettingError`."""
     config = configuration(whole_paths(config.values()))
     front, key = config.coordinator, ""
     if front.asks_for_keys:

@@ -4,14 +4,15 @@ All intermediate results are in `$OUTRIDER_CACHE/distillation/<target>/`. So a r
 resumes where it was, and later runs reuse what earlier ones wrote:
 
 folder              content                         its key is a hash of
-`measured-<key>`    the target's answers to         dtype, seed, prompts, lengths
+`measured-<key>`    the target's answers to         as below
                     prompts to measure with
-`written-<key>`     what the target wrote           dtype, seed, prompts, template, lengths, and
-                                                    whether it is bounded by tokens or by time
-`answers-<key>`     its answers about documents     dtype, every token of these, in order, and
-                                                    what is kept beside them
+`written-<key>`     what the target wrote           dtype, seed, prompts, template, end-of-text
+                                                    ids, greatest length, and whether the writing
+                                                    ends by time
+`answers-<key>`     the target's distributions      dtype, all tokens of the documents, in order,
+                    along documents                 and the layers whose inputs are kept, too
 `<kind>-<key>`      checkpoint                      the answers, which of them are held out, and
-                                                    all options
+                                                    the options of training
 """
 
 import math
@@ -158,7 +159,7 @@ class _Run:
         return Distilled(options.out, [*measured.values()], num_steps, sum(spent.values()))
 
     def _ask_to_measure(self) -> TeacherCache:
-        """The target's answers to the prompts to measure with, and what it says about these."""
+        """The target's answers to the prompts to measure with, and its distributions along them."""
         options, info = self._options, self._info
         prompts = [prompt for prompt in options.measure for _ in MEASURED_TEMPERATURES]
         tokens_max = min(max(map(len, prompts)) + MEASURED_TOKENS_MAX, info.max_model_len)
@@ -210,8 +211,8 @@ class _Run:
         return corpus
 
     def _ask(self, corpus: WrittenCorpus, seconds: float) -> TeacherCache:
-        """Asks the target about the written and the given texts. Conversations with a prompt to
-        measure with are held out."""
+        """Asks for the target's distributions along the written and the given texts. Conversations
+        that begin with a prompt to measure with are held out."""
         measured = set(self._options.measure)
         written = [
             replace(document, is_held_out=document.is_held_out or document.prompt in measured)

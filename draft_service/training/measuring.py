@@ -44,8 +44,8 @@ class Measured:
 
 
 def measure(learner: Learner, dataset: Dataset) -> Measured:
-    """Drafts along the held-out documents. Measures only their answers, because the target wrote
-    the text before these in another way. p and q have temperature 1, whatever the text's
+    """Drafts along the held-out documents. Measures only their answers: the user's turns
+    were drawn with other sampling parameters. p and q have temperature 1, whatever the text's
     temperature. `greedy` and `sampled` are rates of first draft tokens."""
     firsts: dict[float | None, list[Array]] = {}
     texts: list[list[Array]] = []
@@ -76,7 +76,7 @@ def measure(learner: Learner, dataset: Dataset) -> Measured:
 
 
 _Depth = tuple[Array, Array]
-"""A draft token of C chains: the rows of the batch that it is for, and its `_scores` [C, 3]."""
+"""For one draft token of each of C chains: its row in the batch [C], and its `_scores` [C, 3]."""
 
 
 def _read(learner: Learner, batch: Batch) -> list[_Depth]:

@@ -145,7 +145,7 @@ class PagedSequences:
             raise
 
     def take_step_seconds(self) -> float:
-        """0: these steps take their own time."""
+        """0, as only emulated engines state a time."""
         return self.stated_seconds
 
     @contextmanager

@@ -1,6 +1,6 @@
 """EAGLE-3 heads as they are published: one more layer beside a target (arXiv 2503.01840).
 
-    g_i    = fc [h_a, h_b, ..]           of what the target's layers a, b, .. read at position i
+    g_i    = fc [t_a, t_b, ..]           t_a is the input of the target's layer a at position i
     pair j = (g_{j-1}, token j), from 1; its rotary position is j - 1
     x_j    = [norm(embedding of token j), norm(g_{j-1})];  q, k and v are linear in it
     y_j    = r_j + O attention(q_j, keys and values of the pairs 1 .. j)
@@ -11,9 +11,9 @@ r_j is g_{j-1}, or its norm (`norm_before_residual`). A drafted pair has h, or i
 (`norm_output`), in place of g. Taps may be normed before `fc`, one by one (`fc_norm`) or together
 (`norm_before_fc`).
 
-form         config.json                                           tensors
-speculators  `transformer_layer_config`, ids as in `hidden_states`  `layers.0.*`
-raw          of a Llama; ids may be one lower                       `midlayer.*`, `layers.0.*`
+form         sizes in config.json         ids of tapped layers     tensors
+speculators  `transformer_layer_config`   as in `hidden_states`    `layers.0.*`
+raw          at the top, as for a Llama   the same, or one lower   `midlayer.*`, `layers.0.*`
 
 Both have `fc`, `norm`, `lm_head`, and `d2t` if the draft vocabulary is a part of the target's.
 `embed_tokens` and `lm_head` are the target's if they are not stored.
@@ -55,7 +55,7 @@ _LAYER_IDS = (
     "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids",
 )  # fmt: skip
 _NEUTRAL_AT_ONE = ("logit_scale", "partial_rotary_factor")
-"""Factors in other models' formulas."""
+"""Factors of other models, which the formulas above lack; 1 changes nothing."""
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Types whose angles depend on the position alone."""
 _OUTPUT_BIAS = "layers.0.self_attn.o_proj.bias"
@@ -75,7 +75,7 @@ class Eagle3Config:
     layer: LlamaConfig
     draft_vocab_size: int
     layer_ids: tuple[int, ...]
-    """See `Eagle3Head`."""
+    """See `DraftHead`."""
     target_width: int
     norm_before_residual: bool = False
     norm_before_fc: bool = False
@@ -291,11 +291,12 @@ def _draft_vocabulary(
         token_ids = torch.arange(len(d2t)) + d2t.long()
         bounds = (int(token_ids.min()), int(token_ids.max()))
         allowed = f"the target {target_name} has the tokens 0 to {num_all - 1}"
-        _require(bounds[0] >= 0 and bounds[1] < num_all, "d2t: a token", bounds, allowed)
+        _require(bounds[0] >= 0 and bounds[1] < num_all, "d2t: token range", bounds, allowed)
         num_distinct = len({*token_ids.tolist()})
         _require(
-            num_distinct == len(d2t), "d2t: tokens", num_distinct, f"{len(d2t)} rows need as many"
-        )
+            num_distinct == len(d2t), "d2t: number of distinct tokens", num_distinct,
+            f"its {len(d2t)} rows need as many",
+        )  # fmt: skip
     own = weights.get(_HEAD)
     if own is None:
         own, order = rows, token_ids.sort().values
@@ -346,12 +347,12 @@ def _head_config(
     num_layers = sizes.num_hidden_layers
     ids_key = next((key for key in _LAYER_IDS if find(key)), _LAYER_IDS[0])
     taps = find(ids_key) or [2, num_layers // 2, num_layers - 3]
-    allowed = f"different layers of the {num_layers} of {target_name}, counted from 0, are allowed"
+    allowed = f"it must list different layers of {target_name}, from 0 to {num_layers - 1}"
     is_list = isinstance(taps, list) and all(isinstance(index, int) for index in taps)
     _require(is_list, ids_key, taps, allowed)
     _require(
         num_layers not in taps, ids_key, taps,
-        f"{num_layers} is what the last layer puts out, which is not served; {allowed}",
+        f"{num_layers} stands for the last layer's output, which is not served; {allowed}",
     )  # fmt: skip
     _require(len({*taps} & {*range(num_layers)}) == len(taps), ids_key, taps, allowed)
     if _LAYER not in stated and taps[0] == 1 and max(taps) + 1 < num_layers:
@@ -392,7 +393,7 @@ def _layer_config(stated: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> L
         _require(given == size, name, given, f"its files have {size}, by {key}")
     values["vocab_size"] = len(tensors[_EMBEDDINGS])
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    allowed = f"{', '.join(_ROPE_TYPES)} are served, one for all positions"
+    allowed = f"{', '.join(_ROPE_TYPES)} are served, one for the whole head"
     _require(isinstance(rope, dict), "rope_scaling", rope, f"an object is allowed: {allowed}")
     kind = rope.get("rope_type", rope.get("type", "default"))
     flat = not any(isinstance(value, dict) for value in rope.values())

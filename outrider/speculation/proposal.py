@@ -125,7 +125,7 @@ class SealedProposal:
         return SealedProposal(self.token_ids[:num], self.q[:end], parents)
 
     def without_q(self, rule: Rule) -> SealedProposal:
-        """The same tokens as certain draws, if `rule` uses q."""
+        """The same tokens without their q. If `rule` uses q, they count as certain draws."""
         q = (None,) * len(self.tree.groups) if rule.needs_q else ()
         return SealedProposal(self.token_ids, encode_q(q), self.parents)
 

@@ -32,7 +32,8 @@ class KernelsUnavailable(OutriderError):
 
 
 class Attention(NamedTuple):
-    """What Q rows of a step attend to, in S spans of consecutive tokens of one sequence each."""
+    """What Q rows of a step attend to. The rows form S spans. A span is consecutive tokens of one
+    sequence."""
 
     rows: Tensor | None
     """[Q]: the rows, in the order of the spans; None = all of the step, in its order."""

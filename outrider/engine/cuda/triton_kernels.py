@@ -34,8 +34,8 @@ def attend_blocks(
     values,  # [key heads, slots, value width]
     num_slots,
     positions,  # [R]
-    blocks,  # [B, 6]
-    pages,
+    blocks,  # [B, 6], see `_blocks` in `table_steps.py`
+    pages,  # the page tables of all sequences, one after another
     ancestors,  # [R, ancestor_width]
     ancestor_width,
     num_rows_of_step,
