@@ -10,8 +10,9 @@ EMPTY_DIGEST = 0
 
 
 def extend_digest(digest: int, token_id: int) -> int:
-    """The digest of a prefix and one more token: SplitMix64's finaliser (Steele et al. 2014) of
-    their sum. It detects that peers differ; it is no defence against malice."""
+    """The digest of a prefix and one more token: SplitMix64's finaliser (Steele et al. 2014) of the
+    prefix's digest plus an odd constant times (token id + 1). Digests detect that peers hold
+    different tokens. They are no defence against malice."""
     z = (digest + (token_id + 1) * 0x9E3779B97F4A7C15) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -33,7 +34,8 @@ class TokenSequence:
 
     @property
     def ids(self) -> Sequence[int]:
-        """All ids; a view that must not be changed and is stale after a change."""
+        """All ids. This is the sequence's own list: callers must not change it, and it changes when
+        the sequence does."""
         return self._ids
 
     def extend(self, token_ids: Iterable[int]) -> None:

@@ -30,8 +30,8 @@ class Piece:
 class Completion:
     """The growing answer of one session: finds EOS, stop tokens, stop strings and `max_tokens`.
 
-    Text that may be the start of a stop string is held back. EOS, a stop token and the token that
-    completes a stop string count as tokens, but not as text. Within the first `min_tokens` tokens
+    Text that may be the start of a stop string is held back. EOS, stop tokens and the tokens of
+    a stop string count as tokens, but not as text. Within the first `min_tokens` tokens
     only `max_tokens` ends the answer, and a stop string that is complete by then counts as text."""
 
     def __init__(
@@ -87,7 +87,7 @@ class Completion:
         return Piece(self.num_tokens - before, "".join(shown), reason)
 
     def finish(self) -> str:
-        """Ends a completion that no token ended, and returns the text held back."""
+        """Ends the completion, and returns the text held back."""
         return self._end()[0]
 
     def _end(self) -> tuple[str, bool]:

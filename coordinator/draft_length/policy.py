@@ -17,16 +17,16 @@ class RoundLength:
     siblings: tuple[int, ...] = ()
     """Siblings to ask for at the place of the first, second, ... draft token."""
     next_max: int = 0
-    """K of the next round, fewer near the completion's end. A target that drafts for itself draws
-    these tokens with this round's verdict. 0 if the next round has no proposal; then the target
-    sends no hidden states for the draft."""
+    """K of the next round. Near the completion's end it is less, as fewer tokens are left. A target
+    that drafts for itself draws the next round's tokens with this round's verdict. 0 if the next
+    round has no proposal; then the target sends no hidden states for the draft."""
     draft_budget_s: float = math.inf
     """Longest wait that the proposal is worth. The configured limit of drafting applies too."""
     next_siblings: tuple[int, ...] = ()
     """Siblings that the next round asks for."""
     is_timed: bool = True
-    """Whether a time limit may cut short the drafting for this round, or by the target for the next
-    round. False if times may depend on the random numbers of the round itself."""
+    """Whether a time limit may stop drafting early: drafting for this round, and the target's own
+    drafting for the next one. False if times may depend on the round's own random numbers."""
 
 
 class DraftedBeside(NamedTuple):
@@ -45,9 +45,11 @@ class PlayedRound:
 
     num_asked: int
     """K that the proposal was drafted for, or if time ran out, the number of tokens drawn. 0 if
-    nothing was drafted or a look-up filled in: then only `draft_s`, a wait in vain, is learned."""
+    nothing was drafted, or if a look-up filled in for a drafter that was late or not ready. Length
+    control then learns only that `draft_s` was a wait in vain."""
     survival: tuple[float, ...]
-    """Of the proposed tokens, from `outrider.speculation.accept_reject.survival`."""
+    """[K]: the chances that at least 1, 2, ... draft tokens of the proposal (in a tree, of the
+    spine) were accepted, from `outrider.speculation.accept_reject.survival`."""
     num_tokens: int
     """Tokens committed."""
     context: int
@@ -55,7 +57,7 @@ class PlayedRound:
     draft_s: float
     """Wait for the proposal."""
     target_s: float
-    """The target's queue and step."""
+    """Time in the target's queue and step."""
     ended_at: float
     """When the round ended, s, on a clock that all rounds share."""
     queue_s: float = 0.0

@@ -45,8 +45,8 @@ class Position:
     digest: int = EMPTY_DIGEST
     """Digest of these tokens."""
     num_others: int = 0
-    """Tokens of the prompt in `PromptTokens` before this position, plus events that are neither
-    `PromptTokens` nor have tokens."""
+    """What precedes this position besides tokens of the answer. Each prompt token of a
+    `PromptTokens` event counts 1, and so does each other event without tokens."""
 
     def after(self, event: Event) -> Position:
         """The position after an event that stands at this one."""
@@ -72,13 +72,15 @@ class Progress:
         self._num_parts = 0
         """Number of parts that the client has."""
         self.shift = 0
-        """`_num_parts` minus the number of parts that were made here, sent or not."""
+        """`_num_parts` minus the number of parts that were made here, sent or not. Parts are
+        numbered as they are made here. The shift corrects the numbers of those that are sent."""
         self.follows_event = last_event_id is not None
         self._known = [*self._now]
         """For each choice, the position up to which the client has all parts."""
         self._begun = (0, 0, 0)
-        """The event of which the client has some parts, but not all, if there is one: the index of
-        its choice, its number of tokens, and the number of parts that the client has."""
+        """Describes the event of which the client has some parts, but not all: the index of its
+        choice, its number of tokens, and the number of parts that the client has. Zeros if there is
+        no such event."""
         if last_event_id is None:
             return
         found = _EVENT_ID.fullmatch(last_event_id)
@@ -93,7 +95,8 @@ class Progress:
             self._begun = index, num_tokens, num_parts
 
     def resume_request(self, index: int, session_id: str = "") -> ResumeRequest:
-        """Asks for all events of a choice. Events end where the client's parts end."""
+        """Asks for all events of a choice. Cuts its tokens into events after the last event that
+        the client has whole, and after the event of which it has some parts."""
         known = self._known[index]
         begun, num_tokens, _ = self._begun
         end = known.num_tokens + (num_tokens if begun == index else 0)
@@ -165,8 +168,8 @@ class _Turn:
 
 
 class RepeatedRequests:
-    """Lets one request with each key run at a time. Two at once would take the session from each
-    other, and if their clients repeat them, they would do so for ever."""
+    """Lets one request with each key run at a time. Two requests at once would take the session
+    from each other, for ever if their clients repeat broken requests."""
 
     def __init__(self) -> None:
         self._turns: dict[RequestKey, _Turn] = {}

@@ -240,7 +240,7 @@ class Reconciler(PlacedActor):
         await self._save(*changes)
         try:
             self._use(spec)
-        except BaseException:  # A replica may have been placed on another machine after the check.
+        except BaseException:  # The new spec may not fit replicas placed since it was checked.
             await self._save(*before)
             raise
         if "draft" not in spec.demands:
@@ -402,7 +402,8 @@ class Reconciler(PlacedActor):
         return found
 
     async def ends(self) -> bool:
-        """Whether `close` was called. Then no process can take the deployment over any more."""
+        """Whether `close` was called. `outrider serve` then waits for the deployment's end, instead
+        of taking it over."""
         return self._closing is not None
 
     async def close(self) -> None:

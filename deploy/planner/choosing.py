@@ -23,7 +23,7 @@ REPLICAS_LOSS_MAX = 0.05
 SWEEP = (1, 2, 3, 4, 6, 8, 12, 16)
 """Values of K to compare with plain decoding."""
 FAN_OUTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Values of look-ahead to compare."""
+"""Numbers of outcomes for which a draft may draft ahead, to compare with no look-ahead."""
 RESAMPLES = 200
 LEVEL = 0.9
 """Share of the resamples within `Spread.speedup`."""

@@ -36,10 +36,10 @@ class EmulatedSpec(BaseModel, frozen=True, extra="forbid"):
     order: int = Field(default=3, ge=1, le=64)
     """Tokens of the prefix that the next distribution depends on."""
     verify_ms: float = Field(default=18.3, ge=0, le=60_000)
-    """Time of a target step for every `verify_tokens` new tokens or part of them."""
+    """A target step takes this time once for every `verify_tokens` new tokens, rounded up."""
     verify_tokens: int = Field(default=16, ge=1)
     draft_ms: float = Field(default=1.3, ge=0, le=60_000)
-    """Time of a draft step for every `draft_branches` rows of logits or part of them."""
+    """A draft step takes this time once for every `draft_branches` rows of logits, rounded up."""
     draft_branches: int = Field(default=64, ge=1)
     seed: int = Field(default=0, ge=0, lt=2**64)
     max_model_len: int = Field(default=8192, ge=1, le=2**20)

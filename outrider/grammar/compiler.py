@@ -1,5 +1,5 @@
-"""Compiles constraints, on threads of its own, to grammars that compute token masks. Caches these
-by tenant and digest."""
+"""Compiles constraints to grammars that compute token masks. Caches the grammars by tenant and
+digest."""
 
 import asyncio
 import json
@@ -83,8 +83,8 @@ class _Refusal:
     """Why there is no grammar."""
 
     error: Callable[[], OutriderError]
-    """Makes a new error for each caller. A kept one would keep the frames of all that raised it,
-    and with these their requests."""
+    """Makes a new error for each caller. One shared error would keep the stack frames of every
+    caller that raised it, and so their requests, in memory."""
     until_s: float = math.inf
     """When to compile again. A compilation may have been slow by chance."""
 
@@ -198,9 +198,10 @@ class Grammars:
         return _grammar_of(found)
 
     def renewed(self, used_up: Grammar) -> Grammar:
-        """The grammar that replaces one that is used up: one that was compiled since, or a new one
-        if the old one compiled quickly. Otherwise raises `BadRequest`. The next session with this
-        constraint then waits for its compilation."""
+        """Replaces a grammar that can compute no more masks. Returns a grammar that another session
+        has compiled since. If there is none, compiles the constraint again; if that took longer
+        than `MASK_S_MAX` before, raises `BadRequest` instead, and the next session with the
+        constraint compiles it before it starts."""
         key = used_up.key
         with self._lock:
             if self._known(key) is used_up:
@@ -303,8 +304,8 @@ def _grammar_text(constraint: Constraint) -> str:
 
 
 def _check_strict(schema: dict[str, Any], field: str) -> None:
-    """Raises `BadRequest` for a lenient schema, of which the compiler would ignore unsupported
-    parts."""
+    """Raises `BadRequest` for a lenient schema, because the compiler would ignore the parts that it
+    does not support."""
     options = schema.get("x-guidance")
     if isinstance(options, dict) and options.get("lenient", False) is not False:
         raise BadRequest(field, "x-guidance.lenient is not allowed: parts would be ignored")
@@ -344,9 +345,9 @@ def check_alternatives(schema: dict[str, Any], field: str) -> None:
     if found > ALTERNATIVES_MAX:
         raise BadRequest(
             field,
-            f"has too many alternatives that are lists or objects: anyOf, oneOf and enum of the "
-            f"whole schema, multiplied where schemas are combined, count {found:.0f}; allowed: "
-            f"{ALTERNATIVES_MAX}, where one that may be a list counts {LIST_ALTERNATIVE}",
+            f"has too many alternatives that are objects or lists: those in anyOf, oneOf and enum "
+            f"count {found:.0f}; allowed: {ALTERNATIVES_MAX}. An alternative that may be a list "
+            f"counts {LIST_ALTERNATIVE}; where schemas are combined, their counts multiply",
         )
 
 
@@ -373,12 +374,12 @@ class _Document:
                 yield part
 
     def _own(self, schema: dict[str, Any]) -> float:
-        """The alternatives that a schema lists itself, or the combinations of those in its parts if
-        these are more."""
+        """The number of alternatives that a schema lists itself. If its parts apply together, the
+        number of combinations of the parts' alternatives, if that is larger."""
         found, parts = self._listed(schema), self._combined(schema)
         if len(parts) < 2:
             return found
-        # A combination counts as much as a list.
+        # Each combination has the weight of an alternative that may be a list.
         ways = prod(1 + part / LIST_ALTERNATIVE for part in parts) - 1
         return min(max(found, LIST_ALTERNATIVE * ways), _MANY)
 
@@ -388,8 +389,8 @@ class _Document:
         return sum(map(self._of_union, [values, *(_list_at(schema, key) for key in _UNIONS)]))
 
     def _of_union(self, entries: list[Any]) -> float:
-        """The sum of the alternatives' weights. 0 for a single one, as there is nothing to
-        choose."""
+        """The sum of the weights of a union's alternatives. 0 if only one alternative has a weight
+        above zero, as there is nothing to choose."""
         counted = [weight for weight in map(self._weight, entries) if weight > 0]
         return float(sum(counted)) if len(counted) > 1 else 0.0
 
@@ -409,7 +410,8 @@ class _Document:
         return 1 if kinds and kinds <= {"object", *_SCALARS} else LIST_ALTERNATIVE
 
     def _combined(self, schema: dict[str, Any]) -> list[float]:
-        """The alternatives of each part that applies together with the others; without zeros."""
+        """The number of alternatives in each part of a schema, for all parts that apply together.
+        Parts without alternatives are left out."""
         patterns = schema.get("patternProperties")
         at_once = [
             *_list_at(schema, "allOf"),

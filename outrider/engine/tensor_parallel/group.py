@@ -59,8 +59,8 @@ class RankGroup(Ranks):
         self._sockets: SocketAllReduce | None = None
         self._in_order = in_order and size > 2  # The order of two does not matter.
         if rendezvous.host == LOOPBACK:
-            # By default the libraries listen on the address of the machine's name, or on the
-            # interface set for several machines.
+            # Other machines must not reach these ranks. By default the libraries would listen on
+            # the address of the machine's name, or on an interface set for several machines.
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 os.environ[name] = _loopback_interface()
             self._sockets = _sockets(store, rendezvous, rank, step_timeout_s)
@@ -153,8 +153,9 @@ def lead(
     *,
     in_order: bool = False,
 ) -> tuple[RankGroup, FrameSender]:
-    """Waits for the followers of an open rendezvous, once. `in_order` as in `RankGroup`. Raises
-    `Unavailable` if one does not join within `timeout_s`; they have as long again to load."""
+    """Waits for the followers of an open rendezvous; call it once for each rendezvous. Followers
+    have `timeout_s` to join, and then `timeout_s` to load. Raises `Unavailable` if one does not
+    join in time. `in_order` is as in `RankGroup`."""
     connections = opened.accept(timeout_s)
     for connection in connections.values():
         tune(connection, step_timeout_s)
