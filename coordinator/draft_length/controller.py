@@ -156,7 +156,7 @@ class LengthControls:
         self._target = target
         self._draft = draft
         self._delays = delays
-        self._adapts = adapts
+        self.adapts = adapts
         self.run_ahead_rounds = run_ahead_rounds
         self._shared = _Shared()
 
@@ -210,10 +210,6 @@ class LengthControls:
         fixes the lengths of this session and of a running one with this seed."""
         self.load.num_sessions += 1
         bounds, shared = (num_draft_tokens, prompt_length, siblings_max), self._shared
-        if not self._adapts:
-            control = LengthControl(self, self.learned, rule, *bounds)
-            control.fix_at_bound()
-            return control
         if rule.absolute_noise:
             return LengthControl(self, self.learned, rule, *bounds)
         if seed in shared.seeds:
@@ -329,6 +325,8 @@ class LengthControl:
                 self._begin_plain()
         # A draft reads the prompt while the target does, and may take longer.
         self._num_missed = prompt_length
+        if not controls.adapts:
+            self._fix(_Option(self._bound, num_beside=self._num_beside[-1] if self._bound else 0))
 
     @property
     def plans_plain(self) -> bool:
@@ -336,17 +334,13 @@ class LengthControl:
         return self._plain_left > 0
 
     def fix(self) -> None:
-        """Fixes K at the best value so far. Rounds that are planned already keep their K, and so do
-        plain rounds that are certain to come. From now on nothing is learned from this session, and
-        no time limit bounds drafting."""
+        """Fixes K at the best value so far, unless it is fixed already. Rounds that are planned
+        keep their K, and so do plain rounds that are certain to come. From now on nothing is
+        learned from this session, and no time limit bounds drafting."""
         self._is_timed = False
         if self.adapts:
             drafted, plain = self._options()
             self._fix(_Option(_best([plain, *drafted]).num_draft_tokens))
-
-    def fix_at_bound(self) -> None:
-        """Fixes K at the session's bound."""
-        self._fix(_Option(self._bound, num_beside=self._num_beside[-1] if self._bound else 0))
 
     def _fix(self, length: _Option) -> None:
         self.adapts = False

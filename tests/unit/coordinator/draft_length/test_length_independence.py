@@ -35,8 +35,8 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(controller, name, value)
 
 
-def made() -> LengthControls:
-    return LengthControls(description(TARGET), description(DRAFT), RUN_AHEAD)
+def made(adapts: bool = True) -> LengthControls:
+    return LengthControls(description(TARGET), description(DRAFT), RUN_AHEAD, adapts=adapts)
 
 
 def at_random(seed: int) -> Notes:
@@ -110,16 +110,19 @@ def test_a_seed_is_known_to_the_sessions_of_a_draft_on_trial(
     assert arms[not trial_is_first].open(Rule.TOKEN, 7, BOUND, 10).choose(0, ENDLESS).is_timed
 
 
+@pytest.mark.parametrize("adapts", [True, False])
 @pytest.mark.parametrize("rule", SHARED_NOISE)
-def test_drafts_of_sessions_with_the_same_seed_have_no_time_limit(rule: Rule) -> None:
+def test_drafts_of_sessions_with_the_same_seed_have_no_time_limit(rule: Rule, adapts: bool) -> None:
     """How long a step takes follows from the tokens of all sessions. The first session's drafts
     have a limit until the second session begins."""
-    one = made()
+    one = made(adapts)
     first = one.open(rule, 7, BOUND, 10)
     assert all(first.choose(index, ENDLESS).is_timed for index in range(8))
     again = one.open(rule, 7, BOUND, 10)
     for control in (first, again):
-        assert not any(control.choose(8 + index, ENDLESS).is_timed for index in range(8))
+        lengths = [control.choose(8 + index, ENDLESS) for index in range(8)]
+        assert not any(length.is_timed for length in lengths)
+        assert adapts or lengths[-1].num_draft_tokens == BOUND
     assert one.open(rule, 8, BOUND, 10).choose(0, ENDLESS).is_timed
 
 
