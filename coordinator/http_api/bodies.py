@@ -178,6 +178,12 @@ class StreamedBody(Body):
         return self
 
 
+def _without_nulls(given: Any) -> Any:
+    if not isinstance(given, dict):
+        return given
+    return {name: value for name, value in given.items() if value is not None}
+
+
 class GenerationBody(Body):
     """The fields that all routes for generations share."""
 
@@ -231,7 +237,10 @@ class GenerationBody(Body):
     deadline_ms: int | None = None
     """Time after which the answer is cut off, ms."""
     speculation: Speculation = Speculation()
-    structured_outputs: dict[Literal["json", "json_object", "regex", "choice"], Any] = {}
+    structured_outputs: Annotated[
+        dict[Literal["json", "json_object", "regex", "choice"], Any],
+        BeforeValidator(_without_nulls),
+    ] = {}
     """The form of the answer, as in vLLM: one of json, json_object, regex and choice."""
 
 

@@ -269,6 +269,11 @@ REGEX, CHOICES = Constraint.of_regex("a"), Constraint.of_choices(["a", "b"])
             "structured_outputs.json",
         ),
         ({"structured_outputs": {"json_object": True}}, ANY, "structured_outputs.json_object"),
+        (
+            {"structured_outputs": {"regex": "a", "grammar": None}},
+            REGEX,
+            "structured_outputs.regex",
+        ),
         ({"structured_outputs": {"regex": "a"}}, REGEX, "structured_outputs.regex"),
         ({"structured_outputs": {"choice": ["a", "b"]}}, CHOICES, "structured_outputs.choice"),
         ({"guided_json": SCHEMA}, OF_SCHEMA, "guided_json"),
