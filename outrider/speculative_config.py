@@ -38,7 +38,7 @@ _SETTINGS = {
 """Settings that correspond to keys."""
 _METHODS = {
     "ngram": "ngram", "[ngram]": "ngram", "ngram_gpu": "ngram", "suffix": "suffix",
-    "draft_model": "{}", "eagle3": "eagle3:{}", "medusa": "medusa:{}",
+    "draft_model": "{}", "eagle3": "eagle3:{}",
     "mtp": MTP, "deepseek_mtp": MTP, "glm4_moe_mtp": MTP, "qwen3_next_mtp": MTP,
 }  # fmt: skip
 """`draft_model` by method; {} = the key `model`."""

@@ -83,6 +83,7 @@ def test_synthetic_acceptance_is_of_an_emulated_pair(said: dict[str, object], ra
         ({"methode": 1}, "methode: 1 given, but there is no such key; did you mean method?"),
         ({"zzz": None}, "zzz: None given, but there is no such key; known are method, model, "),
         ({"method": "ernie_mtp"}, "method: 'ernie_mtp' is wrong; it must be one of ngram, "),
+        ({"method": "medusa", "model": "a/b"}, "method: 'medusa' is wrong; it must be one of ng"),
         ({"method": "mtp", "model": "a/b"}, "model: 'a/b' given, but mtp drafts with layers of"),
         ({"method": "mtp", "model": "ngram"}, "model: 'ngram' given, but mtp drafts with layers"),
         ({"method": "suffix", "model": "[ngram]"}, "model: '[ngram]' given, but suffix looks dra"),
