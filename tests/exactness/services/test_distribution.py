@@ -233,9 +233,11 @@ GRID = [
         for rule, k, params in product(RULES, (0, 1, 2, 4), list(PARAMS)[:4])
     ),
     *(
-        replace(cell, rule=rule, repeated=repeated, num_samples=6_500, detects=0.07)
+        replace(
+            cell, rule=rule, siblings=cell.siblings * (rule is not Rule.BLOCK), repeated=repeated,
+            num_samples=6_500, detects=0.07,
+        )
         for cell, rule, repeated in product(ADAPTIVE_CELLS, RULES, (False, True))
-        if not (cell.siblings and rule is Rule.BLOCK)
     ),
     MANY_ROUNDS,
     *(
@@ -264,9 +266,9 @@ GRID = [
     Cell(Rule.TOKEN, 2, "plain", "parallel", draft_vocab_size=4, siblings=1),
     *(
         Cell(rule, 4, "late", drafter, (0, 1, 3) if drafter != "model" else (), vocab_size=4,
-             draft_vocab_size=4, siblings=int(drafter == "eagle3"), **WIDE)
+             draft_vocab_size=4, siblings=int(drafter == "eagle3" and rule is not Rule.BLOCK),
+             **WIDE)
         for rule, drafter in product(RULES, ("model", "eagle3", "apart"))
-        if not (drafter == "eagle3" and rule is Rule.BLOCK)
     ),
     Cell(Rule.TOKEN, 4, num_tokens=1, max_tokens=1, num_samples=7_600),
     Cell(Rule.BLOCK, 4, "top-k", num_tokens=6, max_tokens=6, num_samples=12_500),
