@@ -72,10 +72,6 @@ class ModelDrafter:
         length = len(branch.request.token_ids) + len(branch.token_ids) - len(branch.unseen)
         return self.engine.length(branch.sequence_id) == length
 
-    def release(self, session_id: str) -> None:
-        """Drops what is held of the session."""
-        self.engine.release(session_id)
-
     def begin(self, request: DraftRequest) -> AutoregressiveDraft | None:
         """A draft without tokens. None if the model cannot continue the prefix."""
         info = self.engine.info

@@ -178,7 +178,7 @@ def test_there_is_time_for_all_draws_or_for_each(ends_at: float, lengths: list[i
         asked = request("s", (1, 2, 3), 4, Rule.TOKEN, sampling, deadline=deadline)
         found += drafter.propose([asked])
         assert drafter.engine.length("s") == 3
-        drafter.release("s")
+        drafter.engine.release("s")
     assert [*map(len, found)] == lengths
 
 
