@@ -19,7 +19,7 @@ import socket
 import ssl
 from collections import Counter
 from collections.abc import AsyncGenerator, Collection, Iterable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from random import random
@@ -32,13 +32,14 @@ from coordinator.auth.access_control import OPEN
 from coordinator.http_api.reading import (
     Entrance,
     add_error_handlers,
+    read_body,
     whole_body,
 )
 from coordinator.http_api.server import LiveResponse, send_part
 from outrider.backoff import backoff
 from outrider.client.client import RESUMED_TIMEOUT_S
 from outrider.client.failover import AVOIDED_S, RESUME_TIMEOUT_S, EndpointPool
-from outrider.errors import StreamBroken, Unavailable
+from outrider.errors import BadRequest, StreamBroken, Unavailable
 from outrider.limits import DEADLINE_MS_DEFAULT, DEADLINE_MS_MAX, HTTP_STUCK_WRITE_S
 
 _log = logging.getLogger(__name__)
@@ -68,8 +69,6 @@ _INTERRUPTED = b'"type":"service_unavailable_error"'
 """An event with these bytes and without an id is an error after which another coordinator can go
 on. Generated text cannot contain these bytes, as quotes within JSON strings are escaped."""
 _ID = re.compile(rb"^id:(.*)", re.MULTILINE)
-_DEADLINE = re.compile(rb'"deadline_ms"\s*:\s*(\d{1,9})')
-"""The field of a body. Text in JSON cannot match, as its quotes are escaped."""
 _TIMEOUT = httpx2.Timeout(
     connect=CONNECT_S, read=RESUMED_TIMEOUT_S, write=HTTP_STUCK_WRITE_S, pool=None
 )
@@ -176,10 +175,16 @@ class Forwarded(LiveResponse):
 
     @cached_property
     def _deadline_s(self) -> float:
-        """The time that the request has from its arrival, s. The body is searched, not parsed, as
-        parsing holds up all other streams."""
-        found = _DEADLINE.search(self._body)
-        return min(int(found[1]) if found else DEADLINE_MS_DEFAULT, DEADLINE_MS_MAX) / 1e3
+        """The time that the request has from its arrival, s. Parsing a body holds up all other
+        streams, so only a body with the field's name is parsed."""
+        deadline_ms = None
+        if b'"deadline_ms"' in self._body:
+            with suppress(BadRequest):
+                body = read_body(self._body)
+                deadline_ms = body.get("deadline_ms") if isinstance(body, dict) else None
+        if not isinstance(deadline_ms, int):
+            deadline_ms = DEADLINE_MS_DEFAULT
+        return min(deadline_ms, DEADLINE_MS_MAX) / 1e3
 
     @property
     def _may_ask_again(self) -> bool:
