@@ -237,7 +237,7 @@ def stop(arguments: Arguments) -> int:
     if holder is None:
         found = _nothing_to_stop(directory, record)
     else:
-        _end(directory, holder, arguments.timeout)
+        _end(holder, arguments.timeout)
         found = f"stopped a deployment that was starting or stopping (pid {holder})"
         if record is not None:
             found = f"stopped the deployment at {record.grpc_address}"
@@ -246,18 +246,28 @@ def stop(arguments: Arguments) -> int:
     return 0
 
 
-def _end(directory: Path, pid: int, timeout_s: float) -> None:
-    """Ends the process that holds the deployment's lock. Raises `Unavailable` if it still holds it
-    after `timeout_s`."""
+def _end(pid: int, timeout_s: float) -> None:
+    """Ends a process. Raises `Unavailable` if it still runs after `timeout_s`."""
     progress(f"stopping the deployment (pid {pid})", at_once=False)
     give_up_at = time.monotonic() + timeout_s
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGTERM)
-    while lock_holder(directory) == pid:
-        if time.monotonic() >= give_up_at:
-            raise Unavailable(f"the deployment (pid {pid}) is still running after {timeout_s:g} s")
-        time.sleep(_POLL_S)
+        # It is no child of this process, and not every container runtime has `pidfd_open`.
+        while not _is_zombie(pid):
+            if time.monotonic() >= give_up_at:
+                raise Unavailable(
+                    f"the deployment (pid {pid}) is still running after {timeout_s:g} s"
+                )
+            time.sleep(_POLL_S)
+            os.kill(pid, 0)
     progress.rest()
+
+
+def _is_zombie(pid: int) -> bool:
+    """Always False on systems other than Linux."""
+    with suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0] == "Z"
+    return False
 
 
 def _nothing_to_stop(directory: Path, record: DeploymentRecord | None) -> str:
