@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 import pytest_asyncio
@@ -96,10 +97,8 @@ async def test_ranks_that_do_not_fit_are_refused_and_leave_nothing(cluster: Clus
     each = (r"target actor needs 3 times 0\.5", r"draft actor needs 2 times 0\.25")
     asked = rf"the ({'|'.join(each)}) CPUs and 1 GPUs.* together need 2 CPUs and 5 GPUs"
     for local, what in ((True, "there is no place"), (False, "no place within 3 s")):
-        cluster.local = local
         with pytest.raises(ConfigError, match=f"{what} .*{asked}"):
-            await cluster.place(demands, 3.0)
-    cluster.local = True
+            await replace(cluster, local=local).place(demands, 3.0)
     [fitting] = await cluster.place([demand("target", 0.5, 1.0, NUM_GPUS)], PLACE_S)
     assert len(fitting) == NUM_GPUS
     await cluster.remove(fitting)
