@@ -482,12 +482,15 @@ class OutputQueue:
     def _tell(self, entries: Sequence[Entry]) -> float:
         """Reports the rounds of one event to the observer. Returns how many seconds ago the first
         of them was decided."""
-        seconds = self._clock() - entries[0].decided_at
-        rounds = [entry.round_index for entry in entries if entry.round_index is not None]
-        if rounds:
-            num_tokens = sum(len(entry.tokens.token_ids) for entry in entries)
-            self._observer.shown(rounds, num_tokens, seconds)
-        return seconds
+        now = self._clock()
+        decided_s = {
+            entry.round_index: now - entry.decided_at
+            for entry in entries
+            if entry.round_index is not None
+        }
+        if decided_s:
+            self._observer.shown(decided_s, sum(len(entry.tokens.token_ids) for entry in entries))
+        return now - entries[0].decided_at
 
 
 def _joined(parts: list[Tokens]) -> Tokens:

@@ -13,7 +13,7 @@ Rounds that are not sampled have no spans, but count in all totals."""
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 
 from opentelemetry.context import Context
@@ -218,11 +218,11 @@ class ObservedRequest(RequestObserver):
                 "outrider.num_tokens": num_tokens,
             })  # fmt: skip
 
-    def shown(self, rounds: Sequence[int], num_tokens: int, commit_seconds: float) -> None:
-        """The tokens of some rounds are committed, the first `commit_seconds` after they were
-        decided, and go to the client in one event."""
+    def shown(self, decided_s: Mapping[int, float], num_tokens: int) -> None:
+        """The tokens of some rounds are committed, and go to the client in one event. `decided_s`:
+        seconds since each of these rounds was decided, by round index."""
         now = time.monotonic()
-        self._count_times({"commit": commit_seconds})
+        self._count_times({"commit": max(decided_s.values())})
         self._record_times()
         self._shared.counters["generation_tokens"].add(num_tokens)
         if self._first_token_at is None:
@@ -233,9 +233,9 @@ class ObservedRequest(RequestObserver):
             each = (now - self._last_shown_at) / num_tokens
             self._record("outrider.inter_token_latency_seconds", each)
         self._last_shown_at = now
-        for round_index in rounds:
+        for round_index, seconds in decided_s.items():
             if (span := self._rounds.pop(round_index, None)) is not None:
-                self._child(span, "commit", time.time_ns() - int(commit_seconds * 1e9)).end()
+                self._child(span, "commit", time.time_ns() - int(seconds * 1e9)).end()
                 span.end()
 
     def finished(self, event: Finished) -> None:

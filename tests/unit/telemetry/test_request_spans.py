@@ -120,7 +120,7 @@ def test_unsampled_rounds_count_and_have_no_spans() -> None:
     assert read_sampled(opened)
     for index in (1, 3, 4):
         _round(observer, index, by_replica=index < 4)
-        observer.shown([index], 2, 0.001)
+        observer.shown({index: 0.001}, 2)
         assert bool(read_sampled(observer.context("target"))) == (index == 1)
         assert observer.context("target")[3:35] == TRACE_ID
     observer.failed(Unavailable("x"))
@@ -141,11 +141,11 @@ def test_times_of_rounds_that_ran_unasked_are_only_in_the_spans() -> None:
     """Two such rounds go to the client as one event, which has one commit and one latency."""
     recorded = Recorded()
     observer = recorded.observer
-    observer.shown([0], 1, 0.001)
+    observer.shown({0: 0.001}, 1)
     for index in (1, 2):
         observer.round_began(index)
         observer.answered("target", 0.0, 1.0, 6.0, asked=index == 1)
-    observer.shown([1, 2], 2, 0.002)
+    observer.shown({1: 0.002, 2: 0.001}, 2)
     observer.failed(Unavailable("x"))
     points = recorded.points("coordinator")
     for name, num in (("round_verify", 1), ("round_commit", 2), ("inter_token_latency", 1)):
@@ -203,7 +203,7 @@ def test_a_request_that_breaks_off_ends_all_its_spans_once(
     recorded.observer.failed(Unavailable("gone"))
     recorded.observer.answered("target", 0.01, 0.0, 1.0)
     recorded.observer.decided(NOTHING_SEALED, 0, 1, 4)
-    recorded.observer.shown([1], 1, 0.0)
+    recorded.observer.shown({1: 0.0}, 1)
     _round(recorded.observer, 2)
     recorded.observer.failed(Unavailable("again"))
     assert len(recorded.named("outrider.round")) == 2

@@ -33,8 +33,8 @@ class _Shown(RequestObserver):
     def __init__(self) -> None:
         self.events: list[tuple[list[int], int]] = []
 
-    def shown(self, rounds: list[int], num_tokens: int, _: float) -> None:
-        self.events.append((rounds, num_tokens))
+    def shown(self, decided_s: dict[int, float], num_tokens: int) -> None:
+        self.events.append(([*decided_s], num_tokens))
 
 
 def _queue(committed: _Committed, observer: RequestObserver = SILENT) -> OutputQueue:
