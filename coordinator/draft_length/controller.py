@@ -31,6 +31,7 @@ import sys
 from bisect import bisect
 from copy import copy
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -122,7 +123,7 @@ class _Shared:
 
     def __init__(self) -> None:
         self.load = Load()
-        self.learned: dict[LengthControls, Learned] = {}
+        self.learned: WeakKeyDictionary[LengthControls, Learned] = WeakKeyDictionary()
         self.seeds: set[int] = set()
         """Seeds of sessions under rules whose random numbers are keyed by the round."""
         self.running: dict[int, LengthControl] = {}
