@@ -97,8 +97,9 @@ def _played(draft: DraftConfig, sample: Sample, rule: Rule, k: int) -> list[list
             if engine.length(name) > common:
                 engine.keep(name, common)
             ids += outcome.token_ids
-        for drafter in filter(None, (lookup, model)):
-            drafter.release(name)
+        engine.release(name)
+        if lookup is not None:
+            lookup.release(name)
         sessions.append(rounds)
     return sessions
 
