@@ -64,6 +64,7 @@ _LIMITS: Mapping[str, int] = {
 """Largest number, or most characters or entries, of a field."""
 _AMOUNTS = ("Verdict", "ProposalAnswer", "AuditSums")
 """Messages whose floating-point numbers must be finite and at least 0."""
+_FLOATS = (FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE)
 _RANGES = {
     FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
     FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
@@ -197,7 +198,7 @@ def _decoder(field: Any, ours: Any) -> Decode | None:
     of = field.containing_type.name
     decode = _reader(field, may_be_none="None" in str(ours.type))
     limit: float | None = _LIMITS.get(f"{of}.{field.name}")
-    if of in _AMOUNTS and ours.type in (float, "float"):
+    if of in _AMOUNTS and not field.is_repeated and field.cpp_type in _FLOATS:
         limit = sys.float_info.max
     if limit is None:
         return decode
