@@ -188,13 +188,10 @@ class ObservedRequest(RequestObserver):
         question, so nothing waited for it."""
         queue_s, compute_s = queue_ms / 1e3, compute_ms / 1e3
         wire_s = max(0.0, seconds - queue_s - compute_s)
-        if side == "draft":
-            self._count_times({"draft": seconds}, asked)
-        else:
-            times = {"wire": wire_s, "queue": queue_s, "verify": compute_s}
-            self._count_times(times, asked)
-            if self._index == 0:
-                self._record("outrider.request_queue_time_seconds", self._open_s + queue_s)
+        times = {"wire": wire_s, "queue": queue_s, "verify": compute_s}
+        self._count_times({"draft": seconds} if side == "draft" else times, asked)
+        if side == "target" and self._index == 0:
+            self._record("outrider.request_queue_time_seconds", self._open_s + queue_s)
         if (span := self._asked.pop(side, None)) is not None:
             span.set_attributes({
                 "outrider.wire_ms": wire_s * 1e3, "outrider.queue_ms": queue_ms,
