@@ -20,6 +20,7 @@ from outrider.errors import (
 )
 from outrider.messages import Resync
 from outrider.replica.step_request import CANCELLED_CODE
+from outrider.sessions.state import Session
 from outrider.sessions.store import Counters
 from outrider.speculation.proposal import (
     NOTHING_SEALED,
@@ -84,14 +85,19 @@ async def test_after_a_stream_broke_between_two_rounds_the_target_is_asked_at_on
     assert len(link.sent) == 2
 
 
-async def test_the_first_verdict_of_a_round_wins_and_stale_ones_are_dropped() -> None:
+async def second_round(one: Session, run_ahead: int = 0) -> tuple[Any, ...]:
+    """The session's link and target, and the verdict of its second round, which the link awaits."""
     link = ScriptedLink(verdict)
-    one = session()
     target = target_of(link, one=one)
     await play(target, one, 0)
     link.script = [None]
-    task = asyncio.create_task(target.verify(1, NOTHING_SEALED))
+    task = asyncio.create_task(target.verify(1, NOTHING_SEALED, run_ahead))
     await asyncio.sleep(0.01)
+    return link, target, task
+
+
+async def test_the_first_verdict_of_a_round_wins_and_stale_ones_are_dropped() -> None:
+    link, _, task = await second_round(session())
     stale, item = link.sent
     link.on_answer(verdict(stale, correction=1))
     link.on_answer(verdict(item, correction=2))
@@ -100,16 +106,11 @@ async def test_the_first_verdict_of_a_round_wins_and_stale_ones_are_dropped() ->
 
 
 async def test_a_round_that_the_target_ran_ahead_to_was_not_asked_for() -> None:
-    link = ScriptedLink(verdict)
     one = session()
-    target = target_of(link, one=one)
-    await play(target, one, 0)
-    link.script = [None]
-    verify = asyncio.create_task(target.verify(1, NOTHING_SEALED, run_ahead=2))
-    await asyncio.sleep(0.01)
+    link, target, task = await second_round(one, run_ahead=2)
     [_, item] = link.sent
     link.on_answer(verdict(item, correction=2))
-    await verify
+    await task
     assert target.was_asked
     one.decide((2,), Counters())
     head = replace(item.head, round=2)
