@@ -394,5 +394,6 @@ async def test_a_stream_that_breaks_leaves_no_page_of_guesses() -> None:
         text += worker._unfinished[name].draft.token_ids
         assert pair.engine.length(name) == len(text) - 1 >= PAGE_SIZE
         worker.park([name])
+        assert name not in worker._unfinished
         assert pair.engine.page_counts().num_evictable == 0
         assert pair.engine.find([*text, 0], first.head.tenant).length == 0
