@@ -1,1 +1,1 @@
-"""The interface of drafters, and drafters that need no replica."""
+"""The interface of drafters, the names of all kinds, look-ups, and the drawing of tokens."""

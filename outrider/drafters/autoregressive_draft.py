@@ -1,5 +1,4 @@
-"""Draws proposals token by token from logits, many side by side, for drafters with a model or a
-head."""
+"""Draws the tokens of many proposals together from logits, for drafters with a model or a head."""
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
@@ -38,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class AutoregressiveDraft:
-    """One proposal while it is drawn."""
+    """A proposal whose tokens are being drawn."""
 
     def __init__(
         self,
@@ -50,20 +49,21 @@ class AutoregressiveDraft:
         self.request = request
         self.num_wanted = request.num_draft_tokens if num_wanted is None else num_wanted
         self.unseen = unseen
-        """Tokens that the model must run before the next draw."""
+        """Tokens that the model's next pass must run, so that the next token can be drawn."""
         self.deadline = request.deadline
         self.token_ids: list[int] = []
         self.beside: list[tuple[int, ...]] = []
-        """For each token its siblings."""
+        """The siblings of each drafted token."""
         self.q: list[DraftDistribution | None] = []
         self.rows: list[LikelyTokens] = []
-        """For each token the likely tokens that it was drawn from; empty if these are not kept."""
+        """The likely tokens from which each drafted token was drawn; incomplete if a drafter does
+        not keep them."""
         self.error: OutriderError | None = None
-        """Why nothing could be drawn."""
+        """The error that ended the draft before its first token."""
 
     @property
     def sequence_id(self) -> str:
-        """The engine's sequence that the draft extends."""
+        """Name of the engine's sequence that the draft extends."""
         return self.request.session_id
 
     @property
@@ -72,8 +72,8 @@ class AutoregressiveDraft:
         return self.error is not None or len(self.token_ids) >= self.num_wanted
 
     def goes_on(self) -> bool:
-        """Whether to draw another token. Called once before each draw. After True, a draw must
-        follow. If no time is left, ends the draft with the tokens that it has."""
+        """Whether to draw another token. If no time is left, the draft ends with the tokens that it
+        has. Must be called once before each draw. After True, a draw must follow."""
         if self.is_whole:
             return False
         if not self.deadline.allows_draw():
@@ -83,7 +83,7 @@ class AutoregressiveDraft:
 
     @property
     def newest(self) -> int:
-        """The token that the next one follows."""
+        """The last drafted token. If no token is drafted yet, the last committed token."""
         return self.token_ids[-1] if self.token_ids else self.request.token_ids[-1]
 
     @property
@@ -94,8 +94,8 @@ class AutoregressiveDraft:
 
     @property
     def draws_at_once(self) -> bool:
-        """Whether each token depends on its row alone, without penalty, grammar and siblings. Then
-        several rows can be drawn from at once."""
+        """Whether tokens can be drawn from several rows of logits at once, because each token
+        depends on its row alone. False with penalties, a grammar or siblings."""
         request = self.request
         return not (
             request.sampling.penalised or request.allowed is not None or any(request.siblings)
@@ -103,12 +103,12 @@ class AutoregressiveDraft:
 
     @property
     def is_seen(self) -> bool:
-        """Whether the draft has tokens, and the likely tokens that each was drawn from."""
+        """Whether the draft has tokens, and `rows` has the likely tokens of each."""
         return 0 < len(self.token_ids) == len(self.rows)
 
     @property
     def history(self) -> TokenHistory:
-        """The tokens that penalties count. Draft tokens count as output, as in the verdict."""
+        """The tokens that penalties count. Draft tokens count as output, as on the target."""
         if not self.request.sampling.penalised:
             return NO_HISTORY
         committed, prompt_length = self.request.token_ids, self.request.prompt_length
@@ -118,18 +118,18 @@ class AutoregressiveDraft:
         )
 
     def add(self, token_ids: tuple[int, ...], q: DraftDistribution | None) -> None:
-        """Appends the first token. The others are its siblings."""
+        """Appends the first of `token_ids` to the draft. The others are its siblings."""
         self.token_ids.append(token_ids[0])
         self.beside.append(token_ids[1:])
         self.q.append(q)
 
     def stop(self) -> None:
-        """Draws no more tokens."""
+        """Ends the draft with the tokens that it has."""
         self.num_wanted = len(self.token_ids)
 
     def end(self, error: Exception) -> None:
-        """Ends the draft after an error. Tokens that were drawn are still proposed: one of them may
-        be the cause of the error, and to drop a token because of its value biases the output."""
+        """Ends the draft after an error. Tokens that were drawn are still proposed. One of them may
+        have caused the error, and dropping a token because of its value would bias the output."""
         if self.token_ids:
             logger.info("a draft ends after %d tokens: %s", len(self.token_ids), error)
             self.stop()
@@ -155,7 +155,7 @@ class DraftSampler:
     """Draws the next tokens of many drafts from a model's logits."""
 
     def __init__(self, vocabulary: DraftVocabulary | None) -> None:
-        """`vocabulary` has the tokens of the logits' columns; None = the target's."""
+        """`vocabulary` has the token of each column of the logits; None = all tokens."""
         self.vocabulary = vocabulary
 
     def run(
@@ -164,7 +164,8 @@ class DraftSampler:
         next_logits: Callable[[Sequence[int]], Tensor],
     ) -> None:
         """Draws all drafts to their end. `next_logits` gets the indices of the drafts that
-        continue, may stop some of these, and returns the rows [R, N] of the others."""
+        continue. It may stop some of these drafts. It returns logits [R, N], with a row for each
+        draft that it did not stop."""
         while active := [index for index, draft in enumerate(drafts) if draft.goes_on()]:
             logits = next_logits(active)
             going_on = [drafts[index] for index in active if not drafts[index].is_whole]
@@ -173,16 +174,16 @@ class DraftSampler:
     def draw(
         self, drafts: Sequence[AutoregressiveDraft], rows: Sequence[Tensor]
     ) -> list[AutoregressiveDraft]:
-        """Draws the next tokens of each draft from its rows of logits [n, N], one from each row,
-        and returns the drafts that got a token. n is 1 unless the draft `draws_at_once`. A draft
-        ends if no token can be drawn from its row, or if its completion ends."""
+        """Draws tokens for each draft from its rows of logits [n, N], one token from each row. n is
+        1 unless the draft `draws_at_once`. If no token can be drawn from a row, or the grammar
+        allows no further token, the draft ends. Returns the drafts that got a token."""
         if any(draft.request.allowed is not None for draft in drafts):
             drafts, rows = self._masked(drafts, rows)
         lengths = [len(draft.token_ids) for draft in drafts]
         together, groups = _alike(drafts, rows)
         by_index = dict(enumerate(rows))
         away = [index for index in chain(*groups) if rows[index].device.type != "cpu"]
-        if len(groups) > 1 and away:  # One wait for the device.
+        if len(groups) > 1 and away:  # One copy of all rows waits for the device only once.
             copied = joined_rows([rows[index] for index in away]).cpu()
             sizes = [len(rows[index]) for index in away]
             by_index |= zip(away, torch.split(copied, sizes), strict=True)
@@ -194,8 +195,8 @@ class DraftSampler:
     def _masked(
         self, drafts: Sequence[AutoregressiveDraft], rows: Sequence[Tensor]
     ) -> tuple[list[AutoregressiveDraft], list[Tensor]]:
-        """The drafts that may continue, and their rows with their grammars' masks applied. Masked
-        rows are on the CPU."""
+        """Returns the drafts that may continue, and their rows of logits, to which the grammars'
+        masks are applied. Masked rows are on the CPU."""
         going_on: list[AutoregressiveDraft] = []
         left: list[Tensor] = []
         masks: dict[int, TokenMask] = {}
@@ -216,8 +217,8 @@ class DraftSampler:
         return going_on, left
 
     def _draw(self, drafts: list[AutoregressiveDraft], rows: list[Tensor]) -> None:
-        """Draws for drafts that `_alike` has put together. If that fails, draws for each draft
-        alone, which gives the same tokens, so that an error ends only its own draft."""
+        """Draws for the drafts of one group of `_alike`. If an error is raised, draws from each row
+        alone. This gives the same tokens, and the error ends only the draft that caused it."""
         by_row = [draft for draft, own in zip(drafts, rows, strict=True) for _ in range(len(own))]
         depths = [
             len(draft.token_ids) + index
@@ -244,8 +245,9 @@ class DraftSampler:
     def _drawn(
         self, drafts: Sequence[AutoregressiveDraft], depths: Sequence[int], logits: Tensor
     ) -> tuple[list[DraftedGroup], Sequence[LikelyTokens | None]]:
-        """For each row, whose draft and depth are given: a token and its siblings, and for a single
-        token the likely tokens that it was drawn from."""
+        """Draws from each row of `logits`. `drafts` and `depths` have an entry for each row.
+        Returns each row's token with its siblings, and the likely tokens from which it was drawn;
+        None if these are unknown."""
         sampling = drafts[0].request.sampling
         noises = [draft.request.noise for draft in drafts]
         counts = [draft.num_candidates for draft in drafts]
@@ -270,9 +272,10 @@ class DraftSampler:
 def _alike(
     drafts: Sequence[AutoregressiveDraft], rows: Sequence[Tensor]
 ) -> tuple[list[int], list[list[int]]]:
-    """The indices of the drafts that are drawn together on the device of their rows, and groups of
-    the others that share rule, parameters and device. A draft with penalties is a group of its own.
-    Drafts with siblings and drafts without are in different groups."""
+    """Divides the drafts into groups that can be drawn together, and returns their indices. The
+    first group is drawn on the device of its rows. The drafts of each other group share rule,
+    parameters and device. A draft with penalties is a group of its own. Drafts with siblings and
+    drafts without siblings are in different groups."""
     groups: dict[Hashable, list[int]] = {}
     for index, (draft, row) in enumerate(zip(drafts, rows, strict=True)):
         sampling, is_single = draft.request.sampling, draft.num_candidates == 1

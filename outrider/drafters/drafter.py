@@ -1,4 +1,4 @@
-"""The interface of drafters for the draft service and the coordinator."""
+"""The interface of drafters, which draft service, target service and coordinator call."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from outrider.tokens import TokenSequence
 class DraftDeadline:
     """The time limit of a round's draft, on the clock of the drafting process.
 
-    A drafter checks the limit before each draw (a token with its siblings), and proposes all tokens
+    A drafter checks the limit before it draws each token with its siblings, and proposes all tokens
     that it has drawn. So the length of a proposal depends on the time and on proposed tokens, never
-    on a token that was drawn and dropped. docs/exactness.md requires such a length, a stopping
-    time. Thread-safe.
+    on a token that was drawn and dropped. Such a length is a stopping time, as the proof in
+    docs/exactness.md requires. Thread-safe.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class DraftDeadline:
         """`ends_at` is a time of `clock`, in seconds. By default there is no limit."""
         self.ends_at = ends_at
         self.has_cut = False
-        """Whether a draw was refused. Then all later ones are refused, too."""
+        """Whether a draw was refused. After one refusal, all later draws are refused."""
         self._clock = clock
         self._has_drawn = self._is_told = False
         self._lock = threading.Lock()
@@ -40,13 +40,14 @@ class DraftDeadline:
     def after(
         cls, budget_us: int, clock: Callable[[], float], now: float | None = None
     ) -> DraftDeadline:
-        """A limit `budget_us` microseconds after `now` (default: the clock's time); 0 = none."""
+        """A limit `budget_us` microseconds after `now`; 0 = no limit. `now` is by default the time
+        of `clock`."""
         if budget_us == 0:
             return NO_DEADLINE
         return cls((clock() if now is None else now) + budget_us / 1e6, clock)
 
     def allows_draw(self) -> bool:
-        """Whether the next token may be drawn. After True the token must be proposed."""
+        """Whether the next token may be drawn. After True, the token must be drawn and proposed."""
         if self.ends_at == math.inf:
             return True
         with self._lock:
@@ -59,8 +60,8 @@ class DraftDeadline:
         return self._clock() >= self.ends_at
 
     def close_undrawn(self) -> bool:
-        """Refuses all draws if none has been made. Returns whether this call was the first to do
-        so, so that only one caller reports an empty proposal."""
+        """If no token has been drawn, refuses all draws. Returns True only at the first such call,
+        so that only one caller reports an empty proposal."""
         with self._lock:
             if self._has_drawn or self._is_told:
                 return False
@@ -74,61 +75,66 @@ NO_DEADLINE = DraftDeadline()
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """Asks for up to `num_draft_tokens` tokens after the committed ones of one session."""
+    """Asks for up to `num_draft_tokens` tokens after the committed tokens of a session."""
 
     session_id: str
-    """A drafter may keep data of this session under this id. The answer does not depend on them."""
+    """A drafter may cache data of the session under this id. The cache must not change proposals.
+    """
     tenant: str
-    """Data of finished sessions are used for sessions of the same tenant alone."""
+    """A drafter may copy from answers of finished sessions, but only of the same tenant."""
     token_ids: Sequence[int]
-    """All committed tokens, prompt first. Must not be changed, nor be read after the call."""
+    """All committed tokens, prompt first. A drafter must not change this sequence, nor read it
+    after `propose` has returned."""
     prompt_length: int
     num_draft_tokens: int
     """K, 0..`limits.NUM_DRAFT_TOKENS_MAX`."""
     sampling: SamplingParams
     rule: Rule
     noise: RoundNoise
-    """The round's noise. Look-ups do not draw with it."""
+    """The round's random numbers, with which a model's tokens are drawn. Look-ups draw nothing."""
     siblings: tuple[int, ...] = ()
     """Number of siblings beside each token of the spine; missing entries are 0. A drafter may
-    propose a chain instead. Empty under the rule block, and with penalties, as these count the
-    tokens of a chain."""
+    propose a chain instead. Empty under the rule block and with penalties, which support only
+    chains."""
     features: Features | None = None
-    """Hidden states of some committed tokens, which the target sends to a head. None if there are
-    no new ones, and for drafters that do not use them."""
+    """Hidden states of committed tokens, which the target has sent for a head. None if there are no
+    new hidden states, or if the drafter reads none."""
     allowed: Allowed | None = None
-    """What may follow the committed tokens by the session's grammar; None = every token, or the
-    grammar is not known to this process."""
+    """Tokens that the session's grammar allows after the committed tokens. None if there is no
+    grammar, or if this process does not know it."""
     digests: TokenSequence | None = None
-    """The first tokens of `token_ids`, as many as have known digests. By these a drafter can
-    compare a prefix that it keeps. Must not be changed, nor be read after the call."""
+    """A prefix of `token_ids` with known digests. A drafter compares it with a cached prefix
+    without reading all tokens. It must not be changed, nor be read after `propose` has returned."""
     deadline: DraftDeadline = field(default=NO_DEADLINE, compare=False)
-    """Drafters check this before each draw, except for look-ups, which take some microseconds."""
+    """Drafters with a model check it before each draw. Look-ups ignore it, because they take only
+    microseconds."""
 
 
 class Drafter(Protocol):
-    """Predicts what a target will write. Wrong guesses are rejected and do no harm.
+    """Predicts what a target will write. Wrong guesses are rejected, so they change no output.
 
     A proposal may depend on the request's committed tokens, parameters and noise, and on the
-    answers of finished sessions of the same tenant. It must not depend on a token that was drafted
-    and not committed, in this round or another. The choice of draft tokens, and of their number,
-    must be independent of the random numbers that test them. So a proposal must not depend on the
-    noise of the session's earlier rounds, except through their committed tokens, nor on answers of
-    a session with the same seed. The latter are allowed if noise is keyed by the absolute position,
-    as drafts then do not influence what is committed. The number of tokens may depend on the time
-    and on proposed tokens, if it is decided before each draw.
+    answers of finished sessions of the same tenant. It must not depend on tokens that were drafted
+    but not committed, in this round or another.
 
-    If answers of other sessions arrive between two calls for one round, the calls may return
-    different proposals. Both are exact: a coordinator verifies one proposal in a round, and uses
-    the first verdict on it.
+    Draft tokens and their number must be independent of the random numbers that test them. So the
+    noise of the session's earlier rounds may influence a proposal only through committed tokens.
+    If noise is keyed by the round, answers of sessions with the same seed must not influence a
+    proposal. If noise is keyed by the absolute position, they may, because drafts then do not
+    influence what is committed. Before each draw, a drafter may decide by the time and by the
+    tokens proposed so far whether to continue.
+
+    If another session ends between two calls for one round, the calls may return different
+    proposals. The output is exact all the same, because a coordinator lets the target verify only
+    one proposal in a round, and uses the first verdict.
     """
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        """One proposal for each request, in order, of at most K tokens. The requests are for
-        different sessions. Under rules with `needs_q`, `q` has an entry for each group of
-        siblings."""
+        """Returns one proposal for each request, in order. Its spine has at most K tokens. No two
+        requests are for the same session. If a rule `needs_q`, the proposal's `q` has an entry for
+        each token of the spine. Siblings share this entry."""
         ...
 
     def release(self, session_id: str) -> None:
-        """Forgets what was kept of the session. Ignores unknown sessions."""
+        """Frees the data of a session that has ended or left. Ignores unknown sessions."""
         ...

@@ -23,8 +23,9 @@ class Guess:
     """Expected number of accepted tokens."""
 
     def within(self, request: DraftRequest) -> Guess:
-        """The first tokens, as many as the session's grammar allows; the rest would be rejected.
-        The cut depends on committed tokens alone, as the guess does."""
+        """Cuts the guess before the first token that the session's grammar forbids, because the
+        target would reject this token. The cut depends on committed tokens alone, like the guess.
+        """
         if request.allowed is None or not self.token_ids:
             return self
         token_ids = self.token_ids[: request.allowed.num_legal(self.token_ids)]
@@ -41,27 +42,28 @@ NO_GUESS = Guess()
 
 
 def share_of(num: int, num_all: int, match_length: int) -> float:
-    """The smoothed share of `num` among `num_all` occurrences of a match. Counts another 1 /
-    `match_length` occurrences that continued differently, because a short match seen once is weak
-    evidence."""
+    """The share of `num` among `num_all` occurrences of a match. It is smoothed: the count of all
+    occurrences is increased by 1 / `match_length`, because one short match is weak evidence."""
     return num / (num_all + 1 / match_length)
 
 
 class LookupDrafter:
-    """A `Drafter` without a model, whose proposals are one-hot. Keeps the indexed texts of at most
-    `SEQUENCES_PER_REPLICA_MAX` sessions. Builds a missing text again, so that proposals do not
+    """A `Drafter` without a model. Keeps the indexed texts of at most `SEQUENCES_PER_REPLICA_MAX`
+    sessions. If a session's text is missing, the drafter builds it again. So proposals do not
     depend on which texts were kept."""
 
     def __init__(self, begin: Callable[[DraftRequest], Any]) -> None:
+        """`begin` makes an empty text for a request's session."""
         self._begin = begin
         self._texts: Newest[str, Any] = Newest(SEQUENCES_PER_REPLICA_MAX)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        """One-hot proposals, which the sessions' grammars allow."""
+        """Returns one-hot proposals that the sessions' grammars allow."""
         return [self.guess(request).within(request).proposal(request) for request in requests]
 
     def guess(self, request: DraftRequest) -> Guess:
-        """A guess, which the session's grammar may forbid; empty if no tokens are asked for."""
+        """Returns a guess. The session's grammar may forbid its tokens. The guess is empty if the
+        request asks for no tokens."""
         if request.num_draft_tokens == 0:
             return NO_GUESS
         text = self._texts.pop(request.session_id, None)
@@ -76,7 +78,7 @@ class LookupDrafter:
         self._texts.pop(session_id, None)
 
     def _guess(self, request: DraftRequest, text: Any) -> Guess:
-        """A guess from the session's text, which has exactly the request's tokens."""
+        """A guess from `text`, which has exactly the request's committed tokens."""
         raise NotImplementedError
 
 
@@ -84,11 +86,12 @@ _NO_PLACE = 0
 
 
 class TextIndex:
-    """A text that grows at its end and may be cut at its beginning. For each place the index has
-    the previous place with the same n-gram before it.
+    """A text of tokens, with an index of the n-grams in it. The text grows at its end, and may be
+    cut at its beginning.
 
-    A place is the number of tokens before it, including those that were cut off. To append or cut a
-    token takes O(1). A token takes some 200 bytes of memory.
+    A *place* is a position between two tokens. Its number counts all tokens before it, including
+    those that were cut off. The index links each place to the previous place that follows the same
+    n-gram. Appending or cutting a token takes O(1). A token takes some 200 bytes of memory.
     """
 
     def __init__(self, gram_length: int) -> None:
@@ -97,9 +100,9 @@ class TextIndex:
         self._num_cut = 0
         self._digest = EMPTY_DIGEST
         self._last: dict[tuple[int, ...], int] = {}
-        """n-gram -> the place after its last occurrence."""
+        """Maps each n-gram to the place after its last occurrence."""
         self._previous: list[int] = []
-        """For each place of the tokens kept: the previous place with the same n-gram before it."""
+        """For the place after each kept token, the previous place that follows the same n-gram."""
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -109,8 +112,8 @@ class TextIndex:
         return self._num_cut + len(self._ids)
 
     def begins(self, token_ids: Sequence[int], digests: TokenSequence | None = None) -> bool:
-        """Whether `token_ids` starts with the whole text, of which no token was cut off. Takes O(1)
-        if `digests` has as many tokens."""
+        """Whether `token_ids` starts with this whole text, from which nothing was cut. Takes O(1)
+        if `digests` is at least as long as the text."""
         if digests is not None and len(self._ids) <= len(digests):
             return digests.holds(len(self._ids), self._digest)
         return list(token_ids[: len(self._ids)]) == self._ids
@@ -141,28 +144,27 @@ class TextIndex:
         self._num_cut += num_tokens
 
     def slice(self, start: int, stop: int) -> list[int]:
-        """The tokens between two places, without those that were cut off."""
+        """The tokens between two places, as far as they were not cut off."""
         return self._ids[max(0, start - self._num_cut) : max(0, stop - self._num_cut)]
 
-    def token(self, place: int) -> int | None:
-        """The token after a place; None at the end."""
-        index = place - self._num_cut
-        return self._ids[index] if index < len(self._ids) else None
+    def token(self, place: int) -> int:
+        """The token after a place, which must be before the end."""
+        return self._ids[place - self._num_cut]
 
     def earlier(self) -> Iterator[int]:
-        """The earlier places after the text's last n-gram, latest first."""
+        """The places after earlier occurrences of the text's last n-gram, latest first."""
         return self._chain(self._previous[-1] if self._previous else _NO_PLACE)
 
     def occurrences(self, tail: Sequence[int]) -> Iterator[int]:
-        """The places after the last n-gram of `tail`, latest first."""
+        """The places after occurrences of the last n-gram of `tail`, latest first."""
         return self._chain(self._last.get(tuple(tail[-self._gram_length :]), _NO_PLACE))
 
     def match_length(self, place: int, tail: Sequence[int]) -> int:
-        """How many tokens before `place` equal the last ones of `tail`. The last n-gram must be the
-        same."""
+        """How many tokens before `place` equal the last tokens of `tail`. The n-gram before `place`
+        must be the last n-gram of `tail`, so it is not compared again."""
         ids, end = self._ids, place - self._num_cut
         limit = min(end, len(tail))
-        length = min(self._gram_length, limit)  # The caller has found these by the index.
+        length = min(self._gram_length, limit)
         while length < limit and ids[end - 1 - length] == tail[-1 - length]:
             length += 1
         return length
@@ -174,10 +176,11 @@ class TextIndex:
 
 
 OCCURRENCES_MAX = 256
-"""Maximum number of occurrences of the last `ngram_min` tokens that are compared, latest first."""
+"""Maximum number of occurrences of the last `ngram_min` tokens among which the longest match is
+found. The latest occurrences are searched."""
 TOKENS_PER_MATCH = 3
-"""Maximum number of draft tokens for each token of the match, because the continuation of a short
-match soon differs."""
+"""Maximum number of draft tokens for each token of the match, because a short match predicts only
+few tokens."""
 
 
 class NgramDrafter(LookupDrafter):
@@ -185,19 +188,19 @@ class NgramDrafter(LookupDrafter):
     tokens in the same session.
 
     A look-up takes at most O(OCCURRENCES_MAX * ngram_max), for a text of any length. The defaults
-    were best over texts of a 135M chat model at K = 8 and 16.
+    were the best ones for texts of a chat model of 135 million parameters, at K = 8 and 16.
     """
 
     def __init__(self, ngram_min: int = 1, ngram_max: int = 16) -> None:
-        """An occurrence must share at least `ngram_min` tokens with the end of the text. Matches of
-        `ngram_max` tokens or more count as equal; the most recent one wins."""
+        """A match has at least `ngram_min` tokens. Matches of `ngram_max` tokens or more count as
+        equally long."""
         super().__init__(lambda request: TextIndex(ngram_min))
         self._ngram_max = ngram_max
 
     def _guess(self, request: DraftRequest, text: TextIndex) -> Guess:
-        """The tokens that followed the longest earlier occurrence of the text's end, and of equally
-        long ones the most recent. If the text ends before enough tokens follow, these repeat, so
-        that a repetition is continued."""
+        """The tokens that followed the longest match, or the most recent of equally long matches.
+        If too few tokens follow the match, the guess repeats them, because the text itself has
+        begun to repeat them."""
         start = match_length = 0
         tail = text.slice(text.end - self._ngram_max, text.end)
         for place in islice(text.earlier(), OCCURRENCES_MAX):

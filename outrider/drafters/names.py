@@ -7,11 +7,10 @@ from enum import StrEnum
 from outrider.errors import SettingError, did_you_mean
 
 AUTO = "auto"
-"""Suffix decoding; `docs/performance.md` has the reason."""
+"""The default. It means `suffix`, for a reason that `docs/performance.md` gives."""
 DEMO = "demo"
 SHIPPED = (f"{DEMO}-drafter", f"{DEMO}-head")
-"""Drafters for the target `demo` that are shipped with this package: a model, and an EAGLE-3
-head."""
+"""A model and an EAGLE-3 head, which come with this package for the target `demo`."""
 _HYBRID = "hybrid"
 EAGLE3 = "eagle3"
 MTP = "mtp"
@@ -20,13 +19,14 @@ _EAGLE3_IS_BETTER = "EAGLE-3 heads predict more of the target's tokens; use eagl
 _REMOVED = {
     "early-exit": _EAGLE3_IS_BETTER,
     "medusa": _EAGLE3_IS_BETTER,
-    "quantized": "a target's rounded weights take most of its time; use a smaller model, or "
-    "eagle3:DIR_OR_ID",
+    "quantized": "a quantised copy of the target takes most of the target's time; use a smaller "
+    "model, or eagle3:DIR_OR_ID",
 }
-"""Kinds of earlier versions: why they were removed, and what replaces them."""
+"""The kinds that only earlier versions had: why each was removed, and what to use instead."""
 _KIND = re.compile(r"[A-Za-z][\w-]+")
-"""Text before a colon that is read as a kind, not as a path. Hub ids have no colon, a directory
-with a colon can be written as `./NAME`, and a single letter begins a Windows path."""
+"""Matches text before a colon that is read as a kind, not as part of a path. No hub id has a colon.
+A directory whose name has a colon can be written as `./NAME`. A single letter may be a Windows
+drive."""
 _FORMS = (
     "`auto`, `ngram`, `suffix`, a model, `eagle3:DIR_OR_ID`, `mtp` or `hybrid:LOOKUP,MODEL`, "
     "whose MODEL may also be a head"
@@ -34,8 +34,8 @@ _FORMS = (
 
 
 NEAR_WORD = 0.75
-"""Similarity (see `difflib`) from which a model name counts as a misspelt word of
-`--draft-model`, or a target's as a misspelt `demo`."""
+"""If `difflib` finds a model's name at least this similar to a word, the name counts as misspelt.
+The words are those of `--draft-model`, and for a target only `demo`."""
 
 
 class LookupKind(StrEnum):
@@ -47,7 +47,7 @@ class LookupKind(StrEnum):
 
 _LOOKUPS = {kind.value: kind for kind in LookupKind}
 _WORDS = (AUTO, *_LOOKUPS, DEMO, *SHIPPED, *_KINDS)
-"""Words that a `--draft-model` without a slash may be, or begin with."""
+"""Words that a `--draft-model` may be or begin with, besides names of models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,22 +57,22 @@ class DraftModel:
     name: str
     """A directory, a .gguf file or a hub id."""
     reads_features: bool = False
-    """Whether it is a head that reads hidden states which the target sends."""
+    """Whether the model is a head, which reads hidden states that the target sends."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterChoice:
-    """A drafter: a look-up, a model, one more layer on the target, or a hybrid. A hybrid
-    uses its look-up where that is confident, and otherwise one of the others."""
+    """A look-up, a model, a head, or a hybrid. A hybrid has a look-up and either a model or a head,
+    which drafts when the look-up is not confident."""
 
     lookup: LookupKind | None
     model: DraftModel | None
     on_target: str | None = None
-    """The directory or hub id of the weights with which the target drafts, `mtp` for a layer in the
-    target's own files; None if the target does not draft."""
+    """The head with which the target drafts: a directory, a hub id, or `mtp` for the MTP layer in
+    the target's own files. None if the target does not draft."""
     kind: str = ""
-    """The kind of `on_target`: `mtp` or `eagle3`. An `eagle3` head may also run on draft
-    replicas."""
+    """The head's kind, `mtp` or `eagle3`; empty without a head. An `eagle3` head may also run on
+    draft replicas, and is then the `model`."""
 
     @property
     def is_lookup(self) -> bool:
@@ -82,7 +82,7 @@ class DrafterChoice:
 
     @property
     def reads_target(self) -> bool:
-        """Whether it reads what the target computes."""
+        """Whether the drafter has a head, which reads the target's hidden states."""
         reads = self.model is not None and self.model.reads_features
         return reads or self.on_target is not None
 
@@ -113,14 +113,13 @@ def parse_drafter(name: str) -> DrafterChoice:
 
 
 def eagle3_name(draft_model: str, name: str) -> str:
-    """The `draft_model`, which ends with the `name` of an EAGLE-3 head, with the kind before that
-    name."""
+    """Inserts `eagle3:` before the head's `name`, which is the end of `draft_model`."""
     return draft_model.removesuffix(name) + f"{EAGLE3}:{name}"
 
 
 def same_drafter(one: str, other: str) -> bool:
-    """Whether two `draft_model` may mean the same drafter: a published head may be named with or
-    without its kind, as its files tell the kind."""
+    """Whether two values of `draft_model` may mean the same drafter. A published head may be named
+    with or without `eagle3:`, because its files say that it is an EAGLE-3 head."""
     return bool({*_meanings(one)} & {*_meanings(other)})
 
 
@@ -132,9 +131,9 @@ def _meanings(draft_model: str) -> tuple[DrafterChoice, ...]:
 
 
 def check_model_name(name: str) -> None:
-    """Checks a draft model that is no local file and so is looked for on the hub. A name without a
-    slash that resembles one of the words above counts as a mistake: a hub id can be written as
-    `OWNER/NAME`, a directory as `./NAME`. Raises `SettingError`."""
+    """Checks the name of a draft model that is not on this machine, before it is looked for on the
+    hub. Raises `SettingError` if the name resembles one of `_WORDS`, and so is probably
+    misspelt. A name with a slash never raises, so any model of the hub can be named."""
     if "/" in name or name in (DEMO, *SHIPPED):
         return
     if hint := did_you_mean(name, _WORDS, NEAR_WORD):
@@ -171,8 +170,7 @@ class DrafterDescription:
     memory: str
     training: str
     q: str
-    """What is sent of the proposal's distribution: nothing if it is one-hot, otherwise its
-    likeliest tokens."""
+    """What is sent of q: nothing if q is one-hot, the likeliest tokens if it is sparse."""
 
 
 DRAFTERS = (
@@ -188,7 +186,7 @@ DRAFTERS = (
         "none", "200 bytes a token; bounded history", "none", "one-hot",
     ),
     DrafterDescription(
-        "PATH_OR_ID", "what a model of the target's tokenizer draws",
+        "PATH_OR_ID", "what a model with the target's tokenizer draws",
         "the model's", "its weights, keys and values", "none", "sparse",
     ),
     DrafterDescription(
@@ -196,12 +194,12 @@ DRAFTERS = (
         "in this package", "its weights, keys and values", "none", "sparse",
     ),
     DrafterDescription(
-        "PATH_OR_ID of PARD", "what such a model draws in one pass",
+        "PATH_OR_ID of PARD", "what a PARD model draws in one pass",
         "the model's", "its weights, keys and values", "none", "sparse",
     ),
     DrafterDescription(
         "eagle3:DIR_OR_ID",
-        "what an EAGLE-3 head draws on the target, or apart from hidden states that it sends",
+        "what an EAGLE-3 head draws, on the target or on draft replicas",
         "a published head, or outrider distill --kind eagle3",
         "its weights; for each token one layer's key and value, and a hidden state",
         "needed unless published", "sparse",
@@ -218,8 +216,8 @@ DRAFTERS = (
     ),
     DrafterDescription(
         "hybrid:LOOKUP,MODEL",
-        "as its look-up where that is confident, otherwise as its model or head",
-        "the model's", "of both parts", "the model's", "one-hot or sparse",
+        "as its look-up if the look-up is confident, otherwise as its model or head",
+        "the model's", "that of both parts", "the model's", "one-hot or sparse",
     ),
 )  # fmt: skip
-"""The default first, then every kind, cheapest first; the shipped drafters after their kinds."""
+"""The default first, then all kinds from the cheapest on. A shipped drafter follows its kind."""

@@ -1,10 +1,11 @@
 """Suffix decoding: drafts what most often followed the last tokens, in the session and in earlier
 answers to the same tenant.
 
-Oliaro et al., "SuffixDecoding" (2024, arXiv 2411.04975). A draft grows while the product of its
-tokens' shares among the occurrences is large enough, and is at most a multiple of the match's
-length. The paper keeps a tree of all suffixes, which takes O(depth) memory a token. Here an index
-finds the latest occurrences of the last tokens, and their continuations are counted in each round.
+The method is from Oliaro et al., "SuffixDecoding" (2024, arXiv 2411.04975). A *match* is an earlier
+occurrence of the last tokens. The *share* of a token is the share of the matches that it follows. A
+draft grows while the product of its tokens' shares is large enough. Its length is at most a
+multiple of the match's length. The paper keeps a tree of all suffixes, which takes O(depth) memory
+for each token. Here an index finds the latest matches, and each round counts what followed them.
 """
 
 from collections import OrderedDict
@@ -19,26 +20,27 @@ from outrider.limits import SUFFIX_SEEDS_MAX
 
 MATCH_IN_SESSION_MIN = 1
 MATCH_IN_HISTORY_MIN = 2
-"""Minimum lengths of a match. In a long history, single tokens match often and predict little."""
+"""Minimum length of a match in earlier answers, where single tokens match often and predict little.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class SuffixConfig:
-    """Limits of the search, of the history and of drafts. The defaults were nearly the best over
-    texts of a 135M chat model at K = 8. A look-up takes 45 us."""
+    """Limits of the search, of the history and of drafts. For texts of a chat model of 135 million
+    parameters at K = 8, the defaults were nearly the best, and a look-up took 45 us."""
 
     depth: int = 16
     """Matches of this length or more count as equally long."""
     min_score: float = 0.1
-    """A draft ends before the product of its tokens' shares falls below this."""
+    """A draft ends before the product of its tokens' shares falls below this value."""
     tokens_per_tenant: int = 2**17
-    """Maximum number of tokens of earlier outputs for a tenant. The oldest are dropped first."""
+    """Maximum number of tokens in a tenant's history. The oldest outputs are dropped first."""
     tokens_total: int = 2**19
-    """Maximum number of tokens for all tenants. The tenant with the oldest last output loses its
-    tokens first."""
+    """Maximum number of tokens in the histories of all tenants together. The tenant that has added
+    no output for the longest time loses outputs first."""
     occurrences_max: int = 64
-    """Maximum number of occurrences of the last tokens that are compared, latest first, in the
-    session, and the same number in the tenant's history."""
+    """Maximum number of matches that are read in the session, and also in the tenant's history. The
+    latest matches are read."""
     tokens_per_match: int = 4
     """Maximum number of draft tokens for each token of the match."""
 
@@ -51,18 +53,19 @@ class _Occurrence:
     place: int
     """The place after the occurrence."""
     length: int
-    """How many tokens before the place match the session's end."""
+    """How many tokens before the place equal the session's last tokens."""
 
-    def follower(self, drafted: Sequence[int]) -> int | None:
-        """The token that follows here after as many tokens as were drafted. Beyond the end of the
-        text the drafted tokens follow, so that a session's own repetition is continued."""
+    def follower(self, drafted: Sequence[int]) -> int:
+        """The token that comes `len(drafted)` tokens after the place. If the text is shorter, the
+        drafted tokens count as its continuation, because a session's text ends where the draft
+        begins."""
         place = self.place + len(drafted)
         beyond = place - self.text.end
         return self.text.token(place) if beyond < 0 else drafted[beyond]
 
 
 class _SessionText(TextIndex):
-    """A session's tokens, and what is needed to add its output to the history."""
+    """A session's tokens, and the data with which its output is added to the history."""
 
     def __init__(self, request: DraftRequest) -> None:
         super().__init__(MATCH_IN_SESSION_MIN)
@@ -72,28 +75,33 @@ class _SessionText(TextIndex):
 
 
 class SuffixDrafter(LookupDrafter):
-    """Looks up a session's own text and the finished outputs of its tenant.
+    """Drafts from a session's own text, and from its tenant's history of finished outputs.
 
-    Of a tenant's sessions with one seed, only the first adds to the history, when it ends. The
-    others have the same noise. If noise is keyed by the round, the first session's output depends
-    on this noise. It would steer the drafts of the others, and so bias the tests of these drafts.
-    Then the others do not read the history either, because what it holds may depend on the length
-    of the first session's output. When a seed is forgotten, so is the output of its session.
+    A tenant's sessions with the same seed have the same noise. If noise is keyed by the absolute
+    position, all of them read the history. If noise is keyed by the round, the output of the first
+    session depends on its noise. Drafts that another session copied from this output would depend
+    on the noise that tests them, which would bias the tests. So only the first session then reads
+    the history. The others do not read even the outputs of other seeds, because the length of the
+    first session's output may decide which outputs are kept.
 
-    A round takes at most O(occurrences_max * (depth + distinct match lengths * K)), a token that is
-    appended or forgotten O(1). `TextIndex` states the memory.
+    Only the first session with a seed adds its output to the history, when it ends. If the drafter
+    forgets the seed, it also forgets this output.
+
+    A round takes at most O(occurrences_max * (depth + L * K)) for matches of L different lengths.
+    Appending or forgetting a token takes O(1). `TextIndex` states the memory.
     """
 
     def __init__(
         self, config: SuffixConfig | None = None, seeds_max: int = SUFFIX_SEEDS_MAX
     ) -> None:
-        """`seeds_max`: the number of seeds whose first session is remembered."""
+        """`seeds_max` is the number of seeds whose first session is remembered."""
         super().__init__(_SessionText)
         self._config = config or SuffixConfig()
         self._history = History(self._config.tokens_per_tenant, self._config.tokens_total)
         self._seeds_max = seeds_max
         self._first_of_seed: OrderedDict[tuple[str, int], str | None] = OrderedDict()
-        """By tenant and seed, oldest first: the first session; None once it has ended."""
+        """The first session of each tenant and seed, oldest first. None once that session has
+        ended."""
 
     def _guess(self, request: DraftRequest, text: TextIndex) -> Guess:
         is_first = self._is_first(request)
@@ -106,8 +114,9 @@ class SuffixDrafter(LookupDrafter):
         return _continuation(found, request.num_draft_tokens, self._config)
 
     def release(self, session_id: str) -> None:
-        """Ends the session. Adds its output, as committed at its last request, to the history, with
-        the last tokens of the prompt before it."""
+        """Ends the session. If the session is the first with its seed, adds the last tokens of its
+        prompt and its output to the history. The output is as long as it was at the session's last
+        call of `propose`."""
         text = self._texts.pop(session_id, None)
         if text is None or self._first_of_seed.get((text.tenant, text.seed)) != session_id:
             return
@@ -135,8 +144,8 @@ class SuffixDrafter(LookupDrafter):
 
 
 def _continuation(found: Sequence[_Occurrence], num_tokens: int, config: SuffixConfig) -> Guess:
-    """The guess with the best score. Each length of a match gives a guess, from the occurrences of
-    this length or more."""
+    """Makes a guess for each length of a match, from all matches that are at least as long. Returns
+    the guess with the best score."""
     best = NO_GUESS
     for length in sorted({occurrence.length for occurrence in found}, reverse=True):
         limit = min(num_tokens, config.tokens_per_match * length)
@@ -152,8 +161,9 @@ def _continuation(found: Sequence[_Occurrence], num_tokens: int, config: SuffixC
 def _most_frequent(
     matching: Sequence[_Occurrence], length: int, limit: int, min_score: float
 ) -> Guess:
-    """Drafts the most frequent next token, and of equally frequent ones the lowest id. Then
-    continues with the occurrences that have this token."""
+    """Drafts the token that follows most of the occurrences, or the lowest id of equally frequent
+    tokens. Drafts each further token from only those occurrences that continued with all drafted
+    tokens."""
     drafted: list[int] = []
     score, product = 0.0, 1.0
     while len(drafted) < limit:
@@ -161,7 +171,7 @@ def _most_frequent(
         num_all = 0
         for occurrence in matching:
             token_id = occurrence.follower(drafted)
-            if token_id is not None and token_id >= 0:
+            if token_id != END:
                 followed.setdefault(token_id, []).append(occurrence)
                 num_all += 1
         if not followed:
@@ -176,39 +186,38 @@ def _most_frequent(
 
 
 END = -1
-"""Follows every output. No token has this id, so no match or draft extends over two outputs."""
+"""Stands after every output in a history. No token has this id, so neither matches nor drafts
+extend over two outputs."""
 
 
 class _TenantHistory(TextIndex):
     def __init__(self) -> None:
         super().__init__(MATCH_IN_HISTORY_MIN)
         self.lengths: OrderedDict[int, int] = OrderedDict()
-        """Seed -> length of its output, `END` included; oldest first."""
+        """Maps each seed to the length of its output, `END` included; oldest first."""
 
 
 class History:
-    """Outputs by tenant. To add an output takes O(1) for each of its tokens and for each token that
-    is dropped."""
+    """The finished outputs of each tenant. Adding an output takes O(1) for each token that is added
+    or dropped."""
 
     def __init__(self, tokens_per_tenant: int, tokens_total: int) -> None:
         self._tokens_per_tenant = min(tokens_per_tenant, tokens_total)
         self._tokens_total = tokens_total
         self._tenants: OrderedDict[str, _TenantHistory] = OrderedDict()
-        """Ordered by the last output, oldest first."""
+        """The tenants in the order of their last outputs, oldest first."""
         self._num_tokens = 0
-
-    def __len__(self) -> int:
-        """Tokens of all tenants, including an `END` for each output."""
-        return self._num_tokens
+        """Number of tokens of all tenants, including an `END` for each output."""
 
     def of(self, tenant: str) -> TextIndex | None:
-        """The tenant's outputs, one after another, each with an `END`; None if there are none.
-        Valid until the next `add`."""
+        """The tenant's outputs in one text, an `END` after each; None if there are none. The text
+        is valid until the next `add`."""
         return self._tenants.get(tenant)
 
     def add(self, tenant: str, seed: int, token_ids: Sequence[int]) -> None:
-        """Adds an output, or its last part if it exceeds the tenant's share. Drops older outputs of
-        the tenant first, then those of others. The tenant must have no output of this seed yet."""
+        """Adds an output, or only its last tokens if it is too long for a tenant's history. To make
+        room, drops older outputs: first the tenant's own, then those of others. The tenant must
+        have no output of this seed yet."""
         room = self._tokens_per_tenant - 1
         if room < 1:
             return
@@ -225,8 +234,8 @@ class History:
             self._forget_oldest(next(iter(self._tenants)))
 
     def forget(self, tenant: str, seed: int) -> None:
-        """Forgets the tenant's output of this seed, if it is kept, and all before it. Then the
-        history depends neither on that output's tokens nor on their number."""
+        """If the tenant's output of this seed is kept, forgets it and all older outputs. The
+        history then depends neither on the tokens of that output nor on their number."""
         while tenant in self._tenants and seed in self._tenants[tenant].lengths:
             self._forget_oldest(tenant)
 
