@@ -5,8 +5,8 @@
     <prefix>wanted:{<deployment>}                   hash: role to count, and how many replicas were
                                                     started; with a time to live
 
-The braces are literal. Leases are times to live in Redis. Invalid contents are ignored: these keys
-decide only how many replicas there are, up to `REPLICAS_MAX`, not what they run."""
+The braces are part of the keys. A lease is the time to live of a record's key. Invalid contents are
+ignored. `wanted` has no settings, so that writers to Redis cannot choose what replicas run."""
 
 import asyncio
 import logging
@@ -23,7 +23,7 @@ from outrider.sessions.redis_connection import calling, new_client, redis_errors
 _log = logging.getLogger(__name__)
 
 _STARTED = "started"
-"""Field of `wanted`: how many replicas were started."""
+"""Field of `wanted` that has the number of replicas started so far."""
 WANTED_TTL_S = 7 * 86_400
 """`wanted` expires this long after it was last read or written, s."""
 
@@ -52,8 +52,8 @@ class RedisRegistry:
         await self._run(("DEL", self._key(role, name)), ("SREM", self._names(role), name))
 
     async def records(self, role: Role) -> list[ReplicaRecord]:
-        """The records of a role with current leases, by name. Removes names without a lease; omits
-        invalid records."""
+        """The records of a role's replicas with current leases, sorted by name. Omits invalid
+        records. Removes names without a lease from Redis."""
         [members] = await self._run(("SMEMBERS", self._names(role)))
         names = sorted(member.decode(errors="replace") for member in members)
         if not names:
@@ -67,7 +67,7 @@ class RedisRegistry:
         return [record for record in found if record is not None]
 
     async def leases(self, role: Role) -> list[tuple[ReplicaRecord, float]]:
-        """The records of a role, with the remaining seconds of each lease."""
+        """The records of a role's replicas, each with the remaining seconds of its lease."""
         records = await self.records(role)
         if not records:
             return []
@@ -80,8 +80,8 @@ class RedisRegistry:
         await self._run(("HSET", self._wanted, *fields), self._expiry)
 
     async def wanted(self) -> dict[Role, int]:
-        """How many replicas are wanted, 0 to `REPLICAS_MAX`, by role. Omits invalid and unset
-        counts."""
+        """How many replicas of each role are wanted, 0 to `REPLICAS_MAX`. Omits roles whose count
+        is unset or invalid."""
         texts, _ = await self._run(("HMGET", self._wanted, *ROLES), self._expiry)
         counts = {
             role: _number(text, REPLICAS_MAX) for role, text in zip(ROLES, texts, strict=True)
@@ -89,20 +89,20 @@ class RedisRegistry:
         return {role: count for role, count in counts.items() if count is not None}
 
     async def note_started(self, number: int) -> None:
-        """Notes how many replicas the deployment has started in all."""
+        """Stores the number of replicas that the deployment has started in all."""
         await self._run(("HSET", self._wanted, _STARTED, number), self._expiry)
 
     async def started(self) -> int:
-        """The last noted number, 0 to `REPLICA_NUMBER_MAX`; 0 if none."""
+        """The number stored by `note_started`, 0 to `REPLICA_NUMBER_MAX`; 0 if there is none."""
         [text] = await self._run(("HGET", self._wanted, _STARTED))
         return _number(text, REPLICA_NUMBER_MAX) or 0
 
     async def close(self) -> None:
-        """Closes its connections."""
+        """Closes the connections to Redis."""
         await self._client.aclose()
 
     async def _run(self, *commands: tuple[str | int, ...]) -> list[Any]:
-        """Runs commands in one transaction; their answers."""
+        """Runs commands in one transaction. Returns their answers."""
         with redis_errors():
             async with calling(self._client), self._client.pipeline(transaction=True) as pipeline:
                 for command in commands:
@@ -118,18 +118,19 @@ class RedisRegistry:
 
 
 class Lease:
-    """Announces a replica until closed. While the registry does not answer, the replica continues
-    to serve; it is announced again as soon as the registry answers."""
+    """Announces a replica regularly until `close`. If the registry does not answer, the replica
+    continues to serve, and the next announcement follows as usual."""
 
     def __init__(self, registry: RedisRegistry, record: Callable[[], ReplicaRecord]) -> None:
-        """`record()` returns the current record. `close` also closes the registry."""
+        """`record()` returns the current record."""
         self._registry = registry
         self._record = record
         self._task: asyncio.Task[None] | None = None
         self._soon = asyncio.Event()
 
     async def start(self) -> None:
-        """Announces the replica now, and then regularly. Raises `StoreUnavailable`."""
+        """Announces the replica now, and then regularly. Raises `StoreUnavailable` if the first
+        announcement fails."""
         await self._registry.announce(self._record())
         self._task = asyncio.create_task(self._run())
 
@@ -153,7 +154,7 @@ class Lease:
                 heard = False
 
     async def withdraw(self) -> None:
-        """Ends the lease. Repeating it does nothing."""
+        """Ends the lease. Further calls do nothing."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
@@ -163,7 +164,7 @@ class Lease:
                 await self._registry.withdraw(record.role, record.name)
 
     async def close(self) -> None:
-        """Withdraws, and closes the registry."""
+        """Ends the lease and closes the registry."""
         await self.withdraw()
         await self._registry.close()
 
@@ -181,7 +182,7 @@ def _read(role: Role, name: str, text: bytes | None) -> ReplicaRecord | None:
         return None
     try:
         record = ReplicaRecord.from_json(text)
-        check((record.role, record.name) == (role, name), "it is another replica's")
+        check((record.role, record.name) == (role, name), "it names another replica")
     except (ValueError, InvariantError) as error:
         _log.warning("an invalid record of a %s is ignored: %s", role, error)
         return None

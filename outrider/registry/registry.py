@@ -4,8 +4,9 @@
     registry    the records of one deployment, in Redis          `RedisRegistry`
     lease       renews one replica's record                      `Lease`
 
-A record lasts `LEASE_S` and is renewed every `RENEWAL_S`. It is never trusted alone: coordinators
-ask a replica what it runs before they use it, and detect by themselves that they cannot reach it.
+A record lasts `LEASE_S`, and its replica renews it every `RENEWAL_S`. Coordinators do not rely on
+records alone. Before they use a replica, they ask it what it runs. They also detect by themselves
+if a replica cannot be reached.
 """
 
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ ROLES: tuple[Role, ...] = get_args(Role)
 LEASE_S = 3.0
 RENEWAL_S = 1.0
 WINDOW_S = 5.0
-"""Time constant of the means in `Figures`."""
+"""Time constant of the decaying means in `Figures`."""
 FIGURE_MAX = 1e12
 
 _STRICT = ConfigDict(strict=True)
@@ -34,30 +35,34 @@ _Figure = Annotated[float, between(0, FIGURE_MAX)] | None
 
 @dataclass(frozen=True)
 class Figures:
-    """A replica's load: means over about `WINDOW_S`; None if unknown, or if the figure belongs to
-    another role."""
+    """A replica's load, as means over about `WINDOW_S`. A figure is None if it is not known, or if
+    the replica's role does not have it."""
 
     __pydantic_config__: ClassVar = _STRICT
 
     busy: _Figure = None
-    """Share of the time in which a step ran, 0 to 1; of a coordinator, CPU cores used."""
+    """For a draft or target, the share of the time in which a step ran, 0 to 1. For a coordinator,
+    the number of CPU cores that it used."""
     fill: _Figure = None
-    """Share of a step's places that were taken, 0 to 1."""
+    """Number of requests in a step, as a share of the maximum, 0 to 1."""
     step_ms: _Figure = None
+    """Time of a step."""
     queue_steps: _Figure = None
-    """How long items waited for their step, in steps."""
+    """How long requests waited for a step, divided by the time of a step."""
     kv_usage: _Figure = None
     """Share of the key-value pages that running requests need, 0 to 1."""
     draft_waits: _Figure = None
-    """Of a coordinator: share of its drafted rounds that waited for their turn at the draft."""
+    """Coordinators only: share of the draft service's proposals that waited in its queue for longer
+    than their drafting took."""
     acceptance: _Figure = None
-    """Of a coordinator: share of the draft tokens that were accepted."""
+    """Coordinators only: share of the draft tokens that were accepted."""
     look_ahead_hits: _Figure = None
-    """Of a coordinator: share of the proposals that were ready before their rounds."""
+    """Coordinators only: share of the draft service's proposals that were ready when their rounds
+    began."""
     tokens_per_second: _Figure = None
-    """Of a coordinator."""
+    """Coordinators only: tokens of all sessions."""
     loop_lag_ms: _Figure = None
-    """Of a coordinator: how late its event loop is."""
+    """Coordinators only: how late the event loop runs."""
 
 
 NO_FIGURES = Figures()
@@ -71,33 +76,34 @@ class ReplicaRecord:
 
     role: Role
     name: _Text
-    """Unique in the deployment, for ever: a replica that replaces another has a new name."""
+    """Unique in the deployment, and never used again. A replica that replaces another has a new
+    name."""
     address: _Text
-    """HOST:PORT where it answers."""
+    """HOST:PORT of the replica's gRPC server."""
     host: _Text
     """Machine that the replica runs on."""
     pid: _Number
-    """Its process id on that machine."""
+    """Process id of the replica on that machine."""
     model: _Text = ""
     weights: _Text = ""
-    """See `ReplicaDescription.weights`; empty for a coordinator."""
+    """`ReplicaDescription.weights` of a draft or target; empty for a coordinator."""
     device: _Text = ""
     leaving: bool = False
-    """Whether it will stop, and gets no more sessions."""
+    """Whether the replica is about to stop, and so gets no more sessions."""
     load: _Number = 0
-    """Sessions that it runs."""
+    """Number of sessions that the replica runs."""
     trial_share: Annotated[float, between(0, 1)] = 0.0
-    """Of a draft or target on trial: its share of new sessions; 0 = not on trial."""
+    """Share of the new sessions that a draft or target on trial gets; 0 = not on trial."""
     figures: Figures = NO_FIGURES
 
     def to_json(self) -> str:
-        """One line."""
+        """The record as JSON on one line."""
         return _RECORDS.dump_json(self).decode()
 
     @staticmethod
     def from_json(text: str | bytes) -> "ReplicaRecord":
-        """Raises `ValueError` for an invalid record; unknown keys, as of a later version, are
-        ignored."""
+        """Ignores unknown keys, which a later version may have added. Raises `ValueError` for an
+        invalid record."""
         try:
             return _RECORDS.validate_json(text)
         except ValidationError as error:
@@ -110,19 +116,20 @@ _RECORDS = TypeAdapter(ReplicaRecord)
 
 @dataclass(frozen=True)
 class Membership:
-    """Where a replica is announced, and under which name."""
+    """Where and under which name a replica is announced."""
 
     redis: RedisAddress
     deployment: str
     """Name of the deployment in Redis."""
     name: str
-    """See `ReplicaRecord.name`."""
+    """Value of `ReplicaRecord.name`."""
     slot: int = 0
-    """Number of the replica among those of its role on one machine. Ports grow with this number."""
+    """Number of the replica among the replicas of its role, from 0, if all share one machine. It is
+    added to port numbers, so that their ports differ. Always 0 on several machines."""
     plan: str = ""
-    """Name of the plan that started it."""
+    """A hash of the settings with which the replica was started."""
     trial_share: float = 0.0
-    """See `ReplicaRecord.trial_share`."""
+    """Value of `ReplicaRecord.trial_share`."""
 
 
 @dataclass(frozen=True)
@@ -130,10 +137,10 @@ class Engagement:
     """What a running replica reports to a reconciler that takes it over."""
 
     address: str = ""
-    """HOST:PORT where it serves; empty if it does not serve."""
+    """HOST:PORT of the replica's gRPC server; empty until the replica serves."""
     member: Membership | None = None
     leaving: bool = False
     num_ranks: int = 1
-    """Processes that share its model."""
+    """Number of processes among which the replica's model is divided."""
     http_address: str = ""
-    """HOST:PORT where a coordinator answers by HTTP; empty if it does not."""
+    """HOST:PORT of a coordinator's HTTP server; empty if there is none."""
