@@ -2,7 +2,7 @@
 `outrider plan`.
 
 The target answers every prompt, and the draft then reads each answer once. No rounds run and no
-times are measured. So the figures depend only on the two models, not on K or the machine.
+times are measured. So the figures depend on the models and the prompts, but not on the machine.
 """
 
 from __future__ import annotations
@@ -42,9 +42,11 @@ from .report import Report
 SAMPLED = SamplingParams(temperature=1.0)
 SAMPLED_RULES = (Rule.TOKEN, Rule.BLOCK, Rule.COUPLED)
 OUTCOMES = (4, 8, 12, 16, 24)
-"""`--hits` reports how often the outcome of a round is among the 4, 8, ... likeliest."""
+"""For each of these numbers n, `--hits` reports how often a round's outcome is among the n outcomes
+that the draft finds likeliest."""
 AT_ONCE = 8
-"""Prompts decoded together. p of all their tokens stays in memory until the draft has read them."""
+"""Number of prompts decoded together. The distributions p at all tokens of their answers stay in
+memory until the draft has read these answers."""
 _SEQUENCE = "bench"
 
 Array = npt.NDArray[np.float64]
@@ -54,38 +56,42 @@ Encode = Callable[[str], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One answer of the target, and the draft's distributions along it."""
+    """One answer of the target, and how well the draft predicted its tokens."""
 
     category: str
     seed: int
     prompt_ids: tuple[int, ...]
     max_tokens: int
     token_ids: tuple[int, ...] = ()
-    """Including the EOS."""
+    """The answer's tokens, including the EOS."""
     ratios: tuple[float, ...] = ()
-    """q(x) / p(x) of each token x; at temperature 0: 1 if x is the draft's likeliest, else 0."""
+    """For each token x of the answer, q(x) / p(x). At temperature 0, this is 1 if x is the draft's
+    likeliest token, and otherwise 0."""
     overlaps: tuple[float, ...] = ()
-    """sum over v of min(p(v), q(v))."""
+    """At each token of the answer, the sum of min(p(v), q(v)) over all tokens v."""
     matches: tuple[float, ...] = ()
-    """P(the draft draws x | the target draws x), both with the same noise."""
+    """For each token x of the answer, P(the draft draws x | the target draws x), where both draw
+    with the same noise."""
 
     def steps(self, rule: Rule) -> tuple[float, ...]:
-        """The values, one for each token, from which a rule's chance of acceptance follows."""
+        """One value for each token, from which the token's chance of acceptance follows."""
         return self.matches if rule is Rule.COUPLED else self.ratios
 
 
 class Guessing:
-    """How well a draft predicts corrections under one rule. Entry i is the weight of corrections
-    that were guess number i. `recovery` counts corrections after a rejection, `bonus` those after
-    full acceptance. The last entry counts corrections that were not guessed."""
+    """How well a draft guesses the last token of a round under one rule. `recovery` counts
+    corrections, and `bonus` counts bonus tokens. Entry i of either array is the total weight of
+    tokens that were the draft's guess number i. The last entry is that of tokens that the draft did
+    not guess."""
 
     def __init__(self) -> None:
         self.recovery, self.bonus = np.zeros(RANKS_MAX + 1), np.zeros(RANKS_MAX + 1)
 
     def hit_rates(self, accepted: Sequence[float]) -> tuple[float, ...]:
-        """The chances that a round's outcome is among the 1, 2, ... `LOOK_AHEAD_MAX` likeliest.
-        `accepted` [K] has each draft token's chance of acceptance, given that all earlier ones
-        were accepted. A real draft (`OutcomeModel`) also uses the round's own q."""
+        """The chances that a round's outcome is among the 1, 2, ... `LOOK_AHEAD_MAX` outcomes that
+        the draft finds likeliest. `accepted` [K] has each draft token's chance of acceptance, given
+        that all earlier draft tokens were accepted. The chances are averages over rounds. In a
+        deployment, `OutcomeModel` predicts better, because it also uses the round's own q."""
         recovery, bonus = (
             counts[:-1] / max(counts.sum(), 1e-300) for counts in (self.recovery, self.bonus)
         )
@@ -96,7 +102,7 @@ class Guessing:
 
 
 def note_guess(counts: Array, rank: int | None, weight: float = 1.0) -> None:
-    """Counts a correction that was guess number `rank`; None = not guessed."""
+    """Adds `weight` to the entry of guess number `rank`; None = the token was not guessed."""
     counts[RANKS_MAX if rank is None else min(rank, RANKS_MAX)] += weight
 
 
@@ -109,27 +115,27 @@ class Sample:
     guessing: Mapping[Rule, Guessing]
 
     def overlaps(self, category: str | None = None) -> list[float]:
-        """The overlaps at all places of the texts of a category, or of all texts."""
+        """The overlaps at all tokens of a category's answers, or of all answers."""
         texts = [text for text in self.texts if category in (None, text.category)]
         return [one for text in texts for one in text.overlaps]
 
     def by_position(self, rule: Rule) -> tuple[float | None, ...]:
-        """For chains that start at every place: the chance that draft token 1, 2, ... is accepted,
-        given that all earlier ones were. None for depths that no chain reached. Not valid for the
-        rule block."""
+        """The chances that draft token 1, 2, ... of a chain is accepted, given that all earlier
+        draft tokens were accepted. They are means over chains that start at every token of the
+        answers. None for draft tokens that no chain reached. Not valid for the rule block."""
         return conditional_acceptance(
             [np.minimum(text.steps(rule), 1.0).tolist() for text in self.texts]
         )
 
 
 def rules_at(temperature: float) -> tuple[Rule, ...]:
-    """The rules to measure at a temperature; at 0 all of them equal greedy."""
+    """The rules to measure at a temperature. At 0, all rules equal greedy."""
     is_greedy = SamplingParams(temperature=temperature).greedy
     return (Rule.GREEDY,) if is_greedy else SAMPLED_RULES
 
 
 class ModelReader:
-    """A draft model, which reads an answer of the target in one pass."""
+    """A draft model, which reads an answer of the target in one forward pass."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -139,8 +145,8 @@ class ModelReader:
     def distributions(
         self, token_ids: Sequence[int], first: int, params: SamplingParams = SAMPLED
     ) -> list[DraftDistribution | None]:
-        """The quantised q of the draft at each place of `token_ids[first:]`; None = no proposal.
-        At temperature 0 only the order of q's tokens matters."""
+        """The draft's quantised q at each place of `token_ids[first:]`. At temperature 0, only the
+        order of q's tokens matters, so q is that of temperature 1."""
         step = SequenceStep(_SEQUENCE, tuple(token_ids[:-1]), len(token_ids) - first)
         try:
             [logits] = self._engine.forward([step])
@@ -153,7 +159,8 @@ class ModelReader:
 
 
 class LookupReader:
-    """A look-up. It proposes at most one token at every place, so q is one-hot."""
+    """A look-up drafter, which is asked for one token at each place. So q is one-hot, or None where
+    the look-up finds nothing."""
 
     def __init__(self, drafter: Any) -> None:
         self._drafter = drafter
@@ -163,8 +170,8 @@ class LookupReader:
     def distributions(
         self, token_ids: Sequence[int], first: int, params: SamplingParams = SAMPLED
     ) -> list[DraftDistribution | None]:
-        # Every text is a session with its own seed, as in a deployment. Each temperature is a
-        # tenant of its own, because look-ups copy from all texts of a tenant.
+        # Every answer is a session with its own seed, as in a deployment. Each temperature is a
+        # tenant of its own, because look-ups copy from all earlier answers to a tenant.
         self._num_read += 1
         name = f"{_SEQUENCE}-{self._num_read}"
         rule = Rule.GREEDY if params.greedy else Rule.TOKEN
@@ -184,8 +191,8 @@ class LookupReader:
 def decode(
     engine: Any, asked: Sequence[Answer], params: SamplingParams, rule: Rule, eos: Sequence[int]
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Decodes several answers together, without drafts, as a target replica does. Yields for each
-    token its answer's index in `asked`, the token, and its logits [1, V]."""
+    """Decodes several answers together, without drafts, as a target replica does. For each token,
+    yields the index of its answer in `asked`, the token, and the logits [1, V]."""
     names = [f"{_SEQUENCE}-{i}" for i in range(len(asked))]
     new = {i: each.prompt_ids for i, each in enumerate(asked)}
     try:
@@ -218,7 +225,7 @@ def decode(
 def write(
     engine: Any, asked: Sequence[Answer], params: SamplingParams
 ) -> list[tuple[list[int], list[torch.Tensor]]]:
-    """The engine's answers, and p [V] at each of their tokens."""
+    """Decodes answers. Returns for each its tokens, and p [V] at each of these tokens."""
     rule = Rule.GREEDY if params.greedy else Rule.COUPLED
     written: list[tuple[list[int], list[torch.Tensor]]] = [([], []) for _ in asked]
     for i, token_id, logits in decode(engine, asked, params, rule, engine.info.eos_token_ids):
@@ -271,7 +278,7 @@ class Reading:
         encode: Encode,
         max_tokens: int,
     ) -> None:
-        """`name` is the draft's. Raises `SettingError` for prompts that are too long."""
+        """`name` is the draft's name. Raises `SettingError` for prompts that are too long."""
         self.target, self.reader, self.name = target, reader, name
         self._generator = np.random.default_rng(0)
         self._asked: list[Answer] = []
@@ -310,7 +317,8 @@ class Reading:
         params: SamplingParams,
         guessing: Mapping[Rule, Guessing],
     ) -> Answer:
-        """The answer with the draft's values; `rows` are p [V] at each token."""
+        """Returns the answer with `ratios`, `overlaps` and `matches`. `rows` has p [V] at each
+        token."""
         ids = (*text.prompt_ids, *text.token_ids)
         drafted = self.reader.distributions(ids, len(text.prompt_ids), params)
         places = [
@@ -328,9 +336,10 @@ class Reading:
         params: SamplingParams,
         guessing: Mapping[Rule, Guessing],
     ) -> tuple[float, float, float]:
-        """Ratio, overlap and match of one token. Counts the token's rank among the draft's guesses
-        in `guessing`: once as a bonus, once as a correction after a rejection. Under greedy and
-        coupled, the rejected token is the draft's own; under other rules it is drawn here."""
+        """Returns ratio, overlap and match of one token. Also adds the token's rank among the
+        draft's guesses to `guessing`, once as a bonus, and once as a correction. A correction needs
+        a rejected token. Under greedy and coupled, this is the draft's own draw at this place.
+        Under the other rules, it is drawn here."""
         drafted, counts = (q.token_ids, q.counts) if q is not None else ((), ())
         rank = drafted.index(token_id) if token_id in drafted else None
         if params.greedy:
@@ -357,8 +366,8 @@ class Reading:
 def _both(
     row: torch.Tensor, token_id: int, drafted: Sequence[int], counts: Sequence[int]
 ) -> tuple[Array, Array, int]:
-    """p and q of the drafted tokens and of `token_id`, and the index of `token_id` in them. `row`
-    is p [V]. A token that one vocabulary lacks has probability 0 in its distribution."""
+    """Returns p and q of the drafted tokens and of `token_id`, and the index of `token_id` in both
+    arrays. `row` is p [V]. If a vocabulary lacks a token, the token's probability is 0."""
     ids = np.union1d(np.array(drafted, dtype=np.int64), [token_id])
     ours, theirs = np.zeros((2, len(ids)))
     known = ids < len(row)
@@ -370,8 +379,8 @@ def _both(
 def matched(p: Array, q: Array, own: int) -> float:
     """P(argmax(log q + g) = x | argmax(log p + g) = x) for Gumbel noise g and the token x at index
     `own`. The chance of both events is 1 / sum_v max(p_v / p_x, q_v / q_x) (Daliri et al., arXiv
-    2408.07978); the chance of the second event is p_x. Tokens with q = 0 except x may be omitted,
-    so p may sum to less than 1."""
+    2408.07978). The chance of the second event is p_x. `p` and `q` may omit tokens other than x
+    whose q is 0, so `p` may sum to less than 1."""
     if q[own] <= 0:
         return 0.0
     both = np.maximum(p, q * (p[own] / q[own])).sum() + max(0.0, 1.0 - p.sum())
@@ -381,10 +390,11 @@ def matched(p: Array, q: Array, own: int) -> float:
 def race_rank(
     p: Array, q: Array, winner: int, generator: np.random.Generator, refused: int | None = None
 ) -> int | None:
-    """The rank, from 0, of the token at index `winner`, drawn from `p`, among the draft's guesses.
-    The guesses are the order of arrival in an exponential race over `q` with the same noise,
-    without the token at `refused`. `p` and `q` [N] are over the same tokens; tokens with q = 0 may
-    be omitted. None if the winner's q is 0."""
+    """The rank, from 0, of the token at index `winner` among the draft's guesses. The token has won
+    an exponential race over `p`, in which token v arrives at noise_v / p_v. The guesses are the
+    tokens in their order of arrival in a race over `q` with the same noise, without the token at
+    index `refused`. `p` and `q` [N] are over the same tokens, and may omit tokens whose q is 0.
+    Returns None if the winner's q is 0."""
     if q[winner] <= 0:
         return None
     first = generator.exponential()
@@ -399,7 +409,7 @@ def race_rank(
 
 
 def run(options: AcceptanceOptions, config: DeploymentConfig, progress: Progress) -> Report:
-    """Runs `bench acceptance`. Raises `ConfigError`, also if a prompt is wrong or too long."""
+    """Runs `bench acceptance`. Raises `ConfigError`, for example if a prompt is too long."""
     prompts = options.load_prompts()
     return measure(
         options, load_reading(config, prompts, options.max_tokens, options.raw, progress), progress
@@ -407,11 +417,15 @@ def run(options: AcceptanceOptions, config: DeploymentConfig, progress: Progress
 
 
 def measure(options: AcceptanceOptions, reading: Reading, progress: Progress) -> Report:
-    """The figures; all places have equal weight. `greedy` is the share of tokens at temperature 0
-    that are the draft's likeliest. `sampled` is the mean of sum min(p, q) at temperature 1.
-    `by_position` is the chance at temperature 1 that draft token i is accepted, given that all
-    earlier ones were. `hits` is the chance that the outcome of a round of K draft tokens is among
-    the draft's first predictions."""
+    """Returns the figures, in which all tokens of the answers have equal weight.
+
+    greedy       at temperature 0: share of tokens that the draft also finds likeliest
+    sampled      at temperature 1: mean of the sum of min(p(v), q(v)) over all tokens v
+    by_position  at temperature 1: chance that draft token 1, 2, ... is accepted, given that all
+                 earlier draft tokens were accepted
+    hits         chance that the outcome of a round of K draft tokens is among the 4, 8, ...
+                 outcomes that the draft finds likeliest
+    """
     if options.hits and not isinstance(reading.reader, ModelReader):
         raise SettingError("hits", f"needs a draft model; {reading.name} predicts no outcomes")
     greedy, sampled = (reading.sample(temperature, progress) for temperature in (0.0, 1.0))

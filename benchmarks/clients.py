@@ -24,14 +24,14 @@ SILENCE_S = 600.0
 """A request fails if the server sends nothing for this time."""
 ERROR_CHARS_MAX = 300
 _CONTENT = ("text", "content", "reasoning_content", "reasoning", "tool_calls")
-"""Fields that may have tokens, in the choice of a text completion or the delta of a chat."""
+"""Fields that may have new text, in the choice of a text completion or the delta of a chat."""
 
 
 class GrpcClient(BenchClient):
     """Calls a coordinator by gRPC."""
 
     def __init__(self, client: Client, *, raw: bool) -> None:
-        """`raw`: without the chat template."""
+        """`raw` sends prompts without the chat template."""
         self._client = client
         self._raw = raw
 
@@ -51,8 +51,8 @@ class GrpcClient(BenchClient):
 
 
 async def complete(client: Client, request: GenerateRequest) -> Completion:
-    """Runs a request. Raises the coordinator's error. Raises `Unavailable` if the answer was cut
-    short, as the time of a partial answer means nothing."""
+    """Runs a request. Raises the coordinator's errors. Also raises `Unavailable` if the answer was
+    cut short, because the time of a partial answer means nothing."""
     clock = asyncio.get_running_loop().time
     rounds: list[Round] = []
     report: Any = None
@@ -80,11 +80,11 @@ async def complete(client: Client, request: GenerateRequest) -> Completion:
 
 class HttpClient(BenchClient):
     """Calls a server with OpenAI's HTTP API. An async context manager. If `model` is empty,
-    entering uses the first model that the server lists, and may raise `Unavailable`."""
+    entering asks the server for its models and takes the first, or raises `Unavailable`."""
 
     def __init__(self, base_url: str, *, raw: bool, model: str = "", api_key: str = "") -> None:
         """`base_url` may end with `/v1`. `raw` requests text completions instead of chats. Raises
-        `SettingError`."""
+        `SettingError` if `base_url` is no URL."""
         self._root = base_url.rstrip("/").removesuffix("/v1")
         try:
             self._client = httpx2.AsyncClient(
@@ -96,7 +96,7 @@ class HttpClient(BenchClient):
         except httpx2.InvalidURL as error:
             raise SettingError("base_url", f"{base_url!r} is wrong: {error}") from error
         self.model = model
-        """The `model` of requests."""
+        """Value of `model` in requests."""
         self.address = self._client.base_url.netloc.decode()
         self._raw = raw
 
@@ -154,7 +154,7 @@ class HttpClient(BenchClient):
             "stream_options": {"include_usage": True},
         }
         if decoding.ignore_eos:
-            body["ignore_eos"] = True  # OpenAI itself refuses unknown fields.
+            body["ignore_eos"] = True  # Omitted if false, as OpenAI's own servers refuse the field.
         if self._raw:
             return TEXT, body | {"prompt": prompt.text, "max_tokens": decoding.max_tokens}
         body["max_completion_tokens"] = decoding.max_tokens
@@ -163,8 +163,8 @@ class HttpClient(BenchClient):
 
 @contextmanager
 def _failures(what: str) -> Iterator[None]:
-    """Raises `Unavailable` if a server cannot be reached, or its answer does not have the format of
-    OpenAI's API. `what` begins the message."""
+    """Raises `Unavailable` if a server cannot be reached, or if its answer is not in the format of
+    OpenAI's API. The message begins with `what`."""
     try:
         yield
     except httpx2.HTTPError as error:

@@ -1,16 +1,16 @@
 """`outrider bench device`: how close a step at batch 1 comes to the limit of the memory bandwidth.
-`python -m benchmarks.device` does the same without Ray and gRPC.
+`python -m benchmarks.device` measures the same, and needs neither Ray nor gRPC.
 
 | figure | meaning (times are medians) |
 | --- | --- |
-| `weight_bytes` | bytes that a step reads: all weights, except for a separate embedding |
-| `copy_gb_per_s` | 10^9 bytes a second that the fastest copy of a large tensor reads and writes |
+| `weight_bytes` | bytes of all weights that a step reads |
+| `copy_gb_per_s` | 10^9 bytes a second, read and written by the fastest copy of a large tensor |
 | `ideal_step_ms` | time to read `weight_bytes` at that speed |
 | `decode_step_ms` | a step of one token, until the likeliest next token is known |
-| `decode_over_ideal` | `decode_step_ms` over `ideal_step_ms` (goal 1.25) |
+| `decode_over_ideal` | `decode_step_ms` divided by `ideal_step_ms` (goal: at most 1.25) |
 | `verify_step_ms` | a step of K + 1 tokens of one session |
 | `draft_steps_ms` | drafting K tokens at temperature 1 |
-| `verdict_ms` | by rule: verdicts of 1, 16 and 64 sessions on 4 draft tokens each |
+| `verdict_ms` | for each rule, the verdicts of 1, 16 and 64 sessions on 4 draft tokens each |
 
 Verdicts use temperature 1, top-p 0.95, and normally distributed logits of standard deviation 3.
 """
@@ -111,7 +111,7 @@ def measure(
 
 
 def copy_speed(device: torch.device, num_bytes: int) -> float:
-    """Bytes read and written a second by the fastest of several copies of `num_bytes`."""
+    """Bytes that the fastest of several copies of `num_bytes` reads and writes in a second."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
     seconds = []
@@ -175,8 +175,8 @@ def _question(logits: torch.Tensor, rule: Rule, index: int) -> Question:
 
 
 def _weight_bytes(module: Any) -> int:
-    """Bytes that a step reads. If embedding and head are separate, a step reads only a few rows of
-    the embedding, which are not counted."""
+    """Bytes of all weights that a step reads. If embedding and head are separate tensors, a step
+    reads only a few rows of the embedding, so the embedding does not count."""
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
     whole = sum(parameter.nbytes for parameter in module.parameters())
@@ -202,7 +202,7 @@ def _figures(
     )  # fmt: skip
 
     def step(token_ids: Sequence[int], _: int) -> None:
-        """Runs a step and waits for its likeliest tokens, as sampling waits for the device."""
+        """Runs a step and waits until its likeliest tokens are on the CPU."""
         steps = [SequenceStep(_NAME, tuple(token_ids), len(token_ids))]
         engine.forward(steps)[0].argmax(dim=1).tolist()
 
@@ -221,7 +221,6 @@ def _figures(
 
 
 def _main(**values: Any) -> None:
-    del values["json"]
     try:
         report = run(DeviceOptions(**values), partial(click.echo, err=True))
     except ConfigError as error:
@@ -231,7 +230,7 @@ def _main(**values: Any) -> None:
 
 main = click.Command(
     "python -m benchmarks.device", help=__doc__, callback=_main,
-    params=[*DeviceOptions.params(click.Option), click.Option(["--json"], is_flag=True)],
+    params=DeviceOptions.params(click.Option),
 )  # fmt: skip
 
 if __name__ == "__main__":

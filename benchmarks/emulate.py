@@ -1,20 +1,21 @@
 """`outrider bench emulate`: decoding modes on a pair of models of stated speed and acceptance.
 
-The engines are emulated (`outrider.engine.emulated`). Services, transport and Redis are real, each
-in a process of its own.
+The engines are emulated (`outrider.engine.emulated`). The services and Redis are real, and each has
+a process of its own.
 
-modes       each mode decodes one session under each rule, at the K that was best in short sessions;
-            drafting modes decode again with a longer round trip between coordinator and draft
-features    a head that reads the target's hidden states drafts, either on the target or on a draft
-            replica that receives the hidden states; one session each, rule token, one K
+modes       Each mode decodes one session under each of its rules, at the K that was fastest in
+            short sessions. Modes that draft decode a second time with a longer round trip between
+            coordinator and draft.
+features    A head on the target drafts, and then a head on a draft replica, to which the target
+            sends its hidden states. Each measurement is one session under the rule token.
 
-fraction_of_ideal    tokens a second over those of an ideal round, which takes one target step and
-                     commits the expected number of tokens
+fraction_of_ideal    tokens a second, divided by those of ideal rounds; an ideal round takes one
+                     target step and commits the expected number of tokens
 look_ahead_hit_rate  share of rounds whose proposal was ready when the round began; null without
                      look-ahead
-overhead_ms_p50      median of a round's time minus the target's step and, without look-ahead, the K
-                     steps of the draft
-X_bytes_per_round    mean bytes of a round that coordinator and X send each other
+overhead_ms_p50      median of a round's time minus its model steps, which are the target's step
+                     and, without look-ahead, the draft's K steps
+X_bytes_per_round    mean number of bytes that coordinator and X send each other in a round
 """
 
 from collections.abc import Sequence
@@ -38,16 +39,16 @@ from .report import Report, table
 
 PROMPT_TOKENS = 64
 TOKENS_MAX = 8_000
-"""Prompt and answer must fit in the length of the emulated models."""
+"""Maximum of `--tokens`. Prompt and answer must fit into the length of the emulated models."""
 SPARE_TOKENS = 16
-"""Extra tokens that are not measured, because the last rounds of a session draft less."""
+"""Tokens at the end of a session that are not measured, because the last rounds draft less."""
 SWEEP_SHARE = 0.05
-"""Length of each session that helps to choose K, as a share of `--tokens`."""
+"""Length of the short sessions that determine the fastest K, as a share of `--tokens`."""
 SWEEP_TOKENS_MIN = 24
 DROPPED_SHARE = 0.05
 DROPPED_MIN = 4
-"""Tokens at the beginning of a session that are not measured: the first round has no draft, and
-the second waits until the draft has prefilled."""
+"""The first tokens of a session are not measured: `DROPPED_SHARE` of them, at least `DROPPED_MIN`.
+The first round has no draft, and the second waits until the draft has prefilled."""
 MODES = {
     "plain": (Rule.TOKEN,),
     "synchronous": (Rule.TOKEN, Rule.COUPLED),
@@ -60,20 +61,22 @@ STEPS = {"verify_ms": 18.3, "verify_tokens": 16, "draft_ms": 1.3, "draft_branche
 LAW = {
     "vocab_size": 32_000, "support": 64, "exponent": 1.706, "order": 3, "deviation": 0.645,
 }  # fmt: skip
-"""With `STEPS`, the parameters of `EmulatedSpec`."""
+"""The distributions of the emulated models. `EmulatedSpec` gets these parameters and `STEPS`."""
 ACCEPTANCE = {Rule.TOKEN: 0.8000, Rule.COUPLED: 0.7627}
-"""Chance that a draft token is accepted, given that all earlier ones were; follows from `LAW`."""
+"""Chance that a draft token is accepted, given that all earlier draft tokens were accepted. It
+follows from `LAW`."""
 NUM_DRAFT_TOKENS_MAX = 14
 ROUND_TRIP_MS = 5.0
-"""Added between coordinator and draft for the second measurement of `modes`."""
+"""Time by which the second measurement of `modes` lengthens the round trip between coordinator and
+draft."""
 
 PLACES = (("target", 1), ("draft", 576), ("draft", 4_096))
-"""Where a head drafts, and the width of the hidden states that it reads: 576 as of the demo
-target, 4,096 as of a model of eight billion parameters."""
+"""Where a head drafts, and the width of the hidden states that it reads. The demo target has width
+576, and a model of eight billion parameters 4,096."""
 FEATURE_ROUND_TRIPS_MS = (0.0, 1.0, 5.0)
-"""Added between coordinator and draft."""
+"""Times by which `features` lengthens the round trip between coordinator and draft."""
 FEATURES_K = 6
-"""The K that `modes` found best without look-ahead."""
+"""The K that `modes` found fastest without look-ahead."""
 
 Rates = tuple[float, ...]
 
@@ -87,7 +90,7 @@ def engine(rates: Rates = (), **values: object) -> str:
 
 
 def expected_tokens(rule: Rule, num_draft_tokens: int, rates: Rates = ()) -> float:
-    """Tokens that a round of K draft tokens commits, K >= 0."""
+    """Expected number of tokens that a round with `num_draft_tokens` draft tokens commits."""
     if rates:
         return 1.0 + sum(rates[:num_draft_tokens])
     return sum(ACCEPTANCE[rule] ** depth for depth in range(num_draft_tokens + 1))
@@ -111,16 +114,16 @@ class Timed(NamedTuple):
 
     num_draft_tokens: int
     num_tokens: int
-    """Committed."""
+    """Number of committed tokens."""
     look_ahead_hit: bool
     """Whether the proposal was ready when the round began."""
     ms: float
-    """Since the tokens of the previous round arrived."""
+    """Time since the tokens of the previous round arrived."""
 
 
 def window(rounds: Sequence[Round], num_tokens: int) -> list[Timed]:
-    """The measured rounds of a session: from after the dropped tokens to the round that has token
-    number `num_tokens`."""
+    """The measured rounds of a session. They begin after the dropped tokens, and end with the round
+    that commits token number `num_tokens`."""
     dropped = max(DROPPED_MIN, round(num_tokens * DROPPED_SHARE))
     found: list[Timed] = []
     total, last_s = 0, 0.0
@@ -136,7 +139,7 @@ def window(rounds: Sequence[Round], num_tokens: int) -> list[Timed]:
 def figures(
     mode: str, rule: Rule, num_draft_tokens: int, rounds: Sequence[Timed], rates: Rates = ()
 ) -> dict[str, Any]:
-    """The JSON object of a mode."""
+    """The figures of a mode, for the JSON object."""
     verify_ms, ahead = STEPS["verify_ms"], mode == "look_ahead"
     each_ms = 0.0 if ahead else STEPS["draft_ms"]
     rate = sum(one.num_tokens for one in rounds) / sum(one.ms for one in rounds) * 1e3
@@ -165,12 +168,12 @@ async def run(options: EmulateOptions, progress: Progress) -> Report:
         name, measure = parts[part]
         progress("starting the services")
         values[name] = await measure(options, progress)
-    title = f"{options.tokens} tokens of each"
+    title = f"sessions of {options.tokens} tokens"
     return Report(values, [table(title, values[parts[part][0]]) for part in options.parts])
 
 
 def _pair(spec: str, *, drafts: bool = True) -> AbstractAsyncContextManager[Replicas]:
-    """A target and, if `drafts`, a draft with this engine."""
+    """Starts a target and, if `drafts`, a draft replica. `spec` is the engine of both."""
     model = EMULATED.removesuffix(":")
     target = TargetConfig(engine=spec, model=model, num_threads=1)
     draft = DraftConfig(engine=spec, model=model, num_threads=1) if drafts else None
@@ -185,7 +188,7 @@ async def _modes(options: EmulateOptions, progress: Progress) -> list[dict[str, 
             for added_ms in (0.0, ROUND_TRIP_MS) if mode != "plain" else (0.0,):
                 async with replicas.coordinator(look_ahead, added_ms / 2) as (client, _):
                     for rule in rules:
-                        progress(f"{mode}, {rule}, {added_ms:g} ms more to the draft and back")
+                        progress(f"{mode}, {rule}, round trip {added_ms:g} ms longer")
                         found = await _measure(options, client, mode, rule)
                         runs.append(found | {"round_trip_ms": added_ms})
     return runs
@@ -198,7 +201,7 @@ async def _features(options: EmulateOptions, progress: Progress) -> list[dict[st
         spec = engine(options.acceptance_rates, head_on=place, feature_width=width)
         async with _pair(spec, drafts=apart) as replicas:
             for added_ms in FEATURE_ROUND_TRIPS_MS if apart else (0.0,):
-                progress(f"head on {place}, rows of {width}, {added_ms:g} ms more")
+                progress(f"head on {place}, width {width}, round trip {added_ms:g} ms longer")
                 async with replicas.coordinator(delay_ms=added_ms / 2) as running:
                     found = await _measure_head(options, *running)
                 at = {"head_on": place, "feature_width": width if apart else None}
@@ -209,8 +212,8 @@ async def _features(options: EmulateOptions, progress: Progress) -> list[dict[st
 async def _measure_head(
     options: EmulateOptions, client: Client, coordinator: Process
 ) -> dict[str, Any]:
-    """Measures a session. Its prompt has one token, because hidden states of the prompt would count
-    as bytes of the rounds."""
+    """Measures a session whose prompt has one token. The hidden states of a longer prompt would
+    count as bytes of the rounds."""
     rates = options.acceptance_rates
     k = min(FEATURES_K, len(rates) or FEATURES_K)
     await _decode(client, Rule.TOKEN, k, SWEEP_TOKENS_MIN)
@@ -239,7 +242,7 @@ async def _measure(
     for count in range(1, most + 1) if mode != "plain" else ():
         num_tokens = max(SWEEP_TOKENS_MIN, round(options.tokens * SWEEP_SHARE))
         tried = window((await _decode(client, rule, count, num_tokens)).rounds, num_tokens)
-        # Over few rounds, the expected number of tokens varies less than the actual number.
+        # In so few rounds, the expected number of tokens varies less than the actual number.
         expected = sum(expected_tokens(rule, one.num_draft_tokens, rates) for one in tried)
         speeds[count] = expected / sum(one.ms for one in tried)
     best = max(speeds, key=speeds.__getitem__)

@@ -1,19 +1,21 @@
 """`outrider bench engine`: many sessions at once, and steps compared with transformers.
 
-Every session continues its own prompt of 256 tokens greedily by 128 tokens, ignoring EOS. Rates are
-new tokens over the time from the first request to the last token, including prefill. All figures
-are medians.
+sessions
+    sessions                 tokens a second by number of sessions, through coordinator and target
+    engine_sessions          the same by the engine alone
+waits
+    prefix_ratio             time to the first token of a prompt whose first 1,000 tokens are
+                             cached, divided by that time if no token is cached
+    gap_ratio                99th percentile of the gaps in 8 sessions while a prompt of 4,000
+                             tokens is prefilled, divided by the median gap before
+steps
+    verify_step_ms           a step of 5 new tokens after 256 cached tokens of one session
+    transformers_forward_ms  the same step in transformers
 
-sessions  `sessions`: tokens a second by number of sessions, through coordinator and target;
-          `engine_sessions`: the same of the engine alone
-waits     `prefix_ratio`: time to first token of a prompt whose first 1,000 tokens are cached, over
-          that of a new one; `gap_ratio`: 99th percentile of the gaps between tokens of 8 sessions
-          while a prompt of 4,000 tokens is prefilled, over their median gap before
-steps     `verify_step_ms`: 5 new tokens after 256 cached ones of one session;
-          `transformers_forward_ms`: the same in transformers
-
-A gap is the time between the arrivals of two successive tokens of a session at the client. Tokens
-of one message share the time until the next message equally.
+All figures are medians. In the part `sessions`, each session has its own prompt of 256 tokens and
+decodes 128 tokens greedily, ignoring EOS. The time runs from the first request to the last token,
+so it includes prefill. A gap is the time between the arrivals of two successive tokens of a session
+at the client. Tokens of one message share the time until the next message equally.
 """
 
 import asyncio
@@ -52,7 +54,8 @@ PROMPT_TOKENS = 256
 NEW_TOKENS = 128
 GREEDY = SamplingParams(temperature=0.0)
 _STRIDE = 7
-"""Each measurement's prompts start this many tokens later, so that none of them is cached."""
+"""The prompts of each measurement start this many tokens further on in the text, so that no prompt
+is cached."""
 
 PREFIX_TOKENS = 1_000
 OWN_TOKENS = 20
@@ -63,12 +66,13 @@ RUNNING_SESSIONS = 8
 RUNNING_TOKENS = 256
 """Length of the prompts of these sessions."""
 SETTLING_GAPS = 16
-"""First gaps of each running session. They are not measured, as other sessions are starting."""
+"""Number of first gaps of each running session that are not measured, because other sessions are
+still starting."""
 GAPS_BEFORE = 64
 """Gaps of each session that are measured before the long prompt is sent."""
 _POLL_S = 0.005
 _REST_S = 0.5
-"""Wait after the answer to the long prompt, until the gaps that overlap the prefill have ended."""
+"""Wait after the answer to the long prompt. All gaps that overlap the prefill end within it."""
 
 CACHED_TOKENS = 256
 STEP_TOKENS = 5
@@ -76,7 +80,7 @@ STEP_REPETITIONS = 50
 
 
 class Prompts:
-    """Prompts cut from real text, different ones at each call."""
+    """Cuts prompts from real text. Each call of `take` returns other prompts."""
 
     def __init__(self, token_ids: Iterable[int]) -> None:
         self._ids = tuple(token_ids)
@@ -98,7 +102,7 @@ async def run(options: EngineOptions, config: DeploymentConfig, progress: Progre
     prompts = Prompts(chain.from_iterable(text.encode(one.text) for one in built_in_prompts()))
     progress("loading the engine")
     num_threads = target.num_threads or available_cores()
-    # A set number makes every step use all threads, as no other process runs.
+    # If `num_threads` is set, the engine leaves no core to other processes in small steps.
     engine = build_engine(replace(target, num_threads=num_threads), num_threads)
     room = engine.info.max_model_len
     if room < PROMPT_TOKENS + NEW_TOKENS:
@@ -127,11 +131,11 @@ async def run(options: EngineOptions, config: DeploymentConfig, progress: Progre
 async def _rates(
     options: EngineOptions, prompts: Prompts, client: Client, engine: Engine, progress: Progress
 ) -> dict[str, object]:
-    """Rates of the services and of the engine alone, which take turns after a warm-up."""
+    """Rates of the services and of the engine alone. Both take turns after a warm-up."""
     found: dict[int, list[tuple[float, float]]] = {number: [] for number in SESSIONS}
     for index in range(-1, options.repetitions):
         for number in SESSIONS if index >= 0 else SESSIONS[:2]:
-            progress(f"round {index + 1}: {number} sessions")
+            progress(f"repetition {index + 1}: {number} sessions")
             served, alone = (prompts.take(number, PROMPT_TOKENS) for _ in range(2))
             served_s = await _decode(client, served, NEW_TOKENS)
             alone_s = decode_with_engine(engine, alone, NEW_TOKENS)
@@ -149,7 +153,7 @@ async def _rates(
 def decode_with_engine(
     engine: Engine, prompts: Sequence[tuple[int, ...]], num_tokens: int
 ) -> float:
-    """Seconds in which the engine continues all prompts together, greedily."""
+    """Seconds that the engine takes to continue all prompts together, greedily."""
     started = time.perf_counter()
     asked = [Answer("", 0, prompt, num_tokens) for prompt in prompts]
     for _ in decode(engine, asked, GREEDY, Rule.GREEDY, ()):
@@ -165,7 +169,7 @@ def _request(prompt: tuple[int, ...], num_tokens: int) -> GenerateRequest:
 
 
 async def _decode(client: Client, prompts: Sequence[tuple[int, ...]], num_tokens: int) -> float:
-    """Seconds in which the services continue all prompts together."""
+    """Seconds that the services take to continue all prompts together."""
     started = time.perf_counter()
     async with together() as group:
         for prompt in prompts:
@@ -174,7 +178,7 @@ async def _decode(client: Client, prompts: Sequence[tuple[int, ...]], num_tokens
 
 
 async def _waits(client: Client, prompts: Prompts, max_model_len: int) -> dict[str, float]:
-    """The figures of `waits`, without those whose prompts are too long for the model."""
+    """The figures of `waits`. Omits figures whose prompts are too long for the model."""
     found = {}
     if max_model_len > PREFIX_TOKENS + OWN_TOKENS:
         (prefix,) = prompts.take(1, PREFIX_TOKENS)
@@ -222,8 +226,8 @@ async def _beside_a_long_prompt(
 
 
 def gaps(arrivals: Sequence[Sequence[float]], start: float, end: float) -> list[float]:
-    """Gaps in seconds between tokens of each session, if they overlap the time from `start` to
-    `end`."""
+    """All gaps, in seconds, that overlap the time from `start` to `end`. `arrivals` has for each
+    session the times at which its tokens arrived."""
     return [
         (after - before) / num_tokens
         for own in arrivals
@@ -234,8 +238,8 @@ def gaps(arrivals: Sequence[Sequence[float]], start: float, end: float) -> list[
 
 
 def step_times(engine: Engine, config: TargetConfig, prompt: tuple[int, ...]) -> dict[str, float]:
-    """Times of a step of `STEP_TOKENS` after `CACHED_TOKENS`, in the engine and in transformers
-    with its own cache."""
+    """Times of a step of `STEP_TOKENS` new tokens after `CACHED_TOKENS` cached tokens. One is that
+    of the engine, the other that of transformers with its own cache."""
     module: Any = load_model(
         Path(config.directory), name=config.model, dtype=config.dtype, device=config.device,
         num_threads=config.num_threads or available_cores(),

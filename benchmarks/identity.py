@@ -1,10 +1,12 @@
 """`outrider bench identity`: checks that answers are the same with drafts as without.
 
-Every prompt is first decoded without drafts and alone. It is then decoded with every K: alone,
-beside others, and after a long context. Only the first answer finds its prompt uncached. Greedy and
-coupled tokens must be equal if `outrider status` shows `bit-equal rows`. The check fails if any
-token differs, or if no draft token was accepted. Run it on a deployment with `--no-length-control
---draft-model demo-drafter`, so that a model drafts K tokens in each round.
+Each prompt is decoded without drafts, then with each K alone, and then with each K beside other
+requests. With a long text before it, each prompt is decoded again without drafts, and with each K
+alone. Only the first answer to a prompt finds nothing cached. If `outrider status` shows `bit-equal
+rows`, answers with and without drafts must be equal under the rules greedy and coupled.
+
+The check fails if any token differs, or if no draft token was accepted. Run it on a deployment with
+`--no-length-control --draft-model demo-drafter`, so that a model drafts K tokens in each round.
 """
 
 from collections.abc import Sequence
@@ -21,9 +23,10 @@ from .report import Report, table
 from .speedup import Subject
 
 WAYS = {"alone": 1, "beside": 8, "context": 1}
-"""Requests at a time."""
+"""How prompts are decoded with drafts, and the number of requests at a time: alone, beside others,
+or alone after a long text."""
 CONTEXT = 214 * ("The lighthouse keeper wrote down the wind, the tide and the ships that passed. ")
-"""About 4,000 tokens."""
+"""The long text, of about 4,000 tokens."""
 
 
 @checked()
@@ -36,7 +39,7 @@ class IdentityOptions(PromptOptions):
 
 
 async def run(options: IdentityOptions, subject: Subject, progress: Progress) -> Report:
-    """Reports a row for each rule, way and K. Raises the deployment's errors."""
+    """Reports a row for each rule, entry of `WAYS`, and K. Raises the deployment's errors."""
     rows: list[dict[str, Any]] = []
     for rule in (Rule.GREEDY, Rule.COUPLED):
         decoding = Decoding(options.max_tokens, 0.0 if rule is Rule.GREEDY else 1.0, rule, 0, 0)

@@ -1,7 +1,7 @@
 """Other inference libraries, and the target's engine alone, as sides of a benchmark.
 
-`make peers` installs each library in a virtual environment of its own. A sweep over a few settings
-finds those that are fastest on this machine, and stores them in that environment.
+`make peers` installs each library in a virtual environment of its own. A *sweep* tries a few
+settings of a library, and stores the fastest ones in the library's environment.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STAMP = "installed"
 """`make peers` creates this file in the environment of a library that it has installed."""
 PLAIN = "plain"
 SWEEP_TOKENS = 48
-"""Length of the completions in a sweep."""
+"""Length of the completions in a sweep, in tokens."""
 SWEEP_PROMPTS = 6
 """One built-in prompt of each category."""
 SPARE_TOKENS = 16
@@ -44,8 +44,8 @@ class Setting:
     """One way to run a library."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables of its process. `{cpus}` stands for the core numbers, `{root}` for the folder of
-    the library's environment."""
+    """Environment variables of the library's process. `{cpus}` stands for the numbers of the CPU
+    cores, `{root}` for the folder of the library's virtual environment."""
     options: Mapping[str, object] = field(default_factory=dict)
     """Options of the library's class in `library_process`."""
 
@@ -55,18 +55,21 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetInputs:
+    """The target's model and the prompts, as all libraries get them."""
+
     target: TargetConfig
-    """With the directory of its safetensors."""
+    """The target, whose `directory` has safetensors."""
     gguf: str = ""
     """A GGUF file with the same weights as float16; empty if the target is not from a GGUF file."""
     context_tokens: int
-    """Length of the longest prompt and its completion."""
+    """Maximum length of a sequence: prompt, completion and spare tokens."""
     batch: int = 1
-    """Most requests at a time."""
+    """Maximum number of requests at a time."""
     eos_token_ids: Sequence[int]
     token_ids: Mapping[str, Sequence[int]]
-    """The tokens of each prompt by its text, including the chat template."""
+    """Maps the text of each prompt to its tokens, with the chat template unless `--raw`."""
     environments: Path = Path()
+    """Folder with the virtual environments of all libraries."""
 
     @classmethod
     def load(
@@ -94,7 +97,7 @@ class TargetInputs:
         )  # fmt: skip
 
     def setup(self) -> dict[str, Any]:
-        """What a library needs to load the model."""
+        """The values with which a library's process loads the model."""
         shared = "dtype", "device", "num_threads", "trust_remote_code"
         own = "gguf", "context_tokens", "batch", "eos_token_ids"
         return {name: getattr(self, name) for name in own} | {
@@ -109,20 +112,25 @@ def sweep_prompts() -> tuple[BenchPrompt, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Library:
+    """An inference library, and the settings that a sweep tries."""
+
     name: str
-    """Also the name of its environment, its file in `peer_environments` and its decoder."""
+    """Name of the library, of its virtual environment, of its file in `peer_environments`, and of
+    its class in `library_process.DECODERS`."""
     is_ours: bool = False
-    """Whether it runs in the environment of this interpreter, and only one request at a time."""
+    """Whether the library runs in Outrider's own environment. It then runs one request at a time.
+    """
     needs_gguf: bool = False
     bindings: tuple[Setting, ...] = (Setting(),)
     """Settings that a sweep tries for plain decoding."""
     speculative: str = ""
-    """Name of its speculative mode without a draft model; empty = it has none."""
+    """Name of the library's speculative mode without a draft model; empty if there is none."""
     drafting: tuple[Setting, ...] = ()
-    """Settings that a sweep tries for the speculative mode, each with the best binding."""
+    """Settings that a sweep tries for the speculative mode, each together with the fastest of
+    `bindings`."""
     preloads: tuple[str, ...] = ()
-    """Shared libraries that its manual asks to preload: names of files in the environment, or of
-    libraries that the system's linker finds."""
+    """Shared objects that the library's manual asks to preload. Each name is that of a file in the
+    virtual environment, or of an object that the system's linker finds."""
 
     def interpreter(self, environments: Path) -> str:
         return str(environments.absolute() / self.name / "bin" / "python")
@@ -131,8 +139,8 @@ class Library:
         return self.is_ours or (environments / self.name / STAMP).exists()
 
     def environment(self, setting: Setting, inputs: TargetInputs) -> dict[str, str]:
-        """Variables of its process: those of the setting, and `LD_PRELOAD` with all `preloads` that
-        are on this machine."""
+        """Environment variables of the library's process: those of the setting, and `LD_PRELOAD`
+        with all `preloads` that are on this machine."""
         root = inputs.environments.absolute() / self.name
         cpus = ",".join(map(str, sorted(os.sched_getaffinity(0))[: inputs.target.num_threads]))
         found = {
@@ -206,7 +214,7 @@ class LibraryProcess(Process, BenchClient):
 
     def __init__(self, library: Library, setting: Setting, inputs: TargetInputs) -> None:
         self._token_ids = inputs.token_ids
-        # -I hides PYTHONPATH and the modules of this repository.
+        # With -I, the library's Python ignores PYTHONPATH and the modules of this repository.
         command = (
             (sys.executable, "-m", "benchmarks.library_process")
             if library.is_ours
@@ -217,13 +225,14 @@ class LibraryProcess(Process, BenchClient):
         super().__init__(command, library.name, setup, environment)
 
     async def generate(self, prompt: BenchPrompt, decoding: Decoding) -> Completion:
-        """Decodes one prompt. Raises as `Process.ask`."""
+        """Decodes one prompt. Raises the errors of `Process.ask`."""
         [completion] = await self.generate_all([(prompt, decoding)], 1)
         return completion
 
     async def generate_all(self, jobs: Sequence[Job], concurrency: int) -> list[Completion]:
-        """Decodes all prompts; the library schedules them. Ignores seeds, as some libraries are
-        slow if each request has a seed. Raises as `Process.ask`."""
+        """Decodes all prompts in one call, so that the library schedules them. Ignores seeds,
+        because some libraries are slow if each request has a seed. Raises the errors of
+        `Process.ask`."""
         decoding = jobs[0][1]
         request = {
             "prompts": [self._token_ids[prompt.text] for prompt, _ in jobs],
@@ -245,9 +254,10 @@ class LibraryProcess(Process, BenchClient):
 async def fastest_settings(
     library: Library, inputs: TargetInputs, progress: Progress, *, again: bool
 ) -> dict[str, Setting]:
-    """The fastest setting of each mode. Comes from the stored sweep, if that was for the same model
-    and number of threads; otherwise, or with `again`, from a new sweep. Omits a mode if no setting
-    works. Raises `Unavailable` if plain decoding does not work."""
+    """Returns the fastest setting of each mode. If a sweep for the same model and number of threads
+    is stored, and not `again`, uses its result. Otherwise runs a sweep and stores its result. Omits
+    the speculative mode if none of its settings works. Raises `Unavailable` if plain decoding does
+    not work."""
     if library.is_ours:
         return {PLAIN: library.bindings[0], library.speculative: library.drafting[0]}
     path = inputs.environments / library.name / "settings.json"
@@ -279,7 +289,7 @@ async def fastest_settings(
 
 
 async def _rate(library: Library, setting: Setting, inputs: TargetInputs) -> float:
-    """Tokens a second, one prompt at a time; the first prompt is a warm-up."""
+    """Tokens a second with one prompt at a time. The first prompt is a warm-up."""
     decoding = Decoding(SWEEP_TOKENS, temperature=0.0)
     async with LibraryProcess(library, setting, inputs) as process:
         _, *done = [await process.generate(prompt, decoding) for prompt in sweep_prompts()]
@@ -287,10 +297,10 @@ async def _rate(library: Library, setting: Setting, inputs: TargetInputs) -> flo
 
 
 def bfloat16_gguf(gguf: Path, cache: Path) -> Path:
-    """A cached copy of `gguf` with the weights rounded to bfloat16, as the target has them.
-    Matrices are stored as float16, as not every library reads bfloat16; only numbers below 2**-17
-    in magnitude lose bits. Vectors are stored as float32, which llama.cpp needs. Metadata, names,
-    shapes and the order of rows stay the same.
+    """Returns a cached copy of `gguf` whose weights are rounded to bfloat16, like the target's.
+    The copy stores matrices as float16, because not every library reads bfloat16. In float16, only
+    numbers below 2**-17 in magnitude lose bits. The copy stores vectors as float32, because
+    llama.cpp needs this. Metadata, names, shapes and the order of rows stay the same.
     """
     from outrider.models.sources import cached_path, made_once
 
@@ -314,9 +324,9 @@ def _write(gguf: Path, path: Path) -> None:
             of_entries = entry.types[-1] if kind == GGUFValueType.ARRAY else None
             writer.add_key_value(entry.name, entry.contents(), kind, of_entries)
     for tensor in reader.tensors:
-        # Copied, as torch takes no read-only (memory-mapped) array.
+        # The array is copied, because torch takes no read-only (memory-mapped) array.
         values = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type)))
-        if not tensor.name.startswith("rope_"):  # Tables of angles are no weights.
+        if not tensor.name.startswith("rope_"):  # Tables of angles are no weights: not rounded.
             rounded = values.to(torch.bfloat16)
             values = rounded.float() if rounded.dim() == 1 else rounded.to(torch.float16)
         writer.add_tensor(tensor.name, values.numpy())

@@ -1,9 +1,11 @@
-"""The process of one inference library, for `libraries.LibraryProcess`.
+"""The process of one inference library, which `libraries.LibraryProcess` starts.
 
-It runs in the library's own environment, and imports only the standard library and that library.
-`Engine` and `Transformers` run in Outrider's environment. It reads JSON lines until its input ends.
-The first line says what to load; each further line is a batch of prompts. It answers each line with
-`{}`, `{"completions"}` or `{"error"}`.
+The process runs in the library's own virtual environment, where Outrider is not installed. So this
+module imports Outrider only in `Engine` and `Transformers`, which run in Outrider's environment.
+
+The process reads JSON lines until its input ends. The first line says what to load, and is answered
+with `{}`. Each further line is a batch of prompts, and is answered with `{"completions": ...}`. If
+an error occurs, the answer is `{"error": ...}`.
 """
 
 import json
@@ -17,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 CACHE_GIB = 1
-"""Size of a library's key-value cache."""
+"""Size of a library's key-value cache, GiB."""
 
 Emit = Callable[[int, list[int]], None]
-"""Takes the index of a prompt in its batch and the prompt's next tokens, as soon as the library
-returns them."""
+"""Takes the index of a prompt in its batch, and the next tokens of the prompt's answer, as soon as
+the library returns them."""
 
 
 class Decoder:
@@ -58,7 +60,7 @@ class Vllm(Decoder):
         ).llm_engine
 
     def decode(self, prompts: list[list[int]], request: dict[str, Any], emit: Emit) -> None:
-        """A request joins the engine's batch when another one ends."""
+        """When a request ends, the next one joins the engine's batch."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -103,7 +105,7 @@ class OpenVino(Decoder):
         )
 
     def decode(self, prompts: list[list[int]], request: dict[str, Any], emit: Emit) -> None:
-        """A request joins the pipeline's batch when another one ends."""
+        """When a request ends, the next one joins the pipeline's batch."""
         import numpy as np
         import openvino as ov
         import openvino_genai as genai
@@ -131,7 +133,7 @@ class OpenVino(Decoder):
 
 
 class LlamaCpp(Decoder):
-    """llama.cpp, whose server's engine xllamacpp runs in this process."""
+    """The engine of llama.cpp's server, which xllamacpp runs in this process."""
 
     def load(self, setup: dict[str, Any]) -> None:
         import xllamacpp as llama
@@ -152,7 +154,7 @@ class LlamaCpp(Decoder):
         self._server = llama.Server(params)
 
     def decode(self, prompts: list[list[int]], request: dict[str, Any], emit: Emit) -> None:
-        """One thread for each concurrent request."""
+        """Uses one thread for each concurrent request."""
         with ThreadPoolExecutor(request["concurrency"]) as pool:
             running = [
                 pool.submit(self._complete, token_ids, request, partial(emit, index))
@@ -171,7 +173,7 @@ class LlamaCpp(Decoder):
             "samplers": ["temperature"],
             "cache_prompt": False,
             "stream": True,
-            "verbose": True,  # Token ids are only in verbose chunks.
+            "verbose": True,  # Only verbose chunks have token ids.
             "return_tokens": True,
         }
         failures: list[object] = []
@@ -190,7 +192,8 @@ class LlamaCpp(Decoder):
 
 
 class Streamer:
-    """Takes tokens from the library's `generate`. Drops those of the first call: the prompt."""
+    """Takes tokens from the `generate` of transformers. Drops the tokens of the first call, which
+    are the prompt."""
 
     def __init__(self, emit: Callable[[list[int]], None]) -> None:
         self._emit = emit
@@ -206,7 +209,7 @@ class Streamer:
 
 
 class Transformers(Decoder):
-    """The `generate` of transformers, one prompt after the other."""
+    """The `generate` of transformers. Decodes one prompt after the other."""
 
     def load(self, setup: dict[str, Any]) -> None:
         from outrider.models.loading import load_model
@@ -238,7 +241,7 @@ class Transformers(Decoder):
 
 
 class Engine(Decoder):
-    """A target replica's engine alone."""
+    """The engine of a target replica, without the services around it."""
 
     def load(self, setup: dict[str, Any]) -> None:
         from outrider.config import TargetConfig
@@ -269,7 +272,7 @@ DECODERS = {
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # Sends what a library prints to standard error, not into the answers.
+    os.dup2(2, 1)  # Text that a library prints goes to standard error, not into the answers.
     library: Decoder | None = None
     for line in sys.stdin:
         request = json.loads(line)
@@ -286,8 +289,8 @@ def main() -> None:
 
 
 def _decode(library: Decoder, request: dict[str, Any]) -> list[dict[str, object]]:
-    """For each prompt: its tokens, including the EOS, and the seconds until the first and the last
-    of them."""
+    """Returns for each prompt the tokens of its answer, including the EOS, and the seconds until
+    the first and the last token."""
     prompts, eos = request["prompts"], frozenset(library.setup["eos_token_ids"])
     found: list[list[int]] = [[] for _ in prompts]
     times: list[list[float]] = [[] for _ in prompts]

@@ -1,4 +1,4 @@
-"""The harness of all benchmarks that compare several *sides*, each with the same prompts.
+"""Measures several *sides*, such as decoding with and without drafts, with the same prompts.
 
 A machine's load, clock rates and temperature drift over minutes. So the sides take turns, prompt by
 prompt, in reversed order for every second prompt.
@@ -28,23 +28,23 @@ WARM_UP_TOKENS_MAX = 32
 WARM_UP_REPETITIONS = 5
 
 Progress = Callable[[str], None]
-"""Receives one line for each step."""
+"""Receives a line of text at each step of a measurement."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """How to decode a prompt. None stands for the server's default."""
+    """How to decode a prompt. None = the server's default."""
 
     max_tokens: int
     temperature: float
     rule: Rule | None = None
     seed: int | None = None
     num_draft_tokens: int | None = None
-    """Most draft tokens a round; 0 = plain decoding."""
+    """Maximum number of draft tokens of a round; 0 = plain decoding."""
     ignore_eos: bool = False
 
     def for_prompt(self, index: int) -> Decoding:
-        """The same, with the seed for prompt number `index`. `index` may be negative."""
+        """The same values, but with the seed of prompt number `index`, which may be negative."""
         return replace(self, seed=((self.seed or 0) + index) & SEED_MAX)
 
 
@@ -52,7 +52,7 @@ class Round(NamedTuple):
     """One round, as the client sees it."""
 
     report: RoundReport
-    """None if the request did not ask for reports."""
+    """The coordinator's report, or None if the request did not ask for reports."""
     tokens: Tokens
     arrived_s: float
     """Seconds after the request was sent."""
@@ -63,31 +63,33 @@ class Completion:
     """One answer, and its times."""
 
     token_ids: tuple[int, ...]
-    """Including the EOS; empty if they are not known."""
+    """The answer's tokens, including the EOS; empty if the server sends no token ids."""
     started_s: float
     """When the request was sent, on a clock that all completions of a side share."""
     seconds: float
-    """From sending to the final event, so including prefill."""
+    """Time from sending the request to the end of the answer, so including prefill."""
     num_rounds: int = 0
     num_draft_tokens: int = 0
-    """Proposed in all rounds together."""
+    """Number of draft tokens of all rounds together."""
     num_accepted_draft_tokens: int = 0
     chunk_s: Sequence[float] = ()
-    """Seconds from sending to each chunk with tokens; some sides measure only the first chunk."""
+    """Seconds from sending the request to each chunk with tokens. Some sides measure only the first
+    chunk."""
     prompt_tokens: int = 0
+    """Number of tokens of the prompt."""
     counted_tokens: int = 0
-    """Number of tokens, if their ids are not known (HTTP)."""
+    """Number of tokens of an answer by HTTP, whose token ids are not known."""
     rounds: Sequence[Round] = ()
-    """By gRPC only. Rounds that arrive in one message count as one round."""
+    """The rounds of an answer by gRPC. Rounds that arrive in one message count as one round."""
 
     @property
     def num_tokens(self) -> int:
-        """Including the EOS."""
+        """Number of tokens of the answer, including the EOS."""
         return len(self.token_ids) or self.counted_tokens
 
     @property
     def first_token_s(self) -> float | None:
-        """Seconds from sending to the first token, if known."""
+        """Seconds from sending the request to the first token, if known."""
         return self.chunk_s[0] if self.chunk_s else None
 
     @property
@@ -131,7 +133,7 @@ class BenchClient(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """One side, and how it decodes."""
+    """A side of a comparison, and how it decodes."""
 
     side: str
     client: BenchClient
@@ -141,7 +143,7 @@ class Contestant:
     """Requests at a time."""
 
     async def decode(self, prompts: Sequence[BenchPrompt], block: Sequence[int]) -> SideResult:
-        """Decodes the prompts with these indices."""
+        """Decodes the prompts whose indices are in `block`."""
         jobs = [(prompts[index], self.decoding.for_prompt(index)) for index in block]
         found = await self.client.generate_all(jobs, self.concurrency)
         end = max(one.started_s + one.seconds for one in found)
@@ -172,9 +174,9 @@ async def measure(
     drops: Callable[[str, OutriderError], bool] = lambda side, error: False,
     rest_s: float = 0.0,
 ) -> dict[str, SideResult]:
-    """Warms up every side, then measures them in turns, with a pause of `rest_s` before each turn.
-    If a side raises an error, `drops` says whether to continue without that side. If not, the
-    error is raised."""
+    """Warms up every side, and then measures the sides in turns, with a pause of `rest_s` before
+    each turn. If a side raises an error and `drops` returns True, continues without this side.
+    Otherwise raises the error."""
     sides = {contestant.side: contestant for contestant in contestants}
     found: dict[str, dict[int, Completion]] = {side: {} for side in sides}
     seconds = dict.fromkeys(sides, 0.0)
@@ -204,8 +206,8 @@ async def measure(
 
 
 async def _warm_up(contestant: Contestant) -> None:
-    """Decodes the warm-up prompts, with seeds that no prompt has. A second session with the same
-    seed may be drafted differently."""
+    """Decodes the warm-up prompts, with seeds that no measured prompt has, because the second
+    session with a seed may be drafted differently."""
     short = min(WARM_UP_TOKENS_MAX, contestant.decoding.max_tokens)
     for index, prompt in enumerate(WARM_UP_PROMPTS, start=1):
         decoding = replace(contestant.decoding.for_prompt(-index), max_tokens=short)
@@ -213,9 +215,10 @@ async def _warm_up(contestant: Contestant) -> None:
 
 
 def _blocks(num_prompts: int, concurrency: int) -> list[range]:
-    """The indices of the prompts of each turn. If several requests run at a time, there are two
-    turns, each with every second prompt. So each side comes first once: a later side finds the
-    beginnings of prompts cached. And fewer than `concurrency` requests run only at the two ends."""
+    """The indices of the prompts of each turn. With one request at a time, each turn has one
+    prompt. With several requests, there are only two turns, because fewer than `concurrency`
+    requests run at the end of a turn. Each turn has every second prompt. The sides' order differs
+    between the two turns, because a later side finds the beginnings of prompts cached."""
     if concurrency == 1:
         return [range(index, index + 1) for index in range(num_prompts)]
     return [range(turn, num_prompts, 2) for turn in range(min(2, num_prompts))]
@@ -227,7 +230,8 @@ def medians_ms(
     undo: Callable[[], object] = lambda: None,
 ) -> list[float]:
     """The median time of each function, ms. The functions take turns. Each gets the number of the
-    repetition, which is negative while warming up. `undo` is called after each call."""
+    repetition, which is negative in the warm-up. `undo` is called after each function, and is not
+    timed."""
     times: list[list[float]] = [[] for _ in works]
     for index in range(-WARM_UP_REPETITIONS, repetitions):
         for work, own in zip(works, times, strict=True):

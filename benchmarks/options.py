@@ -21,7 +21,7 @@ from .prompts import PROMPTS_MAX, BenchPrompt, read_prompts, select_prompts
 
 Kind = TypeVar("Kind", bound=click.Option)
 RANDOM_MODELS = ("random-1b", "random-7b")
-"""Models of `bench device` with random weights, made on the device."""
+"""Names of models that `bench device` makes on the device, with random weights."""
 
 Concurrency = Annotated[int, between(1, SESSIONS_PER_COORDINATOR_MAX)]
 DraftTokens = Annotated[int, between(1, NUM_DRAFT_TOKENS_MAX)]
@@ -54,7 +54,7 @@ class Options:
 
     @classmethod
     def from_arguments(cls, arguments: Any) -> Self:
-        """From the parsed arguments of a command with these options."""
+        """The options that a command has parsed into `arguments`."""
         given = vars(arguments)
         return cls(**{name: given[name] for name in cls.__dataclass_fields__ if name in given})
 
@@ -69,7 +69,7 @@ class PromptOptions(Options):
     num_prompts: NumPrompts = None
     """Number of prompts, taken evenly from the categories."""
     max_tokens: MaxTokens = 256
-    """Most tokens of a completion."""
+    """Maximum number of tokens of a completion."""
     raw: bool = False
     """Do not apply the model's chat template."""
 
@@ -86,11 +86,11 @@ class DecodingOptions(PromptOptions):
     rule: Literal["token", "block", "coupled"] = "block"
     """Acceptance rule at temperatures above 0; block uses no trees."""
     num_draft_tokens: DraftTokens | None = None
-    """Draft tokens a round; unset = the deployment's default."""
+    """Maximum number of draft tokens of a round; unset = the deployment's default."""
 
     def drafted(self, num_draft_tokens: int, temperature: float) -> Decoding:
-        """How to decode the first prompt with drafts. `num_draft_tokens` is the deployment's
-        default, used if the option is unset. Raises `SettingError` if it is 0."""
+        """How to decode the first prompt with drafts. If the option is unset, uses
+        `num_draft_tokens`, the deployment's default. Raises `SettingError` if this default is 0."""
         bound = self.num_draft_tokens or num_draft_tokens
         if bound == 0:
             raise SettingError(
@@ -121,7 +121,7 @@ class EngineOptions(Options):
     """Options of `bench engine`."""
 
     repetitions: Annotated[int, between(1, 100)] = 3
-    """Number of repetitions; the report has medians."""
+    """Number of repetitions of `sessions` and `waits`; the report has medians."""
     parts: tuple[Literal["sessions", "waits", "steps"], ...] = ("sessions", "waits", "steps")
     """What to measure."""
 
@@ -131,7 +131,7 @@ class DeviceOptions(Options):
     """Options of `bench device`."""
 
     model: str = RANDOM_MODELS[-1]
-    """A model to load, or `random-1b` or `random-7b`, which get random weights."""
+    """Model to load. `random-1b` and `random-7b` are made with random weights instead."""
     device: str = "auto"
     """`auto`, `cpu` or `cuda[:N]`."""
     dtype: str = "bfloat16"

@@ -1,11 +1,11 @@
 """`outrider bench overhead`: what rounds and requests cost without the models.
 
-rounds      times of a round, from its report: from sending the draft request to the store's
-            acknowledgement
-capacity    rounds a second of one coordinator with many sessions; client, coordinator, canned
-            replicas and Redis each have their own process
-transports  what gRPC and HTTP add to the time of a request and of each chunk; clients and
-            coordinator run in this process, an emulated target in another one
+rounds      Time of a round and of its parts, from sending the draft request to the store's
+            acknowledgement. The coordinator reports these times.
+capacity    Rounds a second of one coordinator with many sessions. Client, coordinator, canned
+            replicas and Redis each have their own process.
+transports  Time that gRPC and HTTP add until the first token, and to each chunk. Clients and
+            coordinator run in this process, an emulated target in another.
 
 Canned replicas give well-formed answers without a model, at once or after the time of a step.
 """
@@ -58,7 +58,8 @@ from .report import Report, percentile
 NUM_DRAFT_TOKENS = 8
 PROMPT_TOKENS = 64
 ACCEPT_PROBABILITY = 0.7
-"""Of each canned draft token. A round with 8 draft tokens commits about 3 tokens."""
+"""Chance of acceptance of each canned draft token. A round with 8 draft tokens commits about 3
+tokens."""
 Q_ENTRIES = 64
 CANNED = ReplicaDescription(
     model="canned", weights_fingerprint="canned", tokenizer_fingerprint="canned",
@@ -71,18 +72,20 @@ PROPOSAL = SealedProposal.of(Proposal(_LAST_IDS[:NUM_DRAFT_TOKENS], (_Q,) * NUM_
 WARM_UP_ROUNDS = 200
 SESSION_TOKENS = 512
 VERIFY_S = 0.0183
-"""A step of a 70B target (as in `bench emulate`), for `capacity`."""
+"""Time of the canned target's step in `capacity`, equal to that of the target in `bench emulate`.
+"""
 DRAFT_S = NUM_DRAFT_TOKENS * 0.0013
+"""Time in which the canned draft of `capacity` drafts K tokens."""
 CROWD_TOKENS = 2_048
 WARM_UP_S = 3.0
 WARM_UP_TURNS = 3
 TURNS = 60
-"""Requests that each transport carries."""
+"""Number of measured requests by each transport."""
 TURN_STEP_MS = 5.0
 """Time of a step of the emulated target."""
 _PARTS_OF_A_ROUND = ("draft_ms", "wire_ms", "queue_ms", "verify_ms", "commit_ms")
 _WORDS = tuple("".join(letters) for letters in product(ascii_lowercase[:16], repeat=3))
-"""The vocabulary of the emulated target. Every token is text, so that every one gives a chunk."""
+"""The vocabulary of the emulated target. All tokens are words, so each makes a chunk of text."""
 DECODING = Decoding(32, temperature=0.0, num_draft_tokens=0, ignore_eos=True)
 PROMPT = BenchPrompt("".join(f" {word}" for word in _WORDS[:PROMPT_TOKENS]), "")
 
@@ -111,7 +114,7 @@ async def run(options: OverheadOptions, progress: Progress) -> Report:
 
 
 def canned_request(seed: int, max_tokens: int) -> GenerateRequest:
-    """A session that always runs to `max_tokens`, with K = `NUM_DRAFT_TOKENS` and rule token."""
+    """A request that always runs to `max_tokens`, at K = `NUM_DRAFT_TOKENS` and rule token."""
     return GenerateRequest(
         prompt=tuple(range(1, 1 + PROMPT_TOKENS)), sampling=SamplingParams(temperature=1.0),
         max_tokens=max_tokens, ignore_eos=True, seed=seed, rule=Rule.TOKEN,
@@ -123,7 +126,8 @@ def canned_request(seed: int, max_tokens: int) -> GenerateRequest:
 async def _canned_services(
     draft_s: float = 0.0, verify_s: float = 0.0
 ) -> AsyncIterator[tuple[Client, Process]]:
-    """A coordinator with a canned draft and target, whose steps take these seconds."""
+    """Starts a coordinator with a canned draft and target. Each of their steps takes `draft_s` or
+    `verify_s`."""
     setup = {"draft_s": draft_s, "verify_s": verify_s}
     async with (
         embedded_redis() as redis_url,
@@ -151,7 +155,7 @@ async def measure_rounds(options: OverheadOptions, progress: Progress) -> dict[s
 
 
 def round_figures(reports: Sequence[RoundReport]) -> dict[str, Any]:
-    """The figures in the JSON object."""
+    """The figures of `rounds`, for the JSON object."""
     parts = {name: [getattr(one, name) for one in reports] for name in _PARTS_OF_A_ROUND}
     whole = [sum(times) for times in zip(*parts.values(), strict=True)]
     return {
@@ -163,8 +167,8 @@ def round_figures(reports: Sequence[RoundReport]) -> dict[str, Any]:
 
 
 async def measure_capacity(options: OverheadOptions, progress: Progress) -> dict[str, Any]:
-    """Runs sessions that never pause. Reports rounds a second, and the coordinator's CPU time for a
-    round."""
+    """Runs `options.sessions` sessions at a time. Reports rounds a second, and the coordinator's
+    CPU time for a round."""
     progress("starting")
     num_tokens = 0
 
@@ -199,12 +203,12 @@ async def measure_capacity(options: OverheadOptions, progress: Progress) -> dict
 
 
 async def measure_transports(_: OverheadOptions, progress: Progress) -> dict[str, Any]:
-    """Calls a coordinator in this process by gRPC and HTTP in turn, on one event loop. So the added
-    time is that of the code of client and server and of the kernel's loopback.
+    """Calls a coordinator in this process by gRPC and HTTP in turn. Clients and coordinator share
+    an event loop. So the added time is that of their code, and of the kernel's loopback.
 
-    `X_ttft_added_ms_p50` is the median of TTFT by X minus the coordinator's part of it.
-    `X_chunk_added_ms` is the median time from when the coordinator has a chunk until the client has
-    read it."""
+    `X_ttft_added_ms_p50` is a median: the time to the first token at a client of transport X, minus
+    the coordinator's own time to the first token. `X_chunk_added_ms` is the median time from when
+    the coordinator has a chunk until the client has read this chunk."""
     progress("starting the target")
     added: dict[str, list[float]] = {}
     async with (
@@ -214,7 +218,7 @@ async def measure_transports(_: OverheadOptions, progress: Progress) -> dict[str
     ):
         clients: dict[str, BenchClient] = {"grpc": GrpcClient(client, raw=True), "http": http}
         gc.collect()
-        gc.freeze()  # Long-lived objects are not scanned during the measurement.
+        gc.freeze()  # Garbage collections during the measurement do not scan long-lived objects.
         for turn in range(-WARM_UP_TURNS, TURNS):
             if turn % 10 == 0:
                 progress(f"turn {turn} of {TURNS}")
@@ -227,7 +231,7 @@ async def measure_transports(_: OverheadOptions, progress: Progress) -> dict[str
 
 
 async def added_ms(client: BenchClient, stamps: list[float]) -> tuple[float, list[float]]:
-    """What a transport adds to the time to the first token, and to each chunk, ms. The coordinator
+    """The times that a transport adds to the first token, and to each chunk, ms. The coordinator
     puts the times of the request and of each chunk into `stamps`. Raises `Unavailable` if the
     request fails."""
     stamps.clear()
@@ -240,8 +244,9 @@ async def added_ms(client: BenchClient, stamps: list[float]) -> tuple[float, lis
 
 @asynccontextmanager
 async def _coordinator_here() -> AsyncIterator[tuple[list[float], str, str]]:
-    """A coordinator in this process with an emulated target. Yields a list that gets the times of
-    its requests and their chunks, its gRPC address, and its HTTP URL."""
+    """Starts a coordinator in this process, and an emulated target in another. Yields a list, the
+    coordinator's gRPC address, and its HTTP URL. The coordinator appends to the list the times of
+    requests and of their chunks."""
     from coordinator.actor import CoordinatorActor
 
     stamps: list[float] = []
@@ -291,7 +296,7 @@ def _save_tokenizer(directory: str) -> None:
 
 
 class CannedReplica:
-    """A `ReplicaService` that answers each item by a function of the item, after `step_s`."""
+    """A `ReplicaService` that answers each item with `answer(item)`, after `step_s`."""
 
     def __init__(self, answer: Callable[[Any], Any], step_s: float = 0.0) -> None:
         self._answer = answer

@@ -1,5 +1,6 @@
-"""`outrider bench peers`: Outrider and other inference systems with the same weights, prompts and
-threads, plain and speculative, at each temperature and concurrency."""
+"""`outrider bench peers`: compares Outrider with other inference systems, which get the same
+weights, prompts and threads. Each system decodes plainly and speculatively, at each temperature and
+concurrency."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
@@ -36,8 +37,8 @@ REST_S = 0.5
 cores from the next side."""
 
 StartSubjects = Callable[[], AbstractAsyncContextManager[tuple[Subject, Subject]]]
-"""Starts a deployment or finds the running one. Yields subjects for plain and for speculative
-decoding. In a new deployment, neither finds the other's prompts cached."""
+"""Starts a deployment, or finds the running one. Yields a subject for plain decoding and one for
+speculative decoding. In a new deployment, neither subject finds the other's prompts cached."""
 Level = Mapping[str, Any]
 """The JSON object of one temperature and concurrency."""
 
@@ -57,19 +58,20 @@ class PeersOptions(DecodingOptions):
     environments: Path = Path(".venv/peers")
     """Folder in which `make peers` has installed these systems."""
     sweep: bool = False
-    """Search again for the fastest settings of each system, instead of using the stored ones."""
+    """Search again for the fastest settings of each system, instead of using stored settings."""
 
 
 async def run(options: PeersOptions, start_subjects: StartSubjects, progress: Progress) -> Report:
-    """Measures Outrider and its peers. Each level starts its own deployment, so that no prompt or
-    answer is cached. Raises `SettingError` for wrong options, and Outrider's errors."""
+    """Measures Outrider and its peers. Calls `start_subjects` for each temperature and concurrency,
+    so that a new deployment has no prompt or answer cached. Raises `SettingError` for wrong
+    options, and the errors of Outrider's sides."""
     prompts = options.load_prompts()
     clients: dict[str, BenchClient] = {}
     missing: dict[str, str] = {}
     levels: list[Level] = []
 
     def drop(side: str, error: OutriderError) -> bool:
-        """Continues without a peer that failed."""
+        """Removes a peer that failed. Returns False for Outrider's sides, which must not fail."""
         if clients.pop(side, None) is None:
             return False
         missing[side] = f"it failed: {error.message}"
@@ -103,7 +105,7 @@ async def start_peers(
     options: PeersOptions, subject: Subject, prompts: Sequence[BenchPrompt], stack: AsyncExitStack,
     progress: Progress,
 ) -> tuple[dict[str, BenchClient], dict[str, str]]:  # fmt: skip
-    """Starts the peers with their fastest settings. Returns the clients by side and, for each
+    """Starts the peers with their fastest settings. Returns the client of each side and, for each
     missing peer, the reason. Raises `SettingError` if the target's files are not on this
     machine."""
     if subject.target is None:
@@ -139,11 +141,12 @@ async def start_peers(
 
 
 def level_of(temperature: float, concurrency: int, results: Mapping[str, SideResult]) -> Level:
-    """The figures of sides that decoded the same prompts. Rates are all tokens over wall time,
-    including prefill. The time to the first token is a median, and only reported for one request at
-    a time. `same_tokens` counts answers that equal those of Outrider's plain decoding; it is only
-    known at temperature 0 and where token ids are known. Answers should differ only in near
-    ties."""
+    """The figures of sides that decoded the same prompts. A rate is the number of all tokens,
+    divided by the wall time including prefill. The time to the first token is a median. It is None
+    if several requests run at a time. `same_tokens` counts the answers that equal those of
+    Outrider's plain decoding. It is None at temperatures above 0, and if token ids are not known.
+    Answers at temperature 0 should differ only after a token that was almost as likely as another.
+    """
     ours = results[OURS_PLAIN].completions
 
     def figures(found: SideResult) -> dict[str, Any]:
@@ -176,7 +179,7 @@ def level_of(temperature: float, concurrency: int, results: Mapping[str, SideRes
 
 
 def report(setup: Mapping[str, Any], levels: Sequence[Level], missing: Mapping[str, str]) -> Report:
-    """`setup` is what all sides share. `missing` says why peers or modes were not measured."""
+    """`setup` is the same for all sides. `missing` says why peers or modes were not measured."""
     shown: list[Any] = [
         "{model} with {draft_model}, K <= {num_draft_tokens}, {dtype}, rule {rule}, {num_prompts} "
         "prompts of at most {max_tokens} tokens, {threads} threads".format(**setup)

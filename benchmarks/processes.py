@@ -1,8 +1,9 @@
-"""Processes of a benchmark: how to start and call them, and the roles that they play. Among the
-roles are the services of a deployment, which here run without Ray.
+"""Starts and calls the processes of a benchmark, and has the *roles* that these processes play.
+Some roles are the services of a deployment, which run without Ray here.
 
-A process reads JSON lines until its input ends, and answers each line with a line. The first line
-sets the process up; the answer says that it is ready. An answer with `error` is a refusal.
+A process reads JSON lines until its input ends, and answers each line with one line. The first line
+sets the process up, and its answer means that the process is ready. If the process refuses a line,
+the answer has an `error`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ STOP_TIMEOUT_S = 10.0
 """A process that takes longer to end is killed."""
 LINE_BYTES_MAX = 2**26
 DRAFT_TIMEOUT_MS = 30_000
-"""Long, so that rounds wait for a slow draft."""
+"""The coordinator's time limit for a proposal. It is long, so that rounds wait for a slow draft."""
 EXACT_TIMERS = "--exact-timers"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _GRACE_S = 1.0
@@ -64,10 +65,10 @@ class Process:
         setup: Mapping[str, object],
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`command` is the words of a command, or one string: the role to play as MODULE:FUNCTION
-        (see `Opens`), then options of `main`. `name` is for error messages. `setup` is the first
-        line. The process inherits all environment variables except those that limit threads, and
-        gets those of `environment`."""
+        """`command` is a sequence of words, or a string with the arguments of this module's `main`.
+        The first word of the string names a function of type `Opens`, as MODULE:FUNCTION. Error
+        messages begin with `name`. `setup` is the first line. The process inherits all environment
+        variables except those that limit threads, and gets those of `environment`."""
         if isinstance(command, str):
             command = (sys.executable, "-m", "benchmarks.processes", *command.split())
         self._command = command
@@ -87,7 +88,7 @@ class Process:
     async def __aenter__(self) -> Self:
         self._process = await asyncio.create_subprocess_exec(
             *self._command, stdin=PIPE, stdout=PIPE, limit=LINE_BYTES_MAX, env=self._environment,
-            start_new_session=True,  # Ctrl-C reaches only this process, which closes the input.
+            start_new_session=True,  # So Ctrl-C reaches only the caller, which closes the input.
         )  # fmt: skip
         try:
             self.ready = await self.ask(self._setup, START_TIMEOUT_S)
@@ -109,8 +110,9 @@ class Process:
     async def ask(
         self, question: Mapping[str, object], timeout_s: float = ANSWER_TIMEOUT_S
     ) -> dict[str, Any]:
-        """The answer to a line. Only one call may run at a time. Raises `Unavailable` if the
-        process has ended or takes longer than `timeout_s`, and `ConfigError` if it refuses."""
+        """Sends a line and returns its answer. Only one call may run at a time. Raises
+        `Unavailable` if the process has ended or takes longer than `timeout_s`, and `ConfigError`
+        if the process refuses the line."""
         process = self._process
         try:
             async with asyncio.timeout(timeout_s):
@@ -144,15 +146,15 @@ class Role:
 
 
 Opens = Callable[[dict[str, Any]], AbstractAsyncContextManager[Role]]
-"""Sets up a role, given the first line."""
+"""Sets up a role from the first line."""
 
 
 def main(words: Sequence[str]) -> None:
-    """Plays the role that the first word names, until the input ends. With `EXACT_TIMERS` the event
-    loop uses `select`, whose timers are exact to microseconds. Timers of `epoll` may be 1 ms
-    late."""
+    """Plays a role until the input ends. The first word names the function that sets it up. With
+    `EXACT_TIMERS`, the event loop uses `select`, whose timers are exact to microseconds. Timers of
+    `epoll` may be 1 ms late."""
     output = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # Sends what libraries print to standard error, not into the answers.
+    os.dup2(2, 1)  # Text that libraries print goes to standard error, not into the answers.
     module, _, name = words[0].partition(":")
     opens: Opens = getattr(importlib.import_module(module), name)
     selector = selectors.SelectSelector if EXACT_TIMERS in words else selectors.DefaultSelector
@@ -188,9 +190,9 @@ _ACTORS: dict[str, tuple[str, str, Any]] = {
 
 @asynccontextmanager
 async def service(setup: dict[str, Any]) -> AsyncIterator[Role]:
-    """The role of a target, a draft or a coordinator. `setup` has the role's name as `service` and
-    its configuration as `config`. Each answer has the CPU time of the process; that of a
-    coordinator also has `wire_bytes`."""
+    """The role of a target, a draft or a coordinator. `setup` says which one as `service`, and has
+    its configuration as `config`. Each answer has the CPU time of the process as `cpu_s`. The
+    answers of a coordinator also have `wire_bytes`."""
     module, kind, make = _ACTORS[setup["service"]]
     actor = getattr(importlib.import_module(module), kind)()
     config = TypeAdapter(make).validate_json(json.dumps(setup["config"]))
@@ -209,13 +211,13 @@ async def service(setup: dict[str, Any]) -> AsyncIterator[Role]:
 
 
 def wire_bytes(coordinator: CoordinatorService) -> dict[str, int]:
-    """Bytes sent to and received from replicas, by their role."""
+    """Number of bytes sent to and received from all replicas of each role."""
     pools = (coordinator.targets, coordinator.drafts)
     return {pool.role: pool.num_bytes.total() for pool in pools}
 
 
 def service_process(name: str, config: TargetConfig | DraftConfig | CoordinatorConfig) -> Process:
-    """A process of a service. Targets and drafts get a free port and no telemetry, because a
+    """The process of a service. Targets and drafts get a free port and no telemetry, because a
     deployment with the same settings may already run on this machine."""
     if not isinstance(config, CoordinatorConfig):
         config = replace(without_security(config), port=0, telemetry="")
@@ -255,7 +257,7 @@ async def relay(setup: dict[str, Any]) -> AsyncIterator[Role]:
 
 @asynccontextmanager
 async def embedded_redis() -> AsyncIterator[str]:
-    """The URL of a temporary Redis."""
+    """Runs a temporary Redis. Yields its URL."""
     with (
         tempfile.TemporaryDirectory(prefix="outrider-") as directory,
         EmbeddedRedis(Path(directory)) as redis,
@@ -288,9 +290,9 @@ class Replicas:
     async def coordinator(
         self, look_ahead: int = 0, delay_ms: float = 0.0
     ) -> AsyncIterator[tuple[Client, Process]]:
-        """Starts a coordinator with `settings` and this `look_ahead`; yields a client and the
-        process. Messages to and from the draft take `delay_ms` longer. Raises `Unavailable` if a
-        process ends."""
+        """Starts a coordinator with `settings` and `look_ahead`. Yields a client and the
+        coordinator's process. Each message to or from the draft takes `delay_ms` longer. Raises
+        `Unavailable` if a process ends."""
         changes: dict[str, Any] = {"look_ahead": look_ahead}
         async with AsyncExitStack() as stack:
             if delay_ms > 0:
@@ -307,8 +309,9 @@ class Replicas:
 async def running_pair(
     target: TargetConfig, draft: DraftConfig | None, coordinator: CoordinatorConfig
 ) -> AsyncIterator[Replicas]:
-    """Starts a target, a draft if a model drafts, and an embedded Redis. `coordinator` has the
-    settings of their coordinators. Raises `ConfigError`, and `Unavailable` if a process ends."""
+    """Starts an embedded Redis, a target, and a draft replica if `draft` has a model. `coordinator`
+    has the settings of coordinators that use them. Raises `ConfigError`, and `Unavailable` if a
+    process ends."""
     async with AsyncExitStack() as stack:
         redis_url = await stack.enter_async_context(embedded_redis())
         verifier = await stack.enter_async_context(service_process("target", target))

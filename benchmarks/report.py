@@ -20,7 +20,7 @@ class Report:
     """The result of a command."""
 
     values: Mapping[str, Any]
-    """The JSON object; None = not measured."""
+    """The JSON object. A value of None means that the figure was not measured."""
     shown: Sequence[RenderableType]
     """Tables and lines that are printed without `--json`."""
     warnings: Sequence[str] = ()
@@ -55,15 +55,15 @@ def to_json(value: Mapping[str, object]) -> str:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The percentile `share`, 0 to 100, interpolated."""
+    """The interpolated percentile `share`, which is 0 to 100."""
     import numpy as np
 
     return float(np.percentile(values, share))
 
 
 def table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
-    """A table with a column for each key of the rows. The first column has names, the others have
-    figures."""
+    """A table with a column for each key of the rows. The first column has names. The others have
+    figures, aligned to the right."""
     from rich.table import Table
 
     found = Table(title=title)

@@ -1,8 +1,8 @@
 """`outrider bench serve`: a server under load, with the options and figures of `vllm bench serve`.
 
 With a request rate, requests arrive independently of the answers. Without a rate, all arrive at
-once. At most `max_concurrency` requests run at a time; the others wait in this client. This wait
-does not count as latency.
+once. At most `max_concurrency` requests run at a time. The others wait in this client, and their
+wait does not count as latency.
 
 | figure | time, for each request that did not fail |
 | --- | --- |
@@ -66,18 +66,19 @@ class ServeOptions(PromptOptions):
     """Shape of the Gamma distribution of the gaps between arrivals: 1 = a Poisson process, less =
     bursts, inf = equal gaps."""
     max_concurrency: Annotated[int | None, between(1, 4_096)] = None
-    """Most requests that run at a time; others wait in this client; unset = no limit."""
+    """Maximum number of requests that run at a time; others wait in this client; unset = no limit.
+    """
     duration: Annotated[float | None, between(1, 86_400)] = None
     """Stop sending after this time, and wait until the running requests have ended, s."""
     max_tokens: MaxTokens = 128
-    """Most tokens of an answer, unless the prompt has its own `max_tokens`."""
+    """Maximum number of tokens of an answer, unless the prompt has its own `max_tokens`."""
     temperature: Temperature = 0.0
     """0 = greedy."""
     ignore_eos: bool = False
-    """Do not stop at the EOS token (OpenAI itself refuses this)."""
+    """Do not stop at the EOS token (OpenAI's own servers refuse this)."""
     num_draft_tokens: Annotated[int | None, between(0, NUM_DRAFT_TOKENS_MAX)] = None
-    """Draft tokens of a round, for an Outrider deployment; 0 = plain decoding; unset = the
-    deployment's default."""
+    """Maximum number of draft tokens of a round, for an Outrider deployment; 0 = plain decoding;
+    unset = the deployment's default."""
     goodput: tuple[str, ...] = ()
     """Goals that a request must meet to count for goodput, as NAME:MS, where NAME is ttft, tpot or
     e2el."""
@@ -87,7 +88,8 @@ class ServeOptions(PromptOptions):
 
     @property
     def goals(self) -> dict[str, float]:
-        """The goal, ms, of each metric that has one. Raises `SettingError`."""
+        """Maps each metric that `goodput` bounds to its goal, ms. Raises `SettingError` if
+        `goodput` is wrong."""
         found: dict[str, float] = {}
         for text in self.goodput:
             name, _, value = text.partition(":")
@@ -114,10 +116,10 @@ class Record:
     """One finished request. Times are seconds since the load began."""
 
     due_s: float
-    """Arrival time."""
+    """When the request arrived, by the schedule of the load."""
     started_s: float
-    """Sending time. Later than `due_s` if the request waited for `--max-concurrency`, or if this
-    client was slow."""
+    """When the request was sent. This is later than `due_s` if the request waited because of
+    `--max-concurrency`, or if this client was slow."""
     done: Completion | str
     """The answer, or the error."""
 
@@ -131,7 +133,7 @@ class Load:
     records: Sequence[Record]
     """In the order in which the requests ended."""
     lags_s: Sequence[float]
-    """Samples of this client's lag, which is how late its event loop runs and reads chunks."""
+    """Samples of how late this client's event loop runs, and so reads chunks."""
 
     @property
     def completed(self) -> list[tuple[Record, Completion]]:
@@ -146,9 +148,9 @@ def arrival_times(rate: float, burstiness: float) -> Iterator[float]:
     """An endless sequence of arrival times in seconds.
 
     Gaps have the distribution Gamma(shape `burstiness`, mean 1 / `rate`), as in `vllm bench serve`.
-    If `burstiness` is infinite, all gaps are equal. The first request also comes after a gap. With
-    an infinite rate all times are 0. vLLM rescales the times so that the last one equals its mean;
-    here they stay as drawn."""
+    If `burstiness` is infinite, all gaps are equal. The first request also comes after a gap. If
+    `rate` is infinite, all times are 0. vLLM rescales the times so that the last time equals its
+    mean. This function does not rescale them."""
     generator = random.Random(0)  # noqa: S311 (times, not secrecy)
     is_even = math.inf in (rate, burstiness)
     now = 0.0
@@ -219,8 +221,8 @@ async def measure(options: ServeOptions, client: BenchClient, tell: Progress) ->
 
 
 def report(options: ServeOptions, settings: Mapping[str, object], load: Load) -> Report:
-    """The figures, with vLLM's names and units; None = not measured. Rates are of requests that did
-    not fail, over `duration`. `settings` are from `ServeOptions.settings`."""
+    """The figures, with vLLM's names and units; None = not measured. Rates count only requests that
+    did not fail, and are divided by `duration`. `settings` are from `ServeOptions.settings`."""
     done = [one for _, one in load.completed]
     seconds = load.duration_s or math.inf
     inputs, outputs, steps, drafted, accepted = (
@@ -259,7 +261,8 @@ def report(options: ServeOptions, settings: Mapping[str, object], load: Load) ->
     if lag_ms > LAG_MS_MAX:
         warnings.append(
             f"warning: this client itself reads chunks {lag_ms:.0f} ms late (99th percentile), so "
-            "latencies are too long by as much; give it a core of its own, or reduce the load"
+            "measured latencies are too long; give this client a core of its own, or reduce the "
+            "load"
         )
     if load.errors:
         reasons = "; ".join(f"{n}x {text}" for text, n in load.errors.most_common(ERRORS_SHOWN))
@@ -291,6 +294,6 @@ def samples(load: Load) -> dict[str, list[float]]:
 
 
 def is_good(done: Completion, goals: Mapping[str, float]) -> bool:
-    """Whether a request meets every goal (ms by name)."""
+    """Whether a request meets every goal. `goals` maps the names of metrics to ms."""
     measured = latencies(done)
     return all((measured[name] or 0.0) <= bound for name, bound in goals.items())

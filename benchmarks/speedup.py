@@ -1,4 +1,4 @@
-"""`outrider bench speedup`: decoding with drafts and without, through the same services."""
+"""`outrider bench speedup`: compares decoding with and without drafts through the same services."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ class SpeedupOptions(DecodingOptions):
     temperature: Temperature = 0.0
     """0 = greedy."""
     concurrency: tuple[Concurrency, ...] = (1,)
-    """Requests at a time. Above 1, the speed-up is the ratio of total rates. Several numbers are
-    measured one by one, each on a new deployment if the command starts one."""
+    """Requests at a time. Above 1, the speed-up is the ratio of the total tokens/s. Several numbers
+    are measured one after the other. If the command starts a deployment itself, it starts a new one
+    for each number."""
     no_reference: bool = False
     """Do not measure the references, which are the engine alone and `generate` of transformers."""
 
     def levels(self) -> tuple[SpeedupOptions, ...]:
-        """The options of each concurrency. Only the first has references, as references always run
-        one request at a time."""
+        """The options of each concurrency. Only the first measures references, because these always
+        run one request at a time."""
         return tuple(
             replace(self, concurrency=(number,), no_reference=self.no_reference or index > 0)
             for index, number in enumerate(self.concurrency)
@@ -61,11 +62,11 @@ class Subject:
     num_draft_tokens: int
     """The default of a request's `num_draft_tokens`."""
     target: TargetConfig | None
-    """The target's configuration with its directory, and with the number of threads for references
-    and peers; None if its files are not on this machine."""
+    """The target's configuration; None if the target's files are not on this machine. References
+    and peers get its `directory` and `num_threads`."""
 
     def setup(self, drafted: Decoding) -> dict[str, Any]:
-        """What the JSON object says about the deployment and the decoding."""
+        """Values of the JSON object that describe the deployment and the decoding."""
         return {
             "model": self.model,
             "draft_model": self.draft_model,
@@ -123,18 +124,19 @@ def compared(
 
 
 def _part(result: SideResult, prompts: Sequence[BenchPrompt], category: str) -> SideResult:
-    """A side's completions of one category. Categories may run side by side, so their time is the
-    sum of the times of their requests."""
+    """A side's completions of one category. Its `seconds` is the sum of the times of its requests,
+    because requests of several categories may run at the same time."""
     pairs = zip(prompts, result.completions, strict=True)
     done = tuple(one for prompt, one in pairs if prompt.category == category)
     return SideResult(done, sum(one.seconds for one in done))
 
 
 def _compare(plain: SideResult, fast: SideResult, several: bool) -> dict[str, Any]:
-    """Compares sides that decoded the same prompts. `speedup` is the median over the prompts of the
-    ratios of tokens/s. If `several` requests ran at a time, it is the ratio of total rates. Rates
-    are all tokens over wall time, including prefill. `num_identical` counts prompts with the same
-    tokens on both sides; at temperature 0, tokens should differ only in near ties."""
+    """Compares sides that decoded the same prompts. A rate is the number of tokens, divided by the
+    wall time including prefill. `speedup` is the median of the prompts' ratios of rates. If
+    `several` requests ran at a time, `speedup` is the ratio of the total rates. `num_identical`
+    counts the prompts whose answers have the same tokens on both sides. Answers at temperature 0
+    should differ only after a token that was almost as likely as another."""
     pairs = list(zip(plain.completions, fast.completions, strict=True))
     speedup = fast.tokens_per_second / plain.tokens_per_second
     if not several:
@@ -155,8 +157,8 @@ def _compare(plain: SideResult, fast: SideResult, several: bool) -> dict[str, An
 
 
 def report(levels: Sequence[Level]) -> Report:
-    """The JSON object is that of the first level. If there are several levels, its
-    `by_concurrency` has the objects of all of them."""
+    """The JSON object is that of the first level. If there are several levels, `by_concurrency` in
+    this object has the objects of all levels."""
     values = dict(levels[0])
     if len(levels) > 1:
         values["by_concurrency"] = {str(level["concurrency"]): level for level in levels}
@@ -180,14 +182,14 @@ def report(levels: Sequence[Level]) -> Report:
             if level[key] is None:
                 continue
             share = level["plain_tokens_per_second"] / level[key]
-            line = f"plain decoding runs at {share:.2f}x the speed of {name} ({level[key]:.1f})"
-            shown.append(line)
+            line = f"plain decoding runs at {share:.2f}x the speed of {name}"
+            shown.append(f"{line} ({level[key]:.1f} tokens/s)")
             if share < PLAIN_SHARE_MIN:
                 warnings.append(
                     f"warning: {line}; the speed-up over such a slow baseline is exaggerated "
                     f"(limit {PLAIN_SHARE_MIN:.2f}x)"
                 )
-        over = "over all" if several else "the median over the prompts"
+        over = "in total" if several else "in the median over the prompts"
         shown.append(
             f"speculative decoding runs at {level['speedup']:.2f}x the speed of plain decoding, "
             f"{over}"

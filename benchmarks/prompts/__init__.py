@@ -1,4 +1,4 @@
-"""Prompts of benchmarks, from a file or built in. There are 6 categories of 8 built-in prompts."""
+"""Prompts of benchmarks, from a file or built in. Each of 6 categories has 8 built-in prompts."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 CATEGORIES = ("chat", "code", "math", "rewrite", "summary", "extract")
 """Categories of the built-in prompts. Prompts of the last three contain a text to work on."""
 UNCATEGORISED = "other"
-"""Category of a prompt of a file that names none."""
+"""Category of a prompt whose line in the file names no category."""
 PROMPTS_MAX = 100_000
-"""Most prompts of a benchmark."""
+"""Maximum number of prompts of a benchmark."""
 _ALLOWED = (
     'each line must be a JSON object with "prompt", a text that is not empty, and optionally '
     f'"category" and "max_tokens" (1 to {MAX_TOKENS_DEFAULT})'
@@ -35,7 +35,7 @@ class BenchPrompt:
     text: str
     category: str
     max_tokens: int | None = None
-    """Most tokens of the answer in `bench serve`; None = as `--max-tokens`."""
+    """Maximum number of tokens of the answer in `bench serve`; None = `--max-tokens`."""
 
 
 WARM_UP_PROMPTS = (
@@ -54,8 +54,8 @@ def built_in_prompts() -> tuple[BenchPrompt, ...]:
 
 
 def read_prompts(path: Path | None) -> tuple[BenchPrompt, ...]:
-    """The prompts of a JSONL file, or the built-in ones if `path` is None. Raises `SettingError`,
-    which names the file, and the line if one is wrong."""
+    """The prompts of a JSONL file, or the built-in prompts if `path` is None. Raises `SettingError`
+    if the file cannot be read, or if a line is wrong. The message names the file and the line."""
     if path is None:
         return built_in_prompts()
     try:
@@ -66,8 +66,8 @@ def read_prompts(path: Path | None) -> tuple[BenchPrompt, ...]:
 
 
 def parse_prompts(text: str, source: str) -> tuple[BenchPrompt, ...]:
-    """The prompts of a JSONL text; ignores empty lines and unknown keys. Raises `SettingError` for
-    a wrong line; `source` names the text in the message."""
+    """The prompts of a JSONL text. Ignores empty lines and unknown keys. Raises `SettingError` if a
+    line is wrong. In its message, `source` is the name of the text."""
     prompts: list[BenchPrompt] = []
     # Not `splitlines`, because a JSON string may contain other line separators than the line feed.
     for number, line in enumerate(text.split("\n"), start=1):
@@ -80,7 +80,7 @@ def parse_prompts(text: str, source: str) -> tuple[BenchPrompt, ...]:
 
 
 def select_prompts(prompts: Sequence[BenchPrompt], num_prompts: int) -> tuple[BenchPrompt, ...]:
-    """The first prompts of each category, equally many of each, in their original order."""
+    """Selects the first prompts of each category, as evenly as possible, in the given order."""
     seen: Counter[str] = Counter()
     ranks: list[int] = []
     for prompt in prompts:
