@@ -1,10 +1,10 @@
 """`outrider plan` finds the best rule, K, look-ahead and number of drafts for a target, a draft and
-prompts.
+prompts. It has four stages:
 
 read      the target answers the prompts, and the draft model reads the answers
 rehearse  the services serve short sessions, whose times correct the engines' cost tables
 choose    for every rule and K, rounds and their times are computed from the answers
-simulate  (`--simulate`) a fleet of the chosen pair runs on a virtual clock
+simulate  with `--simulate`, a fleet of this target and draft runs on a virtual clock
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from deploy.planner.simulation import Pair
 
 OWN_FLAGS = ("seed", "num_draft_tokens", "deadline_ms", "length_control", "look_ahead")
-"""Settings of which `plan` has no option: the plan chooses them, or a request sets them."""
+"""Settings for which `plan` has no option, because the plan chooses them or requests set them."""
 DECIDED = ("model", "draft_model", "num_targets", "num_drafts")
-"""Settings for which the recommended command has values from the plan."""
+"""Settings that the recommended command takes from the plan, not from this command's options."""
 BUILT_IN_PROMPTS = 12
-"""Number of built-in prompts to read without `--prompts` and `--num-prompts`."""
+"""Number of built-in prompts to use if neither `--prompts` nor `--num-prompts` is given."""
 
 
 @checked()
@@ -55,18 +55,18 @@ class PlanOptions(PromptOptions):
     concurrency: Concurrency = 1
     """Sessions at a time on one target replica."""
     separate_draft: bool = False
-    """Assume that drafts have a device of their own, even if they share the target's here."""
+    """Assume that drafts have a device of their own, even if they share one with targets here."""
     devices: str | None = None
-    """Run no model. Instead compute from bytes and bandwidth the speed of each device with and
-    without drafts: h200-8b or h200-70b-fp8, with changes as PRESET,KEY=VALUE,..
+    """Run no model. Instead compute the speed of a device with and without drafts, from the models'
+    sizes and the memory bandwidth. Give h200-8b or h200-70b-fp8, with changes PRESET,KEY=VALUE,..
     [sessions=1,context=1024,target=16.06/32/131.1/1,draft=2.47/16/32.8/1,
     head=0.85/1/12.3/1,head_width=4096,link_gb=3,acceptance=0.65,head_acceptance=0.71,
     hit_rate=0.84,memory_gb=127,bandwidth_tb=3.6,compute_rows=206,layer_ms=0.07,session_ms=0.05,verdict_ms=0.07,round_ms=1.3,
-    plain_ms=0.5]; a model is GB/LAYERS/KB/DEVICES, where KB is the size of a token's keys and
-    values"""
+    plain_ms=0.5]. A model is GB/LAYERS/KB/DEVICES: GB is the size of the weights, KB that of a
+    token's keys and values."""
 
     def load_prompts(self) -> tuple[BenchPrompt, ...]:
-        """As `PromptOptions.load_prompts`, but by default not all built-in prompts."""
+        """Like `PromptOptions.load_prompts`, but by default only `BUILT_IN_PROMPTS` prompts."""
         if self.prompts is None and self.num_prompts is None:
             return replace(self, num_prompts=BUILT_IN_PROMPTS).load_prompts()
         return super().load_prompts()
@@ -78,12 +78,12 @@ Count = Annotated[int | None, between(1, REPLICAS_MAX)]
 @checked()
 class SimulationOptions(Options):
     simulate: bool = False
-    """Also simulate a fleet: the real services on a virtual clock. A run with 20 sessions for 10 s
-    takes about 20 s, or with look-ahead a minute. Finding numbers of replicas takes about ten
-    runs."""
+    """Also simulate a fleet: the real services on a virtual clock. Simulating 20 sessions for 10 s
+    takes about 20 s, or with look-ahead a minute. Finding numbers of replicas takes about ten such
+    simulations."""
     from_report: Path | None = None
-    """Run no model. Simulate the pair of this file, which `outrider plan --json` has printed. (With
-    `--engine emulated:acceptance_rates=A/A/..` the emulated pair is simulated.)"""
+    """Run no model. Simulate the target and draft in this file, an output of `outrider plan
+    --json`. (With `--engine emulated:acceptance_rates=A/A/..`, the emulated pair is simulated.)"""
     sessions: Annotated[int | None, between(1, 10_000)] = None
     """Sessions at a time; when a session ends, the next begins."""
     rate: Annotated[float | None, between(0.001, 10_000)] = None
@@ -99,20 +99,20 @@ class SimulationOptions(Options):
     coordinators: Count = None
     """Number of coordinators; unset = the fewest that meet `--tpot-ms`."""
     tpot_ms: Annotated[float | None, between(0.001, 60_000)] = None
-    """Longest time per token, ms, that 99 % of the tokens must meet."""
+    """Limit on the time per token, ms, which 99 % of the tokens must meet."""
     simulated_seconds: Annotated[float, between(1, 3_600)] = 10.0
     """Measured part of the simulated time, s."""
     coordinator_ms: Annotated[float, between(0, 1_000)] = 0.29
-    """CPU time that a coordinator takes for a round, ms; `bench overhead` measures it."""
+    """CPU time that a coordinator takes for a round, ms; `bench overhead` measures this time."""
 
     def check(self, has_drafts: bool) -> None:
-        """Raises `ConfigError` for options that do not go together."""
+        """Raises `ConfigError` if options are missing or do not go together."""
         if (self.sessions is None) == (self.rate is None):
             raise ConfigError("--sessions or --rate is needed: give one of them, not both")
         counts = [self.targets, self.coordinators, *([self.drafts] if has_drafts else [])]
         if self.tpot_ms is None and None in counts:
             raise ConfigError(
-                "--tpot-ms is needed to find numbers of replicas; or give --targets, "
+                "--tpot-ms is needed to find numbers of replicas; give it, or give --targets, "
                 "--coordinators and, if a model drafts, --drafts"
             )
 
@@ -153,19 +153,19 @@ def plan(arguments: Arguments) -> int:
     options = PlanOptions.from_arguments(arguments)
     simulation = SimulationOptions.from_arguments(arguments)
     if not arguments.simulate:
-        _refuse(arguments, _SIMULATION, "is for --simulate, which is missing")
+        _refuse(arguments, _SIMULATION, "needs --simulate")
     config = deployment_config(arguments)
     is_saved = simulation.from_report is not None
     knows_pair = arguments.simulate and (is_saved or config.target.emulated is not None)
     if knows_pair or "devices" in arguments.given:
         others = [one for one in _PLAN if one.name not in ("round_trip_ms", "devices")]
-        _refuse(arguments, others, "is for models, but none is run")
+        _refuse(arguments, others, "cannot be used, because no model runs")
     if options.devices is not None:
         from deploy.planner.devices import compare
 
         exclusive(arguments, "devices", "simulate")
         for key in (*arguments.settings, *arguments.given & {"config"}):
-            raise SettingError(key, "is for models, but none is run")
+            raise SettingError(key, "cannot be used, because no model runs")
         return tell(compare(options.devices, options.round_trip_ms / 1e3), arguments.json)
     values: dict[str, Any]
     shown: list[RenderableType] = []
@@ -213,7 +213,7 @@ def _check(config: DeploymentConfig) -> None:
         raise SettingError(
             "draft_model",
             f"{draft.model} is wrong; `plan` takes no drafter that reads the target's hidden "
-            "states; --devices computes where such a head pays",
+            "states. --devices computes whether such a head pays",
         )
     for key, size in (
         ("tensor_parallel_size", config.target.tensor_parallel_size),
@@ -236,7 +236,7 @@ def _plan(
     temperatures = dict.fromkeys(options.temperature)
     samples = [reading.sample(temperature, progress) for temperature in temperatures]
     del reading
-    gc.collect()  # Frees the memory of the engines for the services.
+    gc.collect()  # Frees the engines' memory, which the services need.
     plans = asyncio.run(rehearsed_plans(
         config, samples, progress, options.concurrency,
         shares_device=not options.separate_draft and _shares_device(config),

@@ -1,1 +1,1 @@
-"""What drafting would bring, before anything is deployed (`outrider plan`)."""
+"""Predicts what drafting would gain, before anything is deployed (`outrider plan`)."""

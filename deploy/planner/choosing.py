@@ -17,16 +17,16 @@ from outrider.speculation.text_acceptance import NUM_DEPTHS
 from .rounds import Option, Rounds, ServiceTimes, scripted, stacked, total, weighted
 
 GAIN_MIN = 0.005
-"""An option is preferred to an earlier one if it is faster by this share."""
+"""A later option is preferred to an earlier one only if it is faster by this share."""
 REPLICAS_LOSS_MAX = 0.05
-"""Compared with one draft for each session, fewer drafts may be slower by this share."""
+"""Fewer drafts than sessions are chosen if at most this share of the speed is lost."""
 SWEEP = (1, 2, 3, 4, 6, 8, 12, 16)
 """Values of K to compare with plain decoding."""
 FAN_OUTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Numbers of outcomes for which a draft may draft ahead, to compare with no look-ahead."""
 RESAMPLES = 200
 LEVEL = 0.9
-"""Share of the resamples within `Spread.speedup`."""
+"""Share of the resamples whose speed-up is in the interval `Spread.speedup`."""
 
 
 class Chooser:
@@ -44,7 +44,7 @@ class Chooser:
         self.plain = self.timed(self.plain, plain)
 
     def timed(self, way: Option, rounds: Rounds) -> Option:
-        """The way, with its speed in these rounds."""
+        """Returns `way` with its speed in these rounds."""
         seconds = self._first_s + self._times.seconds(rounds, way, self._sessions)
         rate = self._sessions * rounds.num_tokens / seconds
         return replace(
@@ -59,8 +59,9 @@ class Chooser:
     def best_way(
         self, rule: Rule, num_draft_tokens: int, rounds: Rounds, hit_rates: Sequence[float] = ()
     ) -> Option:
-        """The way with the best look-ahead, which may be none, and with as many drafts as it needs.
-        `hit_rates` are for 1, 2, ... outcomes; empty if the drafter cannot look ahead."""
+        """The fastest way to decode with this rule and K, with look-ahead for any of the `FAN_OUTS`
+        or without. `hit_rates` has the hit rates of look-ahead for 1, 2, ... outcomes. It is empty
+        if the drafter cannot look ahead."""
         waits = Option(rule=rule, num_draft_tokens=num_draft_tokens)
         ahead = [
             replace(waits, look_ahead=number, hit_rate=hit_rates[number - 1])
@@ -70,7 +71,8 @@ class Chooser:
         return best(self._with_replicas(way, rounds) for way in (waits, *ahead))
 
     def _with_replicas(self, way: Option, rounds: Rounds) -> Option:
-        """The way with the fewest drafts that cost little speed. For a look-up, without drafts."""
+        """Returns `way` with its speed. If a model drafts, its number of replicas is the smallest
+        that loses at most `REPLICAS_LOSS_MAX` of the speed."""
         if self._times.draft is None:
             return self.timed(way, rounds)
 
@@ -84,7 +86,7 @@ class Chooser:
 
 
 def best(options: Iterable[Option]) -> Option:
-    """The fastest option. If several are nearly as fast, the first of them."""
+    """The fastest option. A later option must be faster than an earlier one by `GAIN_MIN`."""
     first, *others = options
     for option in others:
         if option.tokens_per_second > first.tokens_per_second * (1 + GAIN_MIN):
@@ -94,13 +96,14 @@ def best(options: Iterable[Option]) -> Option:
 
 @dataclass(frozen=True)
 class Spread:
-    """How much the plan depends on the sample of prompts, by resampling."""
+    """How much the plan depends on the sample of prompts, measured by resampling the prompts."""
 
     num_texts: int
     speedup: tuple[float, float]
-    """Interval of the chosen option's speed-up over plain decoding in `LEVEL` of the resamples."""
+    """Bounds of the chosen option's speed-up over plain decoding in the middle `LEVEL` of the
+    resamples."""
     same_share: float
-    """Share of the resamples that lead to the same rule and K."""
+    """Share of the resamples in which the plan's rule and K are chosen again."""
 
 
 def spread(
@@ -111,8 +114,8 @@ def spread(
     prompt_tokens: Sequence[int],
 ) -> Spread | None:
     """Repeats the choice among `options` for bootstrap samples of the texts. The first option is
-    plain decoding. `rounds` are by option and text, `prompt_tokens` by text. None for a single
-    text."""
+    plain decoding. `rounds` [options, texts] are the rounds of each text, `prompt_tokens` [texts]
+    the lengths of the prompts. Returns None for a single text."""
     num = len(prompt_tokens)
     if num < 2:
         return None
@@ -136,13 +139,13 @@ def spread(
 class TemperaturePlan:
     temperature: float
     acceptance: Mapping[str, Mapping[str, Any]]
-    """For the texts of each category, and for `all`: `num_tokens`, and for each rule `by_position`
-    (see `Rounds.by_position`)."""
+    """For each category of texts, and for `all`: the number of tokens (`num_tokens`), and for each
+    rule the chances of acceptance (`by_position`, as `Rounds.by_position`)."""
     chosen: Option
-    """Plain decoding if no draft pays."""
+    """The fastest option; plain decoding if no draft pays."""
     plain: Option
     options: tuple[Option, ...]
-    """The best way for each rule and K."""
+    """The fastest option for each rule and K."""
     times: ServiceTimes
     survival: tuple[float, ...]
     """[K]: the chances that at least 1, 2, ... draft tokens are accepted, for the chosen option."""
@@ -151,13 +154,12 @@ class TemperaturePlan:
 
 
 class Replays:
-    """The expected rounds of one sample."""
+    """The expected rounds of the texts of one sample, for each rule and K."""
 
     def __init__(self, draft: DraftConfig, sample: Sample) -> None:
         self.sample = sample
         self.rules = rules_at(sample.temperature)
-        """A single one for a look-up, because all rules accept the same tokens of a look-up."""
-        if draft.drafter.model is None:
+        if draft.drafter.model is None:  # All rules accept the same tokens of a look-up.
             self.rules = self.rules[:1]
         self.rounds = {
             (rule, k): scripted(draft, sample, rule, k) for rule in self.rules for k in (0, *SWEEP)
@@ -170,8 +172,8 @@ class Replays:
         return [chance or 0.0 for chance in total(self.rounds[rule, k]).by_position[:k]]
 
     def hit_rates(self, rule: Rule, k: int) -> tuple[float, ...]:
-        """The hit rates of a draft that drafts for 1, 2, ... outcomes; empty if a look-up
-        drafts."""
+        """The hit rates of look-ahead for 1, 2, ... outcomes. Empty for look-ups and for hybrids:
+        `plan` does not consider look-ahead with them."""
         guessing = self.sample.guessing[rule]
         return guessing.hit_rates(self.chances(rule, k)) if self._looks_ahead else ()
 

@@ -4,8 +4,8 @@ A step reads the weights once, and the keys and values of each session once. Abo
 rows, computing takes longer than reading the weights. A step also takes `layer_ms` for each layer,
 and `session_ms` for each session after the first.
 
-In each round, a head on a draft device waits for its rows of hidden states. A row has `head_width`
-numbers of 2 bytes for each committed token, and passes two links of `link_gb`.
+In each round, a head on a draft device waits for hidden states from the target: for each committed
+token a row of `head_width` numbers of 2 bytes. The rows pass two links of `link_gb` each.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from .choosing import SWEEP
 from .rounds import Attempt, Line, Option, ServiceTimes, replay
 
 SHARES = (0.0, 1 / 8, 1 / 4, 1 / 2, 1.0)
-"""The numbers of drafts for each target to compare; 0 = the draft runs on the target's devices."""
+"""Numbers of drafts for each target, to be compared; 0 = the draft runs on the target's devices."""
 PRESETS = {"h200-8b": "", "h200-70b-fp8": "target=70.6/80/327.7/4,head=2.81/1/20.5/4,"}
 DRAFT, HEAD, HEAD_APART = "a draft", "a head", "a head on a draft device"
 RATE, SPEED = "device_tokens_per_second", "session_tokens_per_second"
@@ -45,11 +45,11 @@ _Spec = Annotated[_Model, Parts]
 
 
 class _Devices(BaseModel, extra="forbid", validate_default=True, allow_inf_nan=False):
-    """The defaults are those of H200s, Llama 3.1 8B, Llama 3.2 1B and an EAGLE-3 head;
-    docs/performance.md has their sources."""
+    """The defaults are those of H200s, Llama 3.1 8B, Llama 3.2 1B and an EAGLE-3 head.
+    docs/performance.md has the sources of these numbers."""
 
     sessions: PositiveInt = 1
-    """Sessions of each target. If fewer fit into the memory, there are fewer."""
+    """Sessions of each target; only as many as fit into the memory are counted."""
     context: PositiveInt = 1024
     """Tokens of each session."""
     target: _Spec = "16.06/32/131.1"  # type: ignore[assignment]
@@ -57,25 +57,25 @@ class _Devices(BaseModel, extra="forbid", validate_default=True, allow_inf_nan=F
     head: _Spec = "0.85/1/12.3"  # type: ignore[assignment]
     head_width: PositiveInt = 4096
     link_gb: PositiveFloat = 3.0
-    """GB/s of each of the links target to coordinator and coordinator to draft (25 Gbit/s)."""
+    """Speed of each of two links, GB/s (25 Gbit/s): target to coordinator, coordinator to draft."""
     acceptance: Share = 0.65
     head_acceptance: Share = 0.71
     hit_rate: Share = 0.84
     memory_gb: PositiveFloat = 127.0
-    """Memory for weights, keys and values: 0.9 of 141 GB."""
+    """Memory of a device for weights, keys and values: 0.9 of 141 GB."""
     bandwidth_tb: PositiveFloat = 3.6
-    """0.75 of 4.8 TB/s."""
+    """Memory bandwidth of a device: 0.75 of 4.8 TB/s."""
     compute_rows: PositiveInt = 206
-    """990 TFLOP/s divided by 4.8 TB/s. In 8 bits the number is the same: twice the speed, half the
-    bytes."""
+    """Rows whose computing takes as long as reading the weights: 990 TFLOP/s divided by 4.8 TB/s.
+    With 8 bits the number is the same, because computing and reading are both twice as fast."""
     layer_ms: NonNegativeFloat = 0.07
     session_ms: NonNegativeFloat = 0.05
     verdict_ms: NonNegativeFloat = 0.07
     """Time that the verdict of one session takes."""
     round_ms: NonNegativeFloat = 1.3
-    """Time of a round with a draft beside its steps and verdicts."""
+    """Time of a round with a draft, apart from the steps and verdicts of the round."""
     plain_ms: NonNegativeFloat = 0.5
-    """Time of a round without a draft beside its step."""
+    """Time of a round without a draft, apart from the step of the round."""
 
     def costs(self, model: _Model) -> StepCosts:
         gb_s = 1 / (self.bandwidth_tb * 1e3 * model.devices)
@@ -92,13 +92,14 @@ class _Devices(BaseModel, extra="forbid", validate_default=True, allow_inf_nan=F
         return room_gb * 1e6 / (model.kv_kb * self.context)
 
     def wire_s(self, num_tokens: float) -> float:
-        """Time, s, that the rows of `num_tokens` tokens take over both links."""
+        """Time, s, that the hidden states of `num_tokens` tokens take over both links."""
         return 2 * num_tokens * self.head_width * _BYTES_OF_A_NUMBER / (self.link_gb * 1e9)
 
     def row(
         self, way: str, model: _Model, acceptance: float, share: float, round_trip_s: float
     ) -> dict[str, Any] | None:
-        """The fastest rounds with `share` drafts for each target. None if no session fits."""
+        """Figures for the fastest K and look-ahead, with `share` drafts for each target. None if no
+        session fits into the memory, or if the model needs more than the target's devices."""
         seats = self.seats(self.target), self.seats(model) * (share or 1)
         sessions = int(min(self.sessions, *seats))
         if sessions < 1 or (not share and model.devices > self.target.devices):
@@ -150,7 +151,7 @@ def compare(text: str, round_trip_s: float) -> Report:
         (HEAD, found.head, found.head_acceptance, 0.0),
         *((DRAFT, found.draft, found.acceptance, share) for share in SHARES),
     ]
-    if found.target.devices == 1:  # A target on several ranks sends no rows.
+    if found.target.devices == 1:  # A target on several ranks sends no hidden states.
         head = found.head, found.head_acceptance
         ways += [(HEAD_APART, *head, share) for share in SHARES[1:]]
     rows = [row for way in ways if (row := found.row(*way, round_trip_s)) is not None]
@@ -176,13 +177,14 @@ def _where_heads_pay(rows: Sequence[dict[str, Any]]) -> str:
     most = max(row[RATE] for row in apart)
     by_device = "draft" if most > beside[RATE] else "target"
     by_speed = "draft" if fastest[SPEED] > beside[SPEED] else "target"
-    pays = f"{by_device} pays"
+    place = by_device
     if by_speed != by_device:
-        pays += f" by device, {by_speed} by the speed of a session"
+        place += f" for throughput, {by_speed} for the speed of each session"
     return (
-        f"For a head --eagle3-on {pays}: on the target {beside[RATE]:.0f} tokens/s a device and "
-        f"{beside[SPEED]:.0f} a session; on draft devices at most {most:.0f} and "
-        f"{fastest[SPEED]:.0f}, and each round waits {fastest['link_ms']:.2f} ms for its rows."
+        f"For a head, use --eagle3-on {place}. On the target a head yields {beside[RATE]:.0f} "
+        f"tokens/s a device and {beside[SPEED]:.0f} a session. On draft devices it yields at most "
+        f"{most:.0f} and {fastest[SPEED]:.0f}, and each round waits {fastest['link_ms']:.2f} ms "
+        "for hidden states."
     )
 
 

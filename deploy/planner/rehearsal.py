@@ -1,4 +1,4 @@
-"""The rehearsal of `outrider plan`: it measures sessions through the real services."""
+"""The rehearsal of `outrider plan` runs short sessions on the real services and measures them."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -28,24 +28,26 @@ REHEARSED_K = (0, 1, 8, 2, 4, 16)
 """Values of K in a rehearsal. Every second prompt has them in reverse order."""
 TEXTS_MAX = 4
 TOKENS_MAX = 48
-"""Length of a rehearsed answer."""
+"""Most tokens of a rehearsed answer."""
 OUTLIER = 3.0
-"""A round is ignored if it takes this many times the median of rounds with the same K."""
+"""A round is ignored if it takes more than this many times the median of rounds with its K."""
 DESCRIBE_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
 class PlayedSession:
     text: Answer
-    """The target's answer to the same prompt, from the reading."""
+    """The prompt, and the answer that the target gave before the rehearsal."""
     num_draft_tokens: int
     done: Completion
+    """The answer of the services."""
     is_cached: bool = True
     """Whether both replicas had the prompt in their prefix caches."""
 
     @property
     def unread_tokens(self) -> int:
-        """Tokens of the prompt that had to be prefilled. A cache holds only full pages."""
+        """Number of tokens of the prompt that the target had to prefill. If the prompt is cached,
+        these are the tokens after its full pages, and at least one."""
         num = len(self.text.prompt_ids)
         return num - (num - 1) // PAGE_SIZE * PAGE_SIZE if self.is_cached else num
 
@@ -53,7 +55,8 @@ class PlayedSession:
 async def play(
     client: Client, text: Answer, temperature: float, rule: Rule, num_draft_tokens: int
 ) -> PlayedSession:
-    """The services answer the prompt of `text`, with its seed. Raises as `complete`."""
+    """Lets the services answer the prompt of `text`, with the seed of `text`. Raises the errors of
+    `complete`."""
     request = GenerateRequest(
         prompt=text.prompt_ids, sampling=SamplingParams(temperature=temperature), rule=rule,
         num_draft_tokens=num_draft_tokens, deadline_ms=DEADLINE_MS_MAX, include_rounds=True,
@@ -66,13 +69,13 @@ async def rehearsed_plans(
     config: DeploymentConfig, samples: Sequence[Sample], progress: Progress, sessions: int,
     **link: Any,
 ) -> tuple[TemperaturePlan, ...]:  # fmt: skip
-    """A plan for each sample. All samples have the same prompts. `link` are further fields of
-    `ServiceTimes`. Raises `Unavailable`."""
+    """Rehearses each sample and returns a plan for each. All samples have the same prompts. `link`
+    are further fields of `ServiceTimes`. Raises `Unavailable`."""
     replays = [Replays(config.draft, sample) for sample in samples]
     progress("starting the services for a rehearsal")
     coordinator = config.coordinator
     if coordinator.lookup is not None:
-        # Each prompt is answered several times, and drafts must not be copies of earlier answers.
+        # Each prompt is answered several times. The look-up must not copy the earlier answers.
         lookup = replace(coordinator.lookup, suffix_tokens_per_tenant=0)
         coordinator = replace(coordinator, lookup=lookup)
     async with running_pair(config.target, config.draft, coordinator) as replicas:
@@ -88,7 +91,7 @@ async def rehearsed_plans(
             async with replicas.coordinator() as (client, _):
                 rehearsed = await _rehearsed(client, sample, progress, is_first=not times)
             found = fit(known, config.draft, sample.temperature, rehearsed)
-            # Only in the first sample, whole prompts are prefilled.
+            # Only the first sample prefills whole prompts. For later samples they are cached.
             times.append(replace(found, first=times[0].first) if times else found)
     return tuple(choose(sessions, *pair) for pair in zip(replays, times, strict=True))
 
@@ -108,9 +111,9 @@ async def _tables(replicas: Replicas) -> tuple[StepCosts | None, StepCosts | Non
 async def _rehearsed(
     client: Client, sample: Sample, progress: Progress, is_first: bool
 ) -> list[PlayedSession]:
-    """Plays texts of the sample. If it `is_first`, the prompts are not cached yet."""
+    """Plays some texts of the sample. If the sample is the first, no prompt is cached yet."""
     rule = rehearsed_rule(sample.temperature)
-    # These texts are evenly spaced in the sample, so they are of different categories.
+    # The chosen texts are spread over the sample, so that they are of different categories.
     texts = sample.texts[:: math.ceil(len(sample.texts) / TEXTS_MAX)]
     texts = tuple(replace(text, max_tokens=min(TOKENS_MAX, text.max_tokens)) for text in texts)
     warm_up = replace(texts[-1], seed=(texts[0].seed - 1) & SEED_MAX)
@@ -136,7 +139,8 @@ def rehearsed_rule(temperature: float) -> Rule:
 def fit(
     known: ServiceTimes, draft: DraftConfig, temperature: float, played: Sequence[PlayedSession]
 ) -> ServiceTimes:
-    """Fits the lines that correct the engines' cost tables to the times of the sessions."""
+    """Returns `known` with lines that correct the engines' cost tables. The lines are fitted to the
+    measured times of the sessions."""
     first, plain, wait, verify = (list[tuple[float, float]]() for _ in range(4))
     rest = list[float]()
     step_seconds = known.target.step_seconds
@@ -148,7 +152,7 @@ def fit(
         if k > 0:
             drafted.setdefault(k, []).extend(_drafted_rounds(draft, temperature, session))
         elif len(rounds) > 1:
-            # The mean, because the target runs ahead, and tokens arrive in bursts.
+            # Only the mean time of rounds is known: the target runs ahead and sends in bursts.
             elapsed_s = rounds[-1].arrived_s - rounds[0].arrived_s
             table_s = step_seconds(1, 1, num_tokens + len(rounds) // 2)
             plain.append((table_s, elapsed_s / (len(rounds) - 1)))
@@ -171,8 +175,9 @@ def fit(
 def _drafted_rounds(
     draft: DraftConfig, temperature: float, session: PlayedSession
 ) -> Iterator[tuple[int, int, RoundReport, float]]:
-    """Steps of the draft model, context, report and seconds of each round with a draft. The first
-    one is left out, because the draft may prefill the prompt in it."""
+    """Yields the draft model's steps, the context, the report and the seconds of each round with a
+    draft. Leaves out the first such round, in which the draft may prefill the prompt, and rounds
+    with another number of draft tokens than expected."""
     script, text = Script(draft, temperature), session.text
     for index, (before, now) in enumerate(pairwise(session.done.rounds)):
         start = now.tokens.first_index

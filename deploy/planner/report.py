@@ -27,11 +27,11 @@ class PlanReport:
     round_trip_ms: float
     plans: tuple[TemperaturePlan, ...]
     flags: tuple[str, ...] = ()
-    """Further options for `outrider serve`."""
+    """Further words of the recommended `outrider serve` command."""
 
     @property
     def pair(self) -> Pair:
-        """The pair for a simulation: the option chosen for the first temperature."""
+        """The pair to simulate. It decodes with the option chosen for the first temperature."""
         plan, name = self.plans[0], f"{self.draft_model} for {self.model}"
         return Pair(name=name, times=plan.times, way=plan.chosen, survival=plan.survival)
 
@@ -95,20 +95,19 @@ def _advice(plan: TemperaturePlan) -> Iterator[str]:
     rate = max(rates, default=plain)
     if rate < plain and not plan.times.shares_device:
         yield (
-            "Do not use a separate draft here if its device could run another target: with it you "
-            f"get {rate:.1f} tokens/s a device, plain decoding {plain:.1f}. `outrider plan "
-            "--devices` also compares drafts that several targets share, and heads."
+            "Do not use a separate draft here if its device could run another target. With a "
+            f"separate draft a device yields {rate:.1f} tokens/s, with plain decoding {plain:.1f}. "
+            "`outrider plan --devices` also compares heads, and drafts that several targets share."
         )
 
 
 def _certainty(plan: TemperaturePlan) -> str:
     found = plan.spread
     if found is None:
-        return "One prompt does not tell how certain this is: use more (--prompts FILE)."
+        return "One prompt does not show how certain this plan is. Use more (--prompts FILE)."
     low, high = found.speedup
     return (
-        f"How certain this is: of {RESAMPLES} resamples of these {found.num_texts} prompts, "
-        f"{LEVEL:.0%} have a speed-up of {low:.2f} to {high:.2f} this way; "
-        f"{found.same_share:.0%} lead to the same rule and K. This does not include errors of the "
-        "measured times."
+        f"In {LEVEL:.0%} of {RESAMPLES} resamples of these {found.num_texts} prompts, this option "
+        f"has a speed-up of {low:.2f} to {high:.2f}. In {found.same_share:.0%} of them, its rule "
+        "and K are chosen again. Errors of the measured times are not included."
     )

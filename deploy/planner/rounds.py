@@ -1,9 +1,9 @@
 """The rounds that a text of the target takes, and their times. The times come from engines' cost
-tables, corrected by lines through measured rounds.
+tables, corrected by lines that are fitted to measured rounds.
 
-A lossless verifier commits the target's own text x, whatever is drafted. So given x, the rounds are
-a Markov chain, and are computed without running any. p and q are those at each place of the text,
-after all transforms:
+A lossless verifier commits the target's own text x, whatever is drafted. So the rounds of a given
+text x are a Markov chain, and can be computed without running any. p and q are the distributions at
+each place of the text, after all transforms:
 
 | rule | chance that the first n tokens of a proposal are accepted, given the text |
 | --- | --- |
@@ -12,9 +12,11 @@ after all transforms:
 | coupled | prod_{i<=n} P(the draft draws x_i, given that the target does) |
 | greedy | 1 while x_i is the draft's likeliest token, then 0 |
 
-Token: x is drawn and accepted with chance prod min(p, q), and the text begins with x with chance
-prod p. Block: P(tau >= n, x) is q(x_1..x_n) pi_n (Sun et al., ICLR 2025, lemma 3), and pi_n q / p
-telescopes to the minimum above. `benchmarks.acceptance.matched` computes the chance for coupled.
+Token: x_1..x_n is drafted and accepted with chance prod min(p, q). The text begins with x_1..x_n
+with chance prod p. The table has the quotient of the two chances. Block: x_1..x_n is drafted and
+accepted with chance q(x_1..x_n) pi_n (Sun et al., ICLR 2025, lemma 3). Divided by prod p, this
+telescopes to the minimum in the table. Coupled: `benchmarks.acceptance.matched` computes the
+chance.
 """
 
 import math
@@ -36,17 +38,17 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 NOISE = 0.15
 """Assumed relative standard deviation of a measured time."""
 FACTOR_SPREAD = 0.5
-"""Assumed standard deviation of a line's factor, around 1."""
+"""Assumed standard deviation of `Line.factor`, whose mean is assumed to be 1."""
 FACTOR_MAX = 4.0
 
 
 def survival(rule: Rule, steps: Sequence[float]) -> Array:
-    """The chances that at least 1, 2, ... tokens of a proposal for these places are accepted, given
-    the text. `steps` are those of `Answer.steps`."""
+    """The chances that at least 1, 2, ... tokens of a proposal are accepted, given the text. The
+    `steps` are the values of `Answer.steps` for the tokens of the proposal."""
     values = np.asarray(steps, dtype=np.float64)
     if rule is not Rule.BLOCK:
         return np.minimum(values, 1.0).cumprod()
-    with np.errstate(divide="ignore"):  # In logarithms, as a product may overflow before a 0.
+    with np.errstate(divide="ignore"):  # Sums of logarithms, because products may overflow.
         products = np.exp(np.minimum(np.cumsum(np.log(values)), 0.0))
     return np.asarray(np.minimum.accumulate(products))
 
@@ -56,10 +58,10 @@ class Attempt(NamedTuple):
 
     num_proposed: int
     num_steps: int
-    """Steps of the draft model; 0 without a proposal of the model."""
+    """Steps of the draft model; 0 if a look-up proposes or nothing is proposed."""
     survival: Sequence[float]
-    """The chances that at least 1, 2, ... of the proposed tokens are accepted. A token behind the
-    end of the text has none."""
+    """The chances that at least 1, 2, ... of the proposed tokens are accepted. Tokens behind the
+    end of the text are left out."""
 
 
 _DEPTHS = NUM_DRAFT_TOKENS_MAX
@@ -67,20 +69,20 @@ _KINDS = _DEPTHS + 1
 
 
 class Rounds(NamedTuple):
-    """Expected rounds of one or more texts. The first round of each text has no draft. The others
-    are *later* rounds."""
+    """Expected rounds of one or more texts. The first round of each text has no draft. All other
+    rounds are *later* rounds."""
 
     num_texts: float
     num_tokens: float
     num_rounds: float
     contexts: float
-    """The number of the session's tokens at the start of a round, summed over later rounds."""
+    """Number of the session's tokens at the start of a later round, summed over these rounds."""
     reached: Array
     """[K]: how often a token at depth 1, 2, ... was tested."""
     accepted: Array
     """[K]: how often a token at depth 1, 2, ... was accepted."""
     kinds: Array
-    """[tokens proposed, steps of the draft model]: number of such later rounds."""
+    """[P, S]: number of later rounds with P proposed tokens and S steps of the draft model."""
 
     @property
     def num_later(self) -> float:
@@ -97,8 +99,8 @@ class Rounds(NamedTuple):
 
     @property
     def by_position(self) -> tuple[float | None, ...]:
-        """For depth 1, 2, ..., the chance that a token is accepted if all before it were; None for
-        depths that were not reached."""
+        """For depth 1, 2, ..., the chance that a token is accepted if all tokens before it were;
+        None for depths that were not reached."""
         pairs = zip(self.accepted.tolist(), self.reached.tolist(), strict=True)
         return tuple(accepted / reached if reached > 0 else None for accepted, reached in pairs)
 
@@ -117,13 +119,13 @@ class Rounds(NamedTuple):
 
 
 def stacked(parts: Sequence[Rounds]) -> Rounds:
-    """Rounds of several texts, as one `Rounds` whose arrays have a first dimension for the text."""
+    """The rounds of several texts as one `Rounds`, whose fields have a first dimension for text."""
     fields: Any = map(np.stack, zip(*parts, strict=True))
     return Rounds(*fields)
 
 
 def weighted(stack: Rounds, counts: Array) -> Rounds:
-    """The sum of `stacked` rounds, each text `counts` times."""
+    """The sum of `stacked` rounds over the texts. Text i counts `counts[i]` times."""
     fields: Any = (np.tensordot(counts, field, 1) for field in stack)
     return Rounds(*fields)
 
@@ -134,8 +136,8 @@ def total(parts: Sequence[Rounds]) -> Rounds:
 
 def replay(num_tokens: int, attempt_at: Callable[[int], Attempt], prompt_tokens: int = 0) -> Rounds:
     """The rounds of one text of `num_tokens` >= 1. `attempt_at(t)` returns the proposal of a round
-    that begins after t = 1..num_tokens - 1 tokens of the text. It is called for each t at which a
-    round may begin, in ascending order."""
+    that begins after t = 1..num_tokens - 1 tokens of the text. `attempt_at` is called in ascending
+    order for each t at which a round may begin."""
     visits = np.zeros(num_tokens + 1)
     visits[1] = 1.0
     contexts, kinds = 0.0, np.zeros((_KINDS, _KINDS))
@@ -156,8 +158,8 @@ def replay(num_tokens: int, attempt_at: Callable[[int], Attempt], prompt_tokens:
 
 
 class Script:
-    """A drafter that drafts for texts as if they were sessions, one after the other. So it can copy
-    from earlier answers."""
+    """Drafts for texts as if they were successive sessions of one drafter. So a look-up can copy
+    from the answers in earlier texts."""
 
     def __init__(self, draft: DraftConfig, temperature: float) -> None:
         self._draft = draft
@@ -195,7 +197,7 @@ class Script:
         """The expected rounds of a text with this K."""
 
         def attempt_at(start: int) -> Attempt:
-            # The last token of a round is always the target's.
+            # The last token of a round is always drawn by the target, not drafted.
             wanted = min(num_draft_tokens, text.max_tokens - start - 1)
             return self.attempt(text, start, wanted, rule) if wanted else Attempt(0, 0, ())
 
@@ -216,19 +218,20 @@ def scripted(
 
 @dataclass(frozen=True)
 class Line:
-    """Corrects the seconds of a cost table. The default leaves them as they are."""
+    """Corrects a time from a cost table to `base_s + factor * time`; by default not at all."""
 
     base_s: float = 0.0
     factor: float = 1.0
 
     def at(self, table_s: float) -> float:
-        """The expected time; never negative."""
+        """The corrected time, s; never negative."""
         return max(0.0, self.base_s + self.factor * table_s)
 
 
 def fitted(pairs: Sequence[tuple[float, float]]) -> Line:
-    """The least-squares line through pairs of table and measured seconds. Its factor is from 0 to
-    `FACTOR_MAX`. The less certain the factor is, the closer it is to 1 (ridge regression)."""
+    """The least-squares line through `pairs` of a time from a cost table and a measured time. An
+    uncertain factor is pulled towards 1 (ridge regression). Bounds of the factor are 0 and
+    `FACTOR_MAX`."""
     if not pairs:
         return Line()
     x, y = np.array(pairs, dtype=np.float64).T
@@ -249,19 +252,18 @@ class Option:
     look_ahead: int = 0
     """Outcomes of a round for which the draft drafts ahead; 0 = rounds wait for the draft."""
     draft_replicas: float = 0
-    """Drafts for each target. Below 1 if targets share a draft; 0 for plain decoding and look-ups.
-    """
+    """Number of drafts for each target: below 1 if targets share a draft, 0 if no model drafts."""
     hit_rate: float | None = None
     """Share of rounds whose proposal is ready at their start; None without look-ahead."""
     tokens_per_second: float = 0.0
-    """Speed of all sessions of a target replica together, with their prefill."""
+    """Speed of all sessions of a target replica together. Prefills are part of the time."""
     speedup: float = 1.0
     """Speed relative to plain decoding of the same number of sessions."""
     tokens_per_round: float = 1.0
     proposed_per_round: float = 0.0
-    """Mean number of draft tokens of rounds with a draft."""
+    """Mean number of draft tokens of a later round (see `Rounds`)."""
     steps_per_round: float = 0.0
-    """Mean number of steps of the draft model; below K if a look-up proposes."""
+    """Mean number of steps of the draft model in a later round."""
 
 
 @dataclass(frozen=True)
@@ -272,15 +274,15 @@ class ServiceTimes:
     draft: StepCosts | None
     """None = a look-up drafts, in the coordinator."""
     verify: Line = Line()
-    """Turns the target's step into the wait for a verdict."""
+    """Turns the time of a target's step into the wait for a verdict."""
     plain: Line = Line()
-    """Turns the target's step into a round of plain decoding."""
+    """Turns the time of a target's step into the time of a round of plain decoding."""
     wait: Line = Line()
-    """Turns the draft's steps into the wait for a proposal."""
+    """Turns the time of the draft's steps into the wait for a proposal."""
     rest_s: float = 0.0
-    """Time of a round with a draft beside these two waits."""
+    """Time of a round with a draft, without the waits for the verdict and the proposal."""
     first: Line = Line()
-    """Turns the target's step for the prompt into the time to the first token."""
+    """Turns the time of the target's step for the prompt into the time to the first token."""
     round_trip_s: float = 0.0
     """Extra round-trip time between coordinator and draft; 0 = both are on one machine."""
     target_max_num_seqs: int = ENGINE_SEQUENCES_MAX
@@ -288,7 +290,7 @@ class ServiceTimes:
     max_num_seqs: int = ENGINE_SEQUENCES_MAX
     """Most sequences in a step of the draft."""
     shares_device: bool = False
-    """Whether draft and target share cores or a device, so that only one of them computes."""
+    """Whether draft and target share cores or a device, so that only one computes at a time."""
 
     def first_seconds(self, prompt_tokens: Iterable[int]) -> float:
         """Sum of the times to the first token for prompts of these lengths."""
@@ -307,8 +309,8 @@ class ServiceTimes:
 
 @dataclass(frozen=True)
 class _SharedSteps:
-    """The times of rounds that share steps with other sessions. The rounds of all sessions have the
-    same means."""
+    """The times of rounds whose steps are shared with other sessions. All sessions are assumed to
+    have the same mean numbers of draft tokens and steps."""
 
     times: ServiceTimes
     rounds: Rounds
@@ -317,7 +319,7 @@ class _SharedSteps:
     def drafted_seconds(self, sessions: int) -> float:
         """Total time of rounds that wait for their drafts. Sessions that share a step form a group
         and stay together. Target and draft each serve one group at a time. In a cycle every session
-        has one round. The number of groups is the one with the shortest cycle."""
+        has one round. The number of groups is chosen for the shortest cycle."""
         mean = 1.0 + self.rounds.proposed_per_round, self.rounds.steps_per_round
 
         def cycle_s(groups: int) -> float:
@@ -341,10 +343,11 @@ class _SharedSteps:
 
     def look_ahead_s(self, sessions: int, way: Option, hit_rate: float) -> float:
         """Time of a round whose draft drafts for `way.look_ahead` outcomes while the target
-        verifies (Kumar et al., arXiv 2603.03251, theorem 7). A hit takes the longer one of the
-        target's step and the draft's work for all outcomes. After a miss, the proposal is drafted
-        once the outcome is known. Each pass of the draft adds a token to as many outcomes as fit
-        into a step. There are K + 1 passes, as outcomes with the bonus join at the second."""
+        verifies (Kumar et al., arXiv 2603.03251, theorem 7). A round with a hit takes as long as
+        the target's step or the draft's work for all outcomes, whichever is longer. After a miss,
+        the proposal is drafted once the outcome is known. Each pass of the draft adds a token to as
+        many outcomes as fit into a step. There are K + 1 passes, because outcomes with the bonus
+        join only at the second pass."""
         times, k = self.times, way.num_draft_tokens
         verify_s = self._verify_s(sessions, 1.0 + k) + times.rest_s
         branches = math.ceil(sessions / self.draft_replicas) * way.look_ahead
@@ -361,13 +364,13 @@ class _SharedSteps:
         return self._wait_s(together, steps) + self._verify_s(together, rows) + self.times.rest_s
 
     def _verify_s(self, together: float, rows: float) -> float:
-        """The wait for the verdict of a round with these rows, in a step with other sessions."""
+        """The wait for the verdict of a round of `rows` rows, in a step of `together` sessions."""
         all_rows = rows + (together - 1) * (1.0 + self.rounds.proposed_per_round)
         context = together * self.rounds.context
         return self.times.verify.at(self.times.target.step_seconds(all_rows, together, context))
 
     def _wait_s(self, together: float, steps: float) -> float:
-        """The wait for a proposal. The round trip is added only if a replica drafts."""
+        """The wait for a proposal. Includes the round trip only if the draft runs steps."""
         link_s = self.times.round_trip_s * min(1.0, steps)
         return self.times.wait.at(self._drafted_s(together, steps)) + link_s
 

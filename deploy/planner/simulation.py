@@ -1,4 +1,4 @@
-"""`outrider plan --simulate`: simulates fleets, and searches for the smallest that is fast enough.
+"""`outrider plan --simulate` simulates fleets, and finds the smallest fleet that is fast enough.
 
 A simulated fleet consists of the real services (coordinators, targets, drafts and the memory store)
 in one event loop on a virtual clock. The engines are emulated: cost tables of the plan state the
@@ -47,25 +47,27 @@ from target_service.service import TargetService
 from .rounds import Line, Option, ServiceTimes
 
 ANSWER_TOKENS_MAX = 2**17
-"""Length of an answer that should not end."""
+"""Most tokens of an answer."""
 VOCABULARY = 64
 _GUESSED_MASS = 2.0**-10
+"""The draft's probability of the token that it guesses as correction (see `_rows`)."""
 _DECOY_MASS = 2.0**-15
-"""The draft's probabilities of a correction that it guesses, and of a decoy; see `_rows`."""
+"""The draft's probability of each decoy (see `_rows`)."""
 ROLES: tuple[Role, ...] = ("target", "draft", "coordinator")
-"""The order in which numbers of replicas are searched: the most expensive role comes first."""
+"""The order in which numbers of replicas are searched. The most expensive role comes first."""
 STEPPED_ROWS = 512
 SEARCH_S = 5.0
 """Measured time of each simulation in a search. The warm-up takes half as long."""
 TOLERANCE = 0.02
-"""The number found may exceed the smallest sufficient number by this share."""
+"""The number of replicas found may exceed the smallest sufficient number by this share."""
 GENEROUS = 4
-"""While a role's number is searched, later roles have this many times their least need."""
+"""A role's lower bound is the number of replicas that the load keeps fully busy. While the number
+of one role is searched, each later role has this many times its lower bound."""
 HOPELESS = 16
-"""The search for a role's number gives up at this many times its least need."""
+"""The search for the number of a role gives up at this many times the role's lower bound."""
 ReplicaRole = Literal["target", "draft"]
 Fleet = Mapping[Role, int]
-"""Numbers of replicas. If a look-up drafts, there are no drafts."""
+"""Number of replicas of each role. If no model drafts, the number of drafts is 0."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,8 @@ class Workload:
     """Requests a second (a Poisson process)."""
     prompt_tokens: int = 64
     answer_tokens: float = 256.0
-    """Mean of the geometric distribution of an answer's length; `inf` = answers do not end."""
+    """Mean length of answers, whose lengths have a geometric distribution; `inf` = answers have
+    `ANSWER_TOKENS_MAX` tokens."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +91,7 @@ class Pair:
     times: ServiceTimes
     way: Option
     survival: tuple[float, ...]
-    """[K]: the chances that at least 1, 2, ... K draft tokens are accepted; empty = plain
-    decoding."""
+    """[K]: the chances that at least 1, 2, ... draft tokens are accepted; empty if K = 0."""
     name: str = ""
 
     @property
@@ -98,7 +100,7 @@ class Pair:
         return len(self.survival) > 0 and self.times.draft is not None
 
     def seats(self, role: ReplicaRole) -> int:
-        """Most sessions in a step."""
+        """Most sessions in a step of a role's replica."""
         times = self.times
         return times.target_max_num_seqs if role == "target" else times.max_num_seqs
 
@@ -121,7 +123,7 @@ def _on_line(costs: StepCosts, line: Line) -> StepCosts:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A fleet of a pair, and its load."""
+    """A fleet that serves a pair, and the load of the fleet."""
 
     pair: Pair
     fleet: Fleet
@@ -129,7 +131,7 @@ class Scenario:
     config: DeploymentConfig = field(default_factory=DeploymentConfig)
     """Time-outs and limits of the services."""
     coordinator_s: float = 0.00029
-    """CPU time that a coordinator takes for a round; `outrider bench overhead` measures it."""
+    """CPU time of a coordinator for a round; `outrider bench overhead` measures this time."""
     warm_up_s: float = 3.0
     seconds: float = 10.0
     """Measured time, after the warm-up."""
@@ -137,43 +139,48 @@ class Scenario:
 
 @dataclass(frozen=True)
 class FleetFigures:
-    """The results. Times of requests are p50 and p99, or None if there was no request."""
+    """The results of a simulation."""
 
     tokens_per_second: float
     rounds_per_second: float
     tokens_per_round: float
     num_requests: int
-    """Requests that ended, including refused ones."""
+    """Number of requests that ended, including refused ones."""
     num_refused: int
-    """Requests that were refused or failed."""
+    """Number of requests that were refused or failed."""
     tpot_ms: tuple[float, float] | None
-    """Time per token, weighted by tokens."""
+    """Time per token of a request: p50 and p99, weighted by the tokens of requests. None if no
+    request has such a time."""
     ttft_ms: tuple[float, float] | None
+    """Time to the first token of a request: p50 and p99. None if no request has such a time."""
     draft_ms: float
     """Mean time that a round with draft tokens waits for its proposal."""
     hit_rate: float
-    """Share of these rounds whose proposal was ready when they began."""
+    """Share of the rounds with draft tokens whose proposal was ready when the round began."""
     busy: tuple[float, float, float]
-    """Mean share of the time in which targets, drafts and coordinators worked."""
+    """Shares of the time in which targets, drafts and coordinators worked, as means over the
+    replicas of a role."""
     sessions_per_step: float
-    """Mean over the steps of all targets."""
+    """Mean number of sessions in a step of a target."""
 
 
 def simulate(scenario: Scenario) -> FleetFigures:
-    """Runs a scenario. Deterministic."""
+    """Runs a scenario. The same scenario always has the same figures."""
     return run_virtually(cancelling_others(_Simulation(scenario).run()))
 
 
 def _rows(pair: Pair, role: ReplicaRole) -> torch.Tensor:
-    """Logits [VOCABULARY + 1, VOCABULARY] after each token. The last row is for an empty context.
+    """Logits [VOCABULARY + 1, VOCABULARY]. Row i is for contexts that end with token i. The last
+    row is for an empty context.
 
-    The draft proposes token d at depth d = 1..K, so the last token gives the depth. The target
-    draws token d with the plan's chance for depth d, and otherwise 0 or K + 1. A draft that looks
-    ahead guesses 0 and never K + 1, and a look-up finds nothing after K + 1. So the share of 0
-    among the draws of 0 and K + 1 determines the hit rate.
+    The draft proposes token d at depth d = 1..K, so the last token gives the depth. At depth d, the
+    target draws token d with the plan's chance of acceptance. Otherwise it draws the correction 0
+    or K + 1. A look-ahead draft guesses the correction 0 and never K + 1, and a look-up finds
+    nothing after K + 1. So the share of 0 among the corrections determines how often look-ahead
+    hits, or how often a look-up proposes.
 
-    The draft's other guesses are decoys, which the target never draws. With them, the draft works
-    for as many outcomes as the plan states."""
+    The other guesses of look-ahead are decoys: tokens that the target never draws. Because of the
+    decoys, the draft works for as many outcomes as the plan states."""
     k, ahead = len(pair.survival), pair.way.look_ahead
     reached = (1.0, *pair.survival)
     chances = [b / a if a > 0 else 0.0 for a, b in pairwise(reached)]
@@ -202,7 +209,7 @@ def _rows(pair: Pair, role: ReplicaRole) -> torch.Tensor:
 
 
 class _Engine(EmulatedEngine):
-    """An emulated engine whose steps take the times of the plan. It counts its work."""
+    """An emulated engine whose steps take the times of the plan. The engine counts its work."""
 
     def __init__(self, scenario: Scenario, role: ReplicaRole) -> None:
         length = scenario.workload.prompt_tokens + ANSWER_TOKENS_MAX + VOCABULARY
@@ -212,7 +219,7 @@ class _Engine(EmulatedEngine):
         super().__init__(spec, role, scenario.pair.seats(role))
         self.costs = scenario.pair.costs(role)
         self.work = np.zeros(3)
-        """Seconds in steps, number of steps, and sessions in them."""
+        """Sums over all steps so far: seconds, steps, sessions."""
         self._law = _rows(scenario.pair, role)
 
     def _logits(self, contexts: Any) -> torch.Tensor:
@@ -232,7 +239,7 @@ class _Engine(EmulatedEngine):
 
 
 class _Lookup(LookupDrafter):
-    """A look-up that finds all K tokens, or if the last token is K + 1, none."""
+    """A look-up that proposes the tokens up to K. After the token K + 1 it finds nothing."""
 
     def __init__(self, num_tokens: int) -> None:
         self._num = num_tokens
@@ -299,8 +306,9 @@ class _Coordinator:
         )
 
     def _carrier(self, both_s: float, turn_s: float) -> Callable[[Callable[[], None]], None]:
-        """Delivers the two messages of a call. For each, the coordinator's thread works half of
-        `turn_s`, on one message at a time. Then the message travels for half of `both_s`."""
+        """Returns a function that delivers messages. A call has two messages, request and answer.
+        Each occupies the coordinator's thread, which handles one message at a time, for half of
+        `turn_s`. Then the message travels for half of `both_s`."""
 
         def carry(message: Callable[[], None]) -> None:
             loop = asyncio.get_running_loop()
@@ -312,15 +320,15 @@ class _Coordinator:
 
 
 class _Request(NamedTuple):
-    """A request, as its client sees it. Times are those of the loop's clock, in seconds."""
+    """A request, as its client sees it. Times are seconds of the event loop's clock."""
 
     began_at: float
     tokens: list[tuple[float, int]]
     """For each event, its time and its number of tokens."""
 
     def pace(self, begin: float) -> tuple[float, int] | None:
-        """Seconds per token, and for how many tokens: those after the time `begin` and after the
-        first event. None if there are none."""
+        """The seconds per token, and the number of tokens, of the tokens that came after the time
+        `begin` and after the first event. None if no such token came."""
         start = max(sum(at < begin for at, _ in self.tokens) - 1, 0)
         num = sum(n for _, n in self.tokens[start + 1 :])
         return ((self.tokens[-1][0] - self.tokens[start][0]) / num, num) if num else None
@@ -356,7 +364,7 @@ class _Simulation:
             self.begin(self._arrive(workload.rate))
 
         def work() -> dict[Role, Any]:
-            """For each role until now: seconds busy, number of steps, and sessions in them."""
+            """Sums until now for each role: seconds of work, steps, sessions in the steps."""
             found: dict[Role, Any] = {role: np.zeros(3) for role in ROLES}
             for one in replicas:
                 found[one.role] += one.engine.work
@@ -368,7 +376,7 @@ class _Simulation:
         await asyncio.sleep(scenario.seconds)
         for task in self._tasks:
             if task.done():
-                task.result()  # Raises its exception.
+                task.result()  # Raises the exception of the task.
         return self._measured({role: now - before[role] for role, now in work().items()})
 
     def begin(self, work: Coroutine[Any, Any, Any]) -> None:
@@ -422,7 +430,8 @@ class _Simulation:
         return asyncio.get_running_loop().time() >= self._scenario.warm_up_s
 
     def _measured(self, work: dict[Role, Any]) -> FleetFigures:
-        """The figures for the time after the warm-up. `work` is the result of `work` in `run`."""
+        """The figures for the time after the warm-up. `work` has for each role the seconds of work,
+        the steps, and the sessions in the steps, all in this time."""
         begin, seconds = self._scenario.warm_up_s, self._scenario.seconds
         fleet, requests, num_rounds = self._scenario.fleet, self._requests, len(self._rounds)
         drafted = [report for report in self._rounds if report.proposed_token_ids]
@@ -468,8 +477,8 @@ def read_report(path: Path) -> Pair:
 
 
 def of_emulated(text: str, target_seats: int, draft_seats: int) -> Pair:
-    """The pair that the specification of an emulated engine describes. Raises `ConfigError`, also
-    if it has no acceptance rates."""
+    """The pair that the specification of an emulated engine describes. Raises `ConfigError` if the
+    specification is wrong or has no acceptance rates."""
     spec = EmulatedSpec.parse(text)
     if not spec.acceptance_rates:
         raise SettingError(
@@ -480,8 +489,8 @@ def of_emulated(text: str, target_seats: int, draft_seats: int) -> Pair:
     if spec.head_on:
         raise SettingError(
             "engine",
-            f"{EMULATED}{text}: head_on={spec.head_on} is wrong; leave it out, as a simulated "
-            "draft does not read the target's hidden states",
+            f"{EMULATED}{text}: head_on={spec.head_on} is wrong; leave it out, because a "
+            "simulated draft does not read the target's hidden states",
         )
     times = ServiceTimes(
         target=_stepped(spec.verify_ms, spec.verify_tokens),
@@ -497,8 +506,8 @@ def of_emulated(text: str, target_seats: int, draft_seats: int) -> Pair:
 
 
 def _stepped(ms: float, rows: int) -> StepCosts:
-    """The table of an engine whose steps take `ms` for every `rows` rows or part of them. Beyond
-    `STEPPED_ROWS` the time is linear."""
+    """The cost table of an engine whose steps take `ms * ceil(n / rows)` for n rows. Beyond
+    `STEPPED_ROWS` the time is linear in n."""
     last = math.ceil(STEPPED_ROWS / rows) + 1
     seconds = {last * rows: last * ms / 1e3}
     for begun in range(1, last):
@@ -510,9 +519,9 @@ def _stepped(ms: float, rows: int) -> StepCosts:
 def simulated(
     scenario: Scenario, tpot_ms: float | None, free: Sequence[Role], progress: Callable[[str], None]
 ) -> Report:
-    """Simulates a scenario. The `free` roles get the smallest numbers that meet the goal `tpot_ms`.
-    In the table, replicas and busy shares are those of targets, drafts and coordinators, in this
-    order; times are p50 and p99."""
+    """Simulates a scenario. The `free` roles get the smallest numbers of replicas that meet the
+    goal `tpot_ms`. In the table, replicas and busy shares are in the order targets, drafts,
+    coordinators. Times are p50 and p99."""
     workload, pair, figures = scenario.workload, scenario.pair, None
     fleet = smallest(scenario, tpot_ms, free, progress) if free and tpot_ms else scenario.fleet
     if workload.sessions is None:
@@ -536,8 +545,8 @@ def simulated(
 
 
 def keeps(figures: FleetFigures, tpot_ms: float) -> bool:
-    """Whether no request was refused, and 99 % of the tokens are of requests that meet this time
-    per token."""
+    """Whether no request was refused, and 99 % of the tokens belong to requests that take at most
+    `tpot_ms` per token."""
     return figures.tpot_ms is not None and figures.tpot_ms[1] <= tpot_ms and not figures.num_refused
 
 
@@ -547,9 +556,10 @@ def smallest(
     free: Sequence[Role],
     progress: Callable[[str], None] = lambda line: None,
 ) -> Fleet | None:
-    """A fleet that meets this time per token, or None: with the fewest targets, then the fewest
-    drafts, then the fewest coordinators (within `TOLERANCE`). Roles that are not `free` keep the
-    scenario's numbers. While a role's number is searched, later roles have plenty of replicas."""
+    """The smallest fleet that meets this time per token; None if no fleet does. First the number of
+    targets is minimised, then that of drafts, then that of coordinators, each within `TOLERANCE`.
+    Roles that are not `free` keep the scenario's numbers. While the number of one role is searched,
+    later roles have plenty of replicas."""
     workload = scenario.workload
     tokens = (workload.rate or 0.0) * workload.answer_tokens
     if workload.sessions is not None:
@@ -578,7 +588,7 @@ def smallest(
 
 
 def _busy_s(scenario: Scenario, role: Role) -> float:
-    """The least time of a replica of a role that a round takes, s."""
+    """The least time, s, for which a round occupies a replica of this role."""
     pair = scenario.pair
     if role == "coordinator":
         return scenario.coordinator_s

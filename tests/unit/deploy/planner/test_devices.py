@@ -49,13 +49,13 @@ def test_a_link_makes_the_rounds_of_draft_devices_longer() -> None:
     ("text", "round_trip_ms", "pays", "waits_ms"),
     [
         # 2 links x 3.13 tokens x 2 x 4,096 bytes / 3 GB/s, of rounds of K = 6.
-        ("h200-8b", 0, "target pays:", 0.017),
-        ("h200-8b", 5, "target pays:", 5.018),
-        ("h200-8b,sessions=64,head_width=576", 0, "target pays by device, draft by", 0.154),
-        ("h200-8b,sessions=64", 5, "target pays by device, draft by", 5.988),
-        ("h200-8b,sessions=64,link_gb=0.1", 0, "target pays:", None),
+        ("h200-8b", 0, "target.", 0.017),
+        ("h200-8b", 5, "target.", 5.018),
+        ("h200-8b,sessions=64,head_width=576", 0, "target for throughput, draft for", 0.154),
+        ("h200-8b,sessions=64", 5, "target for throughput, draft for", 5.988),
+        ("h200-8b,sessions=64,link_gb=0.1", 0, "target.", None),
         # Its steps take more of a round than the eighth of a device that takes them over.
-        ("h200-8b,sessions=256,context=256,layer_ms=0.01", 0, "draft pays:", None),
+        ("h200-8b,sessions=256,context=256,layer_ms=0.01", 0, "draft.", None),
         ("h200-8b,head_acceptance=0", 0, None, None),
         ("h200-70b-fp8", 0, None, None),  # On several ranks.
     ],
@@ -65,7 +65,7 @@ def test_where_a_head_pays_depends_on_its_width_and_the_link(
 ) -> None:
     report = compare(text, round_trip_ms / 1e3).values
     assert ("For a head" in report["advice"]) == (pays is not None)
-    assert pays is None or f"For a head --eagle3-on {pays}" in report["advice"]
+    assert pays is None or f"For a head, use --eagle3-on {pays}" in report["advice"]
     apart = [row for row in report["devices"] if row["way"] == "a head on a draft device"]
     if waits_ms is not None:
         fastest = max(apart, key=lambda row: row["session_tokens_per_second"])
