@@ -1,1 +1,1 @@
-"""The command line: one module per command, imported only when that command runs."""
+"""The command line. The module of a command is imported only when that command runs."""

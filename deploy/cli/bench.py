@@ -1,4 +1,5 @@
-"""`outrider bench WHAT`: benchmarks. Most measure the running deployment, or a temporary one."""
+"""`outrider bench WHAT` runs a benchmark. `speedup`, `peers`, `identity` and `serve` measure the
+running deployment, or if none runs, a temporary one. The other benchmarks need no deployment."""
 
 from __future__ import annotations
 
@@ -68,15 +69,15 @@ PURPOSES = {
     "serve": "measure latency and throughput under load, like `vllm bench serve`",
     "emulate": "compare decoding modes on emulated models of stated speed and acceptance",
     "overhead": "measure what rounds and requests cost without the models",
-    "engine": "measure many sessions at once, and compare a step with transformers",
+    "engine": "measure many sessions at once, and compare a step's time with that of transformers",
     "acceptance": "measure how much of the target's text a draft would have proposed",
-    "device": "compare a step at batch 1 with the memory bandwidth",
+    "device": "compare the speed of a step at batch size 1 with the memory bandwidth",
 }
 MODEL_SETTINGS: Mapping[str, tuple[str, ...]] = {
     "emulate": (), "overhead": (), "device": (), "engine": TARGET_SETTINGS,
     "acceptance": TARGET_SETTINGS + DRAFT_SETTINGS,
 }  # fmt: skip
-"""The settings of models that each benchmark without a deployment takes."""
+"""For each benchmark that needs no deployment, the settings that it takes."""
 
 
 def _load(name: str) -> Command:
@@ -94,7 +95,7 @@ def _load(name: str) -> Command:
     def run(arguments: Arguments) -> int:
         asked = options.from_arguments(arguments)
         if hasattr(asked, "load_prompts"):
-            asked.load_prompts()  # Raises for wrong prompts before a deployment is started.
+            asked.load_prompts()  # Wrong prompts raise here, before a deployment is started.
         if name in _CALLERS:
             module = importlib.import_module(f"benchmarks.{name}")
             report = _CALLERS[name](module, asked, arguments)
@@ -107,8 +108,8 @@ def _load(name: str) -> Command:
 
 
 async def _speedup(module: Any, options: SpeedupOptions, arguments: Arguments) -> Report:
-    # Each concurrency has a temporary deployment of its own. They all send the same prompts, and a
-    # deployment answers a prompt faster if it has answered it before.
+    # If no deployment runs, each level starts a temporary one of its own. With a common deployment
+    # the later levels would be faster, because all levels send the same prompts.
     levels = [await _measured(module, level, arguments) for level in options.levels()]
     report: Report = module.report(levels)
     return report
@@ -124,10 +125,10 @@ async def _peers(module: Any, options: PeersOptions, arguments: Arguments) -> An
 
 
 def found_models(config: DeploymentConfig) -> DeploymentConfig:
-    """The configuration after `resolve_models`. Raises `ConfigError`."""
+    """The configuration with the directories of its models. Raises `ConfigError`."""
     if config.target.emulated is not None:
         raise SettingError("engine", "is emulated; this command needs a model")
-    # torch reads this number when it is imported.
+    # torch is not imported yet. It reads the number of threads when it is imported.
     use_threads(config.target.num_threads or available_cores())
     progress("finding the models")
     return resolve_models(config)
@@ -135,8 +136,8 @@ def found_models(config: DeploymentConfig) -> DeploymentConfig:
 
 @asynccontextmanager
 async def _two_tenants(arguments: Arguments, raw: bool) -> AsyncIterator[tuple[Subject, Subject]]:
-    """One deployment as both sides of a comparison. In a temporary deployment, each side is a
-    tenant of its own, so that neither side finds the other's prompts cached."""
+    """Yields the same deployment twice, once for each side of a comparison. In a temporary
+    deployment the two sides are different tenants, so neither finds the other's prompts cached."""
     key = new_key()
     is_own = (
         not arguments.server
@@ -156,8 +157,8 @@ async def _two_tenants(arguments: Arguments, raw: bool) -> AsyncIterator[tuple[S
 
 
 def _subject(connection: Connection, client: Client, raw: bool) -> Subject:
-    """The deployment to measure. Target and draft take turns, so references and peers get as many
-    threads as the one of them that has more."""
+    """The deployment to measure. References and peers get as many threads as the target or the
+    draft, whichever has more, because target and draft take turns."""
     from benchmarks.clients import GrpcClient
     from benchmarks.speedup import Subject
 
@@ -183,8 +184,8 @@ def _note_copies(connection: Connection, draft: DraftConfig) -> None:
     if (copies or not connection.settings) and not (connection.is_own or progress.quiet):
         own = ". Stop it to measure a new deployment" if connection.settings else ""
         note(
-            "note: drafts may copy from earlier answers, so this deployment answers a prompt "
-            f"faster if it has answered it before{own}"
+            "note: drafts may copy from earlier answers, so this deployment answers repeated "
+            f"prompts faster{own}"
         )
 
 
@@ -211,13 +212,13 @@ async def _serve(module: Any, options: ServeOptions, arguments: Arguments) -> An
         else:
             connection = await stack.enter_async_context(connected(arguments))
             _note_copies(connection, build(DraftConfig, connection.settings))
-            # Failures are counted.
+            # The client repeats no call, because the benchmark counts failures.
             ours = await stack.enter_async_context(connection.client(tries_again=False))
             client = GrpcClient(ours, raw=options.raw)
             model = (await ours.describe()).model
             settings = options.settings("outrider-grpc", connection.address, model)
         gc.collect()
-        gc.freeze()  # Long-lived objects are not scanned during the measurement.
+        gc.freeze()  # Garbage collections during the measurement skip the present objects.
         progress("sending requests")
         load = await module.measure(options, client, progress.update)
         progress.rest()

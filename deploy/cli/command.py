@@ -1,5 +1,5 @@
 """Commands, options and arguments, made with click. `--help` shows a command's own options and the
-common settings; `--help=all` shows every option."""
+common settings. `--help=all` shows every option."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ _ALL = "outrider.all"
 
 
 class Arguments(argparse.Namespace):
-    """A parsed command line. The command's own options are attributes. `settings` has the settings
-    of a deployment by key. `given` has the names of the options that were on the command line."""
+    """A parsed command line. The command's own options are further attributes."""
 
     run: Callable[[Arguments], int]
     settings: dict[str, object]
+    """The deployment settings that the command line sets, by key."""
     given: frozenset[str]
+    """Names of the options that are on the command line."""
     config: Path | None = None
 
 
@@ -43,8 +44,8 @@ class Seconds(click.FloatRange):
 
 
 class Option(click.Option):
-    """An option. `group` is its heading in the help. If it is `rare`, only `--help=all` shows it.
-    `setting` is the setting of a deployment that it sets, if any."""
+    """An option. The help shows the option under the heading `group`. Only `--help=all` shows a
+    `rare` option. `setting` is the deployment setting that the option sets, if any."""
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ def argument(name: str, help: str, metavar: str = "", **attributes: Any) -> clic
 
 
 def json_option() -> Option:
-    """`--json`. It also turns progress reports off."""
+    """`--json`, which also turns progress reports off."""
     return option("--json", is_flag=True, help="print one JSON object")
 
 
@@ -83,14 +84,14 @@ def grouped(group: str, options: Iterable[Option]) -> list[Option]:
 
 
 class Command(click.Command):
-    """A command. Parsing its command line returns `Arguments`, whose `run` executes it."""
+    """A command. Parsing a command line returns `Arguments`, whose `run` executes the command."""
 
     def __init__(self, name: str, *, params: Iterable[click.Parameter], **attributes: Any) -> None:
         common = [
             option("--verbose", "-v", is_flag=True, help="write an INFO log to standard error"),
             option(
                 "--quiet", "-q", is_flag=True,
-                help="no progress reports or figures on standard error (implied by --json)",
+                help="write no progress reports or figures to standard error (implied by --json)",
             ),
             _help_option(),
         ]  # fmt: skip
@@ -103,7 +104,7 @@ class Command(click.Command):
         )
 
     def invoke(self, ctx: click.Context) -> Arguments:
-        """The arguments of the command and of the group that it belongs to."""
+        """Returns the arguments of the command and of its group."""
         given = frozenset(
             name for name in ctx.params
             if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
@@ -118,7 +119,7 @@ class Command(click.Command):
         return Arguments(**own, run=self.callback, settings=settings, given=given)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the options by group. Rare options are hidden without `--help=all`."""
+        """Writes the options by group. Only `--help=all` shows rare options."""
         groups: dict[str, list[tuple[str, str]]] = {}
         num_hidden = 0
         for one in self.get_params(ctx):
@@ -139,7 +140,8 @@ class Command(click.Command):
 
 
 class Group(click.Group):
-    """Subcommands. `purposes` has the purpose of each by name; `load` imports the one that runs."""
+    """A group of subcommands. `purposes` has a line of help for each subcommand, by name. `load`
+    returns the subcommand with a given name."""
 
     def __init__(
         self,
@@ -171,12 +173,12 @@ class Group(click.Group):
 
 
 def command(name: str, *params: click.Parameter, **attributes: Any) -> Callable[[Any], Command]:
-    """A decorator that makes a `Command` from the function that executes it."""
+    """A decorator that makes a `Command` from the function that executes the command."""
     return lambda run: Command(name, params=params, callback=run, **attributes)
 
 
 def flag_of(key: str) -> str:
-    """The flag of an option: for `top_p`, `--top-p`."""
+    """The flag of an option, such as `--top-p` for `top_p`."""
     return "--" + key.replace("_", "-")
 
 

@@ -1,10 +1,11 @@
-"""`outrider keys`: API keys of callers. `outrider certs`: TLS certificates of the services.
+"""`outrider keys` manages the API keys of callers. `outrider certs` creates the TLS certificates of
+the services.
 
 A key is shown once, on standard output. The key file holds only the hash of each key. Running
 coordinators reload this file when it changes.
 
-Copy `ca.pem` and the two files of a role to the machines of that role. `ca-key.pem` is needed only
-to create certificates. Keep it on another machine.
+Copy `ca.pem` and the two files of a role to the machines of that role. Keep `ca-key.pem` on another
+machine, because this file is needed only to create certificates.
 """
 
 import datetime
@@ -44,7 +45,7 @@ DAYS_MAX = 3650
     ),
     option(
         "--concurrency", type=click.IntRange(1, KEY_CONCURRENCY_MAX), metavar="N",
-        help="limit on generations at a time [no limit]",
+        help="limit on generations that run at the same time [no limit]",
     ),
     option("--admin", is_flag=True, help="the key can read and cancel every tenant's sessions"),
 )  # fmt: skip
@@ -67,7 +68,7 @@ def new(arguments: Arguments) -> int:
         key = add_key(path, caller)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-    note(f"{path} now holds the hash of this key. This key is not shown again:")
+    note(f"{path} now holds the hash of this key. The key itself is not shown again:")
     return tell(Report({"name": caller.name, "key": key}, [key]), arguments.json)
 
 
@@ -95,7 +96,7 @@ def revoke(arguments: Arguments) -> int:
 
 def _key_file(arguments: Arguments) -> Path:
     if not arguments.api_key_file:
-        raise ConfigError(f"--api-key-file: is missing; give it, or set {FILE_VARIABLE}")
+        raise ConfigError(f"--api-key-file: is missing; give this option, or set {FILE_VARIABLE}")
     return Path(arguments.api_key_file).expanduser()
 
 
@@ -127,17 +128,17 @@ keys = Group(
     ),
     option(
         "--renew", is_flag=True,
-        help="replace the roles' certificates, signed by the existing authority",
+        help="replace the roles' certificates by new ones that the existing authority signs",
     ),
     option(
         "--force", is_flag=True,
-        help="replace everything, also the authority: earlier certificates are no longer trusted",
+        help="replace the authority and all certificates; earlier ones are no longer trusted",
     ),
-    option("--check", is_flag=True, help="only show how many days are left"),
+    option("--check", is_flag=True, help="only show how many days each certificate is still valid"),
     json_option(),
 )  # fmt: skip
 def certs(arguments: Arguments) -> int:
-    """Creates the certificates unless `--check` is given. Shows how many days they are valid."""
+    """Creates certificates (none with `--check`), and shows how many days each is still valid."""
     exclusive(arguments, "renew", "force", "check")
     directory: Path = arguments.directory.expanduser()
     if not arguments.check:
@@ -161,7 +162,7 @@ def _make_certificates(directory: Path, arguments: Arguments) -> None:
     if found and not (arguments.renew or arguments.force):
         raise ConfigError(
             f"{directory / found[0]}: exists already; --renew replaces the certificates of the "
-            "roles, --force replaces all"
+            "roles, --force also replaces the authority"
         )
     now = datetime.datetime.now(datetime.UTC)
     if not arguments.renew:

@@ -18,7 +18,7 @@ from .command import Arguments, command, json_option
 from .output import tell
 
 MIN_WIDTHS = {"proposes": 10, "files": 10}
-"""Least widths of columns of `outrider drafters`, in characters."""
+"""Minimum widths of two columns of `outrider drafters`, in characters."""
 
 
 @command("collect-env", json_option())
@@ -59,7 +59,7 @@ def drafters(arguments: Arguments) -> int:
     from rich.table import Table
 
     found = [asdict(drafter) for drafter in DRAFTERS]
-    about = "q: what a draft sends of its distribution; one-hot: nothing, sparse: likely tokens"
+    about = "q: what a draft sends of its distribution (one-hot: nothing; sparse: likely tokens)"
     table = Table(show_lines=True, caption=about)
     for name in found[0]:
         is_name = name == "draft_model"

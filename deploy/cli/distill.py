@@ -56,17 +56,19 @@ _SETTINGS = {
     ),
     option(
         "--prompts", type=Path, metavar="FILE",
-        help="JSONL of `prompt`: the target answers these prompts first, and then prompts that it "
-        "writes itself",
+        help="JSONL file whose lines have `prompt`; the target answers these prompts first, and "
+        "then prompts that it writes itself",
     ),
     option(
         "--measure", type=Path, metavar="FILE",
-        help="JSONL of `prompt`: also measure the acceptance in the target's answers to these; "
-        "none may be among --prompts (whether --corpus has them is not checked)",
+        help="JSONL file whose lines have `prompt`; also measure the acceptance in the target's "
+        "answers to these prompts. None of them may be in --prompts. Whether --corpus contains "
+        "them is not checked",
     ),
     option(
         "--corpus", type=Path, metavar="DIR",
-        help="folder of .txt, .md and .jsonl files (lines of `text`), to train on these texts too",
+        help="folder of further texts to train on: .txt and .md files, and .jsonl files whose "
+        "lines have `text`",
     ),
     json_option(),
     epilog="To continue a run that was killed, give the same command again. Intermediate results "
@@ -91,7 +93,7 @@ def distill(arguments: Arguments) -> int:
     check_out(options.out)
     if options.corpus is not None:
         corpus_files(options.corpus)
-    use_threads(available_cores())  # Before torch is imported.
+    use_threads(available_cores())  # Would have no effect after torch is imported.
     progress(f"loading {arguments.target}")  # Importing the libraries takes seconds.
     from draft_service.training.distilling import distill as make
     from outrider.models.sources import cache_dir, resolve_model
@@ -119,7 +121,7 @@ def distill(arguments: Arguments) -> int:
             f"acceptance, {name}: {rates['greedy']:.3f} at temperature 0, {rates['sampled']:.3f} "
             "at 1"
         )
-    # A model drafts in a hybrid with a look-up.
+    # A student drafts in a hybrid, whose look-up drafts wherever it is confident.
     served = draft_model(options.kind, found.out)
     if options.kind == STUDENT:
         served = f"hybrid:{LookupKind.SUFFIX},{served}"
@@ -128,7 +130,7 @@ def distill(arguments: Arguments) -> int:
 
 
 def _check_start(name: str) -> None:
-    """Raises `SettingError` for a value of `--draft-model` that names no model."""
+    """Raises `SettingError` if `name` is a kind of drafter, such as `ngram`, and no model."""
     with suppress(SettingError):
         if parse_drafter(name) == DrafterChoice(None, DraftModel(name)):
             return
@@ -155,14 +157,15 @@ def _target(config: TargetConfig) -> tuple[Target, TokenizerText | None]:
 
 
 def _template(text: TokenizerText | None) -> Template:
-    """The tokens around a user's turn. Conversations with different turns share them."""
+    """The tokens that the chat template puts before and after a user's turn. They are the tokens
+    that two conversations with different turns share at their beginning and at their end."""
     from draft_service.training.documents import Template
 
     if text is None:
         return Template((), ())
     try:
         one, other = (text.encode_chat([{"role": "user", "content": c}]) for c in _TURNS)
-    except BadRequest:  # no chat template
+    except BadRequest:  # The model has no chat template.
         return Template(tuple(text.encode("")), ())
     before = len(commonprefix([one, other]))  # noqa: RUF071 (lists of ids)
     rest = [one[before:][::-1], other[before:][::-1]]
@@ -192,7 +195,7 @@ def _prompts(
 
 
 def _report(stage: str, part: float, loss: float | None) -> None:
-    """Shows the progress of a stage, and in training the loss."""
+    """Shows the progress of a stage, and the loss if the stage trains."""
     progress.begin(stage)
     progress.update(f"{stage}: {part:.0%}" + ("" if loss is None else f" loss {loss:.3f}"))
 

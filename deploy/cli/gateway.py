@@ -1,5 +1,5 @@
-"""`outrider gateway`: an HTTP server in front of the coordinators. It resumes broken streams for
-clients that cannot."""
+"""`outrider gateway` serves HTTP in front of the coordinators. If a stream of a coordinator breaks,
+the gateway resumes the stream, so that its client need not."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ PORT = 8080
 STOP_S = 10.0
 _URL = re.compile(r"https?://([\w.-]+|\[[0-9a-fA-F:]+\])(:\d{1,5})?")
 _FILES = {
-    "--ssl-certfile": "certificate of the gateway, PEM: serve HTTPS",
+    "--ssl-certfile": "serve HTTPS with this certificate, PEM",
     "--ssl-keyfile": "private key of --ssl-certfile, PEM",
-    "--ssl-ca-certs": "authorities, PEM; one of them must have signed each client's certificate",
+    "--ssl-ca-certs": "require client certificates that one of these authorities has signed, PEM",
 }
 
 
@@ -41,8 +41,8 @@ _FILES = {
     "gateway",
     option(
         "--coordinators", metavar="URL,URL",
-        help="base URLs of the coordinators, such as http://10.0.0.5:8000; by default the "
-        "coordinators of this machine's deployment, also later ones",
+        help="base URLs of the coordinators, such as http://10.0.0.5:8000; by default all "
+        "coordinators of this machine's deployment, including those that start later",
     ),
     option("--host", default=LOOPBACK, help="address to bind"),
     option(
@@ -51,7 +51,7 @@ _FILES = {
     ),
     option(
         "--insecure", is_flag=True,
-        help="allow --host other than loopback although coordinators may not require keys",
+        help="allow a --host other than loopback, even if the coordinators require no API key",
     ),
     option(
         "--stop-timeout-s", type=Seconds(0, WAIT_S_MAX), default=STOP_S, metavar="S",
@@ -75,9 +75,9 @@ async def _serve(arguments: Arguments) -> int:
     if not (is_keyed or is_loopback(arguments.host) or arguments.ssl_ca_certs):
         raise SettingError(
             "host",
-            f"{arguments.host!r} is reachable from other machines, and coordinators may not "
-            "require keys; use 127.0.0.1, or if they require keys or the network is trusted, give "
-            "--insecure",
+            f"{arguments.host!r} is reachable from other machines, but the coordinators possibly "
+            "require no API key; use 127.0.0.1, or give --insecure if the coordinators require "
+            "keys or the network is trusted",
         )
     coordinators = _coordinators(arguments, record)
     options = HttpOptions(arguments.host, arguments.port, tls=_tls_files(arguments))
@@ -103,18 +103,18 @@ async def _serve(arguments: Arguments) -> int:
     await server.stop(arguments.stop_timeout_s)
     await coordinators.transport.aclose()
     if server.failed:
-        raise Unavailable("the HTTP server failed; see its log (--verbose)")
+        raise Unavailable("the HTTP server failed; --verbose shows its log")
     return 0
 
 
 def _running() -> DeploymentRecord:
     """The deployment on this machine. Raises `ConfigError` if it serves no HTTP, and `Unavailable`
-    if there is none."""
+    if no deployment runs."""
     record = running_deployment(state_directory(os.environ))
     if record is None:
         raise Unavailable(
-            "nothing runs here; start a deployment with `outrider serve`, or name coordinators "
-            "elsewhere with --coordinators"
+            "nothing runs here; start a deployment with `outrider serve`, or give the URLs of "
+            "coordinators with --coordinators"
         )
     if record.settings.get("http") is False:
         raise ConfigError("the deployment on this machine serves no HTTP (--no-http)")
@@ -122,7 +122,8 @@ def _running() -> DeploymentRecord:
 
 
 def _coordinators(arguments: Arguments, record: DeploymentRecord | None) -> Coordinators:
-    """The coordinators of `--coordinators`, or of the record. Raises `ConfigError`."""
+    """The coordinators of the record, or without a record, those of `--coordinators`. Raises
+    `ConfigError`."""
     from coordinator.http_api.gateway import Coordinators, open_transport
     from outrider.client.failover import EndpointPool
 
@@ -131,8 +132,8 @@ def _coordinators(arguments: Arguments, record: DeploymentRecord | None) -> Coor
         if not _URL.fullmatch(url.strip()):
             raise SettingError(
                 "coordinators",
-                f"{url!r} is wrong; it must be http://HOST:PORT or https://HOST:PORT, several "
-                "separated by commas",
+                f"{url!r} is wrong; it must be http://HOST:PORT or https://HOST:PORT. Separate "
+                "several URLs by commas",
             )
     context, name = _trust(arguments, record)
     scheme = "https" if record is not None and record.settings.get("ssl_certfile") else "http"
@@ -147,8 +148,8 @@ def _coordinators(arguments: Arguments, record: DeploymentRecord | None) -> Coor
 
 
 def _trust(arguments: Arguments, record: DeploymentRecord | None) -> tuple[ssl.SSLContext, str]:
-    """TLS for calls to coordinators, and the host that their certificate must name (empty = the
-    host that is called)."""
+    """Returns the TLS context for calls to coordinators, and the host name that their certificate
+    must have. If this name is empty, the certificate must have the name of the called host."""
     from outrider.transport.tls import check_pair, pinned_name, read_certificates
 
     authority, certificate, key = (getattr(arguments, name) for name in TRUST_OPTIONS)
@@ -160,7 +161,7 @@ def _trust(arguments: Arguments, record: DeploymentRecord | None) -> tuple[ssl.S
         elif authority is not None:
             read_certificates(authority)
     context = ssl.create_default_context(cafile=authority)
-    if name:  # Trust this certificate alone, not others of the same authority.
+    if name:  # Trust only this certificate, not all certificates of its authority.
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     if (certificate is None) != (key is None):
         given = "client_key" if certificate is None else "client_cert"

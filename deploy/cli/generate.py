@@ -1,7 +1,7 @@
-"""`outrider generate PROMPT` streams one completion; `outrider chat` is a conversation.
+"""`outrider generate PROMPT` streams one completion. `outrider chat` holds a conversation.
 
 Answers go to standard output, everything else to standard error. In a chat on a terminal, an error
-or an interrupt ends only the current answer. On a pipe, it ends the command.
+or an interrupt ends only the current answer. In a chat on a pipe, either ends the command.
 """
 
 from __future__ import annotations
@@ -69,21 +69,21 @@ def _token_ids(text: str) -> tuple[int, ...]:
         "--token-ids", type=_token_ids, metavar="ID,ID,...",
         help="token ids to continue, instead of PROMPT",
     ),
-    option("--chat", is_flag=True, help="apply the chat template to PROMPT, a user's message"),
-    option("--system", metavar="TEXT", help="system message, with --chat"),
+    option("--chat", is_flag=True, help="apply the chat template; PROMPT is the user's message"),
+    option("--system", metavar="TEXT", help="system message; needs --chat"),
     json_option(),
     *request_options(max_tokens=128),
     option(
         "--logprobs", type=int, metavar="N", group="Request", rare=True,
-        help="print each token's log-probability, and the N likeliest tokens with theirs",
+        help="print log-probabilities: of each token, and of the N likeliest tokens at its place",
     ),
     *connection_options(without=REQUEST_KEYS),
 )  # fmt: skip
 def generate(arguments: Arguments) -> int:
     from outrider.transport.request_codec import request_to_proto
 
-    # Errors are raised before a deployment is started. There is no event loop yet, in which Ctrl-C
-    # would not interrupt a read of standard input.
+    # A wrong request raises here, before a deployment is started. Standard input is read here, too,
+    # because in an event loop Ctrl-C would not interrupt the read.
     request = _request(arguments)
     request_to_proto(request)
     asyncio.run(_run(arguments, request))
@@ -107,7 +107,7 @@ async def _run(arguments: Arguments, request: GenerateRequest) -> None:
                 print(flush=True)  # The error must not continue the answer's last line.
             raise
         completion = builder.build()
-        # Without a tokenizer there is no text.
+        # Without a tokenizer the answer has no text, only token ids.
         ids = "" if arguments.token_ids is None else ",".join(map(str, completion.token_ids))
         print("" if completion.text else ids, flush=True)
         if completion.logprobs:
@@ -121,7 +121,8 @@ async def receive(
     client: Client, request: GenerateRequest, builder: CompletionBuilder,
     show: Callable[[Tokens], None],
 ) -> float:  # fmt: skip
-    """Passes the events of an answer to `builder` and `show`. Returns the seconds that it took."""
+    """Passes all events of an answer to `builder`, and those with tokens to `show`. Returns the
+    duration of the answer, s."""
     start = time.perf_counter()
     async with aclosing(client.generate(request)) as events:
         async for event in events:
@@ -148,8 +149,8 @@ def _request(arguments: Arguments) -> GenerateRequest:
 
 
 def _text(prompt: str) -> str:
-    """The prompt. If it is `-`, standard input without its last line feed. Raises `BadRequest` for
-    an empty text."""
+    """Returns the prompt. If the prompt is `-`, returns standard input without its last line feed.
+    Raises `BadRequest` for an empty text."""
     if prompt != "-":
         if not prompt:
             raise BadRequest("prompt", "is empty; it must be a text of at least one character")
@@ -191,8 +192,8 @@ class Printer:
     """Prints answers as they arrive. On a terminal each token has the colour of its origin."""
 
     def __init__(self, directory: str) -> None:
-        """`directory` has the tokenizer. Without a tokenizer, all text of an event has one colour.
-        On a terminal prints a legend of the colours."""
+        """`directory` contains the tokenizer. Without a tokenizer, all text of an event has one
+        colour. On a terminal, prints a legend of the colours."""
         self.console: Console | None = None
         self._tokenizer = _tokenizer(directory)
         if sys.stdout.isatty():
@@ -210,10 +211,10 @@ class Printer:
 
         self._stream = DecodeStream(skip_special_tokens=True)
         self._waiting: list[Origin] = []
-        """The origins of the decoded characters that are not printed yet."""
+        """Origins of the characters that are decoded but not printed yet."""
 
     def show(self, event: Tokens) -> None:
-        """Prints an event's text. It may lack the text of the event's last tokens."""
+        """Prints an event's text. The text of its last tokens may come with the next event."""
         text = event.text_delta
         if self.console is None:
             print(text, end="", flush=True)
@@ -235,7 +236,7 @@ class Printer:
 
 
 def _tokenizer(directory: str) -> Any:
-    """The tokenizer in a directory; None if it has none."""
+    """The tokenizer in a directory; None if the directory has none."""
     path = Path(directory) / "tokenizer.json"
     if not directory or not path.is_file():
         return None
@@ -245,9 +246,9 @@ def _tokenizer(directory: str) -> Any:
 
 
 def logprob_table(completion: Completion, directory: str) -> Table:
-    """A row for each token, with its log-probability, and with the likeliest tokens at its place
-    and their log-probabilities. If the directory has a tokenizer, token ids have texts beside them.
-    """
+    """A table with a row for each token. A row has the token's log-probability, and the likeliest
+    tokens at the same place with their log-probabilities. If the directory has a tokenizer, the row
+    also has the texts of these tokens."""
     from rich.table import Table
     from rich.text import Text
 
@@ -270,22 +271,22 @@ COMMANDS = {
     "/stats": "show figures of the answers so far",
     "/reset": "start a new conversation",
     "/help": "show this list",
-    "/exit": "leave (or end the input)",
+    "/exit": "leave; the end of the input does the same",
 }
 ESCAPE = "//"
-"""Begins a line whose message starts with one slash."""
+"""A line that begins with two slashes is a message that begins with one slash."""
 
 
 @command(
     "chat",
     option("--system", metavar="TEXT", help="system message"),
-    option("--raw", is_flag=True, help="continue the plain text, without the chat template"),
+    option("--raw", is_flag=True, help="continue the conversation's text, without chat template"),
     *request_options(max_tokens=512),
     *connection_options(without=REQUEST_KEYS),
 )
 def chat(arguments: Arguments) -> int:
     """Runs until the end of input or `/exit`."""
-    fields = request_fields(arguments)  # Raises before a deployment is started.
+    fields = request_fields(arguments)  # Wrong fields raise here, before a deployment is started.
     return asyncio.run(_talk(arguments, fields))
 
 
@@ -306,7 +307,7 @@ async def _talk(arguments: Arguments, fields: dict[str, Any]) -> int:
 
 
 class Chat:
-    """A conversation. If a question gets no answer, it is removed from the conversation."""
+    """A conversation. A question without an answer does not become part of the conversation."""
 
     def __init__(
         self,
@@ -323,14 +324,14 @@ class Chat:
         self._on_terminal = on_terminal
         self._turns: list[ChatMessage] = []
         self._answers: list[Completion] = []
-        """All answers, including those before a reset."""
+        """All complete answers, including those before a reset."""
         self._seconds = 0.0
         self._num_broken_off = 0
         self._waits_for: asyncio.Task[Any] | None = None
         """The task that reads a line or receives an answer."""
 
     def interrupt(self) -> None:
-        """Stops an answer. Between answers, or if there is no terminal, ends the chat."""
+        """Stops the current answer. Between answers, or without a terminal, ends the chat."""
         if self._waits_for is not None:
             self._waits_for.cancel()
 
@@ -341,7 +342,7 @@ class Chat:
             line = None if reading.cancelled() else reading.result()
             if line is None:
                 if self._on_terminal:
-                    print()  # After Ctrl-D or Ctrl-C the cursor is behind the prompt.
+                    print()  # Ctrl-D and Ctrl-C leave the cursor in the line of the `> ` prompt.
                 return 128 + signal.SIGINT if reading.cancelled() else 0
             words = line.strip()
             if words == "/exit":
@@ -362,7 +363,7 @@ class Chat:
         try:
             await asyncio.wait((self._waits_for,))
         finally:
-            self._waits_for.cancel()  # If the chat's own task is cancelled, `work` still runs.
+            self._waits_for.cancel()  # `work` still runs if the chat's own task was cancelled.
         return self._waits_for
 
     def _run_command(self, command: str) -> None:
@@ -380,7 +381,7 @@ class Chat:
             _say(f"the conversation has {len(self._turns)} messages")
         else:
             if command != "/help":
-                _say(f"{command}: no such command; begin a message that starts with / with //")
+                _say(f"{command}: no such command; for a message that begins with /, type //")
             for name, purpose in COMMANDS.items():
                 _say(f"{name:8}{purpose}")
 
@@ -407,7 +408,7 @@ class Chat:
                 raise
             print(flush=True)
             why = error_line(error, self._arguments)
-            _say(f"error: {why} (the message is not part of the conversation)")
+            _say(f"error: {why} (your message is not part of the conversation)")
 
     def _prompt(self, question: str) -> Prompt:
         system = self._arguments.system
@@ -427,11 +428,11 @@ def _say(line: str) -> None:
 
 @contextmanager
 def _restored_terminal(on_terminal: bool) -> Iterator[None]:
-    """Restores the terminal's settings at the end, as line editing turns its echo off."""
+    """Restores the terminal's settings when the context ends. Line editing turns the echo off."""
     if not on_terminal:
         yield
         return
-    import readline  # noqa: F401 - gives `input` its editing
+    import readline  # noqa: F401 - adds line editing to `input`
     import termios
 
     before = termios.tcgetattr(sys.stdin)
@@ -442,8 +443,8 @@ def _restored_terminal(on_terminal: bool) -> Iterator[None]:
 
 
 async def _read_line(on_terminal: bool) -> str | None:
-    """The next line of standard input, without its line end; None at the end of input. A read of a
-    terminal cannot be cancelled, so a daemon thread does it."""
+    """The next line of standard input, without its line end; None at the end of input. A daemon
+    thread reads the line, because a read of a terminal cannot be cancelled."""
     loop = asyncio.get_running_loop()
     line: asyncio.Future[str | None] = loop.create_future()
 
@@ -455,7 +456,7 @@ async def _read_line(on_terminal: bool) -> str | None:
         found = None
         with suppress(EOFError, OSError, ValueError):
             found = input("> ") if on_terminal else _read_raw()
-        with suppress(RuntimeError):  # The loop is closed.
+        with suppress(RuntimeError):  # The event loop may be closed by now.
             loop.call_soon_threadsafe(deliver, found)
 
     threading.Thread(target=work, name="lines", daemon=True).start()
@@ -463,8 +464,8 @@ async def _read_line(on_terminal: bool) -> str | None:
 
 
 def _read_raw() -> str | None:
-    """Reads a line without Python's buffer. A thread that reads through the buffer holds its lock,
-    and the interpreter would wait for this lock at its exit."""
+    """Reads a line without Python's buffer. A thread that reads through the buffer holds the
+    buffer's lock, and at exit the interpreter would wait for this lock."""
     with open(0, "rb", buffering=0, closefd=False) as file:
         line = file.readline()
     return line.decode("utf-8", "replace").rstrip("\r\n") if line else None

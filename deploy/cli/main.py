@@ -22,7 +22,7 @@ from .output import progress
 
 COMMANDS = {
     "serve": "start a deployment: coordinators, targets and drafts",
-    "gateway": "serve HTTP in front of coordinators, and resume streams when one of them fails",
+    "gateway": "serve HTTP in front of coordinators, and resume streams when a coordinator fails",
     "stop": "stop the deployment on this machine",
     "status": "show what is running",
     "scale": "set the number of replicas",
@@ -42,7 +42,7 @@ _MODULES = {
     "keys": "credentials", "certs": "credentials", "drafters": "describe",
     "collect-env": "describe",
 }  # fmt: skip
-"""The module of each command whose module does not have the command's name."""
+"""Module by command. The module of any other command has the command's name."""
 
 
 def _load(name: str) -> Command:
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(words: Sequence[str]) -> Arguments:
-    """Parses a command line. Exits with code 2 if it is wrong."""
+    """Parses a command line. If the command line is wrong, exits with code 2."""
     try:
         found = outrider.main(list(map(str, words)), prog_name="outrider", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
@@ -112,7 +112,8 @@ def _run(arguments: Arguments) -> int:
     except asyncio.CancelledError:  # SIGTERM has ended the command's temporary deployment.
         return 128 + signal.SIGTERM
     except BrokenPipeError:
-        # The reader of the output is gone. At its exit the interpreter would fail to flush again.
+        # The reader of the output is gone. The interpreter flushes the output once more when it
+        # exits. This must not fail again, so the output now goes to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     finally:

@@ -1,6 +1,7 @@
 """Removes secrets from output and from this process's command line.
 
-The process list shows command lines to other users, and `ray.init` stores one in Ray's head.
+The process list shows command lines to other users, and `ray.init` stores the command line of this
+process in Ray's head.
 """
 
 import re
@@ -15,12 +16,13 @@ MASK = "***"
 _SECRETS = re.compile(
     r"\bor-[0-9a-f]{16}-[A-Za-z0-9_-]{43}|(?i:\bbearer)\s+[!-~]+|(?<=://)\S*(?=@)|(?<=\?)\S+"
 )
-"""Secrets inside a text: an API key, a bearer token, and the user, password and query of a URL."""
+"""Matches the secrets inside a text: an API key, a bearer token, and the user, password and query
+of a URL."""
 
 
 def hide_words(given: frozenset[str]) -> None:
-    """If a secret is among the `given` options of this process, its command line shows no options
-    from now on."""
+    """If a secret is among the `given` options, removes all options from the command line that the
+    process list shows for this process."""
     if any(one.secret and one.key in given for one in deployment_settings().values()):
         from setproctitle import setproctitle
 
@@ -29,7 +31,7 @@ def hide_words(given: frozenset[str]) -> None:
 
 
 def masked_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings without secret ones. Secrets inside the other values are masked."""
+    """The settings without the secret settings. Secrets inside the other values are masked."""
     secrets = {one.key for one in deployment_settings().values() if one.secret}
     return {
         key: _SECRETS.sub(MASK, value) if isinstance(value, str) else value

@@ -1,4 +1,5 @@
-"""Options for settings, requests and connections; what they mean; how errors name them."""
+"""Options for settings, requests and connections. Also connects commands to a deployment, and names
+options in errors."""
 
 from __future__ import annotations
 
@@ -56,18 +57,18 @@ if TYPE_CHECKING:
 SECRETS = tuple(key for key, found in deployment_settings().items() if found.secret)
 KEY_VARIABLE = "OUTRIDER_API_KEY"
 OF_CALLERS = ("api_key",)
-"""Settings of the caller. They may differ from those of the running deployment."""
+"""Settings of the caller. Their values may differ from those of the running deployment."""
 PLACE_KEYS = ("address", "deployment_name")
 """Settings that identify a deployment on a Ray cluster."""
 REQUEST_KEYS = ("seed", "num_draft_tokens", "deadline_ms")
-"""Settings of which `generate`, `chat` and `bench` have no option. They have an option of the
-request with the same name."""
+"""Settings for which `generate`, `chat` and `bench` have no option. Requests have a field of the
+same name instead."""
 COMMON = (
     "draft_model", "device", "dtype", "max_model_len", "max_num_seqs", "num_draft_tokens",
     "num_targets", "num_drafts", "grpc_port", "port", "host", "api_key_file", "redis_url",
     "telemetry",
 )  # fmt: skip
-"""Settings that `serve --help` shows."""
+"""Settings that `serve --help` and `upgrade --help` show."""
 _RARE_NUMBERS = (
     "--min-p", "--presence-penalty", "--frequency-penalty", "--repetition-penalty",
     "--draft-deadline-ms",
@@ -82,13 +83,13 @@ def setting_options(
     common: Collection[str] = ("draft_model",),
     only: Collection[str] | None = None,
 ) -> Iterator[Option]:
-    """`--config`, and an option for each setting. `only` and `without` restrict the settings;
-    `--help` shows those in `common`. Values are parsed later, together with the file and the
-    environment."""
+    """`--config`, and an option for each setting in `only` (None = all settings) that is not in
+    `without`. Without `=all`, `--help` shows only settings in `common`. Values are parsed later,
+    together with the file and the environment."""
     yield option(
         "--config", type=Path, metavar="FILE", group="Settings",
-        help="YAML file of settings; options override the environment (OUTRIDER_NAME), which "
-        "overrides the file",
+        help="YAML file of settings; environment variables (OUTRIDER_NAME) override the file, and "
+        "options override both",
     )  # fmt: skip
     for setting in deployment_settings().values():
         if setting.key not in without and (only is None or setting.key in only):
@@ -96,7 +97,7 @@ def setting_options(
 
 
 def setting_option(setting: Setting, rare: bool = False, doc: str = "") -> Option:
-    """The option of one setting. Its value is parsed later. `doc` replaces the setting's help."""
+    """The option of one setting. The value is parsed later. `doc` replaces the setting's help."""
     shown = "" if setting.default in (None, "") else f" [{str(setting.default).lower()}]"
     flags = setting.flag
     kind: dict[str, Any] = {"metavar": setting.metavar}
@@ -123,7 +124,7 @@ def request_options(max_tokens: int) -> list[Option]:
         "--temperature": (0.0, "sampling temperature, 0 to 2; 0 = greedy"),
         "--top-p": (1.0, "sample from the likeliest tokens with this total probability; 1 = all"),
         "--top-k": (0, "sample from this many likeliest tokens; 0 or -1 = all"),
-        "--min-p": (0.0, "sample from tokens with this share of the likeliest one's probability"),
+        "--min-p": (0.0, "sample from tokens with this share of the likeliest token's probability"),
         "--presence-penalty": (0.0, "lower logits of tokens that have occurred, -2 to 2"),
         "--frequency-penalty": (0.0, "lower logits of tokens by their occurrences, -2 to 2"),
         "--repetition-penalty": (1.0, "divide logits of tokens that have occurred, up to 10"),
@@ -131,7 +132,7 @@ def request_options(max_tokens: int) -> list[Option]:
         "--num-draft-tokens": (None, "draft tokens a round; 0 = plain decoding"),
         "--deadline-ms": (None, "time limit of the request, ms"),
         "--draft-deadline-ms": (
-            None, "time limit of each draft, ms; default: the deployment's --draft-timeout-ms",
+            None, "time limit of each proposal, ms; by default the deployment's --draft-timeout-ms",
         ),
     }  # fmt: skip
     return grouped("Request", [
@@ -144,13 +145,13 @@ def request_options(max_tokens: int) -> list[Option]:
         ),
         option(
             "--stop", multiple=True, metavar="TEXT",
-            help=f"stop before this text; can be given {limits.STOP_STRINGS_MAX} times",
+            help=f"stop before this text; can be given up to {limits.STOP_STRINGS_MAX} times",
         ),
         option("--ignore-eos", is_flag=True, rare=True, help="do not stop at the EOS token"),
         option(
             "--rule", type=click.Choice([rule.value for rule in Rule]),
-            help="acceptance rule; by default greedy at temperature 0, coupled with a seed, "
-            "otherwise block (token with draft siblings)",
+            help="acceptance rule; by default greedy at temperature 0, coupled with a seed, token "
+            "with draft siblings, and otherwise block",
         ),
     ])  # fmt: skip
 
@@ -163,7 +164,7 @@ def request_fields(arguments: Arguments) -> dict[str, Any]:
 
     if arguments.rule not in (None, Rule.GREEDY) and arguments.temperature == 0:
         raise BadRequest(
-            "rule", f"{arguments.rule} needs --temperature above 0; at 0 all is greedy"
+            "rule", f"{arguments.rule} needs --temperature above 0; at 0 the rule is greedy"
         )
     given = vars(arguments)
     names = SamplingParams.__dataclass_fields__.keys() & given.keys()
@@ -192,7 +193,7 @@ def flags_again(arguments: Arguments, without: Collection[str]) -> tuple[str, ..
     in `without`."""
     words = [] if arguments.config is None else ["--config", str(arguments.config)]
     given = {found.key: value for found, value, _ in translated_layers(arguments.settings, {})}
-    if given.pop(SPECULATIVE_CONFIG, None):  # `merge` moves its acceptance rates into `engine`.
+    if given.pop(SPECULATIVE_CONFIG, None):  # `merge` adds these acceptance rates to `engine`.
         given["engine"] = given_settings(arguments)["engine"]
     for key, value in given.items():
         if key in SECRETS or key in without:
@@ -208,7 +209,7 @@ def refuse_other_settings(arguments: Arguments, record: DeploymentRecord) -> Non
     """Raises `ConfigError` if a flag contradicts the settings of the running deployment."""
     given, running = arguments.settings, record.settings
     sources = {found.key: source for found, _, source in translated_layers(given, {})}
-    if synthetic := sources.pop(SPECULATIVE_CONFIG, ""):  # `merge` moves it into `engine`.
+    if synthetic := sources.pop(SPECULATIVE_CONFIG, ""):  # Its acceptance rates go into `engine`.
         sources.setdefault("engine", synthetic)
         given = {"engine": str(running.get("engine")).partition(",acceptance_rates=")[0]} | given
     values = merge(given, {})
@@ -226,9 +227,9 @@ def refuse_other_settings(arguments: Arguments, record: DeploymentRecord) -> Non
 
 
 def error_line(error: OutriderError, arguments: Arguments) -> str:
-    """The line that reports an error. The error of a setting begins with the flag, the variable, or
-    the file and key that has set it. The error of a request's field begins with its flag or with
-    PROMPT."""
+    """The line that reports an error. If a setting is wrong, the line begins with the flag, the
+    variable, or the file and key from which its value comes. If a field of the request is wrong,
+    the line begins with the field's flag or with PROMPT."""
     if isinstance(error, SettingError):
         return f"{_setting_name(error.key, arguments)}: {error.reason}"
     if isinstance(error, BadRequest):
@@ -240,9 +241,9 @@ def error_line(error: OutriderError, arguments: Arguments) -> str:
 
 
 def error_message(error: OutriderError) -> str:
-    """The error's message. If the API key was refused, also how to give one."""
+    """The error's message. If the API key was refused, also how to give a key."""
     if isinstance(error, Unauthenticated):
-        return f"{error.message} ({KEY_VARIABLE}, or --api-key)"
+        return f"{error.message} (set {KEY_VARIABLE}, or give --api-key)"
     return error.message
 
 
@@ -254,13 +255,13 @@ def _setting_name(key: str, arguments: Arguments) -> str:
     try:
         given = translated_layers(arguments.settings, os.environ, arguments.config)
         return {found.key: source for found, _, source in given}.get(key, key)
-    except ConfigError:  # Another setting is wrong, too. This error is reported first.
+    except ConfigError:  # Another setting is wrong, too, so the source of this one is not known.
         return key
 
 
 def _field_name(field: str, arguments: Arguments) -> str:
-    """The option of a request's field: `sampling.top_p` is `--top-p`, `stop[1]` is `--stop (number
-    2)`."""
+    """The option that sets a request's field: `--top-p` for `sampling.top_p`, `--stop (number 2)`
+    for `stop[1]`."""
     names = re.findall(r"[a-z]\w*", field)
     if names and names[0] in _PROMPT_FIELDS and hasattr(arguments, "prompt"):
         return "PROMPT"
@@ -283,12 +284,12 @@ class Connection:
     address: str
     """HOST:PORT of the coordinators, separated by commas."""
     target_directory: str = ""
-    """Directory of the target's files; empty if they are not known to be on this machine."""
+    """Directory of the target's files on this machine; empty = none, or not known."""
     tokenizer_directory: str = ""
     settings: Mapping[str, Value] = field(default_factory=dict)
-    """Settings by key; empty with `--server`, which gives only an address."""
+    """The deployment's settings by key; empty (unknown) with `--server`."""
     is_own: bool = False
-    """Whether this command has started the deployment. Then no other client has called it."""
+    """Whether this command has started the deployment, so that no other client calls it."""
     api_key: str = field(default="", repr=False)
     trust: Trust | None = field(default=None, repr=False)
     """None = no TLS."""
@@ -296,8 +297,8 @@ class Connection:
     """Returns the coordinators' current addresses; None = the addresses do not change."""
 
     def client(self, *, tries_again: bool = True) -> Client:
-        """A client of the coordinators. If `tries_again`, it repeats calls after temporary
-        failures."""
+        """A client of the coordinators. With `tries_again`, the client repeats calls after
+        temporary failures."""
         from outrider.client import Client
         from outrider.client.failover import RESUME_TIMEOUT_S
         from outrider.transport.channel import PLAIN
@@ -311,7 +312,8 @@ class Connection:
 
 
 def connection_options(without: Iterable[str]) -> list[Option]:
-    """`--server`, and the settings of the deployment that is started if none runs."""
+    """`--server`, options for TLS, and the settings of the temporary deployment that is started if
+    none runs."""
     server = option(
         "--server", metavar="HOST:PORT",
         help="the coordinator to call; by default the deployment on this machine, or if none runs, "
@@ -324,7 +326,7 @@ def connection_options(without: Iterable[str]) -> list[Option]:
 
 
 def caller_options() -> list[Option]:
-    """The caller's credentials, for a command that has no options for settings."""
+    """Options for the caller's credentials, for a command that has no options for settings."""
     doc = f"API key to send to coordinators [${KEY_VARIABLE}]"
     key = setting_option(deployment_settings()["api_key"], doc=doc)
     return grouped("Connection", [key, *trust_options()])
@@ -347,8 +349,8 @@ def trust_options() -> list[Option]:
 
 
 def caller_trust_of(arguments: Arguments, settings: Mapping[str, Value]) -> Trust | None:
-    """TLS for calls to a deployment with these settings; None = no TLS. Options decide. Without
-    them, the certificate file that the settings name is trusted. Raises `ConfigError`."""
+    """TLS for calls to a deployment with these settings; None = no TLS. Without `--tls` and
+    `--ca-cert`, the certificate in the settings is trusted. Raises `ConfigError`."""
     authority, *shown = (getattr(arguments, name) for name in TRUST_OPTIONS)
     pinned = str(settings.get("ssl_certfile") or "")
     if not (pinned or arguments.tls or authority or any(shown)):
@@ -362,9 +364,9 @@ def caller_trust_of(arguments: Arguments, settings: Mapping[str, Value]) -> Trus
 
 @asynccontextmanager
 async def connected(arguments: Arguments) -> AsyncIterator[Connection]:
-    """The deployment to call: the one at `--server`, or the one on this machine. If none runs,
-    starts one that runs while the context lasts. Raises `ConfigError` if flags contradict a running
-    deployment."""
+    """Yields the deployment to call: the one at `--server`, or the one on this machine. If none
+    runs, starts a temporary deployment, and stops it when the context ends. Raises `ConfigError` if
+    flags contradict the settings of a running deployment."""
     state = state_directory(os.environ)
     if arguments.server:
         given = arguments.settings.keys() - set(OF_CALLERS)
@@ -397,8 +399,9 @@ def _connection(
 
 
 async def _served(record: DeploymentRecord, state: Path) -> DeploymentRecord:
-    """Waits until the record names a coordinator; while the only coordinator is replaced, it names
-    none. Raises `Unavailable` after `COORDINATOR_WAIT_S`."""
+    """Waits until the record names a coordinator, and returns the record. The record names none
+    while the only coordinator is being replaced. Raises `Unavailable` after `COORDINATOR_WAIT_S`.
+    """
     try:
         async with asyncio.timeout(COORDINATOR_WAIT_S):
             while not record.grpc_address:
@@ -414,8 +417,8 @@ async def _served(record: DeploymentRecord, state: Path) -> DeploymentRecord:
 
 
 def caller_key(arguments: Arguments) -> str:
-    """The API key from the flag or the variable. If several are given, the first. Raises
-    `ConfigError` for the hash of a key."""
+    """The API key from the flag or the variable. If several keys are given, returns the first.
+    Raises `ConfigError` for the hash of a key."""
     keys = str(arguments.settings.get("api_key", os.environ.get(KEY_VARIABLE, "")))
     key = keys.partition(",")[0].strip()
     if key.startswith("sha256:"):
@@ -424,15 +427,15 @@ def caller_key(arguments: Arguments) -> str:
 
 
 def own_config(arguments: Arguments) -> DeploymentConfig:
-    """The configuration of a temporary deployment. It differs from that of `serve` in two defaults:
-    gRPC takes any free port, and without `--port` there is no HTTP."""
+    """The configuration of a temporary deployment. Two defaults differ from those of `serve`: gRPC
+    takes any free port, and HTTP is off if `port` is not set."""
     given = given_settings(arguments)
     own: dict[str, Value] = {"grpc_port": 0} if "port" in given else {"grpc_port": 0, "http": False}
     return configuration(own | given)
 
 
 def checked_address(server: str) -> str:
-    """Returns the address. Raises `ConfigError` unless it is HOST:PORT."""
+    """Returns `server`. Raises `ConfigError` if it is not HOST:PORT."""
     host, _, port = server.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ConfigError(f"--server: {server!r} is wrong; it must be HOST:PORT")
@@ -466,8 +469,8 @@ async def _own_deployment(arguments: Arguments) -> AsyncIterator[Deployment]:
 
 
 def find_deployment(arguments: Arguments) -> DeploymentLocation:
-    """The deployment on this machine, unless `PLACE_KEYS` name another one. Raises `Unavailable` if
-    there is none."""
+    """The deployment on this machine. If it does not run, or the settings name another one, returns
+    the deployment that `PLACE_KEYS` identify. Raises `Unavailable` if these are not set."""
     values = given_settings(arguments)
     address, name = (str(values.get(key) or "") for key in PLACE_KEYS)
     record = running_deployment(state_directory(os.environ))

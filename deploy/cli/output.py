@@ -22,12 +22,12 @@ PERIOD_S = 5.0
 PREFIX = "outrider: "
 _WARNING = "warning: "
 _WIDTH = 160
-"""Width of tables in a file or a pipe, in characters. By default Rich takes 80, and cuts cells."""
+"""Width of tables in a file or a pipe, in characters. Rich's default of 80 would cut cells."""
 
 
 class Progress:
-    """Prints lines about the work of a command. While some work lasts, its line is repeated with
-    the elapsed seconds. Thread-safe."""
+    """Prints what a command is doing. While one piece of work lasts, its line is repeated with the
+    elapsed seconds. Thread-safe."""
 
     def __init__(self, period_s: float = PERIOD_S) -> None:
         self.quiet = False
@@ -35,14 +35,14 @@ class Progress:
         self._period_s = period_s
         self._changed = threading.Condition()
         self._doing = ""
-        """The current work; empty = none."""
+        """The line of the current work; empty = no work."""
         self._since = 0.0
         self._thread: threading.Thread | None = None
 
     def __call__(self, line: str, *, at_once: bool = True) -> None:
-        """Begins some work, which lasts until the next call or `rest`. Prints its line `at_once`,
-        or only after `period_s`. If the line is a warning, prints it once; the current work goes
-        on."""
+        """Begins the work that `line` describes. The work lasts until the next call or `rest`. If
+        `at_once` is False, the line is first printed after `period_s`. A line that is a warning is
+        printed once and begins no work."""
         if line.startswith(_WARNING):
             note(line)
         elif not self.quiet:
@@ -56,12 +56,13 @@ class Progress:
                     self._thread.start()
 
     def begin(self, stage: str) -> None:
-        """Begins some work, unless the current line begins with `stage`."""
+        """If the current line does not begin with `stage`, begins this work."""
         if not self._doing.startswith(stage):
             self(stage)
 
     def relay(self, line: str) -> None:
-        """Prints a line of another Outrider process if it is progress or a warning."""
+        """Prints a line that another Outrider process has written, if the line is progress or a
+        warning."""
         text = line.removeprefix(PREFIX)
         if text == line or line.startswith(ERROR_PREFIX):
             return
@@ -69,7 +70,7 @@ class Progress:
             note(text)
 
     def update(self, line: str) -> None:
-        """Replaces the line of the current work. Its next repetition shows the new line."""
+        """Replaces the line of the current work. The new line appears at the next repetition."""
         with self._changed:
             if self._doing:
                 self._doing = line
@@ -124,7 +125,8 @@ def tell(report: Report, as_json: bool) -> int:
 
 
 def program() -> str:
-    """The name by which a shell finds this program: `outrider`, or its path."""
+    """The word that runs this program in a shell: `outrider`, or the path of the program if it is
+    not on PATH."""
     beside = Path(sys.argv[0] if Path(sys.argv[0]).name == "outrider" else sys.executable)
     found = shutil.which("outrider") and "outrider"
     return found or shutil.which("outrider", path=str(beside.parent)) or "outrider"

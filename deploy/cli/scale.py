@@ -44,8 +44,8 @@ def _wait_option(until: str) -> Option:
 async def _overview(
     reconciler: ReconcilerClient, wait_s: float, left: Callable[[Overview], str]
 ) -> Overview:
-    """The overview once `left` returns an empty text, or after `wait_s`. `left` describes what is
-    still to be done."""
+    """Waits at most `wait_s` until nothing is left to do, and returns the last overview. `left`
+    describes what is left to do; an empty text = nothing."""
     give_up_at = time.monotonic() + wait_s
     while True:
         overview: Overview = await reconciler.call("overview")
@@ -91,7 +91,7 @@ def scale(arguments: Arguments) -> int:
     for role in counts.keys() & scaling.bounds.keys():
         least, most = scaling.bounds[role]
         note = f"note: autoscaling may change the number of {role}s ({least} to {most});"
-        print(f"{note} `outrider upgrade --autoscale-{role}s ''` turns it off", file=sys.stderr)
+        print(f"{note} `outrider upgrade --autoscale-{role}s ''` turns this off", file=sys.stderr)
     wanted = {**overview.wanted, **counts}
     is_late = bool(arguments.wait and left(overview))
     what, shown = ("serving", counts) if arguments.wait and not is_late else ("wanted", wanted)
@@ -126,10 +126,10 @@ def parsed_counts(words: Sequence[str]) -> dict[Role, int]:
     _wait_option("a trial has ended and all replicas are replaced"),
     option(
         "--trial-share", type=Seconds(0, SHARE_MAX), metavar="SHARE",
-        help="first try a change of draft replicas (such as --draft-model) or of the head on the "
-        "target: one new replica gets this share of the new sessions, and the others are replaced "
-        "only if these sessions decode faster; beside N replicas 1 / (N + 1) is best; 0 ends the "
-        "running trial",
+        help="first try a change of the head on the target, or of draft replicas (such as "
+        "--draft-model), on one new replica. This replica gets this share of the new sessions. The "
+        "other replicas are replaced only if these sessions decode faster. With N other replicas, "
+        "the best share is 1 / (N + 1). 0 ends the running trial",
     ),
     option(
         "--trial-minutes", type=Seconds(0.01, MINUTES_MAX), default=MINUTES_DEFAULT,
@@ -142,7 +142,8 @@ def upgrade(arguments: Arguments) -> int:
     """Changes settings. The deployment then replaces its replicas."""
     if arguments.target is not None:
         arguments.settings["model"] = arguments.target
-    for key in SECRETS:  # A deployment does not reveal its secrets, so changes cannot be seen.
+    # The deployment does not reveal its secrets, so this command cannot see whether one changes.
+    for key in SECRETS:
         if key in arguments.settings:
             raise SettingError(key, f"cannot change while a deployment runs: {FIXED[key]}")
     if arguments.trial_share is None and "trial_minutes" in arguments.given:
@@ -175,12 +176,12 @@ async def _upgrade(
     where: DeploymentLocation,
     values: dict[str, Value],
     wait_s: float,
-    trial: tuple[float, float] | None = None,
+    trial: tuple[float, float] | None,
 ) -> tuple[dict[str, Value], bool, Overview]:
-    """Requests the changes. Waits at most `wait_s` until all replicas are replaced, also by an
-    earlier upgrade. `trial` is a share of the sessions and a time in seconds; a share of 0 ends the
-    running trial. Returns the changes, whether replicas are being replaced, and the overview at the
-    end. Raises `ConfigError` if the changes are refused."""
+    """Requests the changes. Waits at most `wait_s` until no trial runs and no replica is still to
+    be replaced, be it by this upgrade or an earlier one. `trial` is a share of the sessions and a
+    time in seconds; a share of 0 ends the running trial. Returns the changes, whether replicas are
+    being replaced, and the last overview. Raises `ConfigError` if the changes are refused."""
     progress("asking the deployment", at_once=False)
     async with connect_reconciler(where) as reconciler:
         spec: FleetSpec = await reconciler.call("spec")

@@ -1,6 +1,6 @@
-"""`outrider serve` starts a deployment, in the foreground or detached. `outrider status` shows it,
-and exits with code 0 if every role that a request needs serves, otherwise with 1. `outrider stop`
-stops it.
+"""`outrider serve` starts a deployment, in the foreground or detached. `outrider stop` stops it.
+`outrider status` shows the deployment. It exits with code 0 if each role that requests need has a
+serving replica, otherwise with 1.
 """
 
 from __future__ import annotations
@@ -86,14 +86,14 @@ def serve(arguments: Arguments) -> int:
         model = arguments.settings.setdefault("model", arguments.target)
         if model != arguments.target:
             raise ConfigError(f"--model: {model!r} is not the TARGET {arguments.target!r}")
-    config = deployment_config(arguments)  # Errors are raised here, before `fork`.
+    config = deployment_config(arguments)  # Wrong settings raise here, before `fork`.
     state = state_directory(os.environ)
     if arguments.detach:
         with exclusive(state):
-            pass  # Raises here, before `fork`, if another deployment runs.
+            pass  # If another deployment runs, this raises before `fork`.
         (state / LOG_NAME).unlink(missing_ok=True)
         log = LogFile(state / LOG_NAME, descriptors=(1, 2))
-        if pid := os.fork():  # Safe: no other thread runs yet.
+        if pid := os.fork():  # `fork` is safe here, because no other thread runs yet.
             return _announce_detached(pid, state, arguments)
         _detach(log)
     with exclusive(state):
@@ -103,8 +103,8 @@ def serve(arguments: Arguments) -> int:
 
 
 async def _serve(deployment: Deployment, state: Path, arguments: Arguments) -> int:
-    """Runs until SIGINT or SIGTERM, or until no replica is left of a role that requests need.
-    Returns the exit code: 0, or 130 (interrupted) if SIGINT came before the deployment served."""
+    """Runs until SIGINT or SIGTERM. Returns the exit code: 130 if SIGINT came before the deployment
+    served, otherwise 0. Raises the error if the deployment fails."""
     serving = asyncio.create_task(_until_it_fails(deployment, state, arguments))
     loop = asyncio.get_running_loop()
     received: list[int] = []
@@ -119,7 +119,7 @@ async def _serve(deployment: Deployment, state: Path, arguments: Arguments) -> i
     try:
         await asyncio.wait((serving,))
         if not serving.cancelled():
-            serving.result()  # Raises.
+            serving.result()  # Raises the deployment's error.
         elif not received:
             raise Unavailable("the deployment was cancelled")
         served = running_deployment(state) is not None
@@ -131,7 +131,8 @@ async def _serve(deployment: Deployment, state: Path, arguments: Arguments) -> i
 
 
 async def _until_it_fails(deployment: Deployment, state: Path, arguments: Arguments) -> None:
-    """Starts the deployment, and keeps its record up to date while replicas come and go."""
+    """Starts the deployment, and updates its record when replicas start or end. Raises
+    `Unavailable` if a role that requests need has no replica, and none can be started."""
     await deployment.start()
     progress.rest()
     publish(state, deployment.record, deployment.api_key)
@@ -151,11 +152,12 @@ def _announce(record: DeploymentRecord, arguments: Arguments) -> int:
 
 
 def endpoints_text(record: DeploymentRecord) -> str:
-    """The addresses of a deployment, what callers need, and the commands that try and stop it."""
+    """The lines that `serve` prints: the addresses of the deployment, what other callers need, and
+    two commands, one to generate text and one to stop the deployment."""
     words = '"The capital of France is"' if record.tokenizer_directory else "--token-ids 1,2,3"
     needed = ["an API key"] if record.asks_for_keys else []
     if certificate := record.settings.get("ssl_certfile"):
-        needed.append(f"TLS, by {certificate}")
+        needed.append(f"TLS with {certificate}")
     scheme = "https" if certificate else "http"
     by_http = [f"{scheme}://{one}" for one in record.http_address.split(",") if one]
     sections = {
@@ -192,8 +194,8 @@ def _announce_detached(pid: int, state: Path, arguments: Arguments) -> int:
 
 
 def _record_once_ready(state: Path, pid: int) -> DeploymentRecord | int:
-    """The record of a detached process once it serves, or its exit code if it ends before. Prints
-    the progress in its log meanwhile."""
+    """Waits until the detached process serves or ends. Returns the record of its deployment, or its
+    exit code. Meanwhile prints the progress lines from its log."""
     with (state / LOG_NAME).open("rb") as log:
         said = b""
         while True:
@@ -209,9 +211,10 @@ def _record_once_ready(state: Path, pid: int) -> DeploymentRecord | int:
 
 
 def _detach(log: LogFile) -> None:
-    """Makes this process the leader of a session, with the log as standard output and error."""
+    """Makes this process the leader of a new session of the operating system, with the log as
+    standard output and error."""
     os.setsid()
-    progress.quiet = False  # The parent decides which of these lines it prints.
+    progress.quiet = False  # All lines go to the log. The parent decides which of them it prints.
     log.take_over()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     root = logging.getLogger()
@@ -229,8 +232,8 @@ def _detach(log: LogFile) -> None:
     ),
 )  # fmt: skip
 def stop(arguments: Arguments) -> int:
-    """Stops the deployment's process and waits for its end. If no process runs, reports why, and
-    returns 0 as well."""
+    """Stops the deployment's process and waits for its end. If no deployment runs, reports the
+    reason and also returns 0."""
     directory = state_directory(os.environ)
     record = recorded_deployment(directory)
     holder = lock_holder(directory)
@@ -252,7 +255,7 @@ def _end(pid: int, timeout_s: float) -> None:
     give_up_at = time.monotonic() + timeout_s
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGTERM)
-        # It is no child of this process, and not every container runtime has `pidfd_open`.
+        # Only a parent can use `waitpid`, and not every container runtime has `pidfd_open`.
         while not _is_zombie(pid):
             if time.monotonic() >= give_up_at:
                 raise Unavailable(
@@ -292,11 +295,11 @@ NEEDED = ("coordinator", "target")
 """The roles that every request needs."""
 HEALTH = {"serving": "green", "not serving": "red", "leaving": "yellow"}
 FIGURES = {
-    "tokens_per_second": "{:.0f} tokens/s", "busy": "{:.0%} busy", "fill": "{:.0%} slots",
-    "kv_usage": "{:.0%} KV cache", "acceptance": "{:.0%} accepted",
-    "look_ahead_hits": "{:.0%} ahead",
-    "draft_waits": "{:.0%} wait for drafts", "queue_steps": "queue {:.1f} steps",
-    "loop_lag_ms": "{:.0f} ms late",
+    "tokens_per_second": "{:.0f} tokens/s", "busy": "{:.0%} busy", "fill": "{:.0%} of slots",
+    "kv_usage": "{:.0%} of KV cache", "acceptance": "{:.0%} accepted",
+    "look_ahead_hits": "{:.0%} look-ahead hits",
+    "draft_waits": "{:.0%} wait for drafts", "queue_steps": "waits of {:.1f} steps",
+    "loop_lag_ms": "event loop {:.0f} ms late",
 }  # fmt: skip
 PRINTS = {
     "weights_fingerprint": "weights", "tokenizer_fingerprint": "tokenizer",
@@ -309,7 +312,7 @@ PRINTS = {
     json_option(),
     option(
         "--server", metavar="HOST:PORT",
-        help="only ask this coordinator; by default all replicas of this machine's deployment",
+        help="ask only this coordinator; by default ask all replicas of this machine's deployment",
     ),
     option(
         "--timeout", type=Seconds(0.001, 3600), default=TIMEOUT_S, metavar="S",
@@ -327,7 +330,7 @@ def status(arguments: Arguments) -> int:
 
 
 async def _watch(arguments: Arguments) -> int:
-    """Shows the status. With `--watch`, repeats that until it is interrupted."""
+    """Shows the status once, or with `--watch` again and again until an interrupt."""
     watches = arguments.watch is not None
     while True:
         found = await _status(arguments)
@@ -348,7 +351,7 @@ async def _status(arguments: Arguments) -> Facts:
     if arguments.server:
         address, trust = checked_address(arguments.server), caller_trust_of(arguments, {})
         one = await _ask("coordinator", address, key, trust, timeout_s)
-        # A coordinator that serves may refuse this caller. Then there is an `error`, too.
+        # If a coordinator serves but refuses this caller, `serving` is True and `error` is set.
         running = one["error"] is None or one["serving"]
         return found | {"running": running, "serving": one["serving"], "coordinators": [one]}
     state = state_directory(os.environ)
@@ -383,9 +386,9 @@ async def _status(arguments: Arguments) -> Facts:
 async def ask_registry(
     record: DeploymentRecord, timeout_s: float
 ) -> tuple[dict[str, Facts], str | None]:
-    """The replicas' records in the deployment's Redis, by address; and the error, if not all could
-    be read. The password of Redis comes from its file, or from the same environment variable as for
-    replicas."""
+    """Returns the replicas' records in the deployment's Redis, by address, and the error if some
+    could not be read. Redis' passwords come from the files in `record.redis`, or from the same
+    environment variables as for replicas."""
     from outrider.registry.redis_registry import RedisRegistry
 
     known: dict[str, Facts] = {}
@@ -418,8 +421,9 @@ def _deployment(record: DeploymentRecord, state: Path) -> Facts:
 async def _ask(
     role: Role, address: str, key: str, trust: Trust | None, timeout_s: float, internal: str = ""
 ) -> Facts:
-    """Asks a replica to describe itself. Targets and drafts are called as by a coordinator, with
-    the coordinator's certificate from the directory `internal` unless that is empty."""
+    """Asks a replica to describe itself. Targets and drafts are called with the coordinator's TLS
+    certificate from the directory `internal`. If `internal` is empty, they are called without TLS.
+    """
     from outrider.transport.channel import PLAIN
     from outrider.transport.grpc_link import draft_link, target_link
     from outrider.transport.tls import internal_trust

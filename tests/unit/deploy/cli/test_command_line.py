@@ -124,7 +124,7 @@ def test_no_error_names_a_flag_that_was_not_given() -> None:
         return [error_line(error, arguments) for error in (taken, missing, long)]
 
     unknown = Unauthenticated("authorization: there is no such API key")
-    way = f"{unknown.message} (OUTRIDER_API_KEY, or --api-key)"
+    way = f"{unknown.message} (set OUTRIDER_API_KEY, or give --api-key)"
     assert error_line(unknown, parse(["generate", "x"])) == way
     assert said() == ["port: is taken", "server: '' is wrong", "sampling.top_p: is too much"]
     assert said("--port", "1", "--server=h:1", "--top-p", "4") == [
