@@ -1,5 +1,5 @@
-"""Turns a verdict into an outcome. The functions are pure, so coordinator and target decide
-alike."""
+"""Turns a verdict into an outcome. The functions are pure, so coordinator and target compute the
+same outcome."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Origin(StrEnum):
     CORRECTION = "correction"
     BONUS = "bonus"
     STORED = "stored"
-    """Read from the store by a resumed session; the store does not keep the origin."""
+    """A resumed session has read the token from the store, which does not keep origins."""
 
 
 @value(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Outcome:
     """What a round commits: the accepted draft tokens, and one token of the target after them."""
 
     path: tuple[int, ...]
-    """Indices of the accepted draft tokens; in a chain the first ones."""
+    """Indices of the accepted draft tokens. In a chain, these are 0, 1, .., n - 1."""
     token_ids: tuple[int, ...]
     origins: tuple[Origin, ...]
 
@@ -39,16 +39,16 @@ class Outcome:
 
     @property
     def last(self) -> int:
-        """Index of the row that the last token comes from: 0 after the last committed token, i + 1
-        after draft token i."""
+        """Index of the row that the last token was drawn from. Row 0 follows the last committed
+        token. Row i + 1 follows draft token i."""
         return self.path[-1] + 1 if self.path else 0
 
 
 def count_accepted(rule: Rule, passes: Iterable[bool]) -> int:
-    """The number of accepted draft tokens, from the result of each token's own test. Block accepts
-    the longest prefix whose last token passes, even if tokens before it fail (Sun et al., ICLR
-    2025, algorithm 2). The other rules accept the tokens before the first failure, and read no
-    later result."""
+    """The number of accepted draft tokens of a chain. `passes` has the result of each token's own
+    test. Block accepts the longest prefix whose last token passes, even if earlier tokens fail (Sun
+    et al., ICLR 2025, algorithm 2). The other rules accept the tokens before the first failure.
+    They read no result after this failure."""
     if rule is Rule.BLOCK:
         return max((i for i, passed in enumerate(passes, start=1) if passed), default=0)
     num = 0
@@ -60,7 +60,7 @@ def count_accepted(rule: Rule, passes: Iterable[bool]) -> int:
 
 
 def survival(rule: Rule, accept_probability: Sequence[float]) -> tuple[float, ...]:
-    """The probability, for n = 1..K, that at least n draft tokens are accepted.
+    """For n = 1..K, the probability that at least n draft tokens are accepted.
     `accept_probability` [K] has the probability that each token passes its own test."""
     if rule is Rule.BLOCK:
         refusals = [1.0 - chance for chance in reversed(accept_probability)]
@@ -75,11 +75,12 @@ def decide(
     uniforms: Iterable[float],
     parents: tuple[int, ...] = (),
 ) -> Outcome:
-    """Accepts draft tokens by `uniforms` [N] in (0, 1), and adds the token that follows.
+    """Accepts or rejects draft tokens, and adds the token that follows the accepted ones.
 
-    Draft token i passes iff uniforms[i] <= verdict.accept_probability[i]. No uniform is 0, so a
-    probability of 0 never passes. In a tree (`parents`) the first sibling that passes is accepted,
-    then its children are tested. Raises `InvariantError` if the lengths do not match.
+    Draft token i passes iff uniforms[i] <= verdict.accept_probability[i]. `uniforms` [N] are in (0,
+    1), so a token with probability 0 never passes. In a tree (`parents`), the first sibling that
+    passes is accepted, and then its children are tested. Raises `InvariantError` if the lengths of
+    verdict and proposal do not match.
     """
     num_draft_tokens, accept = len(proposal_ids), verdict.accept_probability
     if len(accept) != num_draft_tokens or len(verdict.correction) != num_draft_tokens + 1:
@@ -106,12 +107,13 @@ def decide(
 def ending_at(
     verdict: Verdict, index: int, proposal_ids: Sequence[int], parents: tuple[int, ...] = ()
 ) -> Verdict:
-    """The verdict under which a round commits the path up to draft token `index` and nothing after
-    it. To this end the draft token becomes the correction of the row that it follows.
+    """A verdict under which a round commits the path up to draft token `index`, and nothing after
+    this token. The draft token becomes the correction of the row that judges it.
 
-    For an outcome whose path contains this token, if no token can be drawn after it. The round
-    commits the outcome's tokens up to this one. Their law is unchanged, because under every rule
-    the probability of committing a path up to a token does not depend on later rows.
+    This replaces the verdict of an outcome whose path contains the draft token, if no token can be
+    drawn after the draft token. The distribution of the committed tokens is unchanged, because
+    under every rule the probability of committing a path up to a token does not depend on later
+    rows.
     """
     tree = draft_tree(parents, len(proposal_ids))
     accept = [0.0] * len(proposal_ids)
@@ -147,7 +149,7 @@ class Verdict:
     """The target's answer to a proposal of K tokens."""
 
     accept_probability: tuple[float, ...]
-    """[K]: draft token i passes iff its uniform is at most element i. This is min(1, p / q) under
-    token, h_i under block, and 0 or 1 under coupled and greedy."""
+    """[K]: draft token i passes iff its uniform is at most element i. In a chain, element i is
+    min(1, p / q) under token, and h_i under block. Under coupled and greedy, it is 0 or 1."""
     correction: tuple[int, ...]
     """[K+1]: the token that follows n accepted draft tokens."""

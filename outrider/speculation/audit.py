@@ -1,13 +1,15 @@
 """Checks whether committed tokens look as if they were drawn from the target's distribution.
 
-Under the target's distribution p_i, given all earlier tokens, the surprise -log p_i(x_i) of a token
-has the mean H(p_i) and the variance of -log p_i under p_i. Both are known without the token. So the
-sum of surprise minus entropy is a martingale, even though a session's tokens decide where it ends.
-For many tokens, this sum divided by the square root of the summed variances is approximately
-standard normal. If the tokens come from another distribution, the mean of surprise minus entropy is
-the cross entropy minus the entropy of p. It is negative for a sharper distribution and usually
-positive for others. A distribution that differs from p but has the same mean surprise is not
-detected.
+Let p_i be the target's distribution of token x_i, given all earlier tokens. If x_i is drawn from
+p_i, its surprise -log p_i(x_i) has the mean H(p_i), the entropy, and the variance of -log p_i under
+p_i. Both follow from p_i without x_i. So the sum of surprise minus entropy is a martingale, even
+though a session's tokens decide where it ends. For many tokens, this sum divided by the square root
+of the summed variances is approximately standard normal.
+
+If the tokens come from another distribution, the mean of surprise minus entropy is the cross
+entropy minus the entropy of p. This difference is negative for a sharper distribution and usually
+positive for others. If another distribution has the same mean surprise as p, the audit does not
+detect it.
 
 Greedy tokens are compared with the likeliest token. An audit uses the same transforms as verdicts,
 in float64. So it detects wrong noise, acceptance or residuals, but no wrong transform.
@@ -29,11 +31,11 @@ from outrider.speculation.logits_processing import (
 from outrider.speculation.sampling_params import SamplingParams
 
 NEAR_TIE = 2.0**-6
-"""How far rounding can move two bfloat16 logits apart, as neighbouring values differ by up to 2^-7
-of themselves. It is relative to the largest logit, or absolute if that logit is below 1. A greedy
-token whose logit is within this distance of the largest counts as a near tie."""
+"""A greedy token is a near tie if its logit is this close to the largest logit. The distance is
+relative to the largest logit, or absolute if the largest logit is below 1. Rounding to bfloat16 can
+move two logits this far apart, because neighbouring values differ by up to 2^-7 of themselves."""
 _P_MIN = 1e-300
-"""Replaces p = 0 in a division of 0 by p."""
+"""Replaces p = 0 where 0 is divided by p."""
 
 
 def audit(
@@ -42,9 +44,9 @@ def audit(
     params: SamplingParams,
     history: TokenHistory = NO_HISTORY,
 ) -> AuditSums:
-    """Audits a chain of tokens: token i against row i of `logits` [N, V] (any float type, on the
-    CPU, unchanged). Penalties count the history as in a verification. Raises `InvariantError` for
-    rows that `target_probabilities` refuses."""
+    """Compares token i of a chain with row i of `logits` [N, V], which have any float type, are on
+    the CPU, and stay unchanged. Penalties count `history` as in a verdict. Raises `InvariantError`
+    for rows that `target_probabilities` refuses."""
     num, vocab_size = logits.shape
     check(len(token_ids) == num, f"{len(token_ids)} tokens and {num} rows")
     inside = [index for index in range(num) if token_ids[index] < vocab_size]

@@ -1,5 +1,4 @@
-"""The sums of an audit; `audit.py` says what they mean. Unlike that module, this one needs no
-torch."""
+"""The sums that `audit.py` computes and explains. Code that only reads them needs no torch."""
 
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ class AuditSums:
 
     num_tokens: int = 0
     num_impossible: int = 0
-    """Tokens with p = 0. They are not part of surprise, entropy and variance."""
+    """Tokens with p = 0. They are left out of surprise, entropy and variance."""
     num_unlikely: int = 0
     """Greedy tokens that are neither the likeliest token nor a near tie."""
     num_near_ties: int = 0

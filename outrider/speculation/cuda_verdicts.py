@@ -1,5 +1,5 @@
-"""Verdicts on a CUDA device: at most three kernels and one wait for all sessions together, by the
-rules in `verification.py`."""
+"""Computes the verdicts of `verification.py` on a CUDA device. All sessions together take at most
+three kernels and one wait."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ _WARPS = 16
 
 
 Transforms = tuple[SamplingParams, TokenHistory, Sequence[TokenMask | None]]
-"""What changes the logits of one session. The last part has a mask for each row, or is empty."""
+"""What changes the logits of one session. The masks are one for each row, or none at all."""
 
 
 _FAILED: set[torch.device] = set()
@@ -60,16 +60,17 @@ class JudgedRows:
     maxima: RealArray
     """The largest logit; NaN if any is NaN."""
     behind: RealArray
-    """For a row that judges a draft token: min(1, p / q), or under block pi after the token. NaN if
-    the token is outside its q."""
+    """If the row judges a draft token: min(1, p / q), or, under block, pi of the path up to this
+    token. NaN if the token is outside its q."""
     left: RealArray
-    """Z of block verification."""
+    """Z of block verification (`verification.py`)."""
     drawn: IntArray
     """The token drawn from the row, or from the residual if the row judges a draft token."""
 
 
 class RowJudge:
-    """One batch of verdicts. The first kernels run while the host prepares the last one's input."""
+    """One batch of verdicts. `__init__` starts the first kernels. While these run, the host
+    prepares the input of `settle`, which runs the last kernel."""
 
     def __init__(
         self,
@@ -78,8 +79,9 @@ class RowJudge:
         sizes: IntArray,
         drafted: IntArray,
     ) -> None:
-        """`logits` [R, V], float32 or narrower; `transforms` and the number of rows (`sizes`) of
-        each session; `drafted` [R] is the draft token that a row judges, or -1."""
+        """`logits` [R, V] are float32 or narrower. `transforms` has an element for each session,
+        and `sizes` its number of rows. `drafted` [R] is the draft token that each row judges, or
+        -1."""
         from outrider.speculation.triton_kernels import change_rows
 
         num_rows, width = logits.shape
@@ -110,9 +112,10 @@ class RowJudge:
         blocks: npt.NDArray[np.bool_],
         q: Sequence[DraftDistribution | None],
     ) -> JudgedRows:
-        """Takes for each row: its noise `keys`; the number of draft tokens of its chain before the
-        one that it judges (-1: it judges none); whether the rule is block. `q` has the distribution
-        that each judged draft token was drawn from, or None."""
+        """`keys` has the noise of each row. `num_before` [R] is the number of draft tokens that
+        precede the one that a row judges in its chain, or -1 if the row judges none. `blocks` [R]
+        says whether the rule is block. `q` has the distribution of each judged draft token, or None
+        if its draw was certain."""
         device = self._weights.device
         packed = [b"" if each is None else each.packed for each in q]
         words = np.zeros((len(keys), JUDGED_WORDS), dtype=np.int64)
@@ -142,7 +145,7 @@ def weigh(weights: Tensor, found: Tensor, logits: Tensor, words: Tensor) -> None
 
 
 def settle(weights: Tensor, found: Tensor, words: Tensor, sent: Tensor, stride: int) -> None:
-    """Runs `settle_rows` on the current device; `sent` may have any type."""
+    """Runs `settle_rows` on the current device. `sent` may have any type."""
     from outrider.speculation.triton_kernels import settle_rows
 
     num_rows, width = weights.shape
@@ -159,7 +162,8 @@ def _changes(
     transforms: Sequence[Transforms], sizes: IntArray, words: IntArray, width: int
 ) -> list[npt.NDArray[Any]]:
     """The arrays to send after the rows' words: tables of tokens with biases or penalties, then
-    masks. Writes their offsets into `words`. Empty if no row has any."""
+    masks. Writes the offsets of these arrays into `words`. Returns an empty list if no row has a
+    bias, a penalty or a mask."""
     tables: list[npt.NDArray[Any]] = []
     masks: dict[int, tuple[int, TokenMask]] = {}
     words[:, 7] = -1
@@ -190,7 +194,7 @@ def _changes(
 
 
 def send(parts: Sequence[npt.NDArray[Any]], device: torch.device) -> Tensor:
-    """Copies all parts as bytes to a device, in one copy, and does not wait for its end."""
+    """Copies the bytes of all parts to a device by one copy, without waiting until it is done."""
     words = torch.from_numpy(np.concatenate([part.reshape(-1).view(np.uint8) for part in parts]))
     return words.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else words
 
@@ -201,8 +205,7 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
 
 def filters(sampling: SamplingParams) -> tuple[float, float, float, float]:
-    """Temperature, min-p, top-p and top-k of a row. A greedy row keeps the likeliest token
-    alone."""
+    """Temperature, min-p, top-p and top-k of a row. A greedy row has top-k 1."""
     if sampling.greedy:
         return 1.0, 0.0, 1.0, 1.0
     return sampling.temperature, sampling.min_p, sampling.top_p, float(max(sampling.top_k, 0))

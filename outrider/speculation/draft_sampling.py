@@ -1,11 +1,13 @@
-"""Draws draft tokens. Under token and block a distribution is truncated and quantised before a
-token is drawn from it. Exactly this distribution is sent to the target, so q is exact.
+"""Draws draft tokens.
 
-Counts are the steps of the rounded cumulative distribution, so each is within 1 of its token's
-share of `COUNT_TOTAL`. A quantised draw takes one uniform u. It returns the token at which the
-running sum of the counts, in the order sent, exceeds u times their total. Siblings are drawn one
-after another without replacement. A coupled draw is the race that the target runs
-(`gumbel_max.py`).
+Under the rules token and block, a draft truncates its distribution, quantises it into counts, and
+draws from the counts. It sends the counts to the target, so q is exactly the distribution of the
+draw. To quantise, the cumulative distribution is multiplied by `COUNT_TOTAL` and rounded. The
+differences of successive numbers are the counts, so each count is within 1 of its token's share. A
+draw takes one uniform u. It returns the first token at which the running sum of counts, in the
+order sent, exceeds u times their total. Siblings are drawn one after another, without replacement.
+
+Under the rule coupled, a draw is the race that the target runs (`gumbel_max.py`).
 """
 
 from __future__ import annotations
@@ -57,16 +59,16 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 
 _Reals = TypeVar("_Reals", RealArray, Tensor)
 DraftedToken = tuple[int, DraftDistribution | None]
-"""A token and the distribution that it was drawn from. The latter is None if the rule does not use
-q, or if the draw was certain (one-hot)."""
+"""A token and the distribution that it was drawn from. The distribution is None if the rule does
+not use q, or if the draw was certain (one-hot)."""
 DraftedGroup = tuple[tuple[int, ...], DraftDistribution | None]
-"""Siblings, and the distribution they were drawn from without replacement."""
+"""Siblings, and the distribution that they were drawn from without replacement."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LikelyTokens:
-    """The M likeliest tokens of each of R rows, likeliest first, on the CPU: `ids` [R, M], int64,
-    in the target's vocabulary, and `mass` [R, M], float64, proportional to their probabilities."""
+    """The M likeliest tokens of each of R rows, likeliest first, on the CPU. `ids` [R, M], int64,
+    are the target's. `mass` [R, M], float64, is proportional to the probabilities."""
 
     ids: IntArray
     mass: RealArray
@@ -81,7 +83,7 @@ class LikelyTokens:
         return cls(ids, np.concatenate([part.mass for part in parts]))
 
     def split(self, sizes: Sequence[int]) -> list[LikelyTokens]:
-        """Consecutive parts of these numbers of rows, as views."""
+        """Splits the rows into consecutive parts of these sizes, as views."""
         ends = [*accumulate(sizes)][:-1]
         parts = zip(np.split(self.ids, ends), np.split(self.mass, ends), strict=True)
         return [LikelyTokens(ids, mass) for ids, mass in parts]
@@ -99,11 +101,14 @@ def draw_from_logits(
     history: TokenHistory = NO_HISTORY,
     vocabulary: DraftVocabulary | None = None,
 ) -> tuple[list[DraftedToken], LikelyTokens | None]:
-    """Draws the next token for each of B sessions that share rule and parameters (and the history,
-    if penalties use it). `logits` [B, V] are unchanged. With a `vocabulary` they are [B, N], while
-    parameters, history, tokens and noise use the target's ids. Also returns the `likely_tokens` of
-    the rows, or None if each row's likeliest token is taken. Raises `InvariantError` for rows that
-    `target_probabilities` refuses."""
+    """Draws the next token for each of B sessions. The sessions have the same rule and parameters,
+    and the same `history` if there are penalties. Session b draws at depth `indices[b]` of its
+    round. `logits` [B, V] stay unchanged. With a `vocabulary` they are [B, N]. All other arguments
+    and results use the target's ids.
+
+    Also returns the `likely_tokens` of the rows. They are None if the draws take each row's
+    likeliest token. Raises `InvariantError` for rows that `target_probabilities` refuses.
+    """
     check(len(noises) == len(indices) == len(logits), "one noise and index for each row")
     if not noises:
         return [], None
@@ -130,11 +135,11 @@ def draw_siblings(
     counts: Sequence[int],
     vocabulary: DraftVocabulary | None = None,
 ) -> list[DraftedGroup]:
-    """Draws up to `counts[b]` siblings for one position of each of B sessions that share rule and
-    parameters, without penalties. The first sibling is what `draw_from_logits` draws. Under token
-    the others are drawn from the returned q without replacement. Under coupled they are the next to
-    arrive in the race among the `DRAFT_SUPPORT_ENTRIES` likeliest tokens. Under greedy they are the
-    next likeliest tokens."""
+    """Draws up to `counts[b]` siblings at one position of each of B sessions that have the same
+    rule and parameters, without penalties. The first sibling is the token that `draw_from_logits`
+    draws. Under token, the others are drawn from the returned q without replacement. Under coupled,
+    they have the next highest scores in the race of the `DRAFT_SUPPORT_ENTRIES` likeliest tokens.
+    Under greedy, they are the next likeliest tokens."""
     check(len(noises) == len(indices) == len(counts) == len(logits), "a count for each row")
     check(not params.penalised, "penalties would count siblings")
     rule = _shared_rule(noises)
@@ -175,7 +180,7 @@ def likely_tokens(
     vocabulary: DraftVocabulary | None = None,
 ) -> LikelyTokens:
     """The `DRAFT_SUPPORT_ENTRIES` likeliest tokens of each row of a draft's `logits` [R, V] under
-    `params`. With a `vocabulary`, parameters and history are in terms of its columns. Raises
+    `params`. With a `vocabulary`, the ids in parameters and history must be its columns. Raises
     `InvariantError` for rows that `target_probabilities` refuses."""
     count = min(DRAFT_SUPPORT_ENTRIES, logits.shape[1])
     if not params.tempered_alone:
@@ -196,9 +201,9 @@ def likely_tokens(
 
 
 def arrival_order(rows: LikelyTokens, keys: RowKeys) -> tuple[IntArray, RealArray]:
-    """The tokens of each row in the order in which they arrive in the row's race, and the
+    """Runs a race among the tokens of each row. Returns the tokens, highest score first, and the
     logarithms of their scores (log mass + Gumbel noise): [R, M] each. Tokens without mass come
-    last, as -1 with a score of -inf."""
+    last, as -1 with the logarithm -inf."""
     found = scores(torch.from_numpy(rows.mass), torch.from_numpy(rows.ids), keys).numpy()
     order = np.argsort(-found, axis=1)
     found = np.take_along_axis(found, order, 1)
@@ -210,44 +215,44 @@ def arrival_order(rows: LikelyTokens, keys: RowKeys) -> tuple[IntArray, RealArra
 def quantise(
     probabilities: Tensor, entries_max: int, vocabulary: DraftVocabulary | None = None
 ) -> DraftDistribution:
-    """The `entries_max` likeliest of `probabilities` [V] as counts that sum to `COUNT_TOTAL`,
-    likeliest first, without tokens whose count is 0. With a `vocabulary` the probabilities are
-    those of its columns, and the ids are the target's. The support may have a single entry.
+    """Quantises the `entries_max` likeliest of `probabilities` [V], likeliest first. Tokens whose
+    count would be 0 are left out, so a single token may be left. With a `vocabulary`,
+    `probabilities` have its columns, and the result has the target's ids.
     """
     rows = likely_by_weight(probabilities[None], entries_max, vocabulary)
     return _as_distributions(rows.ids, _host_levels(rows.mass))[0]
 
 
 def count_levels(mass: _Reals) -> _Reals:
-    """The cumulative counts of `mass` [R, M], float64: [R, M], whole numbers up to `COUNT_TOTAL`.
-    Takes arrays, and tensors on any device."""
+    """Quantises `mass` [R, M], float64. Returns the cumulative counts [R, M]: whole numbers up to
+    `COUNT_TOTAL`. Takes arrays, and tensors on any device."""
     sums = mass.cumsum(1)
     levels: _Reals = (sums / sums[:, -1:] * COUNT_TOTAL).round()
     return levels
 
 
 def _host_levels(mass: RealArray) -> RealArray:
-    """`count_levels` on the CPU; refuses rows without mass."""
+    """`count_levels` on the CPU. Raises `InvariantError` for a row without mass."""
     check(bool((mass.sum(1) > 0).all()), "a row without mass is no distribution")
     return count_levels(mass)
 
 
 def place_of(levels: Any, count: Any) -> Any:
-    """The index of the first of `levels` [R, M] that exceeds `count` [R, 1], in each row: [R].
-    Takes arrays, and tensors on any device."""
+    """For each row, the index of the first of its `levels` [R, M] that exceeds its `count` [R, 1]:
+    [R]. Takes arrays, and tensors on any device."""
     return (levels <= count).sum(1)
 
 
 def _drawn_counts(keys: RowKeys) -> RealArray:
-    """A uniform number in 0..`COUNT_TOTAL` - 1 for each row: [R, 1]."""
+    """A uniform whole number in 0..`COUNT_TOTAL` - 1 for each row: [R, 1]."""
     uniform: Any = uniforms(token_keys(keys), np.zeros((1, 1), dtype=np.int64))
     counts: RealArray = uniform * COUNT_TOTAL // 1
     return counts
 
 
 def draw_quantised(token_ids: IntArray, levels: RealArray, keys: RowKeys) -> IntArray:
-    """One token from each of R distributions, by the rows' keys: [R]. `levels` are the
-    `count_levels` of the tokens `token_ids` [R, M]."""
+    """Draws one token from each of R distributions: [R]. `levels` are the `count_levels` of the
+    tokens `token_ids` [R, M]."""
     drawn: IntArray = token_ids[np.arange(len(levels)), place_of(levels, _drawn_counts(keys))]
     return drawn
 
@@ -271,7 +276,8 @@ def likely_by_weight(
 
 
 def _token_ids(columns: Tensor, vocabulary: DraftVocabulary | None) -> IntArray:
-    """The tokens of these columns. Columns that pad a row have no mass, so any token will do."""
+    """The ids of the tokens of these columns. A column that pads a row gets an arbitrary id, as it
+    has no mass."""
     found: IntArray = columns.numpy()
     if vocabulary is None:
         return found
@@ -280,7 +286,7 @@ def _token_ids(columns: Tensor, vocabulary: DraftVocabulary | None) -> IntArray:
 
 
 def quantised_draws(rows: LikelyTokens, keys: RowKeys) -> list[DraftedToken]:
-    """A token of each row, by the quantised distribution over its tokens."""
+    """Quantises the distribution of each row, and draws a token from it."""
     levels = _host_levels(rows.mass)
     tokens = draw_quantised(rows.ids, levels, keys).tolist()
     return [
@@ -329,7 +335,8 @@ def one_hot(columns: Sequence[int], vocabulary: DraftVocabulary | None) -> list[
 
 
 def raced(weights: Tensor, keys: RowKeys, vocabulary: DraftVocabulary | None) -> list[DraftedToken]:
-    """The winner of the race in each row. The noise belongs to token ids, not to columns."""
+    """The winner of the race in each row. The noise depends on token ids, not on columns, so the
+    weights of a `vocabulary` are first moved to their ids."""
     if vocabulary is not None:
         table = vocabulary.table(weights.device)
         columns = weights[:, : len(table)]
@@ -344,14 +351,14 @@ def _shared_rule(noises: Sequence[RoundNoise]) -> Rule:
 
 
 _ROW_WORDS = 16
-"""The words of each row: six for `weigh_rows`; whether the draw is coupled; whether it is
-quantised; six for `settle_rows`; and the drawn count as a float64."""
+"""The int64 words of each row. 0..5 are for `weigh_rows`. 6 and 7 say whether the draw is coupled
+and whether it is quantised. 8..13 are for `settle_rows`. 14 is the drawn count, as a float64."""
 _COUPLED, _QUANTISED, _KEYS, _COUNT = 6, 7, 8, 14
 
 
 def can_draw_on_device(logits: Tensor, params: SamplingParams) -> bool:
-    """Whether `draw_on_device` can be used: the logits are on a device with kernels and narrower
-    than float64, and no bias or penalty applies."""
+    """Whether `draw_on_device` can be used. It needs a device with kernels, logits narrower than
+    float64, and parameters without bias and penalties."""
     is_narrow = logits.dtype != torch.float64
     return is_narrow and has_kernels(logits.device) and not (params.penalised or params.logit_bias)
 
@@ -363,8 +370,8 @@ def draw_on_device(
     indices: Sequence[int],
     vocabulary: DraftVocabulary | None = None,
 ) -> tuple[list[DraftedToken], list[LikelyTokens | None]]:
-    """Like `draw_from_logits`, for sessions with different rules and parameters. Waits only once
-    for the device of `logits`. Returns the likely tokens of each row separately."""
+    """Like `draw_from_logits`, for sessions whose rules and parameters may differ. Waits for the
+    device only once. Returns a `LikelyTokens` or None for each row."""
     is_greedy = np.array(
         [one.greedy or noise.rule is Rule.GREEDY for one, noise in zip(params, noises, strict=True)]
     )
@@ -415,8 +422,9 @@ def _drawn_columns(
     any_coupled: bool,
     any_filtered: bool,
 ) -> list[Tensor]:
-    """The token of each row and the largest logit, [R, 1] each; its likeliest tokens, their
-    masses and the `count_levels` of these. `rows` holds the words of the rows."""
+    """For each row: the drawn token and the largest logit, [R, 1] each, and the likeliest tokens,
+    their masses and the `count_levels` of the masses, [R, M] each. `rows` [R, `_ROW_WORDS`] has the
+    words of the rows."""
     reals, flags = rows.view(torch.float64), rows.view(torch.bool)
     token, maxima = _likeliest_columns(logits, vocabulary)
     if any_coupled or any_filtered:

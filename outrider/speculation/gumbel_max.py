@@ -1,24 +1,25 @@
-"""Noise for each token of a row, and sampling with it.
+"""Noise for each token of a row of weights, and draws with this noise.
 
-A row's place and stream give four Philox words (`random_streams.py`), which make two 64-bit keys.
-SplitMix64's finaliser (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA
-2014) makes number i of the row, of 64 bits, from these keys; the second key is xored in between its
-two multiplications.
+A row's seed, place and stream give four Philox words (`random_streams.py`), which form two 64-bit
+keys. From these keys, SplitMix64's finaliser (Steele, Lea, Flood: Fast Splittable Pseudorandom
+Number Generators, OOPSLA 2014) computes 64 random bits for each index i: number i of the row. The
+second key is xored in between the finaliser's two multiplications.
 
-Race: argmax over v of w_v / t_v, where the waits t_v are independent Exp(1), is v with probability
-w_v / sum w. The weights need not be normalised. This equals Gumbel-argmax over log w. A draft and a
-target that race with the same keys usually draw the same token.
+A race draws the token v with the highest score w_v / t_v. The waits t_v are independent Exp(1). So
+v wins with probability w_v / sum w, and the weights w need not be normalised. This is the
+Gumbel-max trick over log w. If a draft and a target race with the same keys, they usually draw the
+same token.
 
-The waits have two levels, so that a race over a large vocabulary computes only a few of them.
-Tokens 128 b .. 128 b + 127 form block b. The least of 128 independent Exp(1) is Exp(128); it
-belongs to each token with equal probability, and the other waits exceed it by independent Exp(1),
-since the distribution is memoryless:
+Waits have two levels, so that a race over a large vocabulary computes only a few of them. Tokens
+128 b .. 128 b + 127 form block b. The shortest of a block's 128 waits is Exp(128), and each token
+is equally likely to have it. Exp(1) is memoryless, so every other wait is the shortest one plus an
+independent Exp(1). Let E = -log u be the Exp(1) from the upper 52 bits of a number:
 
-    number 2^32 + b   m_b = E / 128 from its upper 52 bits, and from its lower 7 the token with
-                      this wait
-    number v          every other token of the block waits m_b + E
+    number 2^32 + b   the shortest wait of block b is m_b = E / 128; the number's lower 7 bits are
+                      the place in the block of the token that has this wait
+    number v          every other token v of the block waits m_b + E
 
-A token can win only if w_v / m_b exceeds the best score that was found before.
+Token v can win only if w_v / m_b exceeds the best score found so far.
 """
 
 from functools import lru_cache
@@ -32,18 +33,18 @@ from torch import Tensor
 from outrider.speculation.random_streams import RowKeys, row_words
 
 BLOCK = 128
-"""Tokens that share a least wait."""
+"""Number of tokens in a block."""
 _BLOCK_BITS = 7
 _BLOCK_NUMBERS = 2**32
-"""Index of block 0's number; token ids are smaller."""
+"""Index of the number of block 0. All token ids are smaller."""
 _DENSE_WIDTH = 4 * BLOCK
-"""Up to this width all waits of a row are computed."""
+"""In rows of up to this many tokens, all waits are computed."""
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _FIRST = 0xBF58476D1CE4E5B9 - 2**64
 _SECOND = 0x94D049BB133111EB - 2**64
 _FRACTION_BITS = 52
-"""Bits of n in a uniform (n + 0.5) * 2^-52. A float64 holds each such number exactly, and none is 0
-or 1."""
+"""A uniform is (n + 0.5) * 2^-52, where n has 52 bits. A float64 holds each uniform exactly. None
+is 0 or 1."""
 IntArray: TypeAlias = npt.NDArray[np.int64]
 RealArray: TypeAlias = npt.NDArray[np.float64]
 _Ints = TypeVar("_Ints", IntArray, Tensor)
@@ -56,8 +57,8 @@ def token_keys(keys: RowKeys) -> tuple[IntArray, IntArray]:
 
 
 def numbers(keys: tuple[_Ints, _Ints], indices: _Ints) -> _Ints:
-    """Numbers `indices` ([R, M] or [1, M]) of each row: [R, M], int64 with 64 random bits. `keys`
-    are columns [R, 1]. For arrays and for tensors on any device."""
+    """The numbers with these `indices` ([R, M] or [1, M]) of each row: [R, M], int64 with 64 random
+    bits. `keys` are columns [R, 1]. Takes arrays, and tensors on any device."""
     first, second = keys
     bits = indices * _GAMMA + first
     bits ^= (bits >> 30) & (2**34 - 1)  # The mask clears the copies of the sign bit.
@@ -76,8 +77,9 @@ def uniforms(keys: tuple[_Ints, _Ints], indices: _Ints) -> _Ints:
 
 
 def race(weights: Tensor, keys: RowKeys) -> Tensor:
-    """One token for each row: [R], int64. `weights` [R, V] are float32 or float64, >= 0, on the
-    CPU, unchanged. A row without a positive weight gives 0. Of equal scores the lowest id wins."""
+    """The winner of each row's race: [R], int64. `weights` [R, V] are float32 or float64, >= 0, on
+    the CPU, and stay unchanged. A row without a positive weight gives token 0. Of equal scores, the
+    lowest id wins."""
     num_rows, width = weights.shape
     if width <= _DENSE_WIDTH:
         return scores(weights, torch.arange(width)[None], keys).argmax(dim=1)
@@ -88,9 +90,8 @@ def race(weights: Tensor, keys: RowKeys) -> Tensor:
 
 
 def scores(weights: Tensor, token_ids: Tensor, keys: RowKeys) -> Tensor:
-    """The scores w / t of the listed tokens, on the CPU: [R, M], float64. `token_ids` ([R, M] or
-    [1, M], int64, >= 0) are the tokens of `weights` [R, M]. The token with the largest score of its
-    row wins the race."""
+    """The scores w / t of some tokens, on the CPU: [R, M], float64. `weights` [R, M] are those of
+    `token_ids` ([R, M] or [1, M], int64, >= 0). In each row, the highest score wins the race."""
     low, high = map(torch.from_numpy, token_keys(keys))
     blocks = numbers((low, high), (token_ids >> _BLOCK_BITS) + _BLOCK_NUMBERS)
     later = _exponentials(numbers((low, high), token_ids))
@@ -102,11 +103,9 @@ def scores(weights: Tensor, token_ids: Tensor, keys: RowKeys) -> Tensor:
 def _pruned_race(
     weights: npt.NDArray[Any], tops: npt.NDArray[Any], keys: tuple[IntArray, IntArray]
 ) -> IntArray:
-    """`race` for rows of whole blocks, [R, V]; `tops` [R, V / 128] holds the largest weight of each
-    block.
-
-    First scores the token with the least wait of every block, then only the tokens that could still
-    beat the best of these.
+    """Like `race`, for rows of whole blocks. `tops` [R, V / 128] has the largest weight of each
+    block. First computes the scores of the tokens with the shortest waits of their blocks. Then
+    computes only those other scores that could exceed the best of these.
     """
     num_rows, num_blocks = tops.shape
     blocks = weights.reshape(-1, BLOCK)
@@ -130,7 +129,7 @@ def _pruned_race(
     later = _exponentials(numbers((low[row, 0], high[row, 0]), token_ids))
     later[offset == inner[block]] = 0.0
     score = blocks[block, offset] / (least[block] + later)
-    for place in np.flatnonzero(score > best[row]).tolist():  # a few for each row
+    for place in np.flatnonzero(score > best[row]).tolist():  # Few places for each row.
         if score[place] > best[row[place]]:
             best[row[place]], winners[row[place]] = score[place], token_ids[place]
     return winners

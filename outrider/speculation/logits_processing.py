@@ -1,8 +1,8 @@
 """Turns logits into the distribution that is sampled, on the CPU. Float64 logits are processed in
 float64, narrower ones in float32. Sums over a row are always in float64.
 
-Order: logit bias, penalties, temperature, min-p, top-k, top-p, renormalisation. Each filter sees
-what the previous one kept, so top-p is a share of the mass that min-p and top-k left.
+Order: logit bias, penalties, temperature, min-p, top-k, top-p, renormalisation. A filter sees only
+what the filters before it kept. So top-p is a share of the mass that min-p and top-k kept.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from outrider.speculation.proposal import ROOT, Proposal
 from outrider.speculation.sampling_params import SamplingParams
 
 _HEAD_ENTRIES = 64
-"""Number of largest weights that are searched first for top-p. If their mass is too small, all
-weights are searched."""
+"""Top-p first searches this number of largest weights. If their mass is too small, it searches all
+weights."""
 _BUCKETS = {
     np.dtype(np.float32): (np.int32, 0x3F800000, 17),
     np.dtype(np.float64): (np.int64, 0x3FF0000000000000, 46),
 }
-"""By type of float: the integer type of its bits, the bits of 1.0, and a shift that leaves the
-exponent and six bits of the fraction. So each octave has 64 buckets."""
+"""For each type of float: the integer type of the same size, the bits of 1.0, and a shift. The
+shifted bits are the exponent and six bits of the fraction. So the weights between two neighbouring
+powers of 2 have 64 buckets."""
 _NUM_BUCKETS = 64 * 64
-"""For 64 octaves below 1. Smaller weights share the last bucket."""
+"""Weights from 1 down to 2^-64 have these buckets. Smaller weights share the last bucket."""
 _BLOCK = 64
-"""Size of the blocks whose maxima are compared first when the largest weights of a row are
-wanted."""
+"""`largest` compares the maxima of blocks of this size first."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenHistory:
-    """The tokens that penalties count. Row i of a verification counts the prompt, the output and
+    """The tokens that penalties count. In row i of a verdict, these are the prompt, the output and
     `drafted_ids[:i]`. A drafter appends its own draft tokens to `output_ids`."""
 
     prompt_ids: Sequence[int] = ()
@@ -58,10 +58,10 @@ def target_probabilities(
     logits: Tensor, params: SamplingParams, history: TokenHistory = NO_HISTORY
 ) -> Tensor:
     """The sampled distribution of every row: [R, V], float64, rows sum to 1. `logits` [R, V] may
-    have any float type and are unchanged. Greedy parameters give a one-hot row at the largest logit
-    (ties: lowest id). A logit of -inf gets probability 0. Ids of V or more, in the bias or the
-    history, are ignored, because draft and target may pad their vocabularies differently. Raises
-    `InvariantError` for a row with NaN, +inf or nothing above -inf."""
+    have any float type and stay unchanged. If `params` are greedy, a row is one-hot at its largest
+    logit (of equal logits, at the lowest id). A logit of -inf gets probability 0. Ids of V or more
+    in the bias or the history are ignored, because draft and target may pad their vocabularies
+    differently. Raises `InvariantError` for a row that has NaN or +inf, or only -inf."""
     check(logits.dim() == 2 and logits.shape[1] > 0, "logits are [rows, vocabulary]")
     logits = logits.cpu()
     weights = torch.empty(logits.shape, dtype=torch.float64)
@@ -82,7 +82,7 @@ def write_weights(
     if params.greedy:
         likeliest = adjusted.argmax(dim=1, keepdim=True)
         largest = weights.gather(1, likeliest)
-        weights.zero_().scatter_(1, likeliest, largest - largest + 1.0)  # NaN of NaN or infinity
+        weights.zero_().scatter_(1, likeliest, largest - largest + 1.0)  # NaN for NaN or infinity.
         return
     if params.temperature != 1.0:
         weights -= weights.amax(dim=1, keepdim=True)
@@ -94,8 +94,8 @@ def write_weights(
 
 
 def row_sums(weights: Tensor) -> Tensor:
-    """The sum of each row of `weights` [R, V]: [R], float64. It does not depend on the other
-    rows."""
+    """The sum of each row of `weights` [R, V]: [R], float64. The other rows do not change its
+    rounding."""
     num_rows, width = weights.shape
     if weights.dtype == torch.float64 or width % _BLOCK:
         return weights.cumsum(dim=1, dtype=torch.float64)[:, -1]
@@ -126,9 +126,9 @@ def joined_rows(parts: Sequence[Tensor]) -> Tensor:
 def likeliest(
     logits: Tensor, params: SamplingParams, history: TokenHistory = NO_HISTORY
 ) -> list[int]:
-    """The id of the largest logit of every row [R, V] after bias and penalties (ties: lowest id).
-    Greedy `target_probabilities` are 1 there. For logits on any device. Raises `InvariantError` as
-    `target_probabilities` does."""
+    """The id of the largest logit of each row [R, V] after bias and penalties. Of equal logits, the
+    lowest id. Takes logits on any device. Raises `InvariantError` for rows that
+    `target_probabilities` refuses."""
     found, maxima = _largest(logits)
     check_maxima(maxima)
     adjusted = adjusted_logits(logits, params, history)
@@ -136,13 +136,13 @@ def likeliest(
 
 
 def _largest(logits: Tensor) -> tuple[list[int], list[float]]:
-    """The index of the largest value of each row (ties: lowest), and the value; NaN counts as
-    larger than any number."""
+    """The index of the largest value of each row, and the value. Of equal values, the lowest index.
+    NaN counts as larger than any number."""
     if logits.device.type != "cpu":
         largest, ids = logits.max(dim=1)
         ids, largest = torch.stack([ids.double(), largest.double()]).tolist()
         return [*map(int, ids)], largest
-    # NumPy is about 20 times as fast here.
+    # Here NumPy's argmax is about 20 times as fast as torch's.
     floats = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
     found = torch.from_numpy(floats.detach().numpy().argmax(axis=1))[:, None]
     return found[:, 0].tolist(), logits.gather(1, found)[:, 0].tolist()
@@ -152,7 +152,12 @@ def adjusted_logits(
     logits: Tensor, params: SamplingParams, history: TokenHistory = NO_HISTORY
 ) -> Tensor:
     """`logits` [R, V] after bias and penalties: a float64 copy on the CPU, or `logits` itself if
-    neither applies."""
+    neither applies.
+
+    The repetition penalty divides a positive logit and multiplies a negative one (Keskar et al.
+    2019), if the token is in the prompt or the output. Presence and frequency penalties are
+    subtracted, if the token is in the output.
+    """
     if not (params.logit_bias or params.penalised):
         return logits
     adjusted = logits.to("cpu", torch.float64, copy=True)
@@ -175,12 +180,9 @@ def adjusted_logits(
 def changed_tokens(
     params: SamplingParams, history: TokenHistory, vocab_size: int
 ) -> npt.NDArray[np.int64]:
-    """The tokens with a bias and those that penalties count: [E, 3] holds the id, the bias as the
-    bits of a float64, and twice the token's count in the output, plus 1 if it is in the prompt.
-
-    The repetition penalty (prompt and output) divides a positive logit and multiplies a negative
-    one (Keskar et al. 2019); presence and frequency penalties (output) are subtracted.
-    """
+    """The E tokens that have a bias or that penalties count: [E, 3]. A row has the token's id, the
+    bits of its bias as a float64, and twice its count in the output, plus 1 if the prompt has the
+    token."""
     biases, prompt = dict(params.logit_bias), set(history.prompt_ids)
     output = Counter(history.output_ids)
     known = prompt.union(biases, output, history.drafted_ids)
@@ -198,11 +200,10 @@ def raw_logprobs(
     num_top: int,
     rows: Sequence[int],
 ) -> tuple[tuple[float, tuple[tuple[int, float], ...]], ...]:
-    """For each chosen token: its log-probability under the raw logits, and the `num_top` likeliest
-    tokens as (id, log-probability), the likeliest first and of equals the lowest id first.
-
-    Token i is looked up in row `rows[i]` of `logits` [R, V]. A token outside the vocabulary, or
-    with a logit of -inf, has -inf.
+    """For each chosen token i: its log-probability under row `rows[i]` of the raw `logits` [R, V],
+    and the `num_top` likeliest tokens of this row as (id, log-probability), likeliest first. Of
+    equally likely tokens, the lowest id comes first. A token outside the vocabulary, or with a
+    logit of -inf, has the log-probability -inf.
     """
     _check_rows(logits)
     exact = logits.double()
@@ -225,7 +226,8 @@ def raw_logprobs(
 
 
 def largest_ids(values: Tensor, count: int) -> Tensor:
-    """The ids of the `count` largest of `values` [V], ascending; of equal values the lowest ids."""
+    """The ids of the `count` largest of `values` [V], in ascending order. Of equal values, those
+    with the lowest ids are included."""
     count = min(count, len(values))
     if count == 0:
         return torch.empty(0, dtype=torch.int64, device=values.device)
@@ -239,8 +241,8 @@ def largest_ids(values: Tensor, count: int) -> Tensor:
 
 
 def check_maxima(maxima: Sequence[float]) -> None:
-    """Raises `InvariantError` unless each row's largest logit is finite. If any logit of a row is
-    NaN, so is the maximum."""
+    """Raises `InvariantError` unless each row's largest logit is finite. The maximum of a row with
+    NaN must be NaN."""
     for row, largest in enumerate(maxima):
         check(
             math.isfinite(largest),
@@ -249,8 +251,8 @@ def check_maxima(maxima: Sequence[float]) -> None:
 
 
 def check_weights(weights: Tensor, logits: Sequence[Tensor]) -> Tensor:
-    """The `row_sums` of the weights that `write_weights` made of these parts of `logits`. Raises
-    `InvariantError` for rows without a distribution."""
+    """The `row_sums` of `weights`, which `write_weights` has computed from the parts `logits`.
+    Raises `InvariantError` for rows without a distribution."""
     sums = row_sums(weights)
     if not bool(sums.isfinite().all()):
         for part in logits:
@@ -263,9 +265,10 @@ def _check_rows(logits: Tensor) -> None:
 
 
 def _keep_likely(row: Tensor, min_p: float, top_k: int, top_p: float) -> None:
-    """Sets to 0 what the filters drop from `row` [V], whose weights are at most 1. Of equal weights
-    at the boundary the lowest ids are kept. Sorts only the largest weights, or, if top-p keeps more
-    than `_HEAD_ENTRIES`, the bucket at the boundary."""
+    """Applies min-p, top-k and top-p to `row` [V], whose weights are at most 1. Dropped weights
+    become 0. Of equal weights at the boundary, those with the lowest ids are kept. Only the largest
+    weights are sorted. If top-p keeps more than these, only the bucket at the boundary is
+    sorted."""
     if min_p > 0.0:
         _keep_from(row, float(row.amax() * min_p))
     is_cut = 0 < top_k < len(row)
@@ -298,18 +301,19 @@ def _keep_from(row: Tensor, least: float) -> None:
 
 
 def _drop_last_ties(row: Tensor, excess: int) -> None:
-    """Sets to 0 the highest `excess` ids among those with the smallest positive weight in `row`."""
+    """Several ids may share the smallest positive weight of `row`. Sets the weights of the `excess`
+    highest of these ids to 0."""
     if excess > 0:
         ties = (row == row[row > 0].amin()).nonzero()[:, 0]
         row[ties[-excess:]] = 0.0
 
 
 def largest(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest of each row of `weights` [R, V], largest first, and their indices: [R,
-    count] each. Which of several equal weights are included is undefined.
+    """The `count` largest weights of each row of `weights` [R, V], largest first, and their
+    indices: [R, count] each. Of equal weights at the end, any may be included.
 
-    On a CPU only the `count` blocks with the largest maxima are searched, because these contain all
-    results.
+    On a CPU, only the `count` blocks with the largest maxima are searched. They contain the
+    `count` largest weights.
     """
     num_rows, width = weights.shape
     count = min(count, width)
@@ -325,7 +329,8 @@ def largest(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _long_head_end(row: npt.NDArray[Any], goal: float) -> tuple[float, int]:
-    """The smallest of the fewest weights of `row` [V] whose sum reaches `goal`, and their number.
+    """Adds the weights of `row` [V], largest first, until their sum reaches `goal`. Returns the
+    last weight added, and how many were added.
 
     The leading bits of a positive float are its exponent and the start of its fraction. They divide
     the weights into buckets by size. Only the bucket in which the sum reaches the goal is sorted.
@@ -347,7 +352,7 @@ class DraftVocabulary:
     """The tokens of a reduced draft vocabulary, one for each column of the draft's logits."""
 
     token_ids: npt.NDArray[np.int64]
-    """[N], ascending, so that of equal logits the lowest column is the lowest id."""
+    """[N], ascending. So the lowest column of several is also the lowest id."""
     _tables: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -356,11 +361,12 @@ class DraftVocabulary:
 
     @classmethod
     def of(cls, token_ids: Sequence[int]) -> DraftVocabulary | None:
-        """The vocabulary of these tokens. None for an empty list: each token is its own column."""
+        """The vocabulary of these tokens. None for an empty list, which means that all tokens have
+        a column."""
         return cls(np.array(token_ids, dtype=np.int64)) if token_ids else None
 
     def table(self, device: torch.device) -> Tensor:
-        """`token_ids` on the device. Always the same tensor."""
+        """`token_ids` on the device. Every call returns the same tensor."""
         if device not in self._tables:
             self._tables[device] = torch.from_numpy(self.token_ids).to(device)
         return self._tables[device]
@@ -376,7 +382,8 @@ class DraftVocabulary:
         return known, places[known]
 
     def params(self, params: SamplingParams) -> SamplingParams:
-        """The parameters in terms of columns; biases of tokens without a column are dropped."""
+        """The parameters with columns in place of ids. Biases of tokens without a column are
+        dropped."""
         if not params.logit_bias:
             return params
         known, columns = self.columns([token_id for token_id, _ in params.logit_bias])
@@ -384,7 +391,7 @@ class DraftVocabulary:
         return replace(params, logit_bias=tuple(zip(columns.tolist(), biases, strict=True)))
 
     def history(self, history: TokenHistory) -> TokenHistory:
-        """The tokens that penalties count, as columns."""
+        """The history with columns in place of ids. Tokens without a column are dropped."""
         parts = (history.prompt_ids, history.output_ids)
         prompt, output = (tuple(self.columns(part)[1].tolist()) for part in parts)
         check(not history.drafted_ids, "a drafter counts what it has drafted as output")
@@ -396,8 +403,8 @@ def masked_logits(
     masks: Sequence[TokenMask | None],
     vocabulary: DraftVocabulary | None = None,
 ) -> Tensor:
-    """`logits` ([R, V], or [R, N] for the columns of a `vocabulary`) with -inf for each token that
-    the mask of its row forbids. A copy, or `logits` itself if no row has a mask."""
+    """`logits` with -inf for each token that the mask of its row forbids: a copy, or `logits`
+    itself if no row has a mask. `logits` are [R, V], or [R, N] with a `vocabulary`."""
     wanted = [row for row, mask in enumerate(masks) if mask is not None]
     given = [mask for mask in masks if mask is not None]
     if not given:
@@ -416,17 +423,18 @@ class RowMasks:
     """The masks of a proposal's rows."""
 
     masks: list[TokenMask | None]
-    """[N + 1]: what may follow the committed tokens, then what may follow each draft token. None
-    after a forbidden draft token. As p of that token is 0, no outcome uses the row after it."""
+    """[N + 1]: element 0 has the tokens that may follow the committed tokens, and element i + 1
+    those that may follow draft token i. Element i + 1 is None if draft token i is forbidden. The
+    target then rejects draft token i, so no outcome uses the row after it."""
     untold: frozenset[int]
-    """Rows without a mask because the constraint cannot be followed after their draft token, which
-    is itself allowed. An outcome that reaches such a row ends with its draft token: `ending_at`."""
+    """Rows whose mask cannot be computed, although the draft token before the row is allowed. An
+    outcome that reaches such a row is cut off after this draft token (`ending_at`)."""
 
 
 def row_masks(allowed: Allowed, proposal: Proposal) -> RowMasks:
     """The masks for the rows of a proposal. Raises `Incompatible` if the mask after the committed
-    tokens cannot be computed. A mask after a draft token that cannot be computed raises no error,
-    as the token may be rejected, and drafts must not make a session fail."""
+    tokens cannot be computed. If a mask after a draft token cannot be computed, raises no error,
+    because the token may be rejected, and a draft must not make a session fail."""
     masks = [allowed.after(())]
     untold: set[int] = set()
     paths: list[tuple[int, ...]] = []
@@ -447,7 +455,8 @@ def row_masks(allowed: Allowed, proposal: Proposal) -> RowMasks:
 
 @dataclass(frozen=True, slots=True)
 class AnyButEnds:
-    """Allows every token, except `ends` among the next `num_left` tokens. Implements `Allowed`."""
+    """Forbids the tokens `ends` at the next `num_left` positions, and no others. Implements
+    `Allowed`."""
 
     ends: frozenset[int]
     num_left: int
@@ -477,7 +486,8 @@ def _mask_without(token_ids: frozenset[int], vocab_size: int) -> TokenMask:
 def allowed_early(
     sampling: SamplingParams, num_tokens: int, eos_token_ids: Sequence[int], vocab_size: int
 ) -> AnyButEnds | None:
-    """What `min_tokens` allows after `num_tokens` tokens of a completion; None = all tokens."""
+    """What `min_tokens` allows after `num_tokens` tokens of a completion. None if all tokens are
+    allowed."""
     num_left = sampling.min_tokens - num_tokens
     ends = frozenset((*eos_token_ids, *sampling.stop_token_ids))
     return AnyButEnds(ends, num_left, vocab_size) if num_left > 0 else None
@@ -486,9 +496,9 @@ def allowed_early(
 def draft_mask(
     allowed: Allowed, drafted: Sequence[int], vocabulary: DraftVocabulary | None = None
 ) -> TokenMask | None:
-    """What a draft may draw after `drafted`. None if the draft should stop, because the completion
-    has ended, no token of its vocabulary may follow, or the mask cannot be computed. The result
-    depends on committed and proposed tokens alone."""
+    """The tokens that a draft may draw after `drafted`. None if the draft must stop, because the
+    completion has ended, because no token of the draft's vocabulary may follow, or because the mask
+    cannot be computed. The result depends on committed and proposed tokens alone."""
     try:
         mask = allowed.after(drafted)
     except OutriderError:

@@ -1,17 +1,19 @@
 """Predicts the outcome of a round before the target's verdict.
 
-A round of K draft tokens has K + 1 kinds of outcome: n tokens are accepted, and a correction
-follows (for n = K the bonus). The correction wins a race over the target's distribution, or over
-the residual after a rejection. Every process knows the noise of this race. So a draft runs the same
-race over its own distribution q, and guesses the first tokens to arrive (ordered by log q + Gumbel
-noise) instead of the likeliest ones. Under coupled and with q = p this is the target's race.
+A round of K draft tokens has K + 1 kinds of outcome. For n = 0..K, n draft tokens are accepted, and
+a correction follows (for n = K, the bonus). The correction wins a race (`gumbel_max.py`) over the
+target's distribution, or over the residual after a rejection. The noise of this race depends only
+on the session's seed and the place, so the draft knows the noise. The draft runs the race over its
+own distribution q. Its guesses are the tokens with the highest log q + Gumbel noise.
 
-Acceptance of draft token i is predicted in a similar way. Under coupled and greedy the race decides
-it: the larger the token's lead over the next one, the more certain is its acceptance. Under token
-and block a uniform u decides it: the smaller u, the likelier is acceptance.
+The acceptance of a draft token is predicted from noise, too. Under the rules coupled and greedy,
+the race decides. The larger the draft token's lead over the next token, the likelier is its
+acceptance. Under the rules token and block, a uniform u decides. The smaller u, the likelier is
+acceptance.
 
-Predictions use the noise of the current round. Tokens that are drafted for an outcome have the next
-round's noise, so predictions say nothing about them.
+Predictions do not bias the output. Under token and block, the tokens that are drafted for an
+outcome have the next round's noise, which is independent of the noise that predictions use. Under
+coupled and greedy, draft tokens never change which tokens are committed.
 """
 
 import math
@@ -37,30 +39,34 @@ from outrider.speculation.random_streams import RoundNoise, verdict_keys
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
 EVIDENCE_MAX = 16.0
-"""Bound of the evidence for or against a draft token. A probability of e^-16 is practically 0."""
+"""Evidence for or against a draft token is clipped to this size. A probability of e^-16 is
+practically 0."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OutcomeGuesses:
-    """What a draft predicts for a round of K draft tokens. `OutcomeModel` turns this into
+    """A draft's guesses for a round of K draft tokens. `OutcomeModel` computes their
     probabilities."""
 
     corrections: list[list[int]]
-    """For n = 0..K accepted tokens: the guesses of the correction, best first, without the rejected
-    draft token. The last row, the bonus, may be missing."""
+    """Row n has the guesses of the correction after n accepted tokens, best first. Draft token
+    n + 1 is not among them. Row K, for the bonus, may be missing."""
     scores: RealArray
-    """[K + 1, R] or [K, R]: log q + Gumbel noise of each guess, up to a constant for each row;
-    under greedy the logit. Each row falls, and is -inf after the last guess."""
+    """[K + 1, R], or [K, R] without the bonus. A score is log q + Gumbel noise of a guess, or its
+    logit if the parameters are greedy, up to a constant for each row. Scores descend in each row.
+    They are -inf after the row's last guess."""
     evidence: RealArray
-    """[K]: evidence that each draft token is accepted, within +-`EVIDENCE_MAX`. Under coupled and
-    greedy: its score minus that of the best other token. Under token and block: -log u."""
+    """[K]: the evidence that each draft token is accepted, within +-`EVIDENCE_MAX`. Under coupled
+    and greedy, it is the token's score minus the best other score of its row. Under token and
+    block, it is -log u."""
 
     @property
     def num_drafted(self) -> int:
         return len(self.evidence)
 
     def rank(self, num_accepted: int, correction: int) -> int | None:
-        """The index of this correction among the guesses; None if it is not one of them."""
+        """The index of `correction` among the guesses after `num_accepted` tokens. None if
+        `correction` was not guessed."""
         guessed = self.corrections[num_accepted] if num_accepted < len(self.corrections) else []
         return guessed.index(correction) if correction in guessed else None
 
@@ -68,9 +74,10 @@ class OutcomeGuesses:
 def likely_rows(
     logits: Tensor, params: SamplingParams, vocabulary: DraftVocabulary | None = None
 ) -> LikelyTokens:
-    """The likeliest tokens of a draft's `logits` [R, V] and their masses (under greedy their
-    logits), for parameters without penalties. With a `vocabulary` the logits are those of its
-    columns, and tokens have the target's ids. Raises as `likely_tokens` does."""
+    """The likeliest tokens of each row of a draft's `logits` [R, V], with their masses. If `params`
+    are greedy, logits take the place of masses. With a `vocabulary`, `logits` have its columns. The
+    returned ids are always the target's. Raises `InvariantError` for penalties, and where
+    `likely_tokens` raises it."""
     check(not params.penalised, "penalties would count draft tokens")
     if vocabulary is not None:
         params = vocabulary.params(params)
@@ -89,10 +96,10 @@ def guess_outcomes(
     drafted: Sequence[int],
     count: int,
 ) -> OutcomeGuesses:
-    """Guesses up to `count` corrections for each possible number of accepted tokens, for the tokens
-    `drafted` in the round of `noise`. Row n of `rows` [K + 1] has the likely tokens after the first
-    n draft tokens, from `likely_rows`; except under greedy, the rows that the tokens were drawn
-    from are equal to those. Without the last row the bonus is not guessed."""
+    """Guesses up to `count` corrections after each number n of accepted tokens, for the round of
+    `noise` with the draft tokens `drafted`. Row n of `rows` [K + 1] comes from `likely_rows`, for
+    the logits after n draft tokens. Unless `params` are greedy, `draw_from_logits` returns the same
+    row. If row K is missing, the bonus is not guessed."""
     check(len(rows) in (len(drafted), len(drafted) + 1), "one row for each outcome")
     if params.greedy:
         ids, scores = rows.ids, rows.mass
@@ -110,8 +117,8 @@ def guess_outcomes(
 def _apart(
     drafted: Sequence[int], ids: IntArray, scores: RealArray
 ) -> tuple[RealArray, IntArray, RealArray]:
-    """Removes each draft token from its row (the first K rows). Returns the tokens' scores [K],
-    -inf if not listed, and the rows without them."""
+    """Removes draft token i from row i of `ids` and `scores`. Returns the scores [K] of the removed
+    tokens (-inf if a row lacks its token), and the new ids and scores."""
     num_drafted = len(drafted)
     found = np.zeros(ids.shape, dtype=bool)
     found[:num_drafted] = ids[:num_drafted] == np.array(drafted, dtype=np.int64)[:, None]
@@ -124,8 +131,8 @@ def _apart(
 def _evidence(
     noise: RoundNoise, drafted: Sequence[int], own: RealArray, others: RealArray
 ) -> RealArray:
-    """`own` [K] are the scores of the draft tokens, -inf if not listed; `others` those of the best
-    other guesses."""
+    """Computes `OutcomeGuesses.evidence`. `own` [K] are the draft tokens' scores. `others` [K] are
+    the best other scores of their rows."""
     if not noise.rule.absolute_noise:
         found = -np.log(np.fromiter(noise.accept_uniforms(len(drafted)), np.float64))
     else:
@@ -135,20 +142,20 @@ def _evidence(
 
 
 _FADE = 1 - 1 / 500
-"""Factor by which past outcomes lose weight with each new one."""
+"""Each new outcome multiplies the weight of earlier outcomes by this factor."""
 _PRIOR_WEIGHT = 1.0
 _PRIOR_OFFSET = 0.0
 _PRIOR_SHARPNESS = 1.0
-"""Initial coefficients. Under coupled they suit a draft whose logits have errors of the size of the
+"""Initial coefficients. Under coupled, they fit a draft whose logits have errors as large as the
 Gumbel noise."""
 _PRIOR_INFORMATION = 5.0
-"""Initial information about each coefficient. It weighs as much as about twenty outcomes."""
+"""Initial information about each coefficient. About twenty outcomes give as much information."""
 _WEIGHT_MAX = 8.0
 _OFFSET_MAX = 6.0
 _STEP_MAX = 0.5
-"""Largest change by a single outcome."""
+"""Largest change of a coefficient by one outcome."""
 RANKS_MAX = 16
-"""Most guesses of one correction."""
+"""Largest number of guesses of one correction."""
 
 
 class LikelyOutcome(NamedTuple):
@@ -156,13 +163,12 @@ class LikelyOutcome(NamedTuple):
 
     num_accepted: int
     rank: int
-    """Index of the right guess among those of the correction."""
+    """Index of the outcome's correction in row `num_accepted` of `OutcomeGuesses.corrections`."""
     chance: float
 
 
 class _Coefficient:
-    """One coefficient of a model, and its observed information: how much has been learned about
-    it."""
+    """A coefficient of a model, and its observed Fisher information."""
 
     def __init__(self, value: float, low: float, high: float) -> None:
         self.value = value
@@ -171,19 +177,19 @@ class _Coefficient:
         self._information = _PRIOR_INFORMATION
 
     def step(self, slope: float, information: float) -> None:
-        """Updates the value by one outcome: by the slope of its log likelihood, and by the negated
-        curvature, which is its information."""
+        """Updates the value by one outcome. `slope` is the derivative of the outcome's log
+        likelihood, and `information` is its negated second derivative."""
         self._information = self._information * _FADE + information
         step = min(max(slope / self._information, -_STEP_MAX), _STEP_MAX)
         self.value = min(max(self.value + step, self._low), self._high)
 
 
 class _Corrections(_Coefficient):
-    """The probability of each guess of a correction, from its score."""
+    """Predicts which guess of a correction is right, by a softmax of coefficient times score."""
 
     def chances(self, scores: RealArray) -> RealArray:
-        """The probabilities of the guesses of each row [N, R], whose `scores` fall. A row without
-        guesses has zeros."""
+        """The probabilities [N, R] of guesses with these `scores` [N, R], which descend in each
+        row. A row without guesses has zeros."""
         known = np.isfinite(scores)
         best = np.where(known[:, :1], scores[:, :1], 0.0)
         behind = np.where(known, scores - best, 0.0)
@@ -193,7 +199,7 @@ class _Corrections(_Coefficient):
         return weights
 
     def note(self, scores: RealArray, rank: int) -> None:
-        """Learns that the guess of this rank was right; `scores` [R]."""
+        """Learns that guess `rank` was right. `scores` [R] are those of its row."""
         known = scores[np.isfinite(scores)]
         known = known - known[0]
         chances = self.chances(known[None])[0]
@@ -202,7 +208,7 @@ class _Corrections(_Coefficient):
 
 
 class OutcomeModel:
-    """Learns from the rounds of one rule, and chooses the likeliest outcomes of the next one."""
+    """Learns from the outcomes of rounds under one rule, and predicts those of further rounds."""
 
     def __init__(self) -> None:
         self._weight = _Coefficient(_PRIOR_WEIGHT, 0.0, _WEIGHT_MAX)
@@ -215,14 +221,14 @@ class OutcomeModel:
         )
 
     def _acceptance(self, depth: int, evidence: float) -> float:
-        """The probability that a draft token of this depth and evidence is accepted, if all before
-        it are."""
+        """The probability that a draft token of this depth and evidence is accepted if all draft
+        tokens before it are."""
         total = self._weight.value * evidence + self._offsets[depth].value
         return 1 / (1 + math.exp(-total))
 
     def note(self, guesses: OutcomeGuesses, num_accepted: int, rank: int | None) -> None:
-        """Learns from a round: how many draft tokens were accepted, and which guess the correction
-        was (None = none of them)."""
+        """Learns from a round with `num_accepted` accepted draft tokens. `rank` is the index of the
+        right guess of the correction. None if no guess was right."""
         for depth in range(min(num_accepted + 1, guesses.num_drafted)):
             evidence = float(guesses.evidence[depth])
             chance = self._acceptance(depth, evidence)
@@ -234,8 +240,8 @@ class OutcomeModel:
             law.note(guesses.scores[num_accepted], rank)
 
     def plan(self, guesses: OutcomeGuesses, num_guesses: int) -> list[LikelyOutcome]:
-        """The `num_guesses` likeliest outcomes of a round, likeliest first: at most
-        `LOOK_AHEAD_MAX`, and no more than were guessed."""
+        """Up to `num_guesses` of the guessed outcomes, likeliest first, and at most
+        `LOOK_AHEAD_MAX`."""
         evidence = guesses.evidence.tolist()
         accepted = [self._acceptance(*place) for place in enumerate(evidence)]
         reached = np.cumprod([1.0, *accepted])
@@ -260,24 +266,24 @@ class OutcomeModel:
 class OutcomeModels:
     """The models that the sessions of a draft replica share, by rule and temperature.
 
-    Under rules whose noise is keyed by the round, only the first session of each seed uses the
-    shared model. A later session with this seed has the same noise, on which the first one's
-    outcomes depend, so it has a model of its own.
+    Under token and block, only the first session with a seed uses the shared models. These models
+    learn from the first session's outcomes, which depend on its noise. A later session with this
+    seed has the same noise, so it gets a model of its own.
     """
 
     def __init__(self, seeds_max: int = DRAFTED_SEEDS_MAX) -> None:
-        """After `seeds_max` seeds, all seeds are forgotten, with the models that their sessions
-        have taught."""
+        """After `seeds_max` seeds, all seeds are forgotten, and also the shared models that have
+        learned from their sessions."""
         self._seeds_max = seeds_max
         self._shared: dict[tuple[Rule, float], OutcomeModel] = {}
         self._first: dict[int, str] = {}
-        """The first session of each seed."""
+        """The first session with each seed."""
         self._alone: dict[str, OutcomeModel] = {}
         """The models of sessions whose seed was used before."""
 
     def of(self, session_id: str, seed: int, rule: Rule, temperature: float) -> OutcomeModel:
-        """The model that a session uses. How far a draft's scores can be trusted depends on the
-        temperature, which is rounded to one decimal."""
+        """The model that a session uses. How well scores predict outcomes depends on the
+        temperature. So each temperature, rounded to one decimal, has its own model."""
         if not rule.absolute_noise:
             if seed not in self._first and len(self._first) >= self._seeds_max:
                 self._first.clear()
@@ -287,5 +293,6 @@ class OutcomeModels:
         return self._shared.setdefault((rule, round(temperature, 1)), OutcomeModel())
 
     def forget(self, session_id: str) -> None:
-        """Forgets the own model of a session that has ended. Its seed stays known."""
+        """Drops the model that only this session used, if there is one. The session's seed stays
+        known."""
         self._alone.pop(session_id, None)

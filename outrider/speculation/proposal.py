@@ -1,4 +1,4 @@
-"""Proposals: K draft tokens and the sparse, quantised distributions they were drawn from."""
+"""Proposals: draft tokens, and the sparse, quantised distributions that they were drawn from."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from outrider.speculation.sampling_params import Rule
 from outrider.values import value
 
 COUNT_TOTAL = 2**16
-"""The sum of the counts of one draft distribution. q(v) = count / COUNT_TOTAL, which a float holds
-exactly."""
+"""The counts of a draft distribution sum to this number. q(v) is v's count / COUNT_TOTAL, which a
+float holds exactly."""
 _SIZE_BYTES = 2
 ID_BYTES = 4
 ENTRY_BYTES = ID_BYTES + 2
 Q_BYTES_MAX = TREE_TOKENS_MAX * (_SIZE_BYTES + DRAFT_SUPPORT_ENTRIES_MAX * ENTRY_BYTES)
-"""Largest size of the field that `encode_q` writes."""
+"""The largest number of bytes that `encode_q` returns."""
 
 
 class UnreadableQ(BadRequest):
-    """Raised if the q of a proposal is unreadable from some group of siblings on."""
+    """Raised if the q of a group of siblings cannot be decoded."""
 
     def __init__(self, group: int, message: str, *, after_draw: bool = False) -> None:
-        """`group` is the index of the first unreadable group. `after_draw`: the fault may depend on
-        the tokens drawn from this q, or on later tokens. Without it, the fault was there before
-        they were drawn."""
+        """`group` is the index of the group, or the number of groups if bytes follow the last one.
+        `after_draw` says whether the fault may depend on the tokens that were drawn from this q, or
+        on later tokens. If not, q was faulty before its tokens were drawn."""
         super().__init__("proposal.q", message)
         self.group = group
         self.after_draw = after_draw
@@ -36,9 +36,8 @@ class UnreadableQ(BadRequest):
 
 @dataclass(frozen=True, slots=True)
 class DraftDistribution:
-    """q over a truncated support: distinct ids, and positive counts that sum to `COUNT_TOTAL`.
-
-    A proposal has None in place of a distribution with a single token.
+    """q, truncated to some tokens. The ids are distinct. The counts are positive and sum to
+    `COUNT_TOTAL`. In a proposal, None stands for a distribution with a single token.
     """
 
     token_ids: tuple[int, ...]
@@ -54,27 +53,27 @@ class DraftDistribution:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Draft tokens, as a chain or as a tree. The i-th group of siblings was drawn from `q[i]`
-    without replacement; None = each token of the group was certain. In a chain each token is a
-    group. Under rules that do not use q, `q` is empty.
+    """Draft tokens that form a chain or a tree. The i-th group of siblings was drawn from `q[i]`
+    without replacement. `q[i]` is None if each of these draws was certain. In a chain, each token
+    is a group. If the rule does not use q, `q` is empty.
     """
 
     token_ids: tuple[int, ...] = ()
     q: tuple[DraftDistribution | None, ...] = ()
     parents: tuple[int, ...] = ()
-    """The parents of a tree's tokens, see `DraftTree`; empty for a chain."""
+    """`DraftTree.parents`, or empty for a chain."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     @property
     def tree(self) -> DraftTree:
-        """The tokens as a tree. A chain is a tree without siblings."""
+        """The structure of the tokens. A chain is a tree without siblings."""
         return draft_tree(self.parents, len(self.token_ids))
 
     @property
     def spine_ids(self) -> tuple[int, ...]:
-        """The tokens on the path of first siblings; all tokens of a chain."""
+        """The tokens of the spine. In a chain, these are all tokens."""
         if not self.parents:
             return self.token_ids
         return tuple(self.token_ids[index] for index in self.tree.spine)
@@ -85,9 +84,7 @@ EMPTY_PROPOSAL = Proposal()
 
 @value(frozen=True, slots=True)
 class SealedProposal:
-    """A proposal in transit. Its `q` is encoded by `encode_q`, on the draft's thread of steps, and
-    decoded on the target's. Other code reads only token ids and parents.
-    """
+    """A proposal as messages carry it. `q` is the result of `encode_q`."""
 
     token_ids: tuple[int, ...] = ()
     q: bytes = b""
@@ -103,13 +100,13 @@ class SealedProposal:
 
     @classmethod
     def of(cls, proposal: Proposal) -> SealedProposal:
-        """Seals a proposal."""
+        """Encodes the q of a proposal."""
         return cls(proposal.token_ids, encode_q(proposal.q), proposal.parents)
 
     def cut(self, num_depths: int) -> SealedProposal:
-        """The first `num_depths` tokens of each path, with their q. A tree must be listed by depth,
-        as `caterpillar_tree` lists it. The cut is exact only if `num_depths` does not depend on the
-        proposal."""
+        """The first `num_depths` tokens of each path, with their q. The tokens of a tree must be
+        ordered by depth, as `caterpillar_tree` orders them. Verifying the cut proposal is exact
+        only if `num_depths` does not depend on the tokens."""
         tree = self.tree
         if num_depths >= tree.num_depths:
             return self
@@ -125,13 +122,14 @@ class SealedProposal:
         return SealedProposal(self.token_ids[:num], self.q[:end], parents)
 
     def without_q(self, rule: Rule) -> SealedProposal:
-        """The same tokens without their q. If `rule` uses q, they count as certain draws."""
+        """The same tokens without their q. If `rule` uses q, the tokens count as certain draws."""
         q = (None,) * len(self.tree.groups) if rule.needs_q else ()
         return SealedProposal(self.token_ids, encode_q(q), self.parents)
 
     def readable(self) -> tuple[SealedProposal, bool]:
-        """The depths whose q can be read, and whether the draft is broken. A draft is broken if the
-        fault may depend on a token that is cut off. If not, the cut is exact."""
+        """The proposal, cut before the first q that cannot be decoded, and whether the draft is
+        broken. The draft is broken if the fault may depend on a token that is cut off, because
+        verifying the cut proposal is then not exact."""
         try:
             self.open()
         except UnreadableQ as error:
@@ -144,8 +142,8 @@ class SealedProposal:
         return self, False
 
     def open(self) -> Proposal:
-        """The proposal. Raises `BadRequest` for parents that `draft_tree` refuses and for equal
-        siblings, and `UnreadableQ` where `decode_q` does."""
+        """The proposal with decoded q. Raises `BadRequest` for equal siblings and for parents that
+        `draft_tree` refuses, and `UnreadableQ` for q that `decode_q` refuses."""
         drawn = [tuple(self.token_ids[index] for index in group) for group in self.tree.groups]
         for group in drawn:
             if len(set(group)) < len(group):
@@ -157,9 +155,9 @@ NOTHING_SEALED = SealedProposal()
 
 
 def require_q(proposal: SealedProposal, rule: Rule) -> None:
-    """Raises `BadRequest` if `rule` uses q and the proposal has none. Its tokens could count as
-    certain draws, which is exact, but fewer of them would be accepted and no error would say
-    why."""
+    """Raises `BadRequest` if `rule` uses q and the proposal has none. To count its tokens as
+    certain draws would also be exact. But the target would accept fewer tokens, and no error would
+    say why."""
     if rule.needs_q and proposal.token_ids and not proposal.q:
         raise BadRequest(
             "proposal.q",
@@ -169,8 +167,8 @@ def require_q(proposal: SealedProposal, rule: Rule) -> None:
 
 
 def encode_q(q: Sequence[DraftDistribution | None]) -> bytes:
-    """Encodes q as bytes. Each position: number of entries n (uint16), n ids (uint32), n counts
-    (uint16), little endian; n = 0 is one-hot. `decode_q` is its inverse."""
+    """Encodes each distribution of q as its number n of entries (uint16), n ids (uint32) and n
+    counts (uint16), little endian. None has n = 0. `decode_q` is the inverse."""
     parts: list[bytes] = []
     for distribution in q:
         packed = b"" if distribution is None else distribution.packed
@@ -181,11 +179,13 @@ def encode_q(q: Sequence[DraftDistribution | None]) -> bytes:
 
 
 def decode_q(data: bytes, drawn: Sequence[Sequence[int]]) -> tuple[DraftDistribution | None, ...]:
-    """The distributions of groups of siblings, whose tokens are `drawn`; () if `data` is empty.
+    """Decodes the distribution of each group of siblings. `drawn` has the tokens of each group.
+    Returns () if `data` is empty. Raises `UnreadableQ` if
 
-    Raises `UnreadableQ`, which names `proposal.q` and the position, unless `data` has the length
-    that its sizes state, each position has 0 or 2..`DRAFT_SUPPORT_ENTRIES_MAX` entries, distinct
-    ids and positive counts that sum to `COUNT_TOTAL`, and the drafted tokens are among the ids.
+    - `data` is shorter or longer than its numbers of entries say;
+    - a group has 1 entry, or more than `DRAFT_SUPPORT_ENTRIES_MAX`;
+    - ids are equal, a count is 0, or the counts do not sum to `COUNT_TOTAL`;
+    - a drawn token is not among the ids.
     """
     if not data:
         return ()
@@ -242,19 +242,20 @@ ROOT = -1
 
 @dataclass(frozen=True)
 class DraftTree:
-    """The structure of N draft tokens."""
+    """The structure of N draft tokens. A token is given by its index."""
 
     parents: tuple[int, ...]
+    """[N]: the draft token that each token follows, or `ROOT`."""
     children: tuple[tuple[int, ...], ...]
-    """[N + 1]: the draft tokens that follow the last committed token, then those that follow each
-    draft token."""
+    """[N + 1]: element 0 has the tokens that follow the last committed token. Element i + 1 has the
+    tokens that follow draft token i."""
     depths: tuple[int, ...]
-    """[N]: the number of draft tokens before each on its path."""
+    """[N]: how many draft tokens precede each token on its path."""
     ranks: tuple[int, ...]
-    """[N]: how many tokens of the same depth are listed before each. Depth and rank determine a
-    token's noise. Every token of a chain has rank 0."""
+    """[N]: how many tokens of the same depth have a lower index. Depth and rank determine a token's
+    noise. In a chain, all ranks are 0."""
     groups: tuple[tuple[int, ...], ...]
-    """All groups of siblings, ordered by their first token; each group has one q."""
+    """The groups of siblings, ordered by their first token. Each group has one q."""
 
     @cached_property
     def spine(self) -> tuple[int, ...]:
@@ -271,7 +272,7 @@ class DraftTree:
         return max(self.depths, default=-1) + 1
 
     def shared_with_spine(self, path: Sequence[int]) -> int:
-        """How many tokens a path has in common with the spine."""
+        """How many tokens at its beginning a path has in common with the spine."""
         num = 0
         for token, on_spine in zip(path, self.spine, strict=False):
             if token != on_spine:
@@ -282,8 +283,8 @@ class DraftTree:
 
 @lru_cache(maxsize=256)
 def draft_tree(parents: tuple[int, ...], num_tokens: int) -> DraftTree:
-    """The tree of `num_tokens` draft tokens; a chain without `parents`. Raises `BadRequest` naming
-    `proposal.parents` if they form no tree, or one that is too large to verify."""
+    """The tree of `num_tokens` draft tokens. Without `parents`, it is a chain. Raises `BadRequest`
+    if the parents form no tree, or if the tree is too large to verify."""
     if not parents:
         parents = tuple(range(ROOT, num_tokens - 1))
     if len(parents) != num_tokens:
@@ -309,8 +310,9 @@ def draft_tree(parents: tuple[int, ...], num_tokens: int) -> DraftTree:
 
 
 def caterpillar_tree(siblings: Sequence[int]) -> tuple[int, ...]:
-    """The parents of a chain whose i-th token has `siblings[i]` siblings without children. Tokens
-    are listed by depth, the chain's own first at each depth; () for a chain alone."""
+    """The parents of a tree whose i-th token of the spine has `siblings[i]` siblings without
+    children. Tokens are ordered by depth. At each depth, the spine's token comes first. Returns ()
+    if no token has siblings."""
     if not any(siblings):
         return ()
     parents: list[int] = []

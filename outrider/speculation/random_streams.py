@@ -6,19 +6,22 @@
 | coupled        | TARGET, position | -             | TARGET, position | TARGET, position     |
 | greedy         | -                | -             | -                | -                    |
 
-Under token and block, a draft's draw uses one uniform: the number of its place for token id 0.
-Sibling j uses the number for token id j. Every other draw is a race over the numbers of all tokens
-(`gumbel_max.py`), so that a draft can predict a correction by running the same race. In a tree, i
-is the depth of a draft token. Tokens of one depth have different numbers, as their rank at that
-depth is part of their place. If a token has children, the token after it is a RESIDUAL draw at its
-depth + 1; otherwise it is a TARGET draw.
+Under the rules token and block, a draft's draw uses one uniform number, the one for token id 0. The
+draw of sibling j uses the number for token id j. Every other draw is a race over the numbers of all
+tokens (`gumbel_max.py`). So a draft can predict a correction by running the same race.
+
+In a tree, i is the depth of a draft token. Tokens of the same depth have different numbers, because
+a token's rank at its depth is part of its place. The token after a draft token of depth i is drawn
+at i + 1. It is a RESIDUAL draw if the draft token has children, and a TARGET draw otherwise.
 
 A position is absolute: the committed length at the round's start plus the index. An index place
-holds the two separately. Committed lengths never repeat, so every round has new index places. Token
-and block must not use positions: a discarded draft token would then share its noise with the next
-round's token at the same position, although block verification has read the discarded token, and
-length control may have learned from it. Coupled may use positions, as each of its draws is the
-target's own draw at that position, independent of what was read before.
+holds these two numbers separately. No two rounds of a session start at the same committed length,
+so every round has new index places.
+
+Token and block must not use positions. If they did, a rejected draft token would have the same
+noise as the next round's token at its position. Block verification has read the rejected token, and
+length control may have learned from it, so this noise would not be new. Coupled may use positions,
+because its draw at a position is the target's own draw, whatever was drafted there.
 """
 
 from __future__ import annotations
@@ -41,13 +44,13 @@ from outrider.values import value
 
 WORD_MASK = 0xFFFFFFFF
 INDEX_TAG = 0x80000000
-"""Set in the second word of an index place. That word of a position is always smaller."""
+"""This bit is set in the second word of every index place, and of no position."""
 SIBLING_SHIFT = 16
 INDEX_MAX = 2**16 - 1
 SIBLING_MAX = 2**15 - 1
 NO_ACCEPT_NOISE = 0.5
-"""The uniform under coupled and greedy. Their acceptance probability is 0 or 1, so that every
-number in (0, 1) gives the same result."""
+"""Takes the place of every uniform under coupled and greedy. There, acceptance probabilities are 0
+or 1, so every number in (0, 1) gives the same result."""
 
 
 class Stream(IntEnum):
@@ -69,8 +72,8 @@ class Place(NamedTuple):
 
 @value(frozen=True, slots=True)
 class RoundNoise:
-    """The noise of one round of one session. `committed_length` is the length at the round's
-    start."""
+    """The noise of one round of a session. `committed_length` is the session's number of committed
+    tokens at the round's start."""
 
     seed: int
     rule: Rule
@@ -91,19 +94,19 @@ class RoundNoise:
 
     @property
     def draft_stream(self) -> Stream:
-        """The stream of the draft's own draws; under coupled it is the target's."""
+        """The stream of the draft's draws. Under coupled, the draft shares the target's stream."""
         return Stream.TARGET if self.rule.absolute_noise else Stream.DRAFT
 
     @property
     def residual_stream(self) -> Stream:
-        """The stream of the token after a rejection."""
+        """The stream of the draw after a rejection."""
         return Stream.TARGET if self.rule.absolute_noise else Stream.RESIDUAL
 
     def accept_uniforms(
         self, num_draft_tokens: int, parents: tuple[int, ...] = ()
     ) -> Iterator[float]:
-        """u_i in (0, 1) for each draft token of a chain, or of the tree with these `parents`: token
-        i passes iff u_i <= its acceptance probability."""
+        """u_i in (0, 1) for each draft token of a chain, or of a tree with these `parents`. Token i
+        passes its test iff u_i <= its acceptance probability."""
         if self.rule.absolute_noise:
             return repeat(NO_ACCEPT_NOISE, num_draft_tokens)
         ones, b, stream = _places_in_one(num_draft_tokens, parents)
@@ -119,8 +122,8 @@ def _index_word(index: int, sibling: int) -> int:
 
 @lru_cache(maxsize=256)
 def _places_in_one(num_draft_tokens: int, parents: tuple[int, ...]) -> tuple[int, int, int]:
-    """Arguments of `rounds` for all draft tokens at once: `ones`, the second words of their index
-    places, and their streams."""
+    """Three arguments of `rounds`, each for all draft tokens at once: `ones`, the second words of
+    the index places, and the streams."""
     tree = draft_tree(parents, num_draft_tokens)
     words = map(_index_word, tree.depths, tree.ranks)
     ones = sum(1 << 64 * number for number in range(num_draft_tokens))
@@ -129,8 +132,8 @@ def _places_in_one(num_draft_tokens: int, parents: tuple[int, ...]) -> tuple[int
 
 
 def verdict_keys(noises: Sequence[RoundNoise], trees: Sequence[DraftTree]) -> RowKeys:
-    """The keys of the draws after the last committed token and after each draft token: the N + 1
-    rows of each round's tree, one round after another. A round uses one of its rows."""
+    """The keys for the N + 1 rows of each round's tree, one round after another. Row 0 draws the
+    token after the last committed token. Row i + 1 draws the token after draft token i."""
     places = [_verdict_places(tree.parents) for tree in trees]
     depth, word, has_children = (np.concatenate(each) for each in zip(*places, strict=True))
     sizes = [len(own) for own, _, _ in places]
@@ -152,7 +155,7 @@ def verdict_keys(noises: Sequence[RoundNoise], trees: Sequence[DraftTree]) -> Ro
 @lru_cache(maxsize=256)
 def _verdict_places(parents: tuple[int, ...]) -> tuple[WordArray, WordArray, npt.NDArray[np.bool_]]:
     """For each row of a tree's verdict: the depth of the token to draw, the second word of its
-    index place, and whether draft tokens follow the same token."""
+    index place, and whether the row judges draft tokens."""
     tree = draft_tree(parents, len(parents))
     depths = [0, *(depth + 1 for depth in tree.depths)]
     words = map(_index_word, depths, (0, *tree.ranks))
@@ -164,7 +167,8 @@ def _verdict_places(parents: tuple[int, ...]) -> tuple[WordArray, WordArray, npt
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """The seed of choice `choice` of a request for `n` texts; choice 0 has the request's own."""
+    """The seed of choice number `choice` of a request with `n` choices. Choice 0 has the request's
+    own seed."""
     check(0 <= choice <= WORD_MASK, f"choice {choice} is not a 32-bit number")
     if choice == 0:
         return seed
@@ -177,7 +181,7 @@ def _key(seed: int) -> tuple[int, int]:
 
 
 def draft_keys(noises: Sequence[RoundNoise], indices: Sequence[int]) -> RowKeys:
-    """The keys of the draft's draw in each of these rounds, at the given depths."""
+    """The keys of one draft's draw in each round. The draw in round i is at depth `indices[i]`."""
     rows = [
         (*noise.place(index), noise.draft_stream, *_key(noise.seed))
         for noise, index in zip(noises, indices, strict=True)
@@ -192,22 +196,22 @@ _KEY_STEP_HIGH = 0xBB67AE85
 _ROUNDS = 10
 _WORD_SCALE = 2.0**-32
 _FEW = 16
-"""Up to this number of rows, each counter is computed by itself, from Python integers. The hundred
-array operations that compute all at once would take longer."""
+"""Up to this number of rows, `row_words` computes each row by itself, with Python integers. The
+hundred array operations that compute all rows together would take longer."""
 
 WordArray: TypeAlias = npt.NDArray[Any]
-"""uint64 arrays of 32-bit words, so that a product keeps its high half."""
+"""Arrays of 32-bit words, as uint64, so that a product of two words keeps its high half."""
 _Words = TypeVar("_Words", int, WordArray)
 
 
 KeySteps: TypeAlias = list[tuple[_Words, _Words]]
 RowKeys: TypeAlias = npt.NDArray[np.uint64]
-"""Counter and key of the noise of R rows, [R, 5]: a, b, stream, and the low and high word of the
-seed."""
+"""[R, 5]: the counter and the key of each of R rows: `Place.a`, `Place.b`, the stream, and the low
+and the high word of the seed."""
 
 
 def row_words(keys: RowKeys) -> tuple[WordArray, ...]:
-    """The four words of counter (0, a, b, stream) of each row: [R] each."""
+    """The four random words of each row, [R] each, for the counter (0, a, b, stream)."""
     if len(keys) > _FEW:
         a, b, stream, low, high = keys.T
         return rounds(np.zeros(len(keys), dtype=np.uint64), a, b, stream, key_steps(low, high))
@@ -219,21 +223,18 @@ def row_words(keys: RowKeys) -> tuple[WordArray, ...]:
 
 
 def uniform(word: float) -> float:
-    """The number in (0, 1) for a word."""
+    """Turns a random word into a number in (0, 1)."""
     return (word + 0.5) * _WORD_SCALE
 
 
 def rounds(
     c0: _Words, c1: _Words, c2: _Words, c3: _Words, steps: KeySteps[_Words], ones: int = 1
 ) -> tuple[_Words, _Words, _Words, _Words]:
-    """Philox4x32-10: turns the four words of a counter, under a key given by its `key_steps`, into
-    four random words. All have 32 bits. Takes integers, or arrays that broadcast. An integer may
-    hold the words of several counters, each in 64 bits (the size of a product). `ones`, here and in
-    `key_steps`, is then the integer with a 1 in each of these 64-bit fields. Eight counters in one
-    integer take little longer than one.
+    """Philox4x32-10: turns the four words of a counter, and a key's `key_steps`, into four random
+    words. All words have 32 bits. Arguments are integers, or arrays that broadcast.
 
-    The low half of a product is not masked here, because it is only xored into a word that the next
-    round masks.
+    An integer may hold the words of several counters in 64-bit fields. Eight counters in one
+    integer take little longer than one. `ones`, here and in `key_steps`, has a 1 in each field.
     """
     mask = WORD_MASK * ones
     for key_low, key_high in steps:
@@ -241,7 +242,7 @@ def rounds(
         product_2 = c2 * _MULTIPLIER_2
         c0 = ((product_2 >> 32) ^ c1 ^ key_low) & mask
         c2 = ((product_0 >> 32) ^ c3 ^ key_high) & mask
-        c1, c3 = product_2, product_0
+        c1, c3 = product_2, product_0  # Masked with c0 and c2 of the next step, or at the end.
     return c0, c1 & mask, c2, c3 & mask
 
 
@@ -254,4 +255,4 @@ def key_steps(low: _Words, high: _Words, ones: int = 1) -> KeySteps[_Words]:
 
 
 _kept_key_steps = lru_cache(maxsize=1024)(key_steps)
-"""`key_steps` of integers, cached: a session has the same key in every round."""
+"""Cached `key_steps` of integers. A session has the same key in all its rounds."""

@@ -28,7 +28,7 @@ class Rule(StrEnum):
 
     @property
     def absolute_noise(self) -> bool:
-        """Whether noise is keyed by the token's absolute position instead of the round."""
+        """Whether noise depends on the token's absolute position, and not on the round."""
         return self in (Rule.COUPLED, Rule.GREEDY)
 
     @property
@@ -39,7 +39,7 @@ class Rule(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """The transforms from logits to the sampled distribution. `outrider.limits` has their
+    """The transforms from logits to the sampled distribution. `check_sampling` checks their
     ranges."""
 
     temperature: float = 1.0
@@ -53,10 +53,10 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token id, bias that is added to its logit), sorted by id."""
     min_tokens: int = 0
-    """Before this many tokens only `max_tokens` ends the completion: EOS and stop tokens cannot be
-    drawn, and stop strings are ignored."""
+    """While the completion has fewer tokens, EOS and stop tokens cannot be drawn, and stop strings
+    are ignored."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the completion as an EOS does."""
+    """Tokens that end the completion, like EOS."""
 
     @property
     def greedy(self) -> bool:
@@ -75,7 +75,7 @@ class SamplingParams:
 
     @property
     def filtered(self) -> bool:
-        """Whether unlikely tokens are dropped."""
+        """Whether top-k, top-p or min-p drops unlikely tokens."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     def hash(self) -> int:
@@ -97,7 +97,7 @@ _RANGES = (
     ("top_p", 0.0, 1.0, False),
     ("repetition_penalty", 0.0, REPETITION_PENALTY_MAX, False),
 )
-"""Each real parameter: its name, minimum, maximum, and whether the minimum is allowed."""
+"""For each real parameter: name, minimum, maximum, and whether the minimum itself is allowed."""
 
 
 def check_sampling(

@@ -1,15 +1,18 @@
-"""Verdicts on a CUDA device as three Triton kernels; imported only where Triton is installed. Each
-program works on one row, whose results do not depend on the other rows.
+"""Three Triton kernels that compute verdicts on a CUDA device. This module is imported only where
+Triton is installed. Each program computes one row. The rows of other sessions do not change its
+results.
 
-`change_rows` applies masks, biases and penalties to logits, if any row has some.
+`change_rows` applies masks, biases and penalties to logits. It runs only if a row has any of these.
 
-`weigh_rows` turns logits into weights exp((x - max) / T) and applies min-p, top-k and top-p. A
-filter finds its boundary without a sort: positive floats are ordered as their bits are, and each
-pass over the row reduces the range that contains the boundary to a quarter.
+`weigh_rows` turns logits into weights exp((x - max) / T) and applies min-p, top-k and top-p. Top-k
+and top-p find the smallest weight to keep by a search over the bits of floats, because positive
+floats have the same order as their bits. Each pass over the row reduces the searched range to a
+quarter.
 
-`settle_rows` computes the acceptance of the draft token that a row judges, subtracts its q
-(`verification.py`), and draws the token that follows (`gumbel_max.py`). A draw tries first the
-soonest and the heaviest token of each block, then blocks in which another could win.
+`settle_rows` computes the acceptance of the draft token that a row judges, subtracts the token's q
+(`verification.py`), and draws the token that follows (`gumbel_max.py`). A draw first computes the
+scores of two tokens of each block: the one with the shortest wait, and the one with the largest
+weight. Then it computes all scores of each block in which another token could win.
 """
 # mypy: ignore-errors
 
@@ -21,22 +24,40 @@ import triton.language as tl
 from outrider.speculation import cuda_verdicts, gumbel_max, proposal
 
 ROW_WORDS = tl.constexpr(cuda_verdicts.ROW_WORDS)
-"""Words of a row: temperature, min-p, top-p as float64, top-k; the draft token that the row judges,
-or -1; the number of tokens with biases or penalties, and the byte offset of their `ENTRY_WORDS`;
-the byte offset of the row's mask, or -1; the number of draft tokens before the row; repetition,
-presence and frequency penalty as float64."""
+"""Number of the int64 words of a row:
+
+    0..2    temperature, min-p and top-p, as float64
+    3       top-k
+    4       the draft token that the row judges, or -1
+    5, 6    the number of tokens with a bias or a penalty, and the byte offset of their table
+    7       the byte offset of the row's mask, or -1
+    8       the number of draft tokens before the row
+    9..11   repetition, presence and frequency penalty, as float64
+"""
 ENTRY_WORDS = tl.constexpr(3)
-"""Words of a token with a bias or a penalty: id, bias as float64, and twice the token's count in
-the output, plus 1 if it is in the prompt."""
+"""Number of the words of a token in the table, see `logits_processing.changed_tokens`."""
 JUDGED_WORDS = tl.constexpr(cuda_verdicts.JUDGED_WORDS)
-"""Words of a row: its `RowKeys`; the number of draft tokens before the one that the row judges, or
--1 if it judges none; whether the rule is block; the byte offset of the draft token's q, as
-`DraftDistribution.packed`, and the number of tokens in q (0 = certain)."""
+"""Number of the int64 words of a row that `settle_rows` reads:
+
+    0..4    the row's `RowKeys`
+    5       the number of draft tokens before the one that the row judges, or -1 if it judges none
+    6       whether the rule is block
+    7, 8    the byte offset of the draft token's `DraftDistribution.packed`, and the number of
+            tokens in q, or 0 if the draw was certain
+"""
 MAXIMUM, TOTAL, DRAFTED, ACCEPTED, LEFT, DRAWN = [tl.constexpr(i) for i in range(6)]
-"""Results for each row: the largest logit, NaN if any is NaN; the sum of the weights; p of the
-draft token; its acceptance, or under block pi after it, NaN if its q does not contain it; under
-block Z; the token that is drawn. Until `settle_rows` runs, ACCEPTED and LEFT of a row that keeps a
-single token hold the largest changed logit, exactly, and its token."""
+"""Indices of the results [6, R]:
+
+    MAXIMUM    the largest logit; NaN if any logit is NaN
+    TOTAL      the sum of the weights
+    DRAFTED    p of the draft token
+    ACCEPTED   its acceptance, or, under block, pi after it; NaN if its q does not contain it
+    LEFT       Z of block verification
+    DRAWN      the drawn token
+
+Before `settle_rows`, ACCEPTED and LEFT have other numbers. There `change_rows` stores the largest
+changed logit of a row, as float64, and its token. `weigh_rows` reads them for greedy rows.
+"""
 BITS_OF_ONE = tl.constexpr(0x3F800000)
 COUNT_TOTAL = tl.constexpr(proposal.COUNT_TOTAL)
 NEARLY_EMPTY = tl.constexpr(1e-4)
@@ -57,9 +78,10 @@ def _is_reached(parts, goal):
 
 @triton.jit
 def _keep_goal(row, width, low, goal, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """Keeps the largest weights [width] at `row` until their mass, or their number, reaches `goal`
-    (of equal ones the lowest ids), and sets the others to 0. The bits of the last one kept are >=
-    `low`. Returns the mass kept."""
+    """Keeps the largest of the weights [width] at `row`, until their number, or with `BY_MASS`
+    their mass, reaches `goal`. Of equal weights, keeps those with the lowest ids. Sets the other
+    weights to 0. `low` is a lower bound for the bits of the smallest weight to keep. Returns the
+    mass of the kept weights."""
     lane = tl.arange(0, BLOCK)
     high = tl.full((), BITS_OF_ONE + 1, tl.int32)
     while high - low > 1:
@@ -118,7 +140,7 @@ def change_rows(
     BLOCK: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):
-    """See the module; the grid is [R]."""
+    """See the module's docstring. The grid is [R]."""
     at = tl.program_id(0).to(tl.int64)
     num_rows = tl.num_programs(0)
     words = sent.to(tl.pointer_type(tl.int64)) + at * ROW_WORDS
@@ -160,7 +182,7 @@ def change_rows(
         if top > best:
             best = top
             best_token = tl.min(tl.where(logit == top, token, width))
-        # Float32 may not distinguish the largest logits, so the largest is kept apart.
+        # The largest logits may be equal as float32, so the largest is stored as float64.
         left = tl.where(is_greedy & (logit == logit), float("-inf"), logit)
         tl.store(row + token, left.to(tl.float32), mask=is_here)
     tl.store(found + ACCEPTED * num_rows + at, best)
@@ -178,7 +200,7 @@ def weigh_rows(
     width,
     BLOCK: tl.constexpr,
 ):
-    """See the module; the grid is [R]."""
+    """See the module's docstring. The grid is [R]."""
     at = tl.program_id(0).to(tl.int64)
     num_rows = tl.num_programs(0)
     words += at * words_stride
@@ -210,7 +232,7 @@ def weigh_rows(
         logit = tl.load(source + place, mask=place < width, other=float("-inf")).to(tl.float32)
         weight = tl.exp(tl.minimum(logit - base, 0.0) / temperature)
         weight = tl.where(weight >= min_p, weight, 0.0)
-        # Exactly one of nearly equal logits is the largest.
+        # Compares as float64, which distinguishes nearly equal logits.
         is_best = tl.where(place == best_token, best, logit.to(tl.float64)) == highest
         weight = tl.where(top_k == 1, is_best.to(tl.float32), weight)
         parts += weight.to(tl.float64)
@@ -221,7 +243,7 @@ def weigh_rows(
         low = tl.where(top_k == 1, BITS_OF_ONE, 1)
         total = _keep_goal(row, width, low, top_k.to(tl.float64), False, BLOCK)
     if top_p < 1.0:
-        # Lighter tokens have no more than 1 - top-p of the mass together.
+        # All weights below `least` together have less than the share 1 - top-p of the mass.
         least = ((1.0 - top_p) * total / (2.0 * width)).to(tl.float32)
         low = tl.maximum(least.to(tl.int32, bitcast=True), 1)
         total = _keep_goal(row, width, low, top_p * total, True, BLOCK)
@@ -236,7 +258,7 @@ def weigh_rows(
 
 @triton.jit
 def _draft_q(token, sent, judged, ENTRIES: tl.constexpr):
-    """Ids and counts [ENTRIES] of the q of a draft token, and the token's own count."""
+    """The ids and counts [ENTRIES] of a draft token's q, and the token's own count."""
     size = tl.load(judged + 8)
     packed = (sent + tl.load(judged + 7)).to(tl.pointer_type(tl.uint16))
     entry = tl.arange(0, ENTRIES)
@@ -252,7 +274,7 @@ def _draft_q(token, sent, judged, ENTRIES: tl.constexpr):
 
 @triton.jit
 def _log_ratio(p, drafted):
-    """log p / q of a draft token, from its count."""
+    """log(p / q) of a draft token. `p` is a pointer. `drafted` is the token's count in q."""
     ratio = tl.load(p) * COUNT_TOTAL / tl.maximum(drafted, 1).to(tl.float64)
     return tl.where(ratio > 0.0, tl.log(tl.maximum(ratio, 1e-300)), float("-inf"))
 
@@ -278,8 +300,8 @@ def _exponential(bits):
 @triton.jit(do_not_specialize=["words_stride", "judged_stride"])
 def settle_rows(
     weights,  # [R, width]; the rows of draft tokens become the weights of corrections
-    found,  # as above
-    words,  # as above
+    found,  # as in `weigh_rows`
+    words,  # as in `weigh_rows`
     words_stride,
     sent,  # bytes: [R, judged_stride], int64, the first six of JUDGED_WORDS or all; then each q
     judged_stride,
@@ -289,7 +311,8 @@ def settle_rows(
     WAITS: tl.constexpr,
     ROW_WAITS: tl.constexpr,
 ):
-    """See the module; the grid is [R]. `ROW_WAITS` is the number of blocks of a row, or more."""
+    """See the module's docstring. The grid is [R]. `ROW_WAITS` is at least the number of blocks of
+    a row."""
     at = tl.program_id(0).to(tl.int64)
     num_rows = tl.num_programs(0)
     row = weights + at * width

@@ -1,4 +1,5 @@
-"""The target's verdict on a proposal. Rows are p_1..p_{K+1}; row n = 0..K follows n draft tokens.
+"""The target's verdict on a proposal of K tokens. It is computed from K + 1 rows of probabilities.
+Row n = 0..K is p_{n+1}, the target's distribution after n draft tokens.
 
 | rule    | acceptance probability of x_i       | law of correction n < K     | source         |
 | ------- | ----------------------------------- | --------------------------- | -------------- |
@@ -8,21 +9,24 @@
 | coupled | 1 if x_i is the target's own draw   | the target's own draw       | Daliri 2024    |
 | greedy  | 1 if x_i is the likeliest token     | the likeliest token         |                |
 
-Correction K is a draw from p_{K+1} under every rule. pi_0 = 1, and pi_i = min(1, pi_{i-1} p_i(x_i)
-/ q_i(x_i)); pos(z) = max(z, 0).
+Here pos(z) = max(z, 0), pi_0 = 1, and pi_i = min(1, pi_{i-1} p_i(x_i) / q_i(x_i)). Laws are stated
+up to a factor. Correction K is a draw from p_{K+1} under every rule.
 
-In a tree, row 0 follows the last committed token, and row i + 1 follows draft token i. Under
-coupled and greedy a draft token is accepted if it is the target's own token in the row that it
-follows. Under token the siblings s_1, s_2, .. that follow a row p were drawn from q without
-replacement, and are tested in turn. With p^1 = p and q^1 = q, s_j is accepted with min(1, p^j(s_j)
-/ q^j(s_j)). If it is rejected, p^{j+1} = norm(pos(p^j - q^j)) and q^{j+1} = norm(q^j without s_j).
-If all siblings are rejected, the next token is drawn from the last p^{j+1}. After a leaf the next
-token is drawn from p (recursive rejection: SpecInfer, arXiv 2305.09781; without replacement:
-Sequoia, arXiv 2402.12374). Block has no tree.
+In a tree, row 0 follows the last committed token, and row i + 1 follows draft token i. A row judges
+the draft tokens that follow the same token as the row. Under the rules coupled and greedy, a draft
+token is accepted if it is the target's own token of the row that judges it. Block has no tree.
 
-Rows are given as weights, which are p up to a factor, and their sums. A token beyond the width of p
-has p = 0, and a token outside q's support has q = 0. So the vocabularies of draft and target may be
-padded differently, and a residual always covers the target's whole vocabulary.
+Under the rule token, a row p judges siblings s_1, s_2, .., which were drawn from q without
+replacement. They are tested in turn, beginning with p^1 = p and q^1 = q. s_j is accepted with the
+probability min(1, p^j(s_j) / q^j(s_j)). If s_j is rejected, p^{j+1} = norm(pos(p^j - q^j)) and
+q^{j+1} = norm(q^j without s_j), where norm(z) is z / sum z. If all siblings are rejected, the next
+token is drawn from the last p^{j+1}. After a leaf, the next token is drawn from p. (Recursive
+rejection: SpecInfer, arXiv 2305.09781. Draws without replacement: Sequoia, arXiv 2402.12374.)
+
+In the code, rows are weights, which are p up to a factor, and the sums of the weights. A token
+beyond the width of p has p = 0, and a token outside q's support has q = 0. So the vocabularies of
+draft and target may be padded differently, and a residual always covers the target's whole
+vocabulary.
 """
 
 from __future__ import annotations
@@ -59,55 +63,55 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 
 _log = logging.getLogger(__name__)
 _NEARLY_EMPTY = 1e-4
-"""Share of a row's mass. If more than this share is left, the row is certainly not empty."""
+"""A row that keeps more than this share of its mass after a subtraction is certainly not empty."""
 
 _PI_MIN = 1e-290
-"""A path with a smaller pi is not taken. Any mass divided by this number is finite."""
+"""A path with a smaller pi counts as impossible. Any mass divided by this number is finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftRows:
-    """B proposals of K tokens each, with sparse q of at most M entries a position; on the CPU."""
+    """B chains of K draft tokens, on the CPU. The q of a token has at most M entries."""
 
     token_ids: IntArray
     """[B, K]"""
     support: IntArray
-    """[B, K, M]. The ids with mass > 0 are distinct."""
+    """[B, K, M]: the ids of q's entries. Ids with mass > 0 are distinct."""
     mass: RealArray
-    """[B, K, M]: q of each id; 0 is padding."""
+    """[B, K, M]: q of each id. 0 marks padding."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Question:
-    """The input of a verdict."""
+    """The data that determine a verdict."""
 
     logits: Tensor
-    """[N + 1, V] of any float type on any device; unchanged."""
+    """[N + 1, V] of any float type, on any device. They stay unchanged."""
     params: SamplingParams
     history: TokenHistory
-    """What penalties count. A tree has no penalties."""
+    """The tokens that penalties count. Penalties need a chain."""
     proposal: Proposal
     noise: RoundNoise
     masks: Sequence[TokenMask | None] = ()
-    """The mask of each row, applied before all transforms."""
+    """The mask of each row, which is applied before all transforms. Empty = no masks."""
 
     def check(self) -> None:
-        """Raises `InvariantError` if the parts do not fit together."""
+        """Raises `InvariantError` if the fields do not fit together."""
         proposal = self.proposal
         check_parts(self.logits, proposal, self.noise.rule)
         check(not (proposal.parents and self.params.penalised), "penalties need a chain")
 
     @property
     def takes_likeliest(self) -> bool:
-        """Whether nothing is drawn or filtered."""
+        """Whether the verdict needs only the likeliest token of each row."""
         return self.params.greedy and self.noise.rule is Rule.GREEDY
 
 
 def verdicts_from_logits(questions: Sequence[Question]) -> list[Verdict]:
-    """Verdicts on the proposals of several sessions, whose logits have one width, type and device,
-    in one pass over all rows. Each verdict is bit for bit the same as without the other questions.
-    Raises `InvariantError` if the rule needs a q that is missing, if a draft token is outside its
-    q, and for rows that `target_probabilities` refuses."""
+    """Verdicts on the proposals of several sessions. Their logits must have the same width, type
+    and device. The other questions do not change a verdict, not even its rounding. Raises
+    `InvariantError` if the rule needs a q that is missing, if a draft token is outside its q, and
+    for rows that `target_probabilities` refuses."""
     for question in questions:
         question.check()
     verdicts: dict[int, Verdict] = {}
@@ -119,16 +123,17 @@ def verdicts_from_logits(questions: Sequence[Question]) -> list[Verdict]:
 
 
 def _suits_kernels(question: Question) -> bool:
-    """Whether the kernels can judge a question. They handle neither trees with q nor float64."""
+    """Whether kernels can answer the question. Kernels handle neither trees with q nor float64
+    logits."""
     is_tree = bool(question.proposal.parents) and question.noise.rule.needs_q
     is_double = question.logits.dtype == torch.float64
     return has_kernels(question.logits.device) and not is_tree and not is_double
 
 
 def try_kernels(logits: Tensor, token_ids: Sequence[int] = ()) -> None:
-    """Compiles a device's kernels for `logits` [2, V] of a model, or [2, N] of a drafter whose
-    columns stand for `token_ids` [N]. If the kernels fail, or draw other tokens than the CPU,
-    verdicts and draws on this device use none from now on."""
+    """Compiles and tries the kernels of the device of `logits`. These are [2, V], or [2, N] for a
+    drafter with the reduced vocabulary `token_ids` [N]. If the kernels fail, or draw other tokens
+    than the CPU, verdicts and draws on this device use no kernels from now on."""
     if not has_kernels(logits.device):
         return
     params, noise = SamplingParams(top_k=50, top_p=0.9), RoundNoise(0, Rule.TOKEN, 1)
@@ -220,8 +225,8 @@ def _verdicts_on_device(questions: Sequence[Question]) -> list[Verdict]:
 
 
 def check_parts(rows: Tensor, proposal: Proposal, rule: Rule) -> None:
-    """Raises `InvariantError` if the number of rows does not fit the proposal, if q is missing
-    where the rule needs it, or for a tree under a rule without trees."""
+    """Raises `InvariantError` if the number of rows does not fit the proposal, if the rule needs a
+    q that is missing, or if a tree is to be verified by the rule block."""
     num_rows, shape = len(proposal.token_ids) + 1, rows.shape
     if len(shape) != 2 or shape[1] == 0 or shape[0] != num_rows:
         raise InvariantError(
@@ -235,7 +240,7 @@ def check_parts(rows: Tensor, proposal: Proposal, rule: Rule) -> None:
 
 
 def _weights(questions: Sequence[Question]) -> Tensor:
-    """The rows of all questions, one after another, [R, V], padded to whole blocks."""
+    """The weights of all questions' rows, one after another, padded to whole blocks."""
     first = questions[0].logits
     num_rows = sum(len(question.logits) for question in questions)
     width = -(-first.shape[1] // BLOCK) * BLOCK
@@ -252,8 +257,8 @@ def _weights(questions: Sequence[Question]) -> Tensor:
 def verdicts_from_weights(
     weights: Tensor, sums: RealArray, entries: Sequence[tuple[Proposal, RoundNoise]]
 ) -> list[Verdict]:
-    """Verdicts from the rows of all proposals, one after another. Overwrites `weights` and
-    `sums`."""
+    """Verdicts on these proposals. `weights` [R, V] and `sums` [R] are the rows of all proposals,
+    one after another. Overwrites both."""
     accept: dict[int, tuple[float, ...]] = {}
     chains: dict[tuple[Rule, int], list[int]] = {}
     ends = [*accumulate(len(proposal) + 1 for proposal, _ in entries)]
@@ -289,15 +294,16 @@ def check_drafted(is_in_support: bool) -> None:
 
 
 def _own_tokens(own: list[int], proposal: Proposal) -> Verdict:
-    """Accepts each draft token iff it is the target's own token, `own` [N + 1], of its row."""
+    """A verdict that accepts a draft token iff it is the target's own token of the row that judges
+    it. `own` [N + 1] has the target's own token of each row."""
     pairs = zip(proposal.tree.parents, proposal.token_ids, strict=True)
     return Verdict(tuple(float(own[parent + 1] == ids) for parent, ids in pairs), tuple(own))
 
 
 def tree_law(weights: Tensor, sums: RealArray, proposal: Proposal) -> tuple[float, ...]:
-    """Acceptance [N] of a tree under token, from its rows `weights` [N + 1, V] and their `sums`.
-    Overwrites each row that siblings follow by the weights of the token that is drawn if all of
-    these are rejected."""
+    """The acceptance probability of each token of a tree under the rule token: [N]. `weights`
+    [N + 1, V] and `sums` [N + 1] are the tree's rows. Overwrites each row that judges siblings with
+    the weights from which the next token is drawn after all siblings are rejected."""
     tree = proposal.tree
     accept = [0.0] * len(proposal)
     for group, entry in zip(tree.groups, proposal.q, strict=True):
@@ -319,14 +325,14 @@ def tree_law(weights: Tensor, sums: RealArray, proposal: Proposal) -> tuple[floa
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Places:
-    """The entries [B, K, M] of q in some rows of weights."""
+    """Finds the entries of q, [B, K, M], in rows of weights."""
 
     flat: Tensor
-    """[B * K * M]: indices into the flattened weights."""
+    """[B * K * M]: the entries' indices into the flattened weights."""
     before: RealArray
-    """[B, K, M]: the weights there; 0 beyond their width."""
+    """[B, K, M]: the weights of the entries. 0 for a token beyond the width of the weights."""
     mass: RealArray
-    """[B, K, M]: q; 0 beyond the width of the weights."""
+    """[B, K, M]: q of the entries. 0 for a token beyond the width of the weights."""
     p: RealArray
     """[B, K]: the weight of each draft token."""
     q: RealArray
@@ -334,7 +340,8 @@ class _Places:
 
     @classmethod
     def of(cls, weights: Tensor, rows: IntArray, drafts: DraftRows) -> _Places:
-        """The entries of the draft tokens' q in `rows` [B, K] of `weights` [R, V]."""
+        """Finds the entries of each draft token's q in its row. `rows` [B, K] are indices of
+        `weights` [R, V]."""
         width, support, mass = weights.shape[1], drafts.support, drafts.mass
         inside = support < width
         flat = torch.from_numpy((rows[..., None] * width + np.where(inside, support, 0)).ravel())
@@ -348,10 +355,10 @@ class _Places:
     def subtract(
         self, weights: Tensor, sums: RealArray, rows: IntArray, amounts: RealArray
     ) -> RealArray:
-        """Subtracts `amounts` [B, K] times q from the rows, clamped at 0, and returns the sums that
-        are left: [B, K]. A row that would become empty is left unchanged, with a sum of 0. Only a
-        rounding error can lead to its token: the draft token is accepted for certain, or the path
-        to the row is not taken."""
+        """Subtracts `amounts` [B, K] times q from the rows. Weights that would be negative become
+        0. Returns the sums of the rows after this: [B, K]. If a row would become empty, it stays
+        unchanged and its returned sum is 0. Apart from rounding errors, no outcome uses such a row:
+        its draft token is always accepted, or the path to the row is impossible."""
         change = np.maximum(self.before - self.mass * amounts[..., None], 0.0) - self.before
         self._add(weights, change)
         left: RealArray = np.maximum(sums[rows] + change.sum(axis=2), 0.0)
@@ -372,9 +379,9 @@ class _Places:
 def chain_law(
     rule: Rule, weights: Tensor, sums: RealArray, rows: IntArray, drafts: DraftRows
 ) -> RealArray:
-    """Acceptance [B, K] of B chains. Draft token i of chain b is judged by row `rows[b, i]` of
-    `weights` [R, V], whose sums are `sums` [R]. Overwrites these rows by the weights of the
-    corrections."""
+    """The acceptance probabilities [B, K] of B chains. Row `rows[b, i]` of `weights` [R, V] judges
+    draft token i of chain b. `sums` [R] are the sums of all rows. Overwrites the rows that judge
+    draft tokens with the weights from which corrections are drawn."""
     places = _Places.of(weights, rows, drafts)
     totals = sums[rows]
     p, q = places.p / totals, places.q
@@ -384,7 +391,7 @@ def chain_law(
         return accept
     pi = _path_ratios(p, q)
     before = pi[:, :-1]
-    # pos(pi p - q) is proportional to pos(p - q / pi). A path with pi = 0 is never taken.
+    # pos(pi p - q) is proportional to pos(p - q / pi). A path with pi = 0 is impossible.
     is_possible = before > _PI_MIN
     amounts = np.where(is_possible, totals / np.where(is_possible, before, 1.0), 0.0)
     left = places.subtract(weights, sums, rows, amounts)
@@ -392,8 +399,8 @@ def chain_law(
 
 
 def _path_ratios(p: RealArray, q: RealArray) -> RealArray:
-    """pi_0..pi_K, [B, K+1], from p and q at the draft tokens, [B, K]. Computed as sums of
-    logarithms, so that a long path of small ratios does not vanish before a large one follows."""
+    """pi_0..pi_K, [B, K+1], from p and q of the draft tokens, [B, K]. Adds logarithms, because a
+    product of small ratios could underflow before a large ratio follows."""
     with np.errstate(divide="ignore"):
         log_ratio = np.log(p) - np.log(q)
     log_pi = np.zeros((len(p), p.shape[1] + 1))
@@ -404,7 +411,7 @@ def _path_ratios(p: RealArray, q: RealArray) -> RealArray:
 
 
 def _block_acceptance(pi: RealArray, z: RealArray) -> RealArray:
-    """h_1..h_K, [B, K], from pi_0..pi_K, [B, K+1], and Z_0..Z_K-1, [B, K]."""
+    """h_1..h_K, [B, K], from pi_0..pi_K, [B, K+1], and Z_0..Z_{K-1}, [B, K]."""
     accept = pi[:, 1:].copy()
     inner, after = pi[:, 1:-1], z[:, 1:]
     room = after + (1.0 - inner)
@@ -414,7 +421,7 @@ def _block_acceptance(pi: RealArray, z: RealArray) -> RealArray:
 
 
 def _drafts(proposals: Sequence[Proposal]) -> DraftRows:
-    """Chains of one length as arrays. The support of a one-hot position is the draft token."""
+    """Turns chains of the same length into arrays. A q that is None has only the draft token."""
     supports, counts, sizes = [], [], []
     for proposal in proposals:
         for token_id, entry in zip(proposal.token_ids, proposal.q, strict=True):
