@@ -29,14 +29,15 @@ class DraftActor(ReplicaHost):
 
         drafter: ModelDrafter
         with blaming("draft_model"):
-            head = getattr(engine, "head", None)  # An emulated engine may have one.
+            head = getattr(engine, "head", None)  # An emulated engine may have a head.
             if engine is None:
                 head, info, num_bytes = build_head(config)
                 engine = HeadEngine(
                     head, info, max_num_seqs=config.max_num_seqs, kv_cache_memory_bytes=num_bytes
                 )
             if head is not None:
-                # In a pass of many committed tokens only the last one attends, so no costs fit.
+                # A head's pass over committed tokens runs attention only for the last of them, so
+                # the measured costs of passes do not describe it.
                 drafter, costs = FeatureDrafter(head, engine), None
             elif (token := parallel_token(config)) is not None:
                 drafter = ParallelDrafter(engine, token)

@@ -25,7 +25,8 @@ from outrider.speculation.proposal import Proposal
 
 
 class HeadEngine(PagedSequences):
-    """An engine whose slots hold a head's pairs. Its passes need features besides tokens."""
+    """An engine that runs a head. A slot is for a pair of a token and the feature of the token
+    before it, so passes need features besides tokens."""
 
     def __init__(
         self, head: LoadedEagle3, info: ModelInfo, *, max_num_seqs: int, kv_cache_memory_bytes: int
@@ -42,10 +43,10 @@ class HeadEngine(PagedSequences):
         self._use_pool(BlockPool(num_pages, PAGE_SIZE), cache, max_num_seqs)
 
     def run(self, steps: Sequence[SequenceStep], features: Tensor) -> Tensor:
-        """Like `Engine.forward`, for T new tokens. `features` [T, D] are those of the token before
-        each new one (arbitrary for the first token of a sequence). A step wants at most one logit.
-        Returns the head's output [L, D] for the last token of each of the L steps that want
-        one."""
+        """Like `Engine.forward`, for T new tokens. For each of these, `features` [T, D] has the
+        feature of the token before it (arbitrary for the first token of a sequence). A step may
+        want one row of logits or none. Returns the head's output [L, D] for the last token of each
+        of the L steps that want a row."""
         ends = [end - 1 for end in accumulate(len(step.token_ids) for step in steps)]
         wanted = [index for index, step in enumerate(steps) if step.num_logits]
         newest = [ends[index] for index in wanted]
@@ -53,7 +54,7 @@ class HeadEngine(PagedSequences):
 
         def run(step: HeldStep) -> Tensor:
             sequences, size = step.sequences, step.page_size
-            if others:  # In a step that wants a logit, `draft` writes the pair of the last token.
+            if others:  # If a step wants a row, `draft` writes the pair of its last token.
                 before = [_but_last(one) if one.step.num_logits else one for one in sequences]
                 before = [one for one in before if one.step.token_ids]
                 self._layer.write(HeldStep(before, size), features[others])
@@ -65,9 +66,9 @@ class HeadEngine(PagedSequences):
         return self._run(run, steps)[0]
 
     def draft(self, steps: Sequence[SequenceStep], features: Sequence[Tensor]) -> Tensor:
-        """The head's output [N, D] for one drafted token of each of N sequences. `features` are
-        [D] each. The tokens' slots are never shared, and `keep` must drop them before the next
-        `run`."""
+        """The head's output [N, D] for one draft token of each of N sequences. `features` are [D]
+        each. Sequences never share the slots of draft tokens. `keep` must drop these slots before
+        the next `run`."""
         rows, _ = self._run(lambda held: self._layer.draft(held, features), steps, whole=False)
         return rows
 
@@ -89,14 +90,14 @@ class _HeadDraft(AutoregressiveDraft):
     """A draft and the state that its next pass needs."""
 
     carried: Tensor
-    """[D]: stands in for the feature of the token before the newest one, which the target has not
-    computed."""
+    """[D]: takes the place of the feature of the token before the newest one. The target has not
+    computed this feature."""
 
 
 class FeatureDrafter(ModelDrafter):
-    """A `ModelDrafter` with a head. After a finished proposal its engine holds only committed
-    tokens: those whose features came with requests. If some features are missing, it proposes
-    nothing. Sessions do not look ahead."""
+    """A `ModelDrafter` with a head. After a finished proposal, its engine holds only committed
+    tokens, as many as have features. If the features of some committed tokens are missing, the
+    proposal is empty. There is no look-ahead."""
 
     looks_ahead = False
     reads_features = True
@@ -121,15 +122,16 @@ class FeatureDrafter(ModelDrafter):
         return found
 
     def begin(self, request: DraftRequest) -> AutoregressiveDraft | None:
-        """Like `ModelDrafter.begin`. Runs the committed tokens whose features are known, and draws
-        only if all are known. Raises `BadRequest` for features that do not fit this head."""
+        """Like `ModelDrafter.begin`. The draft will run the committed tokens whose features are
+        known, and draw only if all are known. Raises `BadRequest` for features that do not fit this
+        head."""
         draft, features = super().begin(request), request.features
         if draft is None or features is None:
             return None
         held = self.engine.length(request.session_id)
         width, length = self._head.width, request.noise.committed_length
         if features.width != width:
-            raise BadRequest("features.width", f"{features.width} given; the head's has {width}")
+            raise BadRequest("features.width", f"got {features.width}; the head needs {width}")
         if features.end >= length:
             raise BadRequest(
                 "features", f"end at position {features.end - 1}; the last allowed is {length - 2}"
@@ -141,7 +143,8 @@ class FeatureDrafter(ModelDrafter):
         return _HeadDraft(request, num_wanted, unseen)
 
     def _pass(self, branches: Sequence[Any], beside: Sequence[SequenceStep] = ()) -> list[Tensor]:
-        """Runs new drafts. Drafts that have tokens continue from what they carry."""
+        """Runs new drafts with the features of their requests. Drafts that have tokens continue
+        from `carried`."""
         fresh = [branch for branch in branches if not branch.token_ids]
         begun = [branch for branch in branches if branch.token_ids]
         hidden = []

@@ -5,14 +5,15 @@
     outcomes      C x_1..x_n y for likely n and y: forks of the session, all drafted together
     pushed        each finished proposal, with the tokens x_1..x_n y that it assumes
 
-A round starts with its item. If the coordinator has a proposal, the item holds it. Otherwise, if an
-outcome of the previous round came true, its draft is continued. If none did, a new draft of the
-session begins. Every pass adds a token to each draft. Proposals that a coordinator waits for come
-first, then the likeliest outcomes of all sessions, as many as fit into a pass.
+A round starts when its `DraftItem` arrives. If the coordinator has a proposal, the item contains
+it. Otherwise, if there is a draft for the actual outcome of the previous round, this draft is
+continued. If there is none, a new draft begins. Every pass adds a token to each of its drafts.
+Drafts that a coordinator waits for come first. Then come the likeliest outcomes of all sessions, as
+many as fit into a pass.
 
-The sequence that drafted a proposal has already run all of it but x_K. If the distributions of all
-x_i were kept, they predict the outcomes in which a token is rejected. Drafts of these outcomes
-branch off at once, and run in the same pass that reads x_K for the outcomes with a bonus.
+The sequence that drafted a proposal has already run all its tokens but x_K. If the distributions of
+all x_i were kept, they predict the outcomes in which a token is rejected. Drafts of these outcomes
+begin at once. They run in the same pass that runs x_K to predict the outcomes with a bonus.
 """
 
 import logging
@@ -59,28 +60,31 @@ class RoundAhead:
         self.item = item
         self.committed = committed
         self.unseen = unseen
-        """The last committed tokens that the session's own sequence lacks."""
+        """The last committed tokens, which the session's own sequence has not run."""
         self.bytes_left = LOOK_AHEAD_BYTES_MAX
-        """Bytes that may still be pushed."""
+        """How many bytes of proposals may still be pushed."""
         self.num_recorded = len(committed) - len(unseen)
-        """Tokens of the session that are recorded in the table."""
+        """How many of the session's tokens the session table has recorded."""
         self.drafted: tuple[int, ...] = ()
-        """x_1..x_K, once known."""
+        """x_1..x_K, once they are known."""
         self.wanted: AutoregressiveDraft | None = None
-        """The unfinished proposal that the coordinator waits for."""
+        """The unfinished draft that the coordinator waits for."""
         self.basis: AutoregressiveDraft | None = None
-        """The branch that drafted the proposal, if its sequence still holds all tokens but x_K, and
-        if the distributions of all x_i were kept. Then outcomes can branch off it before the round
-        is read."""
+        """The draft of the proposal, if its sequence still holds all tokens but x_K, and if the
+        distributions of all x_i were kept. Then outcomes can be forked from this sequence before
+        the round is read."""
         self.is_read = False
+        """Whether the round was read, or cannot be read."""
         self.guesses: OutcomeGuesses | None = None
         self.chances: dict[Outcome, float] = {}
-        """The probabilities of the outcomes that are worth drafting."""
+        """The outcomes to draft, and their probabilities."""
         self.outcomes: dict[Outcome, AutoregressiveDraft] = {}
-        """Outcomes that are being drafted."""
+        """The unfinished draft of each outcome."""
         self.finished: dict[Outcome, SealedProposal] = {}
+        """The finished proposal of each outcome."""
         self.kept: dict[Outcome, AutoregressiveDraft] = {}
-        """Finished outcomes. If one comes true, its sequence is the next round's `basis`."""
+        """Finished drafts whose sequences are kept. If the outcome of one of these drafts comes
+        true, the draft is the next round's `basis`."""
 
     @property
     def session_id(self) -> str:
@@ -92,20 +96,20 @@ class RoundAhead:
 
     @property
     def seen(self) -> Sequence[LikelyTokens]:
-        """The likely tokens of the distribution of each x_i, if kept."""
+        """For each x_i, the likely tokens of its distribution. Empty without a `basis`."""
         return () if self.basis is None else self.basis.rows[: len(self.drafted)]
 
     @property
     def to_read(self) -> tuple[int, ...]:
-        """Tokens that the session's own sequence still has to run to read the round."""
+        """The tokens that the session's own sequence must run to read the round."""
         if self.basis is not None and self.basis.sequence_id == self.session_id:
             return self.drafted[-1:]
         return (*self.unseen, *self.drafted)
 
     @property
     def reading(self) -> SequenceStep:
-        """The step that reads the round. It has a row for each number of accepted tokens, or, if
-        there is a `basis`, only the row of the bonus."""
+        """The step that reads the round. It wants a row of logits for each number of accepted
+        tokens, or, if there is a `basis`, only the row of the bonus."""
         num_logits = 1 if self.basis is not None else len(self.drafted) + 1
         return SequenceStep(self.session_id, self.to_read, num_logits)
 
@@ -120,7 +124,7 @@ class RoundAhead:
 
 
 class LookAhead:
-    """The rounds of a draft's sessions over one engine. Only the executor uses it."""
+    """The rounds of all sessions of a draft. Only the executor's thread may use this class."""
 
     def __init__(
         self,
@@ -137,22 +141,24 @@ class LookAhead:
         self._outcome_models = OutcomeModels()
         self._numbers = count()
         self._stale: list[AutoregressiveDraft] = []
-        """Sequences of rounds that are over, to release after the next pass."""
+        """Drafts of ended rounds. Their sequences are released after the next pass."""
 
     def works_on(self, item: DraftItem) -> bool:
-        """Whether the session's newest round is that of this item."""
+        """Whether the newest round of the item's session belongs to this item."""
         found = self._rounds.get(item.head.session_id)
         return found is not None and found.item is item
 
     def progress(self, item: DraftItem) -> Answers:
-        """Whether more answers follow to an item that it `works_on`, as `Answers` without any."""
+        """`Answers` without an answer, which say whether more answers to this item will follow.
+        `works_on` must be true for the item."""
         return self._advanced(self._rounds[item.head.session_id], ())
 
     def begin(
         self, item: DraftItem, committed: tuple[int, ...], unseen: tuple[int, ...]
     ) -> Answers:
-        """Ends the session's previous round and starts the round of `item`. The session is aligned,
-        and its sequence lacks `unseen`. Returns the answers that are known already."""
+        """Ends the session's previous round and starts the round of `item`. The session's sequence
+        must hold all `committed` tokens except `unseen`. Returns the answers that are already
+        known."""
         before = self._rounds.get(item.head.session_id) or RoundAhead(item, (), ())
         now = RoundAhead(item, committed, unseen)
         self._rounds[now.session_id] = now
@@ -173,8 +179,8 @@ class LookAhead:
         return self._advanced(now, answers)
 
     def advance(self, items: Sequence[DraftItem]) -> list[Answers]:
-        """Runs one pass for the rounds of these items, all of which it `works_on`. Raises what the
-        engine raises."""
+        """Runs one pass for the rounds of these items. `works_on` must be true for all items.
+        Raises what the engine raises."""
         rounds = [self._rounds[item.head.session_id] for item in items]
         for now in rounds:
             self._drop_evicted(now)
@@ -228,13 +234,14 @@ class LookAhead:
         if any(isinstance(answer, Refused) for answer in answers):
             self.forget(now.session_id)
             return Answers(tuple(answers), more=False)
-        # The round stays until the session's next item, for its finished proposals.
+        # The round is kept until the session's next item, which may use a finished proposal.
         is_over = now.is_read and not now.outcomes
         return Answers(tuple(answers), not is_over, now.wanted is not None)
 
     def _come_true(self, before: RoundAhead, committed: tuple[int, ...]) -> Outcome:
-        """The outcome of the round `before`, from which its outcome model learns. Empty if
-        `committed` shows that the two rounds are not consecutive, or if nothing was guessed."""
+        """The actual outcome of the round `before`, which is also reported to the outcome model.
+        Empty if nothing was guessed, or if `committed` shows that the next round is not the one
+        right after `before`."""
         length, guesses = len(before.committed), before.guesses
         outcome = committed[length:]
         num_accepted = len(outcome) - 1
@@ -252,11 +259,11 @@ class LookAhead:
     def _begin_wanted(
         self, now: RoundAhead, taken: AutoregressiveDraft | None
     ) -> list[DraftAnswer]:
-        """Begins the proposal that a coordinator waits for. Continues `taken`, the draft of the
+        """Begins the draft that a coordinator waits for. Continues `taken`, the draft of the
         outcome that came true, or begins a new draft. If `taken` has at least half of its tokens,
-        it becomes the answer as it is: each further token takes a pass, and the last tokens are the
-        least likely to be accepted. Whether it has half depends on when the item came, and on no
-        token's value, so the output stays exact."""
+        it is proposed as it is, because each further token takes a pass, and the last tokens are
+        the least likely to be accepted. How many tokens `taken` has depends on when the item came,
+        and on no token's value. So the output stays exact."""
         if taken is not None:
             num_held = len(taken.token_ids)
             taken.num_wanted = min(taken.num_wanted, now.item.num_draft_tokens)
@@ -284,8 +291,8 @@ class LookAhead:
         return ProposalReply(key, proposal, len(now.committed), held, out_of_time=out_of_time)
 
     def _is_readable(self, now: RoundAhead) -> bool:
-        """Whether the round can be read: its session looks ahead, and the session's sequence still
-        holds all tokens before `to_read` and can be continued with these."""
+        """Whether the round can be read. The session must look ahead. Its sequence must hold all
+        tokens before `to_read`, and must be able to run `to_read`."""
         info = self._engine.info
         length = len(now.committed) + len(now.drafted)
         return (
@@ -320,9 +327,9 @@ class LookAhead:
         return [found[index] for index in range(len(rounds))]
 
     def _begin_outcomes(self, now: RoundAhead, read: LikelyTokens | None) -> None:
-        """Begins to draft each outcome that is worth it, while there are pages, and ends the drafts
-        of other outcomes. `read` are the rows of the pass that read the round; the last of them is
-        for the bonus. None if the round is not read yet."""
+        """Begins to draft the likeliest outcomes, while there are pages. Ends the drafts of other
+        outcomes. `read` has the rows of the pass that read the round, the bonus last. It is None if
+        the round is not read yet."""
         parts = [*now.seen]
         if read is not None:
             parts.append(read)
@@ -346,12 +353,12 @@ class LookAhead:
                     now.outcomes[outcome] = begun.pop(outcome)
                 elif outcome not in now.finished:
                     self._branch_off(now, outcome)
-        except OutOfPages:  # `_branch_off` has released all that can be spared.
+        except OutOfPages:  # `_branch_off` has already released all that it can.
             now.outcomes |= {one: begun.pop(one) for one in now.chances.keys() & begun.keys()}
         self._release([*begun.values()])
 
     def _branch_off(self, now: RoundAhead, outcome: Outcome) -> None:
-        """Begins to draft an outcome. Raises `OutOfPages`."""
+        """Begins to draft an outcome, on a fork. Raises `OutOfPages`."""
         name = f"{now.session_id}/{next(self._numbers)}"
         at_basis = now.basis is not None and not now.is_read
         source = now.basis.sequence_id if now.basis and at_basis else now.session_id
@@ -384,7 +391,7 @@ class LookAhead:
             if not branch.is_whole:
                 continue
             del now.outcomes[outcome]
-            # Its sequence is the next round's `basis` if the outcome comes true.
+            # If the outcome comes true, this draft is the next round's `basis`.
             if branch.is_seen and self._drafter.holds(branch):
                 now.kept[outcome] = branch
             else:
@@ -394,8 +401,8 @@ class LookAhead:
         return answers
 
     def _answer_wanted(self, now: RoundAhead, branch: AutoregressiveDraft) -> DraftAnswer:
-        """The answer with the requested proposal, which is finished. The round can then be
-        read."""
+        """The answer with the requested proposal, which is finished. After this call, the round can
+        be read."""
         now.wanted = None
         is_own = branch.sequence_id == now.session_id
         if branch.error is not None:
@@ -407,7 +414,7 @@ class LookAhead:
             now.basis = branch
         elif not is_own:
             self._release([branch])
-        elif branch.token_ids or not branch.deadline.has_cut:  # Otherwise nothing was run.
+        elif branch.token_ids or not branch.deadline.has_cut:  # Otherwise it was never run.
             rewound = self._table.rewind(now.session_id)
             now.unseen = () if rewound is None else rewound.new_tokens
         return answer
@@ -421,16 +428,16 @@ class LookAhead:
             length + len(outcome) - 1, assumed=outcome,
         )  # fmt: skip
         now.finished[outcome] = proposal
-        if reply.num_bytes > now.bytes_left:  # The next item may still ask for it.
+        if reply.num_bytes > now.bytes_left:  # The session's next item may still use the proposal.
             return []
         now.bytes_left -= reply.num_bytes
         return [reply]
 
     def _recover(self, wanted: Sequence[AutoregressiveDraft], error: Exception) -> bool:
-        """Recovers from a failed pass. Drops all outcomes. Drafts with tokens end with these.
-        Drafts without any run again, each alone, but end with the error if the engine may have
-        caused it. In that case, if no draft has tokens to lose, returns False: the error is to be
-        raised."""
+        """Recovers from a failed pass. Drops the drafts of all outcomes. A `wanted` draft that has
+        tokens ends with these tokens. The other `wanted` drafts run again, each alone. But if the
+        engine may have caused the error, they end with the error. If then no draft has tokens to
+        lose, returns False, and the caller must raise the error."""
         _log.info("a pass of the draft failed: %r", error)
         self.give_way()
         is_own = isinstance(error, OutriderError) and not isinstance(error, EngineLost)
@@ -451,8 +458,8 @@ class LookAhead:
         return True
 
     def _drop_evicted(self, now: RoundAhead) -> None:
-        """Drops outcomes that have lost their pages to an older session. A requested proposal that
-        has lost its pages stops with the tokens that it has."""
+        """Drops the drafts of outcomes that have lost their pages to an older session. If the
+        requested draft has lost its pages, stops it with the tokens that it has."""
         if now.wanted is not None and not self._drafter.holds(now.wanted):
             now.wanted.stop()
         now.outcomes = {at: one for at, one in now.outcomes.items() if self._drafter.holds(one)}
@@ -465,9 +472,9 @@ class LookAhead:
         branches.clear()
 
     def _end(self, now: RoundAhead) -> None:
-        """Ends a round and drops what it holds, including an unfinished proposal. The sequences of
-        pushed proposals are released after the next pass, because a coordinator may wait for that
-        pass."""
+        """Ends a round and releases its sequences, also that of an unfinished proposal. Only the
+        sequences of finished drafts are released later, after the next pass, because a coordinator
+        may wait for this pass."""
         if now.wanted is not None and now.wanted.sequence_id != now.session_id:
             self._release([now.wanted])
         self._stale += now.kept.values()

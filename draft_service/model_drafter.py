@@ -17,44 +17,48 @@ logger = logging.getLogger(__name__)
 
 
 class ModelDrafter:
-    """Drafts with a model. After `propose` the engine holds the committed tokens and all drafted
-    ones but the last, which was drawn and never run.
+    """Drafts with a model. After `propose`, the engine holds the committed tokens and all draft
+    tokens except the last one, which was drawn but never run.
 
-    It proposes nothing if the prefix has a token outside the model's vocabulary or is longer than
-    `max_model_len`. It proposes fewer tokens than requested near `max_model_len`, or if there is no
-    time for another draw. It checks the time before the pass for a draw; if the pass also runs the
-    prefix, after the pass. If a pass fails after the first draw, it proposes the drawn tokens. One
-    of them may be the cause, and dropping a token because of its value biases the output.
+    A proposal is empty if the prefix has a token outside the model's vocabulary or is longer than
+    `max_model_len`. It has fewer tokens than requested near `max_model_len`, or if there is no time
+    for another draw. The drafter checks the time before each pass. If a pass also runs the prefix,
+    the drafter checks the time after this pass instead. If a pass fails after the first draw, the
+    drawn tokens are still proposed. One of them may be the cause of the failure, and to drop a
+    token because of its value would bias the output.
     """
 
     looks_ahead = True
-    """Whether sessions may look ahead with it."""
+    """Whether look-ahead works with this drafter."""
     in_one_pass = False
-    """Whether the pass of the last committed token has the rows for all draft tokens."""
+    """Whether the pass that runs the last committed token gives the logits of all draft tokens."""
     reads_features = False
-    """Whether it reads hidden states that the target sends."""
+    """Whether the drafter reads hidden states that the target sends."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.vocabulary = DraftVocabulary.of(engine.info.logit_token_ids)
-        """The tokens that its logits are for; None = all tokens."""
+        """The tokens of the logits' columns. None = all tokens."""
         self._sampler = DraftSampler(self.vocabulary)
         self.num_passes = 0
-        """Passes of the last `propose`."""
+        """Number of passes in the last call of `propose`."""
 
     def propose(
         self, requests: Sequence[DraftRequest | AutoregressiveDraft]
     ) -> list[Proposal | OutriderError | AutoregressiveDraft]:
-        """Like `Drafter.propose`, with two further results: the error of a session for which
-        nothing was drawn, and an unfinished draft, which the next call continues if it gets it in
-        place of the request. Drafts stay unfinished if the time of a finished proposal is over,
-        because that proposal must leave. The engine must hold a proper prefix of each request's
-        tokens, or what was run of an unfinished draft. A request for no tokens also runs the
-        prefix. Raises what the engine's first pass raises, unless a draft with tokens was part of
-        that pass."""
+        """Like `Drafter.propose`, with two further kinds of results. The first is an error, if
+        nothing could be drawn for a session. The second is an unfinished draft. The next call
+        continues this draft if it gets the draft in place of a request. Drafts are left unfinished
+        if the time limit of a finished proposal is over, because that proposal can be sent only
+        after this call.
+
+        The engine must hold a proper prefix of each request's tokens, or all tokens that were run
+        for an unfinished draft. A request for no tokens also runs the prefix. Raises what the
+        engine's first pass raises, unless this pass extended a draft that had tokens.
+        """
         kept = [one for one in requests if isinstance(one, AutoregressiveDraft)]
         for branch in kept:
-            if not self.holds(branch):  # Without its pages, it ends with what was drawn.
+            if not self.holds(branch):  # A draft without pages ends with the tokens that it has.
                 branch.stop()
         branches = [
             one if isinstance(one, AutoregressiveDraft) else self.begin(one) for one in requests
@@ -77,7 +81,7 @@ class ModelDrafter:
         info = self.engine.info
         committed = request.token_ids
         held = self.engine.length(request.session_id)
-        check(held < len(committed), f"{held} slots are held of {len(committed)} committed tokens")
+        check(held < len(committed), f"{held} slots are held for {len(committed)} committed tokens")
         # x_K is drawn from the row of the token before it and needs no slot.
         num_wanted = min(request.num_draft_tokens, info.max_model_len - len(committed) + 1)
         unseen = tuple(committed[held:])
@@ -89,8 +93,8 @@ class ModelDrafter:
         self, branches: Sequence[AutoregressiveDraft], beside: Sequence[SequenceStep] = ()
     ) -> list[Tensor]:
         """Runs one pass, in which each of these unfinished drafts gets one more token, or an error.
-        The steps `beside`, of other sequences, run in the same pass. Returns their logits. Raises
-        what the engine's pass raises."""
+        The same pass runs the steps `beside` of other sequences. Returns the logits of these steps.
+        Raises what the engine's pass raises."""
         if not (branches or beside):
             return []
         with torch.inference_mode():
@@ -111,9 +115,9 @@ class ModelDrafter:
     def _grow(
         self, active: list[AutoregressiveDraft], together: Sequence[AutoregressiveDraft]
     ) -> None:
-        """Extends the `active` branches to their length. In each pass, all that lack a token get
-        one. Ends early, between two passes, once the time of a finished branch of `together` is
-        over, because its answer leaves only when the step ends."""
+        """Extends the `active` drafts until none lacks a token. Each pass adds a token to every
+        draft that lacks one. Returns earlier if the time limit of a finished draft in `together` is
+        over, because its answer is sent only after this step."""
         while active:
             self.num_passes += 1
             try:
@@ -121,7 +125,7 @@ class ModelDrafter:
             except Exception as error:
                 if not any(branch.token_ids for branch in active):
                     raise
-                # If the engine is lost, the first pass of the next step raises.
+                # If the engine is lost, the first pass of the next step raises this error again.
                 logger.exception("%d drafts end early", len(active))
                 for branch in active:
                     self.end(branch, error)
@@ -146,7 +150,7 @@ class ModelDrafter:
         return drawn
 
     def end(self, branch: AutoregressiveDraft, error: Exception) -> None:
-        """Ends a draft; its last token keeps no slot."""
+        """Ends a draft after an error, and frees the slot of its last token."""
         branch.end(error)
         self._undo_last_pass(branch)
 

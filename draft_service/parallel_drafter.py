@@ -14,8 +14,8 @@ from outrider.models.published_drafters import DrafterFormat, read_config, recog
 
 
 def parallel_token(config: DraftConfig) -> int | None:
-    """The token that stands for a token that is not drawn yet. None if the files are not those of a
-    model with such a token. Raises what `recognise` raises."""
+    """The token that a PARD model reads in place of each token that is not drawn yet. None if the
+    draft is no PARD model. Raises what `recognise` raises."""
     model, directory = config.drafter.model, Path(config.directory)
     if not config.directory or model is None:
         return None
@@ -31,8 +31,8 @@ class ParallelDrafter(ModelDrafter):
         drawn     x_1, ..., x_K from the last K rows, independent of each other
         held      the committed tokens; the slots after them are dropped at once
 
-    All tokens are drawn together. With a penalty, a grammar or siblings they are drawn one after
-    another, because each depends on the tokens before it.
+    All tokens are drawn together. With a penalty, a grammar or siblings, tokens are drawn one after
+    another, because each draw then depends on the tokens before it.
     """
 
     in_one_pass = True

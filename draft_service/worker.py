@@ -1,4 +1,5 @@
-"""A step of a draft aligns prefixes, and then calls the drafter once for all sessions."""
+"""The draft's worker. A step first makes the engine's sequences agree with the committed tokens.
+Then it calls the drafter once for all sessions."""
 
 import logging
 from collections.abc import Sequence
@@ -22,18 +23,17 @@ logger = logging.getLogger(__name__)
 
 
 class _Drafting(Work):
-    """An item during the steps that it takes."""
+    """A `DraftItem` while steps work on it."""
 
     item: DraftItem
     sampling: SamplingParams
     request: DraftRequest
-    """The drafter's request."""
     draft: AutoregressiveDraft | None = None
-    """The unfinished draft, if there is one. The drafter then gets it in place of `request`."""
+    """The unfinished draft, if there is one. The drafter gets this draft in place of `request`."""
     num_recorded: int
-    """Tokens of the session that are recorded in the table."""
+    """How many of the session's tokens the session table has recorded."""
     is_whole: bool
-    """Whether the step runs the whole prefix, so that a proposal follows."""
+    """Whether the step runs all missing tokens of the prefix. If not, it proposes nothing yet."""
 
     def __init__(self, item: DraftItem, drafter: ModelDrafter) -> None:
         super().__init__(item)
@@ -41,9 +41,9 @@ class _Drafting(Work):
 
     @property
     def demand(self) -> SlotDemand:
-        """Slots for the committed tokens and a proposal. The proposal's last token is drawn but not
-        run, unless the session looks ahead. A drafter that reads features can run a token only if
-        it has the feature of the token before."""
+        """Slots for the committed tokens and a proposal. If the session does not look ahead, the
+        proposal's last token needs no slot, because it is drawn but never run. A drafter that reads
+        features can run a token only if it has the feature of the token before it."""
         item = self.item
         if self._drafter.reads_features:
             reach = 0 if item.features is None else item.features.end + 1
@@ -62,9 +62,8 @@ _Found = Proposal | OutriderError | AutoregressiveDraft
 class Proposer(StepWorker):
     """The draft's worker.
 
-    If there are no pages for a session, the answer is an empty proposal, so that the round
-    continues without a draft. The output stays exact, as the lack of pages depends on no token's
-    value.
+    If a session gets no pages, its answer is an empty proposal, and the round continues without a
+    draft. The output stays exact, because the lack of pages depends on no token's value.
     """
 
     def __init__(
@@ -73,26 +72,26 @@ class Proposer(StepWorker):
         budget: TokenBudget,
         grammars: Grammars | None = None,
     ) -> None:
-        """Looks ahead if items ask for it and the drafter supports it. Without `grammars`, draft
-        tokens may violate a session's constraint; the target rejects such tokens."""
+        """Looks ahead if items ask for look-ahead and the drafter supports it. Without `grammars`,
+        draft tokens may violate a session's constraint. The target rejects such tokens."""
         super().__init__(drafter.engine, budget, grammars)
         self._drafter, self._budget = drafter, budget
         self._look_ahead: LookAhead | None = None
         if drafter.looks_ahead:
             self._look_ahead = LookAhead(drafter, self._table, budget.max_steps)
         self._unfinished: dict[str, _Drafting] = {}
-        """The unfinished item of each session. It continues in the next step that gets it."""
+        """The unfinished item of each session. The next step that gets this item continues it."""
 
     def looks_ahead(self, item: DraftItem) -> bool:
-        """Whether a session draws tokens for the rounds after this item's before they are
-        requested. Any thread may call this."""
+        """Whether the item's session drafts later rounds before they are requested. Any thread may
+        call this."""
         wants = item.look_ahead > 0 and item.head.constraint is None
         return wants and self._look_ahead is not None
 
     def step(self, items: Sequence[DraftItem]) -> list[Any]:
         """Like `StepWorker.step`. With look-ahead, new rounds begin first. If some of them have
-        answers at once, the step ends, so that these leave. Otherwise one pass advances all
-        rounds."""
+        answers without a pass, the step ends here, because answers are sent after a step. Otherwise
+        one pass advances all rounds."""
         works = [self._work(item) for item in items]
         ahead = self._look_ahead
         if ahead is None:
@@ -113,16 +112,16 @@ class Proposer(StepWorker):
         return [work.answer for work in works]
 
     def _work(self, item: DraftItem) -> _Drafting:
-        """The unfinished work of an item, or new work. Ends the unfinished draft of an earlier item
-        of the session."""
+        """The unfinished work of an item, or new work. If an earlier item of the session has an
+        unfinished draft, ends this draft."""
         name = item.head.session_id
         work = self._unfinished.pop(name, None)
         if work is not None and work.item is item:
             work.answer = None
             return work
         if work is not None and self._table.length(name):
-            # What a head has stored for a draft token is a guess. It must not be used for a
-            # committed token, even if that is equal.
+            # A head has run draft tokens with guessed features. Their slots must not be used for
+            # committed tokens, even if the tokens are equal.
             self._table.keep(name, len(work.request.token_ids))
         return _Drafting(item, self._drafter)
 
@@ -160,7 +159,7 @@ class Proposer(StepWorker):
             if item.head.rule is Rule.BLOCK:
                 raise BadRequest("siblings", "block verification has no tree")
             if work.sampling.penalised:
-                raise BadRequest("siblings", "penalties count the tokens of a chain")
+                raise BadRequest("siblings", "penalties need a chain")
             if item.look_ahead > 0:
                 raise BadRequest("siblings", "a draft that looks ahead proposes chains")
 
@@ -179,7 +178,7 @@ class Proposer(StepWorker):
             try:
                 asked["allowed"] = self._allowed(work.head, aligned)
             except Incompatible as error:
-                logger.debug("a session is drafted for without its constraint: %s", error)
+                logger.debug("a draft ignores its session's constraint: %s", error)
         work.is_whole, work.num_recorded = is_whole, len(aligned.sequence)
         work.request = draft_request(
             work.head, work.sampling, committed[: len(committed) - num_missing], len(committed),
@@ -213,7 +212,7 @@ class Proposer(StepWorker):
         key, deadline = work.head.key, work.item.deadline
         held = self._record(work, proposal.spine_ids)
         if work.is_whole or held < len(work.request.token_ids):
-            # The model cannot run the part that is not held, nor anything after it.
+            # The model cannot run the first token that is not held, so it drafts nothing after it.
             sealed, length = SealedProposal.of(proposal), work.head.committed_length
             work.answer = ProposalReply(key, sealed, length, held, out_of_time=deadline.has_cut)
         elif deadline.is_over and deadline.close_undrawn():
@@ -222,9 +221,11 @@ class Proposer(StepWorker):
             work.answer = Unfinished.CONTINUES
 
     def _record(self, work: _Drafting, drafted: Sequence[int]) -> int:
-        """Records the tokens that were run for an item. Returns how many are held now."""
+        """Records the tokens that were run for an item. Returns how many tokens of the session are
+        held now."""
         name = work.head.session_id
-        if self._engine.length(name) < work.num_recorded:  # Evicted, or a head's dropped guesses.
+        # The engine may have evicted tokens, or dropped a head's guesses.
+        if self._engine.length(name) < work.num_recorded:
             work.num_recorded = self._table.length(name)
         run = (*work.request.token_ids, *drafted)[work.num_recorded :]
         work.num_recorded = self._table.record(name, run)
