@@ -1,4 +1,4 @@
-"""The model card: what a drafter was made from, and how much of it is accepted."""
+"""The model card: how a drafter was made, and how many of its draft tokens are accepted."""
 
 from collections.abc import Mapping
 
@@ -18,15 +18,16 @@ def render_card(
     seconds: Mapping[str, float],
     measured: Mapping[str, Measured],
 ) -> str:
-    """The card of a drafter for `target`, whose tensors have this fingerprint. `seconds` are by
-    stage, `measured` by the name of the measured texts."""
+    """The card of a drafter for `target`. `fingerprint` is that of the target's tensors. `seconds`
+    has the time of each stage. The keys of `measured` name the measured texts."""
     learner, now = trainer.learner, trainer.progress
     times = ", ".join(f"{stage} {spent / 60:.1f} min" for stage, spent in seconds.items())
     start = ""
     if learner.is_trained:
         start = (
             f"\n- Training began with the drafter `{options.start_name or options.start_from}`. "
-            "What that had learned from is not listed, and may contain what is held out here."
+            "The texts that it was trained with are not listed here. They may contain texts that "
+            "are held out here."
         )
     num_own = sum(weight.numel() for weight in learner.weights.values())
     return f"""# A drafter for {target}
@@ -36,7 +37,7 @@ Made by `outrider distill` for speculative decoding of the target {target} with 
 `outrider serve {target} --draft-model {draft_model(options.kind, "DIR")}`.
 
 - Of the kind `{options.kind}`, with {num_own / 1e6:.1f} million parameters of its own. It can
-  propose {len(learner.token_ids):,} tokens.
+  propose {len(learner.token_ids):,} different tokens.
 - {learner.stored_form}
 - {now.num_steps:,} steps over {now.num_tokens:,} tokens, repetitions included. Seed {options.seed};
   {times}.{start}
@@ -45,8 +46,9 @@ Made by `outrider distill` for speculative decoding of the target {target} with 
 | --- | --- | --- | --- |
 {_data(dataset)}
 
-About one text in {HELD_OUT_EVERY} is held out. A hash of its tokens decides this, for a
-conversation a hash of its prompt, so every run holds out the same texts.
+About one text in {HELD_OUT_EVERY} is held out. A hash of its tokens decides, so every run holds out
+the same texts. For a conversation, it is a hash of the prompt. If the target wrote no part of the
+prompt, the hash includes the beginning of the answer.
 
 ## Acceptance
 
@@ -54,10 +56,10 @@ conversation a hash of its prompt, so every run holds out the same texts.
 | --- | --- | --- | --- | --- |
 {_acceptance(measured)}
 
-Answers of conversations and whole texts of the corpus are measured, with the weights as they are
-stored. `greedy`: the share of places where target and drafter find the same token likeliest.
-`sampled`: the mean of sum min(p, q) at temperature 1. `by position`: the probability at temperature
-1 that draft token 1, 2, .. is accepted if those before it were.
+The drafter was measured in answers of conversations and in whole texts of the corpus, with its
+weights as they are stored. `greedy`: the share of places where target and drafter have the same
+likeliest token. `sampled`: the mean of sum min(p, q) at temperature 1. `by position`: the
+probability at temperature 1 that draft token 1, 2, .. is accepted if those before it are.
 """
 
 

@@ -1,17 +1,17 @@
 """Makes a drafter for a target: corpus, the target's answers, training, measurement, card.
 
 All intermediate results are in `$OUTRIDER_CACHE/distillation/<target>/`. So a run that was killed
-resumes where it was, and later runs reuse what earlier ones wrote:
+can resume, and later runs reuse the results of earlier runs:
 
 folder              content                         its key is a hash of
-`measured-<key>`    the target's answers to         as below
+`measured-<key>`    the target's answers to         the same as for `written-<key>`
                     prompts to measure with
-`written-<key>`     what the target wrote           dtype, seed, prompts, template, end-of-text
-                                                    ids, greatest length, and whether the writing
-                                                    ends by time
-`answers-<key>`     the target's distributions      dtype, all tokens of the documents, in order,
-                    along documents                 and the layers whose inputs are kept, too
-`<kind>-<key>`      checkpoint                      the answers, which of them are held out, and
+`written-<key>`     the texts that the target       dtype, seed, prompts, template, end-of-text
+                    wrote                           ids, greatest length, and whether time ends
+                                                    the writing
+`answers-<key>`     the target's distributions      dtype, all tokens of the documents in order,
+                    along documents                 and the layers whose inputs are kept
+`<kind>-<key>`      checkpoint                      the answers, which documents are held out, and
                                                     the options of training
 """
 
@@ -55,26 +55,25 @@ from .writing import WrittenCorpus
 
 WRITING_SHARE = 0.4
 READING_SHARE = 0.15
-"""Shares of the time for writing texts with the target, and for reading written and given texts
-with it. Training gets the rest."""
+"""The target uses these shares of the time to write texts, and to read written and given texts."""
 TRAINING_SHARE = 1 - WRITING_SHARE - READING_SHARE
-"""Minimum share for training."""
+"""Training gets the remaining time, but at least this share."""
 TOKENS_A_SECOND = {"cpu": 500, "cuda": 20_000}
-"""The given texts are enough if they have this many tokens for each second of the whole time. Then
+"""If the given texts have this many tokens for each second of the whole time, they are enough. Then
 the target writes no texts, and half of the time for writing is added to the time for reading."""
 _TOGETHER = {"cpu": 96, "cuda": 512}
-"""Conversations that are written side by side."""
+"""Number of conversations that are written side by side."""
 _GPU_SHARE = 0.6
 
 
 @dataclass(frozen=True, slots=True)
 class Distilled:
-    """The result."""
+    """The result of `distill`."""
 
     out: Path
     measured: Sequence[Measured]
-    """Acceptance in held-out texts, and, if prompts to measure with were given, in the answers to
-    these."""
+    """Acceptance in held-out texts. If prompts to measure with were given, a second element has the
+    acceptance in the answers to these prompts."""
     num_steps: int
     seconds: float
     """Time of all stages except measuring, including earlier parts of the same run."""
@@ -119,8 +118,8 @@ class _Run:
         _check_prompts(options, info.max_model_len - 1)
 
     def finish(self, fingerprint: str) -> Distilled:
-        """Runs all stages. The prompts to measure with come first, so that a run whose prompts do
-        not fit into the target's pages fails early."""
+        """Runs all stages. The target answers the prompts to measure with first. So the run fails
+        early if these prompts do not fit into the target's pages."""
         options, learner, seconds = self._options, self._learner, self._options.minutes * 60
         prompts = self._ask_to_measure() if options.measure else None
         tokens = options.tokens
@@ -169,7 +168,7 @@ class _Run:
         )  # fmt: skip
         answered = _long_enough(corpus.documents())
         if not answered:
-            raise SettingError("measure", "the target's answers to these are too short to measure")
+            raise SettingError("measure", "the target's answers are too short to measure")
         cache = self._cache([replace(document, is_held_out=True) for document in answered])
         cache.fill(math.inf, lambda part: self._report("reading prompts", part, None))
         return cache
@@ -182,7 +181,8 @@ class _Run:
         tokens_max: int,
         **options: Any,
     ) -> WrittenCorpus:
-        """Lets the target write texts, in a folder of their own."""
+        """Lets the target write texts, unless they are already written. `options` are those of
+        `WrittenCorpus`."""
         seed, template = self._options.seed, self._target.template
         folder = folder_name(
             kind, str(self._module.dtype), sorted(self._info.eos_token_ids), seed, template,
@@ -205,14 +205,14 @@ class _Run:
                 raise SettingError(
                     "measure",
                     f"a prompt and its answer have up to {tokens_max} tokens; the memory for keys "
-                    f"and values takes {engine.info.max_model_len}",
+                    f"and values has room for {engine.info.max_model_len}",
                 )
             corpus.write(engine, together, lambda part: self._report(stage, part, None))
         return corpus
 
     def _ask(self, corpus: WrittenCorpus, seconds: float) -> TeacherCache:
-        """Asks for the target's distributions along the written and the given texts. Conversations
-        that begin with a prompt to measure with are held out."""
+        """Asks the target for its distributions along the written and the given texts. Holds out
+        conversations whose prompt is one to measure with."""
         measured = set(self._options.measure)
         written = [
             replace(document, is_held_out=document.is_held_out or document.prompt in measured)
@@ -222,7 +222,7 @@ class _Run:
         self._check_enough(documents)
         cache = self._cache(documents)
         cache.fill(seconds, lambda part: self._report("reading", part, None))
-        self._check_enough(cache.known)  # Time may be over before all are read.
+        self._check_enough(cache.known)  # Time may end before all documents are read.
         return cache
 
     def _check_enough(self, documents: Sequence[Document]) -> None:
@@ -253,20 +253,20 @@ class _Run:
 
 
 def _long_enough(documents: Sequence[Document]) -> list[Document]:
-    """The documents with at least two learned tokens. Some drafters need the first of these to
-    draft the second."""
+    """The documents with at least two learned tokens. Some drafters draft no earlier token than the
+    second learned one."""
     return [document for document in documents if document.num_learned >= 2]
 
 
 def _check_prompts(options: DistillOptions, longest: int) -> None:
-    """Raises `SettingError` for a prompt that is too long for the target to answer, and for a
-    prompt to measure with that is also one to learn from."""
+    """Raises `SettingError` if a prompt is empty or too long, or if a prompt to measure with is
+    also one to learn from."""
     for number, prompt in enumerate(options.measure, start=1):
         if prompt in options.prompts:
             raise SettingError(
                 "measure",
-                f"number {number} is also number {options.prompts.index(prompt) + 1} of --prompts; "
-                "what is measured must not be learned from",
+                f"prompt {number} is also prompt {options.prompts.index(prompt) + 1} of --prompts; "
+                "a prompt to measure with must not be learned from",
             )
     most = {"prompts": min(DOCUMENT_TOKENS_MAX - 1, longest),
             "measure": min(MEASURED_PROMPT_TOKENS_MAX, longest)}  # fmt: skip
@@ -274,5 +274,5 @@ def _check_prompts(options: DistillOptions, longest: int) -> None:
         for number, prompt in enumerate(getattr(options, name), start=1):
             if not 0 < len(prompt) <= length_max:
                 raise SettingError(
-                    name, f"number {number} has {len(prompt)} tokens; 1 to {length_max} are allowed"
+                    name, f"prompt {number} has {len(prompt)} tokens; 1 to {length_max} are allowed"
                 )

@@ -2,7 +2,7 @@
 
 file in `--corpus`   content
 `.txt`, `.md`        one text
-`.jsonl`             a line each: `text`
+`.jsonl`             one text in each line: an object with the key `text`
 """
 
 import hashlib
@@ -18,10 +18,10 @@ from pydantic import BaseModel
 from outrider.errors import SettingError
 
 HELD_OUT_EVERY = 32
-"""One text in this many is held out, with all its pieces."""
+"""One text in this many is held out, with all pieces of the text."""
 _HELD_OUT_KEY = b"outrider distill: held out"
 DOCUMENT_TOKENS_MAX = 1024
-"""Longer texts are cut into pieces; conversations stay within this length."""
+"""Longer texts are cut into pieces. Conversations are never longer."""
 CORPUS_FILES_MAX = 100_000
 _SUFFIXES = (".txt", ".md", ".jsonl")
 Array = npt.NDArray[Any]
@@ -36,23 +36,24 @@ class Template:
 
     before: tuple[int, ...]
     after: tuple[int, ...]
-    """From the turn's end to the beginning of the answer. Empty if there are no turns."""
+    """The tokens between the turn and the answer. Empty if there are no turns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text or a piece of one. Tokens from `first` on are learned; earlier ones are only read."""
+    """A text, or a piece of a text. Tokens from `first` on are learned. Earlier tokens are only
+    read."""
 
     token_ids: Array
     first: int
-    """At least 1, since nothing predicts the first token of a text."""
+    """At least 1, because nothing predicts the first token of a text."""
     answer_first: int
-    """Acceptance is measured from this token on. It is `first` or later: in a conversation, the
-    first token of the answer."""
+    """Acceptance is measured from this token on. In a conversation, this is the first token of the
+    answer. In other texts, it is `first`."""
     temperature: float | None
-    """Temperature of the target's answer; None for a text from `--corpus`."""
+    """Temperature of the target's answer. None for a text from `--corpus`."""
     is_held_out: bool = False
-    """Whether it is used to measure, not to learn."""
+    """Whether the document is used to measure a drafter, and not to train it."""
 
     @property
     def num_learned(self) -> int:
@@ -65,8 +66,8 @@ class Document:
 
 
 def is_kept_back(token_ids: npt.ArrayLike) -> bool:
-    """Whether a text of these tokens is held out. A keyed hash of the tokens alone decides, so that
-    all runs hold out the same texts, and a drafter that is trained further is not measured on what
+    """Whether a text of these tokens is held out. A keyed hash of the tokens decides. So all runs
+    hold out the same texts, and a drafter that is trained further is never measured with texts that
     it has learned."""
     data = np.asarray(token_ids, dtype="<i4").tobytes()
     digest = hashlib.blake2b(data, digest_size=8, key=_HELD_OUT_KEY).digest()
@@ -74,14 +75,14 @@ def is_kept_back(token_ids: npt.ArrayLike) -> bool:
 
 
 def shuffled(documents: Sequence[Document]) -> list[Document]:
-    """The documents in an order that depends only on their number, so that a run that is short of
-    time reads a fair sample."""
+    """The documents in a random order that depends only on their number. If time ends before all
+    are read, the documents that were read are a fair sample."""
     order = np.random.default_rng(0).permutation(len(documents))
     return [documents[index] for index in order]
 
 
 def corpus_files(directory: Path) -> list[Path]:
-    """The files to read, sorted. Raises `SettingError` if there are none."""
+    """The files to read, sorted. Raises `SettingError` if there are none or too many."""
     if not directory.is_dir():
         raise SettingError("corpus", f"{directory} is not a folder")
     found = sorted(
@@ -98,7 +99,7 @@ def corpus_files(directory: Path) -> list[Path]:
 
 def read_corpus(paths: Sequence[Path], encode: Encode | None, tokens_max: int) -> list[Document]:
     """The texts of these files, in order, in pieces of at most `tokens_max` tokens. `encode` is
-    None for a target without a tokenizer. Raises `SettingError` naming file and line."""
+    None for a target without a tokenizer. Raises `SettingError`, which names file and line."""
     found: list[Document] = []
     for text in (text for path in paths for text in _texts(path)):
         if encode is None:
@@ -126,6 +127,6 @@ def _texts(path: Path) -> Iterator[str]:
         try:
             yield _Line.model_validate_json(line, strict=True).text
         except ValueError as error:
-            raise SettingError("corpus", f"{path}:{number}: a line is an object with `text`") from (
+            raise SettingError("corpus", f"{path}:{number}: no object with a `text` string") from (
                 error
             )

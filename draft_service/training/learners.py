@@ -1,12 +1,13 @@
 """Drafters in training: small models (students) and EAGLE-3 heads.
 
-kind         a chain begins after position p   and reads
-student      every one; it has one token       the text's tokens
-EAGLE-3      every one but a text's first      the text's tokens, what the target's layers read up
-                                               to p - 1, and then its own outputs
+A drafter drafts chains along each text. A chain begins after a position p of the text. Its draft
+token i is compared with the target's answer for position p + i. The drafter reads the text's tokens
+up to p + i - 1, as if they were the earlier draft tokens and had been accepted.
 
-Draft token i of this chain is compared with the target's answer for position p + i. It is drafted
-after the text's tokens up to p + i - 1, as if the earlier draft tokens had been accepted.
+kind         chains                              the drafter reads
+student      of one token, after every position  the text's tokens
+EAGLE-3      of `NUM_DEPTHS` tokens, after       the text's tokens, what the target's layers read
+             every position but the first        up to p - 1, and then its own outputs
 """
 
 import copy
@@ -47,30 +48,31 @@ from .teacher import Batch, Target
 NUM_DEPTHS = 3
 """Length of the chains that train and measure an EAGLE-3 head."""
 _LAYERS_WITH_TAPS = 7
-"""Fewest layers of a target whose layers 2, n // 2 and n - 3 are distinct."""
+"""A target of n layers needs this many, so that its layers 2, n // 2 and n - 3 are distinct."""
 _EAGLE3_INNER_WIDTHS = 4
 """Inner width of a new EAGLE-3 head, as a multiple of the target's width."""
 _EPS, _ROPE_THETA = 1e-5, 10_000.0
 """Epsilon of a new EAGLE-3 head's norms, and the base of its rotary embedding if the target does
 not state one base for all of its layers."""
 _FIRST_SCALE = 0.25
-"""A new EAGLE-3 head begins with the weight of the target's last norm, times this factor. The norm
-was trained for the output of the last layer; after an early layer it makes a head far too
-confident. (Cross-entropy of the norm and head after layer 6 of the demo target: 15.2 with factor 1,
-6.7 with 0.3.)"""
+"""The last norm of a new EAGLE-3 head begins with the weight of the target's last norm, times this
+factor. The target's norm was trained for the output of the last layer. After an earlier layer, it
+makes predictions far too confident. (Cross-entropy of the target's norm and head after layer 6 of
+the demo target: 15.2 with factor 1, 6.7 with 0.3.)"""
 _QUIET = ("fc", "o_proj", "down_proj")
-"""Layers of a new EAGLE-3 head with weights near zero; `fc` also gets an identity."""
+"""Linear layers of a new EAGLE-3 head that begin with weights near zero. Then an identity is added
+to `fc`. So at first the head passes its input on almost unchanged."""
 _QUIET_DEVIATION = 1e-3
-"""Standard deviation of these weights. At first the head passes its input on almost unchanged."""
+"""Standard deviation of the weights near zero."""
 
 
 class Depth(NamedTuple):
     """Draft token i of C chains along the texts of a batch."""
 
     hidden: Tensor
-    """[C, D]: the head's input for it."""
+    """[C, D]: the input from which `Learner.head` computes the logits of the draft tokens."""
     rows: Tensor
-    """[C], ascending: the rows of the batch with the target's answers for its position."""
+    """[C], ascending: the rows of the batch that have the target's answers for these tokens."""
 
 
 class Learner:
@@ -78,19 +80,19 @@ class Learner:
 
     kind: ClassVar[str]
     taps: tuple[int, ...] = ()
-    """Layers of the target, counted from 0. A drafter learns from what they read, besides the
-    target's answers."""
+    """Layers of the target, counted from 0. A drafter reads what these layers read."""
     num_depths: int | None = None
-    """How many tokens one step of the drafter drafts. None if it drafts one token and reads it in
-    the next step."""
+    """How many tokens one step of the drafter drafts. None if a step drafts one token, and the next
+    step reads this token."""
     stored_form: ClassVar[str]
-    """Text about the stored weights for the model card."""
+    """Text for the model card about the stored weights."""
     key: object
     """Distinguishes the drafter from others of the same kind, target and texts."""
     module: Any
     weights: dict[str, nn.Parameter]
+    """The weights to train, by name."""
     token_ids: Array
-    """[N], ascending: the tokens of its logits."""
+    """[N], ascending: the tokens of the columns of the drafter's logits."""
 
     def __init__(self, options: DistillOptions, target: Any) -> None:
         """`target` is the target's module. Raises `SettingError` for options that do not fit it."""
@@ -103,11 +105,12 @@ class Learner:
 
     @property
     def head(self) -> Tensor:
-        """[N, D], the target's head for its tokens; not trained."""
+        """[N, D]: the rows of the target's head for `token_ids`. They are not trained."""
         raise NotImplementedError
 
     def load(self, start: Path, target: Target) -> None:
-        """Loads a trained drafter, to train it further. Raises `SettingError`."""
+        """Loads a trained drafter, to train it further. Raises `SettingError` if it does not fit
+        the target."""
         name = self._options.start_name or str(start)
         with blaming("start_from"):
             module, token_ids = self._load(start, target, name)
@@ -116,14 +119,14 @@ class Learner:
         self._train(module, np.array(token_ids, dtype=np.int64))
 
     def make(self, token_ids: Array) -> None:
-        """Makes a new drafter for a head of these tokens [N], ascending. New weights depend on the
-        seed and their shapes alone."""
+        """Makes a new drafter for the tokens `token_ids` [N], ascending. Weights that are not
+        copied from the target depend on the seed and their shapes alone."""
         self._train(self._make(torch.from_numpy(token_ids)), token_ids)
         self.key = self._options.layers, len(token_ids)
 
     def draft(self, batch: Batch) -> list[Depth]:
-        """Draft tokens 1, 2, .. of one step, for every chain along each text. Keeps gradients where
-        they are enabled."""
+        """Draft tokens 1, 2, .. of one step, for all chains along the texts of `batch`. Keeps
+        gradients where they are enabled."""
         raise NotImplementedError
 
     def as_stored(self, weight: Tensor) -> Tensor:
@@ -154,13 +157,13 @@ class Learner:
 
 
 class Eagle3(Learner):
-    """One more layer, whose input is what three layers of the target read. A step drafts
-    `NUM_DEPTHS` tokens. Saved in the form that speculators and vLLM load."""
+    """One layer, whose input is what three layers of the target read. A step drafts `NUM_DEPTHS`
+    tokens. The files have the format that speculators and vLLM load."""
 
     kind = EAGLE3
     stored_form = (
-        "Its files have the form of speculators 0.9. Where `name_or_path` in its `config.json` is "
-        "a directory, change it to the target's directory on your machine."
+        "Its files have the format of speculators 0.9. If `name_or_path` in its `config.json` is a "
+        "directory, change it to the target's directory on your machine."
     )
     num_depths = NUM_DEPTHS
 
@@ -183,12 +186,13 @@ class Eagle3(Learner):
         return weight
 
     def draft(self, batch: Batch) -> list[Depth]:
-        """Chains, cut off at the ends of documents. The chain of row r begins with the pair of that
-        row's token, and is compared with rows r, r + 1, .. A text's first token has no pair."""
+        """Chains are cut off at the ends of documents. The chain of row r begins with the pair of
+        that row's token, and is compared with rows r, r + 1, .. A text's first token has no
+        pair."""
         module, width = self.module, batch.token_ids.shape[1]
         features = module.fuse(batch.features[:, :-1].to(self.head.dtype))
         tokens = nn.functional.pad(batch.token_ids[:, 1:], (0, NUM_DEPTHS - 1))
-        # A text of `width` tokens has `width - 1` pairs; its pair 0 belongs to its token 1.
+        # A text of `width` tokens has `width - 1` pairs. Pair 0 belongs to token 1.
         pairs = batch.rows - batch.rows // width - 1
         [starts] = (batch.rows % width > 0).nonzero(as_tuple=True)
         found: list[Depth] = []
@@ -201,11 +205,12 @@ class Eagle3(Learner):
         return found
 
     def as_stored(self, weight: Tensor) -> Tensor:
-        """The same weight, as it is not quantised."""
+        """The same weight, because it is not quantised."""
         return weight
 
     def save(self, directory: Path, target: Target, fingerprint: str) -> None:
-        """`speculators` reads the target's configuration from the stored name."""
+        """Stores the target's id or directory, from which `speculators` reads the target's
+        configuration."""
         is_id = "/" in target.name and not Path(target.name).exists()
         save_speculators(
             directory, self.module, self.token_ids.tolist(), num_draft_tokens=NUM_DEPTHS,
@@ -220,8 +225,8 @@ class Eagle3(Learner):
 
     def _make(self, token_ids: Tensor) -> Any:
         """A layer that at first passes on what the target's third-last layer reads. It has the
-        target's width and number of heads. Its inputs are normalised, so its weights need not learn
-        their scale."""
+        target's width and number of heads. The layer's inputs are normalised, so that the weights
+        need not learn the scale of the inputs."""
         sizes, width = self._target.config.get_text_config(), self._width
         heads = sizes.num_attention_heads
         rope = getattr(sizes, "rope_parameters", None) or {}
@@ -254,7 +259,7 @@ class Eagle3(Learner):
 
     def _fill(self, module: nn.Module) -> None:
         """Initialises linear layers that have no values, in the target's dtype and on its device.
-        Weights named in `_QUIET` are near zero, others have the library's default."""
+        The weights of `_QUIET` are near zero. Others have torch's default distribution."""
         generator = torch.Generator().manual_seed(self._options.seed)
         for name, linear in module.named_modules():
             if isinstance(linear, nn.Linear) and linear.weight.is_meta:
@@ -267,15 +272,15 @@ class Eagle3(Learner):
 
     def _train(self, module: Any, token_ids: Array) -> None:
         super()._train(module, token_ids)
-        # A loaded head may have its own embeddings.
+        # A loaded head may have its own embeddings. They are not trained.
         if (embeddings := self.weights.pop("embed_tokens.weight", None)) is not None:
             embeddings.requires_grad_(False)
 
 
 class Student(Learner):
     """A small model of the target's architecture, with the target's embeddings and copies of some
-    of its layers. Embeddings and head are not trained, so a student needs less data, and they are
-    not stored. It is trained without dropout, as it is served."""
+    of the target's layers. Embeddings and head are neither stored nor trained, so a student needs
+    less data. It is trained without dropout, because it is served without dropout."""
 
     kind = STUDENT
     stored_form = (
@@ -321,7 +326,7 @@ class Student(Learner):
             device=target.device, trust_remote_code=target.trust_remote_code,
         )  # fmt: skip
         student: Any = module
-        # The target's own embeddings: a copy would be trained but not stored.
+        # Uses the target's own embeddings, because a copy would be trained but not stored.
         student.get_input_embeddings().weight = self._embeddings
         return student, info.logit_token_ids
 
@@ -336,7 +341,7 @@ class Student(Learner):
             text_config.layer_types = [kinds[index] for index in self._layers]
         config.tie_word_embeddings = text_config.tie_word_embeddings = False
         with parameters_on_meta():
-            # Keeps rotations in float32, unlike `to(dtype)`.
+            # Unlike `to(dtype)`, this keeps rotary embeddings in float32.
             student: Any = type(target)._from_config(config, dtype=self._embeddings.dtype)
         before = target.get_output_embeddings().weight.detach()
         shared = {self._embeddings.data_ptr(), before.data_ptr()}
@@ -363,8 +368,8 @@ LEARNERS: dict[str, type[Learner]] = {learner.kind: learner for learner in (Stud
 
 
 def _norm_weight(norm: nn.Module, width: int) -> Tensor:
-    """[D]: the factors of an RMS or layer norm. They are measured, as model families store them in
-    different ways."""
+    """[D]: the factors of an RMS or layer norm. They are measured, because model families store
+    them in different ways."""
     like = next(norm.parameters(), torch.empty(0))
     ones = torch.ones(width, dtype=like.dtype, device=like.device)
     ones[1::2] = -1
@@ -374,27 +379,27 @@ def _norm_weight(norm: nn.Module, width: int) -> Tensor:
 
 
 def use_plain_attention(module: Any) -> None:
-    """On a CPU, replaces the library's fused attention by plain attention, which is faster for
-    whole texts."""
+    """On a CPU, replaces fused attention by plain attention, which is faster for whole texts."""
     if module.device.type == "cpu":
         module.set_attn_implementation("eager")
 
 
 _LAYERS_TO_COPY = 4
-"""A student with fewer layers has only first layers and the last one."""
+"""A student with fewer layers gets no copying layers."""
 _NUM_TEXTS = 8
 _NUM_TOKENS = 64
 """Length of a text before it is repeated."""
 _SCORE_MIN = 0.2
-"""Least share of its attention that a copying head gives to the token it looks for."""
+"""A copying head gives at least this share of its attention to the token that it looks for."""
 
 
 def kept_layers(
     num_wanted: int, num_layers: int, copying: tuple[int, int] | None = None
 ) -> list[int]:
-    """The layers of the target that a student starts from, in ascending order: the last one, the
-    two of `copying` if at least four are wanted, and for the rest the first ones. (Layers spread
-    evenly, or two at each end, gave the demo target's students less acceptance.)"""
+    """The layers of the target that a student gets, in ascending order. It gets the last layer, the
+    two layers of `copying` if at least four layers are wanted, and as many of the first layers as
+    are still missing. (Layers that are spread evenly, or two at each end, gave students of the demo
+    target less acceptance.) Raises `SettingError` if the target has too few layers."""
     if num_wanted > num_layers:
         raise SettingError("layers", f"{num_wanted} is more than the target's {num_layers}")
     kept = {num_layers - 1} if num_wanted > 1 else set()
@@ -405,10 +410,10 @@ def kept_layers(
 
 
 def copying_layers(target: Any) -> tuple[int, int] | None:
-    """The two layers with which the target copies from earlier text. A head of the first attends to
-    the previous token; a head of the second, a later layer, attends to the token that followed an
-    earlier occurrence of the current one. None if no heads attend enough, as in an untrained model,
-    or if the library does not return attention."""
+    """The two layers with which the target copies from earlier text (an induction head). A head of
+    the first layer attends to the previous token. A head of the second, later layer attends to the
+    token that followed an earlier occurrence of the current token. None if no heads attend enough,
+    as in an untrained model, or if the library does not return attention."""
     before, after = _scores(target)
     pairs = [
         (first, max(range(first + 1, len(after)), key=lambda layer: after[layer]))
@@ -419,14 +424,15 @@ def copying_layers(target: Any) -> tuple[int, int] | None:
 
 
 def _scores(target: Any) -> tuple[list[float], list[float]]:
-    """For each layer, the largest share of its attention that a head gives to the previous token,
-    and to the token after the current one's earlier occurrence. Means over random texts."""
+    """Two scores of each layer. The first is the largest share of attention that a head gives to
+    the previous token. The second is the largest share that a head gives to the token that followed
+    the current token's earlier occurrence. Shares are means over random texts."""
     embeddings = target.get_input_embeddings().weight
     generator = torch.Generator().manual_seed(0)
     texts = torch.randint(embeddings.shape[0], (_NUM_TEXTS, _NUM_TOKENS), generator=generator)
     ids = torch.cat([texts, texts], dim=1).to(embeddings.device)
     implementation = target.config._attn_implementation
-    target.set_attn_implementation("eager")  # Others do not return attention.
+    target.set_attn_implementation("eager")  # Other implementations do not return attention.
     try:
         with torch.inference_mode():
             read = target.base_model(input_ids=ids, use_cache=False, output_attentions=True)
@@ -436,7 +442,8 @@ def _scores(target: Any) -> tuple[list[float], list[float]]:
     again = torch.arange(_NUM_TOKENS, ids.shape[1])
 
     def most(columns: Tensor, rows: Tensor) -> list[float]:
-        """The largest mean over texts and positions of any head; weights [B, heads, T, T]."""
+        """For each layer, the largest mean over texts and positions that a head has. A layer's
+        weights are [B, heads, T, T]."""
         looks = (weights[:, :, rows, columns] for weights in read.attentions or ())
         return [float(look.float().mean(dim=(0, 2)).max()) for look in looks]
 

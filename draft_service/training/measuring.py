@@ -1,4 +1,4 @@
-"""Measures how much of a drafter's proposals would be accepted in answers of held-out documents."""
+"""Measures how many draft tokens would be accepted in the answers of held-out documents."""
 
 from dataclasses import dataclass
 
@@ -14,39 +14,40 @@ from .learners import Learner
 from .teacher import Batch, Dataset
 
 MEASURED_TEMPERATURES = (0.0, 1.0)
-"""Temperatures of the answers to each prompt that a drafter is measured with."""
+"""The target answers each prompt to measure with once at each of these temperatures."""
 MEASURED_TOKENS_MAX = 128
-"""Greatest length of these answers, in tokens; also the default of `outrider bench acceptance`."""
+"""Largest number of tokens of such an answer. `outrider bench acceptance` has the same default."""
 MEASURED_PROMPT_TOKENS_MAX = 4096
-"""Greatest length of such a prompt, in tokens. One pass reads it with its answer. In that pass,
-attention over T tokens holds T * T numbers for each head, up to three times: for 9 heads in half
-precision, 0.3 GB each time."""
+"""Largest number of tokens of a prompt to measure with. One pass reads a prompt and its answer. In
+this pass over T tokens, attention holds up to three tensors [heads, T, T]. For 9 heads in half
+precision, each of these tensors takes 0.3 GB."""
 _ROWS_OF_A_BLOCK = 512
 _TOKENS_OF_A_PASS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Acceptance in answers of held-out documents. Tokens that are not among the 64 likeliest of p
-    count as rejected."""
+    """Acceptance in answers of held-out documents. Tokens that are not among the target's 64
+    likeliest count as rejected."""
 
     num_tokens: int
-    """Measured tokens, in texts of all temperatures."""
+    """Number of measured tokens, in texts of all temperatures."""
     greedy: float
-    """Share of positions where p and q have the same likeliest token, in texts that the target
-    wrote at temperature 0 (in all texts if it wrote none)."""
+    """Share of positions where p and q have the same likeliest token. The positions are in texts
+    that the target wrote at temperature 0, or in all texts if there are no such texts."""
     sampled: float
-    """Mean of sum min(p, q) at temperature 1, with q as it is sent, in texts that the target wrote
-    at temperature 1 (in all if it wrote none)."""
+    """Mean of sum min(p, q) at temperature 1, where q is truncated as in a proposal. The positions
+    are in texts that the target wrote at temperature 1, or in all texts if there are no such
+    texts."""
     by_position: tuple[float | None, ...]
-    """At temperature 1: the probability that draft token i is accepted, given that those before it
-    were."""
+    """At temperature 1: for each draft token, the probability that it is accepted if all draft
+    tokens before it are."""
 
 
 def measure(learner: Learner, dataset: Dataset) -> Measured:
-    """Drafts along the held-out documents. Measures only their answers: the user's turns
-    were drawn with other sampling parameters. p and q have temperature 1, whatever the text's
-    temperature. `greedy` and `sampled` are rates of first draft tokens."""
+    """Drafts along the held-out documents. Measures only answers, because user turns were drawn
+    with other sampling parameters. p and q have temperature 1, whatever the text's temperature.
+    `greedy` and `sampled` measure only the first draft token of each chain."""
     firsts: dict[float | None, list[Array]] = {}
     texts: list[list[Array]] = []
     for chosen in dataset.cache.batches(dataset.held_out, _TOKENS_OF_A_PASS):
@@ -64,7 +65,7 @@ def measure(learner: Learner, dataset: Dataset) -> Measured:
                 texts.append([part[:, 2] for part in parts])
             first = end
     everything = np.concatenate([part for parts in firsts.values() for part in parts])
-    if learner.num_depths is None:  # A chain continues along the text.
+    if learner.num_depths is None:  # The text's next tokens have the ratios of a longer chain.
         positions = conditional_acceptance([ratios.tolist() for [ratios] in texts])
     else:
         positions = acceptance_of_windows(texts, learner.num_depths)
@@ -90,8 +91,9 @@ def _read(learner: Learner, batch: Batch) -> list[_Depth]:
 
 
 def _scores(logits: Tensor, batch: Batch, rows: Tensor) -> Tensor:
-    """[C, 3] from `logits` [C, N] for these rows [C]: whether the likeliest tokens agree, sum
-    min(p, q), and min(1, q(x) / p(x)) of the text's token x."""
+    """Compares `logits` [C, N] with the target's answers at these `rows` [C]. Returns [C, 3]:
+    whether the likeliest tokens agree, sum min(p, q), and min(1, q(x) / p(x)) of the text's token
+    x."""
     q = logits.float().softmax(dim=1)
     kept = q.topk(min(DRAFT_SUPPORT_ENTRIES, q.shape[1]), dim=1)
     q = torch.zeros_like(q).scatter_(1, kept.indices, kept.values)

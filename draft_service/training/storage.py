@@ -1,4 +1,4 @@
-"""Writes files so that a kill leaves them complete or absent, and counts the time of each stage."""
+"""Writes files that are complete or absent after a kill, and counts the time of each stage."""
 
 import hashlib
 import json
@@ -14,13 +14,14 @@ from outrider.files import locked
 
 CARD_FILE = "README.md"
 CACHE_VERSION = 5
-"""Incremented when the content of a folder changes; results of older versions are not used."""
+"""Increment this if the format of a folder's content changes. Then folders of older versions are no
+longer used."""
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a path to write a file at, and then renames the file to `path`. So readers find the
-    old file or the complete new one."""
+    """Yields a path at which the caller writes a file. Then renames this file to `path`. So readers
+    of `path` find the old file or the complete new file."""
     partial = path.with_name(f".{path.name}.partial")
     yield partial
     with partial.open("rb") as file:
@@ -30,27 +31,28 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def alone_in(directory: Path) -> Iterator[None]:
-    """Keeps other runs out of the directory. Raises `ConfigError` if one is in progress."""
+    """Keeps other runs out of the directory. Raises `ConfigError` if another run is using it."""
     directory.mkdir(parents=True, exist_ok=True)
     try:
         with locked(directory / "lock", wait=False):
             yield
     except BlockingIOError as error:
         raise ConfigError(
-            f"another `outrider distill` of this target is at work in {directory}; wait until "
-            "it is done, or set OUTRIDER_CACHE to another folder"
+            f"another `outrider distill` of this target is using {directory}; wait until it has "
+            "ended, or set OUTRIDER_CACHE to another folder"
         ) from error
 
 
 def folder_name(kind: str, *parts: object) -> str:
-    """The name of a folder whose content depends only on these parts, by their `repr`."""
+    """The name of a folder whose content depends only on these parts. It has a hash of their
+    `repr`."""
     key = hashlib.blake2b(repr((CACHE_VERSION, *parts)).encode(), digest_size=8).hexdigest()
     return f"{kind}-{key}"
 
 
 class Stopwatch:
-    """Counts the seconds of a stage, including earlier runs. They are stored in the directory of
-    the stage's results."""
+    """Counts the seconds of a stage, including earlier runs. The number is stored in the directory
+    of the stage's results."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -79,8 +81,8 @@ class Stopwatch:
 
 
 def check_out(out: Path) -> Path:
-    """The directory, with links resolved. Raises `SettingError` if it holds anything, or if nothing
-    can be written there."""
+    """The directory, with links resolved. Raises `SettingError` if it is not empty, or if a drafter
+    cannot be written there."""
     try:
         out = out.resolve()
         if out.exists() and not (out.is_dir() and next(out.iterdir(), None) is None):
@@ -94,7 +96,8 @@ def check_out(out: Path) -> Path:
 
 @contextmanager
 def filled(out: Path) -> Iterator[Path]:
-    """Yields an empty directory to fill, and then renames it to `out`. Raises `SettingError`."""
+    """Yields an empty directory that the caller fills. Then renames it to `out`. Raises
+    `SettingError` if a file cannot be written."""
     try:
         with _beside(out) as work:
             new = Path(work, "new")

@@ -1,11 +1,15 @@
 """The target's answers about every learned token. They are computed once and kept on disk.
 
-array       a row for each learned token, in the order of the documents
-`ids`       [64] the likeliest tokens, likeliest first: uint16, or uint32 for a large vocabulary
-`logprobs`  [64] float16, of the target's distribution at temperature 1
-`written`   float16, log-probability of the text's token
-`features`  for drafters that learn from it: [W] the bits of bfloat16, for every token of the
-            text: what some of the target's layers read there, side by side
+array       content of the row of a learned token; rows are in the order of the documents
+`ids`       [64]: the likeliest tokens, likeliest first, as uint16, or as uint32 for a large
+            vocabulary
+`logprobs`  [64]: their log-probabilities in the target's distribution at temperature 1, float16
+`written`   the log-probability of the text's own token, float16
+
+A drafter that learns from features needs another array, with a row for every token of a text:
+
+`features`  [W]: what some of the target's layers read at this token, side by side, as the bits of
+            bfloat16
 
 A file holds the arrays of `_DOCUMENTS_OF_A_FILE` documents.
 """
@@ -37,7 +41,7 @@ from .storage import Stopwatch, folder_name, replacing
 ENTRIES = 64
 _TOKENS_OF_A_PASS = {"cpu": 4096, "cuda": 65_536}
 ROWS_OF_A_BLOCK = {"cpu": 256, "cuda": 8192}
-"""Rows of logits that are computed at once."""
+"""Number of rows of logits that are computed at once."""
 _DOCUMENTS_OF_A_FILE = 64
 _FEATURES = "features"
 
@@ -56,7 +60,8 @@ class Target:
     trust_remote_code: bool = False
 
     def load(self) -> tuple[Any, ModelInfo]:
-        """Loads the model anew, because stages change its module. Raises `ConfigError`."""
+        """Loads the model. Each stage must load it again, because stages change the module. Raises
+        `ConfigError`."""
         return load_model(
             self.directory, name=self.name, dtype=self.dtype, device=self.device,
             trust_remote_code=self.trust_remote_code,
@@ -64,8 +69,8 @@ class Target:
 
 
 class TeacherCache:
-    """The target's answers about the first ones of a list of documents. `fill` adds those about
-    the rest."""
+    """The target's answers about documents. The cache has the answers about the first documents of
+    a list. `fill` adds answers about further documents."""
 
     def __init__(
         self,
@@ -74,8 +79,9 @@ class TeacherCache:
         module: Any,
         taps: Sequence[int] = (),
     ) -> None:
-        """The answers are stored in a folder in `place`. `module` is the target's. What the layers
-        `taps` read, counted from 0, is kept as features."""
+        """The answers are stored in a folder in `place`. `module` is the target's. `taps` are
+        layers of the target, counted from 0. The cache keeps what these layers read, as
+        features."""
         self.documents: list[Document] = []
         for start in range(0, len(documents), _DOCUMENTS_OF_A_FILE):
             pool = documents[start : start + _DOCUMENTS_OF_A_FILE]
@@ -89,7 +95,7 @@ class TeacherCache:
         self._taps = taps
         sizes = [(one.num_learned, len(one.token_ids)) for one in self.documents]
         self._starts = np.cumsum([(0, 0), *sizes], axis=0, dtype=np.int64)
-        """The starts of each document among learned tokens, and among all tokens."""
+        """Where each document starts among all learned tokens, and among all tokens."""
         self._files: list[Any] = []
         while self._path.exists():
             self._open()
@@ -103,7 +109,7 @@ class TeacherCache:
         return _joined(self._answer(index) for index in indices)
 
     def _answer(self, index: int, names: Sequence[str] = ()) -> dict[str, Array]:
-        """The arrays of one document. If `names` are given, only these arrays."""
+        """The arrays of one document: all of them, or, if `names` are given, only these."""
         number = index // _DOCUMENTS_OF_A_FILE
         first = self._starts[number * _DOCUMENTS_OF_A_FILE]
         learned, whole = (slice(*ends) for ends in (self._starts[index : index + 2] - first).T)
@@ -114,8 +120,8 @@ class TeacherCache:
         }
 
     def batches(self, indices: Sequence[int], size: int) -> list[list[int]]:
-        """Batches of documents of similar length. A batch has at least one document, and otherwise
-        at most `size` tokens, padding included."""
+        """Batches of documents of similar length. A batch has at most `size` tokens, padding
+        included, or a single longer document."""
         found: list[list[int]] = []
         for index in sorted(indices, key=lambda index: len(self.documents[index].token_ids)):
             length = len(self.documents[index].token_ids)
@@ -125,8 +131,9 @@ class TeacherCache:
         return found
 
     def fill(self, seconds: float, progress: Callable[[float], None]) -> None:
-        """Asks the target about documents whose answers are not known, until all are or the time
-        is over. The time includes earlier runs. At least the first file is filled in any case."""
+        """Asks the target about documents whose answers are not known, until all answers are known
+        or the time is over. `seconds` include earlier runs. The first file is filled in any
+        case."""
         size = _TOKENS_OF_A_PASS[self.device.type]
         with self.spent.working():
             while (start := len(self.known)) < len(self.documents) and (
@@ -149,7 +156,8 @@ class TeacherCache:
 
     def likeliest_tokens(self, num_wanted: int) -> Array:
         """The `num_wanted` tokens to which the target gives most probability in the documents to
-        learn from, in ascending order. Of equally probable tokens, those with the lowest ids."""
+        learn from, as ascending ids. Of equally probable tokens, takes those with the lowest
+        ids."""
         mass = np.zeros(self.vocab_size)
         for index, document in enumerate(self.known):
             if not document.is_held_out:
@@ -160,7 +168,7 @@ class TeacherCache:
 
     @property
     def _path(self) -> Path:
-        """The next file."""
+        """The path of the next file to fill."""
         return self._directory / f"{len(self._files):06}.safetensors"
 
     def _open(self) -> None:
@@ -182,8 +190,8 @@ def _joined(parts: Iterable[dict[str, Array]]) -> dict[str, Array]:
 
 
 def ask(module: Any, documents: Sequence[Document], taps: Sequence[int]) -> dict[str, Array]:
-    """The target's answers about the learned tokens of `documents`, one after another, by array
-    name."""
+    """The target's answers about the learned tokens of `documents`, by the names of the arrays. The
+    rows of one document follow those of another."""
     device = module.device
     ids, rows, following = (torch.from_numpy(part).to(device) for part in packed(documents))
     with torch.inference_mode(), watched_layers(module, taps) as watched:
@@ -209,8 +217,9 @@ def ask(module: Any, documents: Sequence[Document], taps: Sequence[int]) -> dict
 def packed(
     documents: Sequence[Document],
 ) -> tuple[Array, Array, Array]:
-    """Token ids [B, T] of B documents, padded with zeros; [R], those of the B * T positions that a
-    learned token follows; and [R], these tokens."""
+    """Returns three arrays for B documents. The first is their token ids [B, T], padded with zeros.
+    The second, [R], has those of the B * T positions that precede a learned token. The third, [R],
+    has these learned tokens."""
     width = max(len(document.token_ids) for document in documents)
     ids = np.zeros((len(documents), width), dtype=np.int64)
     rows = []
@@ -223,8 +232,8 @@ def packed(
 
 
 def _likeliest(module: Any, hidden: Tensor, following: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """For rows `hidden` [R, D]: ids and log-probabilities [R, 64] of the likeliest tokens, and the
-    log-probability [R] of `following`."""
+    """For each of the rows `hidden` [R, D]: the ids and the log-probabilities [R, 64] of the
+    likeliest tokens, and the log-probability [R] of the token in `following` [R]."""
     logits = module.get_output_embeddings()(hidden).float()
     normaliser = logits.logsumexp(dim=1, keepdim=True)
     values, ids = largest(logits, min(ENTRIES, logits.shape[1]))
@@ -233,8 +242,8 @@ def _likeliest(module: Any, hidden: Tensor, following: Tensor) -> tuple[Tensor, 
 
 
 def check_head(module: Any) -> None:
-    """Raises `ConfigError` for a model whose logits differ from its head's output, because drafters
-    use the head alone."""
+    """Raises `ConfigError` for a model whose logits differ from the output of its head. Drafters
+    compute logits by the head alone."""
     embeddings, head = module.get_input_embeddings().weight, module.get_output_embeddings()
     ids = torch.arange(min(8, len(embeddings)), device=embeddings.device)[None]
     with torch.inference_mode():
@@ -249,7 +258,7 @@ def check_head(module: Any) -> None:
 
 
 _POOL = 1024
-"""Documents that are sorted by length together, so that batches need little padding."""
+"""Each run of this many documents is sorted by length, so that batches need little padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,12 +266,13 @@ class TeacherRows:
     """The target's answers at R positions."""
 
     columns: Tensor
-    """[R, M]: the head's column of each listed token. Arbitrary where `mass` is 0."""
+    """[R, M]: the column of the drafter's head for each of the M likeliest tokens. Arbitrary where
+    `mass` is 0."""
     mass: Tensor
-    """[R, M], float32: p of each listed token. 0 for a token without a column."""
+    """[R, M], float32: p of each of these tokens. 0 for a token without a column."""
 
     def at(self, rows: Tensor | slice) -> TeacherRows:
-        """The answers of these rows [C]."""
+        """The answers at these rows [C]."""
         return TeacherRows(self.columns[rows], self.mass[rows])
 
 
@@ -271,28 +281,30 @@ class Batch:
     """B documents side by side."""
 
     token_ids: Tensor
-    """[B, T]. Padded with zeros, which no position of a text reads."""
+    """[B, T], padded with zeros. A causal model does not read the padding after a text."""
     rows: Tensor
-    """[R]: those of the B * T positions that a learned token follows."""
+    """[R]: those of the B * T positions that precede a learned token."""
     following: Tensor
-    """[R]: the head's columns of these learned tokens; -1 for a token without a column."""
+    """[R]: the column of the drafter's head for each learned token; -1 for a token without a
+    column."""
     written: Tensor
-    """[R]: the target's log-probability of each of these tokens."""
+    """[R]: the target's log-probability of each learned token."""
     likeliest: Tensor
-    """[R]: the columns of the target's likeliest tokens; -1 for a token without a column."""
+    """[R]: the column of the target's likeliest token; -1 for a token without a column."""
     teacher: TeacherRows
     behind: Tensor
-    """[R]: how many later rows are of the same document."""
+    """[R]: how many later rows belong to the same document."""
     features: Tensor
-    """[B, T, W], bfloat16: what some of the target's layers read at every token, side by side;
-    width 0 if not kept."""
+    """[B, T, W], bfloat16: what some of the target's layers read at every token, side by side. W is
+    0 if the cache has no features."""
 
 
 class Dataset:
-    """Documents with the target's answers, for a head over `token_ids` [N], ascending. Documents
-    are named by index."""
+    """Documents with the target's answers, for a drafter whose head has the columns `token_ids`.
+    Methods take and return indices of documents."""
 
     def __init__(self, cache: TeacherCache, token_ids: Array) -> None:
+        """`token_ids` [N] ascend."""
         self.cache = cache
         self._columns = np.full(cache.vocab_size, -1, dtype=np.int64)
         self._columns[token_ids] = np.arange(len(token_ids))
@@ -301,8 +313,8 @@ class Dataset:
         self.learned = [i for i, document in enumerate(documents) if not document.is_held_out]
 
     def epoch(self, seed: int, number: int, batch_tokens: int) -> list[list[int]]:
-        """All documents to learn from, once, in batches of up to `batch_tokens` tokens, padding
-        included. The order depends on seed and number alone."""
+        """Each document to learn from once, in batches of up to `batch_tokens` tokens, padding
+        included. The order depends on `seed` and `number` alone."""
         random = np.random.default_rng((seed, number))
         order = [self.learned[i] for i in random.permutation(len(self.learned))]
         batches: list[list[int]] = []

@@ -1,8 +1,8 @@
-"""Trains a drafter: cross-entropy first, then the likelihood of acceptance.
+"""Trains a drafter. At first the loss is cross-entropy, later mostly the likelihood of acceptance.
 
-The budget is a number of steps or of seconds. Learning rate and loss depend on its used share. A
-checkpoint has all that later steps depend on, so a run that was killed continues with the same
-results.
+The budget is a number of steps or of seconds. Learning rate and loss depend on the used share of
+the budget. A checkpoint has everything that later steps depend on. So a run that was killed and
+resumed gives the same results as a run that was not.
 """
 
 import time
@@ -21,48 +21,51 @@ from .storage import Stopwatch, replacing
 from .teacher import ROWS_OF_A_BLOCK, Batch, Dataset, TeacherRows
 
 BATCH_TOKENS = {"cpu": 4096, "cuda": 32_768}
-"""Tokens of a batch in the last part of the budget, padding included."""
+"""Number of tokens in a batch in the last part of the budget, padding included."""
 _BATCH_PARTS = ((0.5, 0.25), (0.8, 0.5))
-"""Pairs (used share of the budget, share of `BATCH_TOKENS`). An epoch that begins before the first
-number has batches of the second. Early on many small steps gain most, later steps with less
-noise."""
+"""Pairs (used share of the budget, share of `BATCH_TOKENS`). An epoch that begins before the used
+share is reached has batches of this share of `BATCH_TOKENS`. At first, many small steps gain most.
+Later, steps with less noise gain more."""
 _PEAK_RATE_BY_WIDTH = 0.864
 _PEAK_RATE_MAX = 2e-3
-"""The peak learning rate is `_PEAK_RATE_BY_WIDTH` / the model's width, at most this."""
+"""The peak learning rate is `_PEAK_RATE_BY_WIDTH` / the model's width, but at most this number."""
 _TRAINED_RATE = 0.5
-"""Factor of the peak rate for a drafter that is trained further."""
+"""If a drafter is trained further, its peak rate is multiplied by this factor."""
 _WARM_UP = 0.04
 _LIKELIHOOD_FROM = 0.25
 _LIKELIHOOD_UP_TO = 0.5
 _LIKELIHOOD_SHARE = 0.9
-"""The loss is cross-entropy alone up to the budget's share `_LIKELIHOOD_FROM`. From
-`_LIKELIHOOD_UP_TO` on, this share of it is the likelihood of acceptance. Linear in between."""
+"""Until the share `_LIKELIHOOD_FROM` of the budget is used, the loss is cross-entropy alone. After
+that, the weight of the likelihood of acceptance rises linearly. It reaches `_LIKELIHOOD_SHARE` when
+the share `_LIKELIHOOD_UP_TO` is used."""
 _DEPTH_SHARE = 0.8
-"""Weight of a draft token in the loss, relative to the draft token before it. It is less than 1
-because later tokens are drafted in vain more often."""
+"""Weight of a draft token in the loss, relative to the draft token before it. The weight is less
+than 1, because later draft tokens are accepted less often."""
 _WEIGHT_DECAY = 0.05
 _BETAS = (0.9, 0.98)
 _LARGEST_GRADIENT = 1.0
 _CHECKPOINT_S = 60.0
 
 Report = Callable[[str, float, float | None], None]
-"""Called with the current stage, its share that is done, and in training the loss."""
+"""Called with the current stage, the finished share of this stage, and, in training, the loss."""
 
 
 def learning_rate(part: float, width: int, is_trained: bool) -> float:
-    """The learning rate at this share of the budget: linear up, then linear down to 0."""
+    """The learning rate when `part` of the budget is used. It rises linearly up to `_WARM_UP`, and
+    then falls linearly to 0."""
     peak = min(_PEAK_RATE_BY_WIDTH / width, _PEAK_RATE_MAX) * (_TRAINED_RATE if is_trained else 1)
     return peak * max(0.0, min(part / _WARM_UP, (1 - part) / (1 - _WARM_UP)))
 
 
 def batch_tokens(part: float, most: int) -> int:
-    """Tokens of a batch in an epoch that begins at this share of the budget."""
+    """The number of tokens in a batch, up to `most`, for an epoch that begins when `part` of the
+    budget is used."""
     shares = (share for until, share in _BATCH_PARTS if part < until)
     return int(most * next(shares, 1.0))
 
 
 def likelihood_share(part: float, is_trained: bool) -> float:
-    """Share of the likelihood in the loss, when `part` of the budget is used."""
+    """The weight of the likelihood of acceptance in the loss, when `part` of the budget is used."""
     if is_trained:
         return _LIKELIHOOD_SHARE
     over = (part - _LIKELIHOOD_FROM) / (_LIKELIHOOD_UP_TO - _LIKELIHOOD_FROM)
@@ -70,16 +73,16 @@ def likelihood_share(part: float, is_trained: bool) -> float:
 
 
 class Progress(BaseModel):
-    """What a checkpoint holds beside weights and the optimizer's moments."""
+    """What a checkpoint holds besides weights and the optimizer's moments."""
 
     num_steps: int = 0
     num_tokens: int = 0
-    """Tokens learned so far, repetitions included."""
+    """Number of tokens learned so far, repetitions included."""
     epoch: int = 0
     done_of_epoch: int = 0
-    """Batches of this epoch that are done."""
+    """Number of finished batches of this epoch."""
     batch_tokens: int = 0
-    """Tokens of this epoch's batches."""
+    """Number of tokens in a batch of this epoch."""
 
 
 class Trainer:
@@ -124,8 +127,8 @@ class Trainer:
         return min(1.0, self.spent.seconds / max(self._seconds, 1e-9))
 
     def run(self, report: Callable[[float, float], None]) -> None:
-        """Trains until the budget is used; calls `report` with the share and the loss. A kill loses
-        the steps since the last checkpoint."""
+        """Trains until the budget is used. Calls `report` with the used share and the loss. A kill
+        loses the steps since the last checkpoint."""
         with self.spent.working():
             saved = time.monotonic()
             batches = self._batches()
@@ -146,7 +149,7 @@ class Trainer:
             now.batch_tokens = batch_tokens(self.part, self._batch_tokens_max)
 
     def _step(self, indices: list[int]) -> float:
-        """Learns from a batch; returns the loss."""
+        """Learns from a batch. Returns the loss."""
         batch = self._dataset.batch(indices)
         part, weights, is_trained = self.part, self.learner.weights, self.learner.is_trained
         loss = self._loss(batch, likelihood_share(part, is_trained))
@@ -200,23 +203,25 @@ class Trainer:
 
 
 _LEAST_OVERLAP = 1e-3
-"""A smaller overlap counts as this in the gradient of -log overlap."""
+"""In the gradient of -log overlap, smaller overlaps are replaced by this number."""
 
 
 def overlap_loss(
     hidden: Tensor, head: Tensor, teacher: TeacherRows, likelihood_share: float
 ) -> Tensor:
-    """The mean loss over R rows, differentiable by `hidden` only. `hidden` [R, D] and `head` [N, D]
-    have the same dtype; `likelihood_share` mixes cross-entropy and likelihood."""
+    """The mean loss over R rows. Its gradient is for `hidden` only. `hidden` [R, D] and `head` [N,
+    D] have the same dtype. `likelihood_share` is the weight of the likelihood of acceptance.
+    Cross-entropy has the remaining weight."""
     num_rows, size = len(hidden), ROWS_OF_A_BLOCK[hidden.device.type]
     loss, slopes = torch.zeros((), device=hidden.device), list[Tensor]()
-    for start in range(0, num_rows, size):  # Differentiates each block at once to drop its logits.
+    # Differentiates each block of rows immediately, to free the block's logits.
+    for start in range(0, num_rows, size):
         rows = slice(start, start + size)
         block = hidden[rows].detach().requires_grad_()
         part = _summed_loss(block @ head.t(), teacher.at(rows), likelihood_share) / num_rows
         slopes += torch.autograd.grad(part, block)
         loss += part.detach()
-    # Its value is the loss, and its gradient by `hidden` the slopes.
+    # The result has the value `loss`, and its gradient by `hidden` is `slopes`.
     surrogate = (hidden * torch.cat(slopes)).sum()
     return surrogate - surrogate.detach() + loss
 

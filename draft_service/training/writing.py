@@ -1,4 +1,5 @@
-"""Lets the target write a corpus: user turns, drawn after the chat template alone, and answers."""
+"""Lets the target write a corpus of conversations. The target first writes the user's turn, after
+nothing but the beginning of the chat template. Then it writes the answer."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -19,22 +20,22 @@ from .documents import Document, Template, is_kept_back
 from .storage import Stopwatch
 
 TEMPERATURES = (0.0, 0.7, 1.0)
-"""Temperatures of the answers, in turn."""
+"""Temperatures of the answers. Conversations use them in turn."""
 _TURN = SamplingParams(temperature=1.0, min_p=0.03)
-"""Parameters of user turns. Without the least likely tokens the turns make sense, and they still
-differ."""
+"""Parameters of user turns. `min_p` drops the least likely tokens, so that turns make sense and
+still differ."""
 _TURN_TOKENS_MAX = 512
 _ANSWER_TOKENS_MAX = 320
 _BEGINNING = 16
-"""If all conversations have the same prompt, a hash of this many first tokens of the answer decides
-whether one is held out. So an answer that is cut off after them is held out if the whole answer
-is."""
+"""Number of an answer's first tokens that may decide whether a conversation is held out. Shorter
+answers that time cuts off are dropped, because the whole answers could be held out otherwise."""
 
 
 class WrittenCorpus:
-    """Conversations in a file, one a line. A line that a kill has cut off is written again. Each
-    conversation depends only on seed, index and target, apart from rounding in the target's steps.
-    The target answers the given prompts first. After that it also writes the user's turns."""
+    """Conversations in a file, one in each line. If a kill has cut off a line, its conversation is
+    written again. A conversation depends only on seed, index and target, apart from rounding in the
+    target's steps. The target answers the given prompts first. After that, it also writes user
+    turns."""
 
     def __init__(
         self,
@@ -49,9 +50,9 @@ class WrittenCorpus:
         temperatures: Sequence[float] = TEMPERATURES,
         answer_tokens_max: int = _ANSWER_TOKENS_MAX,
     ) -> None:
-        """Conversations have at most `tokens_max` tokens, which is more than any prompt has. With
-        `tokens`, writes until the answers have this many tokens; with `seconds`, for this time,
-        including earlier runs; without both, only the answers to the prompts."""
+        """Conversations have at most `tokens_max` tokens. All prompts must be shorter. With
+        `tokens`, `write` stops when the answers have this many tokens. With `seconds`, it stops
+        after this time, which includes earlier runs. Without both, it only answers the prompts."""
         self.template = template
         self.seed = seed
         self.tokens_max = tokens_max
@@ -64,8 +65,8 @@ class WrittenCorpus:
         self._records: dict[int, dict[str, Any]] = {}
         """Conversations by index."""
         self._num_first = self._first_tokens = 0
-        """How many conversations come before the first missing index, and how many tokens their
-        answers have."""
+        """How many conversations precede the first missing index, and how many tokens the answers
+        of these conversations have."""
         if self._path.exists():
             data = self._path.read_bytes()
             whole = data[: data.rfind(b"\n") + 1]
@@ -74,10 +75,10 @@ class WrittenCorpus:
                 self._keep(json.loads(line))
 
     def documents(self) -> list[Document]:
-        """The written conversations. If a number of tokens is wanted, only the first ones that have
-        as many. The prompt decides whether a conversation is held out, because answers to one
-        prompt are alike. If the target wrote no part of the prompt, the answer's beginning decides
-        too."""
+        """The written conversations. If a number of tokens is wanted, only as many of the first
+        conversations as it needs. A hash of the prompt decides whether a conversation is held out,
+        because answers to the same prompt are alike. If the target wrote no part of the prompt, the
+        hash includes the beginning of the answer."""
         records = list(self._records.values())
         if self._tokens is not None:
             missing, records = self._tokens, []
@@ -96,7 +97,7 @@ class WrittenCorpus:
 
     @property
     def part(self) -> float:
-        """The share of the writing that is done, 0 to 1."""
+        """The share of the writing that is done, from 0 to 1."""
         done, wanted = float(len(self._records)), float(len(self._prompts))
         if self._tokens is not None:
             done, wanted = self._first_tokens, self._tokens
@@ -106,8 +107,9 @@ class WrittenCorpus:
 
     @torch.inference_mode()
     def write(self, engine: Engine, num_together: int, progress: Callable[[float], None]) -> None:
-        """Lets the target write what is missing, `num_together` conversations side by side, or as
-        many as its pages hold. Conversations that time cuts short are used as they are."""
+        """Lets the target write the missing conversations. Each pass continues `num_together` of
+        them, or fewer if the pages of `engine` hold fewer. If the time is over, unfinished
+        conversations are kept as they are, except for very short answers."""
         room = engine.page_counts().num_slots // self.tokens_max
         num_together = max(1, min(num_together, room))
         end = len(self._prompts) if self._tokens is self._seconds is None else None
@@ -151,8 +153,8 @@ class WrittenCorpus:
 
 
 class _Conversation:
-    """An unfinished conversation. First the user's turn is added to its prompt, then the answer
-    follows."""
+    """An unfinished conversation. If the user's turn is not given, it is drawn first, and becomes
+    part of the prompt. Then the answer is drawn."""
 
     def __init__(self, corpus: WrittenCorpus, index: int, prompt: Sequence[int] = ()) -> None:
         self.index = index
@@ -174,14 +176,14 @@ class _Conversation:
         self.unseen = tuple(self.prompt[engine.attach(self.name, self.prompt) :])
 
     def question(self, logits: torch.Tensor) -> Question:
-        """The question that draws its next token from `logits` [1, V]."""
+        """The question whose verdict is the next token, drawn from `logits` [1, V]."""
         params = _TURN if self.is_turn else SamplingParams(temperature=self._temperature)
         rule = Rule.GREEDY if params.greedy else Rule.COUPLED
         noise = RoundNoise(self._seed, rule, len(self.prompt) + len(self.answer))
         return Question(logits, params, NO_HISTORY, EMPTY_PROPOSAL, noise)
 
     def take(self, token_id: int, eos: frozenset[int]) -> bool:
-        """Appends a token; returns whether the conversation is complete."""
+        """Appends a token. Returns whether the conversation is complete."""
         self.unseen = (token_id,)
         corpus = self._corpus
         if not self.is_turn:

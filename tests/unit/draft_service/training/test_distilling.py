@@ -152,8 +152,8 @@ def test_prompts_to_measure_with_are_not_learned_from(
     is learned from or too long is refused before anything runs."""
     prompts = ((0, 5, 9, 3, 6), (0, 5, 11, 12, 3, 6), (0, 5, 13, 3, 6))
     for key, said, changes in (
-        ("measure", "number 2 is also number 1 of --prompts", {"prompts": prompts[1:2]}),
-        ("measure", "number 4 has 128 tokens; 1 to 127 are", {"measure": (*prompts, (1,) * 128)}),
+        ("measure", "prompt 2 is also prompt 1 of --prompts", {"prompts": prompts[1:2]}),
+        ("measure", "prompt 4 has 128 tokens; 1 to 127 are", {"measure": (*prompts, (1,) * 128)}),
     ):
         with pytest.raises(SettingError, match=said) as bad:
             run(target, tmp_path / "refused", **({"measure": prompts} | changes))
@@ -271,7 +271,7 @@ def test_the_command_makes_a_head_that_serves(
         (["--kind", "eagle"], "student, eagle3; did you mean eagle3?"),
         (["--kind", "eagle3"], "--kind: an EAGLE-3 head reads three layers of its target, which"),
         (["--draft-vocab", "1"], "--draft-vocab: '1' is wrong"),
-        (["--start-from", "demo-drafter", "--layers", "2"], "--layers: the drafter that is"),
+        (["--start-from", "demo-drafter", "--layers", "2"], "--layers: not allowed: the"),
         (["--start-from", "ngram"], "--start-from: 'ngram' cannot be trained; it must"),
         (["--measure", "nowhere"], "--measure: cannot read nowhere"),
     ],
