@@ -1,9 +1,10 @@
-"""Replaces a model's attention with one that reads a paged cache, through transformers' interface.
+"""Replaces a model's attention by attention on a paged cache, through transformers' interface.
 
-A module that is set to `PAGED` hands each layer's queries, keys and values to `_paged_attention`,
-and builds no mask. The current step is in a context variable, because not every model passes extra
-arguments down to its layers. `find_layers` does not rely on the configuration: it runs one token
-through the module and records each block that calls attention, its tensors' shapes and its mask.
+If a module's attention is set to `PAGED`, the module passes each layer's queries, keys and values
+to `_paged_attention`, and builds no mask. The current step is in a context variable, because not
+every model passes extra arguments down to its layers. `find_layers` does not rely on the model's
+configuration. It runs one token through the module, and records each block that calls attention,
+with the block's mask and the shapes of its tensors.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,9 +26,10 @@ PAGED = "outrider_paged"
 _FINDING = "outrider_finding"
 """Name of the attention that only records which block calls it."""
 _UNKNOWN_ARGUMENTS = ("s_aux", "position_bias")
-"""Unsupported arguments of attention that change its result."""
+"""Arguments that change the result of attention, and are not supported here."""
 _Allows = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""transformers' mask function: (batch, head, query and key index) -> whether the key is seen."""
+"""A mask function of transformers. Takes the indices of batch, head, query and key. Returns whether
+the query sees the key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +40,11 @@ class AttentionLayer:
     shape: LayerShape
     query_heads: int
     window: int | None
-    """Tokens that a token sees, itself included; None = all before it."""
+    """How many tokens a token sees, itself included. None = itself and all tokens before it."""
     scaling: float
     """Factor of attention scores."""
     softcap: float | None
-    """A bound on scores: s -> cap tanh(s / cap)."""
+    """Bound on attention scores: s becomes softcap * tanh(s / softcap). None = no bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,22 +58,22 @@ class LayerPages:
 
 
 Attend = Callable[[Tensor, LayerPages], Tensor]
-"""How a step attends to its pages: (queries [1, query heads, T, key width], layer) -> output
-[1, T, query heads, value width]."""
+"""Computes attention of a step to a layer's pages. Takes queries [1, query heads, T, key width] and
+the layer. Returns the output [1, T, query heads, value width]."""
 
 
 _RUNNING: ContextVar[tuple[dict[nn.Module, LayerPages], Tensor, Attend] | None] = ContextVar(
     "outrider_step", default=None
 )
-"""The layers of the current step, the slots of its tokens, and how it attends."""
+"""The layers of the current step, the slots of its tokens, and its `Attend` function."""
 _FOUND: ContextVar[tuple[list[AttentionLayer], int]] = ContextVar("outrider_layers")
-"""The layers found so far, and the longest length of a sequence."""
+"""The layers that `find_layers` has found so far, and the greatest length of a sequence."""
 
 
 @contextmanager
 def running(layers: dict[nn.Module, LayerPages], slots: Tensor, attend: Attend) -> Iterator[None]:
-    """In this context, the blocks in `layers` write keys and values of their first n tokens to
-    `slots` [n] of their pages, and attend to these pages."""
+    """In this context, each block in `layers` writes the keys and values of its first n tokens to
+    `slots` [n] of its pages. Then the block attends to its pages with `attend`."""
     token = _RUNNING.set((layers, slots, attend))
     try:
         yield
@@ -80,10 +82,12 @@ def running(layers: dict[nn.Module, LayerPages], slots: Tensor, attend: Attend) 
 
 
 def find_layers(module: Any, max_model_len: int) -> list[AttentionLayer]:
-    """The module's attention layers in the order they run; leaves the module set to `PAGED`.
+    """The module's attention layers, in the order in which they run. Afterwards the attention of
+    the module is `PAGED`.
 
-    Raises `ConfigError` if the attention cannot be replaced, or if the model has sinks, masks other
-    than causal ones and sliding windows, or layers that run twice."""
+    Raises `ConfigError` if the attention cannot be replaced. Raises it also for a model with
+    attention sinks, with a mask that is neither causal nor a sliding window, or with a layer that
+    runs twice."""
     set_attention(module, _FINDING)
     found: list[AttentionLayer] = []
     token = _FOUND.set((found, max_model_len))
@@ -94,13 +98,13 @@ def find_layers(module: Any, max_model_len: int) -> list[AttentionLayer]:
     finally:
         _FOUND.reset(token)
     if not found:
-        raise ConfigError("its attention does not go through the library's interface")
+        raise ConfigError("its attention does not use the attention interface of transformers")
     set_attention(module, PAGED)
     return found
 
 
 def set_attention(module: Any, name: str) -> None:
-    """Sets the attention that the module runs with. Raises `ConfigError` if that is impossible."""
+    """Selects the module's attention by name. Raises `ConfigError` if this is impossible."""
     try:
         module.set_attn_implementation(name)
     except (ValueError, AttributeError) as error:
@@ -117,12 +121,12 @@ def _paged_attention(
     attention_mask: Tensor | None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Output [1, T, heads, width] of query [1, heads, T, width], key and value [1, key heads, T,
-    width]. Keys and values are written to their slots first. If there are fewer slots than tokens,
-    the last tokens are padding."""
+    """Writes keys and values [1, key heads, T, width] to their slots. Then computes the attention
+    output [1, T, heads, width] of queries [1, heads, T, width]. If there are fewer slots than
+    tokens, the last tokens are padding."""
     step = _RUNNING.get()
     if step is None:
-        raise InvariantError("a module that belongs to an engine was called outside of it")
+        raise InvariantError("a module was called outside of a step of its engine")
     layers, slots, attend = step
     layer, num_slots = layers[block], len(slots)
     layer.cache.write(slots, key[0, :, :num_slots], value[0, :, :num_slots])
@@ -139,7 +143,7 @@ def _noted_attention(
     softcap: float | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """Records the block; returns zeros in the shape of attention's output."""
+    """Records the block. Returns zeros in the shape of the attention output."""
     layers, max_model_len = _FOUND.get()
     if any(layer.block is block for layer in layers):
         raise ConfigError("one of its layers runs twice for each token")
@@ -148,7 +152,7 @@ def _noted_attention(
             raise ConfigError(f"its attention takes {name}, which is not supported")
     allows: _Allows | None = getattr(attention_mask, "allows", None)
     if allows is None:
-        raise ConfigError("its masks are not made by the library's interface")
+        raise ConfigError("its masks do not use the mask interface of transformers")
     check(query.shape[1] % key.shape[1] == 0, "query heads are no multiple of key heads")
     shape = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
     window = _window(allows, max_model_len)
@@ -160,15 +164,16 @@ def _noted_attention(
 def _noted_mask(
     batch_size: int, q_length: int, kv_length: int, mask_function: _Allows, **_: Any
 ) -> Tensor:
-    """A mask with its function as an attribute."""
+    """A mask that has its mask function as an attribute."""
     mask = torch.ones((batch_size, 1, q_length, kv_length), dtype=torch.bool)
     mask.allows = mask_function  # type: ignore[attr-defined]
     return mask
 
 
 def _window(allows: _Allows, length: int) -> int | None:
-    """The window of a mask over `length` tokens; None = all of them. Tests rows at both ends and
-    near the window's size. Raises `ConfigError` for other masks."""
+    """The window of a causal mask over `length` tokens; None if tokens see all tokens before them.
+    Tests rows at both ends and near the window's size. Raises `ConfigError` if the mask is neither
+    causal nor a sliding window."""
     zero = torch.zeros((), dtype=torch.int64)
     keys = torch.arange(length)
 
@@ -187,5 +192,5 @@ def _window(allows: _Allows, length: int) -> int | None:
 
 ALL_ATTENTION_FUNCTIONS.register(PAGED, _paged_attention)
 ALL_ATTENTION_FUNCTIONS.register(_FINDING, _noted_attention)
-# No mask function has the name PAGED: then transformers makes no mask at all.
+# No mask function is registered for PAGED, so transformers makes no mask at all.
 ALL_MASK_ATTENTION_FUNCTIONS.register(_FINDING, _noted_mask)

@@ -1,13 +1,16 @@
-"""One step of many sequences as one forward pass over the row of all their new tokens.
+"""Plans a step of many sequences as one forward pass over a single row of all their new tokens.
 
-    sequence    a a a b c c c c ...     new tokens, one after another
-    position    7 8 9 0 4 5 5 6 ...     in the token's own sequence; in a tree, by depth
-    slot                                where its key and value go
+    sequence    a a a b c c c c ...     the sequence of each new token
+    position    7 8 9 0 4 5 5 6 ...     the token's position in its sequence; in a tree, by depth
+    slot                                where the token's key and value are written
 
-A token attends to slots of its own sequence alone. So new tokens are cut into *segments*:
-consecutive tokens of one sequence. Segments of equal size and similar context form a *group*, whose
-attention is one batch of matrix products. All this is index arithmetic on arrays, done once a step;
-layers with the same window share the result.
+A token attends only to slots of its own sequence. So the new tokens are cut into *segments*. A
+segment is a run of consecutive tokens of one sequence. Segments of equal size and similar context
+length form a *group*. The attention of a group is one batch of matrix products. The groups are
+computed once for each step and window size. Layers with the same window share them.
+
+With *fixed shapes*, matrix products are padded to a few sizes. Then a token's logits do not depend
+on the other tokens of its step.
 """
 
 from __future__ import annotations
@@ -25,22 +28,21 @@ from torch import Tensor
 from outrider.engine.interface import SequenceStep
 
 SPLIT_SLOTS = 128
-"""In *fixed shapes* products are padded to a few sizes, so that logits do not depend on the rest of
-a step. Attention then sums over splits of this many slots of a sequence."""
+"""With fixed shapes, attention divides the slots of a sequence into splits of this size."""
 STEP_ROWS_MIN = 8
-"""Least number of rows of a step in fixed shapes. Its multiples fill whole vectors of any usual
-width."""
+"""With fixed shapes, a step has at least this many rows. Multiples of 8 fill whole vectors of any
+usual CPU."""
 FIXED_SEGMENT_TOKENS_MIN = 4
-"""Least number of tokens of a segment in fixed shapes: for fewer rows, matrix products in float32
-and float64 use other kernels."""
+"""With fixed shapes, a segment has at least this many tokens, because matrix products of fewer rows
+use other kernels in float32 and float64."""
 
 
 _ROWS_UNIT = 64
 
 
 def padded_rows(num_rows: int, smallest: int = STEP_ROWS_MIN) -> int:
-    """The number of rows that `num_rows` are padded to: a power of two, or from 64 on a multiple of
-    64; 0 for none."""
+    """The number to which `num_rows` rows are padded. From 64 rows on, it is a multiple of 64. For
+    fewer rows, it is a power of two and at least `smallest`. 0 rows are not padded."""
     if num_rows >= _ROWS_UNIT:
         return _in_units(num_rows, _ROWS_UNIT)
     return max(smallest, 1 << (num_rows - 1).bit_length()) if num_rows > 0 else 0
@@ -49,28 +51,29 @@ def padded_rows(num_rows: int, smallest: int = STEP_ROWS_MIN) -> int:
 _SEGMENT_TOKENS_MAX = 128
 _SEGMENT_TOKENS_MIN = 16
 _SCORES_MAX = 2**19
-"""Most attention scores of one head (tokens * context) to compute at once, if segments of the
-smallest size allow it. This bounds the memory of a step."""
+"""The most attention scores (tokens * context) that a group computes at once for each head. This
+bounds the memory of a step. Only a single segment of the smallest size may exceed this limit."""
 _GATHERED_SLOTS_MAX = 2**16
-"""Most slots of several sequences to gather at once."""
+"""The most slots that a group of several segments gathers."""
 _SLOTS_UNIT = 16
-"""Slots are gathered in multiples of this. Then each vector lane always adds the same slots, and
-none are left over, so a sum does not depend on the masked slots after them. So in bfloat16 a
-token's logits are bit-equal with and without drafted tokens after it, while matrix products use one
-kernel for few and many rows (on an Intel Xeon's matrix tiles: up to 32 rows)."""
+"""Without fixed shapes, the slots of a segment are padded to a multiple of this. Then each vector
+lane always adds the same slots, so a sum does not depend on how many masked slots follow. As a
+result, a token's logits in bfloat16 are bit-equal with and without drafted tokens after the token.
+This holds only if matrix products use the same kernel for both numbers of rows (with the matrix
+tiles of an Intel Xeon: up to 32 rows)."""
 _Ints = npt.NDArray[np.int64]
 _Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
 class HeldSequence:
-    """The step of one sequence, and where the cache holds that sequence."""
+    """The step of one sequence, and the sequence's pages."""
 
     step: SequenceStep
     length: int
-    """Slots held before the step."""
+    """How many slots the sequence held before the step."""
     pages: Sequence[int]
-    """The page table, with the pages for the new tokens."""
+    """The page table, including the pages for the new tokens."""
 
 
 class StepRows(NamedTuple):
@@ -79,20 +82,20 @@ class StepRows(NamedTuple):
     token_ids: _Ints
     positions: _Ints
     slots: _Ints
-    """Where their keys and values go."""
+    """The slots to which the tokens' keys and values are written."""
     wanted: _Ints
     """[R]: the rows whose logits are wanted."""
 
 
 class HeldStep:
-    """The sequences of one step, at least one, on pages of this size."""
+    """The sequences of one step; at least one."""
 
     def __init__(self, sequences: Sequence[HeldSequence], page_size: int) -> None:
         self.sequences, self.page_size = sequences, page_size
 
     @cached_property
     def rows(self) -> StepRows:
-        """Computed once, for the model and for a draft layer on it."""
+        """The rows of the step. They are computed once, for the model and its draft layer."""
         parts = []
         row = 0
         for held in self.sequences:
@@ -109,25 +112,27 @@ class HeldStep:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """N segments of T new tokens each; a segment attends to at most L slots."""
+    """N segments. Each has T new tokens, which attend to at most L slots."""
 
     num_segments: int
     num_tokens: int
     rows: slice | Tensor
-    """The rows of the N * T tokens in the step."""
+    """[N * T]: each token's row in the step."""
     targets: Tensor | None
-    """In fixed shapes [N * T]: where the output goes. As `rows`, except that tokens which pad a
-    segment write after the step's last row."""
+    """With fixed shapes, [N * T]: the row to which each token's output is written. It equals `rows`
+    except for tokens that only pad a segment. Their output goes to a spare row after the step's
+    last row. None without fixed shapes."""
     slots: Tensor
-    """[N * L]; a segment with fewer slots repeats its first one."""
+    """[N * L]: the slots of each segment. If a segment has fewer than L slots, its first slot is
+    repeated."""
     bias: Tensor | None
-    """[N, 1, T, L]: -inf for slots that a token must not see, else 0. None if every token sees all
-    of them; in fixed shapes never None."""
+    """[N, 1, T, L]: added to the attention scores. -inf if the token must not see the slot, else 0.
+    None if every token sees all L slots."""
     _rows: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def rows_by_head(self, num_heads: int, num_slots: int) -> Tensor:
-        """[heads * N * L]: `slots` of every head in a cache [heads * num_slots, ..]. Computed once
-        for all layers."""
+        """[heads * N * L]: the rows of `slots` for every head, in a cache that is flattened to
+        [heads * num_slots, width]. Computed once for all layers."""
         known = self._rows.get((num_heads, num_slots))
         if known is None:
             firsts = torch.arange(0, num_heads * num_slots, num_slots, device=self.slots.device)
@@ -137,18 +142,18 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What a forward pass over the T new tokens reads."""
+    """The inputs of a forward pass over T new tokens."""
 
     token_ids: Tensor
-    """[1, T]; in fixed shapes with padding at the end."""
+    """[1, T]. With fixed shapes, padding follows."""
     position_ids: Tensor
-    """Like `token_ids`."""
+    """[1, T]. With fixed shapes, padding follows."""
     slots: Tensor
-    """[T]: where keys and values go."""
+    """[T]: the slots to which keys and values are written; never padded."""
     logit_rows: Tensor
-    """[R]: rows whose logits are wanted; in fixed shapes with padding at the end."""
+    """[R]: the rows whose logits are wanted. With fixed shapes, padding follows."""
     groups: dict[int | None, list[Group]]
-    """Groups by a layer's window; None = the whole context."""
+    """The groups for each window size; None = the whole context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,21 +163,22 @@ class _Segment:
     position: int
     """Position of the first token."""
     end: int
-    """Slots up to the last token."""
+    """How many slots the sequence has up to and including the segment's last token."""
     slots: _Ints
-    """All slots of the sequence, [length]. A tree's tokens have masked gaps between them."""
+    """All slots of the sequence. Between the slots of a tree's tokens there are masked gaps."""
     tree: Tree | None
 
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """What layers with one window see of a segment, and in which shape."""
+    """How layers with one window read a segment: which slots, and with how much padding."""
 
     window: int | None
     first_slot: int
-    """Tokens see no slot of their sequence before this one."""
+    """Tokens do not see slots of their sequence before this index."""
     spare_row: int | None
-    """In fixed shapes the row of the step that padding is written to; None = shapes vary."""
+    """With fixed shapes: the row to which the output of padding is written. None without fixed
+    shapes."""
     device: torch.device
     dtype: torch.dtype
 
@@ -182,11 +188,11 @@ class _View:
         return max(self.first_slot, reach)
 
     def begin(self, segment: _Segment) -> int:
-        """The first slot that is gathered."""
+        """The first slot that is gathered. Slots are gathered in units."""
         return max(self.first_slot, self.first_seen(segment) // self._unit * self._unit)
 
     def num_slots(self, segment: _Segment) -> int:
-        """Slots that are gathered, padding included."""
+        """How many slots are gathered for the segment, padding included."""
         return _in_units(segment.end - self.begin(segment), self._unit)
 
     @property
@@ -194,7 +200,7 @@ class _View:
         return _SLOTS_UNIT if self.spare_row is None else SPLIT_SLOTS
 
     def num_tokens(self, segment: _Segment) -> int:
-        """Tokens, padding included."""
+        """Padding included."""
         num = segment.num_tokens
         return num if self.spare_row is None else padded_rows(num, FIXED_SEGMENT_TOKENS_MIN)
 
@@ -204,13 +210,14 @@ class Tree:
     """T new tokens, of which several may follow the same token."""
 
     depths: _Ints
-    """[T]; 0 for a token that follows the last slot held."""
+    """[T]: the depth of each token. A token that follows the sequence's last slot has depth 0."""
     ancestors: _Bools
-    """[T, T]: whether the column's token is the row's or an ancestor of it."""
+    """[T, T]: whether the column's token is the row's token or one of its ancestors."""
     places: _Ints
-    """[T]: places after the slots held, for attention. The first token of each depth has the place
-    that it would have in a chain. The others follow at a stride, a multiple of `_SLOTS_UNIT`, so
-    that attention sums a path in the order of a chain."""
+    """[T]: the place of each token in attention, counted from the end of the slots held. The first
+    token of each depth has the place that it would have in a chain. Each further token of the same
+    depth is placed one stride later. The stride is a multiple of `_SLOTS_UNIT`. So attention adds
+    the tokens of every path in the order of a chain."""
 
 
 def plan_step(
@@ -221,8 +228,8 @@ def plan_step(
     fixed_shapes: bool = False,
     first_slot: int = 0,
 ) -> StepPlan:
-    """The plan of a step for layers with these windows, which see nothing of a sequence before its
-    `first_slot`."""
+    """Plans a step for layers with these windows. Tokens do not see slots of their sequence before
+    the index `first_slot`."""
     arrays = list(step.rows)
     segments: list[_Segment] = []
     row = 0
@@ -243,12 +250,11 @@ def plan_step(
 
 
 def _padded(array: _Ints) -> _Ints:
-    """The array, with zeros at the end for padding."""
     return np.pad(array, (0, padded_rows(len(array)) - len(array)))
 
 
 def _slots_of(held: HeldSequence, page_size: int) -> _Ints:
-    """The slots of a sequence with its new tokens, in order."""
+    """The slots of all tokens of a sequence in order, including the new tokens."""
     firsts = np.array(held.pages, dtype=np.int64) * page_size
     slots = (firsts[:, None] + np.arange(page_size)).reshape(-1)
     return slots[: held.length + len(held.step.token_ids)]
@@ -277,7 +283,7 @@ def _in_units(num: int, unit: int) -> int:
 def _segments(
     length: int, num: int, slots: _Ints, first_row: int, tree: Tree | None
 ) -> list[_Segment]:
-    """Cuts the new tokens of a chain into segments; a tree is one segment."""
+    """Cuts the new tokens of a sequence into segments. A tree becomes one segment."""
     if tree is not None:
         end = length + int(tree.places.max()) + 1
         seen = np.full(end, slots[0])
@@ -299,8 +305,8 @@ def _segments(
 
 
 def _alike(segments: Sequence[_Segment], view: _View) -> list[list[_Segment]]:
-    """Groups of segments with the same number of tokens, and at least half the slots of the
-    longest."""
+    """Divides segments into groups. The segments of a group have the same number of tokens. Each
+    has at least half as many slots as the longest segment of the group."""
 
     def size(segment: _Segment) -> tuple[int, int]:
         return view.num_tokens(segment), view.num_slots(segment)
@@ -361,8 +367,8 @@ def _group(members: Sequence[_Segment], view: _View) -> Group:
 def _bias(
     members: Sequence[_Segment], begins: Sequence[int], places: _Ints, width: int, view: _View
 ) -> Tensor:
-    """`Group.bias` [N, 1, T, L] for the tokens at these places [N, T] of their segments; column i
-    of a segment is slot `begin` + i of its sequence."""
+    """`Group.bias`, [N, 1, T, L]. `places` [N, T] are the indices of tokens in their segments. The
+    columns of segment n stand for the slots of its sequence from `begins[n]` on."""
     window = view.window
     firsts = np.array([segment.position for segment in members])[:, None]
     queries = (firsts + places)[..., None]
@@ -379,8 +385,8 @@ def _bias(
 
 
 def _tree_mask(segment: _Segment, tree: Tree, begin: int, width: int, window: int | None) -> _Bools:
-    """[T, L]: the slots held before the step and a token's ancestors, as far as the window
-    reaches."""
+    """[T, L]: whether each token sees each slot. A token sees the slots held before the step, its
+    ancestors and itself, as far as the window reaches."""
     positions = np.arange(begin, begin + width)
     new = segment.position - begin + tree.places
     positions[new] = segment.position + tree.depths
@@ -393,7 +399,7 @@ def _tree_mask(segment: _Segment, tree: Tree, begin: int, width: int, window: in
 
 
 def shipped(arrays: Sequence[_Ints], device: torch.device) -> list[Tensor]:
-    """The arrays on the device, sent in one copy."""
+    """Sends the arrays to the device in one copy."""
     if len(arrays) == 1:
         return [torch.from_numpy(arrays[0]).to(device)]
     whole = torch.from_numpy(np.concatenate(arrays)).to(device)

@@ -1,18 +1,19 @@
-"""Emulated engines: a toy pair of target and draft distributions, and steps that take a stated
+"""Emulated engines: a target and a draft with artificial distributions, whose steps take a stated
 time.
 
-At each prefix the target's distribution is a Zipf law over `support` ids, which a keyed hash of the
-last `order` tokens picks from the vocabulary; all other ids have probability zero. The draft has
-the same ids, and log q = log p + `deviation` * a keyed standard Gaussian. So acceptance, entropy
-and step times can be chosen, while services, transport, sessions and sampling are real.
+After each prefix, the target's distribution is a Zipf law over `support` token ids. A keyed hash of
+the last `order` tokens picks these ids from the vocabulary. All other ids have probability zero.
+The draft has the same ids, and log q = log p + `deviation` * g. For each id, g is a pseudo-random
+standard Gaussian. So acceptance, entropy and step times can be chosen, while services, transport,
+sessions and sampling are real.
 
-With `acceptance_rates` the target's distribution depends on what it verifies: it gives a draft
-token all probability or none, by a keyed number and the token's place in the round. Every rule then
-accepts at these rates, with any drafter and at any temperature. Texts depend on their drafts, and
-audits fail.
+With `acceptance_rates`, the target gives each draft token either all probability or none. This
+depends only on a pseudo-random number and on the token's place in the round. So every rule accepts
+at these rates, with any drafter and at any temperature. But the text then depends on the draft
+tokens, so audits fail.
 
-With `head_on` the draft is a head. It drafts on the target, in steps of its own, or on draft
-replicas, from rows of zeros that the target sends.
+With `head_on`, the draft is a head. It runs either on the target, in steps of its own, or on draft
+replicas. In the second case the target sends features, which are all zeros.
 """
 
 from __future__ import annotations
@@ -35,22 +36,23 @@ from outrider.models.draft_head import DraftHead, LoadedDraftHead
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _NO_TOKEN = 2**32
-"""Fills the places before the first token of a short prefix."""
+"""Stands for each missing token if a prefix has fewer than `order` tokens."""
 _SPARE_DRAWS = 64
-"""Numbers drawn beyond twice the support. The probability of too few distinct ids is < 1e-50."""
+"""2 * support + _SPARE_DRAWS ids are drawn, because ids may repeat. The probability of fewer than
+`support` distinct ids is below 1e-50."""
 _DRAFT_KEY = np.uint64(0x6472616674)
 _ACCEPT_KEY = np.uint64(0x616363657074)
 _Words = npt.NDArray[np.uint64]
 
 
 class _Head(DraftHead):
-    """Stands for a head; its output already is its logits."""
+    """A placeholder for a head. Its output already is its logits."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.width = width
         self.embed_tokens = torch.nn.Embedding(1, 1)
-        """Its dtype is that of features."""
+        """Features have the dtype of this embedding."""
 
     def carry(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden
@@ -60,18 +62,19 @@ class _Head(DraftHead):
 
 
 class EmulatedEngine:
-    """Implements `Engine` for one side of a toy pair. With `head_on` it is also a `DraftingEngine`
-    or a `FeatureKeeper` as target, or a `HeadEngine` for a `FeatureDrafter`.
+    """An emulated target or draft. If `head_on` is "target", a target is also a `DraftingEngine`.
+    If `head_on` is "draft", a target is also a `FeatureKeeper`, and a draft has the calls of a
+    `HeadEngine`.
 
-    Logits are log p of the target, or unnormalised log q of the draft; -inf outside the support.
-    Where `acceptance_rates` refuse a draft token, they are log p without that token. A step has at
-    most `max_num_seqs` sequences, and pages are those of an engine with a model.
+    A target's logits are log p. A draft's logits are log q, not normalised. Outside the support
+    both are -inf. If `acceptance_rates` refuse a draft token, its logit is -inf too. A step has at
+    most `max_num_seqs` sequences. Pages are assigned as in an engine with a real model.
     """
 
     draft_layer: LoadedDraftHead | None = None
-    """The head that drafts on this target ..."""
+    """The head of a target, if `head_on` is "target"."""
     head: LoadedDraftHead | None = None
-    """... or on this draft, from the rows of its target."""
+    """The head of a draft, if `head_on` is "draft"."""
     feature_width = 0
     """See `FeatureKeeper.feature_width`."""
 
@@ -90,15 +93,15 @@ class EmulatedEngine:
         self.release, self.length, self.page_counts = pool.release, pool.length, pool.counts
         self._step_seconds = 0.0
         self._rows = torch.full((0, spec.vocab_size), -math.inf)
-        """Logits of the last step; other rows are -inf."""
+        """A buffer for logits. It is -inf except where the last step wrote."""
         self._written = torch.zeros((0, 1), dtype=torch.int64)
-        """The columns of these logits that are not -inf."""
+        """[rows, any]: the columns of `_rows` that the last step wrote, for each row."""
         reached = (1.0, *spec.acceptance_rates, 0.0)
         self._chances = np.array([b / a if a else 0.0 for a, b in pairwise(reached)])
-        """By place in the round, the chance that a draft token is accepted if all before it were.
-        """
+        """For each place in the round: the probability that a draft token is accepted if all draft
+        tokens before it were."""
         self._drafts_as = self
-        """The engine that states the distribution and the time of drafted tokens."""
+        """The engine whose distributions and step times apply to drafted tokens."""
         if spec.head_on:
             self._open_head(spec, role)
         self.info = ModelInfo(
@@ -133,8 +136,8 @@ class EmulatedEngine:
     def _run(
         self, steps: Sequence[SequenceStep], by: EmulatedEngine, whole: bool = True
     ) -> tuple[_Words, torch.Tensor]:
-        """The contexts of all rows, and their logits, with the distribution and step time of `by`.
-        The caller gives back slots that are not `whole`."""
+        """Runs a step with the distributions and the step time of `by`. Returns the contexts of all
+        rows of logits, and the logits. If `whole` is false, the caller must give back the slots."""
         check_steps(steps, self.info, self._max_num_seqs, self.length)
         self._pool.append(steps, whole)
         if whole:
@@ -145,7 +148,7 @@ class EmulatedEngine:
         return contexts, by._logits(contexts)
 
     def features(self) -> list[torch.Tensor]:
-        """See `DraftingEngine.features`; numbers without a meaning."""
+        """See `DraftingEngine.features`. The features are zeros."""
         return [torch.zeros(num, 1) for num in self._num_rows]
 
     def forward_draft(
@@ -185,7 +188,8 @@ class EmulatedEngine:
         return self._step_seconds
 
     def _contexts(self, step: SequenceStep) -> list[list[int]]:
-        """For each row of logits of an appended step, the last `order` tokens before it."""
+        """For each row of logits, the last `order` tokens before the token that the row predicts.
+        The step's tokens must have been appended."""
         order = self._spec.order
         num_held = self.length(step.sequence_id) - len(step.token_ids)
         start = max(0, num_held - order)
@@ -197,7 +201,8 @@ class EmulatedEngine:
         return contexts[len(contexts) - step.num_logits :]
 
     def _step_time(self, steps: Sequence[SequenceStep]) -> float:
-        """Seconds; a step that wants no logits counts as one that wants one row."""
+        """The stated time of a step, in seconds. On a draft, a sequence that wants no logits counts
+        as one row."""
         spec = self._spec
         if self._role == "target":
             num_tokens = sum(len(step.token_ids) for step in steps)
@@ -206,7 +211,7 @@ class EmulatedEngine:
         return spec.draft_ms * math.ceil(num_rows / spec.draft_branches) / 1e3
 
     def _logits(self, contexts: _Words) -> torch.Tensor:
-        """[n, V] float32, from contexts [n, order]."""
+        """Logits [n, V] in float32 for contexts [n, order]."""
         spec = self._spec
         keys = _context_keys(contexts, spec.seed)
         ids = torch.from_numpy(_support_ids(keys, spec.support, spec.vocab_size).astype(np.int64))
@@ -220,12 +225,14 @@ class EmulatedEngine:
         return logits.scatter_(1, ids, torch.from_numpy(values.astype(np.float32)))
 
     def _judge(self, steps: Sequence[SequenceStep], contexts: _Words, logits: torch.Tensor) -> None:
-        """Gives the draft token after each row all probability or none. Of siblings only the first
-        may get it, so that acceptance depends on the rates alone."""
+        """Gives the draft token after each row either all probability or none. Of several siblings
+        only the first may get all probability, and the others get none. Otherwise more siblings
+        would raise the acceptance rates."""
         drafted: dict[int, tuple[int, int, int]] = {}
-        """By row: the draft token, its place in the round, and the row after it."""
+        """For each row of logits with a draft token after it: the draft token, its place in the
+        round, and its own row of logits."""
         siblings: list[tuple[int, int]] = []
-        """Other siblings: row and token."""
+        """The siblings after the first, each as (row of logits, token)."""
         start = 0
         for step in steps:
             num_known = len(step.token_ids) - step.num_logits + 1
@@ -254,8 +261,8 @@ class EmulatedEngine:
         self._written = torch.cat([self._written, others[:, None]], dim=1)
 
     def _blank(self, num_rows: int) -> torch.Tensor:
-        """Rows of -inf. They are reused from step to step: only what was written is reset, as
-        filling many rows takes too long."""
+        """Rows of -inf in the buffer. Only what the last step wrote is reset, because filling many
+        rows takes too long."""
         self._rows[: len(self._written)].scatter_(1, self._written, -math.inf)
         if num_rows > len(self._rows):
             self._rows = torch.full((num_rows, self._spec.vocab_size), -math.inf)
@@ -278,14 +285,15 @@ def _context_keys(contexts: _Words, seed: int) -> _Words:
 
 
 def _words(keys: _Words, num: int) -> _Words:
-    """Numbers [n, num] of each key's own sequence."""
+    """The first `num` pseudo-random numbers of each key, [n, num]."""
     places = np.arange(1, num + 1, dtype=np.uint64) * _GOLDEN
     return _mix(keys[:, None] + places[None, :])
 
 
 def _support_ids(keys: _Words, support: int, vocab_size: int) -> _Words:
-    """`support` distinct ids [n, support] for each key, the likeliest first. In a large vocabulary:
-    the key's numbers in turn, without repeats. Else the ids with the smallest numbers."""
+    """Distinct ids [n, support] for each key, the likeliest first. In a large vocabulary, the ids
+    are the key's pseudo-random numbers in turn, without repeats. In a small vocabulary, each id
+    gets one of these numbers, and the ids with the smallest numbers are chosen."""
     if support * 8 > vocab_size:
         order = np.argsort(_words(keys, vocab_size), axis=1, kind="stable")
         return order[:, :support].astype(np.uint64)
@@ -302,7 +310,7 @@ def _support_ids(keys: _Words, support: int, vocab_size: int) -> _Words:
 
 
 def _uniforms(words: _Words) -> npt.NDArray[np.float64]:
-    """Within 0..1, both excluded."""
+    """Converts each word to a number above 0 and below 1."""
     return ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
 
 

@@ -1,4 +1,5 @@
-"""The specification of an emulated pair, parsed from a setting. Imports no numeric library."""
+"""The specification of an emulated target and draft, parsed from a setting. Imports no numeric
+library."""
 
 from __future__ import annotations
 
@@ -17,47 +18,48 @@ VOCAB_SIZE_MAX = 2**20
 PAGES_MAX = 2**16
 FEATURE_WIDTH_MAX = 2**16
 JUDGED_SUPPORT_MIN = SIBLINGS_MAX + 2
-"""A draft token and all its siblings may be refused, and then one more token must be left."""
+"""Smallest `support` with `acceptance_rates`. A draft token and all its siblings may be refused, so
+at least one more token must be possible."""
 Share = Annotated[float, Field(ge=0, le=1)]
 Parts = BeforeValidator(lambda value: value.split("/") if isinstance(value, str) else value)
-"""Splits a value A/B/.."""
+"""Splits a text A/B/.. into a list."""
 
 
 class EmulatedSpec(BaseModel, frozen=True, extra="forbid"):
-    """A toy pair; target and draft must have the same specification."""
+    """Describes an emulated target and its draft. Both must have the same specification."""
 
     vocab_size: int = Field(default=32_000, ge=2, le=VOCAB_SIZE_MAX)
     support: int = Field(default=64, ge=1)
-    """Ids of probability above zero after each prefix."""
+    """Number of token ids that have a probability above zero after a prefix."""
     exponent: float = Field(default=1.706, ge=0, le=100)
     """Zipf exponent: the id of rank r (from 1) has weight r ** -exponent; 0 = uniform."""
     deviation: float = Field(default=0.65, ge=0, le=100)
     """Standard deviation of log q - log p before both are normalised; 0 = a perfect draft."""
     order: int = Field(default=3, ge=1, le=64)
-    """Tokens of the prefix that the next distribution depends on."""
+    """A distribution depends on this many last tokens of the prefix."""
     verify_ms: float = Field(default=18.3, ge=0, le=60_000)
-    """A target step takes this time once for every `verify_tokens` new tokens, rounded up."""
+    """A target step of n new tokens takes verify_ms * ceil(n / verify_tokens)."""
     verify_tokens: int = Field(default=16, ge=1)
     draft_ms: float = Field(default=1.3, ge=0, le=60_000)
-    """A draft step takes this time once for every `draft_branches` rows of logits, rounded up."""
+    """A draft step with n rows of logits takes draft_ms * ceil(n / draft_branches)."""
     draft_branches: int = Field(default=64, ge=1)
     seed: int = Field(default=0, ge=0, lt=2**64)
     max_model_len: int = Field(default=8192, ge=1, le=2**20)
     eos: int = Field(default=-1, ge=-1)
     """The id that ends a text; -1 = none."""
     num_pages: int = Field(default=4096, ge=1, le=PAGES_MAX)
-    """Pages of the engine, with `PAGE_SIZE` slots each."""
+    """Number of the engine's pages."""
     acceptance_rates: Annotated[
         tuple[Share, ...], Parts, Field(max_length=NUM_DRAFT_TOKENS_MAX)
     ] = ()
-    """The chances, as A/B/.., that a round accepts at least 1, 2, ... draft tokens; a round never
-    accepts more tokens than there are chances. Empty = acceptance follows from the distributions.
-    """
+    """The probabilities that a round accepts at least 1, 2, ... draft tokens, written A/B/.. in a
+    setting. A round accepts at most as many draft tokens as there are probabilities. If there are
+    no probabilities, acceptance follows from the distributions."""
     head_on: Literal["", "target", "draft"] = ""
-    """Where the draft runs as a head: on the target between its steps, or on draft replicas, to
-    which the target sends a row for each token. Empty = it is no head."""
+    """Where the draft runs as a head: on the target or on draft replicas. Empty: the draft is a
+    model of its own, not a head."""
     feature_width: int = Field(default=4096, ge=1, le=FEATURE_WIDTH_MAX)
-    """Numbers in such a row."""
+    """The width of the features that a target sends to a head on draft replicas."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -74,21 +76,21 @@ class EmulatedSpec(BaseModel, frozen=True, extra="forbid"):
             )
         if self.acceptance_rates and self.support < JUDGED_SUPPORT_MIN:
             raise ConfigError(
-                f"{SCHEME}: support={self.support} is wrong; acceptance_rates need "
-                f"{JUDGED_SUPPORT_MIN} at least"
+                f"{SCHEME}: support={self.support} is wrong; with acceptance_rates, support must "
+                f"be at least {JUDGED_SUPPORT_MIN}"
             )
         return self
 
     @classmethod
     def parse(cls, text: str) -> EmulatedSpec:
-        """From `key=value,...`, with or without `emulated:` before it; "" is all defaults.
-
-        Raises `ConfigError` naming what is unknown, repeated, or has a bad value."""
+        """Parses `key=value,...`, with or without `emulated:` before it. Keys that are not given
+        have their defaults. Raises `ConfigError` for a key that is unknown, repeated, or has a bad
+        value."""
         return parse_numbers(cls, text.removeprefix(f"{SCHEME}:"), SCHEME)
 
     @property
     def fingerprint(self) -> str:
-        """The same for equal specifications."""
+        """A hash of the specification."""
         return hashlib.blake2b(repr(self).encode(), digest_size=16).hexdigest()
 
 
@@ -96,8 +98,8 @@ Numbers = TypeVar("Numbers", bound=BaseModel)
 
 
 def parse_numbers(kind: type[Numbers], text: str, what: str) -> Numbers:
-    """A model from `key=value,...`. Raises `ConfigError` for a key that is unknown, repeated, or
-    has a bad value."""
+    """Parses `key=value,...` into a pydantic model of type `kind`. Raises `ConfigError` for a key
+    that is unknown, repeated, or has a bad value. The error's message begins with `what`."""
     given: dict[str, str] = {}
     for item in filter(None, text.split(",")):
         key, _, value = (part.strip() for part in item.partition("="))

@@ -1,10 +1,14 @@
 """Attention over gathered slots of a paged cache, on any device.
 
-It uses plain matrix products, with scores in the model's dtype, and rounds as transformers' `eager`
-attention does. On most CPUs this is faster than the fused `scaled_dot_product_attention`. Times of
-a layer relative to that, in bfloat16 on one thread, with 3 key heads of width 64 for 9 query heads:
-0.5 for 16 sequences of 300 slots with one or five new tokens each; 0.4 for 128 tokens of a prompt
-over 1,000 slots; 0.8 for one sequence with five new tokens; 1.1 with one.
+The attention uses plain matrix products, with scores in the model's dtype. It rounds like the
+`eager` attention of transformers. On most CPUs it is faster than the fused
+`scaled_dot_product_attention`. These are times of a layer divided by the times with that function,
+in bfloat16 on one thread, with 9 query heads and 3 key heads of width 64:
+
+    0.5    16 sequences of 300 slots, with one or five new tokens each
+    0.4    128 tokens of a prompt over 1,000 slots
+    0.8    one sequence with five new tokens
+    1.1    one sequence with one new token
 """
 
 from collections.abc import Callable, Sequence
@@ -19,9 +23,10 @@ from outrider.kv_cache.storage import KeysAndValues
 
 
 def attend(query: Tensor, layer: LayerPages, groups: Sequence[Group]) -> Tensor:
-    """Attention output [1, T, query heads, value width] of queries [1, query heads, T, key width],
-    whose keys and values are in the cache; 0 for rows that are in no group. Query head h reads key
-    head h * Hkv // Hq. Keys are not repeated: query heads that share one are rows of one matrix."""
+    """Attention output [1, T, query heads, value width] of queries [1, query heads, T, key width].
+    Keys and values are in the cache. The output of rows that are in no group is 0. With Hq query
+    heads and Hkv key heads, query head h reads key head h * Hkv // Hq. Keys are not repeated: the
+    query heads that share a key head become rows of one matrix."""
     queries = query[0]
     if len(groups) == 1 and isinstance(groups[0].rows, slice):
         return _attend_group(queries, layer, groups[0])[None]
@@ -42,9 +47,10 @@ def attend(query: Tensor, layer: LayerPages, groups: Sequence[Group]) -> Tensor:
 def _gathered(cache: KeysAndValues, group: Group) -> tuple[Tensor, Tensor]:
     """Keys and values [heads, N * L, width] of a group's slots.
 
-    `index_select` shares only its first dimension among threads. So on several threads all heads'
-    slots are rows of one dimension (76 us instead of 120 for 16 sequences of 320 slots on two
-    threads). On one thread, gathering by head is faster (125 us instead of 155)."""
+    `index_select` divides only the first dimension among threads. So on several threads, heads and
+    slots are flattened into one dimension. For 16 sequences of 320 slots on two threads, this takes
+    76 us instead of 120. On one thread, gathering without flattening is faster (125 us instead of
+    155)."""
     if torch.get_num_threads() == 1:
         return cache.gather(group.slots)
     num_heads, num_slots, _ = cache.keys.shape
@@ -52,13 +58,14 @@ def _gathered(cache: KeysAndValues, group: Group) -> tuple[Tensor, Tensor]:
 
 
 def _attend_group(queries: Tensor, layer: LayerPages, group: Group) -> Tensor:
-    """[N * T, query heads, value width] of queries [query heads, N * T, key width]."""
+    """Attention output [N * T, query heads, value width] of a group's queries [query heads, N * T,
+    key width]."""
     num, size = group.num_segments, group.num_tokens
     keys, values = _gathered(layer.cache, group)
     products, num_heads = len(keys) * num, len(queries)
     keys = keys.view(products, -1, keys.shape[2])
     values = values.view(products, -1, values.shape[2])
-    # [key heads, N, heads that share one, T, width]
+    # [key heads, N, query heads of a key head, T, width]
     rows = queries.view(len(layer.cache.keys), -1, num, size, queries.shape[2]).transpose(1, 2)
     scores = torch.bmm(rows.reshape(products, -1, queries.shape[2]), keys.transpose(1, 2))
     scaling, softcap = layer.scaling, layer.softcap
@@ -77,8 +84,8 @@ def _attend_group(queries: Tensor, layer: LayerPages, group: Group) -> Tensor:
 
 
 def _attend_group_in_splits(queries: Tensor, layer: LayerPages, group: Group) -> Tensor:
-    """Like `_attend_group`, for a group in fixed shapes: sums over each split, then over splits in
-    order, so that the result does not depend on how many splits follow."""
+    """Like `_attend_group`, for a group with fixed shapes. Adds up the slots of each split, then
+    the splits in order. So the result does not depend on how many masked splits follow."""
     num, size = group.num_segments, group.num_tokens
     key_heads, _, key_width = layer.cache.keys.shape
     value_width = layer.cache.values.shape[2]
@@ -110,7 +117,7 @@ def _attend_group_in_splits(queries: Tensor, layer: LayerPages, group: Group) ->
 
 
 def _in_order(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum over axis 2, from first to last."""
+    """The sum over axis 2, added from first to last."""
     total = parts.select(2, 0).to(dtype, copy=True)
     for index in range(1, parts.shape[2]):
         total.add_(parts.select(2, index))
@@ -118,20 +125,21 @@ def _in_order(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(token ids [1, T], position ids [1, T], logit rows [L]) -> logits [L, V] of a module."""
+"""Runs a module. Takes token ids [1, T], position ids [1, T] and logit rows [L]. Returns logits
+[L, V]."""
 
 
 class Steps(Protocol):
     """Runs an engine's steps on its pages."""
 
     def run(self, step: HeldStep) -> Tensor:
-        """Logits [at least L, V], of which the first L are those that the step wants. Valid until
-        the next step."""
+        """Runs a step. The first rows of the result are the logits that the step wants. Any rows
+        after them are padding. The result is valid until the next step."""
         ...
 
 
 class GatheredSteps(Steps):
-    """Steps on any device, in any dtype."""
+    """Runs steps on any device, in any dtype."""
 
     def __init__(
         self,

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a model is, for `Describe` and for limits."""
+    """Describes a model."""
 
     name: str
     vocab_size: int
-    """Token ids are below it. Also the width of the logits, padding included, unless there are
-    `logit_token_ids`."""
+    """Token ids are 0..vocab_size - 1. Ids that only pad the vocabulary count too. Logits have a
+    column for each id, unless `logit_token_ids` is set."""
     max_model_len: int
     dtype: str
     eos_token_ids: tuple[int, ...]
@@ -28,7 +28,8 @@ class ModelInfo:
     tokenizer_fingerprint: str
     """Empty for a model without a tokenizer."""
     logit_token_ids: tuple[int, ...] = field(default=(), repr=False)
-    """For a head over a part of the vocabulary: each logit column's token, ascending."""
+    """If the head covers only a part of the vocabulary: the token id of each column of the logits,
+    ascending. Otherwise empty."""
     numerics: str = ""
     """See `ReplicaDescription.numerics`."""
     features: str = ""
@@ -37,36 +38,36 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class SequenceStep:
-    """New tokens of one sequence in one step."""
+    """The new tokens of one sequence in one step."""
 
     sequence_id: str
     token_ids: tuple[int, ...]
-    """Run after the slots that the sequence holds; at least one."""
+    """The new tokens, at least one. They follow the tokens that the sequence already holds."""
     num_logits: int
-    """How many of the last `token_ids` logits are wanted for; 0..len(token_ids)."""
+    """The engine returns logits at the last `num_logits` tokens; 0..len(token_ids)."""
     parents: tuple[int, ...] = ()
-    """For a tree: the index, below its own, of the token that each of `token_ids` follows; -1 = the
-    last slot held. Empty for a chain."""
+    """For a tree: token i follows the token with index `parents[i]`, which is less than i. -1
+    stands for the last token that the sequence holds. Empty for a chain."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageCounts:
-    """How an engine's pages are used."""
+    """Counts of an engine's pages."""
 
     num_pages: int
     num_free: int
     num_evictable: int
-    """Remembered only for their prefix."""
+    """Cached pages that no sequence holds."""
     prefix_queries: int
-    """Tokens of all sequences that were attached ..."""
+    """How many tokens were passed to `Engine.attach`."""
     prefix_hits: int
-    """... and how many of them were found in the cache."""
+    """How many tokens `Engine.attach` found in cached pages."""
     page_size: int = PAGE_SIZE
-    """Tokens of a page."""
+    """Slots of a page."""
 
     @property
     def num_slots(self) -> int:
-        """Tokens that all pages can hold."""
+        """How many tokens all pages together can hold."""
         return self.num_pages * self.page_size
 
     @property
@@ -77,36 +78,43 @@ class PageCounts:
 
 @dataclass(frozen=True, slots=True)
 class FoundPrefix:
-    """The pages on which a sequence can begin. Valid until its engine runs a step."""
+    """Cached pages with which a sequence can begin. Valid until the engine runs a step."""
 
     length: int
-    """Slots of these pages; all hold the sequence's tokens."""
+    """How many slots these pages have."""
     pages: tuple[int, ...]
 
 
 class Engine(Protocol):
     """Runs one causal language model over many sequences, and keeps their keys and values.
 
-    One slot holds one token. Slots are taken in pages, of which there is a fixed number. A sequence
-    begins with `attach` or with its first step. The state depends on the calls alone, so two
-    engines that get the same calls hold the same pages. Calls are made from one thread at a time,
-    and wait for nothing but the model. If a call fails unexpectedly, its sequences are as they were
-    before it, or, where that is impossible, forgotten; all others are unchanged.
+    A slot holds the keys and values of one token. A page is a fixed number of slots, and an engine
+    has a fixed number of pages. A page that no sequence holds may stay cached: sequences with the
+    same tokens can begin with it until it is evicted. A sequence begins with `attach` or with its
+    first step.
+
+    An engine's state depends on its calls alone, so two engines that get the same calls hold the
+    same pages. Only one thread at a time may call an engine. If a call fails unexpectedly, the
+    engine restores the state that the call's sequences had before. Where this is impossible, the
+    engine forgets these sequences. Other sequences are unchanged.
     """
 
     @property
     def info(self) -> ModelInfo:
-        """What runs; constant."""
+        """The engine's model; constant."""
         ...
 
     def forward(self, steps: Sequence[SequenceStep]) -> list[Tensor]:
-        """Appends each step's tokens to its sequence, at most one step for each. Returns for each
-        step the logits [num_logits, V], or [num_logits, N] with N `logit_token_ids`, in float32 on
-        the model's device: row j predicts the token after the j-th of the last `num_logits` tokens.
-        Valid until the next call. Evicts remembered prefixes if pages are missing.
+        """Appends each step's tokens to its sequence. A sequence has at most one step in a call.
+        Evicts cached pages if too few are free.
+
+        Returns logits [num_logits, V] for each step, in float32 on the model's device. If the model
+        has N `logit_token_ids`, the shape is [num_logits, N]. Row j predicts the token after the
+        j-th of the last `num_logits` tokens. The logits are valid until the next call.
+
         Raises `BadRequest` for a token id outside the vocabulary or a sequence longer than
-        `max_model_len`, and `OutOfPages` if eviction does not make enough room; then no sequence of
-        the call has changed."""
+        `max_model_len`. Raises `OutOfPages` if eviction does not make enough room. After either
+        error, no sequence has changed."""
         ...
 
     def can_hold(
@@ -115,47 +123,50 @@ class Engine(Protocol):
         without: Iterable[str] = (),
         begun: Mapping[str, FoundPrefix] | None = None,
     ) -> bool:
-        """Whether `forward` would find pages for these steps, eviction included, after the
-        sequences in `without` were released and those in `begun` attached to the given prefixes.
-        None of `without` has a step, none of `begun` is held. Changes nothing."""
+        """Whether `forward` would find pages for these steps, if need be by eviction. Assumes that
+        before the steps, the sequences in `without` are released and those in `begun` are attached
+        to the given prefixes. Sequences in `without` must have no step, and sequences in `begun`
+        must be new. Changes nothing."""
         ...
 
     def find(self, token_ids: Sequence[int], salt: str = "") -> FoundPrefix:
-        """The prefix that `attach` would begin a sequence on; changes nothing."""
+        """The cached pages with which `attach` would begin a sequence. Changes nothing."""
         ...
 
     def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
-        """Begins a sequence that is not held, on cached pages of the same tokens under the same
-        `salt`. Takes every whole page that matches, but leaves at least one of `token_ids` to run.
-        Returns the number of slots held now. Evicts nothing."""
+        """Begins a new sequence with all cached pages that match the start of `token_ids`. Pages
+        match only if they were written under the same `salt`. At least one of `token_ids` is left
+        for `forward`. Returns the number of slots that the sequence holds now. Evicts nothing."""
         ...
 
     def fork(self, sequence_id: str, branch_id: str) -> None:
-        """Begins the unknown `branch_id` with the slots of `sequence_id`. Whole pages are shared; a
-        partial last page is copied. Evicts as `forward` does, and raises `OutOfPages` if that does
-        not make room."""
+        """Begins the new sequence `branch_id` with the slots of `sequence_id`. The two sequences
+        share whole pages. A partial last page is copied. Evicts a cached page if the copy needs
+        one. Raises `OutOfPages` if eviction does not make room."""
         ...
 
     def page_counts(self) -> PageCounts:
-        """How the pages are used now."""
+        """The current counts of pages."""
         ...
 
     def length(self, sequence_id: str) -> int:
-        """Slots the sequence holds; 0 for an unknown one."""
+        """How many slots the sequence holds; 0 for an unknown sequence."""
         ...
 
     def keep(self, sequence_id: str, length: int, path: Sequence[int] = ()) -> None:
-        """Keeps the first `length` slots and then the slots in `path` (ascending indices >=
-        `length`), in that order; frees the rest. Other sequences are unchanged."""
+        """Keeps the sequence's first `length` slots, followed by its slots with the indices in
+        `path`. These indices must be ascending and at least `length`. Frees all other slots of the
+        sequence. Other sequences are unchanged."""
         ...
 
     def release(self, sequence_id: str) -> None:
-        """Forgets the sequence; unknown ones are ignored."""
+        """Forgets the sequence. Ignores an unknown sequence."""
         ...
 
     def take_step_seconds(self) -> float:
-        """Seconds that the steps since the last call must appear to have taken; resets them. Only
-        emulated engines state a time; for others it is 0."""
+        """The stated time, in seconds, of the steps since the last call of this method. Only an
+        emulated engine states a time, and its caller waits until this time has passed. Other
+        engines return 0."""
         return 0.0
 
     @property
@@ -166,38 +177,38 @@ class Engine(Protocol):
 
 @runtime_checkable
 class DraftingEngine(Engine, Protocol):
-    """An engine that runs a drafting head as one more layer on the same slots. The head reads
-    pairs: a feature, made from the model's layers at a token, and the next token. A slot also holds
-    the key and value of the pair that its token ends."""
+    """An engine that also runs a drafting head, as one more layer on the same slots. The head reads
+    pairs. A pair is a feature, made from the model's layers at one token, and the next token. The
+    slot of that next token also holds the head's key and value of the pair."""
 
     def features(self) -> Sequence[Tensor]:
-        """For each step of the last `forward` the features [num_logits, D], in the model's dtype,
-        on its device. Valid until the next `forward`."""
+        """Features [num_logits, D] for each step of the last `forward`, in the model's dtype and on
+        the model's device. Valid until the next `forward`."""
         ...
 
     def forward_draft(
         self, steps: Sequence[SequenceStep], features: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Runs one pair for each step, a feature [D] and the step's only token, after the slots of
-        a sequence that holds some. Returns the head's output, [1, D] each, in the model's dtype.
-        The slots that it takes hold keys and values of pairs alone; the caller gives them back by
-        `keep` before the sequence's next `forward`."""
+        """Runs the head on one pair for each step: a feature [D] and the step's only token. The
+        sequence must already hold slots. Returns the head's output [1, D] for each step, in the
+        model's dtype. Each pair takes a new slot, without keys and values of the model. The caller
+        must drop these slots with `keep` before the sequence's next `forward`."""
         ...
 
 
 @runtime_checkable
 class FeatureKeeper(Engine, Protocol):
-    """An engine that may keep, with every slot, the features of a head that drafts elsewhere."""
+    """An engine that can keep a feature in every slot, for a head that drafts on draft replicas."""
 
     @property
     def feature_width(self) -> int:
-        """D, the width of a feature; 0 = none are kept. Constant."""
+        """D, the width of a feature; 0 if the engine keeps no features. Constant."""
         ...
 
     def held_features(self, ranges: Sequence[tuple[str, int, int]]) -> Tensor:
-        """If it keeps them, the features [n, D] of these slots, one range after another, in the
-        model's dtype, on its device. A range is (sequence, first, end), all of whose slots hold
-        tokens."""
+        """The features [n, D] of all slots in these ranges, one range after another, in the model's
+        dtype and on the model's device. A range is (sequence id, first slot, end), and all of its
+        slots must hold tokens. Call this only if `feature_width` is not 0."""
         ...
 
 
@@ -207,8 +218,9 @@ def check_steps(
     max_num_seqs: int,
     length: Callable[[str], int],
 ) -> None:
-    """Raises unless these steps can run on sequences of these lengths: `BadRequest` for what a
-    request can cause, `InvariantError` for what only a service can. Changes nothing."""
+    """Checks the steps of a call of `Engine.forward`. `length` returns the number of slots that a
+    sequence holds. Raises `BadRequest` for an error that a request can cause, and `InvariantError`
+    for an error in the calling code."""
     check(len(steps) <= max_num_seqs, f"{len(steps)} sequences in a step; at most {max_num_seqs}")
     check(
         len({step.sequence_id for step in steps}) == len(steps),
@@ -229,8 +241,8 @@ def check_steps(
 
 
 def check_kept(held: int, length: int, path: Sequence[int]) -> None:
-    """Raises `InvariantError` unless these are valid arguments of `Engine.keep` for a sequence that
-    holds `held` slots."""
+    """Checks the arguments of a call of `Engine.keep` for a sequence that holds `held` slots.
+    Raises `InvariantError` if they are invalid."""
     check(0 <= length <= held, f"cannot keep {length} of {held} slots")
     previous = length - 1
     for slot in path:

@@ -1,11 +1,11 @@
-"""The engine that runs any causal language model of the transformers library: all sequences of a
-step in one forward pass, their keys and values in shared pages.
+"""The engine for causal language models of the transformers library. It runs all sequences of a
+step in one forward pass, and keeps their keys and values in pages. Its parts:
 
     BlockPool      assigns pages to sequences                             block_pool.py
-    KVCache        holds the tensors                                      storage.py
-    GatheredSteps  run the module with attention over gathered slots      gathered_attention.py
-    FusedSteps     run fused CPU kernels in place of the module           cpu/fused_steps.py
-    TableSteps     run the module with a CUDA attention kernel            cuda/table_steps.py
+    KVCache        holds the tensors of the pages                         storage.py
+    GatheredSteps  runs the module with attention over gathered slots     gathered_attention.py
+    FusedSteps     runs fused CPU kernels instead of the module           cpu/fused_steps.py
+    TableSteps     runs the module with a CUDA attention kernel           cuda/table_steps.py
     DraftLayer     runs a drafting head on the same pages                 draft_layer.py
 """
 
@@ -50,14 +50,14 @@ from outrider.models.linear_layers import align_activations, block_rows
 from outrider.models.target_layers import Watched, watch_layers, watched_layers
 
 WIDE_STEP_ROWS = 16
-"""Steps of fewer tokens are timed, to notice that other processes use the cores. The times of
-longer ones vary too much."""
+"""Steps of fewer tokens are timed to notice that other processes use the cores. Longer steps are
+not timed, because their times vary too much."""
 _log = logging.getLogger(__name__)
 
 
 class PagedEngine(PagedSequences):
-    """A `DraftingEngine` and `FeatureKeeper`. It owns its module: the attention is replaced, and
-    nothing else may call the module."""
+    """A `DraftingEngine` and `FeatureKeeper`. It replaces the attention of its module, so no other
+    code may call the module."""
 
     feature_width = 0
     """See `FeatureKeeper.feature_width`."""
@@ -77,27 +77,31 @@ class PagedEngine(PagedSequences):
         drafts_apart: bool = False,
         kernels: PaceKernels | None = None,
     ) -> None:
-        """A step has at most `max_num_seqs` sequences. Pages take at most `kv_cache_memory_bytes`,
-        and at most what `max_num_seqs` sequences of full length fill. `info.max_model_len` is
-        reduced to what the pages hold.
+        """A step has at most `max_num_seqs` sequences. The pages take at most
+        `kv_cache_memory_bytes`. There are at most as many pages as `max_num_seqs` sequences of full
+        length need. If all pages together hold fewer than `info.max_model_len` tokens,
+        `info.max_model_len` is reduced to this number.
 
-        contended_threads  number for steps of under `WIDE_STEP_ROWS` tokens while other processes
-                           use the cores; other steps have torch's threads
-        deterministic      the logits of a chain's tokens are bit-equal however they are run: alone
-                           or beside others, at once or in parts, or after a cached prefix
-        backend            runs steps on a device; not used if the trial fails with it on any rank
-        least              returns the least of all ranks' numbers; keeps trials and pages alike
-        draft_layer        adds `features` and `forward_draft`; only the leader of ranks has one
-        drafts_apart       the draft layer drafts elsewhere: adds `held_features` instead
-        kernels            those that modules were replaced for; used if they pass the trial
+        contended_threads  number of threads for steps of fewer than `WIDE_STEP_ROWS` tokens while
+                           other processes use the cores; other steps use torch's number of threads
+        deterministic      the logits of a chain's tokens are always bit-equal: alone or beside
+                           other sequences, in one step or in several, after a cached prefix or not
+        backend            attention kernels of a device; not used if their trial fails on any rank
+        least              returns the least number that any rank passes, so that all ranks agree on
+                           the number of pages and on the results of trials
+        draft_layer        a drafting head on this model; of several ranks only rank 0 has one
+        drafts_apart       the head drafts on draft replicas: there is `held_features`, and no
+                           `forward_draft`
+        kernels            the fused kernels for which the modules were replaced; used if they pass
+                           their trial
 
-        Raises `ConfigError` for a model that cannot run on pages, or not deterministically."""
+        Raises `ConfigError` if the model cannot run on pages, or cannot run deterministically."""
         check(max_num_seqs > 0, "max_num_seqs must be positive")
         self._module: Any = module
         parameter = next(module.parameters())
         self._device, self._dtype = parameter.device, parameter.dtype
         num_threads = torch.get_num_threads()
-        self._contended: ContendedThreads | None = None  # Unused in the trial.
+        self._contended: ContendedThreads | None = None  # Set after the trial.
         self._logits_dtype = torch.float64 if self._dtype == torch.float64 else torch.float32
         self._backend = None if deterministic else backend
         self._deterministic, self._least, self._kernels = deterministic, least, kernels
@@ -107,9 +111,10 @@ class PagedEngine(PagedSequences):
         self.draft_layer = draft_layer
         self._drafts_apart = drafts_apart
         self._taps: dict[int, Watched] = {}
-        """The layers that a draft layer reads, in its order. Not used by fused kernels."""
+        """Records the inputs of layers for the draft layer, by the layers' numbers, in the order of
+        `DraftHead.layer_ids`. With fused kernels only the numbers are used."""
         self.rows_are_equal = False
-        """Whether a row's logits do not depend on what else is in its step, bit for bit."""
+        """Whether a row's logits are bit-equal whatever other rows are in its step."""
         self._draft_shapes: list[LayerShape] = []
         self._selects_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
         try:
@@ -118,7 +123,7 @@ class PagedEngine(PagedSequences):
                 align_activations(module)
             self._build(info, max_num_seqs, kv_cache_memory_bytes)
         except ConfigError as error:
-            if type(error) is not ConfigError:  # it names a setting
+            if type(error) is not ConfigError:  # A `SettingError` must keep its key.
                 raise
             raise ConfigError(f"model {info.name}: {error}") from error
         if contended_threads is not None:
@@ -156,8 +161,8 @@ class PagedEngine(PagedSequences):
         )  # fmt: skip
 
     def _dense_answers(self, info: ModelInfo) -> tuple[Tensor, Tensor | None]:
-        """The module's own logits [T, V] of the trial, and the features [T, D] of its draft
-        layer, if any."""
+        """The logits [T, V] of the trial's tokens as the unchanged module computes them. If there
+        is a draft layer, also its features [T, D]."""
         ids = trial_tokens(info)
         if self.draft_layer is None:
             return dense_logits(self._module, ids), None
@@ -169,8 +174,9 @@ class PagedEngine(PagedSequences):
             return logits, head.fuse(read)
 
     def _fused(self, info: ModelInfo) -> FusedDecoder | None:
-        """The model on fused kernels, in spans with bit-equal rows if possible; None if it does not
-        fit the kernels."""
+        """The model on fused kernels. None if the model does not fit the kernels, or if
+        `deterministic` forbids them. Chooses a length of spans at which rows are bit-equal, if
+        there is one."""
         kernels = self._kernels
         if kernels is None:
             return None
@@ -184,12 +190,15 @@ class PagedEngine(PagedSequences):
         self._span_tokens = found or SPAN_TOKENS_MAX
         _log.info(
             "model %s: its steps run on %s; %s", info.name, kernels.name,
-            f"rows are bit-equal in spans of {found}" if found else "rows depend on others",
+            f"rows are bit-equal in spans of {found} tokens"
+            if found
+            else "a row's logits depend on the other rows of its step",
         )  # fmt: skip
         return None if self._deterministic and found is None else decoder
 
     def _make_independent(self, num_pages: int) -> None:
-        """Makes rows bit-equal, in blocks if need be. Raises `SettingError` if that fails."""
+        """Checks that a row's logits do not depend on other rows. If they do, makes the linear
+        layers compute rows in blocks, and checks again. Raises `SettingError` if that fails."""
         num_pages = min(num_pages, -(-CROWD_SLOTS // PAGE_SIZE))
         for is_last in (False, True):
             self._use_pages(num_pages)
@@ -198,7 +207,7 @@ class PagedEngine(PagedSequences):
             if self.rows_are_equal:
                 return
             if not is_last:
-                _log.info("model %s: its linear layers take rows in blocks", self.info.name)
+                _log.info("model %s: its linear layers compute rows in blocks", self.info.name)
                 block_rows(self._module)
         raise SettingError(
             "deterministic",
@@ -213,8 +222,8 @@ class PagedEngine(PagedSequences):
         )  # fmt: skip
 
     def _try(self, expected: tuple[Tensor, Tensor | None]) -> None:
-        """Runs the trial with the fused kernels or the device's backend, or, where that fails,
-        without them."""
+        """Runs the trial with fused kernels or with the device's attention kernels, if there are
+        any. If the trial fails, removes these kernels, and runs the trial without them."""
         num_pages = TRIAL_SEQUENCES * -(-len(expected[0]) // PAGE_SIZE)
         self._use_pages(num_pages)
         trials: list[Callable[[], None]] = [partial(self._check_trial, *expected)]
@@ -223,7 +232,7 @@ class PagedEngine(PagedSequences):
         elif self._decoder is None:
             self._check_trial(*expected)
             return
-        # Of the ranks that share a model, only the leader has logits to compare.
+        # Only rank 0 has logits to compare, so all ranks must learn the result.
         if not all(self._least(self._passes(trial)) for trial in trials):
             self._decoder, self._backend, self.rows_are_equal = None, None, False
             self._use_pages(num_pages)
@@ -235,16 +244,16 @@ class PagedEngine(PagedSequences):
             check_features(self, features)
 
     def _passes(self, trial: Callable[[], None]) -> bool:
-        """Whether a trial of accelerated steps succeeds on this rank."""
+        """Whether a trial with fused kernels or attention kernels succeeds on this rank."""
         try:
             trial()
-        except Exception:  # noqa: BLE001 (an error with another cause recurs in plain steps)
+        except Exception:  # noqa: BLE001 (any other cause fails again without kernels)
             _log.warning("model %s: its steps are not accelerated", self.info.name, exc_info=True)
             return False
         return True
 
     def _use_pages(self, num_pages: int) -> None:
-        """Starts over with this many empty pages."""
+        """Allocates this many empty pages, and forgets all sequences."""
         shapes = [layer.shape for layer in self._layers]
         cache = KVCache(shapes, num_pages, self._decoder is not None, self._draft_shapes)
         if self.draft_layer is not None:
@@ -253,7 +262,7 @@ class PagedEngine(PagedSequences):
         self._steps = self._new_steps(cache.layers)
 
     def _new_steps(self, caches: Sequence[Any]) -> Steps:
-        """Steps on the pages of the pool, whose keys and values are in `caches`."""
+        """The object that runs steps. `caches` hold the keys and values of the layers."""
         if self._decoder is not None:
             return FusedSteps(self._decoder, caches, self._span_tokens, taps=[*self._taps])
         pages = {
@@ -272,7 +281,7 @@ class PagedEngine(PagedSequences):
 
     @property
     def kernels_name(self) -> str:
-        """The library of fused kernels that steps run on; empty if none."""
+        """The name of the fused kernels on which steps run; empty without fused kernels."""
         return "" if self._decoder is None else self._decoder.kernels.name
 
     def forward(self, steps: Sequence[SequenceStep]) -> list[Tensor]:
@@ -280,13 +289,13 @@ class PagedEngine(PagedSequences):
         if not steps:
             return []
         rows, sizes = self._run(self._run_whole, steps)
-        # Copied outside of inference mode, so that callers may change it in place.
+        # The copy is made outside of inference mode, so that callers may change it in place.
         return list(torch.split(rows.to(self._logits_dtype, copy=True), sizes))
 
     def held_features(self, ranges: Sequence[tuple[str, int, int]]) -> Tensor:
-        """For an engine whose draft layer drafts apart."""
+        """See `FeatureKeeper.held_features`."""
         if self._draft is None or not self.feature_width:
-            raise InvariantError("an engine whose draft layer is not apart keeps no features")
+            raise InvariantError("this engine keeps no features")
         slots = self._slots(ranges)
         with torch.inference_mode():
             return self._draft.features_at(*shipped([slots], self._device))
@@ -294,7 +303,7 @@ class PagedEngine(PagedSequences):
     def _run(
         self, run: Callable[[HeldStep], Tensor], steps: Sequence[SequenceStep], whole: bool = True
     ) -> tuple[Tensor, list[int]]:
-        """Runs a step on fewer threads while other processes use the cores."""
+        """Like `PagedSequences._run`, but on fewer threads while other processes use the cores."""
         if self._contended is None:
             return super()._run(run, steps, whole)
         num_tokens = sum(len(step.token_ids) for step in steps)
@@ -303,7 +312,8 @@ class PagedEngine(PagedSequences):
             return super()._run(run, steps, whole)
 
     def _run_whole(self, step: HeldStep) -> Tensor:
-        """`Steps.run` of the whole model, and the part of a draft layer."""
+        """Runs the model on a step. If there is a draft layer, also writes its features and pairs.
+        Returns what `Steps.run` returns."""
         rows = self._steps.run(step)
         if self._draft is not None:
             if isinstance(self._steps, FusedSteps):
@@ -314,7 +324,7 @@ class PagedEngine(PagedSequences):
         return rows
 
     def _call(self, token_ids: Tensor, position_ids: Tensor, logit_rows: Tensor) -> Tensor:
-        """`Forward` of the whole model."""
+        """Runs the module, as a `Forward`."""
         selection = {"logits_to_keep": logit_rows} if self._selects_logits else {}
         output = self._module(
             input_ids=token_ids, position_ids=position_ids, use_cache=False, return_dict=True,

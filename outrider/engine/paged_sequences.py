@@ -1,5 +1,5 @@
-"""What engines with a paged cache have in common: sequences, forks, cuts, how a failed step is
-undone, and steps of a draft layer."""
+"""The base class of engines with a paged cache. It manages sequences and their pages, undoes failed
+steps, and runs steps of a draft layer."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ from outrider.models.draft_head import LoadedDraftHead
 
 
 class PageStore(Protocol):
-    """What an engine's pages hold."""
+    """The tensors of an engine's pages."""
 
     @property
     def num_bytes(self) -> int:
@@ -27,33 +27,33 @@ class PageStore(Protocol):
         ...
 
     def copy_pages(self, copies: Sequence[Copy]) -> None:
-        """Copies pages (from, to) in every layer, all at once."""
+        """Copies pages, given as (from, to), in every layer, as if all at the same time."""
         ...
 
     def move_slots(self, moves: Sequence[Copy]) -> None:
-        """Copies slots (from, to) in every layer, all at once."""
+        """Copies slots, given as (from, to), in every layer, as if all at the same time."""
         ...
 
 
 class PagedSequences:
-    """The part of an `Engine` that runs no model."""
+    """The calls of an `Engine`, except those that run a model. Subclasses add the latter."""
 
     info: ModelInfo
     stated_seconds = 0.0
     draft_layer: LoadedDraftHead | None = None
-    """A head that drafts for the model on its pages ..."""
+    """The drafting head that runs on the model's pages, if there is one."""
     _draft: DraftLayer | None = None
-    """... and what it keeps there."""
+    """The same head together with its part of the pages."""
     _features: Sequence[Tensor] = ()
 
     def _use_pool(self, pool: BlockPool, cache: PageStore, max_num_seqs: int) -> None:
-        """Starts over with the empty pages of a pool."""
+        """Forgets all sequences, and uses the empty pages of this pool from now on."""
         self._pool, self._cache, self._max_num_seqs = pool, cache, max_num_seqs
         self._page_size = pool.page_size
         self._copies: dict[int, int] = {}
-        """Pages to copy before the next step, for all sequences at once: to -> from."""
+        """Pages to copy before the next step, as {to: from}."""
         self._moves: dict[int, int] = {}
-        """Slots to copy before the next step. Only one of the two is filled at a time."""
+        """Slots to copy before the next step, as {to: from}. Empty while `_copies` is not empty."""
         self.can_hold, self.find, self.attach = pool.can_hold, pool.find, pool.attach
         self.release, self.length, self.page_counts = pool.release, pool.length, pool.counts
 
@@ -68,8 +68,8 @@ class PagedSequences:
         steps: Sequence[SequenceStep],
         whole: bool = True,
     ) -> tuple[Tensor, list[int]]:
-        """The rows that are wanted, and how many of them each step wants. `whole` is false for
-        steps that run less than the whole model."""
+        """Runs the steps with `run`. Returns the wanted rows of its result, and how many of these
+        rows belong to each step. `whole` is false if `run` does not run the whole model."""
         check_steps(steps, self.info, self._max_num_seqs, self.length)
         with self._appended(steps, whole) as step, torch.inference_mode():
             rows = run(step)
@@ -85,14 +85,14 @@ class PagedSequences:
     def forward_draft(
         self, steps: Sequence[SequenceStep], features: Sequence[Tensor]
     ) -> list[Tensor]:
-        """See `DraftingEngine.forward_draft`; for an engine with a draft layer."""
+        """See `DraftingEngine.forward_draft`. Only for an engine with a draft layer."""
         if self._draft is None or self._draft.pairs is None:
             raise InvariantError("an engine without a draft layer runs no draft steps")
-        check(len(steps) == len(features), "a draft step has one feature")
+        check(len(steps) == len(features), f"{len(features)} features for {len(steps)} draft steps")
         for step in steps:
             is_single = len(step.token_ids) == step.num_logits == 1 and not step.parents
             check(is_single, f"{step.sequence_id}: a draft step has one token")
-            check(self.length(step.sequence_id) > 0, f"{step.sequence_id}: no pair has been run")
+            check(self.length(step.sequence_id) > 0, f"{step.sequence_id} holds no slots yet")
         draft = self._draft.pairs.draft
 
         def run(step: HeldStep) -> Tensor:
@@ -104,8 +104,8 @@ class PagedSequences:
         return list(torch.split(*self._run(run, steps, whole=False))) if steps else []
 
     def take_slots(self, steps: Sequence[SequenceStep]) -> None:
-        """On a rank without a draft layer: takes the slots that the leader's draft layer takes, and
-        computes nothing."""
+        """Takes slots for these steps without computing anything. The other ranks of a model do so
+        when rank 0 runs a draft step, because all ranks must hold the same pages."""
         self._run(lambda _: torch.empty(0), steps, whole=False)
 
     def fork(self, sequence_id: str, branch_id: str) -> None:
@@ -115,14 +115,14 @@ class PagedSequences:
         _add(self._copies, self._pool.fork(sequence_id, branch_id))
 
     def keep(self, sequence_id: str, length: int, path: Sequence[int] = ()) -> None:
-        """See `Engine.keep`. Keys stay rotated for the position they were run at, so a slot of
-        `path` must have been run at the position it gets."""
+        """See `Engine.keep`. Keys are not rotated again. So every slot of `path` must have been run
+        at the position to which it moves."""
         if path and self._copies:
             self._settle()
         _add(self._moves, self._pool.keep(sequence_id, length, path))
 
     def _slots(self, ranges: Sequence[tuple[str, int, int]]) -> npt.NDArray[np.int64]:
-        """[n]: for each (sequence, first, end) the slots of its places first..end - 1."""
+        """[n]: the slot numbers of places first..end - 1 of each (sequence id, first, end)."""
         if self._copies or self._moves:
             self._settle()
         size = self._page_size
@@ -134,7 +134,8 @@ class PagedSequences:
         return np.concatenate(found)
 
     def _settle(self) -> None:
-        """Makes the pending copies. Where that fails, the pool forgets the pages concerned."""
+        """Makes the pending copies. If one fails, the pool forgets all pages that should have been
+        written."""
         copies, moves = self._copies, self._moves
         self._copies, self._moves = {}, {}
         try:
@@ -145,12 +146,13 @@ class PagedSequences:
             raise
 
     def take_step_seconds(self) -> float:
-        """0, as only emulated engines state a time."""
+        """See `Engine.take_step_seconds`."""
         return self.stated_seconds
 
     @contextmanager
     def _appended(self, steps: Sequence[SequenceStep], whole: bool = True) -> Iterator[HeldStep]:
-        """A step whose sequences have taken its slots. If the body fails, they give them back."""
+        """Takes slots for these steps. If the body of the `with` statement fails, the sequences
+        give back these slots."""
         if self._moves:
             self._settle()
         lengths = [self.length(step.sequence_id) for step in steps]
@@ -163,7 +165,7 @@ class PagedSequences:
             self._settle()
             yield HeldStep(held, self._page_size)
         except BaseException:
-            # So that no sequence can share slots that were not written.
+            # Otherwise other sequences could share slots that were not written.
             for one in held:
                 if self.length(one.step.sequence_id):
                     self._pool.keep(one.step.sequence_id, one.length)
@@ -171,14 +173,15 @@ class PagedSequences:
 
 
 def newest_rows(rows: Tensor, step: HeldStep) -> list[Tensor]:
-    """The last `num_logits` rows of each sequence, of rows [T, ..] of all new tokens of a step."""
+    """The last `num_logits` rows of each sequence. `rows` [T, ..] has one row for every new token
+    of the step."""
     steps = [held.step for held in step.sequences]
     parts = torch.split(rows, [len(one.token_ids) for one in steps])
     return [part[len(part) - one.num_logits :] for part, one in zip(parts, steps, strict=True)]
 
 
 def _add(pending: dict[int, int], copies: Sequence[Copy]) -> None:
-    """Adds copies (from, to) so that all pending ones can be made at once: a copy from a place that
-    has yet to be written reads that place's source instead."""
+    """Adds copies (from, to) to the pending ones. All pending copies are made at the same time. So
+    a copy that would read the target of a pending copy reads the source of that copy instead."""
     for source, target in copies:
         pending[target] = pending.get(source, source)

@@ -1,4 +1,4 @@
-"""How long an engine's steps take, and its measurement before the engine is used."""
+"""How long an engine's steps take. This is measured before the engine is used."""
 
 import math
 from bisect import bisect_left
@@ -12,23 +12,26 @@ from outrider.errors import check
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """A step's time over its rows (tokens), its sessions and their context (slots held before).
+    """The time of a step as a function of its rows (tokens), its sessions, and their context (the
+    slots that the sessions held before the step).
 
-    seconds = base(rows) + session_s * (sessions - 1) + slot_s(rows / sessions) * context,
-    where base is interpolated between the measured rows, and extrapolated from the last two beyond
-    them; slot_s grows with the rows that read each slot.
+        seconds = base(rows) + session_s * (sessions - 1)
+                + (slot_s + row_slot_s * (rows / sessions - 1)) * context
+
+    Between measured numbers of rows, base is interpolated linearly. Above the greatest, base is
+    extrapolated from the last two.
     """
 
     rows: tuple[int, ...]
-    """Measured, ascending; at least one."""
+    """The measured numbers of rows, ascending; at least one."""
     seconds: tuple[float, ...]
-    """Time of a step of one session with that many rows, without a context."""
+    """For each of `rows`, the time of a step of one session without a context."""
     session_s: float = 0.0
-    """Time for each further session."""
+    """The time that each session after the first adds."""
     slot_s: float = 0.0
-    """Time for each slot that a row of its session reads ..."""
+    """The time that each slot of the context adds, if its session has one row in the step."""
     row_slot_s: float = 0.0
-    """... and for each further row that reads it."""
+    """The time that each slot adds for each further row of its session."""
 
     def __post_init__(self) -> None:
         check(len(self.rows) == len(self.seconds) > 0, "each number of rows has one time")
@@ -37,18 +40,19 @@ class StepCosts:
         check(all(0 <= time < math.inf for time in times), "times must be finite, and 0 or more")
 
     def step_seconds(self, rows: float, sessions: float = 1, context: float = 0) -> float:
-        """The time of a step of `rows` >= 1 tokens of several sessions, whose contexts have
-        `context` slots in total; fractions are means over steps."""
+        """The time of a step of `rows` >= 1 tokens. The contexts of all sessions have `context`
+        slots in total. The arguments may be means over several steps."""
         attention_s = self.attention_seconds(max(1.0, rows / sessions), context)
         return self.mixed_seconds(rows, sessions, attention_s)
 
     def mixed_seconds(self, rows: float, sessions: float, attention_s: float) -> float:
-        """The same for sessions with different rows and contexts; `attention_s` is the sum of their
-        `attention_seconds`."""
+        """The time of a step of sessions with different numbers of rows and different contexts.
+        `attention_s` is the sum of the sessions' `attention_seconds`."""
         return self._base(rows) + self.session_s * (sessions - 1) + attention_s
 
     def attention_seconds(self, rows: float, context: float) -> float:
-        """What a session of `rows` >= 1 tokens adds to a step for its `context` slots."""
+        """The time that the context of a session adds to a step, if the session has `rows` >= 1
+        tokens in the step."""
         return context * (self.slot_s + self.row_slot_s * (rows - 1))
 
     def _base(self, rows: float) -> float:
@@ -62,18 +66,21 @@ class StepCosts:
 MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 MEASURED_SESSIONS = 8
 MEASURED_CONTEXT = 256
-"""Slots of each of those sessions."""
+"""Each measured session has a context of this many slots."""
 SHORT_CONTEXT = 16
-"""A context that costs almost nothing, for comparison. Several sessions are measured to make the
-difference stand out: on two cores a slot of the demo target costs 2 us, and a step 16 ms."""
+"""Slots of a context that costs almost nothing. The cost of a slot is computed from the times of a
+step with this context and with `MEASURED_CONTEXT`. The two times are similar: on two cores a slot
+of the demo target costs 2 us, and a step 16 ms. So several sessions are measured together."""
 CONTEXT_ROWS = 64
-"""Rows that are measured over a context, besides a single one."""
+"""A step over a context is measured with one row for each session, and with this many rows of one
+session."""
 CONTEXTS_SHARE = 0.3
-"""Share of the time limit after which no more sessions get a context."""
+"""After this share of the time limit, the measurement of contexts adds no more sessions."""
 TRIES = 3
-"""Tries of each measurement; the fastest counts, as other processes only slow it down ..."""
+"""Each measurement is tried up to this many times. The fastest try counts, because other processes
+can only make steps slower."""
 TRIES_SHARE = 0.05
-"""... but no further try starts after this share of the time limit."""
+"""After this share of the time limit, a measurement begins no further try."""
 MANY_ROWS = 64
 _TOKEN_ID = 0
 
@@ -85,10 +92,13 @@ def measure_step_costs(
     clock: Callable[[], float],
     limit_s: float = 3.0,
 ) -> StepCosts:
-    """Measures steps of up to `max_rows` tokens and `max_sessions` sequences on an engine that is
-    not in use yet, on the thread that its steps will run on; leaves no sequence behind. `clock`
-    counts seconds. What is not measured within `limit_s` (which excludes warming up a device) is
-    left out, or taken to cost nothing. For an emulated engine, its stated times count."""
+    """Measures steps of up to `max_rows` tokens and `max_sessions` sequences. The engine must not
+    be in use yet. Call this on the thread on which the engine's steps will run. `clock` counts
+    seconds.
+
+    The measurement ends after about `limit_s`, not counting the time to warm up a device. Numbers
+    of rows that are not measured by then are left out. If contexts are not measured by then, they
+    count as free. For an emulated engine the stated times are used."""
     bench = _Bench(engine, clock, limit_s * TRIES_SHARE)
     bench.least([_step(0, 1)])  # The first step only warms up.
     until = bench.clock() + limit_s
@@ -109,31 +119,31 @@ def measure_step_costs(
 
 
 def _costs(rows: Sequence[int], seconds: Sequence[float]) -> StepCosts:
-    """Costs of the first of `rows`, as many as there are times. If more rows took less time, the
-    longer time was disturbed, and the shorter one replaces it."""
+    """The costs for as many of the first `rows` as there are times. If more rows took less time
+    than fewer rows, other processes disturbed the longer measurement. Then the shorter time is used
+    for both."""
     least = tuple(reversed(list(accumulate(reversed(seconds), min))))
     return StepCosts(tuple(rows[: len(least)]), least)
 
 
 class _Bench:
-    """Measures steps. Its sequences are numbered, and hold nothing before their first step."""
-
     def __init__(self, engine: Engine, clock: Callable[[], float], try_s: float) -> None:
         self._engine = engine
         self._clock = clock
         self._try_s = try_s
         self._first_is_slow = False
-        """On a device the first step of each shape compiles kernels, and is not counted."""
+        """True on devices other than a CPU. There the first step of each shape compiles kernels,
+        and its time does not count."""
         self._excused_s = 0.0
-        """Total time of these first steps."""
+        """Total time of steps whose time does not count."""
 
     def clock(self) -> float:
-        """The time, without first steps of a shape."""
+        """The time, less the time of steps that do not count."""
         return self._clock() - self._excused_s
 
     def rows(self, counts: Sequence[int], until: float) -> list[float]:
-        """Least time, s, of a step of one session without a context, for each of these numbers of
-        tokens. Ends early if time or pages run out."""
+        """The least time in seconds of a step of one session without a context, for each number of
+        tokens in `counts`. Ends early if time or pages run out."""
         found: list[float] = []
         for num in counts:
             step = [_step(0, num)]
@@ -143,8 +153,8 @@ class _Bench:
         return found
 
     def contexts(self, known: StepCosts, num: int, context: int, until: float) -> StepCosts:
-        """Adds the costs of a session and of a slot of its context to `known`. Measures `num`
-        sessions, or fewer if pages or time run out."""
+        """Adds the costs of a session and of a slot of context to `known`. Measures `num` sessions
+        with `context` slots each, or fewer sessions if pages or time run out."""
         begun = 0
         while num and not self._engine.can_hold(
             [_step(index, context + CONTEXT_ROWS, 0) for index in range(num)]
@@ -174,8 +184,8 @@ class _Bench:
         )
 
     def least(self, steps: Sequence[SequenceStep], length: int = 0) -> float:
-        """The least time, s, to run `steps` at once on sequences that hold `length` slots each
-        before and after it."""
+        """The least time in seconds of a call of `forward` with these steps. Each sequence holds
+        `length` slots before the call. Afterwards it is cut to that length again."""
         self._warm_up(steps, length)
         times: list[float] = []
         enough = self._clock() + self._try_s
@@ -202,7 +212,7 @@ class _Bench:
         self._engine.take_step_seconds()
         start = self._clock()
         for logits in self._engine.forward(steps):
-            logits[-1:].sum().item()  # Waits for a device that computes asynchronously.
+            logits[-1:].sum().item()  # Waits for the device, which computes asynchronously.
             self._first_is_slow = logits.device.type != "cpu"
         elapsed = self._clock() - start
         return self._engine.take_step_seconds() or elapsed

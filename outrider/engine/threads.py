@@ -1,4 +1,4 @@
-"""The threads that torch runs an operator on: how many, and at which priority."""
+"""The number and the priority of the threads on which torch runs operators."""
 
 import logging
 import os
@@ -14,7 +14,7 @@ import torch
 
 @contextmanager
 def on_threads(num: int) -> Iterator[None]:
-    """Within the block torch uses `num` threads. Takes less than 1 us."""
+    """In this context torch uses `num` threads. A change of the number takes less than 1 us."""
     before = torch.get_num_threads()
     torch.set_num_threads(num)
     try:
@@ -24,20 +24,22 @@ def on_threads(num: int) -> Iterator[None]:
 
 
 NICENESS = 5
-"""Added to the niceness of a step's worker threads. When a step has a thread on every core, an
-incoming message waits until the kernel preempts one of them. Measured on two cores (99th
-percentile, medians of runs): from sending to the queue 3.7 ms instead of 4.7, from verdict to
-receiver 2.6 instead of 4.4, with steps as fast as before. The step's own thread keeps its priority,
-so that its results are sent at once."""
+"""Added to the niceness of a step's worker threads. If a step has a thread on every core, an
+incoming message waits until the operating system preempts one of these threads. Threads with a
+higher niceness are preempted earlier. On two cores, the time from sending a message to its queue
+fell from 4.7 to 3.7 ms, and the time from a verdict to its receiver from 4.4 to 2.6 ms (99th
+percentiles, medians of runs). Steps were as fast as before. The thread that calls the engine keeps
+its priority, so that results are sent at once."""
 _log = logging.getLogger(__name__)
 _THREADS = Path("/proc/self/task")
 _ELEMENTS = 2**20
-"""Large enough for torch to use all threads."""
+"""Size of a tensor that is large enough for torch to use all threads."""
 
 
 def start_workers() -> list[int]:
-    """Starts the calling thread's worker threads and lowers their priority; returns their ids. Does
-    nothing except on Linux, as elsewhere threads have no priority of their own."""
+    """Starts torch's worker threads for the calling thread, and lowers their priority. Returns the
+    workers' ids. On systems other than Linux this function does nothing, because threads have no
+    priority of their own there."""
     if sys.platform != "linux" or not _THREADS.is_dir():
         return []
     before = _thread_ids()
@@ -58,41 +60,43 @@ def _thread_ids() -> set[int]:
 SLOW = 3.0
 """A step is slow if it takes this many times its usual time."""
 SLOW_STEPS = 2
-"""Slow steps in a row that start a trial."""
+"""This many slow steps in a row start a trial."""
 TRIAL_STEPS = 3
-"""Steps of a trial with fewer threads, and as many, alternating, with all threads."""
+"""A trial runs this many steps with fewer threads and as many with all threads, alternating."""
 GAIN = 2.0
-"""Fewer threads are kept if they are this many times as fast ..."""
+"""If steps of the trial are this many times as fast on fewer threads, steps run on fewer threads
+for `RETREAT_S` seconds."""
 RETREAT_S = 30.0
-"""... for this long."""
 _WEIGHT = 1 / 16
-"""Weight of the newest step in the average."""
+"""Weight of the newest step in the average time of steps."""
 
 
 class ContendedThreads:
-    """Chooses between all threads and fewer. All are faster unless other processes use the cores.
-    Steps are only compared with others of their kind. `clock` counts seconds."""
+    """Chooses whether a step runs on all threads or on fewer. Fewer threads are faster only while
+    other processes use the cores. The times of steps are compared only with those of steps of the
+    same kind. `clock` counts seconds."""
 
     def __init__(
         self, fewer: int, every: int, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._fewer, self._every, self._clock = fewer, every, clock
         self._usual_s: dict[Hashable, float] = {}
-        """Decayed average time of a step with all threads, by kind."""
+        """Exponential moving average of the time of steps with all threads, by kind of step."""
         self._num_slow = 0
         """Slow steps in a row."""
         self._trial: Hashable = None
         """The kind of steps on trial; None = no trial runs."""
         self._all_s: list[float] = []
-        """Times of the trial's steps with all threads ..."""
+        """Times of the trial's steps with all threads."""
         self._fewer_s: list[float] = []
-        """... and with fewer."""
+        """Times of the trial's steps with fewer threads."""
         self._until = 0.0
-        """When to return to all threads."""
+        """Until this time steps run on fewer threads."""
 
     @contextmanager
     def step(self, kind: Hashable) -> Iterator[None]:
-        """Runs a step. Steps of one kind take similar times; None = always on all threads."""
+        """Sets the number of threads for a step that runs in this context. Steps of one kind take
+        similar times. Steps of kind None always run on all threads."""
         start = self._clock()
         retreats = start < self._until
         has_fewer = kind is not None and (retreats or self._tries_fewer(kind))
@@ -123,7 +127,7 @@ class ContendedThreads:
             self._usual_s[kind] = usual_s + (seconds - usual_s) * _WEIGHT
 
     def _try(self, kind: Hashable) -> None:
-        """Starts a trial, or with None ends it."""
+        """Starts a trial with steps of this kind. None ends the trial."""
         self._trial, self._num_slow = kind, 0
         self._all_s.clear()
         self._fewer_s.clear()
@@ -134,8 +138,8 @@ class ContendedThreads:
             self._until = self._clock() + RETREAT_S
             _log.info(
                 "other processes use the cores: short steps take %.0f ms on %d threads and %.0f ms "
-                "on %d, which they use for %g s",
-                all_s * 1e3, self._every, fewer_s * 1e3, self._fewer, RETREAT_S,
+                "on %d. They run on %d for the next %g s",
+                all_s * 1e3, self._every, fewer_s * 1e3, self._fewer, self._fewer, RETREAT_S,
             )  # fmt: skip
         else:
             self._usual_s[self._trial] = all_s

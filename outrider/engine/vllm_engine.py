@@ -1,12 +1,13 @@
-"""vLLM's models and kernels under our own pages and steps.
+"""The engine that runs vLLM's models and kernels on Outrider's own pages.
 
-vLLM is used as a library: its loader with all quantisations that it reads, its tensor parallelism,
-its attention backends and their caches. Its scheduler, block manager and engine core do not run.
-Sequences and pages are ours (`PagedSequences`). A page is one block of every layer, windowed or
-not, so sharing, forking and cutting a sequence change one table.
+vLLM is used as a library. The engine uses vLLM's loader with all quantisations that it reads, its
+tensor parallelism, its attention backends and their caches. vLLM's scheduler, block manager and
+engine core do not run. Instead, `PagedSequences` manages sequences and pages. A page is one block
+of every layer, even if the layer has a sliding window. So all layers of a sequence have the same
+page table.
 
-Every import of vLLM is in this file. vLLM's modules move between releases, so one minor version is
-supported at a time, and `tests/vllm` compares every use with the next release.
+All imports of vLLM are in this file. vLLM's modules move between releases, so one minor version is
+supported at a time. `tests/vllm` compares every use of vLLM with the next release.
 """
 
 from __future__ import annotations
@@ -89,21 +90,21 @@ from outrider.models.fingerprint import numerics_fingerprint
 from outrider.models.loading import LoadOptions, describe_files, refusing, use_device
 
 _CAPTURED_BYTES = 2**30
-"""Device memory reserved for captured steps, besides the model and its pages."""
+"""Device memory that is reserved for CUDA graphs, besides the model and its pages."""
 _PAGE_SIZES = {"cpu": 32, "cuda": 16}
-"""Tokens of a page, if the model's attention leaves the choice."""
+"""Tokens of a page by type of device. Some kinds of attention require another number."""
 _PADDING_SLOT = -1
 _CAPTURED_MAX = 512
-"""Most tokens of a captured step; longer steps are bound by their kernels anyway."""
+"""The most tokens of a step that is captured as a CUDA graph. For more tokens the kernels take so
+long that a graph saves nothing."""
 _NAME_BITS = 62
 _RUNNING = Lock()
-"""Held during a step: a step's context and vLLM's CPU scratch memory exist once for the process,
-while each engine may have a thread of its own."""
+"""Held during a step. A process has only one forward context and one CPU scratch memory of vLLM,
+but it may run several engines, each on its own thread."""
 
 
 class VllmEngine(PagedSequences):
-    """A `DraftingEngine`. It runs chains only: no attention backend of vLLM
-    takes trees."""
+    """A `DraftingEngine` for chains only, because no attention backend of vLLM can run trees."""
 
     def __init__(
         self,
@@ -122,20 +123,22 @@ class VllmEngine(PagedSequences):
         draft_reads_output: bool = False,
         **options: Unpack[LoadOptions],
     ) -> None:
-        """The model in `path`, or this rank's share of it, for steps of at most `max_num_seqs`
-        sequences and `max_num_batched_tokens` tokens. Its pages take `kv_cache_memory_bytes`; 0 =
-        what `memory_budget` leaves. Steps are compiled, and captured on a CUDA device, unless
-        `enforce_eager` or `deterministic`. With the latter, logits do not depend on what else is in
-        a step. With a `draft_layer`, which only the leader of several ranks has, it has `features`
-        and `forward_draft`. Every rank needs the `draft_check`.
-        `draft_reads_output`: the draft layer reads the model's output, not its layers. Raises
-        `ConfigError` for a model that vLLM does not load, whose state cannot be cut back, or that
-        does not show what the layer reads."""
+        """Loads the model in `path`, or this rank's share of it. A step has at most `max_num_seqs`
+        sequences and `max_num_batched_tokens` tokens. The pages take `kv_cache_memory_bytes`; 0 =
+        what `memory_budget` returns. If `deterministic`, a token's logits do not depend on the
+        other tokens of its step. If `enforce_eager` or `deterministic`, the model is not compiled.
+        On a CUDA device, steps of a compiled model are captured as CUDA graphs.
+        `draft_layer` is a drafting head on this model. Of several ranks only rank 0 has one, but
+        every rank needs the `draft_check`. If `draft_reads_output`, the head reads the model's
+        output, otherwise the inputs of its layers.
+        Raises `ConfigError` if vLLM cannot load the model, if tokens cannot be removed from the
+        model's state, or if the model does not return what the head reads."""
         self._device, self._ranks = use_device(**options), ranks
         self._deterministic = deterministic
         name, compiles = options.get("name", str(path)), not (enforce_eager or deterministic)
         captures = compiles and self._device.type == "cuda"
-        # A draft also reads the tokens that it drafted; trials have `BATCHED_TOKENS_DEFAULT`.
+        # A step of a draft has drafted tokens beside the batched ones. A step of a trial has up to
+        # `BATCHED_TOKENS_DEFAULT` tokens.
         drafted = max_num_seqs * (NUM_DRAFT_TOKENS_MAX + 2)
         most = max(max_num_batched_tokens + drafted, BATCHED_TOKENS_DEFAULT)
         with refusing(f"model {name}:"):
@@ -162,7 +165,8 @@ class VllmEngine(PagedSequences):
         self._ids, self._positions = (
             torch.zeros(most, dtype=torch.int64, device=self._device) for _ in range(2)
         )
-        self._sizes: list[int] = []  # Of captured steps, ascending; steps are padded to these.
+        self._sizes: list[int] = []
+        """Numbers of tokens of captured steps, ascending. Other steps are padded to one of them."""
         self._skips_compiled = False
         with refusing(f"model {name}:"):
             if draft_check is not None:
@@ -181,7 +185,7 @@ class VllmEngine(PagedSequences):
         compiles: bool,
         options: LoadOptions,
     ) -> Any:
-        """vLLM's configuration, for steps with at most these many sequences and tokens."""
+        """vLLM's configuration, for steps of at most this many sequences and tokens."""
         compilation: dict[str, Any] = {"cudagraph_mode": "NONE"}
         if compiles and self._device.type == "cuda":
             size = min(_CAPTURED_MAX, max_num_tokens)
@@ -197,8 +201,9 @@ class VllmEngine(PagedSequences):
         ).create_engine_config()  # fmt: skip
 
     def _set_operators(self) -> None:
-        """Chooses the implementation of each operator, as vLLM's worker does. Otherwise norms are
-        Python functions that the compiler does not see, which cost the demo target 4 ms a step."""
+        """Chooses the implementation of each operator, as vLLM's worker does. Otherwise norms would
+        be Python functions outside of the compiled code. This costs the demo target 4 ms for each
+        step."""
         self._config.kernel_config.ir_op_priority.set_default()
         set_default_torch_wrap(self._config.compilation_config.ir_enable_torch_wrap)
 
@@ -209,7 +214,7 @@ class VllmEngine(PagedSequences):
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         if self._ranks is not None and self._device.type == "cpu":
-            # Names the memory that ranks of one machine share.
+            # The name of the memory that the ranks of one machine share; equal on all ranks.
             name = least(self._ranks, secrets.randbits(_NAME_BITS), self._device)
             os.environ["VLLM_DIST_IDENT"] = str(name)
         init_batch_invariance()
@@ -221,8 +226,8 @@ class VllmEngine(PagedSequences):
             raise Unavailable(f"the ranks of a model do not find each other: {error}") from error
 
     def _use_caches(self, num_bytes: int, max_num_seqs: int, name: str) -> None:
-        """Allocates the caches of all layers. Layers with the same cache specification are a group
-        to vLLM; all groups have the same pages."""
+        """Allocates the caches of all layers. Layers with the same cache specification form a group
+        of vLLM. All groups have the same page tables."""
         config = self._config
         specs = get_kv_cache_spec(config)
         groups: dict[Any, list[str]] = defaultdict(list)
@@ -232,7 +237,7 @@ class VllmEngine(PagedSequences):
             groups[spec].append(layer)
         sizes = {spec.block_size for spec in groups}
         if len(sizes) != 1:
-            raise ConfigError(f"model {name}: its layers have pages of {sorted(sizes)} tokens")
+            raise ConfigError(f"model {name}: its layers have different page sizes {sorted(sizes)}")
         [self._page_size] = sizes
         model_bytes = sum(spec.page_size_bytes * len(layers) for spec, layers in groups.items())
         kept = []
@@ -250,7 +255,7 @@ class VllmEngine(PagedSequences):
         layouts = get_supported_kv_cache_layouts({layers[one].get_attn_backend() for one in specs})
         layout = next(one for one in layouts if not one.is_block_outermost)
         record_kv_cache_layout(config.cache_config, layout.name)
-        # The last page belongs to no sequence: padding is written to it.
+        # The last page belongs to no sequence. The spare token of `_hidden_of` is written to it.
         num_blocks, offset, tensors = num_pages + 1, 0, []
         for spec, names in groups.items():
             layer_stride, block_stride, *_ = compute_layout_strides(
@@ -280,13 +285,14 @@ class VllmEngine(PagedSequences):
     def _take_head(
         self, draft_layer: LoadedDraftHead | None, name: str, reads_output: bool
     ) -> None:
-        """Gives a head the model's dtype, and lets it share weights with the model where both have
-        the same. Raises `ConfigError` for a model, called `name`, that does not show what a head
-        reads, also on ranks without a head."""
+        """Converts a head to the model's dtype. If a weight of the head equals one of the model,
+        both share one tensor. Raises `ConfigError` about the model `name` if the model does not
+        return what a head reads. Ranks without a head raise this error too."""
         if not reads_output and not supports_eagle3(self._model):
             raise ConfigError(
-                f"model {name}: vLLM's {type(self._model).__name__} does not show what its layers "
-                "read, which an EAGLE-3 head needs; give --engine transformers or another drafter"
+                f"model {name}: an EAGLE-3 head needs the inputs of the model's layers, but vLLM's "
+                f"{type(self._model).__name__} does not return them; give --engine transformers or "
+                "another drafter"
             )
         self.draft_layer = draft_layer
         theirs = [parameter for parameter in self._model.parameters() if parameter.dim() == 2]
@@ -298,7 +304,8 @@ class VllmEngine(PagedSequences):
     def _use_draft_layer(
         self, draft_check: DraftCheck, max_num_seqs: int, reads_output: bool
     ) -> None:
-        """Checks the head, and sets which layers show what they read."""
+        """Checks the head, and makes the model return the inputs of the layers that the head
+        reads."""
         num_layers = self._config.model_config.hf_text_config.num_hidden_layers
         if not reads_output:
             self._show(range(num_layers + 1))
@@ -307,18 +314,19 @@ class VllmEngine(PagedSequences):
         self._skips_compiled = False
         if not reads_output:
             self._show(self._read_by_leader(num_layers))
-        # The text that was read must not be found as a prefix: the head has written no pairs of it.
+        # No sequence may begin with cached pages of the check's text, because the head has written
+        # no pairs on them.
         self._use_pool(BlockPool(self._pool.num_pages, self._page_size), self._cache, max_num_seqs)
         if self.draft_layer is not None:
             head = self.draft_layer.module
             ascending = sorted(head.layer_ids)
             self._taps = [ascending.index(layer_id) for layer_id in head.layer_ids]
-            """Which of the shown layers the head reads."""
+            """For each of the head's layers, its index among the layers that the model returns."""
             self._draft = DraftLayer(head, self._draft_pages)
 
     def _read_by_leader(self, num_layers: int) -> list[int]:
-        """The layers that the leader's head reads; the same on all ranks, as their graphs must be
-        alike."""
+        """The layers that the leader's head reads. All ranks get the same layers, because their
+        compiled models must be alike."""
         is_read = torch.zeros(num_layers + 1, dtype=torch.int64, device=self._device)
         if self.draft_layer is not None:
             is_read[[*self.draft_layer.module.layer_ids]] = 1
@@ -328,14 +336,14 @@ class VllmEngine(PagedSequences):
         return layer_ids
 
     def _show(self, layer_ids: Sequence[int]) -> None:
-        """From now on these layers, ascending, show what they read. The number of layers stands for
-        the output of the last one."""
+        """From now on the model also returns the inputs of these layers, which are in ascending
+        order. The number of layers stands for the output of the last layer."""
         self._model.set_aux_hidden_state_layers(tuple(layer_ids))
-        # Part of the key of cached compiled models.
+        # This becomes a part of the key under which vLLM caches compiled models.
         self._config.additional_config["shown_layers"] = list(layer_ids)
 
     def _read(self, prompt: Sequence[int]) -> Reading:
-        """A `Reader`. Either all layers show what they read, or none does."""
+        """A `Reader`. At this time the model returns the inputs of all layers or of none."""
         texts, likeliest, shown = [], [], []
         new = torch.tensor(prompt, device=self._device)
 
@@ -354,8 +362,9 @@ class VllmEngine(PagedSequences):
 
     def _warm_up(self, is_shown: bool) -> None:
         """Compiles the model. Raises `ConfigError` if logits depend on how a text is cut into
-        steps, as with MLA on CPUs. `is_shown`: layers show what they read; then compiled steps,
-        which vLLM may load from files, must give the logits and features of uncompiled ones."""
+        steps, as with MLA on CPUs. `is_shown` says that the model returns inputs of its layers.
+        Then the compiled model must also give the logits and features of the uncompiled one,
+        because vLLM may have loaded the compiled model from files."""
         ids = trial_tokens(self.info)
         self._skips_compiled = is_shown
         [expected] = self.forward([SequenceStep("first", ids, len(ids))])
@@ -373,7 +382,8 @@ class VllmEngine(PagedSequences):
             self.release(sequence)
 
     def _capture(self, max_num_tokens: int) -> None:
-        """Captures a step of each size, the largest first, as they share memory."""
+        """Captures a CUDA graph for each size of a step. The largest is captured first, because the
+        graphs share memory."""
         sizes = self._config.compilation_config.cudagraph_capture_sizes
         self._sizes = sorted(size for size in sizes if size <= max_num_tokens)
         set_cudagraph_capturing_enabled(True)
@@ -384,7 +394,8 @@ class VllmEngine(PagedSequences):
         set_cudagraph_capturing_enabled(False)
 
     def _check_rows(self, max_num_seqs: int) -> None:
-        """Raises `SettingError` if a row's logits depend on other rows."""
+        """Raises `SettingError` if a row's logits depend on other rows. Otherwise sets
+        `ModelInfo.numerics`."""
         num_rows = dependent_at(self, max_num_seqs)
         if num_rows is not None:
             raise SettingError(
@@ -414,7 +425,8 @@ class VllmEngine(PagedSequences):
         return list(torch.split(rows.to(torch.float32, copy=True), sizes))
 
     def _run_whole(self, step: HeldStep) -> Tensor:
-        """The model's part of a step, and its drafter's."""
+        """Runs the model on a step, and returns logits. If there is a draft layer, also writes its
+        features and pairs."""
         hidden, tapped = self._hidden_of(step)
         if self._draft is not None:
             found = self._draft.write(step, [tapped[at] for at in self._taps])
@@ -423,14 +435,14 @@ class VllmEngine(PagedSequences):
 
     def _rows_of_logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor | None = self._model.compute_logits(hidden)
-        # Of the ranks that share a model, only the leader has logits.
+        # Of several ranks only the leader has logits.
         return hidden.new_empty((len(hidden), 0)) if logits is None else logits
 
     def _hidden_of(self, step: HeldStep) -> tuple[Tensor, list[Tensor]]:
-        """What the model's head reads for the rows whose logits are wanted, [L, D]; and what the
-        shown layers read, as `_call` returns it."""
+        """Runs the model without its LM head. Returns the head's input [L, D] for the rows whose
+        logits are wanted, and the inputs of layers as `_call` does."""
         if self._deterministic and len(step.rows.token_ids) == 1:
-            # Products of a single row use other kernels.
+            # A spare token is added, because matrix products of a single row use other kernels.
             spare = HeldSequence(SequenceStep("", (0,), 0), 0, (self._pool.num_pages,))
             step = HeldStep([*step.sequences, spare], self._page_size)
         sequences, (ids, positions, slots, wanted) = step.sequences, step.rows
@@ -469,9 +481,9 @@ class VllmEngine(PagedSequences):
     def _call(
         self, attention: Any, mapping: Any, size: int, is_captured: bool
     ) -> tuple[Tensor, list[Tensor]]:
-        """Runs the tokens in the first places of the buffers. Returns what the model's head reads
-        [size, D] and what the layers that are shown read, in ascending order; if none are shown,
-        the former replaces these."""
+        """Runs the first `size` tokens of the buffers. Returns the input of the LM head, [size, D],
+        and the inputs of the layers that `_show` has set, in ascending order. If no layers are set,
+        the latter list contains only the input of the LM head."""
         context = set_forward_context(
             attention, self._config, num_tokens=size, slot_mapping=mapping,
             cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE if is_captured else CUDAGraphMode.NONE,
@@ -484,7 +496,7 @@ class VllmEngine(PagedSequences):
 
 
 class _Blocks:
-    """A `PageStore`: vLLM's caches of all layers, and a draft layer's."""
+    """A `PageStore` of vLLM's caches for all layers and the caches of a draft layer."""
 
     def __init__(
         self,
@@ -512,12 +524,13 @@ class _Blocks:
                 one.copy(sources, targets, self._page_size)
 
     def move_slots(self, moves: Sequence[Copy]) -> None:
-        check(not moves, "only trees leave slots to be moved")
+        check(not moves, "slots are moved only after trees, which vLLM does not run")
 
 
 @contextmanager
 def _without_accelerator(device: torch.device) -> Iterator[None]:
-    """vLLM's loader empties the accelerator's cache, which torch refuses without a CUDA device."""
+    """On a CPU, replaces `torch.accelerator.empty_cache` by a mock. vLLM's loader calls this
+    function, which fails without a CUDA device."""
     is_cpu = device.type == "cpu"
     with patch.object(torch.accelerator, "empty_cache") if is_cpu else nullcontext():
         yield

@@ -1,11 +1,14 @@
 """A decoder of the Llama family on fused kernels.
 
-The model's blocks were replaced and probed before (`outrider/models/module_replacement.py`), so
-what they compute is known: RMS norms, a product for queries, keys and values, rotary positions,
-causal attention, an output product, a gated MLP. A layer has two norms (Llama, Mistral, Qwen 2 and
-3) or four (Gemma 3). A run of the model with placeholders for layers shows the rest: what the first
-layer reads, which rotation each layer gets, and how the last layer's output is used. A model that
-does anything else is refused with `CannotFuse`, and runs on transformers' own code.
+`outrider/models/module_replacement.py` has already replaced and probed the model's layers, so their
+computation is known. A layer has RMS norms, one matrix product for queries, keys and values, rotary
+positions, causal attention, an output product and a gated MLP. There are two norms (Llama, Mistral,
+Qwen 2 and 3) or four (Gemma 3).
+
+To learn the rest of the computation, `FusedDecoder` runs the model with placeholders for its
+layers. This shows what the first layer reads, which rotation each layer gets, and how the output of
+the last layer is used. If a model computes anything else, `CannotFuse` is raised. Such a model runs
+on the code of transformers.
 """
 
 from collections.abc import Sequence
@@ -26,17 +29,17 @@ from outrider.models.target_layers import layers_of
 _POSITIONS_AT_ONCE = 4096
 _OBSERVED_TOKENS = 4
 _CHANGING_ROTATIONS = frozenset({"dynamic", "longrope"})
-"""Kinds whose angles change beyond some length."""
+"""Types of rotary positions whose angles change if a sequence exceeds some length."""
 _Rotation = tuple[Tensor, Tensor]
 """Cosines and sines [positions, width / 2]."""
 
 
 class CannotFuse(OutriderError):
-    """A model cannot run on fused kernels; says why."""
+    """A model cannot run on fused kernels. The message says why."""
 
 
 class FusedDecoder:
-    """The decoder and its head, which share the weights of their model."""
+    """A model's decoder and LM head on fused kernels. They share the model's weights."""
 
     def __init__(
         self,
@@ -45,8 +48,8 @@ class FusedDecoder:
         max_model_len: int,
         kernels: PaceKernels,
     ) -> None:
-        """`module` is a causal language model whose modules were replaced for these kernels;
-        `layers` are those of `find_layers`. Raises `CannotFuse`."""
+        """`module` is a causal language model whose modules were replaced for these kernels.
+        `layers` are the result of `find_layers`. Raises `CannotFuse`."""
         base = module.base_model
         blocks: list[Any] = list(getattr(base, "layers", ()))
         if not blocks or [layer.block for layer in layers] != [
@@ -60,7 +63,7 @@ class FusedDecoder:
         self.kernels = kernels
         self.rotations: list[_Rotation] = []
         self.windows = list(dict.fromkeys(layer.window for layer in layers))
-        """Windows by the `kind` of a layer."""
+        """The windows of the layers. `LayerWeights.kind` is an index of this list."""
         epsilons = {norm.eps for norm in base.modules() if isinstance(norm, NativeRMSNorm)}
         sizes = {
             _sizes(block, layer, kernels, eps)
@@ -78,9 +81,9 @@ class FusedDecoder:
         self._head = module.get_output_embeddings()
 
     def logits(self, rows: Tensor, residual: Tensor) -> Tensor:
-        """Logits [1, L, V] of the last layer's output and the residual, [1, L, D] each."""
+        """Logits [1, L, V] from the last layer's output and the residual, [1, L, D] each."""
         logits: Tensor
-        if rows.numel():  # kernels take no empty matrices
+        if rows.numel():  # The kernels accept no empty matrices.
             rows = self.layers.add_norm(rows, residual, self._last_norm)[0]
         logits = self._head(rows)
         return logits
@@ -111,7 +114,7 @@ class FusedDecoder:
 
 
 def _sizes(block: Any, layer: AttentionLayer, kernels: PaceKernels, eps: float) -> LayerSizes:
-    """Raises `CannotFuse` for a layer that needs more than the kernels' operators."""
+    """The sizes of a layer. Raises `CannotFuse` if the kernels lack an operator for the layer."""
     for found, kind, what in (
         (block, DirectLayer, "a layer"),
         (layer.block, FusedAttention, "attention"),
@@ -136,8 +139,8 @@ def _sizes(block: Any, layer: AttentionLayer, kernels: PaceKernels, eps: float) 
 
 
 def _activation(function: Any, kernels: PaceKernels) -> str | None:
-    """The kernels' name for an activation; None if they lack it. The tanh approximation of GELU
-    equals the exact one within bfloat16's precision."""
+    """The kernels' name for an activation function; None if they lack it. Small differences are
+    allowed: the tanh approximation of GELU equals GELU within the precision of bfloat16."""
     rows = torch.linspace(-8, 8, 1025, dtype=kernels.dtype)
     for name in kernels.activations:
         expected = getattr(functional, name)(rows)
@@ -148,7 +151,7 @@ def _activation(function: Any, kernels: PaceKernels) -> str | None:
 
 
 def _norm(norm: Any, kernels: PaceKernels) -> Tensor:
-    """The factors of a norm, in the kernels' dtype if that represents them exactly."""
+    """The factors of a norm, in the kernels' dtype if this dtype represents them exactly."""
     if not isinstance(norm, NativeRMSNorm):
         raise CannotFuse(f"it has a norm of another build, {type(norm).__name__}")
     weight = norm.factor.to(kernels.dtype)
@@ -160,7 +163,7 @@ def _optional_norm(norm: Any, kernels: PaceKernels) -> Tensor | None:
 
 
 class _NotingLayer(nn.Module):
-    """A placeholder for a layer: records its input and returns it."""
+    """A placeholder for a layer. It records its input, and returns the input as its output."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -178,8 +181,9 @@ class _NotingLayer(nn.Module):
 
 @torch.inference_mode()
 def _observe(module: Any, blocks: Sequence[Any], num_positions: int) -> list[_Rotation]:
-    """Runs the model with placeholders for its layers, and returns the rotation of each. Raises
-    `CannotFuse` unless the layers are surrounded by an embedding, a norm and a head alone."""
+    """Runs the model with placeholders for its layers, and returns the rotation of each layer.
+    Raises `CannotFuse` if the model has other parts than the layers, an embedding, a norm, rotary
+    positions and a head."""
     base = module.base_model
     parts = {name for name, _ in base.named_children()}
     if parts != {"embed_tokens", "layers", "norm", "rotary_emb"}:
@@ -201,9 +205,9 @@ def _observe(module: Any, blocks: Sequence[Any], num_positions: int) -> list[_Ro
         found = module(input_ids=ids, position_ids=ids, use_cache=False, return_dict=True)
         rows = base.embed_tokens(ids)
         if not torch.equal(noting[0].read, rows):
-            raise CannotFuse("its first layer reads something else than its embedding")
+            raise CannotFuse("the input of its first layer is not the output of its embedding")
         if not torch.equal(found.logits, module.get_output_embeddings()(base.norm(rows))):
-            raise CannotFuse("its logits are something else than its head makes of its last norm")
+            raise CannotFuse("its logits are not the output of its head on its last norm")
     finally:
         for index, block in enumerate(blocks):
             layers[index] = block
@@ -211,7 +215,8 @@ def _observe(module: Any, blocks: Sequence[Any], num_positions: int) -> list[_Ro
 
 
 def _rotation(parts: Sequence[_Rotation]) -> _Rotation:
-    """The halves [positions, width / 2] of a layer's cosines and sines [1, positions, width]."""
+    """Joins a layer's cosines and sines [1, positions, width] to tables [positions, width / 2].
+    Both halves of a row must be equal."""
     tables = []
     for table in (torch.cat([part[which][0] for part in parts]) for which in (0, 1)):
         half = table.shape[1] // 2
@@ -222,7 +227,7 @@ def _rotation(parts: Sequence[_Rotation]) -> _Rotation:
 
 
 def _number(tables: list[_Rotation], rotation: _Rotation) -> int:
-    """The index of a rotation in `tables`, to which a new one is appended."""
+    """The index of a rotation in `tables`. Appends the rotation if it is new."""
     for number, known in enumerate(tables):
         if all(torch.equal(*pair) for pair in zip(known, rotation, strict=True)):
             return number

@@ -1,11 +1,12 @@
 """Runs steps on a fused decoder.
 
-The new tokens of a step are cut into *spans*: consecutive tokens of one sequence, each of which
-sees its sequence's slots up to itself. Spans are short enough for a token's attention to be
-bit-equal in spans of any length.
+The new tokens of a step are cut into *spans*. A span is a run of consecutive tokens of one
+sequence. Each token sees the slots of its sequence up to its own slot. Spans have a greatest
+length. Up to this length, a token's attention is bit-equal in spans of all lengths.
 
-The kernels' attention is causal, while a tree has several paths. So in each layer the pages of a
-sequence with a tree are copied, and on the copies each path is a sequence of its own.
+The kernels' attention is causal, so it cannot run a tree, which has several paths. Therefore each
+layer copies the pages of a sequence with a tree. On the copies, each path of the tree is a sequence
+of its own.
 """
 
 import warnings
@@ -27,44 +28,45 @@ from outrider.kv_cache.storage import BlockedKeysAndValues, LayerShape
 from outrider.limits import PAGE_SIZE
 
 _ONE_STEP = Lock()
-"""Held during a step: the kernels' attention has one working memory for the whole process, which
-may run two engines."""
+"""Held during a step. The kernels' attention has one working memory for the whole process, and a
+process may run two engines."""
 
 
 SPAN_TOKENS_MAX = 16
-"""Longer spans are not faster: on one thread 512 tokens of a prompt of the demo target take 823 ms
-in spans of 8 and of 64, and 1,024 take 1,770 in spans of 8 and 2,170 in spans of 64."""
+"""Longer spans are not faster. For the demo target on one thread, 512 tokens of a prompt take 823
+ms in spans of 8 and in spans of 64. 1,024 tokens take 1,770 ms in spans of 8, and 2,170 ms in spans
+of 64."""
 
 
 class FusedSteps(Steps):
-    """Steps on a fused decoder."""
+    """Runs steps on a fused decoder."""
 
     def __init__(
         self,
         decoder: FusedDecoder,
         caches: Sequence[BlockedKeysAndValues],
         span_tokens: int = SPAN_TOKENS_MAX,
-        is_whole: bool = True,
+        has_logits: bool = True,
         is_scripted: bool = True,
         taps: Sequence[int] = (),
     ) -> None:
-        """Runs as many of the first layers as there are caches. Unless that is the whole model
-        (`is_whole`), `run` returns their output, not logits. `taps` are layers, counted from 0,
-        whose input is kept."""
+        """Runs as many of the first layers as there are caches. If `has_logits` is false, `run`
+        returns the output of the last of these layers instead of logits. The inputs of the layers
+        in `taps`, counted from 0, are kept in `tapped`."""
         self._decoder = decoder
         self._span_tokens = span_tokens
-        self._is_whole = is_whole
+        self._has_logits = has_logits
         self._taps = sorted(taps)
         self.tapped: dict[int, Tensor] = {}
-        """What each of `taps` read in the last step, [T, D]."""
+        """The input [T, D] of each layer in `taps` in the last step."""
         self._keys = [cache.keys for cache in caches]
         self._values = [cache.values for cache in caches]
         self._layers: Any = decoder.layers.eval()
         if is_scripted:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # It is TorchScript's.
+                warnings.simplefilter("ignore", DeprecationWarning)  # TorchScript is deprecated.
                 self._layers = torch.jit.script(self._layers)
-            # A layer has a dozen calls, of which each costs 0.3 us unless it is inlined.
+            # A layer has a dozen calls. If a call is not inlined, it costs 0.3 us.
             torch._C._jit_pass_inline(self._layers.graph)
 
     def run(self, step: HeldStep) -> Tensor:
@@ -85,7 +87,7 @@ class FusedSteps(Steps):
             for tables in zip(*decoder.rotations, strict=True)
         )
         has_trees = bool(copies.pages)
-        # "optimized" would compile the first steps of each shape, and gain nothing.
+        # Optimized execution would compile during the first steps of each shape, and gain nothing.
         with _ONE_STEP, torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
             found, residual, tapped = self._layers(
                 decoder.embed(ids[None]), cos, sin, slots, self._keys, self._values,
@@ -93,8 +95,9 @@ class FusedSteps(Steps):
                 copies.made() if has_trees else None, self._taps,
             )  # fmt: skip
             found, residual = found.index_select(1, wanted), residual.index_select(1, wanted)
-            whole = self._is_whole
-            output: Tensor = decoder.logits(found, residual) if whole else found + residual
+            output: Tensor = (
+                decoder.logits(found, residual) if self._has_logits else found + residual
+            )
             self.tapped = {layer: rows[0] for layer, rows in zip(self._taps, tapped, strict=True)}
             return output[0]
 
@@ -111,7 +114,8 @@ class _Spans:
         self._pages: list[Sequence[int]] = []
 
     def add(self, length: int, rows: Sequence[int], pages: Sequence[int]) -> None:
-        """Adds consecutive tokens, in these rows of the step, that follow `length` others."""
+        """Adds consecutive tokens of a sequence. `rows` are their rows in the step. Before them the
+        sequence has `length` other tokens."""
         for done in (*range(self._size, len(rows), self._size), len(rows)):
             self._starts.append(len(self._rows) + done)
             self._ends.append(length + done)
@@ -119,7 +123,8 @@ class _Spans:
         self._rows.extend(rows)
 
     def made(self, *, is_all: bool = False) -> Attention | None:
-        """The spans, if any. `is_all`: they are all rows of the step, in its order."""
+        """The tables of the spans; None if there are no spans. `is_all` says that the spans contain
+        all rows of the step in their order."""
         if not self._ends:
             return None
         table = np.zeros((len(self._pages), max(map(len, self._pages))), dtype=np.int32)
@@ -138,7 +143,7 @@ class _Spans:
 
 
 class _Paths:
-    """Collects the paths of a step's trees, and the page copies on which they are sequences."""
+    """Collects the paths of a step's trees, and the copies of pages for these paths."""
 
     def __init__(self, spans: _Spans) -> None:
         self.pages: list[int] = []
@@ -148,7 +153,7 @@ class _Paths:
         self._slots: list[int] = []
 
     def add(self, held: HeldSequence, first_row: int) -> None:
-        """Adds a sequence with a tree, whose tokens are the rows from `first_row` on."""
+        """Adds a sequence with a tree. Its first new token is the row `first_row` of the step."""
         parents, size = held.step.parents, PAGE_SIZE
         num_whole, num_loose = divmod(held.length, size)
         whole = [self._copy(page) for page in held.pages[:num_whole]]
@@ -181,16 +186,17 @@ _ROW_COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 64, 65, 96)
 _NUM_ROWS = 96
 _FIRST_LENGTH = 128
 _NUM_PAGES = 257
-"""Pages of the trial's cache; longer contexts repeat them."""
+"""Pages of the trial's cache. Longer contexts use the same pages several times."""
 
 
 @torch.inference_mode()
 def find_span_tokens(
     decoder: FusedDecoder, max_model_len: int, thread_counts: Sequence[int]
 ) -> int | None:
-    """The longest span, in tokens, with which rows are bit-equal whatever the number of rows in a
-    step. Tries the ends of short to long sequences, on each number of threads. None if even spans
-    of one token fail. Layers of one kind are alike, so only the first of each kind is run."""
+    """The greatest length of spans, in tokens, with which rows are bit-equal in steps with any
+    number of rows. None if rows differ even in spans of one token. The trial runs the last tokens
+    of short and of long sequences, on each number of threads. It runs only as many of the first
+    layers as are needed to include every kind, because layers of one kind compute alike."""
     kinds = [layer.kind for layer in decoder.layers.weights]
     sizes, kernels = decoder.sizes, decoder.kernels
     shape = LayerShape(
@@ -206,18 +212,20 @@ def find_span_tokens(
     num_own = -(-_NUM_ROWS // PAGE_SIZE) + 1
 
     def rows(span: int, begin: int, num: int, length: int) -> Tensor:
-        """Rows of `num` tokens of a sequence that follow `begin` others, on pages for `length`."""
+        """The output rows of `num` tokens of a sequence, which follow `begin` other tokens. The
+        sequence has pages for `length` tokens."""
         before = torch.arange(-(-length // PAGE_SIZE)) % (_NUM_PAGES - num_own)
         pages = [*before.tolist()[:-num_own], *range(_NUM_PAGES - num_own, _NUM_PAGES)]
         ids = tuple(7919 * place % vocabulary for place in range(begin, begin + num))
         held = HeldSequence(SequenceStep("", ids, num), begin, pages)
-        has_logits = length <= _NUM_ROWS  # Logits do not depend on the context's length.
+        has_logits = length <= _NUM_ROWS  # The LM head need not be tried for every length.
         steps = FusedSteps(decoder, caches, span, has_logits, is_scripted=False)
         return steps.run(HeldStep([held], PAGE_SIZE))
 
     def equal(num_threads: int, span: int, length: int, num: int, counts: Iterable[int]) -> bool:
-        """Whether some of a sequence's last `num` tokens, in steps of `counts` tokens, have the
-        same rows as in one step of one-token spans on `thread_counts[0]` threads."""
+        """Whether rows do not depend on the number of rows in a step. Runs the last `num` tokens of
+        a sequence in one step, in spans of one token on `thread_counts[0]` threads. Runs some of
+        these tokens again, in steps of `counts` tokens, and compares their rows."""
         first = length - num
         with on_threads(thread_counts[0]):
             expected = rows(1, first, num, length)

@@ -1,10 +1,10 @@
 """The fused CPU kernels of `amd-pace`: bfloat16, on processors with AVX-512 BF16.
 
-`amd-pace` pins packages that only its own server needs, so it is installed without dependencies,
-and its Python package is not imported. Only its shared library is loaded, which registers the
-operators `torch.ops.pace`. The library is built for one version of torch.
+`amd-pace` pins versions of packages that only its own server needs. So `amd-pace` is installed
+without dependencies, and its Python package is not imported. Only its shared library is loaded.
+The library registers the operators `torch.ops.pace`. It is built for one version of torch.
 """
-# Annotations are not postponed: TorchScript reads those of `FusedLayers`.
+# Without `from __future__ import annotations`: TorchScript reads the annotations of `FusedLayers`.
 
 from functools import cache
 from importlib import metadata
@@ -18,48 +18,50 @@ from outrider.errors import OutriderError
 PACKAGE = "amd-pace"
 VERSION = "1.3.0"
 TORCH_VERSION = "2.13"
-"""The version that `VERSION` of the library is built for."""
+"""The version of torch for which `VERSION` of `amd-pace` is built."""
 _LIBRARY = "pace/lib/libpace_cpp.so"
 _OUT_UNIT = 32
 _IN_UNIT = 64
-"""Widths of a packed weight are multiples of these."""
+"""The sizes of a packed weight [out, in] are multiples of `_OUT_UNIT` and `_IN_UNIT`."""
 _ISA = "vec16"
-"""The attention for pages of 16 tokens."""
+"""The name of the kernels' attention for pages of 16 tokens."""
 
 
 class KernelsUnavailable(OutriderError):
-    """A library's kernels cannot be used; says why."""
+    """The kernels cannot be used. The message says why."""
 
 
 class Attention(NamedTuple):
-    """What Q rows of a step attend to. The rows form S spans. A span is consecutive tokens of one
-    sequence."""
+    """Tables for the attention of Q rows of a step. The rows form S spans. A span is a run of
+    consecutive tokens of one sequence."""
 
     rows: Tensor | None
-    """[Q]: the rows, in the order of the spans; None = all of the step, in its order."""
+    """[Q]: the rows, one span after another. None = all rows of the step in their order."""
     starts: Tensor
-    """[S + 1], int32: the first row of each span, and the number of rows."""
+    """[S + 1], int32: the index in `rows` at which each span begins, and Q at the end."""
     ends: Tensor
-    """[S], int32: the length of the span's sequence up to and including the span's last token."""
+    """[S], int32: how many slots the span's sequence has up to and including the span's last
+    token."""
     pages: Tensor
     """[S, any], int32: the page table of the span's sequence."""
     schedules: list[Tensor]
-    """How threads share the work, for each kind of layer."""
+    """For each `LayerWeights.kind`: how threads share the work."""
 
 
 class Copies(NamedTuple):
     """Copies of a layer's pages, to which the paths of trees attend."""
 
     pages: Tensor
-    """[P]: the page that each is a copy of."""
+    """[P]: the page from which each copy is made."""
     rows: Tensor
-    """[W]: rows of the step whose keys and values are also written to the copies ..."""
+    """[W]: rows of the step. Their keys and values are also written to the copies."""
     slots: Tensor
-    """... and their slots there, [W]."""
+    """[W]: the slot in the copies to which each of `rows` is written."""
 
 
 class LayerWeights(NamedTuple):
-    """The weights and options of one layer of a decoder; linear weights are packed."""
+    """The weights and options of one layer of a decoder. The weights of linear layers are
+    packed."""
 
     first_norm: Tensor
     qkv: Tensor
@@ -69,21 +71,21 @@ class LayerWeights(NamedTuple):
     output: Tensor
     output_bias: Tensor | None
     attention_norm: Tensor | None
-    """Norm of attention's output, in layers with four norms."""
+    """The norm of attention's output, if the layer has four norms."""
     second_norm: Tensor
     gate: Tensor
     up: Tensor
     down: Tensor
     mlp_norm: Tensor | None
     rotation: int
-    """Index of the decoder's table of cosines and sines."""
+    """The index of the layer's rotation in `FusedDecoder.rotations`."""
     kind: int
-    """Index of the schedule of its attention."""
+    """The index of the layer's window in `FusedDecoder.windows`."""
     scaling: float
     softcap: float
-    """0 = none."""
+    """Bound on attention scores; 0 = no bound."""
     window: int
-    """How many tokens before it a token sees; -1 = all."""
+    """How many earlier tokens a token sees; -1 = all earlier tokens."""
 
 
 class LayerSizes(NamedTuple):
@@ -98,12 +100,12 @@ class LayerSizes(NamedTuple):
 
 
 class FusedLayers(nn.Module):
-    """All layers of a decoder.
+    """All layers of a decoder. Rows are [1, T, D], contiguous.
 
-    A step of 30 layers calls more than 300 operators. From Python, each call would take the global
-    lock again, for which other threads compete. TorchScript runs all of them without it, and saves
-    1 ms a step. It is deprecated, but the one torch version that the operators are built for has
-    it. Rows are [1, T, D], contiguous.
+    A step of 30 layers calls more than 300 operators. In Python, each call would take the GIL
+    again, for which other threads compete. TorchScript runs all calls without the GIL. This saves
+    1 ms for each step. TorchScript is deprecated, but the torch version for which the operators are
+    built still has it.
     """
 
     weights: list[LayerWeights]
@@ -127,9 +129,11 @@ class FusedLayers(nn.Module):
         copies: Copies | None,
         taps: list[int],
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Runs as many layers as there are caches, on embeddings [1, T, D], with cosines and sines
-        [1, T, width / 2] of each rotation and slots [T]. Returns the last layer's output, the
-        residual to add to it, and the inputs of the layers in `taps` (ascending, from 0)."""
+        """Runs as many of the first layers as there are caches in `keys` and `values`. `rows` are
+        embeddings [1, T, D]. `cos` and `sin` have a table [1, T, width / 2] for each rotation. Keys
+        and values are written to `slots` [T]. `taps` are numbers of layers, ascending from 0.
+        Returns the last layer's output, the residual to be added to this output, and the inputs of
+        the layers in `taps`."""
         residual = rows
         tapped: list[Tensor] = []
         for i in range(len(keys)):
@@ -176,7 +180,8 @@ class FusedLayers(nn.Module):
     def after(
         self, layer: LayerWeights, attended: Tensor, residual: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The rest of a layer: its output, and the residual to add to it."""
+        """Runs a layer's part after attention. Returns the layer's output, and the residual to be
+        added to this output."""
         rows = attended.view(1, attended.size(0), -1)
         rows = self.linear(rows, layer.output, layer.output_bias)
         attention_norm, mlp_norm = layer.attention_norm, layer.mlp_norm
@@ -218,8 +223,9 @@ class FusedLayers(nn.Module):
         )
 
     def norm(self, rows: Tensor, weight: Tensor) -> Tensor:
-        """rows / sqrt(mean(rows^2) + eps) * weight, over the last axis. A weight has another dtype
-        if the rows' dtype cannot hold it, like Gemma's 1 + w in bfloat16."""
+        """rows / sqrt(mean(rows^2) + eps) * weight, over the last axis. The weight has a wider
+        dtype than the rows if their dtype cannot represent it exactly, as with Gemma's 1 + w in
+        bfloat16."""
         if weight.dtype == rows.dtype:
             return torch.ops.pace.rmsnorm(rows, weight, self.eps)  # type: ignore[no-any-return]
         wide = rows.to(weight.dtype)
@@ -227,7 +233,7 @@ class FusedLayers(nn.Module):
         return (wide * scale * weight).to(rows.dtype)
 
     def add_norm(self, rows: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """`norm` of rows + residual, and that sum."""
+        """Returns `norm` of the sum rows + residual, and the sum itself."""
         if weight.dtype == rows.dtype:
             return torch.ops.pace.fused_add_rmsnorm(  # type: ignore[no-any-return]
                 rows, residual, weight, self.eps
@@ -270,14 +276,14 @@ class FusedLayers(nn.Module):
 
 
 class PaceKernels:
-    """The operators, and their requirements."""
+    """The operators of `amd-pace`, and what they require."""
 
     name: str = f"{PACKAGE} {VERSION}"
     dtype: torch.dtype = torch.bfloat16
     """Dtype of rows, weights, keys and values."""
     activations: Final = ("silu", "gelu")
     layers: type[FusedLayers] = FusedLayers
-    """The operators of whole layers."""
+    """The class that runs all layers of a decoder."""
 
     def can_pack(self, num_out: int, num_in: int) -> bool:
         """Whether a weight [out, in] can be packed."""
@@ -301,10 +307,11 @@ class PaceKernels:
     def schedule(
         self, starts: Tensor, ends: Tensor, sizes: LayerSizes, window: int | None
     ) -> Tensor:
-        """How threads share the work of attention, for all layers with one window. Contexts are
-        never split: the number of splits would depend on the rest of the step, and so would the
-        order of a row's sums. The kernels ask OpenMP for the number of threads; torch sets that for
-        a new thread when `get_num_threads` is first called there."""
+        """How threads share the work of attention, for all layers with this window. Contexts are
+        never split. Otherwise the number of splits would depend on the other rows of the step, and
+        so would the order in which a row's terms are added."""
+        # The kernels ask OpenMP for the number of threads. In a new thread, torch tells OpenMP this
+        # number only when `get_num_threads` is called there for the first time.
         torch.get_num_threads()
         found: Tensor = torch.ops.pace.get_paged_attention_scheduler_metadata(
             len(ends), sizes.query_heads, sizes.key_heads, sizes.width, ends, self.dtype, starts,
@@ -315,7 +322,7 @@ class PaceKernels:
 
 @cache
 def load_pace() -> PaceKernels:
-    """The kernels, once for the process. Raises `KernelsUnavailable` with the reason."""
+    """The kernels, loaded once for each process. Raises `KernelsUnavailable` with the reason."""
     capabilities = torch.cpu.get_capabilities()
     if not (capabilities.get("avx512_f") and capabilities.get("avx512_bf16")):
         raise KernelsUnavailable("this processor has no AVX-512 BF16")

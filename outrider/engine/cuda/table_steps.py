@@ -1,12 +1,12 @@
-"""Steps on a CUDA device. A step's tables are sent in one copy, and a kernel attends to the pages
-in place (`triton_kernels.py`).
+"""Runs steps on a CUDA device. A Triton kernel attends to the pages in place (`triton_kernels.py`).
+The kernel reads a step from tables, which are sent to the device in one copy.
 
-The new tokens of a sequence are cut into *blocks*, the units of the kernel's work. All tables are
-64-bit words:
+The new tokens of a sequence are cut into *blocks* of consecutive tokens. A program of the kernel
+works on one block. The tables consist of 64-bit words:
 
-    token ids, positions, slots    of each row
-    logit rows                     rows whose logits are wanted
-    blocks                         `BLOCK_WORDS` each, see `_blocks`
+    token ids, positions, slots    for each row
+    logit rows                     the rows whose logits are wanted
+    blocks                         `BLOCK_WORDS` words for each block, see `_blocks`
     pages                          the page tables of all sequences, one after another
 """
 
@@ -32,38 +32,45 @@ from outrider.limits import PAGE_SIZE
 KERNEL_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 BLOCK_WORDS = 6
 BLOCK_ROWS_MAX = 64
-"""Most rows of a block: its tokens times the query heads of a key head."""
+"""The most rows of a block. A block has one row for each token and each query head that shares the
+key head."""
 _BLOCK_ROWS_MIN = 16
-"""Least rows of a product on the device's matrix units."""
+"""The fewest rows of a matrix product on tensor cores."""
 _WIDTH_MIN = 16
 _BLOCK_SLOTS = 64
+"""How many slots a program loads at a time."""
 _WIDE = 128
-"""For heads wider than this, a block has half as many slots, to fit the device's shared memory."""
+"""If heads are wider than this, a program loads only half as many slots at a time, because more do
+not fit into shared memory."""
 _SPLITS = (16, 4, 1)
-"""Numbers of parts that a context may be cut into; few, as the kernel is compiled for each."""
+"""A context is cut into one of these numbers of splits. There are few, because the kernel is
+compiled for each."""
 _SPLIT_SLOTS_MIN = 256
-"""Merging shorter parts costs more than they save."""
+"""The longest context of a step is not cut into splits with fewer slots than this. Shorter splits
+save less time than it takes to merge them."""
 _WARPS = 4
 _STAGES = 2
-"""Blocks of slots that are loaded ahead; with three, wide heads in float32 do not fit."""
+"""Triton's number of pipeline stages. With three stages, wide heads in float32 do not fit into
+shared memory."""
 _PROGRAMS_EACH = 2
-"""Programs that each multiprocessor runs at a time; with fewer it waits for memory."""
+"""How many programs each multiprocessor should run at a time. With only one program, a
+multiprocessor would idle while the program waits for memory."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class KernelForm:
-    """What the kernel is compiled for besides a model's sizes."""
+    """The parameters of a step for which the kernel is compiled."""
 
     block_tokens: int
-    """Most tokens of a block; a power of two."""
+    """The most tokens of a block; a power of two."""
     num_splits: int
-    """Parts of a context that programs attend to in parallel."""
+    """The number of splits of a context. Programs attend to the splits in parallel."""
 
 
 @dataclass(frozen=True, slots=True)
 class TableStep:
-    """A step's tables on the device: what a forward pass over R rows reads."""
+    """A step's tables on the device, for a forward pass over R rows."""
 
     form: KernelForm
     token_ids: Tensor
@@ -71,16 +78,17 @@ class TableStep:
     position_ids: Tensor
     """[1, R]."""
     slots: Tensor
-    """[R]: where keys and values go."""
+    """[R]: the slots to which keys and values are written."""
     logit_rows: Tensor
-    """[L]."""
+    """[L]: the rows whose logits are wanted."""
     blocks: Tensor
     """[B, BLOCK_WORDS]."""
     pages: Tensor
+    """The page tables of all sequences, one after another."""
     page_size: int
     ancestors: Tensor | None
-    """[R, W], uint8: whether a row sees the i-th new token of its tree. Rows of chains are 0 and
-    are not read. None without trees."""
+    """[R, W], uint8: column i says whether the row sees the i-th new token of its tree. For a chain
+    the columns are 0 and are not read. None if the step has no trees."""
 
     @classmethod
     def of(cls, step: HeldStep, form: KernelForm, device: torch.device) -> TableStep:
@@ -110,7 +118,7 @@ def _begins(counts: Sequence[int]) -> list[int]:
 def _ancestors(
     sequences: Sequence[HeldSequence], rows: Sequence[int], device: torch.device
 ) -> Tensor | None:
-    """See `TableStep.ancestors`; `rows` says where each sequence's rows begin."""
+    """See `TableStep.ancestors`. `rows` has the first row of each sequence, and R at the end."""
     widths = [len(held.step.parents) for held in sequences]
     if not any(widths):
         return None
@@ -122,10 +130,11 @@ def _ancestors(
 
 
 def _blocks(held: HeldSequence, row: int, table: int, block_tokens: int) -> npt.NDArray[np.int64]:
-    """The words of each block of a sequence whose new tokens begin at `row` of the step:
+    """The words of all blocks of a sequence. Its first new token is `row` of the step, and its page
+    table begins at `table` of all page tables. The words of a block are:
 
     0    first row of the block
-    1    number of its rows
+    1    number of the block's rows
     2    where the sequence's page table begins
     3    number of slots that the block may see
     4    for a tree: number of slots before its new tokens; for a chain: the same as word 3
@@ -144,8 +153,8 @@ def _blocks(held: HeldSequence, row: int, table: int, block_tokens: int) -> npt.
 def kernel_form(
     sequences: Sequence[HeldSequence], shared_heads: int, key_heads: int, num_programs: int
 ) -> KernelForm:
-    """The form for a step. `shared_heads` query heads share one of `key_heads` key heads;
-    the device runs `num_programs` programs at a time."""
+    """Chooses the form for a step. There are `key_heads` key heads, and `shared_heads` query heads
+    share each of them. The device runs `num_programs` programs at a time."""
     counts = [len(held.step.token_ids) for held in sequences]
     block_tokens = min(_padded_power(max(counts)), _block_tokens_max(shared_heads))
     num_blocks = sum(-(-num // block_tokens) for num in counts)
@@ -164,8 +173,9 @@ def _padded_power(number: int) -> int:
 
 
 def attend_tables(query: Tensor, layer: LayerPages, step: TableStep) -> Tensor:
-    """Attention output [1, R, query heads, value width] of queries [1, query heads, R, key width],
-    whose keys and values are in the cache. Query head h reads key head h * Hkv // Hq."""
+    """Attention output [1, R, query heads, value width] of queries [1, query heads, R, key width].
+    Keys and values are in the cache. With Hq query heads and Hkv key heads, query head h reads key
+    head h * Hkv // Hq."""
     from outrider.engine.cuda.triton_kernels import attend_blocks, merge_splits
 
     cache, softcap = layer.cache, layer.softcap
@@ -218,16 +228,16 @@ def attend_tables(query: Tensor, layer: LayerPages, step: TableStep) -> Tensor:
 
 
 TableAttention = Callable[[Tensor, LayerPages, TableStep], Tensor]
-"""`attend_tables`, or a substitute in tests."""
+"""The type of `attend_tables`. Tests pass another function."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceBackend:
-    """Attention kernels of a device."""
+    """The attention kernels of a device."""
 
     attend: TableAttention
     num_programs: int
-    """Programs of a kernel that the device runs at a time."""
+    """How many programs of a kernel the device runs at a time."""
 
 
 def find_backend(device: torch.device, dtype: torch.dtype) -> DeviceBackend | None:
@@ -235,14 +245,14 @@ def find_backend(device: torch.device, dtype: torch.dtype) -> DeviceBackend | No
     if device.type != "cuda" or dtype not in KERNEL_DTYPES:
         return None
     if importlib.util.find_spec("triton") is None:  # the kernel's compiler
-        _log.warning("triton is not installed: attention gathers its slots")
+        _log.warning("triton is not installed, so attention uses slower kernels of torch")
         return None
     properties = torch.cuda.get_device_properties(device)
     return DeviceBackend(attend_tables, _PROGRAMS_EACH * int(properties.multi_processor_count))
 
 
 class TableSteps(Steps):
-    """Steps with a device's attention kernels; for one thread at a time."""
+    """Runs steps with a device's attention kernels. Only one thread at a time may use it."""
 
     def __init__(
         self,
@@ -252,7 +262,8 @@ class TableSteps(Steps):
         heads: tuple[int, int],
         device: torch.device,
     ) -> None:
-        """`heads`: a layer's numbers of query and key heads, where their ratio is the largest."""
+        """`heads` are the numbers of query heads and key heads, in the layer with the most query
+        heads for each key head."""
         self._backend = backend
         self._forward = forward
         self._layers = layers
@@ -271,10 +282,10 @@ class TableSteps(Steps):
             return self._forward(tables.token_ids, tables.position_ids, tables.logit_rows)
 
     def try_kernel(self) -> None:
-        """Runs every form of the kernel on every layer, for chains and trees, so that none is
-        compiled while requests wait. Uses page 0, which no sequence may hold. If forms fail, raises
-        the first error only after the pass, so that other ranks of the model do not wait for this
-        one halfway."""
+        """Runs every form of the kernel on every layer, for a chain and a tree, so that no form is
+        compiled while requests wait. Writes to page 0, which no sequence may hold. If a form fails,
+        this rank still runs all layers, because the other ranks of the model wait for its part of
+        each layer. After the last layer, the first error is raised."""
         powers = range(_block_tokens_max(self._shared_heads).bit_length())
         forms = [KernelForm(1 << power, splits) for power in powers for splits in _SPLITS]
         tokens = [HeldSequence(SequenceStep("", (0,), 1, tree), 0, (0,)) for tree in ((), (-1,))]

@@ -1,13 +1,15 @@
-"""Attention over a step's tables, as two Triton kernels. Import this only if Triton is installed.
+"""Two Triton kernels that compute attention from a step's tables. Import this module only if Triton
+is installed.
 
-`attend_blocks` has a program for each block of new tokens, each key head and each split of its
-context. It goes through the split `BLOCK_SLOTS` slots at a time and keeps for every row the largest
-score, the sum of weights relative to it and the weighted sum of values (Milakov and Gimelshein,
-2018; Dao et al., 2022). If there is one split, it writes the output. If there are several, it
-writes these three for each; `merge_splits` combines them (Dao et al., 2023).
+`attend_blocks` has one program for each combination of a block of new tokens, a key head and a
+split of the context. The program goes through its split `BLOCK_SLOTS` slots at a time. For every
+row it keeps the largest score, the sum of the weights relative to that score, and the weighted sum
+of the values (Milakov and Gimelshein, 2018; Dao et al., 2022). If there is only one split, the
+program writes the output. If there are several splits, each program writes these three results, and
+`merge_splits` combines those of all splits (Dao et al., 2023).
 
-A block's rows are its tokens times the query heads that share its key head, so that keys are read
-once for all of them.
+A block has one row for each token and each query head that shares the key head. So each key is read
+once for all these query heads.
 """
 # mypy: ignore-errors
 
@@ -17,7 +19,7 @@ import triton
 import triton.language as tl
 
 
-# Values that change from step to step are not specialised, as a request would wait for a compiler.
+# Triton must not compile again when these values change, because a request would have to wait.
 @triton.jit(
     do_not_specialize=["ancestor_width", "num_rows_of_step"],
     do_not_specialize_on_alignment=["positions", "blocks", "pages", "ancestors"],
@@ -58,7 +60,7 @@ def attend_blocks(
     HAS_TREES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """See above; the grid is [B, key heads, splits]."""
+    """See the module's docstring. The grid is [B, key heads, splits]."""
     block = blocks + tl.program_id(0) * 6
     num_rows = tl.load(block + 1).to(tl.int32)
     first_row = tl.load(block).to(tl.int32)
@@ -158,7 +160,7 @@ def attend_blocks(
 
 @triton.jit(do_not_specialize=["num_outputs"])
 def merge_splits(
-    output,  # as above
+    output,  # this and the next three: as in `attend_blocks`
     parts,
     maxima,
     sums,
@@ -167,7 +169,7 @@ def merge_splits(
     VALUE_PADDED: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
 ):
-    """See above; the grid is [R * query heads]."""
+    """See the module's docstring. The grid is [R * query heads]."""
     at = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, NUM_SPLITS)
     value_lane = tl.arange(0, VALUE_PADDED)

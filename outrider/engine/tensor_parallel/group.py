@@ -1,9 +1,9 @@
 """Collective operations of the ranks of one model.
 
-They go through `torch.distributed`, with a timeout: NCCL if every rank has a GPU of its own, Gloo
-on CPUs and if ranks share a GPU, which NCCL refuses. On one machine small sums go through sockets,
-which is faster than Gloo (`SocketAllReduce`). The leader's calls reach its followers as frames
-(`rank_rpc.py`).
+They use `torch.distributed`, with a timeout. If every rank has a GPU of its own, the backend is
+NCCL. On CPUs the backend is Gloo. It is also Gloo if ranks share a GPU, because NCCL refuses this.
+On one machine, sums of small tensors go through sockets, which is faster than Gloo
+(`SocketAllReduce`). The leader's calls reach the followers as frames (`rank_rpc.py`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LEADER = 0
 
 
 class RankGroup(Ranks):
-    """The ranks of one model; one such group at a time in a process."""
+    """The ranks of one model. A process can be in only one group at a time."""
 
     def __init__(
         self,
@@ -50,17 +50,17 @@ class RankGroup(Ranks):
         in_order: bool,
     ) -> None:
         """Returns when every rank has joined. Ranks may take `timeout_s` to load, and
-        `step_timeout_s` for each collective. `in_order`: sums of all sizes are computed in the
-        order of the ranks. Raises `Unavailable` if a rank does not join in time."""
+        `step_timeout_s` for each collective. If `in_order`, sums of tensors of any size are added
+        in the order of the ranks. Raises `Unavailable` if a rank does not join in time."""
         self.rank = rank
         self.size = size = rendezvous.num_ranks
         self._store = store
         self._timeout_s, self._num_waits = timeout_s, 0
         self._sockets: SocketAllReduce | None = None
-        self._in_order = in_order and size > 2  # The order of two does not matter.
+        self._in_order = in_order and size > 2  # For two ranks the order does not matter.
         if rendezvous.host == LOOPBACK:
-            # Other machines must not reach these ranks. By default the libraries would listen on
-            # the address of the machine's name, or on an interface set for several machines.
+            # Other machines must not reach these ranks. By default, Gloo and NCCL would listen on
+            # the address of the host name, or on an interface that is set for several machines.
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 os.environ[name] = _loopback_interface()
             self._sockets = _sockets(store, rendezvous, rank, step_timeout_s)
@@ -82,8 +82,8 @@ class RankGroup(Ranks):
         self._exchanged("")
 
     def check_alike(self, loaded: str) -> None:
-        """Waits like `wait_for_all`. Raises `ConfigError` unless all ranks have `loaded` the
-        same."""
+        """Waits like `wait_for_all`. Raises `ConfigError` if ranks pass different values for
+        `loaded`."""
         leaders, *others = self._exchanged(loaded)
         for rank, found in enumerate(others, 1):
             if found != leaders:
@@ -92,7 +92,7 @@ class RankGroup(Ranks):
                 )
 
     def _exchanged(self, value: str) -> list[bytes]:
-        """The values of all ranks, once each has passed its own."""
+        """Waits until every rank has passed its value, and returns all values by rank."""
         self._num_waits += 1
         names = [f"loaded/{self._num_waits}/{rank}" for rank in range(self.size)]
         try:
@@ -128,7 +128,7 @@ class RankGroup(Ranks):
         return None if parts is None else torch.cat(parts, dim=-1).to(tensor.device)
 
     def close(self) -> None:
-        """Leaves the group; the other ranks' collectives fail from now on."""
+        """Leaves the group. From now on the other ranks' collectives fail."""
         self._store = None
         if self._sockets is not None:
             self._sockets.close()
@@ -153,9 +153,9 @@ def lead(
     *,
     in_order: bool = False,
 ) -> tuple[RankGroup, FrameSender]:
-    """Waits for the followers of an open rendezvous; call it once for each rendezvous. Followers
-    have `timeout_s` to join, and then `timeout_s` to load. Raises `Unavailable` if one does not
-    join in time. `in_order` is as in `RankGroup`."""
+    """Waits until the followers have joined an open rendezvous. Call this once for each rendezvous.
+    Followers have `timeout_s` to join, and then `timeout_s` to load. Raises `Unavailable` if a
+    follower does not join in time. See `RankGroup` for `in_order`."""
     connections = opened.accept(timeout_s)
     for connection in connections.values():
         tune(connection, step_timeout_s)
@@ -173,8 +173,8 @@ def join(
     *,
     in_order: bool = False,
 ) -> tuple[RankGroup, FrameReceiver]:
-    """Joins a rendezvous as the follower `rank`, with the leader's `in_order`. Raises `Unavailable`
-    if the leader does not answer within `timeout_s`."""
+    """Joins a rendezvous as the follower `rank`. `in_order` must be the same as on the leader.
+    Raises `Unavailable` if the leader does not answer within `timeout_s`."""
     connection = connect(rendezvous, rendezvous.frames_port, rank, timeout_s)
     try:
         store = _store(rendezvous, timeout_s)
@@ -185,8 +185,8 @@ def join(
 
 
 def _store(rendezvous: Rendezvous, timeout_s: float, listening_fd: int | None = None) -> Any:
-    """The table of the ranks' addresses, which the leader serves. Any process may connect to it, so
-    the keys of a rendezvous begin with its secret token."""
+    """The table of the ranks' addresses. The leader serves it, on the socket `listening_fd`. Any
+    process may connect to the table, so its keys begin with the secret token of the rendezvous."""
     table = dist.TCPStore(  # type: ignore[attr-defined]
         rendezvous.host,
         rendezvous.store_port,
@@ -199,7 +199,7 @@ def _store(rendezvous: Rendezvous, timeout_s: float, listening_fd: int | None = 
 
 
 def _sockets(store: Any, rendezvous: Rendezvous, rank: int, timeout_s: float) -> SocketAllReduce:
-    """Connections to the ranks before this one, and from those after it."""
+    """Connects to the ranks before this one, and accepts connections from the ranks after it."""
     listening, port = listen(rendezvous.host)
     with listening:
         store.set(f"sockets/{rank}", str(port))
@@ -214,7 +214,7 @@ def _sockets(store: Any, rendezvous: Rendezvous, rank: int, timeout_s: float) ->
 
 
 def _backend(store: Any, rank: int, size: int, device: torch.device) -> str:
-    """NCCL or Gloo, by the devices of all ranks."""
+    """Chooses NCCL or Gloo by the devices of all ranks."""
     if device.type != "cuda":
         return "gloo"
     uuid = str(torch.cuda.get_device_properties(device).uuid)
@@ -235,14 +235,14 @@ def _together(collective: Callable[..., Any], *arguments: Any) -> None:
 
 
 SUM_BYTES_MAX = 64 * 2**10
-"""Largest tensor that is summed through sockets. A rank may be one sum ahead of another, so twice
-as much must fit into the buffers between them."""
+"""Size of the largest tensor that is summed through sockets. A rank may be one sum ahead of another
+rank, so the buffers between the two must hold two such tensors."""
 _BUFFER_BYTES = 4 * SUM_BYTES_MAX
 
 
 def added_up(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of two or more tensors, from first to last. `sum` over a dimension would add some
-    elements in another order, depending on their number."""
+    """The sum of two or more tensors, added from first to last. `torch.sum` over a dimension would
+    add some elements in another order, which depends on the number of elements."""
     if len(parts) == 2:
         return parts[0] + parts[1]
     total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
@@ -252,12 +252,12 @@ def added_up(parts: Sequence[Tensor]) -> Tensor:
 
 
 class SocketAllReduce:
-    """Sums over one rank's connections to all others."""
+    """Sums tensors through one rank's connections to all other ranks."""
 
     def __init__(
         self, rank: int, connections: Mapping[int, socket.socket], timeout_s: float
     ) -> None:
-        """`connections` by rank; each call may take `timeout_s`."""
+        """`connections` are by rank. Each send or receive may take `timeout_s`."""
         self._rank = rank
         self._connections = dict(sorted(connections.items()))
         for connection in self._connections.values():
@@ -266,9 +266,9 @@ class SocketAllReduce:
                 connection.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum of every rank's tensor, of at most `SUM_BYTES_MAX` bytes, in the order of the
-        ranks and therefore bit-equal on all. Raises `Unavailable` if a rank is gone or does not
-        answer within the timeout."""
+        """The sum of the tensors of all ranks. A tensor has at most `SUM_BYTES_MAX` bytes. Every
+        rank adds in the order of the ranks, so the sums are bit-equal. Raises `Unavailable` if a
+        rank is gone or does not answer within the timeout."""
         parts = tensor.new_empty((len(self._connections) + 1, *tensor.shape))
         parts[self._rank] = tensor
         stored = parts.view(-1).view(torch.uint8).numpy().data
@@ -290,6 +290,6 @@ class SocketAllReduce:
         return added_up(parts.unbind())
 
     def close(self) -> None:
-        """The other ranks' sums fail from now on."""
+        """Closes the connections. From now on the other ranks' sums fail."""
         for connection in self._connections.values():
             connection.close()

@@ -1,7 +1,8 @@
-"""The engine of a model on several ranks: the leader's calls are repeated by its followers.
+"""The engine of a model on several ranks. The followers repeat the calls of the leader's engine.
 
-A frame is a run of calls in the order they were made, each a MessagePack array of the name of a
-method of `Engine` and its arguments.
+The leader sends calls to the followers in frames. A frame is a sequence of calls in the order in
+which they were made. A call is a MessagePack array of the name of an engine's method and the
+method's arguments.
 """
 
 import logging
@@ -25,18 +26,21 @@ _CALLS = frozenset({"attach", "fork", "keep", "release"})
 _STEPS = frozenset({"forward", "take_slots"})
 """Calls whose arguments are steps."""
 _UNSENT_BYTES_MAX = 2**18
-"""Fewer bytes of calls wait for the next step; more are sent at once."""
+"""Calls other than steps are sent together with the next step, or earlier if they have this many
+bytes."""
 
 _log = logging.getLogger(__name__)
 
 
 class ParallelEngine:
-    """An `Engine`: the leader's share of a model, and through it the followers'.
+    """An `Engine` of a model on several ranks. It makes each call on the leader's engine, and sends
+    the call to the followers.
 
-    A call that changes state is made here first; if it succeeds, it is sent to the followers with
-    the next step. An engine's state depends on its calls alone, so all ranks hold the same pages. A
-    step that is refused is not sent. If a step fails after it was sent, or a call fails in its
-    middle, the ranks' states differ: from then on every step raises `EngineLost`.
+    A call that changes state is made on the leader first. If the call succeeds, it is sent together
+    with the next step. An engine's state depends on its calls alone, so all ranks hold the same
+    pages. A step that the leader refuses is not sent. If a step fails after it was sent, or if
+    another call fails unexpectedly, the ranks may hold different states. From then on every step
+    raises `EngineLost`.
     """
 
     def __init__(
@@ -46,7 +50,8 @@ class ParallelEngine:
         max_num_seqs: int,
         leave: Callable[[], None] = lambda: None,
     ) -> None:
-        """`leave` ends this rank's part in the collectives of the others' steps."""
+        """`leave` makes the leader leave the group of ranks, so that followers in the middle of a
+        step do not wait for it."""
         self._leave = leave
         self._engine: Any = engine
         self.info, self.length, self.page_counts = engine.info, engine.length, engine.page_counts
@@ -67,7 +72,7 @@ class ParallelEngine:
             raise EngineLost(f"a rank of the model is lost: {self._broken}") from self._broken
         check_steps(steps, self.info, self._max_num_seqs, self.length)
         if not self._engine.can_hold(steps):
-            raise OutOfPages("the sequences of this step find no room beside those in use")
+            raise OutOfPages("too few pages are free for the sequences of this step")
         self._unsent += pack_steps("forward", steps)
         try:
             self._followers.send(self._taken())
@@ -76,12 +81,12 @@ class ParallelEngine:
             self._break(error)
             if not isinstance(error, Exception):
                 raise
-            _log.exception("a step failed after the ranks had been told of it; no more follow")
+            _log.exception("a step failed after it was sent to other ranks; no more steps can run")
             raise EngineLost(f"a step failed on some ranks: {error}") from error
         return rows
 
     def features(self) -> list[torch.Tensor]:
-        """See `DraftingEngine.features`; with a draft layer."""
+        """See `DraftingEngine.features`. Only for an engine with a draft layer."""
         found: list[torch.Tensor] = self._engine.features()
         return found
 
@@ -89,7 +94,7 @@ class ParallelEngine:
         self, steps: Sequence[SequenceStep], features: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
         """See `DraftingEngine.forward_draft`. Only the leader has the draft layer. The followers
-        take the same slots, and give them back if it fails."""
+        take the same slots. If the draft step fails, they give these slots back."""
         lengths = {step.sequence_id: self.length(step.sequence_id) for step in steps}
         try:
             found: list[torch.Tensor] = self._changed("forward_draft", steps, features)
@@ -106,7 +111,7 @@ class ParallelEngine:
         return seconds
 
     def close(self) -> None:
-        """Ends the followers, also in the middle of a step."""
+        """Ends the followers, even in the middle of a step."""
         self._followers.close()
         self._leave()
 
@@ -116,8 +121,9 @@ class ParallelEngine:
         return result
 
     def _changed(self, name: str, *arguments: Any) -> Any:
-        """Makes a call on the leader's engine. An `OutriderError` other than `StepUndone` leaves
-        the state unchanged. After any other error the ranks' states may differ."""
+        """Makes a call on the leader's engine. If the call raises an `OutriderError`, the ranks can
+        go on: the state is unchanged, or the caller handles `StepUndone`. After another exception
+        the ranks may hold different states, so no further step may run."""
         try:
             return getattr(self._engine, name)(*arguments)
         except OutriderError:
@@ -127,7 +133,8 @@ class ParallelEngine:
             raise
 
     def _note(self, call: bytes) -> None:
-        """Sends a call to the followers with the next step, or once there is much to send."""
+        """Keeps a call, to be sent with the next step. Sends the kept calls now if they have
+        `_UNSENT_BYTES_MAX` bytes."""
         self._unsent += call
         if len(self._unsent) >= _UNSENT_BYTES_MAX:
             frame = self._taken()
@@ -142,33 +149,33 @@ class ParallelEngine:
         return frame
 
     def _break(self, error: BaseException) -> None:
-        """No more steps can run."""
+        """Ends all ranks. From now on every step raises `EngineLost`."""
         self._broken = error
         self.close()
 
 
 def pack_call(name: str, *arguments: Any) -> bytes:
-    """One call of a frame."""
+    """Packs one call for a frame."""
     packed: bytes = msgpack.packb((name, *arguments), default=_plain)
     return packed
 
 
 def pack_steps(name: str, steps: Sequence[SequenceStep]) -> bytes:
-    """One call whose arguments are steps."""
+    """Packs one call with steps as arguments."""
     return pack_call(
         name, *((one.sequence_id, one.token_ids, one.num_logits, one.parents) for one in steps)
     )
 
 
 def _plain(value: Any) -> Any:
-    """Turns other sequences into lists and other numbers into ints, as MessagePack lacks their
-    types."""
+    """Converts a value of a type that MessagePack does not know: a sequence to a list, a number to
+    an int."""
     return list(value) if isinstance(value, Sequence) else int(value)
 
 
 def replay(frame: bytes, engine: Engine) -> None:
-    """Makes the calls of a frame on another engine. Raises what they raise, and `InvariantError`
-    for an unknown call."""
+    """Makes the calls of a frame on a follower's engine. Raises what the calls raise. Raises
+    `InvariantError` for an unknown call."""
     calls = msgpack.Unpacker(use_list=False, max_buffer_size=FRAME_OF_CALLS_BYTES_MAX)
     calls.feed(frame)
     for name, *arguments in calls:
@@ -180,8 +187,9 @@ def replay(frame: bytes, engine: Engine) -> None:
 
 
 def follow(frames: FrameReceiver, engine: Engine) -> None:
-    """Repeats the leader's calls until it ends. Raises what a call raised. Then this rank's state
-    differs from the leader's, and the caller must leave the group (`RankGroup.close`,
-    `FrameReceiver.close`), so that the leader's step fails instead of waiting."""
+    """Repeats the leader's calls until the leader ends. Raises what a call raises. After such an
+    error this rank's state differs from the leader's. Then the caller must leave the group
+    (`RankGroup.close`, `FrameReceiver.close`), so that the leader's step fails instead of
+    waiting."""
     while (frame := frames.receive()) is not None:
         replay(frame, engine)

@@ -1,8 +1,9 @@
-"""Processes of a model on several ranks: how the leader starts, and all that a follower does.
+"""The processes of a model on several ranks: how the leader starts, and how a follower starts, runs
+and ends.
 
-The leader is the replica's own process, which serves (`host.py`). A follower takes no requests: it
-repeats the leader's steps, and ends with the leader. A rank that cannot go on leaves the group, so
-that no other rank waits for it.
+The leader is the replica's own process, which serves requests (`outrider/replica/host.py`). A
+follower gets no requests. It repeats the leader's steps, and ends when the leader ends. A rank that
+cannot go on leaves the group, so that no other rank waits for it.
 """
 
 from __future__ import annotations
@@ -36,20 +37,20 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RankAssignment:
-    """The rank of a follower, and where it joins the others."""
+    """A follower's rank, and the rendezvous that the follower joins."""
 
     rendezvous: Rendezvous
     rank: int
     num_neighbours: int
-    """Ranks of the model on this machine, this one included."""
+    """How many ranks of the model are on this machine, including this one."""
 
 
 class RankLeader(OpenRendezvous):
-    """The leader of several ranks, from before it loads its share."""
+    """The leader of several ranks, before and while it loads its share of the model."""
 
     def __init__(self, num_ranks: int, num_neighbours: int, timeout_s: float) -> None:
-        """Listens for the followers, on loopback if all ranks are on this machine. They have
-        `timeout_s` to join, and as long again to load."""
+        """Listens for the followers. If all ranks are on this machine, listens on loopback only.
+        The followers have `timeout_s` to join, and then `timeout_s` to load."""
         alone = num_neighbours == num_ranks
         host = LOOPBACK if alone else socket.gethostbyname(socket.gethostname())
         super().__init__(host, num_ranks)
@@ -57,8 +58,9 @@ class RankLeader(OpenRendezvous):
         self._timeout_s = timeout_s
 
     def engine(self, config: ReplicaConfig, num_threads: int) -> Engine:
-        """The engine of the shared model, once all ranks have loaded. Blocks; raises `ConfigError`,
-        and `Unavailable` if a rank ends or does not join in time."""
+        """Loads the leader's share, waits until all ranks have loaded, and returns the engine of
+        the whole model. Raises `ConfigError` if the model cannot be loaded, and `Unavailable` if a
+        rank ends or does not join in time."""
         from outrider.engine.tensor_parallel.group import lead
         from outrider.engine.tensor_parallel.parallel_engine import ParallelEngine
         from outrider.models.loading import use_device
@@ -80,10 +82,12 @@ def engine_of_a_replica(
     num_threads: int,
     leadership: RankLeader | None,
 ) -> Engine:
-    """The engine that a configuration names, in this process or on all ranks. Blocks; raises what
-    `build_engine` and `RankLeader.engine` raise. Call it on a short-lived thread: without ranks it
-    lowers the calling thread's priority, for replicas that serve on the same cores. With ranks it
-    does not, as threads for their sums would inherit it."""
+    """Builds the engine of a configuration. With a `leadership` the engine runs on all ranks,
+    otherwise in this process alone. Raises what `build_engine` and `RankLeader.engine` raise.
+
+    Call this on a short-lived thread. Without ranks, this function lowers the priority of the
+    calling thread, so that replicas on the same cores can serve meanwhile. With ranks, the priority
+    stays, because threads that this thread starts for collectives would inherit a lower one."""
     if leadership is None:
         give_way(LOADING_NICENESS)
         return build_engine(config, num_threads)
@@ -93,14 +97,14 @@ def engine_of_a_replica(
 def threads_of_a_rank(
     config: ReplicaConfig, num_cores: int, ranks: RankLeader | RankAssignment | None
 ) -> int:
-    """`num_threads` of the configuration, or else an equal share of the cores for each rank on the
-    machine."""
+    """The number of threads of a rank. If the configuration has no `num_threads`, the ranks on this
+    machine share the cores equally."""
     return config.num_threads or max(1, num_cores // (1 if ranks is None else ranks.num_neighbours))
 
 
 class RankHost(PlacedActor):
-    """A follower; an actor, like the replica that leads it. `start` imports everything heavy, so
-    that placing the actor is fast."""
+    """The Ray actor of a follower. Large libraries are imported only in `start`, so that Ray can
+    place the actor quickly."""
 
     def __init__(self) -> None:
         self._ended = asyncio.Event()
@@ -116,8 +120,9 @@ class RankHost(PlacedActor):
         timeout_s: float,
         log_directory: str,
     ) -> None:
-        """Joins, loads this rank's share and follows; returns once it is ready for steps. Raises
-        `ConfigError`, and `Unavailable` if the leader does not answer within `timeout_s`."""
+        """Joins the other ranks, loads this rank's share of the model, and begins to follow the
+        leader. Returns once this rank is ready for steps. Raises `ConfigError` if the model cannot
+        be loaded, and `Unavailable` if the leader does not answer within `timeout_s`."""
         num_threads = threads_of_a_rank(config, cores_for(config.role), assignment)
         use_threads(num_threads, config.model_engine)
         log_to(log_directory, f"{config.log_name}-rank-{assignment.rank}", config.log_level)
@@ -129,13 +134,14 @@ class RankHost(PlacedActor):
         self._following = asyncio.create_task(self._follow(engine))
 
     async def wait(self) -> None:
-        """Returns when the leader has ended. Raises the error if this rank had to stop."""
+        """Returns when this rank has ended, normally because the leader has ended. If an error
+        ended this rank, raises that error."""
         await self._ended.wait()
         if self._following is not None:
             await self._following
 
     async def stop(self, grace_s: float) -> None:
-        """Stops following; a running step has `grace_s` to end."""
+        """Stops following the leader. A running step has `grace_s` to end."""
         if self._frames is not None:
             self._frames.close()
         if self._following is not None:
@@ -174,7 +180,7 @@ class RankHost(PlacedActor):
 
         try:
             await asyncio.to_thread(run)
-            _log.info("the leader has ended, and this rank with it")
+            _log.info("the leader has ended, so this rank ends too")
         except Exception:
             _log.exception("this rank cannot go on")
             raise
@@ -190,5 +196,5 @@ class RankHost(PlacedActor):
 
 
 def _loaded_by(engine: Engine) -> str:
-    """What an engine runs, and its number of pages."""
+    """A text of what must be equal on all ranks: the model, and the number of pages."""
     return f"{engine.info!r} {engine.page_counts().num_pages}"

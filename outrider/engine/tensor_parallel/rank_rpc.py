@@ -1,5 +1,5 @@
-"""How the ranks of one model connect to each other, and the frames that the leader sends to its
-followers over TCP. Imports no numeric library.
+"""TCP connections between the ranks of one model. Rank 0 is the leader, and the other ranks are its
+followers. The leader sends frames to its followers. Imports no numeric library.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from outrider.limits import (
 LOOPBACK = "127.0.0.1"
 _TOKEN_BYTES = 32
 _HELLO = struct.Struct(f"{_TOKEN_BYTES}sq")
-"""Token and rank of a follower that joins."""
+"""What a rank sends first on a connection: the secret token and the rank's number."""
 _LEAST_WAIT_S = 0.01
 _HELLO_TIMEOUT_S = 5.0
 """Time that a new connection has to name its rank."""
@@ -41,10 +41,10 @@ class Rendezvous:
 
 
 class OpenRendezvous:
-    """The leader's side of a rendezvous: listens before the followers start."""
+    """The leader's side of a rendezvous. It listens before the followers start."""
 
     def __init__(self, host: str, num_ranks: int) -> None:
-        """Listens on `host` alone. Raises `ConfigError` if that is no address of this machine."""
+        """Listens on `host` only. Raises `ConfigError` if `host` is no address of this machine."""
         check(1 < num_ranks <= TENSOR_PARALLEL_SIZE_MAX, f"a rendezvous of {num_ranks} ranks")
         self._store_socket, store_port = listen(host)
         self._frames_socket, frames_port = listen(host)
@@ -52,14 +52,15 @@ class OpenRendezvous:
         self.rendezvous = Rendezvous(host, store_port, frames_port, num_ranks, token)
 
     def accept(self, timeout_s: float) -> dict[int, socket.socket]:
-        """Followers' connections by rank; call it once. Raises `Unavailable` if one is late."""
+        """Waits for the followers, and returns their connections by rank. Call this once. Raises
+        `Unavailable` if a follower does not connect within `timeout_s`."""
         followers = range(1, self.rendezvous.num_ranks)
         with self._frames_socket as listening:
             return accept(listening, self.rendezvous.token, followers, timeout_s)
 
     def take_store_fd(self) -> int:
-        """The descriptor of the socket that serves the table of the ranks' addresses. Call it once;
-        the caller closes the socket."""
+        """The descriptor of the socket for the `TCPStore` with the ranks' addresses. Call this
+        once. The caller must close the socket."""
         return self._store_socket.detach()
 
     def close(self) -> None:
@@ -69,8 +70,8 @@ class OpenRendezvous:
 
 
 def listen(host: str) -> tuple[socket.socket, int]:
-    """A socket that listens on a free port, and that port. Raises `ConfigError` for a host that is
-    no address of this machine."""
+    """Listens on a free port of `host`, and returns the socket and the port. Raises `ConfigError`
+    if `host` is no address of this machine."""
     try:
         listening = socket.create_server((host, 0), backlog=TENSOR_PARALLEL_SIZE_MAX)
     except OSError as error:
@@ -79,7 +80,7 @@ def listen(host: str) -> tuple[socket.socket, int]:
 
 
 def connect(rendezvous: Rendezvous, port: int, rank: int, timeout_s: float) -> socket.socket:
-    """A connection of `rank`, without a timeout, to the rank that listens on `port`. Raises
+    """Connects `rank` to the rank that listens on `port`. The connection has no timeout. Raises
     `Unavailable` if there is no answer within `timeout_s`."""
     try:
         connection = socket.create_connection((rendezvous.host, port), timeout_s)
@@ -93,8 +94,8 @@ def connect(rendezvous: Rendezvous, port: int, rank: int, timeout_s: float) -> s
 def accept(
     listening: socket.socket, token: bytes, ranks: Iterable[int], timeout_s: float
 ) -> dict[int, socket.socket]:
-    """The connections of these ranks; others are closed. Raises `Unavailable` if a rank does not
-    connect within `timeout_s`."""
+    """Waits until all `ranks` have connected, and returns their connections by rank. Closes any
+    other connection. Raises `Unavailable` if a rank does not connect within `timeout_s`."""
     end = time.monotonic() + timeout_s
     missing = set(ranks)
     found: dict[int, socket.socket] = {}
@@ -119,7 +120,7 @@ def accept(
 
 
 def _greet(connection: socket.socket, token: bytes) -> int | None:
-    """The rank that has connected; None without the right token."""
+    """The rank that a new connection names. None if it does not send the right token in time."""
     connection.settimeout(_HELLO_TIMEOUT_S)
     try:
         hello = read_exactly(connection, _HELLO.size)
@@ -136,9 +137,9 @@ _KEEPALIVE_PROBES = 3
 
 
 def tune(connection: socket.socket, timeout_s: float | None) -> socket.socket:
-    """Sends small frames at once, and notices if the peer's machine is gone. `timeout_s` bounds
-    each call; None = no bound. The kernel enforces the bound, as Python's timeouts add a system
-    call to each call."""
+    """Makes a connection send small frames at once, and notice if the peer's machine is gone. Each
+    call on the connection may take `timeout_s`; None = any time. The operating system enforces this
+    limit, because a timeout of Python would add a system call to each call."""
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -160,11 +161,12 @@ class FrameSender:
     """The leader's connections to its followers."""
 
     def __init__(self, connections: dict[int, socket.socket]) -> None:
-        """`connections` by the follower's rank, with a timeout for sending."""
+        """`connections` are by the follower's rank. They must have a timeout for sending."""
         self._connections = connections
 
     def send(self, frame: bytes) -> None:
-        """Sends a frame to every follower. Raises `Unavailable`, with the rank, if one is gone."""
+        """Sends a frame to every follower. Raises `Unavailable` if a follower is gone. The message
+        names its rank."""
         check(len(frame) <= FRAME_OF_CALLS_BYTES_MAX, f"a frame of {len(frame)} bytes")
         frame = _HEADER.pack(len(frame)) + frame
         for rank, connection in self._connections.items():
@@ -175,7 +177,7 @@ class FrameSender:
                 raise Unavailable(f"rank {rank} of the model does not answer: {error}") from error
 
     def close(self) -> None:
-        """Makes the followers' `receive` return None."""
+        """Closes the connections. This makes the followers' `receive` return None."""
         for connection in self._connections.values():
             connection.close()
 
@@ -184,11 +186,11 @@ class FrameReceiver:
     """A follower's connection to its leader."""
 
     def __init__(self, connection: socket.socket) -> None:
-        """`connection` without a timeout."""
+        """`connection` must have no timeout."""
         self._connection = connection
 
     def receive(self) -> bytes | None:
-        """The next frame, whenever it comes; None when the leader has ended."""
+        """Waits for the next frame, for any time. Returns None if the leader has ended."""
         header = read_exactly(self._connection, _HEADER.size)
         if header is None:
             return None
@@ -197,15 +199,16 @@ class FrameReceiver:
         return read_exactly(self._connection, num_bytes)
 
     def close(self) -> None:
-        """Makes the leader's next `send` fail, and a waiting `receive` return None."""
+        """Closes the connection. The leader's next `send` fails, and a waiting `receive` returns
+        None."""
         with contextlib.suppress(OSError):  # The leader may have ended already.
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
 
 def read_exactly(connection: socket.socket, num_bytes: int) -> bytes | None:
-    """The next `num_bytes`; None if the peer ends before. Raises `TimeoutError` after the
-    connection's own timeout."""
+    """Reads the next `num_bytes`. Returns None if the connection ends before they have come. Raises
+    `TimeoutError` after the timeout that is set on the connection."""
     parts = bytearray()
     while len(parts) < num_bytes:
         try:
@@ -221,8 +224,8 @@ def read_exactly(connection: socket.socket, num_bytes: int) -> bytes | None:
 
 
 def _check_open(connection: socket.socket) -> None:
-    """Raises `ConnectionError` if a follower has ended. Followers send nothing once they have
-    joined, so anything to read means the end."""
+    """Raises `ConnectionError` if a follower has ended. A follower that has joined sends nothing.
+    So if `recv` finds data or the end of the stream, the follower has ended."""
     try:
         connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:

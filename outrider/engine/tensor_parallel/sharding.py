@@ -1,7 +1,9 @@
-"""Reduces a model to one rank's share of it: plain modules on plain tensors.
+"""Reduces a model to one rank's share of its weights. The share consists of plain modules and plain
+tensors.
 
-A block of a decoder works on the heads and columns that its weights have, so nothing changes inside
-a block; ranks exchange tensors only at its ends.
+A rank's weights have fewer attention heads and columns than the whole model. The code of a decoder
+layer computes with any number of them, so this code is not changed. Ranks exchange tensors only in
+some linear layers (`RowwiseLinear`, `GatheredLinear`), in the embedding, and in the head.
 """
 
 from __future__ import annotations
@@ -37,16 +39,20 @@ ROWWISE_SPLIT = "rowwise_split_input"
 _BY_COLUMNS = {ROWWISE, ROWWISE_SPLIT}
 _SHARED = {COLWISE, COLWISE_GATHERED, *_BY_COLUMNS}
 _WITHOUT_EFFECT = {"replicated_with_grad_allreduce", "embedding_rowwise"}
-"""Styles that need nothing here: one is for gradients, and the embedding is always shared out."""
+"""Styles without an effect here. The first concerns only gradients. The second concerns the
+embedding, which is always divided among ranks."""
 _LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _ATTENTION = re.compile(r"(^|\.)(self_)?(attn|attention)\.")
 _log = logging.getLogger(__name__)
 
 
 def plan_for(module: Any, size: int, name: str, key: str) -> dict[str, str]:
-    """The style of each linear layer that transformers' plan shares out, by its path. Raises
-    `SettingError` about the setting `key` for a model without a plan, a plan with an unknown style,
-    or a `size` that gives unequal shares; the last names the possible sizes."""
+    """How each linear layer is divided among `size` ranks: its style in the plan of transformers,
+    by the layer's path.
+
+    Raises `SettingError` about the setting `key` if the model has no plan, if the plan has an
+    unknown style, or if `size` ranks would get unequal shares. In the last case the message lists
+    the possible sizes."""
     styles: Mapping[str, str] = getattr(module, "tp_plan", None) or {}
     what = f"model {name} ({type(module).__name__})"
     if not {COLWISE, COLWISE_GATHERED}.intersection(styles.values()):
@@ -54,7 +60,7 @@ def plan_for(module: Any, size: int, name: str, key: str) -> dict[str, str]:
     unknown = sorted(set(styles.values()) - _SHARED - _WITHOUT_EFFECT)
     if unknown:
         reason = f"its plan has the unknown style {unknown[0]}"
-        raise SettingError(key, f"{what} cannot be shared out: {reason}; use 1")
+        raise SettingError(key, f"{what} cannot be divided among ranks: {reason}; use 1")
     head = module.get_output_embeddings()
     plan = {
         path: style
@@ -69,14 +75,14 @@ def plan_for(module: Any, size: int, name: str, key: str) -> dict[str, str]:
         wrong = next(f"{width} {what}" for what, width in widths.items() if width % size)
         raise SettingError(
             key,
-            f"{size} given; model {name} has {wrong}, which it does not divide; "
+            f"{size} does not divide the {wrong} of model {name}; "
             f"{', '.join(map(str, allowed))} {'does' if len(allowed) == 1 else 'do'}",
         )
     return plan
 
 
 def _widths(module: Any, plan: Mapping[str, str]) -> Iterator[tuple[str, int]]:
-    """(width, name) of everything that is shared out in equal parts, attention heads first."""
+    """(number, name) of everything that must be divided into equal parts, attention heads first."""
     config = module.config.get_text_config()
     if any(style == COLWISE and _ATTENTION.search(path) for path, style in plan.items()):
         for attribute, what in (
@@ -84,7 +90,7 @@ def _widths(module: Any, plan: Mapping[str, str]) -> Iterator[tuple[str, int]]:
             ("num_key_value_heads", "key-value heads"),
         ):
             found = getattr(config, attribute, None)
-            # In some models the number varies by layer.
+            # In some models the number of heads varies by layer.
             for heads in {found} if isinstance(found, int) else sorted(set(found or ())):
                 yield what, heads
     for path, style in plan.items():
@@ -101,8 +107,8 @@ class Ranks(Protocol):
     size: int
 
     def wait_for_all(self) -> None:
-        """Returns once every rank has called it. Unlike other calls, which wait for the time of a
-        step at most, it leaves ranks the time to load."""
+        """Returns once every rank has called this. Other calls wait at most for the time of a step.
+        This call also leaves the ranks the time to load."""
         ...
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -110,18 +116,18 @@ class Ranks(Protocol):
         ...
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """All ranks' tensors [..., w] side by side, [..., size * w]."""
+        """The tensors [..., w] of all ranks, concatenated to [..., size * w]."""
         ...
 
     def gather(self, tensor: Tensor) -> Tensor | None:
-        """Like `all_gather`, on the leader; None on the others."""
+        """Like `all_gather`, but only the leader gets the result. The others get None."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One rank's share of a stored tensor of size `width` along `dim`: the places from `start` to
-    `stop`, padded with zeros to `size` places."""
+    """One rank's share of a stored tensor that has `width` places along `dim`. The share is the
+    places from `start` to `stop`, padded with zeros to `size` places."""
 
     dim: int
     width: int
@@ -131,31 +137,31 @@ class Share:
 
     @classmethod
     def of(cls, width: int, ranks: Ranks, dim: int) -> Share:
-        """The share of a rank; only those of the last ranks are padded."""
+        """The share of this rank. Only shares of the last ranks can be padded."""
         size = -(-width // ranks.size)
         start = min(width, ranks.rank * size)
         return cls(dim, width, start, min(width, start + size), size)
 
 
 class RowwiseLinear(nn.Module):
-    """A linear layer of which each rank has some columns; the ranks sum their products."""
+    """A linear layer. Each rank has some columns of the weight. The ranks sum their products."""
 
     def __init__(self, local: nn.Linear, ranks: Ranks, cut: slice | None) -> None:
-        """`cut`: the columns of this rank, if inputs come whole."""
+        """`cut` selects this rank's columns of the input. None if the input has only these."""
         super().__init__()
         self.local, self.bias = local, local.bias
         local.bias = None  # type: ignore[assignment]
         self._ranks, self._cut = ranks, cut
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., in / size], or [..., in] if the input is cut here, to [..., out]."""
+        """Maps [..., in] to [..., out]. Without `cut` the input is [..., in / size]."""
         mine = hidden if self._cut is None else hidden[..., self._cut]
         product = self._ranks.all_reduce(self.local(mine))
         return product if self.bias is None else product + self.bias
 
 
 class GatheredLinear(nn.Module):
-    """A linear layer of which each rank has some rows; every rank gets all outputs."""
+    """A linear layer. Each rank has some rows of the weight. Every rank gets all outputs."""
 
     def __init__(self, local: nn.Linear, ranks: Ranks) -> None:
         super().__init__()
@@ -163,23 +169,23 @@ class GatheredLinear(nn.Module):
         self._ranks = ranks
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., in] to [..., out]."""
+        """Maps [..., in] to [..., out]."""
         return self._ranks.all_gather(self.local(hidden))
 
 
 class VocabularyEmbedding(nn.Module):
-    """An embedding of which each rank has some rows. The other ranks add zeros to a token's row, so
-    that the sum is exact."""
+    """An embedding. Each rank has some rows of the weight, and the ranks sum their results. A rank
+    that does not have a token's row adds zeros, so the sum is exact."""
 
     def __init__(self, embedding: nn.Embedding, share: Share, ranks: Ranks) -> None:
         super().__init__()
         self._share, self._ranks = share, ranks
-        # Keeps the instance, as its class may do more than look up: Gemma's scales rows.
+        # The instance is kept, because its class may do more than a look-up: Gemma's scales rows.
         embedding.num_embeddings, embedding.padding_idx = share.size, None
         self.local = embedding
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """[...] to [..., width]."""
+        """Maps [...] to [..., width]."""
         index = token_ids - self._share.start
         elsewhere = (token_ids < self._share.start) | (token_ids >= self._share.stop)
         rows = self.local(index.masked_fill(elsewhere, 0))
@@ -187,8 +193,8 @@ class VocabularyEmbedding(nn.Module):
 
 
 class VocabularyHead(nn.Module):
-    """A head of which each rank has some rows. The leader gets the logits; the others get none,
-    [..., 0]."""
+    """An LM head. Each rank has some rows of the weight. The leader gets the logits. The others get
+    an empty tensor [..., 0]."""
 
     def __init__(self, local: nn.Linear, vocab_size: int, ranks: Ranks) -> None:
         super().__init__()
@@ -197,25 +203,25 @@ class VocabularyHead(nn.Module):
         self._ranks = ranks
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., width] to [..., vocab_size] on the leader."""
+        """Maps [..., width] to [..., vocab_size] on the leader."""
         mine = self.local(hidden)
         logits = self._ranks.gather(mine)
         return mine[..., :0] if logits is None else logits[..., : self._vocab_size]
 
 
 def least(ranks: Ranks, number: int, device: torch.device) -> int:
-    """The least of all ranks' numbers, which they exchange on `device`."""
+    """The least of the numbers that the ranks pass. They exchange the numbers on `device`."""
     return int(ranks.all_gather(torch.tensor([number], device=device)).min())
 
 
 def of_leader(ranks: Ranks, tensor: Tensor) -> Tensor:
-    """The leader's `tensor`; all ranks pass one of the same shape and dtype."""
+    """The leader's `tensor`. All ranks must pass a tensor of the same shape and dtype."""
     return ranks.all_gather(tensor)[..., : tensor.shape[-1]]
 
 
 def _cut_to_share(module: Any, plan: Mapping[str, str], ranks: Ranks) -> dict[str, Share]:
-    """Reduces shared parameters to this rank's size, without values (on the meta device). Returns
-    the shares by the parameters' names."""
+    """Replaces each parameter that is divided among ranks by one of this rank's size, on the meta
+    device. Returns this rank's shares by the names of the parameters."""
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     check(isinstance(embedding, nn.Embedding), "the model's embedding is no nn.Embedding")
     check(isinstance(head, nn.Linear), "the model's head is no linear layer")
@@ -231,7 +237,7 @@ def _cut_to_share(module: Any, plan: Mapping[str, str], ranks: Ranks) -> dict[st
             shape = [*parameter.shape]
             shape[dim] = share.size
             values = torch.empty(shape, dtype=parameter.dtype, device="meta")
-            # Two names of one tensor, as with a tied head, share one parameter.
+            # If two names mean the same tensor, as with a tied head, they get the same parameter.
             smaller = cut.setdefault(id(parameter), nn.Parameter(values, requires_grad=False))
             setattr(*_owner(module, name), smaller)
     return shares
@@ -240,7 +246,7 @@ def _cut_to_share(module: Any, plan: Mapping[str, str], ranks: Ranks) -> dict[st
 def _join_ranks(
     module: Any, plan: Mapping[str, str], shares: Mapping[str, Share], ranks: Ranks
 ) -> None:
-    """Wraps shared layers in modules that exchange tensors with the other ranks."""
+    """Wraps the divided layers in modules that exchange tensors among ranks."""
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     paths = {found: path for path, found in module.named_modules()}
     vocab_size = head.out_features
@@ -260,7 +266,8 @@ def _join_ranks(
 
 
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that has a tensor or a submodule of this name, and its name there."""
+    """Splits the dotted name of a tensor or submodule. Returns the module that has it as an
+    attribute, and the attribute's name."""
     path, _, attribute = name.rpartition(".")
     return module.get_submodule(path), attribute
 
@@ -268,9 +275,9 @@ def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 def load_shard(
     path: Path, ranks: Ranks, *, key: str, **options: Unpack[LoadOptions]
 ) -> tuple[nn.Module, ModelInfo]:
-    """This rank's share of the model in `path`, in evaluation mode on its device, and a description
-    of the whole model; otherwise as `load_model`. `key` is the setting of the number of ranks.
-    Raises `ConfigError`."""
+    """Loads this rank's share of the model in `path`, in evaluation mode on the rank's device.
+    Returns the share and a description of the whole model. `key` is the setting of the number of
+    ranks, for errors. `options` are those of `load_model`. Raises `ConfigError`."""
     name = options.get("name", str(path))
     check_weights(path, name)
     where = use_device(**options)
@@ -288,14 +295,14 @@ def load_shard(
 def check_shares(
     path: Path, size: int, *, key: str, name: str, trust_remote_code: bool = False
 ) -> None:
-    """Raises `ConfigError` about the setting `key` unless `size` ranks can share the model in
-    `path`. Reads only its configuration."""
+    """Raises `ConfigError` about the setting `key` if the model in `path` cannot be divided among
+    `size` ranks. Reads only the model's configuration."""
     module = empty_model(path, name=name, dtype="float32", trust_remote_code=trust_remote_code)
     plan_for(module, size, name, key)
 
 
 def _fill(module: Any, shares: Mapping[str, Share], path: Path, name: str) -> None:
-    """Reads the values of every tensor, once for all names of one tensor."""
+    """Reads the values of every tensor. A tensor with several names is read only once."""
     tensors = module.state_dict(keep_vars=True)
     shared: dict[int, list[str]] = {}
     for key, tensor in tensors.items():
@@ -308,10 +315,10 @@ def _fill(module: Any, shares: Mapping[str, Share], path: Path, name: str) -> No
             if stored is None:
                 if tensor.is_meta:
                     raise ConfigError(f"model {name}: its files lack the weights {keys[0]}")
-                continue  # a buffer that the model makes itself
+                continue  # The tensor is a buffer that the model makes itself.
             values = _read(files[stored], stored, tensor, shares.get(keys[0]))
             if values is None:
-                raise ConfigError(f"model {name}: {stored} does not fit its configuration")
+                raise ConfigError(f"model {name}: {stored} does not fit the model's configuration")
             if isinstance(tensor, nn.Parameter):
                 values = nn.Parameter(values, requires_grad=False)
             for key in keys:
@@ -319,8 +326,8 @@ def _fill(module: Any, shares: Mapping[str, Share], path: Path, name: str) -> No
 
 
 def _read(file: Any, stored: str, tensor: Tensor, share: Share | None) -> Tensor | None:
-    """The share of a stored tensor that `tensor` holds, in its dtype; None if the stored shape does
-    not fit."""
+    """Reads the values for `tensor`, a share of a stored tensor, in the dtype of `tensor`. Returns
+    None if the stored tensor has another shape than expected."""
     view = file.get_slice(stored)
     expected, place = [*tensor.shape], [slice(None)] * tensor.dim()
     missing = 0
