@@ -1,1 +1,1 @@
-"""The coordinator: the accept-reject loop, sessions, and what users call."""
+"""The coordinator: the decode loop, sessions, and the interfaces for clients."""

@@ -17,13 +17,12 @@ if TYPE_CHECKING:
 
 
 GARBAGE_OBJECTS = 50_000
-"""New objects (some MB) between collections of cyclic garbage, of which rounds leave almost none.
-With Python's default, collections took 6 % of the time of 200 sessions."""
+"""Number of new objects (some MB) between two collections of cyclic garbage. With Python's default
+number, collections took 6 % of the time of 200 sessions, which leave almost no such garbage."""
 
 
 class CoordinatorActor(PlacedActor):
-    """A coordinator in a process of its own. `start` does the heavy imports, so placing it is
-    fast."""
+    """A coordinator in its own process. `start` does the heavy imports, so placement is quick."""
 
     def __init__(self) -> None:
         self.host: CoordinatorHost | None = None
@@ -32,7 +31,7 @@ class CoordinatorActor(PlacedActor):
         return Engagement() if self.host is None else self.host.engagement
 
     async def start(self, config: CoordinatorConfig, log_directory: str) -> str:
-        """Serves. Returns the address for gRPC clients. Raises like `CoordinatorHost`."""
+        """Starts the coordinator. Returns its gRPC address. Raises like `CoordinatorHost.start`."""
         use_threads(1)
         gc.set_threshold(GARBAGE_OBJECTS)
         log_to(log_directory, config.log_name, config.log_level)

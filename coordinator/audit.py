@@ -1,11 +1,11 @@
-"""Audits: checks committed tokens against the target's distribution, while the coordinator serves.
+"""Audits committed tokens against the target's distribution, while the coordinator serves.
 
-A share of the sessions is scored again after their end: a separate session proposes their tokens,
-and each verdict carries a result (`speculation/audit.py`). Sessions are chosen when they begin. A
-choice among ended sessions would prefer short answers. The separate session has a tenant of its own
-and so finds no cached pages. Therefore an audit also detects tokens that were decoded from wrong
-keys and values. An audit costs as much as reading prompt and answer once. Audits run one at a time,
-and wait while targets are full.
+After a chosen session has ended, a separate session proposes its tokens to the target, and each
+verdict has an audit result (`outrider/speculation/audit.py`). Sessions are chosen when they begin,
+because a choice among ended sessions would prefer short answers. The separate session has a tenant
+of its own, so the target uses no cached pages for it. Therefore an audit also detects tokens that
+were decoded from wrong keys and values. An audit costs the target as much as reading prompt and
+answer once. Audits run one at a time, and wait while targets are full.
 """
 
 import asyncio
@@ -24,11 +24,11 @@ from outrider.telemetry.observer import AuditOutcome, Observation
 _log = logging.getLogger(__name__)
 
 AUDIT_TIMEOUT_S = 60.0
-"""An audit that takes longer is given up. The results that it has reported still count."""
+"""Time limit of an audit."""
 SEATS_LOOKS = 600
 """An audit is dropped after this many checks found the targets full."""
 SEATS_PERIOD_S = 0.1
-"""Time between two of these checks."""
+"""Time between two checks whether the targets are full."""
 
 
 class Auditor:
@@ -41,14 +41,16 @@ class Auditor:
         self._sessions = sessions
         self._observation = observation
         self._seeds: Newest[int, None] = Newest(AUDITED_SEEDS_MAX)
-        """Seeds of chosen sessions. Sessions with the same seed share their random numbers."""
+        """Seeds of chosen sessions. Only the first session with a seed is audited, because sessions
+        with the same seed share their random numbers."""
         self._num_chosen = 0
-        """Chosen sessions that run, wait or are being audited."""
+        """Number of chosen sessions that run, wait or are being audited."""
         self._turn = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def choose(self, session: Session, parameters: GenerationParameters) -> bool:
-        """Whether a session that begins is to be audited. If so, call `take` when it ends."""
+        """Decides whether a session that begins will be audited. If this returns True, call `take`
+        when the session ends."""
         if self._share <= 0.0 or self._sessions.random() >= self._share:
             return False
         greedy = parameters.sampling.greedy
@@ -70,7 +72,7 @@ class Auditor:
             return
         task = self._sessions.in_background(self._run(session, parameters))
         self._tasks.add(task)
-        # `_run` cannot do this: a task that is cancelled before it starts never runs.
+        # `_run` cannot call `_ended`, because a task that is cancelled before it starts never runs.
         task.add_done_callback(self._ended)
 
     def close(self) -> None:
@@ -88,8 +90,8 @@ class Auditor:
         self._observation.audit_ended(outcome)
 
     async def _outcome(self, session: Session, parameters: GenerationParameters) -> AuditOutcome:
-        """Audits all tokens after the prompt. Reports each result as it comes, so that those of an
-        audit that is given up count too."""
+        """Audits all tokens after the prompt. Reports each result at once, so results count even if
+        the audit fails later."""
         for _ in range(SEATS_LOOKS):
             if not self._sessions.targets.is_full:
                 break

@@ -36,7 +36,8 @@ class CoordinatorServicer:
     def generate(
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncGenerator[pb.GenerateEvent]:
-        """Streams a generation. If the client goes away, the generation is cancelled."""
+        """Streams a generation. If the client goes away, the generation stops. If it is not resumed
+        within `resume_grace_ms`, it is cancelled."""
         caller = current_caller()
         asked, trace = request_from_proto(request), _traceparent(context)
         return self._events(self._service.generate(asked, caller.tenant, trace))
@@ -44,7 +45,8 @@ class CoordinatorServicer:
     def resume(
         self, request: pb.ResumeRequest, context: Context
     ) -> AsyncGenerator[pb.GenerateEvent]:
-        """Streams the rest of a generation. If the client goes away, it is cancelled."""
+        """Streams the rest of a generation. If the client goes away, does the same as
+        `generate`."""
         caller, asked = current_caller(), resume_from_proto(request)
         running = self._service.resume(asked, caller.tenant, _traceparent(context))
         return self._events(running, [asked.session_id])
@@ -69,8 +71,8 @@ class CoordinatorServicer:
         return pb.CancelReply()
 
     async def get_session(self, request: pb.GetSessionRequest, context: Context) -> pb.Session:
-        """Reads a session from the store. A read counts as a request of the caller. It is no
-        generation, so it needs no free slot."""
+        """Reads a session from the store. The read counts towards the caller's requests per minute.
+        It needs no free slot, because it is no generation."""
         caller = current_caller()
         session_id = session_id_from_wire(request.session_id)
         self._access.check_rate(caller)
@@ -81,12 +83,13 @@ class CoordinatorServicer:
 
     @contextmanager
     def _reading(self, caller: Caller) -> Iterator[None]:
-        """Counts a read of the caller. Raises `Overloaded` if the caller has `RECORD_READS_MAX`
-        reads already: records are long, so reads take memory."""
+        """Counts a current read of the caller. Raises `Overloaded` if the caller has
+        `RECORD_READS_MAX` current reads already. The limit saves memory, because records may be
+        long."""
         if self._num_reads[caller.name] >= RECORD_READS_MAX:
             raise Overloaded(
-                f"this caller may read {RECORD_READS_MAX} stored sessions at a time, and does so; "
-                "try again later",
+                f"this caller already reads {RECORD_READS_MAX} stored sessions, the most allowed "
+                "at a time; try again later",
                 retry_after_ms=SLOT_RETRY_MS,
             )
         self._num_reads[caller.name] += 1

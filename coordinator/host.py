@@ -1,4 +1,4 @@
-"""Builds a coordinator's process from its configuration: links, store, gRPC and HTTP servers."""
+"""Starts the parts of a coordinator's process: links, session store, gRPC and HTTP servers."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ class CoordinatorHost:
             self.service.hand_over()
         if self._health is not None:
             self._health.cancel()
-        # Closes the parts in reverse order, and all of them even if one raises.
+        # Closes the parts in reverse order. If closing one raises, the others are closed, too.
         async with AsyncExitStack() as ending:
             for part in (self.exports, self.access, self.announcer, self.service):
                 if part is not None:
@@ -203,7 +203,8 @@ class CoordinatorHost:
 async def report_health(
     service: CoordinatorService, server: RpcServer, http: HttpServer | None
 ) -> None:
-    """Updates the server's health status. Stops both servers once commits have failed for good."""
+    """Updates the server's health status every `HEALTH_PERIOD_S`. If commits have failed for good,
+    stops both servers."""
     serving = True
     while not service.failed:
         healthy = not (await service.trouble() or (http is not None and http.failed))
@@ -219,8 +220,9 @@ async def report_health(
 
 
 def owner_name(config: CoordinatorConfig) -> str:
-    """The coordinator's name in the session store, different for every process. With the same name,
-    a replacement's lease would keep other coordinators from its predecessor's sessions."""
+    """Returns the coordinator's name in the session store, which differs for every process. If a
+    replacement had the name of a dead coordinator, the replacement's lease would keep others from
+    taking over the dead coordinator's sessions."""
     member = config.membership
     name = "coordinator" if member is None else f"{member.deployment}/{member.name}"
     return f"{name}-{uuid.uuid4().hex}"
@@ -240,7 +242,7 @@ def _record(service: CoordinatorService, name: str, address: str) -> ReplicaReco
 
 
 def _links_by(config: CoordinatorConfig) -> Callable[[Role, str], Link]:
-    """A function that makes a link to a target or a draft at an address."""
+    """Returns a function that makes a link to a target or a draft at an address."""
     links: dict[Role, Any] = {"target": target_link, "draft": draft_link}
     if config.internal_tls_dir:
         from outrider.transport.tls import internal_trust
@@ -255,7 +257,7 @@ def _links_by(config: CoordinatorConfig) -> Callable[[Role, str], Link]:
 
 
 def _tls_files(config: CoordinatorConfig) -> TlsFiles | None:
-    """Files of the certificate for clients; None = plain text."""
+    """Files of the servers' certificate; None = the servers use no TLS."""
     if not config.ssl_certfile:
         return None
     authority = Path(config.ssl_ca_certs) if config.ssl_ca_certs else None

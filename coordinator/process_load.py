@@ -10,7 +10,7 @@ from outrider.registry.registry import WINDOW_S
 
 _LOOK_PERIOD_S = 0.25
 _LAG_S_MAX = 1.0
-"""Longer delays count as this in the mean: one pause of the process must not dominate it."""
+"""Longer delays count as this long, so a single pause of the process does not dominate the mean."""
 
 
 class ProcessLoad:
@@ -20,7 +20,7 @@ class ProcessLoad:
         self._clock = asyncio.get_running_loop().time
         self._sums = DecayedSums(WINDOW_S, self._clock())
         self._num_late = 0
-        """Measurements in a row above `LOOP_LAG_MS_MAX`."""
+        """Number of measurements in a row with a delay above `LOOP_LAG_MS_MAX`."""
 
     async def watch(self) -> None:
         """Measures until it is cancelled."""

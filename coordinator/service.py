@@ -63,19 +63,20 @@ if TYPE_CHECKING:
 LOOK_PERIOD_S = 1.0
 """Time between two checks of target, store and fleet for the metrics."""
 TROUBLE_S = 3.0
-"""Shorter trouble is not reported: while a replica loads on shared cores, target or store may be
-silent for some seconds."""
+"""Trouble is reported only after this time. While a replica loads on shared cores, target or store
+may not answer for some seconds."""
 TROUBLE_RETRY_S = 0.2
 """Time between two checks during `TROUBLE_S`."""
 CANCEL_ELSEWHERE_S = 2 * SESSION_LEASE_MS / 1e3
-"""Time for another coordinator to end a session that it owns. Its lease runs out sooner."""
+"""Time in which another coordinator must end a session that it owns. If that coordinator is dead,
+its lease runs out sooner."""
 CANCEL_LOOK_S = SESSION_LEASE_RENEWAL_MS / 2e3
 """Time between two checks whether the other coordinator has ended the session."""
 KEY_TRIES = 3
-"""Attempts to serve a request with an idempotency key, each of which fails if the key's session has
-expired or another request was faster."""
+"""Number of attempts to serve a request with an idempotency key. An attempt fails if the session of
+the key has expired, or if another request has just taken the key."""
 NO_SESSION = "0" * 32
-"""Session id that does not exist, to check whether the store answers."""
+"""An id that no session has. Loading this session checks whether the store answers."""
 
 
 class CoordinatorService:
@@ -97,11 +98,11 @@ class CoordinatorService:
         link: Callable[[Role, str], Link] | None = None,
     ) -> None:
         """`owner` is the coordinator's name in the session store, unique to this process. `targets`
-        and `drafts` are links by name, known from the start. With `registry` and
-        `link(role, address)`, the coordinator uses the registry's replicas instead, and metrics
-        include the fleet's size. `fallback` drafts while no draft replica answers, or if there are
-        none. `random_bits(n)` gives n random bits. They become session ids and, unless a seed is
-        configured, the seeds of requests."""
+        and `drafts` are links by name to a fixed set of replicas. If `registry` and
+        `link(role, address)` are given, the coordinator uses the registry's replicas instead, and
+        metrics include the fleet's size. `fallback` drafts while no draft replica answers, or if
+        there are no draft replicas. `random_bits(n)` returns n random bits, for session ids and, if
+        no seed is configured, for the seeds of requests."""
         self._config = config
         looks_up = config.lookup is not None and config.lookup.drafter.is_lookup
         has_trees = config.draft_siblings > 0 and not (config.look_ahead or looks_up)
@@ -115,8 +116,8 @@ class CoordinatorService:
         self.fleet = Discovery(name, self.targets, self.drafts, registry, link)
         self._fallback = fallback
         self.text = text
-        """The target's tokenizer; None if requests have token ids and get no text."""
-        # For chains, BLOCK accepts at least as many tokens as TOKEN. It cannot verify trees.
+        """The target's tokenizer. None if requests contain token ids and get no text."""
+        # For chains, BLOCK accepts at least as many tokens as TOKEN. BLOCK cannot verify trees.
         best = Rule.TOKEN if has_trees else Rule.BLOCK
         self.defaults = RequestDefaults(
             config.num_draft_tokens,
@@ -149,7 +150,8 @@ class CoordinatorService:
 
     async def start(self) -> None:
         """Gets the descriptions of the replicas, and starts committing. Raises `Unavailable` if no
-        target answers, or none of the given drafts, and `Incompatible` if none fits."""
+        target answers, or if drafts were given and none of them answers. Raises `Incompatible` if
+        no answering replica fits."""
         config = self._config
         if self._follows:
             await self.fleet.begin()
@@ -174,8 +176,8 @@ class CoordinatorService:
 
     @property
     def served(self) -> ReplicaDescription:
-        """The first target, with the name that its model is served under and the maximum length of
-        the newest one. Raises `Unavailable` before `start`."""
+        """The description of the first target, with the served name of the model and the maximum
+        length of the newest target. Raises `Unavailable` before `start`."""
         if self._served is None:
             raise Unavailable("the coordinator is starting")
         newest = self.targets.newest() or self._served
@@ -205,11 +207,13 @@ class CoordinatorService:
         key: RequestKey | None = None,
     ) -> AsyncGenerator[Event]:
         """Runs a request from its check to its last event. If the iterator is closed early, the
-        session is cancelled: at once, or if `resumable`, after the time that the client has to come
-        back. With a `key`, the client may also come back after an error. `KeyTaken` means that
-        another session has the key. Raises `BadRequest`, `NotFound` (unknown model), `Overloaded`,
-        `DeadlineExceeded` (before the first token), `Unavailable`, and the store's error that ended
-        the session (`StaleEpoch`, `DataLoss`). `traceparent` is the caller's, if it has one."""
+        session is cancelled. A `resumable` session is cancelled only after `resume_grace_ms`, so
+        the client can resume it. With a `key`, the client can also resume after an error.
+        `traceparent` is that of the caller, or empty.
+
+        Raises `BadRequest`, `NotFound` (unknown model), `KeyTaken` (another session has the key),
+        `Overloaded`, `DeadlineExceeded` (before the first token), `Unavailable`, and the store's
+        error that ended the session (`StaleEpoch`, `DataLoss`)."""
         arrived = asyncio.get_running_loop().time()
         served = "" if self._served is None else self._served.model
         observer = self._observation.begin(request, served, traceparent)
@@ -227,8 +231,8 @@ class CoordinatorService:
     async def tokenize(
         self, request: GenerateRequest, add_special_tokens: bool = True
     ) -> tuple[int, ...]:
-        """The tokens of a request's prompt, even if they do not fit the model. Raises `BadRequest`,
-        `NotFound` and `Overloaded`."""
+        """Returns the tokens of a request's prompt, even if the prompt is too long for the model.
+        Raises `BadRequest`, `NotFound` and `Overloaded`."""
         with self._admitted():
             self._check(request)
             _, token_ids = await self._prompts.encode(
@@ -238,20 +242,21 @@ class CoordinatorService:
         return token_ids
 
     async def detokenize(self, token_ids: Sequence[int], model: str = "") -> str:
-        """The text of these tokens, with the names of special tokens. Raises like `tokenize`."""
+        """Returns the text of these tokens, with the names of special tokens. Raises like
+        `tokenize`."""
         with self._admitted():
             self._check(GenerateRequest("", model))
             if self.text is None:
-                raise BadRequest("tokens", "the model has no tokenizer, so they have no text")
+                raise BadRequest("tokens", "the model has no tokenizer, so tokens have no text")
             check_ids(token_ids, "tokens", self.served.vocab_size)
             return await asyncio.to_thread(self.text.decode, token_ids, True)
 
     async def _prompt_tokens(
         self, asked: GenerationParameters, tenant: str, deadline: float
     ) -> AsyncGenerator[PromptTokens]:
-        """The prompt in parts with its log-probabilities, if the request wants them: a session of
-        its own scores the prompt's tokens as proposals. Raises `DeadlineExceeded`, and the target's
-        refusal."""
+        """If the request asks for the log-probabilities of its prompt, yields them with the prompt,
+        part by part. A separate session proposes the prompt's tokens to the target, which scores
+        them. Raises `DeadlineExceeded`, and the target's refusal."""
         if asked.prompt_logprobs is None:
             return
         greedy = SamplingParams(temperature=0.0)
@@ -278,8 +283,8 @@ class CoordinatorService:
             raise DeadlineExceeded(reason) from None
 
     async def known(self, key: RequestKey) -> RequestKey:
-        """The key with its session, if the request was made before. Raises `BadRequest` if the key
-        was used for a different request."""
+        """Returns the key. If the request was made before, the key has its session. Raises
+        `BadRequest` if the key was used for a different request."""
         return key.found(await self._store.claim_key(key.name))
 
     async def generate_once(
@@ -290,9 +295,10 @@ class CoordinatorService:
         tenant: str = "",
         traceparent: str = "",
     ) -> AsyncGenerator[Event]:
-        """If the `known` key has a session, resumes that session; `resume` says what the client
-        has. Otherwise generates. If the key's session has expired, the request runs again, or
-        raises `SessionNotFound` if the client has tokens of the session."""
+        """Resumes the session of the `known` key, or runs the request if the key has no session.
+        `resume` tells which tokens the client has. If the key's session has expired, runs the
+        request again. If the client has tokens of the expired session, raises `SessionNotFound`
+        instead."""
         is_gone = False
         for _ in range(KEY_TRIES):
             try:
@@ -328,8 +334,8 @@ class CoordinatorService:
         self, run: SessionRun, resumable: bool = True, *, outlasts_errors: bool = False
     ) -> Iterator[None]:
         """Ends the session when its stream ends. If the client went away, a `resumable` session
-        waits for the client. While this coordinator is leaving, every session does. A session that
-        `outlasts_errors` also waits after an error."""
+        waits for the client to resume it. While this coordinator is leaving, every session waits.
+        If `outlasts_errors` is true, the session also waits after an error."""
         chosen, is_gone = self._auditor.choose(run.session, run.parameters), False
         try:
             yield
@@ -382,12 +388,14 @@ class CoordinatorService:
         *,
         outlasts_errors: bool = False,
     ) -> AsyncGenerator[Event]:
-        """Continues a session whose stream broke, at this or another coordinator: `Started`, the
-        stored tokens that the client lacks, then like `generate`. An older stream of the session
-        that still runs ends with `StaleEpoch`. With `outlasts_errors` the session may be resumed
-        again after an error. Raises `SessionNotFound`, `Overloaded`, `DataLoss` (the store lacks
-        tokens that the client has), `Incompatible` (no target here has its weights), and
-        `Unavailable` while another coordinator may own it, or too many take-overs run here."""
+        """Continues a session whose stream broke at this or another coordinator. Yields `Started`
+        and the stored tokens that the client lacks, then continues like `generate`. If an older
+        stream of the session still runs, that stream ends with `StaleEpoch`. If `outlasts_errors`
+        is true, the session can be resumed again after an error.
+
+        Raises `SessionNotFound`, `Overloaded`, `DataLoss` (the store lacks tokens that the client
+        has), `Incompatible` (no target here has the session's weights), and `Unavailable` (another
+        coordinator may own the session, or too many take-overs run here)."""
         arrived = asyncio.get_running_loop().time()
         with self._admitted(), ExitStack() as taking_over:
             self._check_open()
@@ -402,7 +410,7 @@ class CoordinatorService:
                 replayed = await self._sessions.replay(
                     record, lambda: replay(record, parameters, completion, request)
                 )
-                taking_over.close()  # A client that reads slowly must not block others.
+                taking_over.close()  # A client that reads slowly must not block other take-overs.
                 for event in told_again(record, self.served.model, replayed):
                     yield event
                     if request.cuts and isinstance(event, Started):
@@ -433,10 +441,10 @@ class CoordinatorService:
                             yield event
 
     async def cancel(self, session_id: str, tenant: str | None = "") -> None:
-        """Ends a session as cancelled, wherever it runs; does nothing if it is finished. If another
-        coordinator owns the session, that coordinator learns of the cancellation when it renews its
-        lease. If its lease has run out, this coordinator ends the session. `tenant` as for
-        `session`. Raises `NotFound`, and `Unavailable` if the session has not ended within
+        """Ends a session as cancelled at any coordinator. Does nothing if the session is finished.
+        If another coordinator owns the session, that coordinator learns of the cancellation when it
+        renews its lease. If that lease has run out, this coordinator ends the session. `tenant` is
+        that of `session`. Raises `NotFound`, and `Unavailable` if the session has not ended within
         `CANCEL_ELSEWHERE_S`."""
         loop = asyncio.get_running_loop()
         until = loop.time() + CANCEL_ELSEWHERE_S
@@ -456,32 +464,32 @@ class CoordinatorService:
             await asyncio.sleep(CANCEL_LOOK_S)
 
     async def stored_parameters(self, session_id: str, tenant: str) -> GenerationParameters:
-        """The parameters of a stored session. Counts as a take-over, so it may raise `Unavailable`;
-        otherwise raises like `session`."""
+        """Returns the parameters of a stored session. Raises like `session`. The call counts as a
+        take-over, so it also raises `Unavailable` if too many take-overs run."""
         with self._sessions.taking_over(session_id):
             record = await self.session(session_id, tenant)
         prompt = record.token_ids[: record.prompt_length]
         return GenerationParameters.from_json(record.parameters, prompt)
 
     async def session(self, session_id: str, tenant: str | None = "") -> SessionRecord:
-        """The stored record of a session. Raises `NotFound`, also for another tenant's session;
-        None = any tenant."""
+        """Returns the stored record of a session. Raises `NotFound` if there is none, or if the
+        session belongs to another tenant. If `tenant` is None, it may belong to any tenant."""
         record = await self._store.load(session_id)
         if tenant not in (record.tenant, None):
             raise not_found(session_id)  # The same error as for a session that does not exist.
         return record
 
     def hand_over(self) -> None:
-        """Call when this coordinator is about to close. Its sessions go on, but other coordinators
-        may take them over at once."""
+        """Call when this coordinator is about to close. Its sessions continue until other
+        coordinators take them over, which they may do at once."""
         self._committer.hand_over()
 
     async def close(self) -> None:
-        """Cancels what runs, commits the rest, and closes links and store, even if one of these
-        raises."""
+        """Cancels all sessions, commits their last tokens, and closes links and store. If one of
+        these steps raises, the next ones run nevertheless."""
         self._sessions.close()
         self._auditor.close()
-        async with AsyncExitStack() as ending:  # The last one first.
+        async with AsyncExitStack() as ending:  # Calls these in reverse order.
             for close in (
                 self._store.close, self.drafts.close, self.targets.close, self._end_tasks,
                 self._sessions.end_background, self._prompts.close,
@@ -489,8 +497,8 @@ class CoordinatorService:
                 ending.push_async_callback(close)
 
     def _heed(self, wanted: Mapping[str, bool]) -> None:
-        """Handles what other coordinators want: cancels sessions with the value True, and releases
-        the others."""
+        """Handles other coordinators' requests for this coordinator's sessions. If the value of a
+        session is True, cancels the session. Releases a session that does not run here."""
         for session_id, cancels in wanted.items():
             run = self._sessions.running.get(session_id)
             if cancels and run is not None:
@@ -507,8 +515,8 @@ class CoordinatorService:
         await asyncio.gather(*self._watching, return_exceptions=True)
 
     async def trouble(self) -> str:
-        """Why requests cannot make progress now; empty if commits go on, and the store and a target
-        answer within `TROUBLE_S`. Drafts are not checked, as requests do without them."""
+        """Returns why requests cannot make progress now, or an empty text. Store and targets have
+        `TROUBLE_S` to answer. Drafts are not checked, because requests can run without them."""
         if self._commit_task is None:
             return "the coordinator is starting"
         loop = asyncio.get_running_loop()
@@ -522,7 +530,7 @@ class CoordinatorService:
             await asyncio.sleep(TROUBLE_RETRY_S)
 
     async def _look(self) -> str:
-        """What is wrong now with the store or the targets, if anything."""
+        """Returns what is wrong now with the store or the targets, or an empty text."""
         has_target, store_trouble = await asyncio.gather(
             self.targets.healthy(), self._store_trouble()
         )
@@ -559,7 +567,8 @@ class CoordinatorService:
             }
 
     def _readings(self) -> dict[str, Mapping[str, float]]:
-        """Current metrics, by name and by the value of their label. May be called on any thread."""
+        """Returns the current metrics by name, then by the value of their label. May be called on
+        any thread."""
         pools = (self.targets, self.drafts)
         return self._known | {
             "wire_bytes_sent": {pool.role: pool.num_bytes["sent"] for pool in pools},
@@ -572,13 +581,13 @@ class CoordinatorService:
 
     @property
     def failed(self) -> bool:
-        """Whether a bug has ended the commits. Then nothing is served any more."""
+        """Whether a bug has ended the commits. Then no request is served any more."""
         return self._commit_task is not None and self._commit_task.done()
 
     def check_integrity(self) -> None:
-        """Raises `InvariantError` unless exactly the running sessions have a route to a target,
-        no others have one to a draft, and the committer is consistent. For an idle coordinator
-        only."""
+        """Raises `InvariantError` if a running session has no route to a target, if any other
+        session has a route to a replica, or if the committer is inconsistent. May be called only
+        while the coordinator is idle."""
         sessions = set(self._sessions.running)
         self.targets.check_integrity(sessions | self._sessions.scored_ids)
         self.drafts.check_integrity(sessions, every=False)
@@ -608,7 +617,7 @@ class CoordinatorService:
         if request.constraint is not None:
             ends = self.served.eos_token_ids
             await self._prompts.check_constraint(request.constraint, ends, tenant)
-        # A session keeps the weights of its first target, so it cannot begin without one.
+        # A session keeps the weights of its first target, so it cannot begin without a target.
         target = await self.targets.wait_for_one(self._config.target_gone_ms / 1e3)
         parameters = resolve(
             request, field, prompt_ids, self.served, self.defaults, self._seed_bits(SEED_BITS)

@@ -92,7 +92,7 @@ class World:
         """Plays rounds from `first_index` on."""
         started_at, chosen, tokens = self.now, [], []
         for index in range(first_index, first_index + num_rounds):
-            length = control.choose(index, ENDLESS)
+            length = control.choose(ENDLESS)
             chosen.append(length)
             tokens.append(self._round(control, length, is_first=index == first_index))
         return Run(chosen, tokens, self.now - started_at)

@@ -1,9 +1,8 @@
-"""Commits decided tokens to the store in batches. Clients may see tokens only once committed.
+"""Commits decided tokens to the session store. Clients may see only committed tokens.
 
-While one call to the store runs, the outcomes of all sessions are collected for the next. If the
-store does not answer, the call is repeated. All tokens that the store lacks of a session are then
-sent in one append. Only sessions that reach the limit on uncommitted tokens wait. Time comes from
-the running event loop alone.
+While a call to the store runs, the committer collects the outcomes of all sessions for the next
+call. If the store does not answer, the committer repeats the call, with the tokens that were
+decided meanwhile. A session waits only if it has too many uncommitted tokens.
 """
 
 import asyncio
@@ -22,8 +21,8 @@ _log = logging.getLogger(__name__)
 
 
 class SessionCommits:
-    """The commits of one session, from `Committer.add`. Methods that wait raise the session's error
-    if the session is lost, and `Unavailable` if it is removed."""
+    """Commits the tokens of one session. Methods that wait raise `Session.error` if the session is
+    lost, and `Unavailable` if the session was removed."""
 
     def __init__(self, committer: "Committer", session: Session) -> None:
         self.session = session
@@ -31,31 +30,32 @@ class SessionCommits:
         self._loop = asyncio.get_running_loop()
         self._waiters: list[asyncio.Future[None]] = []
         self._behind_since: float | None = None
-        """When the store last took tokens, or when the oldest tokens that it lacks were decided,
-        whichever is later. None while the store has all tokens."""
+        """The time when the store last took tokens of this session or, if later, when the oldest
+        uncommitted token was decided. None while all tokens are committed."""
 
     @property
     def is_current(self) -> bool:
-        """Whether the session has not been removed."""
+        """Whether the committer still has this session."""
         return self._committer.sessions.get(self.session.session_id) is self
 
     def notify(self) -> None:
-        """Queues the tokens that the store lacks. Call when the session has decided some. O(1)."""
+        """Queues the session's uncommitted tokens. Call after each `Session.decide`. O(1)."""
         if self.session.has_news and self.is_current:
             if self._behind_since is None:
                 self._behind_since = self._loop.time()
             self._committer.queue(self.session.session_id)
 
     def remove(self) -> None:
-        """Forgets the session. Idempotent."""
+        """Removes the session from the committer. Idempotent."""
         if self.is_current:
             del self._committer.sessions[self.session.session_id]
             self._committer.dirty.pop(self.session.session_id, None)
             self.wake()
 
     async def room(self, num_tokens: int = 1) -> None:
-        """Waits until `num_tokens` more may be decided. Then at most `UNCOMMITTED_TOKENS_MAX` are
-        uncommitted. Also, the store has taken tokens within `UNCOMMITTED_MS_MAX`, or has all."""
+        """Waits until the session may decide `num_tokens` more tokens. The session has to wait if
+        more than `UNCOMMITTED_TOKENS_MAX` tokens would then be uncommitted, or if the store has
+        taken none of the uncommitted tokens for `UNCOMMITTED_MS_MAX`."""
         self._check_served()
         while self._behind_since is not None and (
             self.session.num_uncommitted + num_tokens > limits.UNCOMMITTED_TOKENS_MAX
@@ -65,8 +65,8 @@ class SessionCommits:
             self._check_served()
 
     async def finish(self, reason: FinishReason) -> None:
-        """Ends the session: returns when the store has all of its tokens and the reason. May be
-        called again; the first reason is kept."""
+        """Ends the session. Returns when the store has all tokens and the finish reason. A repeated
+        call keeps the reason of the first."""
         session, attempt = self.session, 0
         self._check_served()
         if session.finish_reason is None:
@@ -93,7 +93,8 @@ class SessionCommits:
                 return
 
     def apply(self, answer: int | OutriderError) -> bool:
-        """Handles the store's answer to an append. Returns whether it made progress."""
+        """Handles the store's answer to an append: the stored length, or an error. Returns whether
+        the store took tokens or refused the session for good."""
         session, before = self.session, self.session.acknowledged_length
         try:
             if isinstance(answer, OutriderError):
@@ -116,7 +117,8 @@ class SessionCommits:
             raise Unavailable(f"session {self.session.session_id} is not served here any more")
 
     async def change(self) -> None:
-        """Waits until the store has more tokens, the session is lost, or `wake` is called."""
+        """Waits for the next call of `wake`. `wake` is called after each answer of the store, and
+        when the session is lost or removed."""
         self._check_served()
         waiter = self._loop.create_future()
         self._waiters.append(waiter)
@@ -129,7 +131,7 @@ class SessionCommits:
         self.wake()
 
     def wake(self) -> None:
-        """Ends all calls of `change`."""
+        """Makes all waiting calls of `change` return."""
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
@@ -137,7 +139,8 @@ class SessionCommits:
 
 
 class Committer:
-    """Commits the sessions of one coordinator, on one event loop, while `run` runs."""
+    """Commits the tokens of one coordinator's sessions while `run` runs. All methods must be called
+    on the same event loop."""
 
     def __init__(
         self,
@@ -146,22 +149,23 @@ class Committer:
         random: Callable[[], float],
         on_wanted: Callable[[Mapping[str, bool]], None] = lambda _: None,
     ) -> None:
-        """`owner` is this coordinator's name in the store; `random` gives numbers in [0, 1);
-        `on_wanted` gets the sessions that `SessionStore.hold_lease` returns."""
+        """`owner` is this coordinator's name in the store. `random` returns numbers in [0, 1).
+        `on_wanted` is called with the sessions that `SessionStore.hold_lease` returns."""
         self.store = store
         self._owner = owner
         self._random = random
         self._on_wanted = on_wanted
         self.sessions: dict[str, SessionCommits] = {}
         self.dirty: dict[str, None] = {}
-        """Ids of sessions with something to append, those that wait longest first."""
+        """Ids of the sessions with tokens to append. The session that has waited longest is
+        first."""
         self._work = asyncio.Event()
         self._leaving = asyncio.Event()
         self._closing = asyncio.Event()
 
     @property
     def closing(self) -> bool:
-        """Whether no more sessions are accepted: after `close`, or after a bug ended `run`."""
+        """Whether `add` refuses sessions, because `close` was called or a bug ended `run`."""
         return self._closing.is_set()
 
     def add(self, session: Session) -> SessionCommits:
@@ -174,7 +178,7 @@ class Committer:
         return commits
 
     def queue(self, session_id: str) -> None:
-        """Appends the new tokens of a session with one of the next calls to the store."""
+        """Queues a session, so one of the next calls to the store appends its tokens."""
         self.dirty[session_id] = None
         self._work.set()
 
@@ -184,9 +188,10 @@ class Committer:
         return self._leaving.is_set()
 
     async def run(self) -> None:
-        """Commits and renews the owner's lease until `close`, then tries once more to commit the
-        rest. Calls that still wait raise `Unavailable`; the sessions stay in the store for another
-        owner. Raises only for bugs, with an exception group."""
+        """Commits tokens and renews the owner's lease until `close` is called. Then appends the
+        remaining tokens, as long as the store takes them, and removes all sessions. Methods of
+        `SessionCommits` that still wait raise `Unavailable`. The sessions stay in the store, where
+        another owner can take them over. If there is a bug, raises an exception group."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 work = [
@@ -205,8 +210,8 @@ class Committer:
                 commits.remove()
 
     def hand_over(self) -> None:
-        """Ends the lease before this coordinator closes. Its sessions go on, but others may take
-        them over."""
+        """Ends the lease before this coordinator closes. Its sessions continue until other
+        coordinators take them over."""
         self._leaving.set()
 
     def close(self) -> None:
@@ -214,8 +219,8 @@ class Committer:
         self._closing.set()
 
     def check_integrity(self) -> None:
-        """Raises `InvariantError` unless everything that the store lacks is queued. Not for use
-        while a call to the store is running."""
+        """Raises `InvariantError` unless exactly the sessions with uncommitted tokens are queued.
+        Must not be called while a call to the store runs."""
         for session_id, commits in self.sessions.items():
             session = commits.session
             session.check_integrity()
@@ -223,7 +228,7 @@ class Committer:
         check(self.dirty.keys() <= self.sessions.keys(), "a removed session is to be appended")
 
     async def back_off(self, attempt: int) -> None:
-        """Waits until a call to the store may be repeated."""
+        """Waits before a failed call to the store is repeated."""
         wait_ms = backoff(
             limits.COMMIT_RETRY_MS_MIN, limits.COMMIT_RETRY_MS_MAX, attempt, self._random
         )
@@ -233,7 +238,7 @@ class Committer:
         attempt = 0
         while True:
             await self._work.wait()
-            # Lets the decode loop ask for its next round first: the target waits for that.
+            # Decode loops run first, because the target waits for the rounds that they send.
             await asyncio.sleep(0)
             if await self._append_some():
                 attempt = 0
@@ -242,7 +247,8 @@ class Committer:
                 attempt += 1
 
     async def _append_some(self) -> bool:
-        """Makes one call to the store. Returns whether it made progress."""
+        """Appends the tokens of up to `APPENDS_PER_CALL_MAX` sessions. Returns False if the store
+        did not answer, or took no tokens."""
         batch: list[tuple[SessionCommits, Append]] = []
         for session_id in list(islice(self.dirty, limits.APPENDS_PER_CALL_MAX)):
             del self.dirty[session_id]
@@ -272,9 +278,9 @@ class Committer:
         return any(progress) or not progress
 
     async def _hold_lease(self) -> None:
-        """Renews the lease of all sessions once per period, until they are handed over. The lease
-        may lapse while the store is silent. Then others may take sessions over, and the store
-        refuses this coordinator's appends, as their epoch is older."""
+        """Renews this coordinator's lease every `SESSION_LEASE_RENEWAL_MS`, until `hand_over`. If
+        the store does not answer, the lease may run out. Then other coordinators may take sessions
+        over. The store refuses appends of the former owner, because their epoch is older."""
         loop = asyncio.get_running_loop()
         due = loop.time()
         while not self._leaving.is_set():
@@ -296,4 +302,4 @@ class Committer:
         try:
             await self.store.end_lease(self._owner)
         except OutriderError as error:
-            _log.info("the lease is left to run out: %r", error)
+            _log.info("the lease was not ended, and will run out: %r", error)

@@ -8,10 +8,10 @@ from outrider.values import value
 
 
 class TextStream(Protocol):
-    """Incremental detokenization."""
+    """Turns the tokens of one completion into text, token by token."""
 
     def push(self, token_id: int) -> str:
-        """Adds a token. Returns the text that is certain now, in whole characters."""
+        """Adds a token. Returns new text in whole characters, which later tokens cannot change."""
         ...
 
     def finish(self) -> str: ...
@@ -19,8 +19,8 @@ class TextStream(Protocol):
 
 @value(frozen=True, slots=True)
 class Piece:
-    """The result of pushing tokens: how many belong to the completion, the text that may be shown,
-    and the finish reason if the completion ends with them."""
+    """The result of `Completion.push`: how many of the pushed tokens belong to the completion, the
+    text that may be shown now, and the finish reason if the completion has ended."""
 
     num_tokens: int
     text: str
@@ -28,11 +28,12 @@ class Piece:
 
 
 class Completion:
-    """The growing answer of one session: finds EOS, stop tokens, stop strings and `max_tokens`.
+    """The answer of one session. Finds its end, which is EOS, a stop token, a stop string or
+    `max_tokens`.
 
-    Text that may be the start of a stop string is held back. EOS, stop tokens and the tokens of
-    a stop string count as tokens, but not as text. Within the first `min_tokens` tokens
-    only `max_tokens` ends the answer, and a stop string that is complete by then counts as text."""
+    Text that may be the start of a stop string is held back. The tokens of EOS, stop tokens and
+    stop strings are counted, but their text is not shown. Within the first `min_tokens` tokens only
+    `max_tokens` ends the answer. A stop string that is complete within these tokens is shown."""
 
     def __init__(
         self,
@@ -55,15 +56,15 @@ class Completion:
         self.stop_string: str | None = None
         """The stop string that ended the answer."""
         self.stop_token_id: int | None = None
-        """The stop token that ended the answer, unless it is an EOS."""
+        """Id of the stop token that ended the answer. EOS does not count as a stop token."""
 
     @property
     def remaining(self) -> int:
         return self._max_tokens - self.num_tokens
 
     def push(self, token_ids: Sequence[int]) -> Piece:
-        """Adds the tokens of a round, up to the one that ends the completion. With `max_tokens` 0
-        it has ended already."""
+        """Adds the tokens of a round, up to the token that ends the completion. If `max_tokens` is
+        0, the completion ends without a token."""
         shown: list[str] = []
         reason = None if self._max_tokens else FinishReason.LENGTH
         before = self.num_tokens
@@ -87,7 +88,7 @@ class Completion:
         return Piece(self.num_tokens - before, "".join(shown), reason)
 
     def finish(self) -> str:
-        """Ends the completion, and returns the text held back."""
+        """Ends the completion. Returns the text that was held back."""
         return self._end()[0]
 
     def _end(self) -> tuple[str, bool]:
@@ -96,7 +97,7 @@ class Completion:
         return tail + held, stopped
 
     def _add(self, text: str) -> tuple[str, bool]:
-        """Adds text. Returns what may be shown, and whether a stop string is complete."""
+        """Adds text. Returns the text that may be shown, and whether a stop string is complete."""
         if not text:
             return "", False
         num_before, text = len(self._held), self._held + text

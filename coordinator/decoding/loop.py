@@ -37,12 +37,12 @@ _NOT_DRAFTED = Drafted(NOTHING_SEALED, "fallback", seconds=0.0, num_asked=0)
 
 
 COMMIT_GRACE_S = 2.0
-"""After the deadline, tokens decided before it have this long to be committed."""
+"""Time after the deadline for committing the tokens that were decided before the deadline."""
 
 
 class SessionRun:
-    """Runs one session: a task decodes, and the client reads the events. The commit of a round
-    overlaps the next round."""
+    """Runs one session. A task decodes, and the client's stream reads the events. Each round begins
+    before the previous round is committed."""
 
     def __init__(
         self,
@@ -59,10 +59,10 @@ class SessionRun:
         reads_beside: bool = True,
         trial: SessionTrial | None = None,
     ) -> None:
-        """Starts decoding after what was `replayed`.
-        `length_max` is the target's limit for committed and proposed tokens together. `arrived` is
-        when the request came, by the event loop's clock. With `reads_beside` the draft reads the
-        prompt while the target does, else in the first round with a draft."""
+        """Starts decoding after the `replayed` tokens. `length_max` is the target's limit for
+        committed and proposed tokens together. `arrived` is the time of the request by the event
+        loop's clock. If `reads_beside` is true, the draft reads the prompt while the target does.
+        Otherwise the draft reads the prompt when it first has to propose."""
         self.context = context
         self._clock = asyncio.get_running_loop().time
         self.session = context.session
@@ -72,9 +72,9 @@ class SessionRun:
         self._observer = context.observer
         self._completion = replayed.completion
         self._ended = replayed.finish_reason
-        """Finish reason of a resumed completion that was complete already."""
+        """The finish reason if the completion needs no more tokens."""
         self._num_known = replayed.completion.num_tokens
-        """Number of tokens that an earlier stream may have sent."""
+        """Number of the answer's tokens that were decided before this run."""
         self._commits = commits
         until = self._deadline + COMMIT_GRACE_S
         self._output = OutputQueue(commits, until, self._observer)
@@ -95,17 +95,18 @@ class SessionRun:
         self._cancelled = False
         self._first_token_at: float | None = None
         self.is_recorded = False
-        """Whether the store has the end of the session."""
+        """Whether the end of the session is stored."""
         self._is_told = False
         self._handed_over = False
         self._held_back: Tokens | None = None
-        """Text that came without a token. It is sent with the last event: if it were sent before, a
-        resumed session might send it again."""
+        """The last text of the completion, which has no tokens of its own. The text is sent
+        together with `Finished`. If the stream broke between the two, a resumed stream would send
+        the text again."""
         self._task = asyncio.create_task(self._decode())
 
     @property
     def record(self) -> SessionRecord:
-        """The record as it was opened, with current counters: enough to give the session up."""
+        """The session's record without its tokens, but with current counters."""
         return replace(self.session.record, counters=self.session.counters)
 
     def cancel(self) -> None:
@@ -120,9 +121,9 @@ class SessionRun:
         return Started(self.session_id, model, record.seed, record.rule, record.prompt_length)
 
     async def next_events(self) -> Sequence[Event]:
-        """Waits for the next events after `Started`; empty after the last one. Raises
-        `DeadlineExceeded` before the first token, the target's refusal, and the store's error that
-        ended the session."""
+        """Waits for the next events after `Started`. Returns none after the last event. Raises
+        `DeadlineExceeded` if the deadline passes before the first token, the target's refusal, the
+        store's error that ended the session, and `StaleEpoch` after `hand_over`."""
         while not self._is_told:
             try:
                 found = await self._output.read()
@@ -173,13 +174,14 @@ class SessionRun:
             raise StaleEpoch(f"session {self.session_id} was resumed by another stream")
 
     async def hand_over(self) -> None:
-        """Like `close`, but leaves the record to the next owner unless the session has ended."""
+        """Like `close`, but does not record a running session as cancelled. Its next owner can
+        continue the session."""
         self._handed_over = self.session.finish_reason is None
         await self.close()
 
     async def close(self) -> None:
-        """Stops decoding and frees what the session holds. Records a session that has not ended as
-        cancelled."""
+        """Stops decoding, and ends the session on target and draft. If the session has not ended,
+        records it as cancelled."""
         identify(self.session_id, self._observer.trace_id)
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
@@ -195,7 +197,7 @@ class SessionRun:
                 now = self._clock()
                 await self._finish(FinishReason.CANCELLED, now + COMMIT_GRACE_S)
         except OutriderError as error:
-            _log.info("session %s was not closed: %r", self.session_id, error)
+            _log.info("the end of session %s was not stored: %r", self.session_id, error)
         finally:
             self._commits.remove()
             fields = about(
@@ -255,7 +257,7 @@ class SessionRun:
         record, start_length = self.session.record, self.session.length
         began_at = self._clock()
         noise = RoundNoise(record.seed, record.rule, start_length)
-        length = self._lengths.choose(index, self._completion.remaining)
+        length = self._lengths.choose(self._completion.remaining)
         drafted = await self._propose(index, length, noise)
         on_trial = self._draft.on_trial
         room = self._length_max - start_length - len(drafted.proposal) - 1
@@ -383,7 +385,7 @@ class SessionRun:
         return piece.finish_reason
 
     def _interrupted(self, reason: FinishReason) -> FinishReason:
-        """Writes the text that was held back, as no more tokens will come."""
+        """Writes the text that the completion has held back, because no more tokens will come."""
         text = self._completion.finish()
         if text:
             self._write(Tokens(self._completion.num_tokens, (), text, (), ()))
@@ -409,11 +411,11 @@ class Entry:
     report: RoundReport | None
     decided_at: float
     round_index: int | None = None
-    """None for a replay, and for text held back to the end."""
+    """None for replayed tokens, and for text that was held back until the end."""
 
 
 class OutputQueue:
-    """Committed output of one session, from the decode loop to the client's stream."""
+    """Passes a session's committed output from the decode loop to the client's stream."""
 
     def __init__(
         self,
@@ -421,7 +423,8 @@ class OutputQueue:
         until: float,
         observer: RequestObserver = SILENT,
     ) -> None:
-        """Reads fail after the time `until` of the event loop's clock."""
+        """After the time `until` of the event loop's clock, a `read` that has to wait raises
+        `TimeoutError`."""
         loop = asyncio.get_running_loop()
         self._clock = loop.time
         self._observer = observer
@@ -439,7 +442,8 @@ class OutputQueue:
             await self._taken.wait()
 
     def write(self, entry: Entry) -> None:
-        """Adds an entry. The commit of its tokens wakes the reader, or without tokens, `close`."""
+        """Adds an entry. The commit of its tokens wakes the reader. If the entry has no tokens, it
+        is the last one, and `close` wakes the reader."""
         self._entries.append(entry)
 
     def close(self) -> None:
@@ -452,9 +456,9 @@ class OutputQueue:
         self._timer.cancel()
 
     async def read(self) -> tuple[Tokens, RoundReport | None] | None:
-        """Waits until the next round is committed. Without reports, joins later committed rounds,
-        but not the events of a replay. None after the last one. Raises the store's error that ended
-        the session, and `TimeoutError`."""
+        """Waits until the next entry is committed. Returns its tokens and its report. Joins
+        committed rounds that have no reports, but not the events of a replay. Returns None after
+        the last entry. Raises the store's error that ended the session, and `TimeoutError`."""
         while not self._entries or self._entries[0].end_length > self._session.showable_length:
             if self._closed and not self._entries:
                 return None
@@ -481,7 +485,7 @@ class OutputQueue:
 
     def _tell(self, entries: Sequence[Entry]) -> float:
         """Reports the rounds of one event to the observer. Returns how many seconds ago the first
-        of them was decided."""
+        round was decided."""
         now = self._clock()
         decided_s = {
             entry.round_index: now - entry.decided_at
@@ -506,19 +510,19 @@ def _joined(parts: list[Tokens]) -> Tokens:
 
 
 WAITED = 1.0
-"""A proposal counts as having waited if it queued for more than this many times its computing time.
-A shorter queue time may be the rest of the step that ran when the proposal was asked for."""
+"""If a proposal was queued for more than this many times its computing time, it counts as having
+waited. In a shorter time, the draft may only have ended the step that was running."""
 
 
 class RoundMeter:
-    """Means over the rounds of all sessions."""
+    """Averages over the recent rounds of all sessions."""
 
     def __init__(self) -> None:
         self._clock = asyncio.get_running_loop().time
         self._sums = DecayedSums(WINDOW_S, self._clock())
 
     def decided(self, drafted: Drafted, num_accepted: int, num_tokens: int) -> None:
-        """Counts a round that committed `num_tokens`, of which `num_accepted` were drafted."""
+        """Counts a round that decided `num_tokens`, of which `num_accepted` were drafted."""
         counts = drafted.source != "fallback"
         by_replica = drafted.source == "replica"
         waited = drafted.queue_ms > WAITED * drafted.compute_ms and not drafted.ahead

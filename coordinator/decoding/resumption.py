@@ -1,4 +1,5 @@
-"""Resumes a session whose stream broke: checks what the client has, and replays the rest."""
+"""Resumes a session whose stream broke. Checks the tokens that the client has, and replays the
+stored tokens that the client lacks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,9 +18,9 @@ from outrider.tokens import TokenSequence
 from .detokenizer import Completion
 
 TOKENS_PER_EVENT = 512
-"""Most tokens in one event of a replay, as a message has a size limit."""
+"""Largest number of tokens in one event of a replay. The size of a message is limited."""
 ENTRIES_PER_EVENT = 1024
-"""Most log-probabilities in one event, except for a single token with more."""
+"""Largest number of log-probabilities in an event of a replay that has several tokens."""
 
 
 _LOGPROBS = TypeAdapter(
@@ -28,7 +29,8 @@ _LOGPROBS = TypeAdapter(
 
 
 def write_logprobs(logprobs: PositionLogprobs) -> str:
-    """One line of JSON for the store; an impossible token has `-Infinity`."""
+    """Returns one line of JSON for the store. An impossible token has the log-probability
+    `-Infinity`."""
     return _LOGPROBS.dump_json((logprobs.logprob, logprobs.top)).decode()
 
 
@@ -47,16 +49,16 @@ class Replayed:
     completion: Completion
     """Contains all stored tokens."""
     events: tuple[Tokens, ...] = ()
-    """The part that the client lacks."""
+    """Events with the stored tokens that the client lacks."""
     finish_reason: FinishReason | None = None
-    """Set if the stored tokens end the completion, even if its end is not stored."""
+    """Set if the stored tokens end the completion. The stored record may still lack the reason."""
 
 
 def check_known(record: SessionRecord, request: ResumeRequest) -> GenerationParameters:
-    """The session's parameters. Raises `DataLoss` if they cannot be read, and `OtherTokens` if the
-    client has more tokens than the store, or different ones. A store that lost a take-over may hold
-    what an older owner decided. The client's tokens cannot be decoded again instead: in bfloat16,
-    no rule is certain to give the same tokens."""
+    """Returns the session's parameters. Raises `DataLoss` if they cannot be read. Raises
+    `OtherTokens` if the client has more tokens than the store, or different ones. A store that lost
+    a take-over may hold different tokens, which a former owner decided. Decoding again would not
+    help the client, because in bfloat16 a repetition may give other tokens under every rule."""
     prompt_ids = record.token_ids[: record.prompt_length]
     parameters = GenerationParameters.from_json(record.parameters, prompt_ids)
     num_stored = len(record.token_ids) - record.prompt_length
@@ -80,9 +82,9 @@ def replay(
     completion: Completion,
     request: ResumeRequest,
 ) -> Replayed:
-    """Pushes the stored tokens into an empty `completion`, and returns what the client lacks. The
-    text depends on the tokens alone, so it continues the client's text. For an ended session it
-    includes the text held back."""
+    """Pushes the stored tokens into an empty `completion`. Returns the events that the client
+    lacks. The text depends only on the tokens, so the new text continues the client's text. If the
+    session has ended, the events include the text that was held back."""
     token_ids = record.token_ids[record.prompt_length :]
     first = 0 if request.cuts else request.num_tokens
     num_entries = 1 if parameters.logprobs is None else 1 + parameters.logprobs
@@ -110,7 +112,8 @@ def replay(
 
 
 def told_again(record: SessionRecord, model: str, replayed: Replayed) -> Iterator[Event]:
-    """The events of a finished session from `replayed` on; none for a session that still runs."""
+    """Yields the events of a finished session: `Started`, those of `replayed`, and `Finished`.
+    Yields nothing for a running session."""
     if record.finish_reason is None:
         return
     yield Started(record.session_id, model, record.seed, record.rule, record.prompt_length)

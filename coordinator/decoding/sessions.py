@@ -1,5 +1,5 @@
-"""A coordinator's sessions from opening to end, and their take-over from other coordinators. The
-store may be silent at each step."""
+"""Opens, ends and takes over the sessions of a coordinator. At each step the store may fail to
+answer."""
 
 import asyncio
 import logging
@@ -40,12 +40,12 @@ from outrider.sessions.store import (
 _log = logging.getLogger(__name__)
 
 LOGPROBS_BYTES = 32
-"""Size of a stored log-probability, which takes as long to read as a token."""
+"""Reading this many bytes of stored log-probabilities takes as long as reading a token."""
 
 T = TypeVar("T")
 Told = asyncio.Task[OutriderError | None]
-"""A call to the store that is repeated until it is answered. Returns the refusal, the error with
-which it was given up, or None."""
+"""A task that repeats a call to the store until the store answers. Returns None, the store's
+refusal, or the last error if the task gave up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,31 +53,31 @@ class RequestKey:
     """Idempotency key of one of the texts that a request asks for."""
 
     name: str
-    """Its name in the store."""
+    """Name of the key in the store."""
     digest: str
     session_id: str = ""
-    """The session of the request; empty = none yet."""
+    """Id of the session that generates the text; empty = none yet."""
 
     @property
     def value(self) -> str:
-        """What the store keeps under `name`."""
+        """The value that the store keeps under `name`."""
         return self.session_id and f"{self.session_id} {self.digest}"
 
     def found(self, value: str) -> Self:
-        """The key with the session that the store has. Raises `BadRequest` if that session belongs
-        to another request."""
+        """Returns the key with the session id of a stored `value`. Raises `BadRequest` if the value
+        is that of a different request."""
         session_id, _, digest = value.partition(" ")
         if value and digest != self.digest:
             raise BadRequest(
                 "Idempotency-Key",
-                "was used with a different request; repeat that one, byte by byte, or use another "
-                "key",
+                "was used with a different request; repeat that request byte by byte, or use "
+                "another key",
             )
         return replace(self, session_id=session_id)
 
 
 class KeyTaken(OutriderError):
-    """Another session was stored under the key before the one just opened."""
+    """The key already has another session, so the session just opened is not used."""
 
     def __init__(self, key: RequestKey) -> None:
         super().__init__(f"the request has session {key.session_id}")
@@ -85,9 +85,9 @@ class KeyTaken(OutriderError):
 
 
 class OwnedSessions:
-    """The sessions of one coordinator. A session runs here at most once at a time. Take-overs are
-    bounded: when a coordinator dies, all of its clients turn to the others at once. For each
-    session that stops running here, the store gets a release or an end."""
+    """The sessions of one coordinator. A session runs here at most once at a time. The number of
+    simultaneous take-overs is limited, because the clients of a dead coordinator all turn to the
+    others at once. For each session that stops running here, the store gets a release or an end."""
 
     def __init__(
         self,
@@ -97,7 +97,8 @@ class OwnedSessions:
         random_bits: Callable[[int], int],
         config: CoordinatorConfig,
     ) -> None:
-        """`owner` is the coordinator's name in the store; `random_bits(n)` gives n random bits."""
+        """`owner` is the coordinator's name in the store. `random_bits(n)` returns n random
+        bits."""
         self._replays = ThreadPoolExecutor(1, "replay")
         self._store = store
         self.owner = owner
@@ -106,21 +107,22 @@ class OwnedSessions:
         self._config = config
         self._background: set[asyncio.Task[Any]] = set()
         self.running: dict[str, SessionRun] = {}
-        """Before a session is added, an earlier run of it must have ended (`vacate`)."""
+        """Runs by session id. Before a session's run is added, `vacate` ends its earlier run."""
         self._ending: dict[str, asyncio.Task[None]] = {}
         self._telling: dict[str, Told] = {}
-        """By session, the newest call that reports its release or end."""
+        """The newest task, by session id, that tells the store of the session's release or end."""
         self._taking: list[str] = []
-        """Sessions that are being taken over; twice in here if two clients ask for one."""
+        """Ids of sessions that are being taken over. If two clients resume the same session, the
+        list has its id twice."""
         self._unsettled: set[str] = set()
-        """Sessions with a take-over call to the store under way."""
+        """Ids of sessions for which `SessionStore.take_over` is running."""
         self.scored_ids: set[str] = set()
-        """Ids of the sessions of `scoring`."""
+        """Ids of the current sessions of `scoring`."""
         self._closing = asyncio.Event()
         self._lease_ends = False
 
     def in_background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Starts a task; `end_background` waits for it."""
+        """Starts a task. `end_background` waits for all such tasks."""
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
@@ -129,9 +131,9 @@ class OwnedSessions:
     async def open(
         self, tenant: str, parameters: GenerationParameters, key: RequestKey | None = None
     ) -> Session:
-        """Creates a session in the store, and stores it under the `key`. Raises `KeyTaken` if the
-        key has another session. Each attempt uses a new session id, as a silent store may have
-        created the session of the last one."""
+        """Creates a session in the store, and stores its id under the `key`. Raises `KeyTaken` if
+        the key has another session. If the store does not answer, tries again with a new session
+        id, because the store may have created the first session."""
         for tries_left in reversed(range(limits.OPEN_TRIES_MAX)):
             new = self._record(tenant, parameters, parameters.to_json(), parameters.prompt)
             opening = asyncio.create_task(self._store.open(new))
@@ -162,8 +164,8 @@ class OwnedSessions:
         self, tenant: str, parameters: GenerationParameters, token_ids: tuple[int, ...],
         deadline: float, audits: bool = False,
     ) -> Iterator[TargetClient]:  # fmt: skip
-        """A target that scores more tokens (`TargetClient.judge`) after `token_ids`, in a session
-        that is never stored."""
+        """Yields a client whose target scores further tokens (`TargetClient.judge`) after
+        `token_ids`. The session is never stored."""
         session = Session(self._record(tenant, parameters, "", token_ids))
         context = SessionContext(session, parameters, deadline)
         target = TargetClient(self.targets, context, self._config, audits)
@@ -183,9 +185,9 @@ class OwnedSessions:
         )  # fmt: skip
 
     def end(self, run: SessionRun, *, resumable: bool, is_gone: bool = False) -> None:
-        """Ends a run, unless it has ended. `is_gone`: the client left and may come back, so the
-        session waits for the client. A `resumable` session also waits if the store does not take
-        its end."""
+        """Ends a run. Does nothing if the run has ended. If `is_gone` is true, the client left and
+        may come back, so the session waits for the client. A `resumable` session also waits if its
+        end could not be stored."""
         if self.running.get(run.session_id) is run:
             is_gone = is_gone and self._config.resume_grace_ms > 0
             self._free(run, self._close(run, resumable, is_gone))
@@ -197,15 +199,16 @@ class OwnedSessions:
         if is_gone:
             self.wait_for_client(run.record)
         elif run.session.error is None and not self._closing.is_set():
-            # The store did not take the end, and no other owner took the session over.
+            # The end could not be stored, and no other owner took the session over.
             if resumable:
                 self.wait_for_client(run.record)
             else:
                 self.give_up(run.record)
 
     async def vacate(self, record: SessionRecord) -> None:
-        """Ends this coordinator's own run of a session that was taken over under a newer epoch.
-        Raises `StaleEpoch` if another stream has resumed it since."""
+        """Ends this coordinator's earlier run of a session, after the session was taken over under
+        the newer epoch of `record`. Raises `StaleEpoch` if another stream has resumed the session
+        since."""
         session_id = record.session_id
         while True:
             run = self.running.get(session_id)
@@ -225,9 +228,9 @@ class OwnedSessions:
         ending.add_done_callback(lambda _: self._ending.pop(session_id, None))
 
     def wait_for_client(self, record: SessionRecord) -> None:
-        """Releases a session whose client is gone, so that it may be resumed anywhere, and records
-        it as cancelled after the grace period. If this coordinator closes first, the others have
-        to."""
+        """Releases a session whose client is gone, so any coordinator can resume it. After
+        `resume_grace_ms`, records the session as cancelled if it was not resumed. If this
+        coordinator closes earlier, the session stays unfinished until its record expires."""
         self.in_background(self._wait(record))
 
     async def _wait(self, record: SessionRecord) -> None:
@@ -240,7 +243,8 @@ class OwnedSessions:
 
     @contextmanager
     def taking_over(self, session_id: str) -> Iterator[None]:
-        """Counts a session as being taken over. Raises `Unavailable` if too many are."""
+        """Counts a session as being taken over while the context lasts. Raises `Unavailable` if
+        `TAKE_OVERS_MAX` are being taken over already."""
         if len(self._taking) >= limits.TAKE_OVERS_MAX:
             raise Unavailable(
                 f"this coordinator is taking over {limits.TAKE_OVERS_MAX} sessions already; "
@@ -256,10 +260,12 @@ class OwnedSessions:
     async def claim(
         self, record: SessionRecord, request: ResumeRequest
     ) -> tuple[SessionRecord, GenerationParameters]:
-        """Takes a session over, unless it is finished. Returns the record under its new epoch, and
-        the parameters. Raises like `SessionStore.take_over` and `check_known`, and `Incompatible`
-        if no target has its weights. The checks come first. If the tokens changed after `record`
-        was read, `check_known` runs again; if it fails, the session is released."""
+        """Takes over the session of a stored `record`. Returns the record under its new epoch, and
+        the parameters. A finished session is not taken over, and its record is unchanged. Before
+        the take-over, runs `check_known`. If the stored tokens have changed since `record` was
+        read, runs `check_known` again, and if that fails, releases the session. Raises like
+        `check_known` and `SessionStore.take_over`. Raises `Incompatible` if no target has the
+        session's weights."""
         parameters = await self.replay(record, lambda: check_known(record, request))
         if record.finish_reason is not None:
             return record, parameters
@@ -267,8 +273,8 @@ class OwnedSessions:
             if not self.targets.replicas:
                 raise Unavailable("no target is known")
             raise Incompatible(
-                f"session_id: {record.session_id} was decoded by a target with other weights "
-                f"({parameters.weights}) than any here"
+                f"session_id: {record.session_id} was decoded with the weights "
+                f"{parameters.weights}, which no target here has"
             )
         found = await self._take_over(record)
         if (found.prefix_digest, len(found.token_ids)) != (
@@ -283,18 +289,18 @@ class OwnedSessions:
         return found, parameters
 
     async def replay(self, record: SessionRecord, call: Callable[[], T]) -> T:
-        """Makes a call that reads all tokens of a session. For a long session it runs on a thread,
-        one call at a time."""
+        """Runs `call`, which reads all tokens of a session. If the session is long, `call` runs on
+        a thread that runs one such call at a time."""
         size = len(record.token_ids) + len(record.logprobs) // LOGPROBS_BYTES
         if size <= limits.REPLAY_TOKENS_INLINE:
             return call()
         return await asyncio.get_running_loop().run_in_executor(self._replays, call)
 
     async def cancel(self, record: SessionRecord) -> None:
-        """Records a session that runs nowhere as cancelled; does nothing if it is finished. Raises
-        `Unavailable` if another coordinator owns it, which is then told, or if the store does not
-        answer within `CANCEL_WAIT_S`. In this case, or if the caller is cancelled, the call to the
-        store is repeated in the background."""
+        """Records a session that runs nowhere as cancelled. Does nothing if the session is
+        finished. If another coordinator owns the session, tells that coordinator to cancel it, and
+        raises `Unavailable`. If the store does not answer within `CANCEL_WAIT_S`, raises
+        `StoreUnavailable`, and repeats the call to the store in the background."""
         if record.finish_reason is not None:
             return
         found = await self._take_over(record, cancels=True)
@@ -313,9 +319,10 @@ class OwnedSessions:
             raise contended(found.session_id) if is_stale else error
 
     async def release_wanted(self, session_id: str) -> None:
-        """Releases a session that another coordinator wants, if the store lists it as this one's
-        but it does not run here: a failover of the store has lost its release. If the store does
-        not answer now, a later renewal of the lease reports the session again."""
+        """Releases a session that another coordinator wants to take over, if the store lists this
+        coordinator as the owner but the session does not run here. This happens if a failover of
+        the store lost the earlier release. If the store does not answer, does nothing, because a
+        later renewal of the lease reports the session again."""
         if self._is_here(session_id) or self._closing.is_set():
             return
         try:
@@ -334,8 +341,8 @@ class OwnedSessions:
             run.cancel()
 
     async def end_background(self) -> None:
-        """Waits up to `COMMIT_GRACE_S` for the background tasks. After that no call to the store is
-        repeated, as the lease is about to end."""
+        """Waits up to `COMMIT_GRACE_S` for the background tasks, and cancels the others. From then
+        on no call to the store is repeated, because the lease is about to end."""
         if self._background:
             _, late = await asyncio.wait(self._background, timeout=COMMIT_GRACE_S)
             for task in late:
@@ -343,10 +350,10 @@ class OwnedSessions:
         self._lease_ends = True
 
     async def _take_over(self, seen: SessionRecord, *, cancels: bool = False) -> SessionRecord:
-        """Calls `SessionStore.take_over`. If the outcome is not known, releases the session, which
-        may belong to this coordinator without running here. Raises `Unavailable` while a release or
-        end of the session is under way: that call may carry the epoch of the take-over, and so end
-        the new run."""
+        """Calls `SessionStore.take_over`. If the call fails and the take-over may have happened,
+        releases the session, because this coordinator will not run it. Raises `Unavailable` while
+        another call takes over, releases or ends the session. A release or end may carry the epoch
+        of the take-over, and would then end the new run."""
         session_id = seen.session_id
         if self._is_unsettled(session_id):
             raise contended(session_id)
@@ -373,9 +380,9 @@ class OwnedSessions:
         return session_id in self._unsettled or session_id in self._telling
 
     async def told(self, session_id: str) -> None:
-        """Waits, at most `TAKE_OVER_RETRY_MS`, until a release or end of the session that is under
-        way has reached the store. If the store has lost the session's epoch and given it a second
-        time, a release that arrives late would end a new run."""
+        """Waits up to `TAKE_OVER_RETRY_MS` for the store's answer to a release or end of the
+        session. If the store has lost the session's epoch and gives the same epoch again, a late
+        release would end the new run."""
         if session_id in self._telling:
             await asyncio.wait([self._telling[session_id]], timeout=limits.TAKE_OVER_RETRY_MS / 1e3)
 
@@ -385,8 +392,8 @@ class OwnedSessions:
         return self._tell(session_id, lambda: self._store.release(session_id, epoch, self.owner))
 
     def give_up(self, record: SessionRecord, owner: str = "") -> Told:
-        """Records a session that does not run as cancelled, unless it was taken over. `owner` is
-        the owner that the store lists, by default this coordinator."""
+        """Records a session that does not run here as cancelled. `owner` is the owner that the
+        store lists, by default this coordinator. If the owner has changed, the store refuses."""
         end = Finish(
             record.session_id, record.epoch, owner or self.owner, None, FinishReason.CANCELLED,
             record.counters,
@@ -394,12 +401,13 @@ class OwnedSessions:
         return self._tell(record.session_id, lambda: self._store.finish(end))
 
     async def _abandon(self, opening: asyncio.Task[None], new: SessionRecord) -> None:
-        """Waits for a session to be opened, and records it as cancelled."""
+        """Waits until the call that opens a session has ended. Then records the session as
+        cancelled."""
         await asyncio.wait([opening])
         await self.give_up(new)
 
     def _tell(self, session_id: str, call: Callable[[], Awaitable[object]]) -> Told:
-        """Calls the store, after earlier calls about the session have ended."""
+        """Starts `_insist`. Calls about the same session run one after the other."""
         before = self._telling.get(session_id)
         task = self._telling[session_id] = self.in_background(
             self._insist(session_id, call, before)
@@ -418,9 +426,10 @@ class OwnedSessions:
         call: Callable[[], Awaitable[object]],
         before: asyncio.Task[Any] | None,
     ) -> OutriderError | None:
-        """Repeats a call to the store until it answers or this coordinator's lease, which keeps
-        others from the session, ends. Gives up after `ABANDON_TRIES_MAX` calls if more than
-        `UNTOLD_SESSIONS_MAX` sessions wait for such calls."""
+        """Waits for the task `before`, then repeats a call until the store answers. Gives up when
+        this coordinator's lease ends, because then other coordinators can take the session over. If
+        more than `UNTOLD_SESSIONS_MAX` sessions wait for such calls, gives up after
+        `ABANDON_TRIES_MAX` calls. `Told` describes the result."""
         if before is not None:
             await asyncio.wait([before])
         attempt = 0
@@ -430,7 +439,7 @@ class OwnedSessions:
             except StoreUnavailable as error:
                 is_full = len(self._telling) > limits.UNTOLD_SESSIONS_MAX
                 if self._lease_ends or (is_full and attempt + 1 >= limits.ABANDON_TRIES_MAX):
-                    _log.warning("the store was not told of session %s: %r", session_id, error)
+                    _log.warning("the end of session %s was not stored: %r", session_id, error)
                     return error
             except OutriderError as error:
                 return error
@@ -443,5 +452,5 @@ class OwnedSessions:
             await asyncio.sleep(wait_ms / 1e3)
 
     def random(self) -> float:
-        """In [0, 1)."""
+        """Returns a random number in [0, 1)."""
         return self.random_bits(53) / 2**53

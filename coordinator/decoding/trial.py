@@ -1,4 +1,4 @@
-"""Compares a drafter on trial with the others, by the sessions of one coordinator."""
+"""Measures, in the sessions of one coordinator, a drafter on trial and the other drafters."""
 
 import math
 from dataclasses import astuple, dataclass, replace
@@ -7,26 +7,26 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True)
 class DrafterSums:
-    """Sums over the ended sessions of a drafter, without their first rounds, which read the
-    prompt."""
+    """Sums over sessions that a drafter drafted for. The first round of a session does not count,
+    because it reads the prompt."""
 
     num_sessions: int = 0
     num_rounds: int = 0
     num_accepted: int = 0
     num_tokens: int = 0
     seconds: float = 0.0
-    """Decoding time: from the start of each round to its decision."""
+    """Decoding time. A round's time is counted from its start to the decision."""
     square_tokens: float = 0.0
     square_seconds: float = 0.0
     products: float = 0.0
-    """Sums over sessions of tokens², seconds² and tokens × seconds."""
+    """The last three fields are sums over sessions of tokens², seconds² and tokens × seconds."""
 
     def __add__(self, other: Self) -> Self:
         return type(self)(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     @property
     def as_session(self) -> Self:
-        """The same rounds, counted as one session."""
+        """These rounds, counted as one session."""
         if not self.num_rounds:
             return self
         return replace(
@@ -44,8 +44,9 @@ class DrafterSums:
 
     @property
     def relative_error(self) -> float:
-        """Relative standard error of `tokens_per_second`, a ratio of two sums over independent
-        sessions, from the residuals tokens - rate × seconds (Cochran, Sampling Techniques, 6.4)."""
+        """Relative standard error of `tokens_per_second`, which is a ratio of two sums over
+        independent sessions. The error is computed from the sessions' residuals, tokens - rate ×
+        seconds (Cochran, Sampling Techniques, 6.4)."""
         if self.num_sessions < 2 or not self.num_tokens:
             return math.inf
         rate = self.tokens_per_second
@@ -56,7 +57,8 @@ class DrafterSums:
 
 @dataclass(frozen=True, slots=True)
 class TrialSums:
-    """Sums since the newest trial began."""
+    """Sums over the sessions that ended during the newest trial. `new` is the drafter on trial, and
+    `old` are the other drafters."""
 
     replica: str = ""
     """Name of the replica on trial; empty before the first trial."""
@@ -71,29 +73,30 @@ class TrialMeter:
         self.sums = TrialSums()
 
     def begin(self, replica: str) -> "SessionTrial":
-        """The meter of a session that begins while this replica is on trial."""
+        """Returns the meter of a session that begins while this replica is on trial."""
         if replica != self.sums.replica:
             self.sums = TrialSums(replica)
         return SessionTrial(self, replica)
 
 
 class SessionTrial:
-    """The rounds of one session, by drafter: a session may change drafters if one is lost."""
+    """Sums the rounds of one session by drafter. The drafter of a session changes if its replica is
+    lost."""
 
     def __init__(self, meter: TrialMeter, replica: str) -> None:
         self._meter = meter
         self._replica = replica
         self._rounds = [DrafterSums(), DrafterSums()]
-        """Rounds of the other drafters, and of the one on trial."""
+        """Sums of the other drafters, then of the drafter on trial."""
 
     def note(self, is_new: bool, num_accepted: int, num_tokens: int, seconds: float) -> None:
-        """Counts a round; `is_new`: its drafter is the one on trial."""
+        """Counts a round. `is_new` is true if the drafter on trial drafted for it."""
         self._rounds[is_new] += DrafterSums(
             num_rounds=1, num_accepted=num_accepted, num_tokens=num_tokens, seconds=seconds
         )
 
     def end(self) -> None:
-        """Adds the session to the sums of its trial, unless that is over."""
+        """Adds the session to the sums of its trial. Does nothing if a newer trial has begun."""
         sums = self._meter.sums
         if sums.replica == self._replica:
             old, new = (rounds.as_session for rounds in self._rounds)

@@ -1,7 +1,7 @@
-"""Averages of the lengths and the acceptance of proposals. Pure: learns from verified rounds only.
+"""Averages of the length of proposals and of their acceptance, over verified rounds.
 
-A sibling costs the target one more row and the draft almost nothing. If it is accepted in place of
-a draft token, the next token comes from the target.
+A sibling costs the target one more row, and the draft almost nothing. After an accepted sibling,
+the next token is the target's own.
 """
 
 from collections.abc import Sequence
@@ -13,28 +13,35 @@ import numpy.typing as npt
 from outrider.limits import NUM_DRAFT_TOKENS_MAX
 
 FIRST_ACCEPTED = 0.7
-"""Assumed chance that a first draft token is accepted; high enough that drafting is tried."""
+"""Assumed chance that a first draft token is accepted. It is so high that drafting is tried."""
 FIRST_TAKEN = 0.3
-"""Assumed chance that one of a place's siblings is accepted if the draft token is refused."""
+"""Assumed chance that a sibling of a refused draft token is accepted."""
 Array = npt.NDArray[np.float64]
 
 
 class Prospects(NamedTuple):
-    """What to expect of a proposal, by depth 1, 2, ..., K. [K] each."""
+    """Chances of the tokens of a proposal, by depth 1, 2, ..., K. Each array is [K]."""
 
     committed: Array
-    """Chance that a token of this depth is proposed, and it and all before it are accepted."""
+    """Chance that a token of this depth is proposed, and is accepted with all tokens before it."""
     proposed: Array
     """Chance that a token of this depth is proposed."""
     refused: Array
-    """Chance that it is proposed and refused, and all before it are accepted."""
+    """Chance that a token of this depth is proposed and refused, and all tokens before it are
+    accepted."""
 
 
 def observed(num_asked: int, survival: Sequence[float]) -> Array:
-    """What a round shows that asked for K = `num_asked` tokens and got `len(survival)`, [5, K].
-    With `reached`, the chance that all earlier tokens were accepted, the rows are: `reached` if
-    asked for; `reached` if proposed; `survival` (`outrider.speculation.accept_reject`); 1 if asked
-    for and all before it proposed; 1 if proposed."""
+    """Counts of a round that asked for K = `num_asked` tokens and got `len(survival)`, [5, K]. A
+    token is due at a depth if it was asked for and all tokens before it were proposed. `survival`
+    is that of `outrider.speculation.accept_reject`. The rows, by depth, are:
+
+        0  the chance that all earlier tokens were accepted, if a token was due
+        1  the same chance, if a token was proposed
+        2  `survival`, if a token was proposed
+        3  1 if a token was due
+        4  1 if a token was proposed
+    """
     counts, num_proposed = np.zeros((5, num_asked)), min(num_asked, len(survival))
     reached = (1.0, *survival)[:num_asked]
     counts[0, : len(reached)] = reached
@@ -45,15 +52,16 @@ def observed(num_asked: int, survival: Sequence[float]) -> Array:
 
 
 class DepthAverages:
-    """Acceptance and lengths of proposals by depth, of one session or of all: exponentially
-    weighted sums of what was `observed`. Rates of rarely reached depths are drawn towards the
-    prior, or without one towards the depth before."""
+    """Averages of the acceptance and length of proposals by depth, over one session or several.
+    They come from exponentially weighted sums of the counts of `observed`. If a depth was rarely
+    reached, its rates are close to the prior. Without a prior, its rate of acceptance is close to
+    that of the depth before."""
 
     def __init__(
         self, memory_rounds: float, prior_rounds: float, prior: Self | None = None
     ) -> None:
-        """The weight of a round falls to 1/e over `memory_rounds` others. `prior`, the averages
-        over more sessions, weighs as much as `prior_rounds` new rounds."""
+        """The weight of a round falls to 1/e after `memory_rounds` further rounds. `prior` has the
+        averages over more sessions, and weighs as much as `prior_rounds` rounds."""
         self._keep = 1.0 - 1.0 / memory_rounds
         self._pull = prior_rounds
         self._prior = prior
@@ -65,7 +73,7 @@ class DepthAverages:
         self._sums[:, : counts.shape[1]] += counts
 
     def prospects(self, num_asked: int) -> Prospects:
-        """What to expect of a proposal of up to `num_asked` tokens."""
+        """Returns the chances of a proposal of up to `num_asked` tokens."""
         rates = np.array(self._rates(num_asked)).reshape(num_asked, 3)
         goes_on, accepted, proposed = rates.T
         committed = np.cumprod(goes_on * accepted)
@@ -73,8 +81,9 @@ class DepthAverages:
         return Prospects(committed, np.cumprod(proposed), offered - committed)
 
     def _rates(self, num_depths: int) -> list[tuple[float, float, float]]:
-        """Three chances at each depth: that a proposal whose tokens were all accepted so far has
-        another token, that this token is accepted, and that any proposal has another token."""
+        """Returns three chances for each depth. The first two apply if all earlier tokens were
+        accepted: that the proposal has another token, and that this token is accepted. The third
+        applies to any proposal: that it has another token."""
         pull, rate, before = self._pull, FIRST_ACCEPTED, 0.0
         prior = None if self._prior is None else self._prior._rates(num_depths)
         rates = []
@@ -83,7 +92,7 @@ class DepthAverages:
             goes_on = goes_on_at_all = 1.0
             if prior is not None:
                 goes_on, likely, goes_on_at_all = prior[depth]
-                # The prior, times this session's ratio to it at the depth before.
+                # Assumes the same ratio to the prior's rate as at the depth before.
                 rate = min(1.0, rate * likely / before) if before > 0 else likely
                 before = likely
             rate = (accepted + pull * rate) / (offered + pull)
@@ -95,7 +104,7 @@ class DepthAverages:
 
 
 class SiblingAverage:
-    """The chance that one of a place's siblings is accepted if the draft token is refused."""
+    """The average chance that a sibling of a refused draft token is accepted."""
 
     def __init__(self, memory_rounds: float, prior_rounds: float) -> None:
         self._keep = 1.0 - 1.0 / memory_rounds

@@ -1,27 +1,28 @@
-"""Length control: how many draft tokens (K) each round asks for. Pure: it learns from finished
-rounds and chooses the length of the next one.
+"""Length control chooses how many draft tokens (K) each round asks for. It learns from finished
+rounds, and uses no clock and no random numbers.
 
-The length of a round is fixed when the previous round begins. At that moment no token of the round
-has been drawn, neither here nor by a target or draft that works ahead. So the choice does not
+The length of a round is fixed when the previous round begins. At that time no token of the round
+has been drawn, neither here nor by a target or draft that works ahead. So the length does not
 depend on the round's random numbers, and sampling stays exact under every rule. Sessions that share
-a seed get fixed lengths (`LengthControls.open`). docs/exactness.md has the proof. Without length
-control (`adapts`), every round asks for as many tokens as the request allows.
+a seed get fixed lengths (`LengthControls.open`). docs/exactness.md has the proof. If length control
+is off (`adapts` is false), every round asks for as many tokens as the request allows.
 
 | phase of a session | K | ends when |
 | --- | --- | --- |
-| drafting | the best by expected tokens and expected time | plain decoding is better |
-| plain | 0; the target runs ahead of the coordinator | drafting is better |
+| drafting | the K with the most expected tokens per second | plain decoding is faster |
+| plain | 0; the target runs ahead of the coordinator | drafting is faster |
 
-Expectations may be wrong, so three kinds of trial test them, for one or a few rounds:
+The expectations may be wrong. Three kinds of trial, of one or a few rounds each, test them:
 
 | trial | when |
 | --- | --- |
-| drafting | in a plain phase, or instead of one when a session begins |
+| drafting | at the end of a plain phase, or when a session begins |
 | the largest K, which shows what every smaller K would have brought | when K is chosen |
-| plain decoding | while almost nothing is known about how long it takes |
+| plain decoding | while almost nothing is known about the time of a plain round |
 
-A trial runs once a budget covers its expected loss in tokens. The budget grows by a small share of
-the tokens that all sessions commit. So hopeless choices are tried rarely, and uncertain ones soon.
+A trial runs only if the trial budget covers the tokens that the trial is expected to lose. The
+budget grows by a small share (`TRIAL_SHARE`) of the tokens that all sessions commit. So trials with
+a large expected loss are rare.
 """
 
 from __future__ import annotations
@@ -43,46 +44,46 @@ from outrider.messages import ReplicaDescription
 from outrider.speculation.sampling_params import Rule
 
 MEMORY_ROUNDS = 48.0
-"""After this many more rounds of its session, a round's weight has fallen to 1/e."""
+"""The weight of a round falls to 1/e after this many further rounds of its session."""
 SHARED_MEMORY_ROUNDS = 512.0
 """Like `MEMORY_ROUNDS`, for the averages over all sessions."""
 PRIOR_ROUNDS = 12.0
-"""The averages over all sessions weigh as much as this many rounds of a session."""
+"""In a session's averages, the averages over all sessions weigh as much as this many rounds."""
 SHARED_PRIOR_ROUNDS = 12.0
-"""The initial assumptions weigh as much as this many rounds of all sessions."""
+"""In the averages over all sessions, the initial assumptions weigh as much as this many rounds."""
 CHOICE_ROUNDS = 4
-"""Rounds with a draft from one choice of K to the next."""
+"""K is chosen again after this many rounds with a draft."""
 PLAIN_GAIN = 0.03
 """A drafting session begins a plain phase only if plain decoding is faster by this share."""
 PLAIN_ROUNDS = 16
-"""Length of a session's first plain phase. Each further one is twice as long ..."""
+"""Number of rounds of a session's first plain phase. Each further plain phase is twice as long."""
 PLAIN_ROUNDS_MAX = 128
-"""... up to this length."""
+"""Largest number of rounds of a plain phase."""
 GAIN_ROUNDS = 32
-"""Within this many rounds, faster drafting must make up for the cost of starting it."""
+"""Number of drafting rounds whose gain must cover the cost of a change from plain decoding."""
 TRIAL_SHARE = 0.01
-"""Share of all committed tokens that trials may cost."""
+"""Share of all committed tokens that trials may lose."""
 CREDIT_TOKENS = 8.0
-"""Trial budget of a new coordinator, in tokens ..."""
+"""Trial budget of a rule at the start, in tokens."""
 CREDIT_TOKENS_MAX = 16.0
-"""... and the most that it can save up."""
+"""Largest trial budget of a rule, in tokens."""
 PROMPT_SIZES = (128, 512, 2048)
 """Bounds between classes of prompt lengths, in tokens."""
 PLAIN_TRIED_BELOW = 1.5
-"""Plain decoding is tried if drafting is expected to be less than this many times as fast ..."""
+"""Plain decoding is tried only if drafting is expected to be less than this many times as fast."""
 PLAIN_TRIED_ROUNDS = 6
-"""... for this many rounds, the first of which is not timed."""
+"""Number of rounds of a trial of plain decoding. The first of these rounds is not timed."""
 PLAIN_KNOWN_ROUNDS = 2.0
-"""The time of a plain round counts as known while the measured ones have this much weight."""
+"""The time of a plain round counts as known if the measured plain rounds have this total weight."""
 DRAFT_BUDGET_MIN_S = 0.02
-"""Least time to draw a proposal: processes that share cores are not always scheduled on time."""
+"""Shortest time limit of a proposal, because processes that share cores may be scheduled late."""
 _ENDLESS = sys.maxsize
 """A number of rounds that no session reaches."""
 
 
 class Experience:
-    """What the sessions of one rule have shown. Acceptance is also kept by prompt length, as
-    answers to long prompts often copy from them."""
+    """What was learned from the sessions of one rule. Acceptance is also kept by prompt length,
+    because answers to long prompts often copy from the prompt."""
 
     def __init__(self) -> None:
         self.averages = DepthAverages(SHARED_MEMORY_ROUNDS, SHARED_PRIOR_ROUNDS)
@@ -92,13 +93,14 @@ class Experience:
         ]
         self.siblings = SiblingAverage(SHARED_MEMORY_ROUNDS, PRIOR_ROUNDS)
         self._left = CREDIT_TOKENS
-        """Trial budget: tokens that trials may still lose."""
+        """Trial budget: the number of tokens that trials may still lose."""
 
     def earn(self, num_tokens: float) -> None:
         self._left = min(self._left + TRIAL_SHARE * num_tokens, CREDIT_TOKENS_MAX)
 
     def pays(self, num_tokens: float) -> bool:
-        """Spends the expected loss of a trial, if the budget covers it."""
+        """If the budget covers a trial's expected loss of `num_tokens`, spends this loss and
+        returns True."""
         if num_tokens > self._left:
             return False
         self._left -= max(0.0, num_tokens)
@@ -106,12 +108,12 @@ class Experience:
 
 
 class Learned:
-    """What sessions share: round costs for all, acceptance by rule and prompt length.
+    """What sessions learn from each other: round costs, and acceptance by rule and prompt length.
 
-    All of it, times too, depends on how many draft tokens were accepted. Under rules whose random
-    numbers are keyed by the round, a session with a repeated seed has the random numbers of an
-    earlier session, whose results must not influence its lengths. So a session with a repeated seed
-    neither reads this nor adds to it (proof: docs/exactness.md)."""
+    Everything learned, times included, depends on how many draft tokens were accepted. Under the
+    rules token and block, a session that repeats a seed has the random numbers of an earlier
+    session. Results of the earlier session must not influence the lengths of the later one (proof:
+    docs/exactness.md). So the later session neither reads what was learned nor adds to it."""
 
     def __init__(self, costs: RoundCosts) -> None:
         self.costs = costs
@@ -119,28 +121,28 @@ class Learned:
 
 
 class _Shared:
-    """What the sessions of all drafters share."""
+    """The state that sessions share even if their drafters differ."""
 
     def __init__(self) -> None:
         self.load = Load()
         self.learned: WeakKeyDictionary[LengthControls, Learned] = WeakKeyDictionary()
         self.seeds: set[int] = set()
-        """Seeds of sessions under rules whose random numbers are keyed by the round."""
+        """Seeds of sessions under the rules token and block."""
         self.running: dict[int, LengthControl] = {}
-        """The first session of each seed, while it runs."""
+        """By seed, the first session with this seed, while that session runs."""
 
     def make_room(self) -> None:
-        """Forgets the seeds of ended sessions if there is no room for one more. Also forgets what
-        was learned: the next session with such a seed counts as its first, and must not read what
-        earlier ones showed."""
+        """If there is no room for another seed, forgets the seeds of ended sessions and everything
+        that was learned. After that, a session with a forgotten seed counts as the first with this
+        seed, so it must not read what was learned from an earlier session."""
         if len(self.seeds) >= max(DRAFTED_SEEDS_MAX, len(self.running) + 1):
             self.seeds = set(self.running)
             self.learned.clear()
 
 
 class LengthControls:
-    """Creates length controls for one coordinator's sessions, or for those with a drafter on
-    trial."""
+    """Creates a length control for each session of a coordinator. Sessions with a drafter on trial
+    use a separate `LengthControls`."""
 
     def __init__(
         self,
@@ -151,9 +153,8 @@ class LengthControls:
         delays: bool = False,
         adapts: bool = True,
     ) -> None:
-        """`run_ahead_rounds` bounds how far the target may run ahead. With `delays`, draft and
-        coordinator share the target's cores and so delay it. Without `adapts`, every round asks
-        for as many tokens as the session allows."""
+        """`run_ahead_rounds` is the largest number of rounds that the target may run ahead. If
+        `delays` is true, draft and coordinator use the target's cores and so delay the target."""
         self._target = target
         self._draft = draft
         self._delays = delays
@@ -163,7 +164,7 @@ class LengthControls:
 
     @property
     def learned(self) -> Learned:
-        """What new sessions read and extend."""
+        """The `Learned` object that new sessions read and extend."""
         if self not in self._shared.learned:
             self._shared.learned[self] = self._nothing_learned(self.load)
         return self._shared.learned[self]
@@ -177,8 +178,8 @@ class LengthControls:
         return self.learned.costs
 
     def of_another(self, drafter: ReplicaDescription) -> LengthControls:
-        """Controls for sessions with another drafter (a draft, or a target that drafts). They share
-        load and seeds with this object, but learn separately."""
+        """Returns controls for sessions with another drafter, which is a draft or a target that
+        drafts. These controls share load and seeds with this object, but learn separately."""
         found = copy(self)
         if drafter.drafts_itself:
             found._target = drafter
@@ -190,7 +191,8 @@ class LengthControls:
         self, num_targets: int, num_elsewhere: int, draft: ReplicaDescription | None
     ) -> None:
         """Updates the number of targets, the number of sessions that other coordinators run on
-        them, and the draft. The times of a draft with other weights are learned from scratch."""
+        these targets, and the draft. If the weights of the draft have changed, its times are
+        learned from scratch."""
         self.load.num_targets = max(1, num_targets)
         self.load.num_elsewhere = num_elsewhere
         known = self._draft
@@ -206,9 +208,9 @@ class LengthControls:
         prompt_length: int,
         siblings_max: int = 0,
     ) -> LengthControl:
-        """Begins a session that asks for at most `num_draft_tokens` a round, with at most
-        `siblings_max` siblings each. If random numbers are keyed by the round, a repeated seed
-        fixes the lengths of this session and of a running one with this seed."""
+        """Begins a session. Its rounds ask for at most `num_draft_tokens` tokens, and for at most
+        `siblings_max` siblings of each. Under the rules token and block, a repeated seed fixes the
+        lengths of this session, and of the first session with this seed if that still runs."""
         self.load.num_sessions += 1
         bounds, shared = (num_draft_tokens, prompt_length, siblings_max), self._shared
         if rule.absolute_noise:
@@ -226,7 +228,7 @@ class LengthControls:
         return first
 
     def close(self, seed: int | None) -> None:
-        """Ends a session; `seed` is None unless it was the first session of that seed."""
+        """Ends a session. `seed` is that of a session in `_Shared.running`, otherwise None."""
         self.load.num_sessions -= 1
         if seed is not None:
             self._shared.running.pop(seed, None)
@@ -242,14 +244,14 @@ class LengthControls:
 
 @dataclass(frozen=True, slots=True)
 class _Option:
-    """A possible length of a round, and what to expect of it."""
+    """A possible length of a round, with its expected tokens and time."""
 
     num_draft_tokens: int
     num_tokens: float = 1.0
-    """Tokens committed, minus the tokens that other sessions lose."""
+    """Expected number of committed tokens, minus the tokens that other sessions lose."""
     seconds: float = 0.0
     num_beside: int = 0
-    """Siblings beside each draft token."""
+    """Number of siblings beside each draft token."""
     draft_budget_s: float = math.inf
 
     @property
@@ -257,14 +259,14 @@ class _Option:
         return max(0.0, self.num_tokens) / max(self.seconds, SECONDS_MIN)
 
     def siblings(self, num_places: int) -> tuple[int, ...]:
-        """Siblings to ask for, at each of `num_places` places."""
+        """Number of siblings to ask for beside each of `num_places` draft tokens."""
         return (self.num_beside,) * num_places if self.num_beside else ()
 
 
 _PLAIN = _Option(0)
 """A round of a plain phase."""
 _FIRST = _Option(0)
-"""The first round of a session that drafts: it does not wait for a proposal."""
+"""The first round of a session that drafts. It has no proposal."""
 
 
 class LengthControl:
@@ -280,7 +282,8 @@ class LengthControl:
         siblings_max: int,
         seed: int | None = None,
     ) -> None:
-        """Reads and adds to `learned`. `close` returns `seed` to `controls`."""
+        """The session reads what was `learned`, and adds to it. `close` passes `seed` to
+        `LengthControls.close`."""
         experience = learned.by_rule[rule]
         of_size = experience.by_size[bisect(PROMPT_SIZES, prompt_length)]
         self._controls = controls
@@ -292,28 +295,29 @@ class LengthControl:
         self._num_beside = [
             min(siblings_max, TREE_TOKENS_MAX // num - 1) for num in range(1, num_draft_tokens + 1)
         ]
-        """Siblings beside each token of K = 1, 2, ...: as many as the largest tree allows."""
+        """For K = 1, 2, ..., the number of siblings beside each token. It is limited, because a
+        tree has at most `TREE_TOKENS_MAX` tokens."""
         self._seed = seed
         self.adapts = True
-        """Whether lengths depend on what rounds show."""
+        """Whether finished rounds influence the lengths of later rounds."""
         self._is_timed = True
         self._choice: _Option | None = None
         """Length of the next rounds with a draft; None = not chosen yet."""
         self._drafted_left = 0
-        """Rounds with a draft until the next choice."""
+        """Number of rounds with a draft until K is chosen again."""
         self._num_missed = 0
-        """Tokens that the draft has to read before it can propose any."""
+        """Number of tokens that the draft must read before it can propose."""
         self._phase = PLAIN_ROUNDS
-        """Rounds of the next plain phase."""
+        """Number of rounds of the next plain phase."""
         self._plain_left = 0 if self._bound else _ENDLESS
-        """Rounds of the plain phase that are certain to come."""
+        """Number of plain rounds that are certain to come."""
         self._plain_ends = False
-        """Whether the plain phase ends with them."""
+        """Whether the plain phase ends after `_plain_left` more rounds."""
         self._current: _Option | None = None
         """The round that was chosen last."""
         self._follows_plain = False
-        """Whether the round before `_current` was plain. If both are, the target did not wait for
-        the coordinator."""
+        """Whether the round before `_current` was plain. If both rounds are plain, the target ran
+        ahead without waiting for the coordinator."""
         self._next: tuple[_Option, int] | None = None
         """The round after `_current`, and how many plain rounds are certain to follow it."""
         self._context = prompt_length
@@ -324,20 +328,20 @@ class LengthControl:
             drafted, plain = self._options()
             if not self._drafting_is_due(_best(drafted), plain):
                 self._begin_plain()
-        # A draft reads the prompt while the target does, and may take longer.
+        # When the target has read the prompt, the draft may still have to read it.
         self._num_missed = prompt_length
         if not controls.adapts:
             self._fix(_Option(self._bound, num_beside=self._num_beside[-1] if self._bound else 0))
 
     @property
     def plans_plain(self) -> bool:
-        """Whether several rounds without a draft come next."""
+        """Whether the next rounds are plain."""
         return self._plain_left > 0
 
     def fix(self) -> None:
-        """Fixes K at the best value so far, unless it is fixed already. Rounds that are planned
-        keep their K, and so do plain rounds that are certain to come. From now on nothing is
-        learned from this session, and no time limit bounds drafting."""
+        """Fixes K at its best value so far. If K is fixed already, it does not change. Rounds that
+        are planned keep their K, and so do plain rounds that are certain to come. From now on,
+        nothing is learned from this session, and its drafting has no time limit."""
         self._is_timed = False
         if self.adapts:
             drafted, plain = self._options()
@@ -351,11 +355,11 @@ class LengthControl:
         elif self._current is None:
             self._plain_left = 0  # The target was not told to run ahead yet.
 
-    def choose(self, index: int, num_left: int) -> RoundLength:
-        """The length of round `index`; `num_left` more tokens fit the completion, the target's own
-        one included. Independent of the last `note`: a target or draft that works ahead may already
-        have drawn tokens of this round. The first round has no proposal: waiting for one would
-        delay the first token."""
+    def choose(self, num_left: int) -> RoundLength:
+        """Returns the length of the next round. The completion has room for `num_left` more tokens,
+        the target's own token included. The last `note` does not influence this length, because a
+        target or draft that works ahead may already have drawn tokens of this round. The first
+        round has no proposal, because waiting for a proposal would delay the first token."""
         length, run_ahead = self._next or self._taken(_FIRST)
         self._follows_plain = self._current is _PLAIN
         self._current = length
@@ -374,14 +378,14 @@ class LengthControl:
         )
 
     def note(self, played: PlayedRound) -> None:
-        """Learns from the round chosen last. The next round is planned already, so this changes the
-        one after it at the earliest."""
+        """Learns from the round that was chosen last. The next round is planned already, so only
+        the rounds after the next can change."""
         if not self.adapts:
             return
         before, self._ended_at = self._ended_at, played.ended_at
         self._context = played.context
         if before is None:
-            return  # The first round includes the prompt.
+            return  # The time of the first round includes the prompt.
         costs, is_plain = self._costs, self._current is _PLAIN
         round_s = max(0.0, played.ended_at - before - played.next_draft_s)
         costs.note_load(played, round_s)
@@ -401,8 +405,9 @@ class LengthControl:
             self._num_missed = 0  # From here on a late proposal counts as slow drafting.
 
     def note_watched(self, num_asked: int, survival: tuple[float, ...]) -> None:
-        """Notes how many tokens were accepted, or in a round without a draft, would have been:
-        `num_asked` tokens were looked up for comparison; `survival` as in `PlayedRound`."""
+        """Learns how many tokens of a proposal were accepted. `num_asked` tokens were asked for,
+        and `survival` is that of `PlayedRound`. In a plain round, the proposal is that of a look-up
+        and is only compared with the committed tokens."""
         if self.adapts:
             counts = observed(num_asked, survival)
             for averages in (self._averages, *self._shared_averages):
@@ -413,7 +418,7 @@ class LengthControl:
         self._controls.close(self._seed)
 
     def _plan(self) -> tuple[_Option, int]:
-        """Plans the next round. Returns it, and how many plain rounds certainly follow it."""
+        """Plans the next round. Returns this round, and how many plain rounds certainly follow."""
         if self._plain_left > 0:
             self._plan_plain()
         elif self._drafted_left == 0:
@@ -421,8 +426,8 @@ class LengthControl:
         return self._taken(self._choice or _FIRST)
 
     def _taken(self, drafted: _Option) -> tuple[_Option, int]:
-        """Returns the next round: one of the plain phase if it goes on, otherwise `drafted`. Also
-        returns how many plain rounds certainly follow."""
+        """Returns the next round, and how many plain rounds certainly follow. The next round is
+        plain if the plain phase has rounds left. Otherwise it is `drafted`."""
         if self._plain_left > 0:
             self._plain_left -= 1
             return _PLAIN, min(self._controls.run_ahead_rounds, self._plain_left)
@@ -440,8 +445,8 @@ class LengthControl:
             self._begin_plain()
 
     def _drafting_is_due(self, drafted: _Option, plain: _Option) -> bool:
-        """Whether drafting is faster by enough to make up for what the draft must read first, or a
-        trial is due."""
+        """Whether the gain of drafting covers the time in which the draft first reads the tokens
+        that it lacks. If not, whether the trial budget covers the loss."""
         each = drafted.seconds * plain.rate - drafted.num_tokens
         num_rounds = CHOICE_ROUNDS if each > 0 else GAIN_ROUNDS
         lost = num_rounds * each + self._costs.reading_lost(plain.seconds, self._num_missed)
@@ -466,7 +471,7 @@ class LengthControl:
             self._choice, self._drafted_left = largest, 1
 
     def _tries_plain(self, drafted: _Option, plain: _Option) -> bool:
-        """Whether to decode plainly for a few rounds to measure how long that takes."""
+        """Whether to decode plainly for a few rounds, to measure the time of a plain round."""
         if self._costs.plain.weight >= PLAIN_KNOWN_ROUNDS:
             return False
         lost = PLAIN_TRIED_ROUNDS * (plain.seconds * drafted.rate - plain.num_tokens)
@@ -480,10 +485,11 @@ class LengthControl:
         self._choice, self._drafted_left = None, 0
 
     def _options(self) -> tuple[list[_Option], _Option]:
-        """The options K = 1, 2, ..., and plain decoding.
+        """Returns the options with a draft, for K = 1, 2, ..., and the option of plain decoding.
 
-        The time limit of a proposal is its usual time plus what its accepted tokens would take in
-        plain decoding, so a draft that becomes slow costs at most twice what it saves."""
+        The time limit of a proposal is its usual time, plus the time that plain decoding would take
+        for the tokens that the proposal is expected to gain. So a draft that becomes slow costs at
+        most twice the time that it would gain."""
         costs = self._costs
         forecast = costs.forecast(self._bound, self._context)
         prospects = self._averages.prospects(self._bound)

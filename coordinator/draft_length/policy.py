@@ -1,4 +1,4 @@
-"""The length of a round, and what a finished round showed. Pure."""
+"""The length of a round, and the results of a finished round."""
 
 import math
 from typing import NamedTuple
@@ -8,50 +8,51 @@ from outrider.values import value
 
 @value(frozen=True, slots=True)
 class RoundLength:
-    """What a round asks for."""
+    """How many tokens and siblings a round asks for, and its time limit."""
 
     num_draft_tokens: int
     """K, the number of draft tokens to ask for."""
     run_ahead: int
-    """Rounds after this one that certainly have no proposal, so the target need not wait."""
+    """Number of rounds after this one that certainly have no proposal. The target may run these
+    rounds without waiting."""
     siblings: tuple[int, ...] = ()
-    """Siblings to ask for at the place of the first, second, ... draft token."""
+    """Number of siblings to ask for beside the first, second, ... draft token."""
     next_max: int = 0
-    """K of the next round. Near the completion's end it is less, as fewer tokens are left. A target
-    that drafts for itself draws the next round's tokens with this round's verdict. 0 if the next
-    round has no proposal; then the target sends no hidden states for the draft."""
+    """Largest K of the next round. A target that drafts for itself drafts this many tokens together
+    with this round's verdict. If it is 0, the next round has no proposal, and the target sends no
+    hidden states to the draft."""
     draft_budget_s: float = math.inf
-    """Longest wait that the proposal is worth. The configured limit of drafting applies too."""
+    """Time limit of this round's proposal. The configured limit of drafting applies too."""
     next_siblings: tuple[int, ...] = ()
-    """Siblings that the next round asks for."""
+    """Number of siblings that the next round asks for beside its first, second, ... draft token."""
     is_timed: bool = True
-    """Whether a time limit may stop drafting early: drafting for this round, and the target's own
-    drafting for the next one. False if times may depend on the round's own random numbers."""
+    """Whether a time limit may stop drafting for this round, and the target's own drafting for the
+    next round. False if times may depend on the round's own random numbers."""
 
 
 class DraftedBeside(NamedTuple):
     """Drafting that a target did in the same step as a verdict."""
 
     num_tokens: int
-    """Tokens drafted, of which a round may use fewer."""
+    """Number of drafted tokens. The round may use fewer."""
     seconds: float
     work_s: float
-    """The part of `seconds` that was for this session."""
+    """The part of `seconds` that was spent on this session."""
 
 
 @value(frozen=True, slots=True)
 class PlayedRound:
-    """What a finished round showed."""
+    """Acceptance and times of a finished round."""
 
     num_asked: int
-    """K that the proposal was drafted for, or if time ran out, the number of tokens drawn. 0 if
-    nothing was drafted, or if a look-up filled in for a drafter that was late or not ready. Length
-    control then learns only that `draft_s` was a wait in vain."""
+    """K of the round. If a time limit stopped drafting, the number of tokens that were drawn. 0 if
+    nothing was drafted, or if a look-up replaced a drafter that was late or not ready. From a round
+    with 0, length control learns only that the wait `draft_s` brought no proposal."""
     survival: tuple[float, ...]
     """[K]: the chances that at least 1, 2, ... draft tokens of the proposal (in a tree, of the
     spine) were accepted, from `outrider.speculation.accept_reject.survival`."""
     num_tokens: int
-    """Tokens committed."""
+    """Number of committed tokens."""
     context: int
     """Length of the session when the round began, in tokens."""
     draft_s: float
@@ -59,24 +60,25 @@ class PlayedRound:
     target_s: float
     """Time in the target's queue and step."""
     ended_at: float
-    """When the round ended, s, on a clock that all rounds share."""
+    """When the round ended, in seconds, on a clock that all rounds share."""
     queue_s: float = 0.0
     """The part of `target_s` spent in the queue."""
     num_siblings: int = 0
-    """Siblings proposed, besides the tokens of `survival`."""
+    """Number of proposed siblings. The tokens of `survival` are not counted."""
     sibling_taken: bool | None = None
     """Whether a sibling of the first refused draft token was accepted. None if no draft token with
     siblings was refused."""
     beside: DraftedBeside | None = None
-    """The drafting of its proposal, if that came with the verdict before."""
+    """The target's drafting of this round's proposal, if the proposal came with the verdict of the
+    round before."""
     next_draft_s: float = 0.0
-    """Time that the target drafted for the next round, not part of `target_s`."""
+    """Time that the target drafted for the next round. Not part of `target_s`."""
     work_s: float = 0.0
     """Time that a draft replica computed for this proposal alone."""
 
 
 def fitting(siblings: tuple[int, ...], room: int) -> tuple[int, ...]:
-    """`siblings` by place, cut from the end to at most `room` in all."""
+    """Returns `siblings`, reduced from the end until their sum is at most `room`."""
     kept: list[int] = []
     for num in siblings:
         kept.append(max(0, min(num, room)))

@@ -1,14 +1,14 @@
-"""What rounds cost: the engines' tables, corrected by the times of finished rounds. Pure: learns
-from times only.
+"""Forecasts what a round costs, from the engines' tables of step times and the times of finished
+rounds.
 
 | part of a round | known from |
 | --- | --- |
-| wait for a proposal | the draft's table, then measured: not every drafter takes a step per token |
-| the target's step | its table, for all rows that sessions have in a step, then measured |
-| wait for that step | measured, as a share of a step, while other sessions use the target |
-| the rest: messages, and the coordinator's work | measured: a round's time minus those three |
+| wait for a proposal | the draft's table, then measured, as some drafters need no step per token |
+| the target's step | the target's table at the rows of all sessions, then measured |
+| wait for that step to begin | measured, while other sessions use the target |
+| messages, and the coordinator's work | measured: a round's time minus the parts above |
 | what other sessions lose to drafting and messages on shared cores | measured |
-| a plain round | measured as a whole, once there are any; before that the target's part |
+| a plain round | measured as a whole; before the first one, the time of the target's step |
 """
 
 from dataclasses import dataclass
@@ -21,48 +21,50 @@ from outrider.engine.step_costs import StepCosts
 from .policy import PlayedRound
 
 MEMORY_ROUNDS = 64.0
-"""The weight of a time falls to 1/e over this many others of its kind."""
+"""The weight of a measured time falls to 1/e after this many further times of the same kind."""
 LOAD_MEMORY_ROUNDS = 256.0
 """Like `MEMORY_ROUNDS`, for the load of the target."""
 OUTLIER = 8.0
-"""A time counts as at most this many mean rounds."""
+"""A time counts as at most this many times the mean time of a round."""
 NOISE = 0.15
-"""Standard deviation of a time, relative to it."""
+"""Assumed standard deviation of a measured time, as a share of this time."""
 TABLE_SPREAD = 0.5
-"""Prior of the measured time per draft token, relative to the draft's table: mean 1, and this
-standard deviation."""
+"""The ratio of the measured time per draft token to that of the draft's table has a prior with mean
+1 and this standard deviation."""
 STEP_SPREAD = 0.2
-"""Like `TABLE_SPREAD`, for the target's time per row. Smaller: only the mean of other sessions'
-rows is known, so measured lines are too flat."""
+"""Like `TABLE_SPREAD`, for the target's time per row. It is smaller, because measured slopes are
+too low: only the mean number of other sessions' rows is known."""
 ROW_SHARE = 0.3
-"""Without a table, a row of the target is assumed to cost this share of the step's mean time per
-row ..."""
+"""Without a table, the prior time of a further row of the target has this mean, as a share of the
+step's mean time per row."""
 TOKEN_SHARE = 1.0
-"""... and a token of the draft this share of its mean time per token ..."""
+"""Like `ROW_SHARE`, for a further token of the draft."""
 SHARE_SPREAD = 1.0
-"""... with this standard deviation."""
+"""Standard deviation of the priors whose means are `ROW_SHARE` and `TOKEN_SHARE`."""
 MESSAGES_WORK = 4.0
-"""Time that other sessions lose to a round's messages, relative to the round's own wait for them:
-both ends work on them. On two cores with 8 sessions, 3 to 4 was measured."""
+"""Time that other sessions lose to a round's messages, as a multiple of the round's own wait for
+these messages. With 8 sessions on two cores, 3 to 4 was measured."""
 PLAIN_PRIOR_ROUNDS = 1.0
-"""The guess from rounds with a draft weighs as much as this many measured plain rounds."""
+"""In the time of a plain round, the estimate from rounds with a draft weighs as much as this many
+measured plain rounds."""
 SECONDS_MIN = 1e-9
 """Lower bound of an expected time."""
 FORGOTTEN = 1.0 - 1.0 / 512.0
-"""Each round with a draft leaves the times of plain rounds this share of their weight, so that
+"""Each round with a draft multiplies the weight of the measured plain rounds by this factor. So
 plain decoding is tried again after some time."""
 Array = npt.NDArray[np.float64]
 
 
 class CostLine:
-    """Seconds as a linear function of a quantity: exponentially weighted least squares. The slope
-    is drawn towards a prior. Slope and line are never negative."""
+    """Fits seconds as a linear function of a quantity x >= 0, by exponentially weighted least
+    squares with a prior of the slope. The slope and the values are never negative."""
 
     def __init__(
         self, slope: float, spread: float, *, relative: bool = False, unit: float = 1.0
     ) -> None:
-        """`slope` is the expected slope, with standard deviation `spread`. Both are multiples of
-        `unit`, or if `relative`, of mean time over mean quantity."""
+        """The prior of the slope has the mean `slope` and the standard deviation `spread`, both in
+        multiples of `unit`. If `relative`, the unit is mean time divided by mean quantity, once
+        there are measurements."""
         self.weight = 0.0
         """Total weight of the measurements, at most `MEMORY_ROUNDS`."""
         self._slope, self._spread = slope, spread
@@ -110,40 +112,43 @@ class _Mean:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What the next round of a session costs: its seconds, and the tokens that other sessions lose,
-    because it lengthens their steps, or drafting and messages take their cores."""
+    """The expected cost of a session's next round: its time, and the tokens that other sessions
+    lose. They lose tokens because the round's rows lengthen their steps, and because the round's
+    drafting and messages use shared cores."""
 
     plain_s: float
-    """A plain round."""
+    """Time of a plain round."""
     round_s: float
-    """A round that asks for draft tokens and gets none ..."""
+    """Time of a round that asks for draft tokens and gets none."""
     round_lost: float
-    """... and the tokens that other sessions lose to it."""
+    """Tokens that other sessions lose to such a round."""
     token_s: Array
-    """[K]: what the first, second, ... proposed token adds, its row included."""
+    """[K]: time that the first, second, ... proposed token adds. Includes `row_s`."""
     token_lost: Array
+    """[K]: tokens that other sessions lose to the first, second, ... proposed token."""
     row_s: Array
-    """[K]: what the row of each of these adds. Each sibling beside it adds the same, as it costs
-    the draft nothing."""
+    """[K]: time that the token's row adds to the target's step. A sibling beside the token adds
+    only this time, because it costs the draft nothing."""
     row_lost: Array
+    """[K]: the part of `token_lost` that the token's row causes."""
     draft_s: Array
-    """[K]: the wait for a proposal of one, two, ... tokens."""
+    """[K]: wait for a proposal of one, two, ... tokens."""
 
 
 class Load:
-    """Current sessions on the targets of one coordinator."""
+    """Numbers of current sessions on the targets of one coordinator."""
 
     def __init__(self, num_sessions: int = 0) -> None:
         self.num_sessions = num_sessions
-        """Sessions of this coordinator."""
+        """Number of sessions of this coordinator."""
         self.num_elsewhere = 0
-        """Sessions of other coordinators on the same targets."""
+        """Number of sessions of other coordinators on the same targets."""
         self.num_targets = 1
         """Number of targets that run all these sessions."""
 
 
 class RoundCosts:
-    """The times of one coordinator's rounds with one target and one draft."""
+    """Learns and forecasts the times of a coordinator's rounds, for one target and one draft."""
 
     def __init__(
         self,
@@ -156,37 +161,37 @@ class RoundCosts:
         messages_delay: bool,
     ) -> None:
         """`target` and `draft` are the engines' tables; None = not known. At most `max_num_seqs`
-        sessions share a step of the target. `drafting_delays`: the target waits while the draft
-        works, because they share cores or a device or the target drafts itself. `messages_delay`:
-        messages delay the target, because the coordinator or the draft shares its cores."""
+        sessions share a step of the target. `drafting_delays` is true if drafting delays the
+        target, because the draft shares cores or a device with the target, or is the target itself.
+        `messages_delay` is true if messages delay the target, because coordinator and draft use the
+        target's cores."""
         self.load = load
         self.drafting_delays = drafting_delays
-        self.num_drafted = 0
-        """Timed rounds with a draft."""
         self._table = target
         self._max_others = max_num_seqs - 1.0
         self._messages_work = MESSAGES_WORK * messages_delay
         self._target, self.plain = (_line(target, ROW_SHARE, STEP_SPREAD, True) for _ in range(2))
         self.meet_draft(draft)
         self._wait, self._rest = _Mean(), _Mean()
-        """`_wait` is the wait for a step to begin while other sessions use the target, in steps, at
-        most one."""
+        """`_wait` is the wait for the target's step to begin while other sessions use the target,
+        as a share of the step's time."""
         self._round, self._at_target, self._rows, self._tokens, self._context = (
             _Mean(LOAD_MEMORY_ROUNDS) for _ in range(5)
         )
 
     def meet_draft(self, costs: StepCosts | None) -> None:
-        """Starts from a draft's table, and drops earlier measurements of drafts."""
+        """Starts again from a draft's table, and drops the measured times of earlier drafts."""
         self._draft_table = costs
         self._draft_token = 1.0 if costs is None else costs.step_seconds(1)
-        """Work of the draft per token: seconds by its table, or 1 without one."""
+        """Work of the draft per token: seconds according to its table, or 1 without a table."""
         self._draft, self._draft_work = (
             _line(costs, TOKEN_SHARE, TABLE_SPREAD, False) for _ in range(2)
         )
 
     def note_load(self, played: PlayedRound, round_s: float) -> None:
-        """Counts any round; `round_s` is the time since the round before ended, which covers all
-        verdicts that arrive together."""
+        """Counts a round of any kind. `round_s` is the time since the end of the round before. If
+        the verdicts of several rounds arrive together, the first of these rounds gets their whole
+        time."""
         self._round.note(self._bounded(round_s))
         self._at_target.note(self._bounded(played.target_s))
         self._rows.note(1 + len(played.survival) + played.num_siblings)
@@ -194,13 +199,13 @@ class RoundCosts:
         self._tokens.note(played.num_tokens)
 
     def note_plain(self, round_s: float, context: int) -> None:
-        """Counts a plain round that follows another one, of a session of `context` tokens."""
+        """Counts a plain round that follows another plain round. The session has `context`
+        tokens."""
         self.plain.note(self._load(0, context, self._others()), self._bounded(round_s))
 
     def note_drafted(self, played: PlayedRound, round_s: float, is_typical: bool = True) -> None:
-        """Counts a round that asked for draft tokens. The wait for its proposal counts only if
-        `is_typical`: the draft had nothing else to read first."""
-        self.num_drafted += 1
+        """Counts a round that asked for draft tokens. `is_typical` is false if the draft had to
+        read other tokens first. Then the wait for the proposal does not count."""
         num_proposed = len(played.survival)
         num_drafted, draft_s, work_s = played.beside or (
             num_proposed, played.draft_s, played.work_s
@@ -223,7 +228,7 @@ class RoundCosts:
         self._draft.note(num_asked * self._draft_token, self._bounded(waited_s))
 
     def forecast(self, num_draft_tokens: int, context: int) -> Forecast:
-        """The costs of up to `num_draft_tokens` for a session of `context` tokens."""
+        """Returns the costs of up to `num_draft_tokens` in a session of `context` tokens."""
         others, pace = self._others(), self._pace()
         loads = np.array([self._load(num, context, others) for num in range(num_draft_tokens + 1)])
         verify_s = float(self._target.at(loads[0]))
@@ -233,8 +238,9 @@ class RoundCosts:
         draft_s = self._draft.at(works)
         draft_lost = np.zeros(len(works))
         if self.drafting_delays:
-            # All sessions on the target wait for this draft's work. The session's own wait counts
-            # already. If all draft in one step, each waits for the work of all.
+            # Each of the 1 + others sessions waits while the draft works for this session. This
+            # session's own wait, draft_s, is counted already. If the draft works for all sessions
+            # in one step, draft_s includes the work for the others.
             work_s = (1.0 + others) * self._draft_work.at(works)
             draft_lost = pace * np.maximum(0.0, work_s - draft_s)
         wait_s = self._wait.value * min(1.0, others) * verify_s
@@ -243,7 +249,7 @@ class RoundCosts:
         return Forecast(
             plain_s=(plain_s + PLAIN_PRIOR_ROUNDS * verify_s) / (known + PLAIN_PRIOR_ROUNDS),
             round_s=float(draft_s[0]) + wait_s + verify_s + self._rest.value,
-            # Plain rounds cost none of this: the target runs ahead, with few messages.
+            # A plain round has no such loss, because the target runs ahead with few messages.
             round_lost=float(draft_lost[0])
             + others * pace * self._messages_work * self._rest.value,
             token_s=np.diff(draft_s) + row_s,
@@ -258,8 +264,8 @@ class RoundCosts:
         return self._round.value > 0
 
     def reading_lost(self, plain_s: float, num_missed: int) -> float:
-        """Tokens lost while the draft of a plain session reads the `num_missed` tokens that it
-        lacks."""
+        """Returns the number of tokens that all sessions lose while the draft of a plain session
+        reads the `num_missed` tokens that the draft lacks."""
         if self._draft_table is None or num_missed == 0:
             return 0.0
         reading_s = self._draft_table.step_seconds(num_missed)
@@ -271,8 +277,8 @@ class RoundCosts:
         return min(seconds, OUTLIER * mean) if mean > 0 else seconds
 
     def _load(self, num_proposed: int, context: int, others: float) -> float:
-        """The target's step with the rows of all sessions: seconds by its table, or rows without
-        one."""
+        """Returns the work of a step of the target with the rows of all sessions: seconds
+        according to the target's table, or the number of rows without a table."""
         rows = 1 + num_proposed + others * self._rows.value
         if self._table is None:
             return rows
@@ -281,7 +287,7 @@ class RoundCosts:
         return self._table.step_seconds(max(1, round(rows)), sessions, slots)
 
     def _others(self) -> float:
-        """Mean number of other sessions in a step."""
+        """Mean number of other sessions in a step of the target."""
         if not self.are_known:
             return 0.0
         share = min(1.0, self._at_target.value / self._round.value)

@@ -1,4 +1,4 @@
-"""Autoscaling: changes the wanted numbers of replicas by the load that replicas report.
+"""Autoscaling changes the wanted numbers of replicas by the load that the replicas report.
 
 | role | a replica is added if, on average |
 | --- | --- |
@@ -7,16 +7,17 @@
 | coordinator | each has more than `SESSIONS` sessions, is busy for more than `BUSY` of the time, |
 |  | or has an event loop that is late by more than `LAG_MS` |
 
-A role is calm if its load is below `CALM` times this bound, and the replicas would be busy for less
-than `CALM` of their time and places if there were one fewer.
+A role is calm if both of these are below `CALM`: its load, divided by this bound, and the busy
+share that its replicas would have if one of them were removed. For targets, the busy share is the
+share of busy time, multiplied by the share of taken places in a step.
 
-A number grows at once, in proportion to the excess, at most to `GROWTH_MAX` times the number. It
-shrinks by one after the role has been calm for `autoscale_calm_s`. At least `COOLDOWN_S` pass
-between two changes of a role.
+The number of a role's replicas grows at once, in proportion to the load, at most to `GROWTH_MAX`
+times the number. The number shrinks by one after the role has been calm for `autoscale_calm_s`. At
+least `COOLDOWN_S` pass between two changes of a role.
 
-While replicas are missing, a number does not grow, as the missing replicas may be enough. It can
-shrink to the most replicas that were present while the role was calm. While a replica is leaving,
-or if no replica is present, nothing changes.
+While replicas are missing, the number does not grow, because the missing replicas may be enough.
+The number can shrink to the largest number that was present while the role was calm. It does not
+shrink if a replica is missing while another is leaving, or if no replica is present.
 """
 
 import asyncio
@@ -34,7 +35,7 @@ _log = logging.getLogger(__name__)
 LOOK_PERIOD_S = 1.0
 """Time between two reads of the reported load."""
 GROWTH_MAX = 2
-"""Largest factor of one growth."""
+"""Largest factor by which one change raises a number."""
 SESSIONS, BUSY, LAG_MS = 1024, 0.8, 100.0
 COOLDOWN_S = 15.0
 CALM = 0.6
@@ -58,7 +59,8 @@ class Autoscaler:
         self._registry = registry
         self._changed_at: dict[Role, float] = {}
         self._calm: dict[Role, tuple[float, int]] = {}
-        """By calm role, since when it has been calm, and the most replicas present since then."""
+        """For each calm role, since when the role has been calm, and the largest number of replicas
+        present since then."""
 
     async def run(self) -> None:
         while True:
@@ -80,7 +82,7 @@ class Autoscaler:
             await self._registry.want({change[0]: change[1]})
 
     def decide(self, now: float, wanted: Mapping[Role, int], records: Records) -> list[Change]:
-        """The changes at time `now`, in seconds. `wanted` are the current numbers."""
+        """Returns the changes at time `now`, in seconds. `wanted` has the current numbers."""
         changes = []
         for role, (least, most) in self.config.bounds.items():
             if (count := wanted.get(role)) is None:
@@ -123,7 +125,7 @@ class Autoscaler:
 
 
 _Load = tuple[float, float, str]
-"""Load relative to its bound, share of the time that replicas are busy, and both in words."""
+"""The load divided by its bound, the busy share of the replicas, and both in words."""
 
 
 def _load(role: Role, config: AutoscaleConfig, records: Records) -> _Load:

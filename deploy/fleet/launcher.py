@@ -5,9 +5,9 @@
 | concurrently: start Ray and Redis, or connect to them; find the models' files | |
 | place every actor | `startup_timeout_s` |
 | targets and drafts load their models and register in Redis | `model_timeout_s` |
-| coordinators find them there, and serve | `model_timeout_s` |
+| coordinators find targets and drafts in Redis, and serve | `model_timeout_s` |
 
-A stop undoes these steps in reverse order. A failed start does so, too.
+A stop undoes these steps in reverse order. So does a start that fails.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ FOLLOW_PERIOD_S = 0.5
 REDIS_LOOK_PERIOD_S = 0.25
 """Time between two checks of the embedded Redis."""
 CLOSE_AWAY_S = 2.0
-"""While the reconciler is being restarted, how long a stop waits before it kills the replicas."""
+"""How long a stop waits for a reconciler that is being restarted, before it kills the replicas."""
 
 
 class Deployment:
@@ -68,12 +68,12 @@ class Deployment:
         state: Path,
         report: Callable[[str], None] = _log.info,
     ) -> None:
-        """`state` is a directory for this deployment alone, with its logs and the data of the
-        embedded Redis. `report` gets a line for each step of the start."""
+        """`state` is a directory for the logs of this deployment and the data of its embedded
+        Redis. `report` gets a line for each step of the start."""
         config, self.api_key, self._passwords = without_secrets(config)
         self.config = self._given = config
         self.name = config.deployment_name or uuid.uuid4().hex[:12]
-        """Its name in Redis. Several deployments may share a Redis."""
+        """The deployment's name in Redis. Several deployments may share one Redis."""
         self._state = state
         self._started_at = datetime.now(UTC).isoformat(timespec="seconds")
         self._report = report
@@ -83,7 +83,7 @@ class Deployment:
         self.redis: EmbeddedRedis | None = None
         """The embedded server; None if `redis_url` is set."""
         self._is_own = False
-        """Whether this process must end the replicas."""
+        """Whether this process has started the replicas or taken them over. If so, it ends them."""
         self.overview = Overview({}, (), None)
         self._following: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
@@ -133,7 +133,7 @@ class Deployment:
     async def _start(self) -> None:
         verb = "starting" if self.ray.local else "connecting to"
         self._report(f"{verb} Ray and Redis, finding the models")
-        self._forget_secrets()  # An earlier deployment may have left some.
+        self._forget_secrets()  # An earlier deployment may have left secrets.
         config = await self._prepare()
         for line in warnings(config):
             self._report(line)
@@ -147,25 +147,26 @@ class Deployment:
             if not await self.reconciler.call("ends"):
                 await self._take_over()
                 return
-            self._report(f"deployment {self.name} is being stopped there: waiting for its end")
+            self._report(f"waiting: deployment {self.name} on the cluster is being stopped")
             await self._end()
         self._is_own = True
         reconciler = start_reconciler(spec, self.ray.namespace)
         self._report(f"loading {config.target_name}, and {config.draft.model} as its draft")
-        # Not by `ReconcilerClient`, which would repeat a start that fails with `Unavailable`.
+        # A `ReconcilerClient` would repeat a start that fails with `Unavailable`.
         await reconciler.call("start")
         await self._go_on()
 
     async def _take_over(self) -> None:
-        """Takes over a running deployment of this name, and gives it this process's settings. If
-        these cannot be used, raises `ConfigError`; the deployment keeps its settings."""
-        self._report(f"deployment {self.name} runs there already: taking it over")
+        """Takes over a running deployment of this name, and changes its settings to those of this
+        process. If the new settings cannot be used, raises `ConfigError`, and the deployment keeps
+        its old settings."""
+        self._report(f"deployment {self.name} already runs on the cluster: taking it over")
         self.api_key = ""  # The running coordinators do not know this key.
         before: FleetSpec = await self.reconciler.call("spec")
-        # A change of these two is refused, because another Redis means another deployment.
+        # `change` refuses new values of these two, because another Redis means another deployment.
         kept = {*FIXED, *BOUND_SETTINGS} - {"redis_url", "redis_key_prefix"}
         if changes := differing(before.given, self._given.values(), kept):
-            self._report(f"replacing its replicas one by one: {', '.join(changes)}")
+            self._report(f"replacing its replicas one by one, to change {', '.join(changes)}")
             await self.reconciler.call("change", changes, timeout_s=CHANGE_S)
         await self._go_on()
         self._is_own = True
@@ -184,18 +185,19 @@ class Deployment:
             self._changed.set()
 
     async def _follow(self) -> None:
-        """Keeps the overview up to date. While the reconciler is away, replicas keep running."""
+        """Keeps the overview up to date. If the reconciler does not answer, tries again, because
+        the replicas keep running without it."""
         while True:
             try:
                 await self._hear()
             except Exception as error:  # noqa: BLE001 (Ray may raise anything; try again)
                 known = isinstance(error, Unavailable)
-                _log.warning("the reconciler is away: %s", error, exc_info=not known)
+                _log.warning("the reconciler does not answer: %s", error, exc_info=not known)
                 await asyncio.sleep(FOLLOW_PERIOD_S)
 
     async def _prepare(self) -> DeploymentConfig:
-        """Starts Ray and Redis and finds the models. Returns the configuration with the addresses
-        and directories that result."""
+        """Starts Ray and Redis, and finds the models. Returns the configuration with the address of
+        Redis and the directories of the models."""
         front = self.config.coordinator
         if self.ray.local:
             await asyncio.to_thread(check_before_start, self.config)
@@ -217,7 +219,7 @@ class Deployment:
                 "redis_wait_replicas", "needs redis_url: an embedded server has no replicas"
             )
         if self.ray.local:
-            check_ports(self.config)  # Errors in the settings themselves are reported first.
+            check_ports(self.config)  # This comes last, so wrong settings are reported first.
         config: DeploymentConfig
         _, redis_url, config = await _all(
             self._connect(),
@@ -234,7 +236,8 @@ class Deployment:
         return replace(config, coordinator=config.coordinator.reaching(redis))
 
     async def _connect(self) -> None:
-        """Connects to Ray. Raises `ConfigError`, also if another cluster requires no token."""
+        """Connects to Ray. Raises `ConfigError` if this fails, or if a cluster that is not local
+        requires no token."""
         await self.ray.connect()
         if not (self.ray.local or self.config.target.insecure):
             await asyncio.to_thread(check_asks_for_token, self.ray.found)
@@ -258,15 +261,15 @@ class Deployment:
 
     async def stop(self) -> None:
         """Gives running requests `stop_timeout_s` to end, and their last steps the same time again.
-        Then stops everything that was started. Idempotent. Raises `Unavailable` if the cluster is
-        not local and its head does not answer. Then replicas may be left."""
+        Then stops everything that was started. Idempotent. If the head of a cluster that is not
+        local does not answer, raises `Unavailable`, and replicas may still run."""
         for task in self._following:
             task.cancel()
         await asyncio.gather(*self._following, return_exceptions=True)
         async with AsyncExitStack() as ending:  # Runs all steps, even if one fails.
             ending.push_async_callback(self._stop_redis)
             ending.callback(self._forget_secrets)
-            # Before Redis stops, this ends the processes that use it.
+            # This ends the processes that use Redis before Redis stops.
             ending.push_async_callback(self.ray.disconnect)
             if not self._is_own:
                 return
@@ -300,7 +303,7 @@ class Deployment:
 
 
 async def _keep_running(redis: EmbeddedRedis) -> None:
-    """Restarts the embedded server if it dies. Its data is on disk. Also keeps its log small."""
+    """Restarts the embedded Redis server if it dies, with its data from disk. Rotates its log."""
     while True:
         await asyncio.sleep(REDIS_LOOK_PERIOD_S)
         redis.rotate_log()
@@ -315,8 +318,9 @@ async def _keep_running(redis: EmbeddedRedis) -> None:
 
 
 async def _all(*work: Awaitable[Any]) -> list[Any]:
-    """The results of all. Even if one fails or the caller is cancelled, waits for all of them:
-    nothing may still be starting during a stop. Raises as `raise_first`."""
+    """Returns the results of all `work`. If a part fails or the caller is cancelled, still waits
+    for all other parts, because nothing may be starting when a stop begins. Raises like
+    `raise_first`."""
     tasks = asyncio.gather(*work, return_exceptions=True)
     try:
         results = await asyncio.shield(tasks)

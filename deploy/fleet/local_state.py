@@ -1,8 +1,9 @@
 """The record of this user's deployment on this machine: its process and its addresses.
 
-`deployment.json` in the state directory is written when the deployment is ready, and removed when
-it stops. So is `cli.key`, if callers need a key. The deployment's process locks a file that
-contains its pid, so that only one deployment can run.
+The record is `deployment.json` in the state directory. The file is written when the deployment is
+ready, and removed when the deployment stops. If callers need a key, `cli.key` is written and
+removed with the record. The deployment's process locks `deployment.lock`, which contains the
+process id. So only one deployment can run.
 """
 
 import fcntl
@@ -20,15 +21,15 @@ from outrider.files import write_whole
 
 FILE_NAME = "deployment.json"
 KEY_NAME = "cli.key"
-"""Holds an API key for commands on this machine."""
+"""Name of the file with an API key for commands on this machine."""
 LOCK_NAME = "deployment.lock"
 LOG_NAME = "serve.log"
 ERROR_PREFIX = "outrider: error: "
-"""Begins each line that reports the error of a command."""
+"""Start of each line that reports the error of a command."""
 _LOCK_ATTEMPTS = 10
 _LOCK_PERIOD_S = 0.02
-"""Time between two attempts to lock. The first may fail, because `lock_holder` in another process
-holds the lock for a moment."""
+"""Time between two attempts to lock. The first attempt may fail, because `lock_holder` in another
+process holds the lock for a moment."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class DeploymentRecord:
     """A running deployment, as `deployment.json` describes it to other commands."""
 
     pid: int
-    """The process that has started it and will stop it."""
+    """Id of the process that has started the deployment and will stop it."""
     started_at: str
     """ISO 8601, UTC."""
     draft_model: str
@@ -46,17 +47,18 @@ class DeploymentRecord:
     target_addresses: list[str]
     draft_addresses: list[str]
     target_directory: str
-    """Directory of the target's files; empty for an emulated one."""
+    """Directory of the target's files; empty if the target is emulated."""
     tokenizer_directory: str
     """Empty if the model has no tokenizer."""
     redis: dict[str, Any]
-    """The fields of its `RedisAddress`. They name the files of passwords, and hold no passwords."""
+    """The fields of the deployment's `RedisAddress`. They contain paths of password files, but no
+    passwords."""
     http_address: str = ""
     """HOST:PORT of the coordinators' HTTP servers, separated by commas; empty = no HTTP."""
     deployment: str = ""
-    """Its name in Redis."""
+    """The deployment's name in Redis."""
     ray_address: str = ""
-    """HOST:PORT of its Ray cluster."""
+    """HOST:PORT of the Ray cluster."""
     ray_token: str = ""
     """File of the Ray token, if the cluster is local."""
     asks_for_keys: bool = False
@@ -120,7 +122,7 @@ def running_deployment(directory: Path) -> DeploymentRecord | None:
 
 
 def logged_error(directory: Path) -> str | None:
-    """The last error in the log of the last detached deployment, if it has one."""
+    """The last error in the log of the last detached deployment, if the log has an error."""
     try:
         lines = (directory / LOG_NAME).read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
@@ -130,15 +132,15 @@ def logged_error(directory: Path) -> str | None:
 
 
 def publish(directory: Path, record: DeploymentRecord, key: str = "") -> None:
-    """Writes the record atomically. Before that, writes the API `key` of this machine's commands,
-    unless it is empty. Only their owner can read the two files."""
+    """Writes the API `key` for this machine's commands, if it is not empty. Then writes the record.
+    Each file is written atomically, and only its owner can read it."""
     if key:
         write_whole(directory / KEY_NAME, key, 0o600)
     write_whole(directory / FILE_NAME, json.dumps(asdict(record), indent=2) + "\n", 0o600)
 
 
 def local_key(directory: Path) -> str:
-    """The API key of this machine's commands, or an empty text."""
+    """The API key for this machine's commands, or an empty text."""
     try:
         return (directory / KEY_NAME).read_text("ascii")
     except FileNotFoundError:
@@ -152,7 +154,7 @@ def withdraw(directory: Path) -> None:
 
 
 def lock_holder(directory: Path) -> int | None:
-    """The process that runs, starts or stops the deployment, if there is one."""
+    """Id of the process that runs, starts or stops the deployment, if there is such a process."""
     path = directory / LOCK_NAME
     for _ in range(_LOCK_ATTEMPTS):
         try:
@@ -165,14 +167,14 @@ def lock_holder(directory: Path) -> int | None:
             if text := path.read_text("ascii"):
                 return int(text)
         time.sleep(_LOCK_PERIOD_S)  # Another process is taking or releasing the lock.
-    raise ConfigError(f"{path}: is locked, but does not contain a process number")
+    raise ConfigError(f"{path}: is locked, but does not contain a process id")
 
 
 @contextmanager
 def exclusive(directory: Path) -> Iterator[None]:
-    """Holds the lock while the context lasts; the kernel releases it if this process dies. Removes
-    the record of a deployment that was killed. Raises `ConfigError` if another process holds the
-    lock."""
+    """Holds the lock while the context lasts. If this process dies, the kernel releases the lock.
+    Removes the record of a deployment that was killed. Raises `ConfigError` if another process
+    holds the lock."""
     with (directory / LOCK_NAME).open("a", encoding="ascii") as file:
         for _ in range(_LOCK_ATTEMPTS):
             with suppress(BlockingIOError):
@@ -181,7 +183,7 @@ def exclusive(directory: Path) -> Iterator[None]:
             time.sleep(_LOCK_PERIOD_S)
         else:
             record = running_deployment(directory)
-            where = ", and is starting"
+            where = ", but is not ready"
             if record is not None:
                 where = f" (pid {record.pid}, {record.grpc_address})"
             raise ConfigError(

@@ -1,5 +1,5 @@
-"""Checks before a start: key files, ports, and the models, which are also found or fetched here. So
-a mistake is reported before models are loaded."""
+"""Checks key files, ports and models before a start, so mistakes are reported before models are
+loaded. Also finds or fetches the models' files."""
 
 import errno
 import logging
@@ -35,7 +35,7 @@ from outrider.settings import Value, blaming, by_its_keys
 _log = logging.getLogger(__name__)
 
 _PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)
-"""Errors of `bind` whose cause is the port. The cause of other errors is the host."""
+"""Errors of `bind` that are due to the port. All other errors are due to the host."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
@@ -54,9 +54,9 @@ def check_before_start(config: DeploymentConfig) -> None:
 
 
 def listeners(config: DeploymentConfig) -> list[tuple[str, str, int]]:
-    """Setting, host and port of each server of a deployment on this machine. A setting that allows
-    any free port has one entry, with port 0. Raises `SettingError` if two settings need the same
-    port, or a port is above `PORT_MAX`."""
+    """Returns setting, host and port of each server of a deployment on this machine. A setting that
+    allows any free port has one entry, with port 0. Raises `SettingError` if two settings need the
+    same port, or if a port is above `PORT_MAX`."""
     front = config.coordinator
     taken: dict[int, str] = {}
     found = []
@@ -84,7 +84,7 @@ def check_ports(config: DeploymentConfig) -> None:
             reason = f"{host!r} is no address: {error.strerror or error}"
             raise SettingError("host", reason) from error
         with socket.socket(family, kind) as probe:
-            # The server sets this, too: an address in TIME_WAIT counts as free.
+            # Servers set this option too, so for them an address in TIME_WAIT is free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(address)
@@ -99,17 +99,18 @@ def check_ports(config: DeploymentConfig) -> None:
 
 
 def check_names(config: DeploymentConfig) -> DeploymentConfig:
-    """Checks the models without fetching any. Returns the configuration. If the draft model is a
-    published head on this machine, the configuration then names the kind of the head; this imports
-    torch and opens the weights. Raises `SettingError` for a model that `resolve_models` would
-    certainly refuse, and for a draft model whose name is probably misspelt."""
+    """Checks the names of the models, and fetches nothing. Returns the configuration. If the draft
+    model is a published head in a directory of this machine, imports torch, reads the kind of the
+    head from its weights, and adds this kind to the model's name. Raises `SettingError` for a model
+    that `resolve_models` would certainly refuse, and for a draft model whose name is probably
+    misspelt."""
     drafter = config.draft.drafter
     name = drafter.on_target if drafter.model is None else drafter.model.name
     if name is not None and drafter.kind != MTP and not Path(name).expanduser().exists():
         if config.target.emulated is None and name.lower() == SCHEME:
             raise SettingError(
                 "draft_model",
-                f"{name!r} drafts for an emulated target alone (--engine {SCHEME}:SPEC)",
+                f"{name!r} drafts only for an emulated target (--engine {SCHEME}:SPEC)",
             )
         check_model_name(name)
     if config.target.emulated is not None:
@@ -128,17 +129,17 @@ def check_names(config: DeploymentConfig) -> DeploymentConfig:
 
 
 def _with_kind(config: DeploymentConfig, name: str, where: Path) -> DeploymentConfig:
-    """The configuration. If the directory `where` holds a published head, the kind of the head is
-    added to its name. Raises `SettingError` for a drafter that cannot be served, and if the name
-    states another kind."""
+    """Returns the configuration. If the directory `where` holds a published head, adds the kind of
+    the head to the draft model's name. Raises `SettingError` if the drafter cannot be served, or if
+    its name states another kind."""
     from outrider.models.published_drafters import SERVED, DrafterFormat, recognise
 
     with blaming("draft_model"):
         found = recognise(where)
         if found is DrafterFormat.MTP:
             raise ConfigError(
-                f"drafter {name}: it holds MTP layers, which are served from the target's own "
-                f"files alone (`{MTP}`); {SERVED}"
+                f"drafter {name}: it holds MTP layers, which are served only from the target's own "
+                f"files (`{MTP}`); {SERVED}"
             )
         is_eagle3 = found is DrafterFormat.EAGLE3
         if config.draft.drafter.kind != EAGLE3:
@@ -155,16 +156,16 @@ def _with_kind(config: DeploymentConfig, name: str, where: Path) -> DeploymentCo
 
 
 def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
-    """The configuration with the directories of models and tokenizer. Takes minutes if a model must
-    be fetched or converted. Raises `SettingError` for a model that cannot be found, a length or a
-    number of ranks that the model does not support, a draft with another tokenizer than the
-    target's, and `eagle3_on` without an EAGLE-3 head."""
+    """Returns the configuration with the directories of models and tokenizer. Takes minutes if a
+    model must be fetched or converted. Raises `SettingError` for a model that cannot be found, a
+    length or a number of ranks that the model does not support, a draft with another tokenizer than
+    the target's, and `eagle3_on` without an EAGLE-3 head."""
     found = _resolved(config)
     if found.draft.eagle3_on == "draft" and found.draft.drafter.kind != EAGLE3:
         raise SettingError(
             "eagle3_on",
-            f"draft given, but {found.draft.model} is no EAGLE-3 head; leave it out, or give such "
-            "a head as --draft-model",
+            f"'draft' was given, but {found.draft.model} is no EAGLE-3 head; leave --eagle3-on "
+            "out, or give an EAGLE-3 head as --draft-model",
         )
     return found
 
@@ -222,14 +223,14 @@ def _resolved(config: DeploymentConfig) -> DeploymentConfig:
 
 
 def _lookup_of(draft: DraftConfig) -> DraftConfig | None:
-    """The settings of the coordinators' look-up, if there is one. Settings of draft replicas are
-    left out: a change of those must not replace coordinators."""
+    """Returns the settings of the coordinators' look-up, if there is one. Settings of draft
+    replicas are left out, because a change of these must not replace coordinators."""
     lookup = draft.drafter.lookup
     if lookup is None:
         return None
     prefixes = ("ngram_", "suffix_", "hybrid_")
     names = [one.name for one in fields(draft) if one.name.startswith(prefixes)]
-    # The name hides which model a hybrid has: another model must not replace coordinators.
+    # A hybrid's model is left out of the name, because another model must not replace coordinators.
     model = lookup.value if draft.drafter.is_lookup else f"hybrid:{lookup},model"
     return DraftConfig(model=model, **{name: getattr(draft, name) for name in names})
 
@@ -241,9 +242,10 @@ def emulated_spec(text: str) -> EmulatedSpec:
 
 
 def check_same_tokens(running: TargetConfig, other: TargetConfig) -> None:
-    """Raises `SettingError` if the `other` target has other token ids than the `running` one, whose
-    tokenizer and sessions the coordinators keep. Both configurations have the directories of their
-    models. If the running target's files are gone, accepts any other."""
+    """Raises `SettingError` if the `other` target has other token ids than the `running` target.
+    The coordinators would keep the tokenizer and the sessions of the running target. Both
+    configurations must have the directories of their models. If the running target's files are
+    gone, accepts any other target."""
     if running.emulated == other.emulated and running.directory == other.directory:
         return
     try:
@@ -294,8 +296,8 @@ def _check_size(
 
 
 def warnings(config: DeploymentConfig) -> Iterator[str]:
-    """Warnings about settings that are allowed but may not be intended. `config` is the result of
-    `resolve_models`."""
+    """Yields warnings about settings that are allowed but may not be intended. `config` is the
+    result of `resolve_models`."""
     front = config.coordinator
     if not front.tokenizer_directory:
         yield (
@@ -310,10 +312,10 @@ def warnings(config: DeploymentConfig) -> Iterator[str]:
 
 
 def without_secrets(config: DeploymentConfig) -> tuple[DeploymentConfig, str, Passwords]:
-    """The configuration without secrets, a new API key, and the passwords of Redis and Sentinels.
-    The new key is for this machine's commands; it is empty if callers need no key. In place of API
-    keys, the configuration has their hashes, that of the new key included. Ray and Redis get none
-    of the secrets. Raises `SettingError`."""
+    """Returns the configuration without secrets, a new API key for this machine's commands, and the
+    passwords of Redis and its Sentinels. If callers need no key, the new key is empty. In place of
+    API keys, the configuration has their hashes, and that of the new key. So Ray and Redis get no
+    secrets. Raises `SettingError`."""
     config = configuration(whole_paths(config.values()))
     front, key = config.coordinator, ""
     if front.asks_for_keys:
@@ -325,7 +327,7 @@ def without_secrets(config: DeploymentConfig) -> tuple[DeploymentConfig, str, Pa
 
 
 def whole_paths(values: Mapping[str, Value]) -> dict[str, Any]:
-    """The settings, with the paths in them made absolute."""
+    """Returns the settings with absolute paths."""
     return {
         key: str(Path(value).expanduser().absolute())
         if isinstance(value, str)

@@ -1,7 +1,7 @@
-"""Ray: starts a local cluster or connects to another one; places, finds, calls and ends actors.
+"""Starts a local Ray cluster or connects to another one. Places, finds, calls and ends actors.
 
-Ray reads RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH, and its processes inherit both. The token is in a
-file that only its owner can read. It is never in arguments or variables.
+Ray reads the variables RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH, and its processes inherit both. The
+token itself is only in a file that no other user can read, never in arguments or variables.
 """
 
 import asyncio
@@ -37,12 +37,12 @@ RECONCILER = "reconciler"
 RETRY_PERIOD_S = 1.0
 _SAVED = b"changes"
 _RANK = "-rank-"
-"""The name of a rank's actor is that of the replica, and from rank 1 on this text and the rank."""
+"""Text between replica and rank in the name of an actor. The name for rank 0 is the replica's."""
 
 
 @contextmanager
 def asking_head() -> Iterator[None]:
-    """A context for calls to Ray's head (GCS). Raises `Unavailable` if it does not answer."""
+    """A context for calls to Ray's head (GCS). Raises `Unavailable` if the head does not answer."""
     from ray.exceptions import RayError
 
     try:
@@ -67,8 +67,8 @@ class Demand:
     classes: tuple[type, type] = (object, object)
     """The class of the actor of rank 0, and the class of the other ranks."""
     preload: str = ""
-    """Name of a shared library, without `lib` and `.so`. If it is installed, the actors load it
-    before all others."""
+    """Name of a shared library, without `lib` and `.so`. If the library is installed, the actors
+    load it before all other libraries."""
 
     @property
     def each(self) -> dict[str, float]:
@@ -152,8 +152,9 @@ class Cluster:
         """Starts the actors of all demands, and waits until all run. Returns the ranks of each
         demand. Ray places the ranks of a replica as one group, on one machine if possible.
 
-        Raises `ConfigError` if some actors find no place within `timeout_s`; on a local cluster at
-        once if it is too small. Raises `Unavailable` if an actor died. Then all actors are ended.
+        Raises `ConfigError` if some actors find no place within `timeout_s`. If a local cluster is
+        too small, raises `ConfigError` at once. Raises `Unavailable` if an actor died. In all these
+        cases, no actor of the demands is left.
         """
         if self.local and (too_much := beyond(demands, resources())):
             raise ConfigError(_no_place("there is no place", too_much, demands))
@@ -177,8 +178,8 @@ class Cluster:
             await asyncio.to_thread(_remove_group, self._group(name))
 
     async def free_groups(self, spared: Collection[str] = ()) -> None:
-        """Removes all placement groups except those of the `spared` replicas. If all ranks of a
-        replica die with their machine, its group is left over."""
+        """Removes all placement groups except those of the `spared` replicas. If a replica has died
+        with its machine, its group still exists."""
         from ray.util import placement_group_table
 
         found = await asyncio.to_thread(placement_group_table)
@@ -215,7 +216,7 @@ class Cluster:
             await self.free_groups()
 
     async def saved(self) -> str:
-        """The text that `save` has written, or an empty one. Raises `Unavailable`."""
+        """Returns the text that `save` has written, or an empty text. Raises `Unavailable`."""
         from ray.experimental.internal_kv import _internal_kv_get
 
         space = self.namespace.encode()
@@ -233,8 +234,8 @@ class Cluster:
             await asyncio.to_thread(_internal_kv_put, _SAVED, text.encode(), namespace=space)
 
     def _begin(self, demand: Demand) -> list[Actor]:
-        """Starts the actors of a demand. A single rank, and ranks without resources, get no
-        placement group; Ray spreads them over the machines."""
+        """Starts the actors of a demand. Several ranks with resources get a placement group. Ray
+        spreads all other actors over the machines."""
         import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -311,8 +312,8 @@ def resources() -> Mapping[str, float]:
 
 
 def beyond(demands: Sequence[Demand], amounts: Mapping[str, float]) -> list[Demand]:
-    """The demands that find no room beside the demands before them. `amounts` are all resources.
-    Pure."""
+    """Takes the resources of each demand, in order, from `amounts`. Returns the demands for which
+    too little is left."""
     left = dict(amounts)
     found = []
     for demand in demands:
@@ -325,8 +326,9 @@ def beyond(demands: Sequence[Demand], amounts: Mapping[str, float]) -> list[Dema
 
 
 def strategy(demand: Demand, machines: Sequence[Mapping[str, float]]) -> str:
-    """Ray's placement strategy for the ranks of a replica. If one of the machines is large enough,
-    all ranks must be on one machine; otherwise on as few as possible. Pure."""
+    """Returns Ray's placement strategy for the ranks of a replica. If one of the machines is large
+    enough for all ranks, they must be on one machine. Otherwise they are placed on as few machines
+    as possible."""
     return "STRICT_PACK" if any(not beyond([demand], machine) for machine in machines) else "PACK"
 
 
@@ -357,19 +359,19 @@ async def retried(what: str, work: Callable[[], Awaitable[T]]) -> T:
 
 
 OBJECT_STORE_BYTES = 100 * 2**20
-"""Size of Ray's object store. It is small, as no large objects go through Ray."""
+"""Size of Ray's object store. It is small, because no large objects go through Ray."""
 _TEMPORARY_BYTES_MAX = 16
-"""Longest path of the temporary directory, bytes. The path of a socket may have 107 bytes, and Ray
-appends about 85."""
+"""Largest length of the temporary directory's path, in bytes. The path of a socket may have 107
+bytes, of which Ray appends about 85."""
 _RAY_FOLDER = "r"
-"""Ray's directory inside a temporary one. Ray makes its own directory accessible to all users (mode
-0777). The temporary one around it has mode 0700."""
+"""Name of Ray's directory inside a temporary directory. Ray makes its own directory accessible to
+all users (mode 0777), so the temporary directory around it has mode 0700."""
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
     # Avoids a warning about a later version of Ray.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # By default Ray's workers have a low priority. Ours serve requests.
+    # Ray's default is a low priority, but these workers serve requests.
     "RAY_worker_niceness": "0",
     # Without these two, the file of the workers' standard error has no size limit.
     "RAY_ROTATION_MAX_BYTES": str(LOG_BYTES_MAX),
@@ -383,8 +385,8 @@ _ANSWER_S = 5.0
 
 
 def hide(directory: Path, name: str, secret: str) -> Path:
-    """Writes a secret to a file of mode 0600 in a directory of mode 0700. Ray's own directory and
-    the arguments of processes would show it to all users."""
+    """Writes a secret to a file of mode 0600 in a directory of mode 0700. All users could read the
+    secret in Ray's own directory, or in the arguments of a process."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_whole(directory / name, secret, 0o600)
     return directory / name
@@ -407,17 +409,17 @@ class RayConnection:
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._connected = False
         self._before = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
-        """The values that the user has set. `disconnect` restores them."""
+        """The user's values of `_VARIABLES`. `disconnect` restores them."""
         self.found = ""
         """HOST:PORT of the cluster, once connected."""
         self.token = token
         """File of the token; None = Ray looks for it, in RAY_AUTH_TOKEN_PATH for example."""
 
     async def connect(self) -> None:
-        """Starts a local cluster, or connects to the one at the address. Raises `ConfigError`."""
+        """Starts a local cluster, or connects to the other cluster. Raises `ConfigError`."""
         await asyncio.to_thread(self._connect)
         if threading.current_thread() is threading.main_thread():
-            # Ray's C handler dumps a stack. Installing Python's handler again removes it.
+            # Ray has installed a C handler that prints a stack trace. This call removes it.
             signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
     def _connect(self) -> None:
@@ -469,8 +471,8 @@ class RayConnection:
 
 @contextmanager
 def _without_secrets() -> Iterator[None]:
-    """Removes the variables that hold secrets while the context lasts. Processes that start
-    meanwhile do not inherit them."""
+    """While the context lasts, the environment lacks the variables that hold secrets. So Ray's
+    processes do not inherit them."""
     names = {one.variable for one in deployment_settings().values() if one.secret}
     hidden = {name: os.environ.pop(name) for name in names & os.environ.keys()}
     try:
@@ -480,8 +482,8 @@ def _without_secrets() -> Iterator[None]:
 
 
 def _short_directory() -> tempfile.TemporaryDirectory[str]:
-    """A new directory for Ray that no other user can enter. It is in the usual temporary directory,
-    or if that path is too long, in /tmp. Raises `ConfigError`."""
+    """Returns a new directory for Ray that no other user can enter. If the path of the usual
+    temporary directory is too long, the new directory is in /tmp. Raises `ConfigError`."""
     usual = tempfile.gettempdir()
     short = len(os.fsencode(usual)) <= _TEMPORARY_BYTES_MAX
     try:
@@ -497,8 +499,8 @@ def _short_directory() -> tempfile.TemporaryDirectory[str]:
 
 
 def use_token(path: Path) -> None:
-    """Sets Ray's variables. This process and those that it starts then require and send the token
-    in a file."""
+    """Sets Ray's variables. Then this process and its children require and send the token in the
+    file `path`."""
     _set_variables({MODE: "token", PATH: str(path)})
 
 
@@ -513,9 +515,9 @@ def _set_variables(texts: dict[str, str]) -> None:
 
 
 def check_asks_for_token(address: str) -> None:
-    """Calls the head (GCS) of a Ray cluster without a token. Raises `SettingError` unless the head
-    refuses the call. If it accepts, any process that reaches it can run code on every machine. Does
-    nothing if Ray uses TLS, because then callers need certificates."""
+    """Calls the head (GCS) of a Ray cluster without a token. If the head does not refuse the call,
+    raises `SettingError`, because then any process that reaches the head can run code on every
+    machine. Does nothing if Ray uses TLS, because then callers need certificates."""
     import grpc
 
     if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):

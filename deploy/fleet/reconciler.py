@@ -1,6 +1,6 @@
 """The reconciler and its client. The reconciler is the actor that keeps a deployment in its wanted
-state. It outlives the process that started it. If it dies, Ray restarts it, and it takes over the
-existing replicas.
+state. It outlives the process that started it. If the reconciler dies, Ray starts it again, and it
+takes over the existing replicas.
 
 | the reconciler reads | from |
 | --- | --- |
@@ -10,8 +10,8 @@ existing replicas.
 | changed settings and bounds, and which trial ran | Ray's head (`Cluster.save`) |
 | the results of the trial | the coordinators |
 
-It reads only numbers from Redis. Settings change only by calls through Ray: such a caller has the
-cluster's token, and so may run any code anyway.
+The reconciler reads only numbers from Redis. Settings change only by calls through Ray. Such a
+caller has the cluster's token, and so may run any code anyway.
 """
 
 from __future__ import annotations
@@ -70,20 +70,21 @@ FIXED = {
     "num_drafts": _SCALE,
     "num_coordinators": _SCALE,
 }
-"""Settings that cannot change while a deployment runs, each with the reason or with another way."""
+"""Settings that cannot change while a deployment runs, each with the reason or with what to do
+instead."""
 SHARING = frozenset({"device", "target_num_gpus", "draft_num_gpus", "tensor_parallel_size",
                             "draft_tensor_parallel_size"})  # fmt: skip
 """If one of these settings changes, the cluster's GPUs are counted and distributed again."""
 
 
 Changes = tuple[dict[str, Value], float | None, tuple[str, float] | None]
-"""All settings that `outrider upgrade` has changed; `FleetSpec.cluster_gpus`, or None if the GPUs
-have not been counted again; draft model and share of the running trial."""
+"""Three values: all settings that `outrider upgrade` has changed; `FleetSpec.cluster_gpus`, or None
+if the GPUs were not counted again; draft model and share of the running trial, or None."""
 
 
 def changed(given: DeploymentConfig, changes: Mapping[str, Value]) -> DeploymentConfig:
-    """The configuration with these changes. Raises `SettingError` for a setting that cannot change
-    while a deployment runs, and for values that do not go together."""
+    """Returns the `given` configuration with these changes. Raises `SettingError` for a setting
+    that cannot change while a deployment runs, and for values that do not go together."""
     values = given.values()
     for key, value in changes.items():
         if key in FIXED and value != values.get(key):
@@ -95,14 +96,14 @@ def changed(given: DeploymentConfig, changes: Mapping[str, Value]) -> Deployment
                 "not call each other",
             )
     if changes.get("model", given.target.model) != given.target.model:
-        del values["draft_model"]  # It was chosen for the old target.
+        del values["draft_model"]  # The user chose this draft model for the old target.
     return configuration(values | dict(changes))
 
 
 def differing(
     given: DeploymentConfig, asked: Mapping[str, Value], kept: Collection[str]
 ) -> dict[str, Value]:
-    """The `asked` settings that differ from the given ones, except those in `kept`."""
+    """Returns the `asked` settings that differ from the given ones, except those in `kept`."""
     runs = given.values()
     found = {
         key: value for key, value in asked.items() if key not in kept and value != runs[key]
@@ -114,7 +115,7 @@ def differing(
 
 
 def _shared(values: Mapping[str, Value], gpus: float | None) -> float | None:
-    """The number of GPUs to distribute after these changes. `gpus` is the current number."""
+    """Returns how many GPUs to distribute after these changes. `gpus` is the current number."""
     return gpus if SHARING.isdisjoint(values) else resources().get("GPU", 0.0)
 
 
@@ -127,14 +128,14 @@ RETRY_PERIOD_S = 0.5
 NEWS_S = 10.0
 """Longest wait for a change of the overview."""
 NEWS_PERIOD_S = 0.5
-"""Time between two checks for such a change."""
+"""Time between two checks whether the overview has changed."""
 TRIAL_LOOK_S = 2.0
 """Time between two checks of a trial."""
 TRIAL_CALL_S = 5.0
 """Time limit for a coordinator's answer about a trial."""
 END_TRIAL = "end it with `outrider upgrade --trial-share 0`"
 CHANGE_S = 900.0
-"""Time limit of a change of settings, which may have to fetch a model."""
+"""Time limit of a change of settings. The change may have to fetch a model."""
 
 
 class Reconciler(PlacedActor):
@@ -151,21 +152,21 @@ class Reconciler(PlacedActor):
         try:
             redis = with_password(redis)
         except SettingError as error:
-            # `start` raises this error. From a constructor, callers would get it as a text.
+            # `start` raises this error, because Ray passes an error of a constructor as text only.
             self._no_password = error
         self._original = spec
         self._changes: Changes = {}, None, None
         self._report: TrialReport | None = None
         self._trial_over_at = math.inf
-        """End of the trial by the loop's clock; infinite until the trial's replica serves."""
+        """End of the trial by the event loop's clock. Infinite until the trial's replica serves."""
         self._changing = asyncio.Lock()
         self._registry = RedisRegistry(redis, spec.deployment)
         self._cluster = Cluster(namespace, local=spec.local)
         self._fleet = Fleet(self._cluster, spec, self._registry)
         self._autoscaler = Autoscaler(self._registry, spec.config.autoscale)
         self._keeps = asyncio.Event()
-        """Set once the fleet is supervised, or its start has failed. After a restart the saved
-        changes are applied before that."""
+        """Set once the fleet is supervised, or once its start has failed. After a restart of the
+        reconciler, the saved changes are applied first."""
         self._closing: asyncio.Task[None] | None = None
         self._upgrades = returns = ray.get_runtime_context().was_current_actor_reconstructed
         self._work: asyncio.Task[None] | None = None
@@ -174,7 +175,7 @@ class Reconciler(PlacedActor):
             self._work = asyncio.create_task(self._keep(returns=True))
 
     async def start(self) -> None:
-        """Starts all replicas and begins to supervise them. Raises as `Fleet.start`, and
+        """Starts all replicas and begins to supervise them. Raises like `Fleet.start`, and
         `SettingError` if this machine lacks the password of Redis."""
         if self._work is None:
             if self._no_password is not None:
@@ -190,8 +191,9 @@ class Reconciler(PlacedActor):
         await self._ready()
 
     async def _ready(self) -> None:
-        """Waits until the fleet is supervised. Raises the error of the start. An `Unavailable` is
-        raised as another error, because `ReconcilerClient` repeats a call that is `Unavailable`."""
+        """Waits until the fleet is supervised. If its start failed, raises the error. In place of
+        `Unavailable` raises `OutriderError`, because a `ReconcilerClient` repeats calls that raise
+        `Unavailable`."""
         await self._keeps.wait()
         try:
             if self._work is not None and self._work.done() and not self._work.cancelled():
@@ -209,8 +211,8 @@ class Reconciler(PlacedActor):
         return self._autoscaler.config
 
     async def change(self, values: dict[str, Value]) -> None:
-        """Changes settings. Changes nothing if it raises `ConfigError` (for settings that cannot
-        work) or `Unavailable`."""
+        """Changes settings. Raises `Unavailable`, and `ConfigError` for settings that cannot work.
+        After such an error, all settings are as before."""
         await self._ready()
         async with self._changing:
             before, fleet = self._changes, self._fleet
@@ -244,14 +246,14 @@ class Reconciler(PlacedActor):
             await self._save(*before)
             raise
         if "draft" not in spec.demands:
-            with suppress(OutriderError):  # A metric alone reads this number.
+            with suppress(OutriderError):  # Only a metric reads this number.
                 await self._registry.want({"draft": 0})
 
     async def begin_trial(self, values: dict[str, Value], share: float, seconds: float) -> None:
-        """Begins a trial. One replica with these settings gets a share of the new sessions. If its
-        sessions are faster, all replicas get the settings. The replica is a draft, or if a head on
-        the target is tried, a target. Idempotent. Raises as `change`, and `ConfigError` for
-        settings that cannot be tried."""
+        """Begins a trial. A further replica, with these settings, gets a share of the new sessions.
+        If its sessions are faster, all replicas get the settings. If the trial is of a head on the
+        target, the replica is a target. Otherwise it is a draft. Idempotent. Raises like `change`,
+        and `ConfigError` for settings that cannot be tried."""
         await self._ready()
         async with self._changing:
             (changes, gpus, _), fleet = self._changes, self._fleet
@@ -338,7 +340,7 @@ class Reconciler(PlacedActor):
             _log.info("%s", self._report)
 
     async def _plan(self, changes: Mapping[str, Value], gpus: float | None) -> FleetSpec:
-        """The spec with all changes. Raises `ConfigError` for settings that cannot work."""
+        """The spec with these changes. Raises `ConfigError` for settings that cannot work."""
         before = self._original
         given = changed(before.given, changes)
         if before.local:
@@ -357,8 +359,9 @@ class Reconciler(PlacedActor):
         self._changes = changes
 
     async def _restore(self) -> None:
-        """Applies the changes that a reconciler had saved before it died. If a trial ran, it ends:
-        its replica leaves. Raises `ValueError` for a text of another release."""
+        """Applies the changes that a reconciler had saved before it died. If a trial was running,
+        the trial ends, and its replica leaves. Raises `ValueError` for a text that another release
+        saved."""
         if text := await self._cluster.saved():
             values, gpus, tried = TypeAdapter(Changes).validate_json(text)
             self._use(await self._plan(values, gpus))
@@ -377,7 +380,7 @@ class Reconciler(PlacedActor):
         return self._fleet.spec
 
     async def overview(self, seen: Overview | None = None) -> Overview:
-        """The overview. Waits until it differs from `seen`, at most `NEWS_S`. Raises as
+        """Returns the overview, once it differs from `seen` or `NEWS_S` have passed. Raises like
         `_ready`."""
         await self._ready()
         loop = asyncio.get_running_loop()
@@ -436,7 +439,7 @@ class Reconciler(PlacedActor):
         except Exception:  # noqa: BLE001 (a restart may help)
             _log.exception("the fleet is no longer supervised; restarting")
             await asyncio.sleep(FIRST_REST_S)
-            os._exit(1)  # Ray restarts it.
+            os._exit(1)  # Ray restarts the reconciler.
 
 
 def start_reconciler(spec: FleetSpec, namespace: str) -> Actor:
@@ -446,8 +449,8 @@ def start_reconciler(spec: FleetSpec, namespace: str) -> Actor:
 
 
 async def find_reconciler(namespace: str) -> Actor | None:
-    """The reconciler in this namespace, if there is one. Raises `Unavailable` if Ray's head does
-    not answer."""
+    """Returns the reconciler in this namespace, if there is one. Raises `Unavailable` if Ray's head
+    does not answer."""
     import ray
 
     with asking_head(), suppress(ValueError):
@@ -458,8 +461,8 @@ async def find_reconciler(namespace: str) -> Actor | None:
 
 @asynccontextmanager
 async def connect_reconciler(where: DeploymentLocation) -> AsyncIterator[ReconcilerClient]:
-    """A client of a deployment's reconciler, connected to the Ray cluster while the context lasts.
-    Raises `SettingError` if the cluster cannot be reached."""
+    """Yields a client of a deployment's reconciler. While the context lasts, this process is
+    connected to the Ray cluster. Raises `SettingError` if the cluster cannot be reached."""
     connection = RayConnection(where.address, namespace_of(where.deployment), token=where.token)
     try:
         await connection.connect()
@@ -476,14 +479,14 @@ class ReconcilerClient:
     away_s: float = AWAY_S
 
     async def call(self, method: str, *arguments: object, timeout_s: float | None = AWAY_S) -> Any:
-        """Calls a method, perhaps more than once. Raises the method's errors, and `Unavailable` if
-        the reconciler does not exist, does not answer within `timeout_s`, or is away for
-        `away_s`."""
+        """Calls a method, perhaps more than once. Raises the method's errors. Raises `Unavailable`
+        if there is no reconciler, if it does not answer within `timeout_s`, or if it is being
+        restarted for longer than `away_s`."""
         loop = asyncio.get_running_loop()
         give_up_at = None
         while True:
             try:
-                found = await find_reconciler(self.namespace)  # Ray may have replaced it.
+                found = await find_reconciler(self.namespace)  # Its handle may have changed.
                 if found is not None:
                     return await found.call(method, *arguments, timeout_s=timeout_s)
             except Unavailable as error:

@@ -1,10 +1,10 @@
-"""The replicas of a deployment: starts missing ones, ends surplus ones, replaces dead ones.
+"""Starts the missing replicas of a deployment, ends surplus ones, and replaces dead ones.
 
 | a replica | is | when |
 | --- | --- | --- |
 | that is missing | placed and started | at once; after failures, with growing delays |
 | of which a rank has died | removed; then it is missing | at once |
-| that is surplus | drained and stopped | after a pause in its items, or after `stop_timeout_s` |
+| that is surplus | drained and stopped | after `QUIET_S` without requests, or `stop_timeout_s` |
 
 Redis stores the wanted number of replicas of each role. Coordinators read these numbers too.
 """
@@ -34,22 +34,22 @@ from .trial import PLAN, Trial, TrialReport
 _log = logging.getLogger(__name__)
 
 ERROR_GRACE_S = 2.0
-"""After one rank has failed to start, time to wait for the errors of other ranks, which may name
-the cause."""
+"""After one rank has failed to start, the errors of other ranks are awaited for this time. One of
+these errors may name the cause."""
 STOP_CALL_TIMEOUT_S = 5.0
 """Time that an actor may take to stop after its running requests have ended."""
 SILENCE_S = 30.0
 """Time limit for an actor's answer about its state. Ray reports a dead actor at once, but says
 nothing about an actor on a paused machine."""
 QUIET_S = 1.0
-"""A leaving replica that has received no items for this time is drained."""
+"""If a leaving replica has received no requests for this time, it counts as drained."""
 LOOK_PERIOD_S = 0.5
 """Time between two reads of the wanted numbers."""
 FIRST_REST_S = 1.0
 """Delay before the first retry of a failed start. Each further failure doubles the delay."""
 REST_S_MAX = 30.0
 STABLE_S = 30.0
-"""The death of a replica counts as a failed start, unless the replica has served for this time."""
+"""If a replica has served for this time, its role's earlier failures no longer count."""
 HOPELESS_AFTER = 4
 """After this many consecutive failures, a role without replicas is hopeless."""
 
@@ -65,17 +65,18 @@ class ReplicaView:
     name: str
     role: Role
     address: str
-    """HOST:PORT; empty while it does not serve."""
+    """HOST:PORT; empty while the replica does not serve."""
     leaves: bool = False
-    """Whether it gets no new work and will end."""
+    """Whether the replica gets no new work and will end."""
     stale: bool = False
-    """Whether its settings differ from the current ones."""
+    """Whether the replica's settings differ from the current settings."""
     places: tuple[Place, ...] = ()
-    """Places of its ranks, with the serving rank first; empty while it does not serve."""
+    """Places of the ranks of a replica that serves, the serving rank first."""
     http_address: str = ""
     """HOST:PORT of a coordinator's HTTP server, if it has one."""
     on_trial: bool = False
-    """Whether it tries a drafter. Then it is not one of the wanted replicas, and is never stale."""
+    """Whether the replica was started for a trial. Such a replica does not count towards the wanted
+    number, and is never stale."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class Overview:
         return [one for one in self.replicas if one.role == role]
 
     def late(self, what: str, after_s: float) -> Unavailable:
-        """The error of a command that has waited for `after_s`, with the reasons if known."""
+        """Returns the error of a command that has waited for `after_s`, with known reasons."""
         reasons = "; ".join(self.failures) or "see `outrider status` and the logs that it names"
         return Unavailable(f"not {what} after {after_s:g} s: {reasons}")
 
@@ -130,16 +131,16 @@ class Replica:
     """One replica. Its actor of rank 0 serves."""
 
     def __init__(self, role: Role, name: str, slot: int, plan: str) -> None:
-        """`name` is ROLE-AGE, where AGE counts all replicas that the deployment has ever started.
-        `slot` is a number among the current replicas of the role. `plan` identifies the replica's
-        settings."""
+        """`name` is ROLE-AGE, where AGE is the number of replicas that the deployment had started
+        before. `slot` is the replica's number among the current replicas of the role. `plan`
+        identifies the replica's settings."""
         self.role: Role = role
         self.name = name
         self.slot = slot
         self.plan = plan
         self.ranks: Sequence[Actor] = ()
         self.address = ""
-        """HOST:PORT, once it serves."""
+        """HOST:PORT, once the replica serves."""
         self.http_address = ""
         self.leaves = False
         self.task: asyncio.Task[None] | None = None
@@ -147,8 +148,8 @@ class Replica:
 
     @classmethod
     async def adopted(cls, name: str, ranks: Sequence[Actor]) -> Self | None:
-        """The replica whose actors a reconciler started before it died. None if the replica does
-        not serve, or lacks a rank."""
+        """Returns a replica whose actors were started by a reconciler that has died. Returns None
+        if the replica does not serve, or lacks a rank."""
         if ranks[0].rank:
             return None
         found: Engagement
@@ -172,7 +173,7 @@ class Replica:
         return self.ranks[0]
 
     def view(self, plan: str) -> ReplicaView:
-        """Its public state. `plan` is the current plan of its role."""
+        """Returns the replica's public state. `plan` is the current plan of its role."""
         return ReplicaView(
             self.name, self.role, self.address, self.leaves,
             stale=self.plan != plan and not self.on_trial,
@@ -185,7 +186,7 @@ class Replica:
         return self.plan.startswith(PLAN)
 
     async def begin(self, config: object, log_directory: str, timeout_s: float) -> None:
-        """Starts its service and its other ranks."""
+        """Starts the replica's service and its other ranks."""
         leader, *followers = self.ranks
         starts = [leader.call("start", config, log_directory, timeout_s=timeout_s)]
         if followers:
@@ -204,8 +205,8 @@ class Replica:
         self.address, self.http_address = found.address, found.http_address
 
     async def ended(self) -> OutriderError | None:
-        """Waits until one of its ranks ends. Returns the error of that rank, or None if the rank
-        was stopped."""
+        """Waits until one of the replica's ranks ends. Returns the error of that rank, or None if
+        the rank was stopped."""
         waiting = [asyncio.create_task(actor.call("wait")) for actor in self.ranks]
         try:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -220,8 +221,9 @@ class Replica:
         return errors[0] if errors else None
 
     async def drain(self, timeout_s: float) -> None:
-        """Announces that the replica leaves. Then waits until it receives no more items, for at
-        most `timeout_s`. A coordinator is not drained, as its sessions end when it stops."""
+        """Announces that the replica leaves. Then waits, for at most `timeout_s`, until the replica
+        receives no more requests. A coordinator is not drained, because its `stop` waits for its
+        sessions."""
         if self.role == "coordinator":
             return
         try:
@@ -238,7 +240,7 @@ class Replica:
     async def stop(self, grace_s: float) -> None:
         if self.ranks:
             await _stop(self.leader, grace_s)
-        # The other ranks end with their leader, unless it died.
+        # The other ranks have ended with their leader, except if the leader died.
         await asyncio.gather(*(_stop(actor, grace_s) for actor in self.ranks[1:]))
 
 
@@ -261,8 +263,9 @@ async def _stop(actor: Actor, grace_s: float) -> None:
 
 
 async def _all_or_error(*work: Awaitable[Any]) -> None:
-    """Waits until all succeed or one fails. After a failure waits `ERROR_GRACE_S` for others, and
-    raises as `raise_first`. The first rank to fail may only have lost the rank with the cause."""
+    """Waits until all `work` succeeds or a part of it fails. After a failure, waits
+    `ERROR_GRACE_S` for further errors, and raises like `raise_first`. The first rank that fails may
+    only have lost its connection to the rank with the original error."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -275,7 +278,7 @@ async def _all_or_error(*work: Awaitable[Any]) -> None:
 
 
 def raise_first(results: Sequence[object]) -> None:
-    """Raises the first `ConfigError` among the results, or else the first error, if any."""
+    """Raises the first `ConfigError` among the results, otherwise the first error, if any."""
     errors = [result for result in results if isinstance(result, BaseException)]
     for error in sorted(errors, key=lambda error: not isinstance(error, ConfigError)):
         raise error
@@ -288,18 +291,18 @@ def next_steps(
     in_place: Collection[Role] = (),
     crowded: Collection[Role] = (),
 ) -> tuple[list[Role], list[str]]:
-    """The roles of replicas to start, and the names of replicas that must leave. Pure. `fleet` is
-    ordered by age, the oldest first.
+    """Returns the role of each replica to start, and the names of replicas that must leave. `fleet`
+    is ordered by age, the oldest first.
 
-    A missing replica is started, unless its role is `held_back`. Of surplus replicas, those that
-    do not serve yet leave first, then stale ones, then the youngest.
+    Missing replicas are started, except in roles that are `held_back`. Of surplus replicas, those
+    that do not serve yet leave first, then stale ones, then the youngest.
 
     If no replica is missing, stale replicas are replaced one by one, role by role. A new replica is
     started, and a stale one leaves when the new one serves. In a role `in_place`, the stale replica
-    leaves first, and the new one is started after its end.
+    leaves first, and the new one is started after the stale one has ended.
 
-    A `crowded` role has no room for its missing replicas. A stale one leaves to make room for
-    them, unless it is the last of its role."""
+    For a `crowded` role the cluster has no room for missing replicas. If a crowded role has several
+    replicas, a stale one leaves to make room."""
     starts: list[Role] = []
     leaves: list[str] = []
     stale = {one.role for one in fleet if one.stale and not one.leaves}
@@ -314,7 +317,7 @@ def next_steps(
             elif num_more > 0 and role in crowded and len(stay) > 1:
                 num_more = -1
         elif role == rolled and num_more < 0:
-            num_more += 1  # The surplus replica is the replacement of a stale one.
+            num_more += 1  # One surplus replica will replace a stale one when it serves.
         makes_room = any(one.role == role and one.stale and one.leaves for one in fleet)
         is_held = role in held_back or (role in in_place and makes_room)
         if num_more > 0 and not is_held:
@@ -335,10 +338,10 @@ class Trouble:
         self.reason = ""
         """Why the last start failed; empty if it succeeded."""
         self.crowded = False
-        """Whether the cluster had no room for another replica, so that a stale one must leave."""
+        """Whether the cluster had no room for another replica. Then a stale one must leave."""
         self.made_way = False
-        """Whether a stale replica has left to make room, and no new one has served since. Until a
-        new one serves, no other stale replica leaves: new ones may fail to start."""
+        """Whether a stale replica has left to make room, and no new replica has served since. While
+        this is true, no other stale replica leaves, because new ones may fail to start."""
 
 
 class Fleet:
@@ -353,11 +356,11 @@ class Fleet:
         self._num_started = 0
         self._troubles = {role: Trouble() for role in ROLES}
         self.trial: Trial | None = None
-        """The running trial. Its replica is not one of the wanted ones."""
+        """The running trial. Its replica does not count towards the wanted number."""
         self.trial_failure = ""
         """Why the trial's replica did not start, or how it died."""
         self._ports: dict[int, dict[str, int]] = {}
-        """By slot, the ports of the last coordinator in it; see `FleetSpec.keeps_ports`."""
+        """By slot, the ports of the last coordinator in this slot (`FleetSpec.keeps_ports`)."""
         self._changed = asyncio.Event()
 
     @property
@@ -383,8 +386,8 @@ class Fleet:
         return next((role for role in failing if not self.of(role)), None)
 
     async def start(self) -> None:
-        """Starts the first targets and drafts, and when these serve, the coordinators. Raises the
-        errors of replicas and of `Cluster.place`, and `StoreUnavailable`."""
+        """Starts the first targets and drafts. When these serve, starts the coordinators. Raises
+        the errors of replicas and of `Cluster.place`, and `StoreUnavailable`."""
         await self._registry.want(self.wanted)
         self._num_started = await self._registry.started()
         replicas = [
@@ -405,7 +408,7 @@ class Fleet:
 
     async def adopt(self) -> None:
         """Takes over the existing replicas after a restart of the reconciler. Ends replicas that do
-        not serve yet; `run` starts others for them."""
+        not serve yet. Later `run` starts others in their place."""
         there = await self._cluster.replicas()
         found = await asyncio.gather(*map(Replica.adopted, there, there.values()))
         by_age = {role_and_age(name)[1]: name for name in there}
@@ -422,13 +425,13 @@ class Fleet:
         await retried("the wanted numbers", self._recall)
         try:
             self.spec = self.settled(self.spec)
-        except ConfigError as error:  # The existing replicas serve anyway.
+        except ConfigError as error:  # The existing replicas continue to serve.
             _log.error("new replicas may not be reachable: %s", error)
         _log.info("replicas taken over: %s", ", ".join(self._replicas) or "none")
 
     async def _recall(self) -> None:
-        """Reads the wanted numbers, and how many replicas were ever started. From this count, new
-        replicas get unique names."""
+        """Reads the wanted numbers, and the number of replicas that were ever started. With this
+        number, new replicas get unique names."""
         wanted, num_started = await self._registry.wanted(), await self._registry.started()
         there = Counter(one.role for one in self.replicas if not one.on_trial)
         self.wanted = self.spec.bounded(self.wanted | there | wanted)
@@ -442,12 +445,12 @@ class Fleet:
 
     def use(self, spec: FleetSpec) -> None:
         """Changes the spec. Replicas whose plan differs from the new one are replaced one by one.
-        Raises as `settled`."""
+        Raises like `settled`."""
         self.spec = self.settled(spec)
         self._forget_troubles()
 
     def try_out(self, trial: Trial | None) -> None:
-        """Begins a trial. None ends the running trial: its replica leaves."""
+        """Begins a trial. If `trial` is None, ends the running trial, and its replica leaves."""
         self.trial, self.trial_failure = trial, ""
         self._changed.set()
 
@@ -458,8 +461,8 @@ class Fleet:
         return next((one for one in self.replicas if one.plan == plan and not one.leaves), None)
 
     def _is_tried(self, one: Replica) -> bool:
-        """Whether a replica on trial stays. If the deployment has adopted its settings, it stays
-        until another replica with these settings serves."""
+        """Whether a replica on trial stays. It stays while its trial runs. If the deployment then
+        adopts its settings, it stays until another replica with these settings serves."""
         plan = self.spec.plans[one.role]
         is_taken = one.plan == PLAN + plan and self.wanted[one.role] > 0
         serves = any(other.address and other.plan == plan for other in self.of(one.role))
@@ -485,7 +488,7 @@ class Fleet:
         now = asyncio.get_running_loop().time()
         held_back = {role for role, trouble in self._troubles.items() if now < trouble.not_before}
         if not any(one.address for one in self.of("target")):
-            held_back.add("coordinator")  # A coordinator asks a target to describe the model.
+            held_back.add("coordinator")  # Its start fails without a target.
         crowded = {role for role, one in self._troubles.items() if one.crowded}
         in_place = {role for role in ROLES if self.spec.replaced_in_place(role)} | crowded
         crowded = {role for role in crowded if not self._troubles[role].made_way}
@@ -533,8 +536,8 @@ class Fleet:
         return one
 
     def _free_slot(self, role: Role) -> int:
-        """The lowest free slot. In a role that keeps its ports, the slot of the stale replica that
-        leaves next, if there is one."""
+        """Returns the lowest free slot. If the role keeps its ports and has a stale replica,
+        returns the slot of the stale replica that leaves next."""
         taken, stale = set(), []
         for one in self.of(role):
             if self.spec.keeps_ports(role) and one.plan != self.spec.plans[role]:
@@ -557,7 +560,7 @@ class Fleet:
         ports: Mapping[str, int] = {}
         if spec.keeps_ports(one.role):
             ports = self._ports.get(one.slot, ports)
-            if not takes_over:  # Another program may have taken these ports. Do not retry them.
+            if not takes_over:  # If another program has these ports, the next attempt takes others.
                 self._ports.pop(one.slot, None)
         config = spec.replica_config(
             one.role, one.name, one.slot, takes_over=takes_over, ports=ports
@@ -577,7 +580,7 @@ class Fleet:
             }  # fmt: skip
 
     async def _live(self, one: Replica) -> None:
-        """Starts a replica unless it serves already, watches it until it ends, and removes it."""
+        """Starts a replica if it does not serve yet, watches it until it ends, and removes it."""
         loop = asyncio.get_running_loop()
         began, is_its_own, reason = math.inf, True, ""
         try:
@@ -623,7 +626,7 @@ class Fleet:
 
     async def _leave(self, one: Replica, life: asyncio.Task[None] | None) -> None:
         """Drains and ends a replica. A replica that does not serve yet ends at once. `life` is the
-        task that has started or watched it."""
+        task that has started or watched the replica."""
         grace_s = self.spec.config.stop_timeout_s
         if life is not None:
             life.cancel()
@@ -638,7 +641,7 @@ class Fleet:
         await self._remove(one)
 
     async def _remove(self, one: Replica) -> None:
-        """Removes a replica's actors. After that its slot and ports are free."""
+        """Removes a replica's actors, and frees its slot and ports."""
         one.address = one.http_address = ""
         try:
             await self._cluster.remove(one.ranks)

@@ -1,4 +1,4 @@
-"""The configuration, resources and device of each replica of a deployment. Pure."""
+"""The configuration, resources and device of each replica of a deployment."""
 
 from __future__ import annotations
 
@@ -46,13 +46,14 @@ class FleetSpec:
     given: DeploymentConfig
     """The configuration as the user gave it."""
     cluster_gpus: float
-    """Number of the cluster's GPUs at the time when they were distributed."""
+    """Number of the cluster's GPUs when they were distributed."""
     demands: Mapping[Role, Demand]
-    """Resources of each role's replicas. Has no drafts if the target or a look-up drafts."""
+    """Resources of each role's replicas. If the target or a look-up drafts, the role of drafts is
+    missing."""
     plans: Mapping[Role, str]
     """A hash of the settings of each role's replicas. It does not depend on their machines."""
     deployment: str
-    """Its name in Redis."""
+    """The deployment's name in Redis."""
     log_directory: str
     """Directory of the replicas' logs, or `STANDARD_ERROR`."""
     local: bool
@@ -67,8 +68,8 @@ class FleetSpec:
         }
 
     def bounded(self, counts: Mapping[Role, int]) -> dict[Role, int]:
-        """The nearest possible counts: at least one target and one coordinator, and no draft if the
-        target or the coordinators draft."""
+        """Returns the nearest possible counts. There must be at least one target and one
+        coordinator. If the target or the coordinators draft, there must be no drafts."""
         return {
             role: min(max(counts[role], LEAST[role]), REPLICAS_MAX) if role in self.demands else 0
             for role in ROLES
@@ -87,13 +88,13 @@ class FleetSpec:
             raise ConfigError(f"{role}={count}: it must be {LEAST[role]} to {REPLICAS_MAX}")
 
     def replaced_in_place(self, role: Role) -> bool:
-        """Whether a replica must end before its replacement starts. This is so for coordinators on
-        one machine that have a port for metrics: two processes cannot share it."""
+        """Whether a replica must end before its replacement starts. This is true for coordinators
+        on one machine with a port for metrics, because two processes cannot share this port."""
         telemetry = self.config.coordinator.telemetry
         return self.keeps_ports(role) and bool(Destination.parse(telemetry).prometheus_port)
 
     def keeps_ports(self, role: Role) -> bool:
-        """Whether a replica gets the ports of the replica that it replaces. This is so for
+        """Whether a replica gets the ports of the replica that it replaces. This is true for
         coordinators on one machine, because callers know their ports."""
         return role == "coordinator" and self.local
 
@@ -106,9 +107,10 @@ class FleetSpec:
         takes_over: bool = False,
         ports: Mapping[str, int] = MappingProxyType({}),
     ) -> Any:
-        """The configuration of a replica. `slot` is its number among the replicas of its role.
-        `takes_over`: another replica still has this slot. `ports` by key are used where the setting
-        is 0 (any free port). Raises `SettingError` for a port above `PORT_MAX`."""
+        """Returns the configuration of a replica. `slot` is its number among the replicas of its
+        role. `takes_over` is true if another replica still has this slot. If the setting of a port
+        is 0 (any free port), the replica uses the port that `ports` has under the setting's key.
+        Raises `SettingError` for a port above `PORT_MAX`."""
         own: Any = getattr(self.config, role)
         slot = slot if self.local else 0
         member = Membership(
@@ -130,8 +132,9 @@ class FleetSpec:
         return replace(own, **changes)
 
     def settled(self, placed: Sequence[tuple[Role, str]]) -> FleetSpec:
-        """The spec with the settings that depend on where actors are `placed` (their role and
-        machine). Raises `SettingError` if one machine cannot reach the servers of another."""
+        """Returns the spec with the settings that depend on the machines of actors. `placed` has
+        the role and the machine of each actor. Raises `SettingError` if one machine cannot reach
+        the servers of another."""
         config = self.config
         nodes = {node for _, node in placed}
         if len(nodes) > 1 and is_loopback(config.target.host):
@@ -161,12 +164,12 @@ def plan_fleet(
     *,
     local: bool,
 ) -> FleetSpec:
-    """The spec of a deployment. `found` is `given` with the directories of models and the address
-    of Redis. `amounts` are the cluster's resources.
+    """Returns the spec of a deployment. `found` is `given` with the directories of models and the
+    address of Redis. `amounts` are the cluster's resources.
 
-    By default each rank of a model gets one GPU, or if there are too few, an equal fraction of one.
-    By default targets on one machine divide its cores. Raises `SettingError` for a GPU device
-    without a GPU, and for several ranks without a model."""
+    By default each rank of a model gets one GPU. If there are too few GPUs, each rank gets an equal
+    fraction of a GPU. By default several targets on one machine divide its cores. Raises
+    `SettingError` for a GPU device without a GPU, and for several ranks without a model."""
     target, draft, coordinator = found.target, found.draft, found.coordinator
     runs_model = target.emulated is None
     drafts = draft.drafter.model is not None
@@ -204,8 +207,8 @@ def plan_fleet(
         del demands["draft"]
     config = replace(found, **parts)
     reads = draft.drafter.model is not None and draft.drafter.model.reads_features
-    # A coordinator learns from the first replicas that it finds which role drafts. If that changes,
-    # coordinators are replaced after the other roles.
+    # When a coordinator starts, it learns from the replicas that it finds which role drafts. If
+    # another role is to draft, this part of the plan changes, so coordinators are replaced too.
     beside: dict[Role, Any] = {"coordinator": (drafts, draft.drafter.on_target is None, reads)}
     plans = {
         role: hashlib.blake2b(
@@ -221,8 +224,8 @@ def plan_fleet(
 
 
 def _preload(service: CoordinatorConfig | TargetConfig | DraftConfig) -> str:
-    """See `Demand.preload`. vLLM on CPUs allocates memory in every step. With tcmalloc, eight
-    sessions of the demo target decode 6 % faster."""
+    """Returns the library for `Demand.preload`. vLLM on CPUs allocates memory in every step. With
+    tcmalloc, eight sessions of the demo target decode 6 % faster."""
     if isinstance(service, CoordinatorConfig):
         return ""
     is_on_cpu = service.model_engine == VLLM and service.device == "cpu"
@@ -231,13 +234,13 @@ def _preload(service: CoordinatorConfig | TargetConfig | DraftConfig) -> str:
 
 def are_apart(config: DeploymentConfig, *, same_node: bool, num_cores: int) -> bool:
     """Whether target and draft have separate cores or devices. `config` is `FleetSpec.config`.
-    `num_cores` is the number of cores of the node that both share; 0 = unknown. If no model drafts,
-    the coordinators draft, on one core each."""
+    `num_cores` is the number of cores of the machine that both share; 0 = unknown. If there are no
+    draft replicas, the coordinators count as drafts with one core each."""
     target, draft = config.target, config.draft
     if not same_node or target.emulated is not None:
         return True
     on_devices = [service.device.startswith("cuda") for service in (target, draft)]
-    if all(on_devices):  # With fractions of a GPU, both may share one.
+    if all(on_devices):  # If both have fractions of a GPU, they may share one GPU.
         return max(target.num_gpus or 0, draft.num_gpus or 0) >= 1
     if any(on_devices):
         return True

@@ -1,6 +1,6 @@
 """The trial of a drafter. One draft replica with other settings, or one target with another head,
 gets a share of the sessions. If these sessions get more tokens per second of decoding than the
-others, the new drafter is better. Pure."""
+others, the new drafter is better."""
 
 import math
 from collections.abc import Iterable
@@ -18,14 +18,15 @@ SHARE_MAX = 0.9
 MINUTES_DEFAULT = 15.0
 MINUTES_MAX = 7 * 24 * 60.0
 SESSIONS_MIN = 10
-"""Before a decision, this many sessions must have ended with each of the two drafters ..."""
+"""A drafter can be judged once this many of its sessions have ended."""
 ROUNDS_MIN = 200
-"""... and must have had this many rounds."""
+"""A drafter can be judged once its ended sessions have had this many rounds."""
 EARLY_ERRORS = 4.0
 """A difference of this many standard errors ends a trial early. The bound is high, because the
 difference is tested many times."""
 LATE_ERRORS = 2.0
-"""At the end of a trial's time, the new drafter must be faster by this many standard errors."""
+"""When a trial's time is over, the new drafter is adopted if it is faster by this many standard
+errors."""
 PLAN = "trial-"
 """Prefix of `Replica.plan` if the replica is on trial."""
 
@@ -37,7 +38,7 @@ class Trial:
     share: float
     """Share of the new sessions that the trial's replica gets."""
     seconds: float
-    """Time limit from the moment when this replica serves."""
+    """Duration of the trial from the time when its replica serves."""
     spec: FleetSpec
     """The spec of a whole deployment with these settings."""
 
@@ -77,7 +78,7 @@ def check_trial(before: FleetSpec, tried: FleetSpec) -> None:
     the settings `before`."""
     now, then = (spec.config.draft.model for spec in (before, tried))
     cannot = f"{then!r} cannot be tried beside {now!r}"
-    at_once = "without --trial-share it is replaced at once"
+    at_once = "without --trial-share, the drafter is replaced at once"
     role = drafts_on(tried)
     if role == "coordinator" or role != drafts_on(before):
         raise SettingError(
@@ -101,14 +102,14 @@ def check_trial(before: FleetSpec, tried: FleetSpec) -> None:
     if roles:
         raise SettingError(
             "draft_model",
-            f"{cannot}: a trial changes {role} replicas alone, and "
+            f"{cannot}: a trial changes only {role} replicas, but "
             f"these settings change each {' and each '.join(roles)}, too; {at_once}",
         )
 
 
 def check_share(share: float, role: Role, num_replicas: int) -> None:
-    """Raises `ConfigError` if the share would give the replica on trial a much higher or lower load
-    than the other replicas."""
+    """Raises `ConfigError` if the replica on trial would have a much higher or lower load than the
+    other replicas."""
     fair = 1 / (num_replicas + 1)
     least, most = fair / 2, min(2 * fair, SHARE_MAX)
     if not least <= share <= most:
@@ -119,22 +120,22 @@ def check_share(share: float, role: Role, num_replicas: int) -> None:
 
 
 def check_weights(records: Iterable[ReplicaRecord]) -> str:
-    """The reason why sessions cannot move between the target on trial and the others; empty if they
-    can. `records` are those of all targets."""
+    """Returns why sessions cannot move between the target on trial and the other targets, or an
+    empty text. `records` are those of all targets."""
     records = [*records]
     kept = {one.weights for one in records if not one.trial_share}
     for one in records:
         if one.trial_share and kept and one.weights not in kept:
             return (
                 f"its target runs {one.weights} (weights/dtype/max_model_len), the others "
-                f"{', '.join(sorted(kept))}. Sessions could not move between them; give "
+                f"{', '.join(sorted(kept))}; sessions could not move between these targets; give "
                 "--max-model-len"
             )
     return ""
 
 
 def added(found: Iterable[TrialSums | None], replica: str) -> TrialSums:
-    """Adds up what the coordinators report of the trial of this replica."""
+    """Adds up the sums that the coordinators report for the trial of this replica."""
     sums = TrialSums(replica)
     for one in found:
         if one is not None and one.replica == replica:
@@ -143,8 +144,8 @@ def added(found: Iterable[TrialSums | None], replica: str) -> TrialSums:
 
 
 def judged(sums: TrialSums, is_over: bool) -> tuple[bool | None, str]:
-    """Whether the new drafter is better, and the reason. None = not known yet. If the trial's time
-    `is_over`, the answer is never None."""
+    """Returns whether the new drafter is better, and the reason. None = not known yet. If the
+    trial's time `is_over`, the answer is True or False."""
     old, new = sums.old, sums.new
     for which, one in (("old", old), ("new", new)):
         if one.num_sessions < SESSIONS_MIN or one.num_rounds < ROUNDS_MIN:

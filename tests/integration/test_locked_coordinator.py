@@ -290,7 +290,7 @@ async def test_a_caller_reads_few_sessions_at_a_time(
         while num_reading < 2:
             await asyncio.sleep(0.01)
         for refused in (alice.get_session(session_id), alice.cancel(session_id)):
-            with pytest.raises(Overloaded, match="may read 2 stored sessions") as caught:
+            with pytest.raises(Overloaded, match="already reads 2 stored sessions") as caught:
                 await refused
             assert caught.value.retry_after_ms > 0
         assert (await eve.get_session(other_id)).prompt_length == 3

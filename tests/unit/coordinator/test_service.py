@@ -408,11 +408,12 @@ async def test_nothing_ends_an_answer_before_min_tokens(
 async def test_sessions_of_a_draft_on_trial_learn_separately_but_know_all_seeds() -> None:
     async with bench(length_control=True) as b:
 
-        async def drafted(seed: int) -> list[int]:
-            """Rounds with a draft that sessions without the trial, and in it, have learned from."""
+        async def drafted(seed: int) -> list[float]:
+            """Weights of the rounds with a draft from which sessions learned, without the trial and
+            in it."""
             await b.events(replace(REQUEST, seed=seed, rule=Rule.TOKEN, sampling=SamplingParams()))
             found = [b.service._lengths, *(b.service._trial_lengths or ())[1:]]
-            return [lengths.costs.num_drafted for lengths in found if lengths is not None]
+            return [lengths.costs._target.weight for lengths in found if lengths is not None]
 
         [before] = await drafted(seed=1)
         await b.service.drafts.join("tried", SeverableLink(b.draft), trial_share=1.0)
@@ -476,13 +477,13 @@ async def test_sessions_of_a_target_on_trial_learn_and_are_counted_apart() -> No
         text = token_ids(await b.events(request))
         lengths = b.service._lengths
         assert lengths is not None
-        before = lengths.costs.num_drafted
+        before = lengths.costs._target.weight
         link = SeverableLink(targets[1])
         await b.service.targets.join("tried", link, trial_share=1.0)
         assert token_ids(await b.events(request)) == text
         assert b.service._trial_lengths is not None
-        tried = b.service._trial_lengths[1].costs.num_drafted
-        assert lengths.costs.num_drafted == before > 0 < tried
+        tried = b.service._trial_lengths[1].costs._target.weight
+        assert lengths.costs._target.weight == before > 0 < tried
         both = (lengths, b.service._trial_lengths[1])
         assert [one._target.step_costs for one in both] == costs
         await asyncio.sleep(1)

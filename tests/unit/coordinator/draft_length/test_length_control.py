@@ -124,7 +124,7 @@ def test_plain_decoding_is_tried_if_only_a_table_says_its_time() -> None:
     control = world.open()
     asked = []
     for index in range(600):
-        length = control.choose(index, ENDLESS)
+        length = control.choose(ENDLESS)
         asked.append(length.num_draft_tokens)
         # With a draft, a step is as slow as the table says.
         world.verify_s = verify_s if length.num_draft_tokens == 0 else 0.024
@@ -234,7 +234,7 @@ def test_bounds_hold_for_any_history(
     control = controls(table, table).open(Rule.BLOCK, 1, bound, 10)
     left, index, now, sure = max_tokens, 0, 0.0, 0
     while left > 0 and index < 120:
-        length = control.choose(index, left)
+        length = control.choose(left)
         num = length.num_draft_tokens
         assert 0 <= num <= min(bound, left - 1)
         assert 0 <= length.next_max <= min(bound, max(0, left - 2))
@@ -258,7 +258,7 @@ def test_the_wait_for_a_proposal_is_limited_by_what_its_tokens_are_worth() -> No
     world = World(0.7, 0.002, noise=0.0)
     control = world.open()
     world.play(control, 400)
-    length = control.choose(400, ENDLESS)
+    length = control.choose(ENDLESS)
     num_accepted = sum(0.7**n for n in range(1, length.num_draft_tokens + 1))
     takes_s = world.wire_s + length.num_draft_tokens * world.draft_s
     expected_s = takes_s + num_accepted * world.verify_s
@@ -302,20 +302,20 @@ def fixed(num_draft_tokens: int, siblings_max: int = 0) -> LengthControl:
 @pytest.mark.parametrize("num_draft_tokens", [1, 7, 16])
 def test_a_fixed_length_asks_for_the_same_tree_each_time(num_draft_tokens: int) -> None:
     control = fixed(num_draft_tokens, SIBLINGS_MAX)
-    assert control.choose(0, 99).siblings == ()
-    siblings = control.choose(1, 99).siblings
+    assert control.choose(99).siblings == ()
+    siblings = control.choose(99).siblings
     assert len(siblings) == num_draft_tokens
     assert siblings[0] > 0
     assert num_draft_tokens + sum(siblings) <= TREE_TOKENS_MAX
-    assert len(control.choose(2, 4).siblings) == min(num_draft_tokens, 3)
+    assert len(control.choose(4).siblings) == min(num_draft_tokens, 3)
 
 
 def test_a_fixed_length_is_what_the_request_asks_for() -> None:
     control = fixed(3)
     assert not control.adapts
-    asked = [control.choose(index, left) for index, left in ((0, 99), (1, 99), (2, 3), (3, 1))]
+    asked = [control.choose(left) for left in (99, 99, 3, 1)]
     assert asked == [
         RoundLength(k, 0, next_max=most) for k, most in ((0, 3), (3, 3), (2, 1), (0, 0))
     ]
     plain = fixed(0)
-    assert [plain.choose(index, 5) for index in (0, 1)] == [RoundLength(0, 4)] * 2
+    assert [plain.choose(5) for _ in range(2)] == [RoundLength(0, 4)] * 2

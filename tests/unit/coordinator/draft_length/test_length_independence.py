@@ -64,7 +64,7 @@ def play(control: LengthControl, notes: Notes, num_rounds: int, first: int = 0) 
     """K of each round."""
     asked = []
     for index in range(first, first + num_rounds):
-        length = control.choose(index, ENDLESS)
+        length = control.choose(ENDLESS)
         asked.append(length.num_draft_tokens)
         control.note(notes(index, length))
     return asked
@@ -100,14 +100,14 @@ def test_a_seed_is_known_to_the_sessions_of_a_draft_on_trial(
     first, second = [
         arm.open(Rule.TOKEN, 7, BOUND, 10) for arm in (arms[::-1] if trial_is_first else arms)
     ]
-    assert not any(control.choose(0, ENDLESS).is_timed for control in (first, second))
+    assert not any(control.choose(ENDLESS).is_timed for control in (first, second))
     told = [arm.learned for arm in arms]
     assert told[0] is not told[1]
     first.close()
     arms[trial_is_first].open(Rule.TOKEN, 8, BOUND, 10).close()
     arms[trial_is_first].open(Rule.TOKEN, 9, BOUND, 10)
     assert not any(arm.learned is before for arm, before in zip(arms, told, strict=True))
-    assert arms[not trial_is_first].open(Rule.TOKEN, 7, BOUND, 10).choose(0, ENDLESS).is_timed
+    assert arms[not trial_is_first].open(Rule.TOKEN, 7, BOUND, 10).choose(ENDLESS).is_timed
 
 
 @pytest.mark.parametrize("adapts", [True, False])
@@ -117,13 +117,13 @@ def test_drafts_of_sessions_with_the_same_seed_have_no_time_limit(rule: Rule, ad
     have a limit until the second session begins."""
     one = made(adapts)
     first = one.open(rule, 7, BOUND, 10)
-    assert all(first.choose(index, ENDLESS).is_timed for index in range(8))
+    assert all(first.choose(ENDLESS).is_timed for _ in range(8))
     again = one.open(rule, 7, BOUND, 10)
     for control in (first, again):
-        lengths = [control.choose(8 + index, ENDLESS) for index in range(8)]
+        lengths = [control.choose(ENDLESS) for _ in range(8)]
         assert not any(length.is_timed for length in lengths)
         assert adapts or lengths[-1].num_draft_tokens == BOUND
-    assert one.open(rule, 8, BOUND, 10).choose(0, ENDLESS).is_timed
+    assert one.open(rule, 8, BOUND, 10).choose(ENDLESS).is_timed
 
 
 @pytest.mark.parametrize("rule", SHARED_NOISE)
@@ -167,7 +167,7 @@ def test_a_session_that_is_fixed_in_a_plain_phase_keeps_its_certain_rounds(
     world = World(acceptance=0.1, draft_s=0.3 * 0.016)
     control = world.open(seed=7)
     for index in range(400):
-        length = control.choose(index, ENDLESS)
+        length = control.choose(ENDLESS)
         world._round(control, length, is_first=index == 0)
         if length.run_ahead == RUN_AHEAD // 2:
             break
@@ -186,7 +186,7 @@ def test_a_repeated_seed_drafts_if_the_tables_say_that_it_pays(
     one.open(Rule.TOKEN, 7, BOUND, 10)
     again = one.open(Rule.TOKEN, 7, BOUND, 10)
     assert again.plans_plain is not drafts
-    lengths = [again.choose(index, ENDLESS) for index in range(4)]
+    lengths = [again.choose(ENDLESS) for _ in range(4)]
     assert [length.num_draft_tokens > 0 for length in lengths] == [False] + [drafts] * 3
     assert all(length.run_ahead == (0 if drafts else RUN_AHEAD) for length in lengths)
 
@@ -221,8 +221,8 @@ def test_with_forgotten_seeds_the_round_costs_are_forgotten(
     one.open(Rule.TOKEN, 3, BOUND, 10)
     before = one.costs.forecast(BOUND, 10)
     np.testing.assert_equal(asdict(before), asdict(made().costs.forecast(BOUND, 10)))
-    assert one.open(Rule.TOKEN, 2, BOUND, 10).choose(0, ENDLESS).is_timed
-    assert not one.open(Rule.TOKEN, 3, BOUND, 10).choose(0, ENDLESS).is_timed
+    assert one.open(Rule.TOKEN, 2, BOUND, 10).choose(ENDLESS).is_timed
+    assert not one.open(Rule.TOKEN, 3, BOUND, 10).choose(ENDLESS).is_timed
     play(running, at_random(3), 20, first=20)
     np.testing.assert_equal(asdict(one.costs.forecast(BOUND, 10)), asdict(before))
 
@@ -238,9 +238,9 @@ def test_a_length_is_planned_before_the_round_before_it_is_played(rule: Rule) ->
             one, notes = made(), at_random(history)
             control = one.open(rule, 7, BOUND, 10)
             play(control, notes, 12)
-            length = control.choose(12, ENDLESS)
+            length = control.choose(ENDLESS)
             control.note(replace(at_random(last)(12, length), next_draft_s=10.0**-last))
-            following = control.choose(13, ENDLESS)
+            following = control.choose(ENDLESS)
             assert length.next_max == following.num_draft_tokens
             assert length.next_siblings == following.siblings
             asked.add(following.num_draft_tokens)

@@ -66,7 +66,7 @@ def play(
     unread = prompt_length if policy.plans_plain else 0
     now, position, index, sure_until = 0.0, 0, 0, -1
     while position < num_max:
-        length = policy.choose(index, num_max - position)
+        length = policy.choose(num_max - position)
         num, draft_s, survival = length.num_draft_tokens, 0.0, ()
         wire_s = 0.0 if index <= sure_until else WIRE_S  # The target has run ahead.
         if num > 0:

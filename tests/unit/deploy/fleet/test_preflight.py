@@ -67,7 +67,7 @@ def test_a_length_and_ranks_that_a_model_cannot_have_are_refused(
     [
         ({"draft_model": "n-gram"}, "draft_model: .*did you mean ngram?"),
         ({"draft_model": "hybrid:suffix,Demo-Drafter"}, "draft_model: .*did you mean demo-drafter"),
-        ({"draft_model": "emulated"}, "draft_model: .*an emulated target alone"),
+        ({"draft_model": "emulated"}, "draft_model: .*only for an emulated target"),
         ({"engine": "emulated:size=3"}, "engine: "),
         ({"engine": "vllm"}, "^engine: .*not installed"),
         ({"draft_engine": "vllm"}, "^draft_engine: .*not installed"),
