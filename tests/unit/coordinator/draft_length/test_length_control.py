@@ -123,7 +123,7 @@ def test_plain_decoding_is_tried_if_only_a_table_says_its_time() -> None:
     verify_s = world.verify_s
     control = world.open()
     asked = []
-    for index in range(600):
+    for _ in range(600):
         length = control.choose(ENDLESS)
         asked.append(length.num_draft_tokens)
         # With a draft, a step is as slow as the table says.
