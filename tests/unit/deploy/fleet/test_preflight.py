@@ -176,7 +176,7 @@ def test_a_published_head_is_known_by_its_files(
                 load_config({"model": str(tiny), "draft_model": str(head), **settings}, {})
             )
     for kind, message in (
-        ("dflash", "kind dflash, which is not served"), ("mtp", "from the target's own files alone")
+        ("dflash", "kind dflash, which is not served"), ("mtp", "only from the target's own files")
     ):  # fmt: skip
         stated = {"speculators_model_type": kind, "draft_vocab_size": 3}
         (head / "config.json").write_text(json.dumps(stated))
