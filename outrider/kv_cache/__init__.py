@@ -1,1 +1,1 @@
-"""The paged cache of keys and values: blocks, prefixes, and the tokens each session holds."""
+"""The paged cache of keys and values: pages, prefixes, tensors, and the tokens of each session."""

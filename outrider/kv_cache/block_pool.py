@@ -1,14 +1,16 @@
-"""Assigns the pages of an engine's keys and values to sequences: paging, sharing, eviction.
+"""Assigns the pages of an engine's keys and values to sequences. Shares pages, and evicts them.
 
-The pool holds no tensors. The engine makes the copies that the pool returns, then runs its step.
+The pool holds no tensors. It returns the page copies that a step needs. The engine makes these
+copies, then runs the step.
 
-    a page is            sequences that hold it    its prefix is known    eviction
-    free                 none                      no                     -
-    remembered           none                      yes                    in its turn
-    held                 at least one              either                 never
+    state of a page    sequences that hold it    prefix known    evicted
+    free               none                      no              -
+    remembered         none                      yes             least recently used first
+    held               at least one              yes or no       never
 
-A page that another sequence holds, or whose prefix is known, is never written to. Before a write,
-a page that others hold is copied. If no other sequence holds the page, its prefix is forgotten.
+A sequence never writes to a page that another sequence holds, or whose prefix is known. If another
+sequence holds the page, the sequence writes to a copy. If only the prefix is known, the pool first
+forgets the prefix.
 """
 
 from array import array
@@ -26,19 +28,21 @@ _ID_TYPE = "I"
 
 
 class BlockPool:
-    """The pages of one engine, and the sequences on them; `Engine` documents the calls.
+    """The pages of one engine, and the sequences on them. `Engine` has methods of the same names,
+    and its documentation applies here.
 
-    The pool's state depends on its calls alone. The time of a call is proportional to the number of
-    pages that it touches.
+    The pool's state depends only on the calls. So all ranks of a model, which make the same calls,
+    assign the same pages. The time of a call is proportional to the number of pages that it
+    touches.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
-        """All pages, used or free; constant."""
+        """The number of pages, used or free. Constant."""
         self.page_size = page_size
-        """Slots of a page; constant."""
+        """The number of slots in a page. Constant."""
         self._free = list(range(num_pages - 1, -1, -1))
-        """Free pages. The last one freed is taken first."""
+        """The free pages. The page that was freed last is taken first."""
         self._prefixes = PrefixIndex()
         self._sequences: dict[str, PagedSequence] = {}
         self._ids = array(_ID_TYPE, [0]) * (num_pages * page_size)
@@ -51,19 +55,19 @@ class BlockPool:
         self._prefix_hits = 0
 
     def length(self, sequence_id: str) -> int:
-        """Slots the sequence holds; 0 for an unknown one."""
+        """The number of slots that the sequence holds; 0 for an unknown sequence."""
         sequence = self._sequences.get(sequence_id)
         return 0 if sequence is None else sequence.length
 
     def pages(self, sequence_id: str) -> Sequence[int]:
-        """The sequence's page table. With page size P, slot i of the sequence is slot i % P of page
-        i // P in this table. A view, which must not be changed and is stale after the next call.
-        Empty for an unknown sequence."""
+        """The sequence's page table; empty for an unknown sequence. With page size P, slot i of the
+        sequence is slot i % P of the page `pages[i // P]`. Do not change this list, and do not read
+        it after the next call of the pool."""
         sequence = self._sequences.get(sequence_id)
         return () if sequence is None else sequence.pages
 
     def token_ids(self, sequence_id: str, start: int = 0) -> tuple[int, ...]:
-        """The tokens in the sequence's slots from `start` >= 0 on."""
+        """The tokens in the sequence's slots, from slot `start` on."""
         ids, size = array(_ID_TYPE), self.page_size
         for page in self.pages(sequence_id)[start // size :]:
             ids.extend(self._ids[page * size : (page + 1) * size])
@@ -81,7 +85,8 @@ class BlockPool:
         )
 
     def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
-        """Begins a sequence on known pages of its tokens, as `Engine.attach` does."""
+        """Begins a sequence on the pages of the longest known prefix of `token_ids`, as
+        `Engine.attach` does."""
         check(self.length(sequence_id) == 0, f"{sequence_id} is held already")
         self.release(sequence_id)
         sequence = self._sequences[sequence_id] = PagedSequence(salt)
@@ -95,14 +100,14 @@ class BlockPool:
         return sequence.length
 
     def find(self, token_ids: Sequence[int], salt: str = "") -> FoundPrefix:
-        """The prefix that `attach` would begin a sequence on."""
+        """The prefix on which `attach` would begin a sequence."""
         pages = tuple(prefix.page for prefix in self._known_prefixes(token_ids, salt))
         return FoundPrefix(len(pages) * self.page_size, pages)
 
     def fork(self, sequence_id: str, branch_id: str) -> list[Copy]:
         """Begins a branch with the slots of a sequence, as `Engine.fork` does. Returns the page
-        copies to make before the next step: a copy of the last page, if that is partial. Raises
-        `OutOfPages`, changing nothing."""
+        copies to make before the next step: one copy if the last page is not full, else none. If
+        there is no page for this copy, raises `OutOfPages` and changes nothing."""
         sequence = self._sequences.get(sequence_id)
         if sequence is None:
             raise InvariantError(f"{sequence_id} is unknown and cannot be forked")
@@ -121,19 +126,21 @@ class BlockPool:
         without: Iterable[str] = (),
         begun: Mapping[str, FoundPrefix] | None = None,
     ) -> bool:
-        """Whether `append` would find pages for these steps, with sequences released or begun
-        before, as in `Engine.can_hold`. Changes nothing."""
+        """Whether `append` would find pages for these steps, after the sequences in `without` were
+        released and those in `begun` attached. Changes nothing."""
         return self._is_roomy(steps) or self._num_missing(steps, without, begun or {}) <= 0
 
     def append(self, steps: Sequence[SequenceStep], whole: bool = True) -> list[Copy]:
-        """Takes slots for the tokens of each step, which must be of different sequences. An unknown
-        sequence begins without salt. Returns the page copies to make before any slot is written.
-        After the step call `written`. If the step failed, call `keep` with the length before, and
-        `forget` for copies that were not made, so that no unwritten slot is shared.
+        """Takes slots for the tokens of each step. The steps must be of different sequences. An
+        unknown sequence begins without salt. Returns the page copies to make before any slot is
+        written. After the step, call `written`. If the step has failed, call `keep` with the old
+        length instead, so that unwritten slots are not shared. If copies were not made, also call
+        `forget` with their pages.
 
-        Evicts remembered pages as needed. If that does not make room, raises `OutOfPages` and
-        changes nothing. Slots that are not `whole` (shallow ones) are never shared. `keep` must
-        drop them before whole ones follow; otherwise raises `InvariantError`."""
+        Evicts remembered pages as needed. If there is still no room, raises `OutOfPages` and
+        changes nothing. Without `whole`, the slots are shallow (see `prefix_cache.py`). Raises
+        `InvariantError` if a whole slot would follow a shallow slot. Call `keep` first to drop
+        the shallow slots."""
         for step in steps if whole else ():
             sequence = self._sequences.get(step.sequence_id)
             is_whole = sequence is None or not sequence.num_shallow
@@ -153,22 +160,23 @@ class BlockPool:
         return copies
 
     def written(self, steps: Sequence[SequenceStep]) -> None:
-        """Allows sharing of whole pages of the slots that `append` took for these steps. Call this
-        once the slots are written."""
+        """Makes the full pages of these steps known, so that they are shared. Call this once the
+        slots that `append` took are written."""
         for step in steps:
             sequence = self._sequences[step.sequence_id]
             if sequence.chain_length // self.page_size > len(sequence.prefixes):
                 self._remember(sequence)
 
     def keep(self, sequence_id: str, length: int, path: Sequence[int] = ()) -> list[Copy]:
-        """Cuts a sequence to its first slots and a path, as `Engine.keep` does. All slots that are
-        kept count as written. Returns the slot moves to make before the next call, as slot numbers
-        page * page size + place in the page. They may be made one by one in this order, or all at
-        once. Pages that they write to are not shared before the sequence's next step. If a move
-        fails, call `forget`.
+        """Cuts a sequence to its first `length` slots and the slots in `path`, as `Engine.keep`
+        does. All these slots must be written already. Returns the slot moves to make before the
+        next call. A slot's number is page * page size + place in the page. The moves may be made
+        one by one in this order, or all at once. The pages to which they write are not shared
+        before the sequence's next step. If a move fails, call `forget`.
 
-        Raises `OutOfPages`, changing nothing, only if `path` moves slots into a page that others
-        hold, as after a fork in the middle of a tree."""
+        A move may write to a page that another sequence holds, for example after a fork in the
+        middle of a tree. If there is no page for a copy of such a page, raises `OutOfPages` and
+        changes nothing."""
         check_kept(self.length(sequence_id), length, path)
         sequence = self._sequences.get(sequence_id)
         if sequence is None:
@@ -187,15 +195,15 @@ class BlockPool:
         return moves
 
     def release(self, sequence_id: str) -> None:
-        """Forgets the sequence. Its whole pages stay remembered for their prefix. Ignores unknown
+        """Forgets the sequence. Its full pages stay remembered by their prefixes. Ignores unknown
         sequences."""
         if sequence_id in self._sequences:
             self._remember(self._sequences[sequence_id])
             self._drop(sequence_id)
 
     def forget(self, pages: set[int]) -> None:
-        """Forgets the sequences and prefixes that hold any of these pages, because writing to them
-        failed."""
+        """Forgets all sequences and prefixes that use any of these pages. Call this if a write to
+        these pages has failed."""
         held = [name for name, one in self._sequences.items() if not pages.isdisjoint(one.pages)]
         for name in held:
             self._drop(name)
@@ -204,8 +212,8 @@ class BlockPool:
                 self._forget(page)
 
     def _is_roomy(self, steps: Sequence[SequenceStep]) -> bool:
-        """Whether there are certainly enough free pages, without an exact count. A step needs at
-        most a copy of the last page and pages for its own tokens."""
+        """A fast check without an exact count: if it returns True, there are enough free pages. A
+        step needs at most a copy of the last page, and pages for its own tokens."""
         size = self.page_size
         return len(self._free) >= sum([len(step.token_ids) // size + 2 for step in steps])
 
@@ -215,8 +223,9 @@ class BlockPool:
         without: Iterable[str],
         begun: Mapping[str, FoundPrefix],
     ) -> int:
-        """Pages that the steps lack if all remembered pages are evicted, the sequences in `without`
-        released and those in `begun` attached. Negative if pages would be left."""
+        """The number of pages that the steps would lack after all remembered pages are evicted, the
+        sequences in `without` are released, and those in `begun` are attached. Negative if pages
+        would be left."""
         holders = self._holders
         names = [step.sequence_id for step in steps]
         joining = Counter(p for name in names if name in begun for p in begun[name].pages)
@@ -228,8 +237,8 @@ class BlockPool:
         return needed + pinned - freed - len(self._free) - len(self._remembered)
 
     def _num_needed(self, steps: Sequence[SequenceStep], joining: Counter[int]) -> int:
-        """Pages that the steps take at most. `joining` has the number of sequences that will begin
-        on each page before the steps."""
+        """The largest number of pages that the steps may take. `joining` says how much the number
+        of holders of each page will change before the steps."""
         size, num = self.page_size, 0
         for step in steps:
             sequence = self._sequences.get(step.sequence_id)
@@ -243,7 +252,8 @@ class BlockPool:
         return num
 
     def _make_room(self, num_free: int) -> None:
-        """Evicts until `num_free` pages are free, or raises `OutOfPages`."""
+        """Evicts remembered pages until `num_free` pages are free. If there are too few, raises
+        `OutOfPages` and evicts nothing."""
         missing = num_free - len(self._free) - len(self._remembered)
         if missing > 0:
             raise OutOfPages(f"the sequences in use leave {missing} pages too few")
@@ -251,23 +261,24 @@ class BlockPool:
             self._forget(next(iter(self._remembered)))
 
     def _drop(self, sequence_id: str) -> None:
-        """Forgets a sequence. Its pages with a known prefix are remembered, and evicted after all
-        others, from the last page to the first."""
+        """Forgets a sequence. Its pages with a known prefix become remembered. They are evicted
+        after all pages that are remembered now, from the last page to the first."""
         sequence = self._sequences.pop(sequence_id)
         prefixes = sequence.prefixes
         for index in range(len(sequence.pages) - 1, -1, -1):
-            if self._holders[sequence.pages[index]] > 1:  # `_let_go`, inlined for forks.
+            if self._holders[sequence.pages[index]] > 1:  # As `_let_go`, but faster, for forks.
                 self._holders[sequence.pages[index]] -= 1
             else:
                 self._let_go(sequence.pages[index])
-            # A page of the same prefix that another sequence left must outlive those that continue
-            # the prefix.
+            # The prefix may be known in another, remembered page. That page must be evicted after
+            # the pages that continue the prefix.
             if index < len(prefixes) and prefixes[index].page in self._remembered:
                 self._remembered.move_to_end(prefixes[index].page)
         sequence.pages.clear()
 
     def _known_prefixes(self, token_ids: Sequence[int], salt: str) -> Iterator[Prefix]:
-        """The known prefixes of these tokens, the shortest first. The last token is in none."""
+        """The known prefixes of these tokens, the shortest first. None includes the last token,
+        which a step must run for its logits."""
         size, ids = self.page_size, array(_ID_TYPE, token_ids)
         parent: Prefix | str = salt
         for end in range(size, len(ids), size):
@@ -278,7 +289,7 @@ class BlockPool:
             parent = prefix
 
     def _remember(self, sequence: PagedSequence) -> None:
-        """Makes the whole pages of the sequence's chain known by their prefixes."""
+        """Makes the full pages of the sequence's chain known by their prefixes."""
         prefixes = sequence.prefixes
         while prefixes and prefixes[-1].page < 0:
             prefixes.pop()
@@ -287,14 +298,15 @@ class BlockPool:
             prefixes.append(self._prefixes.add(parent, self._packed_ids(page), page))
 
     def _forget(self, page: int) -> None:
-        """Forgets the prefix that a page holds and all that continue it."""
+        """Forgets the prefix that ends in a page, and all prefixes that continue it."""
         for forgotten in self._prefixes.forget(page):
             if not self._holders[forgotten]:
                 del self._remembered[forgotten]
                 self._free.append(forgotten)
 
     def _own(self, sequence: PagedSequence, index: int) -> list[Copy]:
-        """Makes the sequence's page at `index` writable; returns the page copy to make, if any."""
+        """Makes the sequence's page at `index` writable. Returns the page copy to make, if one is
+        needed."""
         page = sequence.pages[index]
         if self._holders[page] == 1:
             if page in self._prefixes:
@@ -309,7 +321,7 @@ class BlockPool:
         return [(page, copy)]
 
     def _write(self, sequence: PagedSequence, token_ids: Sequence[int]) -> None:
-        """Puts the ids into the next slots, taking new pages as needed."""
+        """Puts the ids into the next slots. Takes new pages as needed."""
         size, pages, start = self.page_size, sequence.pages, sequence.length
         missing = -(-(start + len(token_ids)) // size) - len(pages)
         if missing:
@@ -321,7 +333,8 @@ class BlockPool:
             self._ids[pages[place // size] * size + place % size] = token_id
 
     def _move(self, sequence: PagedSequence, length: int, path: Sequence[int]) -> list[Copy]:
-        """Moves the slots of `path` after the first `length`; returns the slot moves."""
+        """Moves the slots in `path` to the places after the first `length` slots. Returns the slot
+        moves."""
         size, before = self.page_size, sequence.pages.copy()
         indices = range(length // size, -(-(length + len(path)) // size))
         self._make_room(sum(self._holders[before[index]] > 1 for index in indices))
@@ -347,8 +360,9 @@ class BlockPool:
         self._holders[page] += 1
 
     def _let_go(self, page: int) -> None:
-        """Undoes `_hold`. Without holders, a page whose prefix is known is remembered, as the last
-        to be evicted. Any other page becomes free."""
+        """Counts one holder less. If none is left and the prefix is known, the page becomes
+        remembered, and is the last to be evicted. If none is left and the prefix is not known, the
+        page becomes free."""
         self._holders[page] -= 1
         if self._holders[page]:
             return

@@ -1,10 +1,10 @@
 """An index of cached prefixes, and a block pool's record of a sequence.
 
-The keys and values of a slot depend on every slot that its token attended to. In a chain each slot
-follows the one before, so the token ids up to a slot determine its keys and values. Only whole
-pages of the chain that a sequence begins with are shared as a prefix. Three kinds of slots may
-follow the chain: slots of a tree, until `keep` cuts the tree to a path; slots that follow such a
-tree; and shallow slots, which only a part of the model has written.
+The keys and values of a slot depend on every slot to which its token attended. A sequence begins
+with a chain, in which each slot follows the slot before it. In a chain, the token ids up to a slot
+determine the slot's keys and values. So only full pages of the chain are shared as a prefix. Three
+kinds of slots may follow the chain: slots of a tree, until `keep` cuts the tree to a path; slots
+after such a tree; and shallow slots, to which only the draft layer has written.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from outrider.errors import check
 
 
 class Prefix:
-    """A prefix that ends with a whole page, and the page that holds its last tokens."""
+    """A prefix that ends with a full page."""
 
     __slots__ = ("children", "key", "page")
 
     def __init__(self, key: tuple[Prefix | str, bytes], page: int) -> None:
         self.key = key
-        """The prefix one page shorter, or the salt for the first page; and the packed ids of the
-        last page."""
+        """The prefix that is one page shorter, and the packed token ids of the last page. If the
+        prefix has only one page, the salt takes the place of the shorter prefix."""
         self.page = page
-        """This page must not be written to. -1 once the prefix is forgotten."""
+        """The last page, which must not be written to. -1 once the prefix is forgotten."""
         self.children: dict[Prefix, None] = {}
 
 
@@ -39,13 +39,14 @@ class PrefixIndex:
         return page in self._by_page
 
     def find(self, parent: Prefix | str, packed_ids: bytes) -> Prefix | None:
-        """The known prefix that consists of `parent`, or of nothing under that salt, and a page of
-        these ids; None if there is none."""
+        """The known prefix that consists of `parent` and a page of these ids; None if there is
+        none. For a prefix of one page, `parent` is the salt."""
         return self._by_key.get((parent, packed_ids))
 
     def add(self, parent: Prefix | str, packed_ids: bytes, page: int) -> Prefix:
-        """Makes the prefix of `find` known, in `page`, which must not be written to from now on. If
-        the prefix is known in another page, returns that one."""
+        """Makes a prefix known that ends in `page`. The other arguments are those of `find`. From
+        now on, `page` must not be written to. If the prefix is known already in another page,
+        changes nothing and returns the known one."""
         key = (parent, packed_ids)
         found = self._by_key.get(key)
         if found is not None:
@@ -58,7 +59,8 @@ class PrefixIndex:
         return prefix
 
     def forget(self, page: int) -> list[int]:
-        """Forgets the prefix in `page` and all that continue it; returns their pages."""
+        """Forgets the prefix that ends in `page`, and all prefixes that continue it. Returns their
+        last pages."""
         first = self._by_page[page]
         if isinstance(first.key[0], Prefix):
             del first.key[0].children[first]
@@ -77,22 +79,24 @@ class PagedSequence:
 
     def __init__(self, salt: str) -> None:
         self.salt = salt
+        """Sequences share prefixes only if they have the same salt."""
         self.length = 0
-        """Slots held."""
+        """The number of slots."""
         self.pages: list[int] = []
-        """The page table; no more pages than the slots need."""
+        """The page table. It has no more pages than the slots need."""
         self.prefixes: list[Prefix] = []
-        """The prefix that ends with each of the first pages. A prefix may be known in a page of
-        another sequence. The last prefixes may have been forgotten."""
+        """`prefixes[i]` ends with the page `pages[i]`. Its own `page` may be another one with the
+        same tokens. The list may be shorter than `pages`, and its last prefixes may be forgotten
+        already."""
         self.chain_length = 0
-        """Slots at the beginning that form a chain."""
+        """The number of slots at the beginning that form a chain."""
         self.tree: Sequence[int] = ()
-        """`SequenceStep.parents` of the slots after the chain, if these form one tree."""
+        """If the slots after the chain form one tree, their `SequenceStep.parents`."""
         self.num_shallow = 0
-        """Shallow slots at the end."""
+        """The number of shallow slots at the end."""
 
     def branch(self) -> PagedSequence:
-        """A branch with the same slots on the same pages."""
+        """A new sequence with the same slots on the same pages."""
         check(not self.num_shallow, "a sequence whose last slots are shallow cannot be forked")
         branch = PagedSequence(self.salt)
         branch.length, branch.chain_length, branch.tree = self.length, self.chain_length, self.tree
@@ -100,7 +104,7 @@ class PagedSequence:
         return branch
 
     def grow(self, num: int, parents: Sequence[int], whole: bool = True) -> None:
-        """Adds `num` slots, with `parents` as in `SequenceStep`. Slots that are not `whole` are
+        """Adds `num` slots, with `parents` as in `SequenceStep`. Without `whole`, the slots are
         shallow, and never become part of the chain."""
         follows_chain = whole and self.chain_length == self.length
         self.length += num
@@ -111,8 +115,8 @@ class PagedSequence:
             self.chain_length += num
 
     def shrink(self, length: int, path: Sequence[int]) -> None:
-        """Drops all but the first `length` slots and those in `path`. If the slots that are left of
-        a tree form a path from its root, they become part of the chain."""
+        """Drops all slots except the first `length` ones and those in `path`. If the remaining
+        slots of a tree form a path from its root, they become part of the chain."""
         chain, num_whole = self.chain_length, self.length - self.num_shallow
         self.length = length + len(path)
         kept = [*range(min(chain, length), length), *path]

@@ -1,8 +1,9 @@
-"""The tokens that a replica holds of each session, and whether a coordinator's view agrees.
+"""The tokens that a replica holds of each session. Compares them with the coordinator's view.
 
-In a round, a service calls `align(head)`, and `begin(head)` if no token is held. It runs
-`Aligned.new_tokens`, at once or in parts, and its own tokens: a target the proposal, a draft its
-draws. Then it calls `record`. `Engine.length` decides how many of these tokens are held.
+In each round, a worker calls `align(head)`. If the session then holds no tokens, the worker calls
+`begin(head)`. It runs `Aligned.new_tokens`, at once or in parts, and then its own tokens: a target
+runs the proposal, a draft runs the tokens that it draws. Then the worker calls `record`. The table
+holds as many of these tokens as the engine has slots for (`Engine.length`).
 """
 
 import math
@@ -18,12 +19,14 @@ from outrider.tokens import EMPTY_DIGEST, TokenSequence
 
 
 class Aligned(NamedTuple):
-    """A session that agrees with its coordinator, and what to run next."""
+    """A session whose tokens agree with its coordinator's, and the tokens to run next."""
 
     sequence: TokenSequence
-    """The tokens held, one slot each. Owned by the table, and valid until its next call."""
+    """The tokens held, one slot each. The table owns this object, and may change it in the next
+    call."""
     new_tokens: tuple[int, ...]
-    """The committed tokens that are not held; at least one, whose logits are wanted."""
+    """The committed tokens that are not held. There is at least one, because the logits of the last
+    committed token are needed."""
 
     @property
     def committed(self) -> tuple[int, ...]:
@@ -32,20 +35,21 @@ class Aligned(NamedTuple):
 
 
 class _Entry:
-    """One session: its tokens, and how many of them are known to be committed."""
+    """The tokens of one session, and how many of them are known to be committed."""
 
     def __init__(self, age_rank: int) -> None:
         self.age_rank = age_rank
         self.sequence = TokenSequence()
         self.confirmed_length = 0
-        """Committed tokens at the last `align`. Tokens that are held after these are guesses."""
+        """The number of committed tokens at the last `align`. Tokens after these may be draft
+        tokens."""
 
 
 class SessionTable:
     """The tokens of each session whose slots an engine holds.
 
-    Holds at most `sequences_max` sessions. Forgets the least recently used session if it needs
-    room, so one step may align at most `sequences_max` sessions. For one thread at a time.
+    Holds at most `sequences_max` sessions. For a further session, forgets the one that was used
+    least recently. So one step may align at most `sequences_max` sessions. Not thread-safe.
     """
 
     sequences_max = SEQUENCES_PER_REPLICA_MAX
@@ -59,13 +63,14 @@ class SessionTable:
         return len(self._entries)
 
     def align(self, head: RoundHead) -> Aligned | Resync:
-        """Cuts the session back to those of the committed tokens that it holds: the prefix that
-        `head` states, and the first tokens of `head.append`, if for example a part of them was run
-        before. The last committed token is never kept, as its logits are gone. If nothing is held,
-        call `begin` next.
+        """Cuts the session to the committed tokens that it holds. These are the prefix that `head`
+        states, and the first tokens of `head.append` if the session holds them already. The last
+        committed token is never kept, because it must run again for its logits. If no token is
+        held, call `begin` next.
 
-        If the stated prefix is not held, returns a `Resync` with the longest shorter prefix that is
-        known to be committed, and cuts nothing. Raises `BadRequest` if `head` has no tokens.
+        If the session does not hold the stated prefix, cuts nothing. Returns a `Resync` with the
+        longest shorter prefix that is known to be committed. Raises `BadRequest` if `head` has no
+        tokens.
         """
         if head.base_length + len(head.append) == 0:
             raise BadRequest("append", "the prefix is empty; at least one token is needed")
@@ -84,8 +89,9 @@ class SessionTable:
         return Aligned(sequence, head.append[num_held:])
 
     def begin(self, head: RoundHead) -> Aligned:
-        """Begins an aligned session that holds nothing, on its tenant's cached pages of the same
-        tokens, which `Engine.find` returns in advance. A step of the session must follow."""
+        """Begins an aligned session that holds no tokens. The session takes over cached pages of
+        its tenant that have the same tokens (`Engine.attach`). A step of the session must
+        follow."""
         entry = self._entries.get(head.session_id)
         if entry is None or len(entry.sequence):
             raise InvariantError(f"session {head.session_id} cannot begin")
@@ -94,27 +100,27 @@ class SessionTable:
         return Aligned(entry.sequence, head.append[num_shared:])
 
     def record(self, session_id: str, token_ids: Sequence[int]) -> int:
-        """Appends tokens that were run: the first ones, as many as the engine has taken slots for.
-        Returns the length held now."""
+        """Appends tokens that were run. If the engine has slots for only some of them, appends
+        these first ones. Returns the number of tokens held now."""
         sequence = self._known(session_id).sequence
         missing = self._engine.length(session_id) - len(sequence)
         check(
             0 <= missing <= len(token_ids),
-            f"the engine holds {missing} slots more than the table; {len(token_ids)} were run",
+            f"the engine holds {missing} slots more than the table; {len(token_ids)} tokens ran",
         )
         sequence.extend(token_ids[:missing])
         return len(sequence)
 
     def keep(self, session_id: str, length: int) -> int:
-        """Cuts a session to its first `length` tokens. Returns the length held now, which is
-        smaller if the engine has evicted the session."""
+        """Cuts a session to its first `length` tokens. Returns the number of tokens held now. It is
+        smaller than `length` if the engine has evicted the session."""
         sequence = self._synced(session_id, self._known(session_id))
         self._cut(session_id, sequence, min(length, len(sequence)))
         return len(sequence)
 
     def rewind(self, session_id: str) -> Aligned | None:
-        """Cuts an aligned session back to its committed tokens without the last one, so that this
-        can be run again for its logits. None if they are no longer held."""
+        """Cuts an aligned session to its committed tokens except the last one, so that the last one
+        can run again for its logits. None if the committed tokens are no longer held."""
         entry = self._entries.get(session_id)
         if entry is None:
             return None
@@ -126,12 +132,13 @@ class SessionTable:
         return Aligned(sequence, last)
 
     def length(self, session_id: str) -> int:
-        """Tokens held of a session; 0 for an unknown one."""
+        """The number of tokens held of a session; 0 for an unknown session."""
         entry = self._entries.get(session_id)
         return 0 if entry is None else len(self._synced(session_id, entry))
 
     def age_rank(self, session_id: str) -> float:
-        """Orders sessions by when they were first seen, the oldest first and unknown ones last."""
+        """A key for sorting sessions by age: the session that was first seen earliest comes first,
+        unknown ones come last."""
         entry = self._entries.get(session_id)
         return math.inf if entry is None else entry.age_rank
 
@@ -141,8 +148,8 @@ class SessionTable:
         return [name for _, name in sorted(held)]
 
     def free(self, session_id: str) -> None:
-        """Frees the slots of a session without forgetting its age. Ignores unknown sessions. Whole
-        pages stay in the cache for `begin` until other sequences need them."""
+        """Frees the slots of a session, but remembers its age. Ignores unknown sessions. Full pages
+        stay in the cache for `begin` until other sequences need them."""
         entry = self._entries.get(session_id)
         if entry is not None:
             entry.sequence.truncate(0)
@@ -180,20 +187,21 @@ class SessionTable:
         return entry
 
     def _synced(self, session_id: str, entry: _Entry) -> TokenSequence:
-        """The session's tokens, without those that the engine has evicted."""
+        """The session's tokens. First makes tokens and slots agree, for example after an
+        eviction."""
         sequence = entry.sequence
         slots = self._engine.length(session_id)
         if slots < len(sequence):
             sequence.truncate(slots)
         elif slots > len(sequence):
-            # A step failed between `forward` and `record`, so the tokens of its slots are unknown.
+            # A step failed between `forward` and `record`. The tokens of its slots are unknown.
             self._engine.keep(session_id, len(sequence))
         return sequence
 
     def _resync(self, head: RoundHead) -> Resync:
-        """Offers the tokens that are known to be committed; the tokens after these may be guesses.
-        If they are no fewer than the stated prefix has, replica and coordinator disagree about one
-        of them. Then offers nothing, as it is unknown which."""
+        """Offers the held tokens that are known to be committed. If these are at least as many as
+        the stated prefix has, replica and coordinator disagree about one of them. Then offers no
+        tokens, because it is unknown which one that is."""
         entry = self._entries[head.session_id]
         held = min(entry.confirmed_length, len(entry.sequence))
         length = held if held < head.base_length else 0

@@ -3,10 +3,10 @@
     keys     [heads, slots, key width]
     values   [heads, slots, value width]
 
-Slot p * PAGE_SIZE + i is place i of page p. Heads come first, so that gathered slots are a batch of
-matrices that need no transposing. In bfloat16 on a CPU, the products take a third of the time that
-they take with [slots, heads, width]. Fused CPU kernels read `BlockedKeysAndValues`, which has
-another layout.
+Slot p * PAGE_SIZE + i is place i of page p. Heads come first, so that the keys of gathered slots
+are a batch of matrices that need no transposing. In bfloat16 on a CPU, products with them take a
+third of the time that they take with the layout [slots, heads, width]. Fused CPU kernels read
+`BlockedKeysAndValues`, which has another layout.
 """
 
 from collections import Counter
@@ -26,10 +26,10 @@ from outrider.limits import KV_CACHE_BYTES_DEFAULT, PAGE_SIZE
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """The shape of what one attention layer keeps for a token."""
+    """The shape of the key and value that one attention layer keeps for a token."""
 
     num_heads: int
-    """Key-value heads."""
+    """The number of key-value heads."""
     key_width: int
     value_width: int
     dtype: torch.dtype
@@ -37,7 +37,7 @@ class LayerShape:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one token's key and value."""
+        """The size of one token's key and value."""
         return self.num_heads * (self.key_width + self.value_width) * self.dtype.itemsize
 
 
@@ -47,7 +47,7 @@ def pages_in(num_bytes: int, shapes: Sequence[LayerShape]) -> int:
     if num_bytes < page_bytes:
         raise SettingError(
             "kv_cache_memory_bytes",
-            f"{num_bytes} bytes hold no page of keys and values; one takes {page_bytes}",
+            f"{num_bytes} bytes hold no page of keys and values; one page takes {page_bytes}",
         )
     return num_bytes // page_bytes
 
@@ -58,12 +58,14 @@ def memory_budget(
     num_gpus: float | None,
     num_others: int = 0,
 ) -> int:
-    """Bytes for keys and values beside a loaded model. On a GPU: its memory times
-    `gpu_memory_utilization` times `num_gpus` (None = 1), less the weights and `num_others` bytes,
-    and at most what is free. On other devices a fixed number."""
+    """The number of bytes for keys and values, once the model is loaded. On a GPU, the process may
+    use the GPU's memory times `gpu_memory_utilization` times `num_gpus` (None = 1). From this the
+    memory that the process uses already is subtracted. The result is limited to the free memory;
+    then `num_others` bytes for other uses are subtracted. On other devices, the result is fixed."""
     if device.type != "cuda":
         return KV_CACHE_BYTES_DEFAULT
-    torch.cuda.empty_cache()  # Otherwise weights that were fused after loading count twice.
+    # Without this, weights that were copied after loading would count twice.
+    torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     share = min(1.0, num_gpus or 1.0)
     taken = torch.cuda.memory_reserved(device)
@@ -72,8 +74,8 @@ def memory_budget(
 
 
 class KeysAndValues:
-    """The cache of one layer, or of several layers of one shape, one layer's heads after
-    another's."""
+    """The cache of one layer, or of several layers with the same shape. If there are several, the
+    heads of all layers are concatenated."""
 
     def __init__(self, shape: LayerShape, num_slots: int, num_layers: int = 1) -> None:
         def tensor(width: int) -> Tensor:
@@ -90,8 +92,8 @@ class KeysAndValues:
         return self.keys.index_select(1, slots), self.values.index_select(1, slots)
 
     def gather_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Like `gather`, for slots given as rows [heads * n] of the flattened heads and slots.
-        Several threads can share this work."""
+        """Like `gather`, but takes row numbers [heads * n] of the tensors flattened to
+        [heads * slots, width]. Unlike `gather`, torch runs this on several threads."""
         shape = (self.keys.shape[0], len(rows) // self.keys.shape[0], -1)
         keys, values = (
             tensor.view(-1, tensor.shape[2]).index_select(0, rows).view(shape)
@@ -105,17 +107,19 @@ class KeysAndValues:
         self.values.index_copy_(1, slots, values)
 
     def copy(self, sources: Tensor, targets: Tensor, unit: int) -> None:
-        """Copies runs of `unit` slots, all at once. `sources` and `targets` are numbers of runs."""
+        """Copies runs of `unit` slots, all at once. Run n has the slots from n * `unit` on.
+        `sources` and `targets` are numbers of runs."""
         for tensor in (self.keys, self.values):
             size = (tensor.shape[0], tensor.shape[1] // unit, unit, tensor.shape[2])
             units = tensor.view(size)
-            # `index_select` copies before anything is written, so the two may overlap.
+            # `index_select` makes a copy, so sources and targets may overlap.
             units.index_copy_(1, targets, units.index_select(1, sources))
 
 
 class BlockedKeysAndValues:
-    """The cache of one layer, in the layout of vLLM's CPU attention, or of several layers, one
-    layer's pages after another's. Keys and values have the same width."""
+    """The cache of one layer, or of several layers with the same shape, in the layout of vLLM's CPU
+    attention. If there are several, the pages of all layers are concatenated. Keys and values must
+    have the same width."""
 
     def __init__(self, shape: LayerShape, num_pages: int, num_layers: int = 1) -> None:
         check(shape.key_width == shape.value_width, "keys and values have the same width")
@@ -129,7 +133,7 @@ class BlockedKeysAndValues:
         self._columns = self.keys.view(*size[:2], size[3], size[2])
 
     def copy(self, sources: Tensor, targets: Tensor, unit: int) -> None:
-        """Like `KeysAndValues.copy`. A unit is a page or a slot."""
+        """Like `KeysAndValues.copy`, for a `unit` of one page or one slot."""
         first_units = self._first_pages * (PAGE_SIZE // unit)
         sources, targets = ((first_units + units).flatten() for units in (sources, targets))
         if unit == PAGE_SIZE:
@@ -154,9 +158,11 @@ class KVCache:
         is_blocked: bool = False,
         plain_shapes: Sequence[LayerShape] = (),
     ) -> None:
-        """If `is_blocked`, layers are `BlockedKeysAndValues`. Those of `plain_shapes` never are."""
+        """If `is_blocked`, the `layers` are `BlockedKeysAndValues`, else `KeysAndValues`. The
+        `plain_layers` are always `KeysAndValues`."""
         self._stacks: list[Any] = []
-        """A cache for all layers of each shape, so that pages of all of them are copied at once."""
+        """For each shape one cache of all layers with this shape, so that one call copies a page in
+        all of them."""
         self.layers = self._new_layers(shapes, num_pages, is_blocked)
         self.plain_layers = self._new_layers(plain_shapes, num_pages, False)
 
@@ -174,7 +180,7 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """The size of all tensors."""
         return sum(stack.keys.nbytes + stack.values.nbytes for stack in self._stacks)
 
     def copy_pages(self, copies: Sequence[Copy]) -> None:
@@ -191,13 +197,13 @@ class KVCache:
     def _copy(self, copies: Sequence[Copy], unit: int) -> None:
         """Copies runs of `unit` slots in every layer, all at once."""
         places = torch.tensor(copies)
-        with on_threads(1):  # A short copy would wait for threads whose cores are in use.
+        with on_threads(1):  # On several threads, a short copy might wait for busy cores.
             for stack in self._stacks:
                 stack.copy(*places.to(stack.keys.device).unbind(1), unit)
 
 
 def _layers_of(stack: Any, num_layers: int) -> Iterator[Any]:
-    """The cache of each layer, as views of their stack."""
+    """The cache of each layer, as a view of the `stack` of all layers."""
     tensors = (tensor.tensor_split(num_layers) for tensor in (stack.keys, stack.values))
     for keys, values in zip(*tensors, strict=True):
         layer = copy(stack)
