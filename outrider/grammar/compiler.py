@@ -38,9 +38,9 @@ from outrider.shared_calls import SharedCalls
 logger = logging.getLogger(__name__)
 
 _SPACES: Any = {"whitespace_pattern": " "}
-"""Allows one space where JSON allows any number, because some models would write spaces without
-end. The `x-guidance` of a schema takes precedence."""
-if version("llguidance").startswith("1.7."):  # This version would repeat the pattern.
+"""Allows one space where JSON allows any number of spaces, because some models would write spaces
+without end. The `x-guidance` of a schema takes precedence."""
+if version("llguidance").startswith("1.7."):  # Here the pattern would allow several spaces.
     _SPACES = {"whitespace_flexible": False, "item_separator": " ?, ?", "key_separator": " ?: ?"}
 _REASON_CHARS_MAX = 400
 _Key = tuple[str, bytes]
@@ -53,7 +53,7 @@ class Grammar:
 
     constraint: Constraint
     start: LLMatcher
-    """The matcher before the first token. Users copy it."""
+    """The matcher before the first token. It is copied before it is used."""
     eos_token_ids: frozenset[int]
     eos_bits: bytes
     """The mask that allows only the tokens of `eos_token_ids`."""
@@ -62,17 +62,17 @@ class Grammar:
     digest: bytes
     """The constraint's digest."""
     tenant: str = ""
-    """The tenant whose sessions use it."""
+    """The tenant whose sessions use the grammar."""
     compile_s: float = 0.0
-    """The time it took to compile."""
+    """The CPU time of the compilation."""
 
     @property
     def key(self) -> _Key:
         return self.tenant, self.digest
 
     def is_used_up(self) -> bool:
-        """Whether the grammar can compute no more masks. All copies share the states of the lexer,
-        whose number is limited."""
+        """Whether the grammar can compute no more masks. All copies of its matcher share the
+        lexer's states, and the number of these states is limited."""
         copy = self.start.deep_copy()
         copy.compute_bitmask()
         return bool(copy.is_error())
@@ -80,13 +80,14 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class _Refusal:
-    """Why there is no grammar."""
+    """The reason why a constraint has no grammar."""
 
     error: Callable[[], OutriderError]
     """Makes a new error for each caller. One shared error would keep the stack frames of every
     caller that raised it, and so their requests, in memory."""
     until_s: float = math.inf
-    """When to compile again. A compilation may have been slow by chance."""
+    """The time at which the refusal ends. Then the constraint is compiled again, because it may
+    have been slow by chance."""
 
 
 class GrammarTokenizer:
@@ -94,7 +95,7 @@ class GrammarTokenizer:
 
     def __init__(self, tokenizer: Any, eos_token_ids: tuple[int, ...]) -> None:
         """`tokenizer` is a fast tokenizer of Hugging Face, or the JSON of its backend. Takes about
-        a second. Raises `ConfigError` for any other tokenizer, and without end tokens."""
+        a second. Raises `ConfigError` for any other tokenizer, and if there are no end tokens."""
         if not eos_token_ids:
             raise ConfigError("a constraint needs a token that ends a text; the model has none")
         try:
@@ -122,7 +123,7 @@ class GrammarTokenizer:
             raise BadRequest(constraint.kind, reason) from None
         start = LLMatcher(self.tokens, text, log_level=0, limits=self._limits)
         if not start.is_error():
-            # The first mask is slow. Computed later, it would hold up a step for all sessions.
+            # Computes the first mask here, because it is slow. Later it would delay a step.
             first = start.deep_copy()
             first.compute_bitmask()
             if first.is_error():
@@ -148,43 +149,44 @@ def backend_json(tokenizer: Any) -> str:
 
 class Grammars:
     """The grammars of one process: the most recent ones, and all that are still referenced. Any
-    thread may read results, including failures. Each tenant has its own grammars, so that times and
-    refusals reveal nothing of another tenant's requests."""
+    thread may look up grammars and refusals. Each tenant has grammars of its own, so that times and
+    refusals reveal nothing about another tenant's requests."""
 
     def __init__(self, load: Callable[[], GrammarTokenizer]) -> None:
-        """Calls `load` for the first constraint. If `load` raises `ConfigError`, all constraints
-        are refused."""
+        """Calls `load` before it compiles the first constraint. If `load` raises `ConfigError`, the
+        constraint is refused."""
         self._load = load
         self.clock: Callable[[], float] = time.thread_time
-        """CPU time of the thread, s."""
+        """The CPU time of the thread, in seconds."""
         self.now: Callable[[], float] = time.monotonic
-        """Time, s."""
+        """The time, in seconds."""
         self._tokenizer: GrammarTokenizer | None = None
         self._loading = threading.Lock()
         self._lock = threading.Lock()
         self._found: Newest[_Key, Grammar | _Refusal] = Newest(GRAMMARS_MAX)
         self._held: WeakValueDictionary[_Key, Grammar] = WeakValueDictionary()
-        """Referenced grammars, even those that are no longer in `_found`."""
+        """All grammars that are still referenced, even if they are no longer in `_found`."""
         self._slow: WeakSet[Grammar] = WeakSet()
-        """Grammars that held up a step once."""
+        """Grammars that have delayed a step once."""
         self.slow_ahead: WeakSet[Grammar] = WeakSet()
-        """Grammars that were too slow after draft tokens, and are used after committed tokens
-        alone. Only the thread of steps uses this."""
+        """Grammars that were too slow after draft tokens. They are used after committed tokens
+        only. Only the thread that runs steps may use this set."""
         self._calls: SharedCalls[_Key, Grammar | _Refusal] = SharedCalls(COMPILE_THREADS, "grammar")
 
     def find(self, digest: bytes, tenant: str = "") -> Grammar | OutriderError | None:
-        """The compiled grammar, or the error of its compilation; None if the digest is unknown."""
+        """The compiled grammar, or the error why there is none; None if the digest is unknown."""
         found = self._look_up((tenant, digest))
         return found.error() if isinstance(found, _Refusal) else found
 
     def get(self, constraint: Constraint, tenant: str = "") -> Grammar:
-        """The grammar of a constraint, compiled on this thread if it is unknown. Raises
-        `BadRequest`, with the kind as its field, if there is none."""
+        """The grammar of a constraint. If it is unknown, compiles it on this thread. Raises
+        `BadRequest`, with the kind as its field, if the constraint is refused."""
         found = self._look_up((tenant, constraint.digest()))
         return _grammar_of(found or self._compile(constraint, tenant))
 
     async def prepare(self, constraint: Constraint, tenant: str = "") -> Grammar:
-        """Like `get`, but compiles on other threads. Raises `Overloaded` if too many wait."""
+        """Like `get`, but compiles on other threads. Raises `Overloaded` if too many constraints
+        wait to be compiled, or if this one waits too long."""
         key = tenant, constraint.digest()
         found = self._look_up(key)
         if found is None:
@@ -198,10 +200,11 @@ class Grammars:
         return _grammar_of(found)
 
     def renewed(self, used_up: Grammar) -> Grammar:
-        """Replaces a grammar that can compute no more masks. Returns a grammar that another session
-        has compiled since. If there is none, compiles the constraint again; if that took longer
-        than `MASK_S_MAX` before, raises `BadRequest` instead, and the next session with the
-        constraint compiles it before it starts."""
+        """A new grammar in place of one that can compute no more masks. If another session has
+        compiled the constraint again, returns that grammar. Otherwise compiles the constraint, on
+        this thread. But if the last compilation took longer than `MASK_S_MAX`, raises `BadRequest`,
+        because all sessions would have to wait. Then the next session with this constraint compiles
+        it before its first step."""
         key = used_up.key
         with self._lock:
             if self._known(key) is used_up:
@@ -214,7 +217,7 @@ class Grammars:
         return self.get(used_up.constraint, used_up.tenant)
 
     def note_slow(self, grammar: Grammar) -> None:
-        """Records that a grammar held up a step for too long. The second time, refuses its
+        """Records that a grammar has delayed a step for too long. The second time, refuses its
         constraint for `TOO_SLOW_S` and raises `BadRequest`."""
         if grammar not in self._slow:
             self._slow.add(grammar)
@@ -304,8 +307,8 @@ def _grammar_text(constraint: Constraint) -> str:
 
 
 def _check_strict(schema: dict[str, Any], field: str) -> None:
-    """Raises `BadRequest` for a lenient schema, because the compiler would ignore the parts that it
-    does not support."""
+    """Raises `BadRequest` for a lenient schema, because the compiler would ignore those parts of
+    the schema that it does not support."""
     options = schema.get("x-guidance")
     if isinstance(options, dict) and options.get("lenient", False) is not False:
         raise BadRequest(field, "x-guidance.lenient is not allowed: parts would be ignored")
@@ -327,17 +330,16 @@ _NOTES = {
     *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
     *("$comment", "$schema", "$id", "$anchor", "$defs", "definitions", "x-guidance"),
 }
-"""Keys that do not restrict an answer, or not by themselves."""
+"""Keys that by themselves do not restrict an answer."""
 _APART = _NOTES | {"allOf", "$ref", "patternProperties", "enum", "const", *_UNIONS}
-"""Keys that `_Document` handles one by one."""
+"""Keys that `_Document._combined` ignores, or handles one by one."""
 _MANY = 1e9
 _REFERENCES_MAX = 8
 """Maximum number of references that are followed to find the type of an alternative."""
 
 
 def check_alternatives(schema: dict[str, Any], field: str) -> None:
-    """Raises `BadRequest` for a schema with so many alternatives that a mask would take too
-    long."""
+    """Raises `BadRequest` if a schema has so many alternatives that masks would take too long."""
     try:
         found = _Document(schema).num_alternatives()
     except RecursionError:
@@ -357,11 +359,12 @@ class _Document:
     def __init__(self, schema: dict[str, Any]) -> None:
         self._schema = schema
         self._reached: dict[int, float] = {}
-        """By `id` of a visited part: the alternatives in that part and in all that it refers to."""
+        """Maps the `id` of a visited part to the result of `_reach` for this part."""
         self._all_listed = sum(map(self._listed, self._parts()))
 
     def num_alternatives(self) -> float:
-        """The alternatives of all parts. A part counts once, even if it is referred to often."""
+        """The number of alternatives in all parts. Each part counts once, even if several
+        references name it."""
         return sum(map(self._own, self._parts()))
 
     def _parts(self) -> Iterator[dict[str, Any]]:
@@ -374,8 +377,9 @@ class _Document:
                 yield part
 
     def _own(self, schema: dict[str, Any]) -> float:
-        """The number of alternatives that a schema lists itself. If its parts apply together, the
-        number of combinations of the parts' alternatives, if that is larger."""
+        """The number of alternatives that a schema lists itself. If several parts of the schema
+        apply together, their alternatives can be combined. Then the number of combinations counts
+        if it is larger."""
         found, parts = self._listed(schema), self._combined(schema)
         if len(parts) < 2:
             return found
@@ -389,8 +393,8 @@ class _Document:
         return sum(map(self._of_union, [values, *(_list_at(schema, key) for key in _UNIONS)]))
 
     def _of_union(self, entries: list[Any]) -> float:
-        """The sum of the weights of a union's alternatives. 0 if only one alternative has a weight
-        above zero, as there is nothing to choose."""
+        """The sum of the weights of a union's alternatives. The result is 0 if only one alternative
+        has a weight above 0, because then there is no choice."""
         counted = [weight for weight in map(self._weight, entries) if weight > 0]
         return float(sum(counted)) if len(counted) > 1 else 0.0
 
@@ -410,8 +414,8 @@ class _Document:
         return 1 if kinds and kinds <= {"object", *_SCALARS} else LIST_ALTERNATIVE
 
     def _combined(self, schema: dict[str, Any]) -> list[float]:
-        """The number of alternatives in each part of a schema, for all parts that apply together.
-        Parts without alternatives are left out."""
+        """The numbers of alternatives in those parts of a schema that apply together. Parts without
+        alternatives are left out."""
         patterns = schema.get("patternProperties")
         at_once = [
             *_list_at(schema, "allOf"),
@@ -427,13 +431,14 @@ class _Document:
         return [part for part in parts if part > 0]
 
     def _reach(self, value: Any) -> float:
-        """The alternatives in a value and in all that it refers to."""
+        """The number of alternatives in a value and in all parts that it refers to."""
         if not isinstance(value, dict | list):
             return 0.0
         known = self._reached.get(id(value))
         if known is not None:
             return known
-        self._reached[id(value)] = self._all_listed  # For references back to this value.
+        # Until the result is known, references back to this value count as all alternatives.
+        self._reached[id(value)] = self._all_listed
         found = sum(map(self._reach, containers_in(value)))
         if isinstance(value, dict):
             found += self._own(value) + self._reach_by(value.get("$ref"))
@@ -441,8 +446,8 @@ class _Document:
         return found
 
     def _reach_by(self, reference: Any) -> float:
-        """`_reach` of the part that a reference names. If the document has no such part, all listed
-        alternatives."""
+        """`_reach` of the part that a reference names. If the document has no such part, the number
+        of all alternatives that the document lists."""
         if not isinstance(reference, str):
             return 0.0
         target = self._target(reference)

@@ -33,19 +33,20 @@ class ConstraintKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What the whole completion must match. Made by `of_schema`, `of_regex`, `of_choices`,
-    `any_object` or `read`, none of which checks whether the constraint can be compiled."""
+    """The text that the whole completion must match. To make a constraint, call `of_schema`,
+    `of_regex`, `of_choices`, `any_object` or `read`. None of them checks whether the constraint can
+    be compiled."""
 
     kind: ConstraintKind
     text: str
-    """A schema as compact JSON, whose order of keys is that of the answers; a regular expression
-    that the whole completion matches; or choices as a JSON list."""
+    """By `kind`: a schema as compact JSON, a regular expression, or a JSON list of choices. An
+    answer has its keys in the order of the schema's keys."""
 
     @classmethod
     def of_schema(
         cls, schema: str | Mapping[str, Any], field: str = ConstraintKind.JSON_SCHEMA
     ) -> Constraint:
-        """JSON that matches a schema, given as JSON text or as a mapping. Raises `BadRequest` if
+        """JSON that matches a schema. The schema is JSON text or a mapping. Raises `BadRequest` if
         the schema is not a JSON object, or exceeds the size or depth in `outrider.limits`."""
         if isinstance(schema, str):
             _check_size(schema, CONSTRAINT_BYTES_MAX, field)
@@ -64,8 +65,8 @@ class Constraint:
 
     @classmethod
     def of_regex(cls, regex: str, field: str = ConstraintKind.REGEX) -> Constraint:
-        """Text that a regular expression matches completely. Anchors around the whole expression
-        have no effect. Raises `BadRequest` if the expression is empty or too long."""
+        """Text that a regular expression matches from beginning to end. Anchors around the whole
+        expression have no effect. Raises `BadRequest` if the expression is empty or too long."""
         if not isinstance(regex, str):
             raise BadRequest(field, "must be a string")
         _check_size(regex, REGEX_BYTES_MAX, field)
@@ -76,7 +77,8 @@ class Constraint:
 
     @classmethod
     def of_choices(cls, choices: Iterable[str], field: str = ConstraintKind.CHOICE) -> Constraint:
-        """One of these texts. Raises `BadRequest` for no text, too many, or an empty text."""
+        """One of these texts. Raises `BadRequest` if there are no texts or too many, or if one of
+        them is empty."""
         listed = [choices] if isinstance(choices, str) else list(choices)
         if not 1 <= len(listed) <= CHOICES_MAX:
             raise BadRequest(field, f"got {len(listed)} choices; allowed: 1..{CHOICES_MAX}")
@@ -89,8 +91,8 @@ class Constraint:
 
     @classmethod
     def read(cls, kind: str, text: str, field: str = "constraint") -> Constraint:
-        """The constraint with this kind and canonical text, from a message or the store. Raises
-        `BadRequest` if they are invalid."""
+        """The constraint with this kind and canonical text, which come from a message or the store.
+        Raises `BadRequest` if they are invalid."""
         if kind == ConstraintKind.JSON_OBJECT:
             return cls.any_object()
         if kind == ConstraintKind.JSON_SCHEMA:
@@ -169,8 +171,8 @@ def containers_in(value: Any) -> list[Any]:
 
 
 def _without_anchors(regex: str) -> str:
-    """Removes every ^ at the beginning and every unescaped $ at the end. All of them, so that a
-    second call changes nothing."""
+    """Removes every ^ at the beginning and every unescaped $ at the end. Then a second call changes
+    nothing."""
     bare = regex.lstrip("^")
     while bare.endswith("$"):
         before = bare[:-1]

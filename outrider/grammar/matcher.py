@@ -1,9 +1,9 @@
-"""Which tokens may follow a session's tokens, by its grammar. The state depends on constraint and
-completion alone. So it can be rebuilt, and rolled back when tokens are discarded.
+"""Computes which tokens may follow a session's tokens, by its grammar. A matcher's state depends
+only on the constraint and the completion. So the state can be rebuilt, and it can be rolled back
+when tokens are discarded.
 
-If a text can continue in only one way, a mask allows only the token that the tokenizer itself would
-write. The grammar also consumes other tokens that spell a part of that text, but no mask allows
-them.
+If a text can continue in only one way, a mask allows only the token with which the tokenizer would
+begin this continuation. The grammar also accepts other tokens that begin it, but masks forbid them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ _USED_UP = "it needs too many states"
 
 
 class PrefixMatcher:
-    """Follows one completion. Tracks end tokens outside the grammar, which can only tell whether
-    the text may end, and rejects all tokens once the text must end."""
+    """Follows one completion. The matcher itself keeps track of end tokens, because the grammar can
+    only tell whether the text may end. Once the text must end, the grammar rejects all tokens."""
 
     def __init__(self, grammar: Grammar, grammars: Grammars) -> None:
-        """`grammars` replaces the grammar if it is used up, and is told if it is slow."""
+        """`grammars` supplies another grammar if this one is used up, and records slow
+        grammars."""
         self.grammar = grammar
-        """The grammar in use."""
+        """The grammar in use. If it is used up, another one replaces it."""
         self._grammars = grammars
         self._matcher: LLMatcher = grammar.start.deep_copy()
         self._is_broken = False
@@ -39,19 +40,21 @@ class PrefixMatcher:
         self._tokens: list[int] = []
         """The tokens up to the current state, all of which are allowed."""
         self._num_fed = 0
-        """How many of `_tokens` the grammar has consumed: all before the first end token."""
+        """The number of `_tokens` that the grammar has consumed. These are all tokens before the
+        first end token."""
 
     def ask_ahead(self, is_ahead: bool) -> None:
-        """Sets whether the next question is about draft tokens. A slow answer to such a question
-        ends no session. Raises `Incompatible` if the grammar was too slow for one before."""
+        """Sets whether the next question is about draft tokens. If it is, a slow answer does not
+        end the session. Raises `Incompatible` if the question is about draft tokens and the grammar
+        was too slow for such a question before."""
         self._is_ahead = is_ahead
         if is_ahead and self.grammar in self._grammars.slow_ahead:
             raise Incompatible(f"{self.grammar.constraint.kind}: is too slow after draft tokens")
 
     def stand(self, length: int, token_ids: Sequence[int]) -> int:
-        """Moves to the state after the first `length` current tokens and as many of `token_ids` as
-        the grammar allows. Returns how many of `token_ids` that are. Raises `Incompatible` if the
-        grammar has become too hard."""
+        """Keeps the first `length` of the current tokens, then adds `token_ids` up to the first
+        token that the grammar does not allow. Returns the number of `token_ids` that were added.
+        Raises `Incompatible` if the grammar takes too many states or too long."""
         tokens = self._tokens
         check(length <= len(tokens), f"{length} of {len(tokens)} tokens cannot be kept")
         common = 0
@@ -69,7 +72,7 @@ class PrefixMatcher:
 
     def mask(self) -> TokenMask:
         """The tokens that may come next. Raises `Incompatible` if there are none, or if the grammar
-        has become too hard."""
+        takes too many states or too long."""
         if self._num_fed < len(self._tokens):
             ends = np.frombuffer(self.grammar.eos_bits, dtype=np.uint8)
             return TokenMask(ends, is_over=True)
@@ -86,7 +89,8 @@ class PrefixMatcher:
         return TokenMask(bits)
 
     def _consume(self, token_ids: Sequence[int]) -> int:
-        """Consumes the tokens that are allowed here, and returns how many."""
+        """Adds `token_ids` up to the first token that is not allowed. Returns the number of tokens
+        that were added."""
         grammar, num_legal = self.grammar, 0
         if self._num_fed == len(self._tokens):
             words = []
@@ -108,7 +112,8 @@ class PrefixMatcher:
         return num_legal
 
     def _feed(self, words: Sequence[int]) -> int:
-        """Lets the grammar consume the tokens that it allows, and returns how many."""
+        """Lets the grammar consume the tokens up to the first one that it does not allow. Returns
+        the number of consumed tokens."""
         if not words:
             return 0
         began = self._grammars.clock()
@@ -127,9 +132,9 @@ class PrefixMatcher:
             raise self._too_hard()
 
     def _mend(self) -> bool:
-        """Replaces the grammar if it is used up, and returns whether it did: then the caller tries
-        again. Raises `Incompatible` if no new grammar can be had, or if the constraint itself is
-        too hard."""
+        """Replaces the grammar if it is used up. Returns whether it was replaced; if so, the caller
+        must try again. Raises `Incompatible` if the constraint has no new grammar, or if the
+        matcher has failed for another reason."""
         if self.grammar.is_used_up():
             try:
                 self.grammar = self._grammars.renewed(self.grammar)
@@ -143,14 +148,16 @@ class PrefixMatcher:
         return False
 
     def _start_over(self) -> bool:
-        """Rebuilds the state with a new matcher. Returns False if the grammar cannot reach it."""
+        """Rebuilds the state with a new matcher. Returns False if the new matcher does not accept
+        the tokens."""
         self._matcher = self.grammar.start.deep_copy()
         words = self._tokens[: self._num_fed]
         self._is_broken = self._feed(words) < len(words)
         return not self._is_broken
 
     def _check_time(self, began: float, num_tokens: int) -> None:
-        """Acts on a grammar that took too long: all sessions of a replica wait for a step."""
+        """Reports the grammar if it took too long, because then all sessions of the step had to
+        wait. Raises `Incompatible` if the constraint is now refused."""
         allowed = MASK_S_MAX * -(-num_tokens // FOLLOWED_AT_ONCE)
         if self._grammars.clock() - began <= allowed:
             return
@@ -163,8 +170,8 @@ class PrefixMatcher:
             raise self._too_hard(error.reason) from error
 
     def _too_hard(self, reason: str = "") -> Incompatible:
-        """The error of a grammar that cannot be followed. Makes the matcher start over next
-        time."""
+        """The error of a grammar that cannot be followed. Makes the matcher start over at the next
+        call."""
         self._is_broken = True
         said = " ".join((reason or self._matcher.get_error() or "it is too hard").split())[:200]
         kind, num_tokens = self.grammar.constraint.kind, self._num_fed
@@ -172,14 +179,14 @@ class PrefixMatcher:
 
 
 class Followed:
-    """What may follow a session's committed tokens. Implements `Allowed`."""
+    """Tells which tokens may follow a session's committed tokens. Implements `Allowed`."""
 
     __slots__ = ("_committed", "_length", "_matcher")
 
     def __init__(
         self, matcher: PrefixMatcher, length: int, committed: tuple[int, ...] = ()
     ) -> None:
-        """Follows the first `length` tokens of the matcher, which must have these, and then
+        """The session's committed tokens are the first `length` tokens of the matcher, and then
         `committed`."""
         self._matcher = matcher
         self._length = length
@@ -204,8 +211,8 @@ class Followed:
 
 
 class Matchers:
-    """The matchers of a replica's sessions, for the thread of steps. Keeps the `MATCHERS_MAX` most
-    recent ones, and rebuilds others."""
+    """The matchers of a replica's sessions. Keeps the `MATCHERS_MAX` most recent ones, and builds
+    others again when they are needed. Only the thread that runs steps may use this object."""
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
@@ -214,10 +221,10 @@ class Matchers:
     def follow(
         self, session_id: str, compiled: Grammar | OutriderError, completion: Sequence[int]
     ) -> Followed:
-        """What may follow a session's completion so far. Valid until the next call for this
-        session. `compiled` is the grammar of its constraint, or the error of the compilation.
-        Raises `Incompatible` for an error, for a grammar that was refused later, and for a
-        completion that the grammar does not allow."""
+        """Tells which tokens may follow a session's completion. The result is valid until the next
+        call for this session. `compiled` is the grammar of the session's constraint, or the error
+        of its compilation. Raises `Incompatible` if `compiled` is an error, if the grammar has been
+        refused since, or if it does not allow the completion."""
         matcher = self._matchers.pop(session_id, None)
         if isinstance(compiled, OutriderError):
             raise Incompatible(compiled.message) from compiled

@@ -1,4 +1,4 @@
-"""Which tokens may follow the tokens so far."""
+"""Token masks, and the interface of objects that compute them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class TokenMask:
     """The tokens allowed at one position."""
 
     bits: Bits
-    """[W]: eight tokens a byte, lowest bit first. Tokens beyond the last bit are forbidden."""
+    """[W]: one bit for each token, eight a byte, the lowest bit first. Tokens beyond the last bit
+    are forbidden."""
     is_over: bool = False
     """Whether the completion has ended and only end tokens may follow."""
 
@@ -35,18 +36,20 @@ class TokenMask:
 
 
 class Allowed(Protocol):
-    """What may follow the committed tokens of one session, by its grammar or its `min_tokens`. The
-    answers depend on tokens and parameters alone. Valid until the session's tokens change."""
+    """Tells which tokens may follow the committed tokens of one session, by its grammar or its
+    `min_tokens`. The answers depend only on the tokens and the request. The object is valid until
+    the session's tokens change."""
 
     def after(self, drafted: Sequence[int]) -> TokenMask | None:
         """The tokens that may follow the committed tokens and `drafted`. None if `drafted` is not
-        allowed. Raises `Incompatible` if no token may follow, or if the grammar is too hard."""
+        allowed. Raises `Incompatible` if no token may follow, or if the grammar takes too many
+        states or too long."""
         ...
 
     def num_legal(self, drafted: Sequence[int]) -> int:
-        """How many of `drafted` are allowed before the first that is not."""
+        """The number of tokens in `drafted` before the first one that is not allowed."""
         ...
 
     def behind(self, committed: Sequence[int]) -> Allowed:
-        """What may follow once these tokens are committed, too."""
+        """The same object for the session after it has committed these tokens as well."""
         ...
