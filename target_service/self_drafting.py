@@ -1,4 +1,4 @@
-"""Drafts the next round's proposal on the target, with the verdict."""
+"""Drafts the next round's proposal on the target, right after a verdict."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -17,9 +17,8 @@ logger = logging.getLogger(__name__)
 
 
 class SelfDrafter:
-    """Drafts with an EAGLE-3 head or an MTP layer: one more layer on the target's pages, which
-    reads pairs of a token and a hidden state. Each step of the engine drafts one token of every
-    round."""
+    """Drafts with an EAGLE-3 head or an MTP layer, which runs as one more layer on the target's
+    pages. Each pass of that layer drafts one token of every proposal."""
 
     def __init__(self, layer: LoadedDraftHead, engine: DraftingEngine) -> None:
         """`engine` is the target's."""
@@ -30,19 +29,21 @@ class SelfDrafter:
     def propose(
         self, requests: Sequence[DraftRequest], hidden_states: Sequence[Tensor]
     ) -> list[Proposal]:
-        """One proposal of at most the requested length for each request, in order. A request names
-        a sequence of the target, which holds all its tokens but the newest; without penalties,
-        `token_ids` has only the newest token. `hidden_states`, [D] each, are the engine's features
-        at the token before it. The sequences stay unchanged.
+        """Returns a proposal for each request, in order. It has at most the requested number of
+        tokens. The target's sequence of a request must hold all committed tokens but the newest.
+        Without penalties, the request's `token_ids` has only the newest token. `hidden_states` are
+        the engine's features [D] at the token before the newest. The sequences stay unchanged.
 
-        As for any drafter, a proposal depends on no uncommitted token of earlier drafts, and on no
-        noise but that of its round. If logits cannot be drawn from, or a pass fails, the tokens
-        drawn so far are proposed: to drop a token because of its value biases the output.
+        A proposal depends on no uncommitted token of earlier drafts, and on the random numbers of
+        its own round alone. If a pass fails, or no token can be drawn from its logits, the tokens
+        drawn so far are proposed. They are not dropped, because dropping a token because of its
+        value would bias the output.
         """
         drafts = [AutoregressiveDraft(request) for request in requests]
         features, engine = list(hidden_states), self.engine
         lengths = {draft.sequence_id: engine.length(draft.sequence_id) for draft in drafts}
-        for draft in drafts:  # A longer sequence would continue from uncommitted tokens.
+        # After any other length, the draft would continue from wrong or uncommitted tokens.
+        for draft in drafts:
             if lengths[draft.sequence_id] != draft.request.noise.committed_length - 1:
                 draft.stop()
 
@@ -62,7 +63,7 @@ class SelfDrafter:
     def _fitting(
         self, drafts: Sequence[AutoregressiveDraft], active: Sequence[int]
     ) -> dict[int, SequenceStep]:
-        """A step for each of these drafts for which there are pages; the other drafts end."""
+        """A step for each of the `active` drafts that finds pages. Ends the other active drafts."""
         steps = {
             index: SequenceStep(drafts[index].sequence_id, (drafts[index].newest,), 1)
             for index in active
@@ -78,8 +79,8 @@ class SelfDrafter:
         return fitting
 
     def _logits(self, steps: Mapping[int, SequenceStep], features: list[Tensor]) -> Tensor:
-        """[R, N]: the logits after each step. The keys of `steps` are indices of drafts. Stores in
-        `features` what the next step reads."""
+        """The logits [R, N] after each of R steps. The keys of `steps` are indices of drafts.
+        Replaces the `features` of these drafts by those that their next step reads."""
         given = [features[index] for index in steps]
         hidden = torch.cat(self.engine.forward_draft([*steps.values()], given))
         for index, row in zip(steps, self._head.carry(hidden), strict=True):

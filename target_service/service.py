@@ -1,4 +1,4 @@
-"""The target as a `ReplicaService`: receives items from streams, answers with verdicts, and runs
+"""The target as a `ReplicaService`. It receives items from streams, answers with verdicts, and runs
 ahead."""
 
 from __future__ import annotations
@@ -40,11 +40,10 @@ class TargetService(SteppedService):
         clock: Callable[[], float] = time.perf_counter,
         grammars: Grammars | None = None,
     ) -> None:
-        """A step has at most `max_num_seqs` sessions and `max_num_batched_tokens` tokens, or fewer
-        if `costs` show that other sessions would notice the longer step. It waits for sessions that
-        will soon be ready, if `costs` say that this pays. A `self_drafter` must belong to this
-        engine; its time is measured by `clock`, in seconds. Without `grammars` (of the engine's
-        tokenizer) sessions with a constraint are refused."""
+        """A step has at most `max_num_seqs` sessions and `max_num_batched_tokens` tokens. With
+        `costs`, the time of a step is limited as well, and a step waits for sessions that are
+        expected soon if waiting pays. A `self_drafter` must use this engine. `clock` measures the
+        time of drafting, in seconds. Without `grammars`, sessions with a constraint are refused."""
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
         verifier = Verifier(engine, budget, self_drafter, clock, grammars)
         layer = getattr(engine, "draft_layer", None)
@@ -59,7 +58,7 @@ class TargetService(SteppedService):
         self._ahead: OrderedDict[str, RunAhead] = OrderedDict()
 
     def submit(self, work: StepRequest) -> None:
-        """Lets a session run ahead, or further ahead if it does already; queues any other item."""
+        """If the item allows run-ahead, starts or extends it. Queues any other item."""
         item, [sender] = work.item, work.senders
         session_id = item.head.session_id
         ahead = self._ahead.get(session_id)
@@ -78,8 +77,8 @@ class TargetService(SteppedService):
             super().submit(work)
 
     def _run_next(self, session_id: str, ahead: RunAhead) -> None:
-        """Puts the next round of a session that runs ahead, if it may have one, at the end of the
-        queue."""
+        """Queues the next round of a session that runs ahead. If no further round is allowed, sends
+        the verdicts that wait to be sent together."""
         item = ahead.next_item(self._description.max_model_len)
         if item is None:
             ahead.sender.flush(session_id)
@@ -103,7 +102,7 @@ class TargetService(SteppedService):
         if isinstance(answer, VerdictReply):
             ahead.add(answer)
             if answer.verdict.correction[0] in self._description.eos_token_ids:
-                ahead.sender.flush(session_id)  # The session probably ends.
+                ahead.sender.flush(session_id)  # The session probably ends with this token.
             self._run_next(session_id, ahead)
         else:
             del self._ahead[session_id]
@@ -115,25 +114,26 @@ class TargetService(SteppedService):
 
 
 class RunAhead:
-    """The rounds of one session from `item` on: which were answered, and how far they may go.
+    """The run-ahead of one session. It consists of the round of `item` and up to `item.run_ahead`
+    further rounds. Each round commits one token.
 
     | round | committed length at its start | verdict |
     | --- | --- | --- |
-    | first | `item.head.committed_length` | `replies[0]` |
-    | first + j | the same + j | `replies[j]`, or not yet |
+    | `item.head.round + j` | `item.head.committed_length + j` | `replies[j]`, once it is known |
     """
 
     def __init__(self, item: VerifyItem, sender: AnswerSender) -> None:
         self.sender = sender
         self.running: StepRequest | None = None
-        """The round that is queued or being computed."""
+        """The round that is queued or being computed; None if there is none."""
         self._item = item
         self.replies: list[VerdictReply] = []
-        """The verdicts from the item's round on."""
         self._tokens: list[int] = list(item.head.append)
-        """Committed tokens after `item.head.base_length`, including those of these rounds."""
+        """All committed tokens after `item.head.base_length`. The last `len(replies)` of them are
+        from this run-ahead."""
         self._digests: list[int] = [item.head.prefix_digest]
-        """Digests of the prefixes that end before and after each of `_tokens`."""
+        """`_digests[i]` is the digest of the prefix that ends before `_tokens[i]`. The last digest
+        is that of the whole prefix."""
         for token_id in self._tokens:
             self._digests.append(extend_digest(self._digests[-1], token_id))
 
@@ -142,9 +142,10 @@ class RunAhead:
         return self._item.head.round + self._item.run_ahead
 
     def continues(self, item: VerifyItem) -> bool:
-        """Whether `item` states a prefix that these rounds have reached and still know, and allows
-        at least as many rounds. An item that allows fewer is from another coordinator, which may
-        draft sooner: it must not get verdicts of rounds that it did not ask for."""
+        """Whether `item` asks for one of these rounds or for the next one, with the same prefix and
+        parameters, and allows all rounds that this run-ahead allows. An item that allows fewer
+        rounds is from another coordinator, which may want to draft earlier. It must not get
+        verdicts of rounds for which it did not ask."""
         mine, asked = self._item.head, item.head
         offset = asked.base_length - mine.base_length
         rounds = asked.round - mine.round
@@ -163,9 +164,10 @@ class RunAhead:
         )
 
     def extend(self, item: VerifyItem, sender: AnswerSender) -> list[VerdictReply]:
-        """Moves the beginning to `item`, which `continues` these rounds, and extends the allowance.
-        Returns the known verdicts from its round on if they may be lost: if the item repeats its
-        round, or came over another connection."""
+        """Makes `item` the item of this run-ahead, and drops the rounds before it. The item must
+        satisfy `continues`. Returns the known verdicts from its round on if the coordinator may
+        lack them, because the item has come again or over another connection. Otherwise returns
+        none."""
         rounds = item.head.round - self._item.head.round
         may_be_lost = rounds == 0 or sender is not self.sender
         offset = item.head.base_length - self._item.head.base_length
@@ -186,9 +188,10 @@ class RunAhead:
         self._digests.append(extend_digest(self._digests[-1], token_id))
 
     def next_item(self, length_max: int) -> VerifyItem | None:
-        """The next round; None if the allowance or `length_max` tokens forbid it. The requested
-        round is always allowed. A later round's base is what the round before has left in the
-        cache. It appends that round's token, and asks for no features."""
+        """The next round to run. None if all allowed rounds have run, or if the prefix would be
+        longer than `length_max` tokens. The first round is `item` itself. Each later round extends
+        the prefix that the round before has left in the cache by the token of that round. Only the
+        first round asks for features."""
         head = self._item.head
         rounds = len(self.replies)
         if rounds == 0:
@@ -202,6 +205,6 @@ class RunAhead:
             base_length=held,
             prefix_digest=self._digests[held - head.base_length],
             append=(self._tokens[-1],),
-            traceparent="",  # It belongs to the requested round, not to this one.
+            traceparent="",  # The trace is that of the first round alone.
         )
         return replace(self._item, head=own, features_from=None)

@@ -1,7 +1,11 @@
 """One step of a target: one forward pass over all items, then a verdict for each.
 
-item ok?  -> prefix held?  -> room?      -> forward (all) -> mask, transforms, rule -> verdict
-Refused      Resync           Unfinished    append + proposal      next to the logits
+stage of an item                                        answer if the stage fails
+validate the item                                       `Refused`
+find the prefix that it states in the cache             `Resync`
+find room in the step for its new tokens                `Unfinished`
+run its new tokens and its proposal, in the one pass    `Refused`
+compute the verdict, on the device of the logits        `Refused`
 """
 
 import logging
@@ -42,33 +46,34 @@ from .self_drafting import SelfDrafter
 logger = logging.getLogger(__name__)
 
 _REPLACEMENT = 0
-"""Runs in place of a draft token outside the target's vocabulary. Such a token has p = 0 and is
-never accepted, so what follows it is never used."""
+"""The token that runs in place of a draft token outside the target's vocabulary. Such a draft token
+has p = 0 and is never accepted, so the logits after it are never used."""
 
 _ROWS_AT_ONCE = {"cpu": 64, "cuda": 256}
-"""Most rows of logits from which verdicts are made together. Larger batches are no faster and take
-more memory. On a GPU, 256 rows of 128,000 tokens take 125 MiB, and up to twice that if the rows of
-several sessions must be copied to join them."""
+"""The largest number of rows of logits from which verdicts are computed together, by device. Larger
+batches are no faster and take more memory. On a GPU, 256 rows of 128,000 tokens take 125 MiB. If
+the rows of several sessions are copied into one tensor, they take up to twice that."""
 
 
 class _Round(Work):
-    """An item on its way through a step."""
+    """An item in a step, and what the step computes for it."""
 
     item: VerifyItem
     sampling: SamplingParams
     proposal: Proposal
     step: SequenceStep
-    """Its part of the forward pass. A step without logits only runs a part of the prefix."""
+    """The item's part of the forward pass. If it asks for no logits, it only runs a part of the
+    prefix."""
     question: Question
-    """The input of its verdict."""
+    """The input of the verdict's computation."""
     features: Tensor
-    """[K+1, D]: what a self-drafter reads at these rows."""
+    """[K+1, D]: the target's features for a self-drafter, one row for each row of logits."""
     history = NO_HISTORY
-    """What penalties count."""
+    """The tokens that penalties count."""
     allowed: Allowed | None = None
-    """What may follow the committed tokens; None = everything."""
+    """Tells which tokens may follow the committed tokens. None = all tokens."""
     untold: frozenset[int] = frozenset()
-    """See `RowMasks.untold`."""
+    """`RowMasks.untold` of the proposal."""
 
     @property
     def demand(self) -> SlotDemand:
@@ -76,7 +81,7 @@ class _Round(Work):
         return SlotDemand(self.head, num_drafted, num_drafted + 1)
 
     def ask(self, logits: Tensor) -> None:
-        """Takes the pass's logits. Raises what `row_masks` raises."""
+        """Makes the question from the logits of the pass. Raises the errors of `row_masks`."""
         masks: Sequence[TokenMask | None] = ()
         if self.allowed is not None:
             rows = row_masks(self.allowed, self.proposal)
@@ -92,8 +97,9 @@ class _Round(Work):
         return decide(verdict, proposal.token_ids, head.rule, uniforms, proposal.parents)
 
     def within(self, verdict: Verdict) -> Verdict:
-        """The verdict. If its outcome reaches a row in `untold`: the verdict that ends with the
-        draft token before this row. The next round then fails there, as plain decoding would."""
+        """Returns `verdict`, unless its outcome reaches a row in `untold`. Then returns a verdict
+        that ends with the draft token before this row. So the next round fails after this token, as
+        plain decoding would."""
         path = self.outcome(verdict).path if self.untold else ()
         last = next((index for index in path if index + 1 in self.untold), None)
         if last is None:
@@ -102,7 +108,7 @@ class _Round(Work):
 
 
 class Verifier(StepWorker):
-    """The target's worker."""
+    """Runs the steps of a target."""
 
     _engine: Engine
 
@@ -114,8 +120,8 @@ class Verifier(StepWorker):
         clock: Callable[[], float],
         grammars: Grammars | None,
     ) -> None:
-        """The time of a `self_drafter`, which drafts on this engine, is measured by `clock`, in
-        seconds. Without `grammars` sessions with a constraint are refused."""
+        """A `self_drafter` must use this engine. `clock` measures the time of drafting, in seconds.
+        Without `grammars`, sessions with a constraint are refused."""
         super().__init__(engine, budget, grammars)
         self._clock: Callable[[], float] = lambda: clock() + engine.stated_seconds
         self.keeper: FeatureKeeper | None = None
@@ -180,7 +186,7 @@ class Verifier(StepWorker):
         one.step = SequenceStep(
             head.session_id, (*new_tokens, *drafted), len(drafted) + 1, parents=parents
         )
-        if one.sampling.penalised:  # Only penalties read the history. A copy is O(length).
+        if one.sampling.penalised:  # Only penalties read the history, and a copy is O(length).
             committed, num = aligned.committed, head.prompt_length
             one.history = TokenHistory(committed[:num], committed[num:], proposal.token_ids)
 
@@ -188,12 +194,13 @@ class Verifier(StepWorker):
         return self._engine.forward([one.step for one in rounds])
 
     def _finish(self, rounds: Sequence[_Round], logits: Sequence[Tensor]) -> None:
-        # Recorded before any verdict, so that tokens and slots agree even if a verdict fails. A
-        # tree is recorded with its verdict; if that fails, the session's next step drops its slots.
+        # Chains are recorded before any verdict, so that tokens and slots agree even if a verdict
+        # fails. A tree is recorded with its verdict. If this verdict fails, the session's next step
+        # drops the slots of the tree.
         for one in rounds:
             if not one.step.parents:
                 self._table.record(one.step.sequence_id, one.step.token_ids)
-        # For few rows, more threads gain little, and would wait for busy cores.
+        # With so few rows, more threads would gain little, and might wait for busy cores.
         with on_threads(1):
             self._judge(rounds, logits)
         if self.keeper is not None:
@@ -202,7 +209,7 @@ class Verifier(StepWorker):
             self._add_proposals(rounds, self._self_drafter)
 
     def _judge(self, rounds: Sequence[_Round], logits: Sequence[Tensor]) -> None:
-        """Answers rounds from their logits [K+1, V] each."""
+        """Answers each round from its logits [K+1, V]."""
         for one, rows in zip(rounds, logits, strict=True):
             if one.step.num_logits == 0:
                 one.answer = Unfinished.CONTINUES
@@ -220,7 +227,7 @@ class Verifier(StepWorker):
                 self._fail(one, error)
 
     def _reply(self, one: _Round, verdict: Verdict | OutriderError) -> VerdictReply:
-        """The answer for a verdict. Raises the error that took its place."""
+        """The answer with this verdict. Raises `verdict` if it is an error."""
         if isinstance(verdict, OutriderError):
             raise verdict
         item, proposal = one.item, one.proposal
@@ -238,7 +245,8 @@ class Verifier(StepWorker):
         return VerdictReply(one.head.key, verdict, cached_length, logprobs, audit=audited)
 
     def _keep_path(self, one: _Round, path: Sequence[int]) -> None:
-        """Keeps the slots of a tree's accepted path. The coordinator will find the same path."""
+        """Keeps only the accepted path of a tree's slots. The coordinator will accept the same
+        path."""
         name, token_ids = one.step.sequence_id, one.step.token_ids
         num_drafted = len(one.proposal)
         new, drafted = token_ids[:-num_drafted], token_ids[-num_drafted:]
@@ -247,8 +255,8 @@ class Verifier(StepWorker):
         self._table.record(name, (*new, *(drafted[index] for index in path)))
 
     def _add_features(self, rounds: Sequence[_Round], keeper: FeatureKeeper) -> None:
-        """Adds hidden states of committed tokens to verdicts whose items want them, in one copy
-        from the device. If that fails, drafts wait for a later verdict."""
+        """Adds hidden states of committed tokens to the verdicts of items that ask for them. Copies
+        all of them from the device together. If this fails, a later verdict brings them."""
         width = keeper.feature_width
         wanting: list[tuple[_Round, int, int]] = []
         try:
@@ -258,7 +266,7 @@ class Verifier(StepWorker):
             ranges = [(one.head.session_id, first, end) for one, first, end in wanting]
             kept = keeper.held_features(ranges).to("cpu", torch.bfloat16)
         except Exception:
-            logger.exception("no features come with %d verdicts", len(wanting))
+            logger.exception("%d verdicts are sent without features", len(wanting))
             return
         ends = np.cumsum([end - first for _, first, end in wanting])[:-1]
         parts = np.split(kept.view(torch.uint8).numpy(), ends)
@@ -266,7 +274,8 @@ class Verifier(StepWorker):
             one.answer = replace(one.answer, features=Features(first, width, rows.tobytes()))
 
     def _add_proposals(self, rounds: Sequence[_Round], drafter: SelfDrafter) -> None:
-        """Adds the next proposal to verdicts whose items want one. A failure costs only speed."""
+        """Adds the next proposal to the verdicts of items that ask for one. If this fails, the
+        verdicts are sent without proposals, which only costs speed."""
         wanting: list[_Round] = []
         requests: list[DraftRequest] = []
         features: list[Tensor] = []
@@ -291,7 +300,7 @@ class Verifier(StepWorker):
             proposals = drafter.propose(requests, features)
             draft_ms = (self._clock() - began) * 1e3
         except Exception:
-            logger.exception("no proposals come with %d verdicts", len(requests))
+            logger.exception("%d verdicts are sent without proposals", len(requests))
             return
         for one, request, proposal in zip(wanting, requests, proposals, strict=True):
             one.answer = replace(
@@ -304,7 +313,8 @@ class Verifier(StepWorker):
             )
 
     def _next_request(self, one: _Round, outcome: Outcome) -> DraftRequest | None:
-        """Asks for the proposal after an outcome; None if nothing more fits."""
+        """The request for the proposal after an outcome. None if the session has reached the
+        model's length."""
         item, history = one.item, one.history
         length = one.head.committed_length + len(outcome.token_ids)
         room = self._engine.info.max_model_len - length - sum(item.next_siblings)
@@ -328,15 +338,15 @@ def _answered(rounds: Sequence[_Round]) -> list[_Round]:
 
 
 def _features_wanted(rounds: Sequence[_Round], width: int) -> list[tuple[_Round, int, int]]:
-    """The range of features to send with each verdict, within the limits of a message and a step.
-    Rounds that lack the fewest rows come first, because a draft proposes only when it lacks none.
-    The other rows follow with later verdicts."""
+    """The rounds whose verdicts get features, each with the range (first, end) of positions. The
+    rows are limited for each message and for the step. Rounds that lack the fewest rows come first,
+    because a draft proposes only when it lacks none. Later verdicts bring the other rows."""
     lacking: list[tuple[_Round, int, int]] = []
     for one in _answered(rounds):
         first = one.item.features_from
         if first is None:
             continue
-        # The correction has no slot yet.
+        # The correction has not run yet, so it has no features.
         end = one.head.committed_length + one.outcome(one.answer.verdict).num_accepted
         if first < end:
             lacking.append((one, first, end))
@@ -351,7 +361,8 @@ def _features_wanted(rounds: Sequence[_Round], width: int) -> list[tuple[_Round,
 
 
 def _verdicts(questions: Sequence[Question]) -> list[Verdict | OutriderError]:
-    """The verdict on each question, or its error. Computes several verdicts together."""
+    """For each question the verdict, or the error of its computation. Computes at most
+    `_ROWS_AT_ONCE` rows together."""
     if not questions:
         return []
     num, num_rows = len(questions), sum(len(question.logits) for question in questions)
@@ -367,8 +378,9 @@ def _verdicts(questions: Sequence[Question]) -> list[Verdict | OutriderError]:
 def _logprobs(
     logits: Tensor, proposal: Proposal, num_logprobs: int, verdict: Verdict
 ) -> tuple[PositionLogprobs, ...]:
-    """Log-probabilities from the raw logits, [2K+1]: of the K draft tokens (each in the row that
-    follows its parent), then of the corrections n = 0..K (in row n)."""
+    """2K+1 log-probabilities from the raw logits [K+1, V]. The first K are those of the draft
+    tokens, each from the row after its parent. Those of the corrections n = 0..K follow, each from
+    row n."""
     entries = raw_logprobs(
         logits,
         (*proposal.token_ids, *verdict.correction),

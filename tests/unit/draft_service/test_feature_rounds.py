@@ -248,7 +248,7 @@ async def test_a_verdict_comes_without_features_that_cannot_be_had(
         monkeypatch.setattr(pair.target.engine, "held_features", fail)
         replies = await pair.verify_together([3, 4])
         assert [reply.features for reply in replies] == [None, None]
-        assert "no features come with 2 verdicts" in caplog.text
+        assert "2 verdicts are sent without features" in caplog.text
 
 
 async def test_sessions_are_drafted_for_together_each_from_its_own() -> None:
