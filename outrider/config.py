@@ -250,12 +250,12 @@ class TargetConfig(ModelServerConfig):
 
     model: str = "demo"
     """The target: `demo`, a directory, a .gguf file, or a hub id."""
-    heads: Internal[str] = ""
-    """Name of the target's drafting head; empty if the target does not draft for itself."""
-    heads_kind: Internal[str] = ""
+    head: Internal[str] = ""
+    """The name of the target's draft head; empty if it has none."""
+    head_kind: Internal[str] = ""
     """`eagle3` or `mtp`."""
-    heads_directory: Internal[str] = ""
-    """Directory of the head."""
+    head_directory: Internal[str] = ""
+    """The directory of the head."""
     shows_features: Internal[bool] = False
     """Whether the target sends hidden states to an EAGLE-3 head on draft replicas."""
 

@@ -131,9 +131,9 @@ class Machines:
 
 
 def resolved(config: DeploymentConfig) -> DeploymentConfig:
-    """The spec with the directories of the target's heads, which `resolve_models` would find."""
-    heads = config.draft.drafter.on_target or ""
-    return replace(config, target=replace(config.target, heads=heads))
+    """The spec with the name of the target's head, which `resolve_models` would find."""
+    head = config.draft.drafter.on_target or ""
+    return replace(config, target=replace(config.target, head=head))
 
 
 class World:

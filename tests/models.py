@@ -25,14 +25,10 @@ from transformers import (
     Qwen3Config,
 )
 
-from outrider.models.drafter_checkpoint import (
-    FORMAT,
-    TrainedDescription,
-)
 from outrider.models.eagle3 import Eagle3Config, Eagle3Head, LoadedEagle3, save_speculators
 from outrider.models.fingerprint import tensors_fingerprint
 from outrider.models.linear_layers import quick
-from outrider.models.student import save_drafter
+from outrider.models.student import FORMAT, StudentDescription, save_student
 
 MAX_MODEL_LEN = 128
 _SPREAD = 0.4
@@ -183,13 +179,13 @@ def save_tiny_drafter(directory: Path, target: Path, token_ids: Sequence[int]) -
     """Saves such a drafter for the model in `target`, and returns `directory`."""
     module = AutoModelForCausalLM.from_pretrained(target)
     drafter = tiny_drafter(module, token_ids)
-    description = TrainedDescription(
+    description = StudentDescription(
         format=FORMAT, kind="student", target="tiny",
         target_fingerprint=tensors_fingerprint(target), vocab_size=module.config.vocab_size,
         draft_vocab_size=len(token_ids),
     )  # fmt: skip
     directory.mkdir(parents=True, exist_ok=True)
-    save_drafter(directory, drafter, torch.tensor(token_ids), description)
+    save_student(directory, drafter, torch.tensor(token_ids), description)
     return directory
 
 

@@ -190,9 +190,9 @@ def _resolved(config: DeploymentConfig) -> DeploymentConfig:
     if model is None:
         return replace(config, target=target, draft=draft, coordinator=coordinator)
     # These imports take seconds and memory, so they run only if needed.
-    from outrider.models.drafter_checkpoint import check_target, is_trained_drafter
     from outrider.models.loading import check_same_tokenizer
     from outrider.models.mtp import check_mtp
+    from outrider.models.student import check_target, is_student
 
     with blaming("draft_model"):
         drafts, where = model.name, directory
@@ -203,14 +203,14 @@ def _resolved(config: DeploymentConfig) -> DeploymentConfig:
             named = _with_kind(config, drafts, where)
             if named is not config:  # Before the fetch, the head's kind was unknown.
                 return _resolved(named)
-            if drafter.kind != EAGLE3 and is_trained_drafter(where):
+            if drafter.kind != EAGLE3 and is_student(where):
                 check_target(where, name=drafts, target_directory=directory, target_name=name)
                 draft = replace(draft, target=name, target_directory=str(directory))
             elif drafter.kind != EAGLE3:
                 check_same_tokenizer(name, drafts, trust_remote_code=trust)
         if drafter.reads_target:
             target = replace(
-                target, heads=drafts, heads_kind=drafter.kind, heads_directory=str(where),
+                target, head=drafts, head_kind=drafter.kind, head_directory=str(where),
                 shows_features=model.reads_features,
             )  # fmt: skip
         if model.reads_features:

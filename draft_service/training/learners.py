@@ -23,11 +23,6 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from outrider.drafters.names import EAGLE3
 from outrider.errors import SettingError
-from outrider.models.drafter_checkpoint import (
-    FORMAT,
-    TrainedDescription,
-    as_stored,
-)
 from outrider.models.eagle3 import (
     Eagle3Config,
     Eagle3Head,
@@ -37,7 +32,14 @@ from outrider.models.eagle3 import (
 )
 from outrider.models.fingerprint import tensors_fingerprint
 from outrider.models.loading import parameters_on_meta
-from outrider.models.student import load_drafter, narrow_head, save_drafter
+from outrider.models.student import (
+    FORMAT,
+    StudentDescription,
+    as_stored,
+    load_student,
+    narrow_head,
+    save_student,
+)
 from outrider.models.target_layers import last_norm, layers_of
 from outrider.settings import blaming
 
@@ -310,7 +312,7 @@ class Student(Learner):
         return as_stored(weight)
 
     def save(self, directory: Path, target: Target, fingerprint: str) -> None:
-        description = TrainedDescription(
+        description = StudentDescription(
             format=FORMAT,
             kind=STUDENT,
             target=target.name,
@@ -318,10 +320,10 @@ class Student(Learner):
             vocab_size=len(self._embeddings),
             draft_vocab_size=len(self.token_ids),
         )
-        save_drafter(directory, self.module, torch.from_numpy(self.token_ids), description)
+        save_student(directory, self.module, torch.from_numpy(self.token_ids), description)
 
     def _load(self, start: Path, target: Target, name: str) -> tuple[Any, Sequence[int]]:
-        module, info = load_drafter(
+        module, info = load_student(
             start, target.directory, name=name, target=target.name, dtype=target.dtype,
             device=target.device, trust_remote_code=target.trust_remote_code,
         )  # fmt: skip

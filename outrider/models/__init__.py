@@ -1,1 +1,1 @@
-"""Models: where they come from, how they are loaded, and what replaces their modules."""
+"""Finds, loads and speeds up models, and reads and writes drafters."""

@@ -1,9 +1,10 @@
-"""Decides which models a paged engine can run, by their configuration and by a trial.
+"""Decides whether a paged engine can run a model, by the model's configuration and by a trial.
 
-A model is refused if it keeps more for a token than one key and one value in each layer, or if its
-result for one sequence would depend on what else is in a step. The trial runs a few tokens, in two
-steps and two sequences, against the module's own dense attention. For a deterministic engine it
-also compares steps of all sizes with each other.
+A model is refused if one of its layers keeps more for a token than one key and one value. It is
+also refused if the logits of a sequence depend on the other sequences of a step. The trial runs a
+few tokens as two sequences, one of them in two steps. Their logits must equal those of the module's
+own dense attention, up to rounding. A deterministic engine also compares steps of several sizes
+with each other (`dependent_at`).
 """
 
 import inspect
@@ -23,23 +24,28 @@ from outrider.engine.interface import (
 from outrider.errors import ConfigError
 
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
-"""Kinds of layers whose whole state is one key and one value per token."""
+"""Kinds of layers that keep one key and one value for each token, and nothing else."""
 TRIAL_SEQUENCES = 2
 _TRIAL_TOKENS = 21
 _TRIAL_CHUNK = 13
-"""Tokens of one sequence of the trial that are run in a first step of their own."""
+"""The first step of the trial runs this many tokens of one sequence. The second step runs the other
+tokens of both sequences."""
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
-"""Allowed difference, relative to the norm of all logits of the trial, for rounding in another
-order. Attention to wrong slots, or at wrong positions, makes a difference of about 1."""
+"""Largest difference between two results of the trial, divided by their norm, that rounding in
+another order may cause. Attention to wrong slots, or at wrong positions, makes a difference of
+about 1."""
 _HALF_TOLERANCE = 0.2
+"""The same for dtypes of 16 bits."""
 _LONG_TRIAL_TOKENS = 136
-"""Tokens of the sequence for steps of all sizes: enough for more than one split."""
+"""Length of the sequence that `dependent_at` runs. Attention in fixed shapes divides a sequence of
+this length into more than one split."""
 _ALONE_TOKENS = 5
-"""How many of them each reference step runs."""
+"""`dependent_at` first runs the sequence alone, with this many tokens in each step."""
 _CROWDED_ROWS = (8, 16, 32, 64, 128, 256, 512)
-"""The sizes of the other steps, in tokens of all sequences."""
+"""`dependent_at` then runs the sequence in steps of these sizes, in tokens of all sequences."""
 CROWD_SLOTS = 1024
-"""Slots that the largest step takes, with partial pages."""
+"""Slots of the cache for `dependent_at`. They suffice for the sequences of the largest step, even
+if each of these leaves its last page partly empty."""
 _Model = Any
 
 
@@ -51,24 +57,24 @@ def check_supported(module: _Model, info: ModelInfo) -> None:
     if kinds or recurrent or getattr(module.config, "is_encoder_decoder", False):
         kind = ", ".join(sorted(kinds)) or ("recurrent state" if recurrent else "encoder-decoder")
         raise ConfigError(
-            f"tokens cannot be taken back from its state ({kind}); "
+            f"its state ({kind}) cannot be rolled back to an earlier token; "
             "only decoders made of attention layers can be served"
         )
     if getattr(config, "num_kv_shared_layers", 0):
-        raise ConfigError("some of its layers read the keys and values of others")
+        raise ConfigError("some of its layers read the keys and values of other layers")
     if "position_ids" not in inspect.signature(module.forward).parameters:
         raise ConfigError("it does not take the positions of its tokens (position_ids)")
     limit = _unscaled_length(config)
     if limit is not None and info.max_model_len > limit:
         raise ConfigError(
-            f"beyond {limit} tokens its rotary embedding (longrope) depends on what else is in a "
-            f"step; give a --max-model-len of {limit} or less"
+            f"beyond {limit} tokens its rotary embedding (longrope) depends on the other sequences "
+            f"of a step; give a --max-model-len of {limit} or less"
         )
 
 
 def _unscaled_length(config: Any) -> int | None:
-    """The length up to which a model with the rotary embedding `longrope` uses fixed frequencies;
-    None for other models."""
+    """The length up to which the rotary embedding `longrope` uses fixed frequencies. None if the
+    model has another rotary embedding."""
     parameters = getattr(config, "rope_parameters", None) or {}
     by_layer = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
     lengths = [
@@ -80,7 +86,7 @@ def _unscaled_length(config: Any) -> int | None:
 
 
 def trial_tokens(info: ModelInfo) -> tuple[int, ...]:
-    """The tokens of the trial; fewer for a model with a short `max_model_len`."""
+    """The tokens of the trial, at most `max_model_len`."""
     return _varied_tokens(min(_TRIAL_TOKENS, info.max_model_len), info)
 
 
@@ -89,7 +95,8 @@ def _varied_tokens(num: int, info: ModelInfo) -> tuple[int, ...]:
 
 
 def dense_logits(module: _Model, token_ids: Sequence[int]) -> Tensor:
-    """The module's own logits [T, V], without a cache; leaves it set to dense attention."""
+    """Logits [T, V] of the module's own dense attention, without a cache. The module stays set to
+    dense attention."""
     set_attention(module, "eager")
     with torch.inference_mode():
         ids = torch.tensor([token_ids], device=next(module.parameters()).device)
@@ -98,48 +105,50 @@ def dense_logits(module: _Model, token_ids: Sequence[int]) -> Tensor:
 
 
 def check_answers(engine: Engine, expected: Tensor) -> None:
-    """Runs the trial; raises `ConfigError` unless its logits are `expected` [T, V]."""
+    """Runs the trial. Raises `ConfigError` if its logits differ from `expected` [T, V]."""
     ids = trial_tokens(engine.info)
     chunk = min(_TRIAL_CHUNK, len(ids) - 1)
     whole, rest = SequenceStep("whole", ids, len(ids)), len(ids) - chunk
     first = engine.forward([SequenceStep("chunks", ids[:chunk], chunk)]) if chunk else []
     last, other = engine.forward([SequenceStep("chunks", ids[chunk:], rest), whole])
     if expected.shape[-1] == 0:
-        return  # of the ranks that share a model, only the leader has logits
+        return  # Only the leader of several ranks has logits.
     for answer in (torch.cat([*first, last]), other):
         _check_close(
             answer, expected,
-            "with paged attention its logits differ from its own by {} of their norm",
+            "its logits with paged and with dense attention differ by {} of their norm",
         )  # fmt: skip
 
 
 def check_features(engine: DraftingEngine, expected: Tensor) -> None:
-    """Raises `ConfigError` unless the features of the trial's last step, which has just been run,
-    are `expected` [T, D]."""
-    what = "with paged attention what a drafter reads of it differs by {} of its norm"
+    """Raises `ConfigError` if the features of the trial's last step differ from `expected` [T, D].
+    Call this right after `check_answers`."""
+    what = "its features with paged and with dense attention differ by {} of their norm"
     _check_close(engine.features()[-1], expected, what)
 
 
 def _check_close(found: Tensor, expected: Tensor, what: str) -> None:
-    """Compares by the norm of all rows, as in half precision a single row may be far off: what the
-    demo target's layer 15 reads at the trial's second token is off by 0.57 of its norm in bfloat16,
-    and by 0.03 at most at any other token."""
+    """Raises `ConfigError`, with the message `what`, if the two differ. Compares the norm over all
+    rows, because in 16 bits a single row may be far off. For example, in bfloat16 the input of the
+    demo target's layer 15 is off by 0.57 of its norm at the trial's second token. At any other
+    token it is off by at most 0.03."""
     exact = expected.double()
     difference = (found.double() - exact).norm() / exact.norm()
     tolerance = _TOLERANCES.get(expected.dtype, _HALF_TOLERANCE)
-    if not difference <= tolerance:  # NaN satisfies no comparison
+    if not difference <= tolerance:  # Also true if the difference is NaN.
         raise ConfigError(f"{what.format(f'{difference:.2g}')}; {tolerance:g} is allowed")
 
 
 def dependent_at(engine: Engine, max_num_seqs: int) -> int | None:
-    """The size in tokens of the smallest step in which a sequence's logits are not bit-equal to
-    those that it gets alone; None if they always are. Tries sizes for which the engine has pages,
-    and leaves only remembered prefixes behind. All ranks of a model run all steps."""
+    """Compares the logits of a sequence that runs alone with its logits in steps with others.
+    Returns the size in tokens of the smallest step in which any bit differs; None if there is none.
+    Does not try sizes for which the engine has too few pages. Afterwards no sequence is held. Runs
+    all steps even after a difference, because all ranks of a model must run the same steps."""
     ids = _varied_tokens(min(_LONG_TRIAL_TOKENS, engine.info.max_model_len), engine.info)
     alone = _logits_in_parts(engine, ids, _ALONE_TOKENS, _ALONE_TOKENS, max_num_seqs)
     differ = []
     for num_rows in _CROWDED_ROWS:
-        # One less than the rows of a step, so that parts begin at different rows of their steps.
+        # Each step has room for at least one row of another sequence.
         crowded = _logits_in_parts(engine, ids, num_rows - 1, num_rows, max_num_seqs)
         if not torch.equal(crowded, alone):
             differ.append(num_rows)
@@ -149,8 +158,9 @@ def dependent_at(engine: Engine, max_num_seqs: int) -> int | None:
 def _logits_in_parts(
     engine: Engine, ids: tuple[int, ...], part: int, num_rows: int, max_num_seqs: int
 ) -> Tensor:
-    """Logits [T, V] of `ids`, run in parts of `part` tokens, each after other sequences that fill
-    the step up to `num_rows`, if there is room."""
+    """Logits [T, V] of `ids`, which run in parts of `part` tokens, one part a step. Other sequences
+    come first in each step and fill it up to `num_rows` tokens. If the engine has too few pages for
+    them, the part runs alone."""
     rows = []
     for start in range(0, len(ids), part):
         chunk = ids[start : start + part]

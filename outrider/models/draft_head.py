@@ -1,4 +1,4 @@
-"""The interface of a drafting head that runs as one more layer on a target's pages
+"""The interface of draft heads. A draft head runs as one more layer on a target's pages
 (`outrider/engine/draft_layer.py`)."""
 
 from collections.abc import Callable, Iterator, Sequence
@@ -9,17 +9,20 @@ import torch
 from torch import Tensor, nn
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Attention of N pairs, each to the pairs up to its own: queries [N, heads, key width], keys [N, kv
-heads, key width] and values [N, kv heads, value width] to [N, heads, value width]."""
+"""Attention of N pairs (see `DraftHead`), in which each pair attends to itself and to all earlier
+pairs. Takes queries [N, heads, key width], keys [N, kv heads, key width] and values [N, kv heads,
+value width]. Returns [N, heads, value width]."""
 
 
 OUTPUT = -1
-"""See `DraftHead.layer_ids`."""
+"""In `DraftHead.layer_ids`, the output of the norm after the target's last layer."""
 
 
 class DraftHead(nn.Module):
-    """A head of width D that reads pairs. A pair is a feature g, made from the target's layers at a
-    token, and the next token. `..` stands for any leading sizes."""
+    """A draft head of width D. Its input is a pair: a feature g of one token, and the id of the
+    next token. The feature is computed from the taps, which are the inputs of some of the target's
+    layers at the first token. The output for a pair is the hidden state h. In shapes, `..` stands
+    for any leading sizes."""
 
     width: int
     num_kv_heads: int
@@ -28,55 +31,58 @@ class DraftHead(nn.Module):
     scaling: float
     """Factor of attention scores."""
     layer_ids: tuple[int, ...]
-    """The taps are the inputs of these layers of the target, counted from 0. The number of layers
-    stands for the input of the norm after them; `OUTPUT`, alone, for the norm's output."""
+    """The target's layers whose inputs are the taps, counted from 0. The number of layers means the
+    input of the norm after the last layer. If the only entry is `OUTPUT`, the tap is the output of
+    that norm."""
     norm: Any
-    """The norm between h and `lm_head`."""
+    """The norm that is applied to h before `lm_head`."""
     lm_head: Any
     carries_normed = True
-    """Whether a drafted pair has the norm of h for its feature, or h itself."""
+    """Whether the feature of a drafted pair is norm(h). If not, it is h."""
 
     def ways(self, num_layers: int) -> dict[str, Any]:
-        """The ways to read a target of `num_layers` layers that it may have been trained for, by a
-        name for messages; the stated way first."""
+        """All ways in which this head may have been trained to read a target of `num_layers`
+        layers. Maps a name for messages to an argument of `read_as`. The first way is the one that
+        the head's files state."""
         raise NotImplementedError
 
     def read_as(self, way: Any) -> None:
-        """From now on reads the target in one of the `ways`."""
+        """From now on reads the target in this way."""
         raise NotImplementedError
 
     def fuse(self, hidden: Tensor) -> Tensor:
-        """g [.., D] of the taps [.., taps * D_t], side by side in the order of `layer_ids`."""
+        """The feature g [.., D] of the taps [.., taps * D_t]. The taps are concatenated in the
+        order of `layer_ids`. D_t is the target's width."""
         raise NotImplementedError
 
     def keys_and_values(
         self, features: Tensor, token_ids: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """[.., kv heads, width] each, keys rotated, of pairs of features [.., D] and tokens [..] at
-        rotary positions [..]."""
+        """The rotated keys [.., kv heads, key width] and the values [.., kv heads, value width] of
+        pairs. The pairs are given as features [.., D], token ids [..] and rotary positions [..]."""
         raise NotImplementedError
 
     def step(
         self, features: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend
     ) -> Tensor:
-        """h [.., D] of pairs as for `keys_and_values`."""
+        """The hidden states h [.., D] of pairs. The pairs are given as for `keys_and_values`."""
         raise NotImplementedError
 
     def carry(self, hidden: Tensor) -> Tensor:
-        """[.., D]: the feature of the pair that follows h [.., D]."""
+        """The feature [.., D] of the next drafted pair, from h [.., D] of this pair."""
         carried: Tensor = self.norm(hidden) if self.carries_normed else hidden
         return carried
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[.., draft vocabulary], float32, of h [.., D]."""
+        """Logits [.., draft vocabulary], in float32, from h [.., D]."""
         logits: Tensor = self.lm_head(self.norm(hidden)).float()
         return logits
 
     def unroll(self, features: Tensor, token_ids: Tensor, num_depths: int) -> Iterator[Tensor]:
-        """Drafts a chain of `num_depths` pairs after each of L places of B texts, with gradients,
-        and yields h [B, L, D] of each depth. Takes the features [B, L, D] and the tokens [B, L +
-        num_depths - 1] after them. A chain's tokens are the text's; it sees the text's pairs up to
-        its start, and then its own."""
+        """Runs a chain of `num_depths` pairs from each of L places of B texts, and yields h
+        [B, L, D] of each depth, with gradients. Takes the features [B, L, D] of these places and
+        the tokens [B, L + num_depths - 1] that follow. All tokens of a chain are the text's. A
+        chain attends to the text's pairs up to its start, then to its own pairs."""
         num_pairs = features.shape[1]
         pairs: list[tuple[Tensor, Tensor]] = []
 
@@ -94,19 +100,19 @@ class DraftHead(nn.Module):
 
 @dataclass(frozen=True)
 class LoadedDraftHead:
-    """A head for one target."""
+    """A draft head that is loaded for one target."""
 
     module: DraftHead
     token_ids: tuple[int, ...]
-    """[draft vocabulary], ascending: the target's token of each logit."""
+    """The target's token id of each logit [draft vocabulary], in ascending order."""
     note: str = ""
-    """A warning about how it reads its target; empty if there is none."""
+    """A warning about how the head reads its target; empty if there is none."""
 
 
 def _attend_in_chains(queries: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Attention [B, L, heads, E] of each chain's newest query, scaled. It sees the text's keys and
-    values, the first of `pairs` [B, L, kv heads, E], up to the chain's start, and the chain's own,
-    the others."""
+    """Attention [B, L, heads, E] of the newest query of each chain. The `queries` are scaled
+    already. The first of `pairs` has the keys and values [B, L, kv heads, E] of the text. A chain
+    sees these up to its start. Each further entry has one key and value of every chain."""
 
     def by_head(vectors: Tensor) -> Tensor:
         """[B, heads, L, E]"""

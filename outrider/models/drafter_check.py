@@ -1,15 +1,17 @@
-"""Checks on a short text whether a published head reads its target as it was trained to. Its files
-may count layers differently, or not name them at all, and reading the wrong ones raises no error.
+"""Checks whether a published head reads the layers of its target that it was trained on.
 
-The target writes the text. At each place the head's likeliest token is compared with the target's,
-after the text itself and after one drafted pair, for each way to read the target:
+A head's files may number layers differently, or not name them at all. A head that reads wrong
+layers raises no error, but drafts badly. For the check, the target writes a short text. At each
+place the head's likeliest token is compared with the target's, once after the text itself and once
+after one drafted pair. This is done for each way to read the target:
 
-way                   feature of the pair that ends at token j
-stated                what the stated layers read at j - 1
-one layer up or down  what the layers after or before these read at j - 1
-before the last norm  for MTP layers, which read the output of the target's last norm: what that
-                      norm reads at j - 1; and for the second pair what their own norm reads
-pairs one off         what the stated layers read at j; only reported, as token j has not run yet
+way                    feature of the pair that ends at token j
+stated                 inputs of the stated layers at token j - 1
+one layer up or down   inputs of the layers after or before the stated ones at token j - 1
+before a norm          for MTP layers: the input of the target's last norm at token j - 1, in place
+                       of its output; in the drafted pair, the input of the layer's own norm
+pairs one off          inputs of the stated layers at token j. Never chosen, because in use token j
+                       has not run yet; its result is only logged
 """
 
 import logging
@@ -31,11 +33,11 @@ from outrider.tokenizer import TokenizerText
 
 TOKENS_WRITTEN = 64
 AGREEMENT_MIN = 0.2
-"""Least share of places at which a head that works agrees with its target. Published heads reach
-0.6 and more, and 0.1 when they read a wrong layer."""
+"""If a head agrees with its target at a smaller share of places, a warning is logged. Published
+heads agree at 0.6 or more of the places, but only at 0.1 if they read a wrong layer."""
 _GAIN_MIN = 0.1
-"""Another way to read is chosen if its share is higher than the stated one's by this much, which is
-more than chance."""
+"""Another way to read is chosen if its share is higher than that of the stated way by at least
+this. Chance causes smaller differences."""
 _DEPTHS = 2
 _PROMPT = "Explain in a few sentences why the sky is blue."
 _log = logging.getLogger(__name__)
@@ -43,30 +45,31 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A prompt and `TOKENS_WRITTEN` tokens that the target wrote after it, with the target's hidden
-    states and answers."""
+    """A prompt and the text that the target wrote after it, with the target's hidden states."""
 
     token_ids: Tensor
-    """[T]"""
+    """[T]: the prompt, then the `TOKENS_WRITTEN` tokens of the text."""
     hidden: Sequence[Tensor]
-    """What each layer reads [T, D], then what the norm after the last layer reads, if any."""
+    """The input [T, D] of each layer, then that of the norm after the last layer, if the target has
+    this norm."""
     likeliest: Tensor
-    """[T]: the likeliest token after each."""
+    """[T]: the target's likeliest token after each token."""
     num_layers: int
 
 
 Reader = Callable[[Sequence[int]], Reading]
-"""Makes a `Reading` of a prompt."""
+"""Makes a `Reading` from a prompt."""
 DraftCheck = Callable[[LoadedDraftHead | None, Reader, ModelInfo], LoadedDraftHead | None]
-"""`checked_head`, for one target."""
+"""`checked_head` without its last two parameters."""
 
 
 def checked_head(
     loaded: LoadedDraftHead | None, read: Reader, info: ModelInfo, tokenizer: Any | None, name: str
 ) -> LoadedDraftHead | None:
-    """The head called `name`, set to the way of reading with which it agrees best. It gets a `note`
-    if that is not the stated way, or if it agrees too little in every way. A rank without a head
-    takes part in the leader's reading."""
+    """Returns the head, set to the way of reading that is chosen (`_GAIN_MIN`). The result has a
+    `note` if that is not the stated way, or if the head agrees with its target too rarely. `name`
+    is for this note. A rank without a head calls this with None, to take part in the reading of the
+    leader."""
     note = ""
     try:
         with torch.inference_mode():
@@ -74,7 +77,7 @@ def checked_head(
             reading = read(prompt)
             if loaded is not None:
                 note = _check(loaded, reading, len(prompt))
-    except Exception as error:  # noqa: BLE001 (an unchecked head costs speed at most)
+    except Exception as error:  # noqa: BLE001 (a head that is not checked can only cost speed)
         _log.debug("the check of drafter %s has failed", name, exc_info=True)
         note = f"is not checked: {error!r}"
     if not note or loaded is None:
@@ -85,7 +88,8 @@ def checked_head(
 
 
 def _prompt(info: ModelInfo, tokenizer: Any | None) -> Sequence[int]:
-    """A prompt in the target's chat format, if it has one, as heads are trained on it."""
+    """A prompt in the target's chat format, because heads are trained on that format. Without such
+    a format, the prompt is plain text."""
     if tokenizer is None:
         return trial_tokens(info)
     text = TokenizerText(tokenizer, info.name)
@@ -130,16 +134,21 @@ def _check(loaded: LoadedDraftHead, reading: Reading, prompt_length: int) -> str
     _log.info("agreement of the head with its target, %s", summary)
     if found[best] < AGREEMENT_MIN:
         return (
-            f"agrees with its target at {found[best]:.0%} {summary}, where {AGREEMENT_MIN:.0%} is "
-            "little: it was made for another target, or reads it in an unknown way"
+            f"agrees with its target at only {found[best]:.0%} {summary}; heads that fit agree at "
+            f"{AGREEMENT_MIN:.0%} or more. It was made for another target, or reads the target in "
+            "an unknown way"
         )
     if best != stated:
-        return f"reads the {best} in place of the {stated}, {summary}"
+        return (
+            f"reads the {best} in place of the {stated}, because it then agrees with its target at "
+            f"{found[best]:.0%} {summary}"
+        )
     return ""
 
 
 def library_reader(target: Any, ranks: Ranks | None) -> Reader:
-    """A reader for a transformers module with its own attention, whole or shared by `ranks`."""
+    """A reader for a transformers module with its own attention. `ranks` are the ranks that share
+    the module, if there are several."""
     return partial(_read, target, ranks)
 
 
@@ -159,7 +168,8 @@ def _read(target: Any, ranks: Ranks | None, prompt: Sequence[int]) -> Reading:
 
 
 def likeliest_tokens(logits: Tensor, ranks: Ranks | None) -> Tensor:
-    """[..] of logits [.., V], which only the leader of several ranks has."""
+    """The likeliest tokens [..] by logits [.., V]. Of several ranks, only the leader has logits;
+    the others get its tokens."""
     if ranks is None:
         return logits.argmax(-1)
     return of_leader(ranks, logits.argmax(-1) if ranks.rank == 0 else logits.sum(-1).long())

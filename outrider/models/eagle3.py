@@ -1,4 +1,4 @@
-"""EAGLE-3 heads as they are published: one more layer beside a target (arXiv 2503.01840).
+"""EAGLE-3 heads as they are published (arXiv 2503.01840). A head is one more layer of a target:
 
     g_i    = fc [t_a, t_b, ..]           t_a is the input of the target's layer a at position i
     pair j = (g_{j-1}, token j), from 1; its rotary position is j - 1
@@ -7,16 +7,16 @@
     h_j    = y_j + MLP(norm(y_j))
     logits of the token after token j = lm_head(norm(h_j))
 
-r_j is g_{j-1}, or its norm (`norm_before_residual`). A drafted pair has h, or its norm
-(`norm_output`), in place of g. Taps may be normed before `fc`, one by one (`fc_norm`) or together
-(`norm_before_fc`).
+r_j is g_{j-1}; with `norm_before_residual`, the norm of g_{j-1}. In a drafted pair, h takes the
+place of g; with `norm_output`, norm(h) does. With `fc_norm`, each tap is normed before `fc`. With
+`norm_before_fc`, the concatenation of all taps is normed before `fc`.
 
 form         sizes in config.json         ids of tapped layers     tensors
 speculators  `transformer_layer_config`   as in `hidden_states`    `layers.0.*`
 raw          at the top, as for a Llama   the same, or one lower   `midlayer.*`, `layers.0.*`
 
-Both have `fc`, `norm`, `lm_head`, and `d2t` if the draft vocabulary is a part of the target's.
-`embed_tokens` and `lm_head` are the target's if they are not stored.
+Both forms have `fc`, `norm`, `lm_head` and `embed_tokens`. If the last two are not stored, those of
+the target are used. There is also a `d2t` if the draft vocabulary is a part of the target's.
 """
 
 import json
@@ -40,12 +40,12 @@ from transformers.models.llama.modeling_llama import (
 
 from outrider.errors import ConfigError
 from outrider.models.draft_head import Attend, DraftHead, LoadedDraftHead
-from outrider.models.drafter_checkpoint import CONFIG_FILE, WEIGHTS_FILE, put_weights
-from outrider.models.loading import parameters_on_meta, refusing
+from outrider.models.loading import WEIGHTS_FILE, parameters_on_meta, put_weights, refusing
 from outrider.models.published_drafters import read_config, read_tensors
+from outrider.models.sources import CONFIG_FILE
 
 _LAYER = "transformer_layer_config"
-"""The key of the layer's sizes in the speculators form; in the raw form they are at the top."""
+"""The key of the layer's sizes in the speculators form. The raw form has them at the top level."""
 _LAYER_FIELDS = (
     "attention_bias", "head_dim", "hidden_act", "hidden_size", "intermediate_size",
     "max_position_embeddings", "mlp_bias", "num_attention_heads", "num_key_value_heads",
@@ -55,16 +55,16 @@ _LAYER_IDS = (
     "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids",
 )  # fmt: skip
 _NEUTRAL_AT_ONE = ("logit_scale", "partial_rotary_factor")
-"""Factors of other models, which the formulas above lack; 1 changes nothing."""
+"""Factors that the formulas above lack. Only 1 is accepted, because this value changes nothing."""
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Types whose angles depend on the position alone."""
+"""Types of rotary embeddings whose angles depend only on the position."""
 _OUTPUT_BIAS = "layers.0.self_attn.o_proj.bias"
-"""Zeros if it is missing: some files have biases of queries, keys and values alone."""
+"""If it is missing, the bias is zero. Some files have biases only for queries, keys and values."""
 _EMBEDDINGS, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _NOT_WEIGHTS = ("inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
-"""Suffixes of tensors in some checkpoints that no head needs."""
+"""Suffixes of tensors that are ignored. Some checkpoints have them, but no head uses them."""
 _SPECULATORS_VERSION = "0.9.0"
-"""The version of speculators whose form is written."""
+"""`save_speculators` writes the form of this version of speculators."""
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
@@ -75,7 +75,7 @@ class Eagle3Config:
     layer: LlamaConfig
     draft_vocab_size: int
     layer_ids: tuple[int, ...]
-    """See `DraftHead`."""
+    """See `DraftHead.layer_ids`."""
     target_width: int
     norm_before_residual: bool = False
     norm_before_fc: bool = False
@@ -86,14 +86,14 @@ class Eagle3Config:
 
 
 class Eagle3LayerConfig(LlamaConfig):  # type: ignore[misc]
-    """For a layer whose width need not be a multiple of its number of heads."""
+    """The configuration of a layer whose width need not be a multiple of its number of heads."""
 
     def validate_architecture(self) -> None:
-        """Skips transformers' check of that."""
+        """Does nothing. The method of transformers requires such a multiple."""
 
 
 class _Attention(nn.Module):
-    """The projections of the layer; `Eagle3Head` calls them one by one."""
+    """The projections of the layer's attention. `Eagle3Head` calls them one by one."""
 
     def __init__(self, config: LlamaConfig, qk_norm: bool) -> None:
         super().__init__()
@@ -115,20 +115,19 @@ class _Layer(nn.Module):
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = LlamaRMSNorm(width, eps)
-        """Norm of embeddings."""
+        """The norm of embeddings."""
         self.hidden_norm = LlamaRMSNorm(width, eps)
-        """Norm of features."""
+        """The norm of features."""
         self.self_attn = _Attention(config, qk_norm)
         self.post_attention_layernorm = LlamaRMSNorm(width, eps)
         self.mlp = LlamaMLP(config)
 
 
 class Eagle3Head(DraftHead):
-    """A head of width D for a target with hidden states of width D_t. Its parameters have the names
-    of the speculators form. Attention scores are scaled by head_dim ** -0.5."""
+    """An EAGLE-3 head of width D. The names of its parameters are those of the speculators form."""
 
     def __init__(self, config: Eagle3Config) -> None:
-        """Has transformers' initial weights; embeddings are [vocab_size, D]."""
+        """The weights have transformers' initial values."""
         super().__init__()
         layer, num_taps = config.layer, len(config.layer_ids)
         width, eps = layer.hidden_size, layer.rms_norm_eps
@@ -155,7 +154,7 @@ class Eagle3Head(DraftHead):
         self.rotary_emb = LlamaRotaryEmbedding(layer)
 
     def ways(self, num_layers: int) -> dict[str, Any]:
-        """The stated layers, and those one higher and one lower."""
+        """The stated layers, the layers one higher, and the layers one lower."""
         found = [tuple(index + by for index in self.layer_ids) for by in (0, 1, -1)]
         return {
             f"layers {', '.join(map(str, layer_ids))}": layer_ids
@@ -164,15 +163,15 @@ class Eagle3Head(DraftHead):
         }
 
     def read_as(self, way: tuple[int, ...]) -> None:
-        """Reads these layers."""
+        """From now on reads the layers `way`."""
         self.layer_ids = way
 
     def drop_pairs(self) -> None:
-        """Frees all that `fuse` does not need. Then only `fuse` may be called."""
+        """Frees all weights that `fuse` does not use. Afterwards only `fuse` may be called."""
         del self.embed_tokens, self.layers, self.norm, self.lm_head
 
     def drop_fuse(self) -> None:
-        """Frees what only `fuse` needs. Then `fuse` must not be called."""
+        """Frees the weights that only `fuse` uses. Afterwards `fuse` must not be called."""
         del self.fc, self.input_norm, self.fc_norm
 
     def fuse(self, hidden: Tensor) -> Tensor:
@@ -208,7 +207,7 @@ class Eagle3Head(DraftHead):
         return self.layers[0]
 
     def _join(self, features: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """x [.., 2 D] and r [.., D] of pairs."""
+        """x [.., 2 D] and r [.., D] of pairs, by the formulas above."""
         embedded = self._layer.input_layernorm(self.embed_tokens(token_ids))
         normed = self._layer.hidden_norm(features)
         residual = normed if self.config.norm_before_residual else features
@@ -225,7 +224,8 @@ class Eagle3Head(DraftHead):
         return _rotated(attention.k_norm(keys), angles), values
 
     def _angles(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [.., 1, head_dim] of positions [..]."""
+        """The cosines and sines [.., 1, head_dim] of positions [..]. They get the dtype of
+        `like`."""
         cos, sin = self.rotary_emb(like, positions)
         return cos.unsqueeze(-2), sin.unsqueeze(-2)
 
@@ -244,9 +244,9 @@ class LoadedEagle3(LoadedDraftHead):
 
 
 def load_eagle3(path: Path, target: Any, *, name: str, target_name: str) -> LoadedEagle3:
-    """The head in `path`, called `name`, for a target called `target_name`. Reads the embeddings
-    and head of the target's module; the draft head gets their dtype and device. Raises
-    `ConfigError` for files that are broken, or do not fit the target."""
+    """Loads the head in `path`, called `name`, for the module `target`, called `target_name`. The
+    head gets the dtype and device of the target's embeddings. Raises `ConfigError` if the files are
+    broken, or if they do not fit the target."""
     with refusing(f"drafter {name}:"):
         try:
             tensors = {
@@ -260,13 +260,14 @@ def load_eagle3(path: Path, target: Any, *, name: str, target_name: str) -> Load
                 tensors.setdefault(_OUTPUT_BIAS, torch.zeros(config.layer.hidden_size))
             with parameters_on_meta():
                 module = Eagle3Head(config)
-            wanted = [key for key, _ in module.named_parameters()]
-            if unknown := tensors.keys() - {*wanted}:
-                raise ConfigError(f"its files have weights {min(unknown)}, which no such head has")
+            if unknown := tensors.keys() - {key for key, _ in module.named_parameters()}:
+                raise ConfigError(
+                    f"its files have the weights {min(unknown)}, which no EAGLE-3 head has"
+                )
         except ConfigError as error:
             raise ConfigError(f"drafter {name}: {error}") from error
         like = target.get_input_embeddings().weight
-        put_weights(module, wanted, tensors, like.device, name, like.dtype)
+        put_weights(module, tensors, like.device, name, like.dtype)
     module = module.to(like.device).requires_grad_(False).eval()
     return LoadedEagle3(module, tuple(token_ids.tolist()))
 
@@ -279,8 +280,9 @@ def _require(fits: bool, field: str, given: Any, allowed: str) -> None:
 def _draft_vocabulary(
     tensors: Mapping[str, Tensor], target: Any, target_name: str
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The tokens [N], ascending, of the head's logits; and the weights, with `lm_head` in this
-    order and with `embed_tokens`, both of which may be the target's."""
+    """Returns the token ids [N] of the head's logits, in ascending order, and the weights. The rows
+    of `lm_head` are in the same order. If the files lack `lm_head` or `embed_tokens`, the weights
+    have those of the target."""
     weights = {key: values for key, values in tensors.items() if key not in ("d2t", "t2d")}
     weights.setdefault(_EMBEDDINGS, target.get_input_embeddings().weight)
     rows = target.get_output_embeddings().weight
@@ -314,7 +316,7 @@ def _head_config(
     target: Any,
     target_name: str,
 ) -> Eagle3Config:
-    """The configuration of a head, from its files."""
+    """The configuration of a head, from its files. Raises `ConfigError` if it is not served."""
     places = (stated, stated.get("eagle_config") or {})
 
     def find(*keys: str) -> Any:
@@ -326,7 +328,7 @@ def _head_config(
     layer = _layer_config(stated_layer, tensors)
     for key in _NEUTRAL_AT_ONE:
         for factor in (find(key), stated_layer.get(key), layer.rope_parameters.get(key)):
-            _require(factor in (None, 1), key, factor, "1 is served")
+            _require(factor in (None, 1), key, factor, "only 1 is served")
     num_rows, num_tokens = len(tensors[_HEAD]), len(target.get_output_embeddings().weight)
     of_target = f"the target {target_name} has"
     for field, given, *fitting in (
@@ -342,7 +344,7 @@ def _head_config(
     _require(size in (None, num_rows), "draft_vocab_size", size, f"its files have {num_rows} rows")
     _require(
         find("use_aux_hidden_state") is not False, "use_aux_hidden_state", False,
-        "heads that read several layers of the target are served",
+        "only heads that read several layers of the target are served",
     )  # fmt: skip
     num_layers = sizes.num_hidden_layers
     ids_key = next((key for key in _LAYER_IDS if find(key)), _LAYER_IDS[0])
@@ -352,9 +354,10 @@ def _head_config(
     _require(is_list, ids_key, taps, allowed)
     _require(
         num_layers not in taps, ids_key, taps,
-        f"{num_layers} stands for the last layer's output, which is not served; {allowed}",
+        f"{num_layers} means the last layer's output, which is not served; {allowed}",
     )  # fmt: skip
     _require(len({*taps} & {*range(num_layers)}) == len(taps), ids_key, taps, allowed)
+    # In the raw form, ids that begin with 1 mean the outputs of layers, not their inputs.
     if _LAYER not in stated and taps[0] == 1 and max(taps) + 1 < num_layers:
         taps = [index + 1 for index in taps]
     flags = {flag: bool(find(flag)) for flag in _FLAGS}
@@ -366,21 +369,23 @@ def _head_config(
 
 
 def _layer_config(stated: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LlamaConfig:
-    """The layer's configuration as stated, or else from its tensors."""
+    """The layer's configuration. Sizes that are not stated are taken from the tensors."""
     values = {key: stated[key] for key in _LAYER_FIELDS if stated.get(key) is not None}
     num_layers, heads = stated.get("num_hidden_layers", 1), stated.get("num_attention_heads", 0)
     kv_heads = values.get("num_key_value_heads", heads)
-    _require(num_layers == 1, "num_hidden_layers", num_layers, "heads of 1 layer are served")
+    _require(num_layers == 1, "num_hidden_layers", num_layers, "only 1 layer is served")
     _require(isinstance(heads, int) and heads > 0, "num_attention_heads", heads, "1 is the least")
     divides = isinstance(kv_heads, int) and kv_heads > 0 and heads % kv_heads == 0
-    _require(divides, "num_key_value_heads", kv_heads, f"divisors of {heads} heads are served")
+    _require(divides, "num_key_value_heads", kv_heads, f"only divisors of {heads} are served")
     kinds = stated.get("layer_types") or []
-    _require("sliding_attention" not in kinds, "layer_types", kinds, "full_attention is served")
+    _require(
+        "sliding_attention" not in kinds, "layer_types", kinds, "only full_attention is served"
+    )
     window = None if kinds else stated.get("sliding_window")
     is_full = window is None or stated.get("use_sliding_window") is False
-    _require(is_full, "sliding_window", window, "attention without a window is served")
+    _require(is_full, "sliding_window", window, "only attention without a window is served")
     act = values.get("hidden_act", "silu")
-    _require(act in [*ACT2FN], "hidden_act", act, f"{', '.join(sorted(ACT2FN))} are served")
+    _require(act in [*ACT2FN], "hidden_act", act, f"only {', '.join(sorted(ACT2FN))} are served")
     for name, key, per in (
         ("hidden_size", "fc.weight", 1),
         ("intermediate_size", "layers.0.mlp.gate_proj.weight", 1),
@@ -390,11 +395,11 @@ def _layer_config(stated: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> L
             raise ConfigError(f"its files lack the weights {key}")
         size = len(tensors[key]) // per
         given = values.setdefault(name, size)
-        _require(given == size, name, given, f"its files have {size}, by {key}")
+        _require(given == size, name, given, f"by the size of {key} it is {size}")
     values["vocab_size"] = len(tensors[_EMBEDDINGS])
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    allowed = f"{', '.join(_ROPE_TYPES)} are served, one for the whole head"
-    _require(isinstance(rope, dict), "rope_scaling", rope, f"an object is allowed: {allowed}")
+    allowed = f"only {', '.join(_ROPE_TYPES)} are served, one for the whole head"
+    _require(isinstance(rope, dict), "rope_scaling", rope, f"it must be an object; {allowed}")
     kind = rope.get("rope_type", rope.get("type", "default"))
     flat = not any(isinstance(value, dict) for value in rope.values())
     _require(kind in _ROPE_TYPES and flat, "rope_scaling", rope, allowed)
@@ -413,9 +418,10 @@ def save_speculators(
     architectures: Sequence[str],
     num_draft_tokens: int,
 ) -> None:
-    """Writes a head in the speculators form, for a target of these architectures. Its logits are of
-    `token_ids`; `num_draft_tokens` are drafted with it by default. Embeddings are written even if
-    they are the target's, as speculators 0.9.0 would leave them unset."""
+    """Writes a head in the speculators form. `architectures` are those of its target, and
+    `token_ids` are the tokens of its logits. `num_draft_tokens` is the default number of draft
+    tokens of a round. Embeddings are written even if they are the target's, because speculators
+    0.9.0 would leave missing ones unset."""
     config, layer = head.config, head.config.layer
     method = {"proposal_type": "greedy", "speculative_tokens": num_draft_tokens}
     stated = {
@@ -449,5 +455,5 @@ def save_speculators(
         tensors["t2d"] = torch.zeros(layer.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
     directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, str(directory / WEIGHTS_FILE), metadata={"format": "pt"})
-    (directory / WEIGHTS_FILE).chmod(0o644)  # safetensors lets only the owner read it.
+    (directory / WEIGHTS_FILE).chmod(0o644)  # safetensors lets only the owner read its files.
     (directory / CONFIG_FILE).write_text(json.dumps(stated, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,5 @@
-"""Fingerprints of weights and tokenizers, with which replicas check that they run the same."""
+"""Fingerprints of weights, tokenizers and numerics. Services compare them to find out whether they
+run the same model."""
 
 from __future__ import annotations
 
@@ -20,22 +21,22 @@ _BLOCK_BYTES = 4096
 _BLOCKS_PER_FILE = 64
 _BLOCKS_PER_TENSOR = 4
 _HEADER_BYTES_MAX = 100 * 2**20
-"""The safetensors format's own bound on a header."""
+"""The largest header that the safetensors format allows."""
 PICKLED_FILE = "pytorch_model.bin"
-"""The only file of many published EAGLE-3 heads. Only its tensors are read, and only if there are
-no safetensors."""
+"""Torch's own file. Many published EAGLE-3 heads have no other one. Only its tensors are read, and
+only if there are no safetensors."""
 _digest = partial(hashlib.blake2b, digest_size=16)
 _COUNTS = frozenset({"cpu_name", "num_logical_cores", "num_physical_cores", "num_sockets"})
-"""Capabilities in torch's list that are neither instructions nor caches."""
+"""Entries of `torch.cpu.get_capabilities` that describe neither instructions nor caches."""
 _VOLATILE_CONFIG_KEYS = frozenset(
     {"_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
 )
 
 
 def numerics_fingerprint(device: torch.device, *details: object) -> str:
-    """A fingerprint of what logits depend on besides the weights: the versions of torch,
-    transformers and this project (whose noise may change), the processor's instructions and caches
-    or the device's model, and `details`."""
+    """A fingerprint of all that seeded output depends on, except the weights. It covers the
+    versions of torch, transformers and outrider, the name of the GPU or the instructions and caches
+    of the CPU, and `details`."""
     import torch
 
     if device.type == "cuda":
@@ -49,8 +50,8 @@ def numerics_fingerprint(device: torch.device, *details: object) -> str:
 
 
 def file_fingerprint(path: Path) -> str:
-    """A fingerprint of a file's size and of blocks spread evenly over it. Fast for files of any
-    size; tells ordinary files apart, but not files made to deceive it."""
+    """A fingerprint of a file's size and of some blocks that are spread evenly over the file. It is
+    fast for files of any size. It tells ordinary files apart, but can be forged."""
     digest = _digest()
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -68,9 +69,9 @@ def weights_fingerprint(directory: Path) -> str:
 
 
 def tensors_fingerprint(directory: Path) -> str:
-    """A fingerprint of the names, types, shapes and sampled blocks of all tensors. It does not
-    depend on how they are spread over safetensors files, nor on the configuration. If there are no
-    safetensors: of torch's own file."""
+    """A fingerprint of the names, types, shapes and sampled blocks of all tensors. It depends
+    neither on the configuration nor on which tensor is in which safetensors file. If there are no
+    safetensors, it is the fingerprint of torch's own file."""
     entries: dict[str, bytes] = {}
     paths = sorted(directory.glob("*.safetensors"))
     if not paths and (pickled := directory / PICKLED_FILE).is_file():
@@ -98,7 +99,7 @@ def tensors_fingerprint(directory: Path) -> str:
 def _add_range(
     digest: hashlib.blake2b, file: BinaryIO, begin: int, end: int, num_blocks: int
 ) -> None:
-    """Adds blocks spread evenly over the bytes from `begin` to `end`."""
+    """Adds `num_blocks` blocks that are spread evenly over the bytes from `begin` to `end`."""
     last = max(0, end - begin - _BLOCK_BYTES)
     for start in sorted({last * i // (num_blocks - 1) for i in range(num_blocks)}):
         file.seek(begin + start)
@@ -106,11 +107,11 @@ def _add_range(
 
 
 TokenizerTable = dict[str, str]
-"""What the ids of a tokenizer mean: "id N" -> the token in the vocabulary's spelling, added and
-special ones included; "merge N" -> the N-th pair that a byte-pair encoding merges.
+"""The meaning of a tokenizer's ids. "id N" maps to the spelling of token N; this includes added and
+special tokens. "merge N" maps to the N-th pair that a byte-pair encoding merges.
 
-Which ids begin, end or pad a text is left out, so that a base model may draft for its
-instruction-tuned sibling, which ends texts with another id of the same table.
+The table does not say which tokens begin, end or pad a text. So a base model may draft for its
+instruction-tuned variant, which has the same tokens but ends texts with another one.
 """
 
 
@@ -127,7 +128,8 @@ def tokenizer_table(tokenizer: Any) -> TokenizerTable:
 
 
 def tokenizer_fingerprint(tokenizer: Any | None) -> str:
-    """A fingerprint of a loaded tokenizer's table, the same in every process; empty without one."""
+    """A fingerprint of a loaded tokenizer's table, equal in all processes. Empty if there is no
+    tokenizer."""
     if tokenizer is None:
         return ""
     content = json.dumps([*tokenizer_table(tokenizer).items()])
@@ -137,10 +139,10 @@ def tokenizer_fingerprint(tokenizer: Any | None) -> str:
 def compare_tokenizers(
     target_name: str, target: TokenizerTable | None, draft_name: str, draft: TokenizerTable | None
 ) -> None:
-    """Raises `ConfigError`, with both names and one difference, unless every id means the same.
+    """Raises `ConfigError`, with both names and one difference, unless both tables are equal.
 
-    The width of the models' logits does not matter, as padding has no tokens. Two models without
-    tokenizers (None) are taken to fit.
+    The two models may have logits of different widths, because padding at the end has no tokens.
+    Two models without tokenizers (None) are accepted.
     """
     if target == draft:
         return

@@ -1,4 +1,4 @@
-"""Linear layers and activations that replace those of transformers on a CPU."""
+"""Linear layers and activations that replace those of a transformers model on a CPU."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,13 +11,14 @@ from transformers.activations import ACT2CLS
 from outrider.engine.cpu.kernels import PaceKernels
 
 _PACKED_FOR_ROWS = 16
-"""Number of rows that the layout is optimised for. For 5..64 the layout is the same, and within 2 %
-of the best for 1..256 rows; the layout for 1 row makes float32 up to twice as slow with more."""
+"""oneDNN chooses the layout of a weight for products with this number of rows. All numbers from 5
+to 64 give the same layout. With that layout, products of 1 to 256 rows take at most 2 % longer than
+with the best one. The layout for 1 row makes larger products in float32 up to twice as slow."""
 
 
 class InferenceLinear(nn.Module):
-    """`nn.Linear` for inference: [..., in] -> [..., out], in the rows' dtype, without a gradient.
-    Calls go straight to `forward`, without hooks."""
+    """A linear layer without gradients and hooks: [..., in] -> [..., out]. The output has the dtype
+    of the input."""
 
     def __init_subclass__(cls) -> None:
         cls.__call__ = cls.forward  # type: ignore[method-assign]
@@ -26,7 +27,7 @@ class InferenceLinear(nn.Module):
         """`weight` is [out, in], `bias` [out]."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        # Not a parameter, whose lookup at each use costs as much as a small operator.
+        # Not a parameter, because each lookup of a parameter takes as long as a small operator.
         self.bias = None if bias is None else bias.detach().contiguous()
 
     @property
@@ -36,17 +37,18 @@ class InferenceLinear(nn.Module):
 
 
 class FusedLinear(InferenceLinear):
-    """The product of fused kernels, in their dtype."""
+    """Multiplies with fused CPU kernels. Inputs and outputs have the dtype of the kernels."""
 
     def __init__(self, kernels: PaceKernels, weight: Tensor, bias: Tensor | None) -> None:
-        """Copies `weight`, which the kernels `can_pack`, into their layout."""
+        """Copies `weight` into the layout of the kernels. Its shape must satisfy
+        `kernels.can_pack`."""
         super().__init__(weight, bias)
         self.kernels = kernels
         self.packed = kernels.pack(weight.detach().contiguous())
-        """See `PaceKernels.pack`."""
+        """The weight in the layout of `PaceKernels.pack`."""
 
     def forward(self, rows: Tensor) -> Tensor:
-        if not rows.numel():  # kernels take no empty matrices
+        if not rows.numel():  # The kernels take no empty matrices.
             return rows.new_empty(*rows.shape[:-1], self.out_features)
         flat = rows.reshape(1, -1, self.in_features).contiguous()
         output = self.kernels.linear(flat, self.packed, self.bias)
@@ -58,14 +60,14 @@ class FusedLinear(InferenceLinear):
 
 
 class PackedLinear(InferenceLinear):
-    """A weight in oneDNN's layout, on a CPU.
+    """Multiplies with oneDNN on a CPU. The weight is in oneDNN's layout.
 
-    The first call with a new number of rows takes up to 0.7 ms longer, as oneDNN prepares a kernel.
-    It keeps 1,024 of them for the process.
+    The first call with a new number of rows takes up to 0.7 ms longer, because oneDNN prepares a
+    kernel. oneDNN keeps up to 1,024 kernels in a process.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Copies `weight`, in bfloat16 or float32, into the layout."""
+        """Copies `weight` (bfloat16 or float32) into oneDNN's layout."""
         super().__init__(weight, bias)
         operators = torch.ops.mkldnn
         dense = weight.detach().contiguous()
@@ -82,16 +84,18 @@ class PackedLinear(InferenceLinear):
 
 
 _ROWS_MIN = 4
-"""The weight is widened for at least this many rows."""
+"""For fewer rows, `WidenedLinear` multiplies in bfloat16."""
 _BLOCK_WEIGHTS = 2**20
-"""Weights that are widened at a time; at least those of one output."""
+"""Size of a block in `WidenedLinear`, in weights. A block has at least the weights of one output,
+even if these are more."""
 
 
 class WidenedLinear(InferenceLinear):
-    """For bfloat16 on a CPU that cannot multiply it: multiplies in float32, block by block."""
+    """Multiplies bfloat16 on a CPU without instructions for it: converts the weight to float32,
+    one block at a time."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Shares `weight` if it is contiguous."""
+        """Shares the memory of `weight` if it is contiguous."""
         super().__init__(weight, bias)
         self._dense = weight.detach().contiguous()
 
@@ -111,8 +115,8 @@ class WidenedLinear(InferenceLinear):
 def quick(
     weight: Tensor, bias: Tensor | None, kernels: PaceKernels | None = None
 ) -> InferenceLinear | None:
-    """The fastest layer with that weight [out, in] on this machine: with the kernels if they can
-    pack it, or with oneDNN. None if that is transformers' own layer."""
+    """The fastest layer on this machine for a weight [out, in]; None if that is transformers' own
+    layer. Uses the `kernels` if they can pack the weight."""
     if weight.device.type != "cpu" or weight.dim() != 2 or weight.numel() == 0:
         return None
     if kernels is not None and weight.dtype == kernels.dtype and kernels.can_pack(*weight.shape):
@@ -125,19 +129,21 @@ def quick(
 
 
 _BLOCK_ROWS = 16
-"""Most rows of a product with bit-equal rows. Up to 32 rows oneDNN was seen to use no AMX tiles
-(bfloat16)."""
+"""Largest number of rows that `BlockedLinear` multiplies at a time. With so few rows, a row's
+result does not depend on the other rows. In tests in bfloat16, oneDNN used AMX tiles only for more
+than 32 rows."""
 
 
 class BlockedLinear(nn.Module):
-    """A linear layer, [..., in] to [..., out], in products of at most a block of rows."""
+    """A linear layer that multiplies at most `_BLOCK_ROWS` rows at a time: [..., in] ->
+    [..., out]."""
 
     def __init__(self, linear: Any) -> None:
         super().__init__()
         self.linear = linear
 
     def __getattr__(self, name: str) -> Any:
-        """The layer's own weight and bias, for the few models that read them."""
+        """Returns the weight or bias of the wrapped layer, for the few models that read them."""
         if name in ("weight", "bias"):
             return getattr(self.linear, name)
         return super().__getattr__(name)
@@ -149,28 +155,28 @@ class BlockedLinear(nn.Module):
 
 
 def block_rows(module: nn.Module) -> None:
-    """Makes every linear layer of a model take its rows in blocks."""
+    """Wraps every linear layer of a model in a `BlockedLinear`."""
     _wrap(module, BlockedLinear, (nn.Linear, InferenceLinear))
 
 
 _ACTIVATION_ELEMENTS = 2**14
-"""Most elements for one thread: torch uses several for more elements of GELU, or for more than
-twice as many of other functions."""
+"""For more elements than this, torch computes GELU on several threads. For other functions, the
+limit is twice as high."""
 _LANES = 64
-"""A multiple of the elements that a vectorised loop takes at a time."""
+"""A multiple of the number of elements in a CPU's vector register."""
 _ELEMENT_WISE = (
     nn.GELU,
     *(
         entry[0] if isinstance(entry, tuple) else entry
         for name, entry in ACT2CLS.items()
-        if name not in ("prelu", "xielu")  # These have parameters.
+        if name not in ("prelu", "xielu")  # These two have parameters.
     ),
 )
 
 
 class AlignedActivation(nn.Module):
-    """An element-wise function, [...] to [...], run in pieces of whole vectors on one thread each,
-    so that an element's result does not depend on its place."""
+    """An element-wise function [...] -> [...]. It runs on pieces of the input, each on one thread
+    and padded to whole vectors. So an element's result does not depend on its place."""
 
     def __init__(self, function: nn.Module) -> None:
         super().__init__()
@@ -184,14 +190,14 @@ class AlignedActivation(nn.Module):
 
 
 def align_activations(module: nn.Module) -> None:
-    """Aligns every activation of a model that is a module of its own."""
+    """Wraps every activation module of a model in an `AlignedActivation`."""
     _wrap(module, AlignedActivation, _ELEMENT_WISE)
 
 
 def _wrap(
     module: nn.Module, wrapper: Callable[[Any], nn.Module], kinds: tuple[type[nn.Module], ...]
 ) -> None:
-    """Wraps every module of these kinds that is not wrapped yet."""
+    """Wraps every module of the classes `kinds` that is not wrapped yet."""
     for parent in list(module.modules()):
         if parent.__class__ is wrapper:
             continue

@@ -9,7 +9,7 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 
 from outrider.engine.interface import ModelInfo
 from outrider.errors import ConfigError, SettingError
@@ -21,13 +21,13 @@ from outrider.models.fingerprint import (
 )
 from outrider.models.sources import check_weights, resolve_model
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+WEIGHTS_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
 
 
 @contextmanager
 def open_weights(path: Path) -> Iterator[Mapping[str, Any]]:
-    """The open file of every stored tensor, by the tensor's name."""
+    """Maps the name of every stored tensor to its open file."""
     from safetensors import safe_open
 
     with ExitStack() as stack:
@@ -39,24 +39,24 @@ def open_weights(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def read_weights(path: Path) -> dict[str, Any]:
-    """Every stored tensor, by name."""
+    """Maps the name of every stored tensor to the tensor."""
     with open_weights(path) as files:
         return {key: file.get_tensor(key) for key, file in files.items()}
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The files that transformers would load: some repositories hold the same weights twice."""
-    if (path / _SINGLE).is_file():
-        return [path / _SINGLE]
-    if (path / _INDEX).is_file():
-        index = json.loads((path / _INDEX).read_text(encoding="utf-8"))
+    """The files that transformers would load. Other files may hold the same weights again."""
+    if (path / WEIGHTS_FILE).is_file():
+        return [path / WEIGHTS_FILE]
+    if (path / _INDEX_FILE).is_file():
+        index = json.loads((path / _INDEX_FILE).read_text(encoding="utf-8"))
         return [path / file for file in sorted(set(index["weight_map"].values()))]
     return sorted(path.glob("*.safetensors"))
 
 
 def stored_names(module: Any, wanted: Mapping[str, Any], stored: Iterable[str]) -> dict[str, str]:
-    """The stored name of each tensor, by its name in the model, a key of `wanted`. transformers
-    knows how earlier versions named tensors."""
+    """Maps the name of each tensor in the model, which is a key of `wanted`, to its stored name.
+    The names may differ if an earlier version of transformers stored the tensors."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
@@ -73,27 +73,27 @@ DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
-"""Values of `--dtype` besides `auto`, the dtype in which the weights are stored."""
+"""Values of `--dtype`. There is also `auto`, the dtype in which the weights are stored."""
 MAX_MODEL_LEN_DEFAULT = 2048
 """For models whose configuration states no length."""
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 _ATTENTION = "sdpa"
-"""Used until an engine replaces it."""
+"""The attention of a loaded model, until an engine sets another one."""
 _LOADING_ERRORS = (
     ValueError, OSError, ImportError, KeyError, TypeError, RuntimeError, AssertionError,
     SafetensorError,
 )  # fmt: skip
-"""What loading raises for broken or unknown files."""
+"""Errors that loading raises for broken or unknown files."""
 
 _log = logging.getLogger(__name__)
 
 
 @contextmanager
 def refusing(what: str, quantization: str = "") -> Iterator[None]:
-    """Turns errors of loading broken or unknown files into a `ConfigError`, which also says what
-    may run weights of that `quantization`."""
+    """Turns errors of loading broken or unknown files into a `ConfigError`. If the weights have a
+    `quantization`, the error adds that vLLM may run them."""
     try:
         yield
     except _LOADING_ERRORS as error:
@@ -101,7 +101,7 @@ def refusing(what: str, quantization: str = "") -> Iterator[None]:
 
 
 def quantization_of(config: Any) -> str:
-    """How a checkpoint's weights are quantised, by its configuration; empty if they are not."""
+    """The quantisation of a checkpoint's weights, by its configuration; empty if they have none."""
     stated = getattr(config, "quantization_config", None) or {}
     stated = stated if isinstance(stated, dict) else stated.to_dict()
     return str(stated.get("quant_method", "unnamed")) if stated else ""
@@ -117,20 +117,20 @@ class LoadOptions(TypedDict, total=False):
     """How a model is loaded."""
 
     name: str
-    """Its name in messages; by default its directory."""
+    """The model's name in messages; by default its directory."""
     dtype: str
     """A key of `DTYPES`, or `auto`."""
     device: str
     num_threads: int | None
-    """Set for the whole process."""
+    """Torch's number of threads, set for the whole process; None = unchanged."""
     max_model_len: int | None
-    """May shorten what the model states."""
+    """At most the length that the model states; None = that length."""
     trust_remote_code: bool
 
 
 def load_model(path: Path, **options: Unpack[LoadOptions]) -> tuple[nn.Module, ModelInfo]:
-    """The model in `path`, in evaluation mode on its device, and its description. Raises
-    `ConfigError` with the setting that is wrong."""
+    """Loads the model in `path`. Returns it in evaluation mode on its device, and its description.
+    Raises `ConfigError`."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -151,15 +151,15 @@ def load_model(path: Path, **options: Unpack[LoadOptions]) -> tuple[nn.Module, M
             local_files_only=True,
             trust_remote_code=remote,
             output_loading_info=True,
-            # The device decides on layers for quantised weights, and some cannot be moved.
+            # Layers with quantised weights are chosen for a device, and some cannot be moved.
             **({"device_map": {"": str(where)}} if quantization and where.type != "cpu" else {}),
         )
     wrong = ""
-    if loading["missing_keys"]:  # transformers would use random numbers.
+    if loading["missing_keys"]:  # transformers has filled these with random numbers.
         wrong = f"its files lack the weights {min(loading['missing_keys'])}"
     elif quantization_of(module.config) and getattr(module, "hf_quantizer", None) is None:
-        # It would use the stored numbers as they are.
-        wrong = "the library does not know how its weights are stored"
+        # transformers has taken the quantised numbers for weights.
+        wrong = "transformers does not know how its weights are quantised"
     if wrong:
         raise ConfigError(f"model {name}: {wrong}{_hint_of(quantization)}")
     module = module.requires_grad_(False).eval()
@@ -168,7 +168,8 @@ def load_model(path: Path, **options: Unpack[LoadOptions]) -> tuple[nn.Module, M
 
 
 def describe(module: Any, path: Path, **options: Unpack[LoadOptions]) -> ModelInfo:
-    """The description of the model of `path`, with or without values. Raises `ConfigError`."""
+    """The description of the model `module` of `path`. Its parameters need no values. Raises
+    `ConfigError`."""
     head = getattr(module.get_output_embeddings(), "weight", None)
     vocab_size = module.config.get_text_config().vocab_size if head is None else len(head)
     return describe_files(path, module.config, vocab_size, str(module.dtype), **options)
@@ -177,7 +178,7 @@ def describe(module: Any, path: Path, **options: Unpack[LoadOptions]) -> ModelIn
 def describe_files(
     path: Path, config: Any, vocab_size: int, loaded_dtype: str, **options: Unpack[LoadOptions]
 ) -> ModelInfo:
-    """The description of the model of `path` with this configuration. Raises `ConfigError`."""
+    """The description of the model of `path`, by its configuration. Raises `ConfigError`."""
     name = options.get("name", str(path))
     tokenizer = load_tokenizer(path, trust_remote_code=options.get("trust_remote_code", False))
     stated, length = _stated_length(config), options.get("max_model_len")
@@ -200,8 +201,8 @@ def describe_files(
 
 
 def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any | None:
-    """The tokenizer beside a model's weights; None if there is none. Raises `ConfigError` if it
-    cannot be loaded."""
+    """The tokenizer in a model's directory; None if there is none. Raises `ConfigError` if the
+    tokenizer cannot be loaded."""
     if not any((path / file).is_file() for file in _TOKENIZER_FILES):
         return None
     from transformers import AutoTokenizer
@@ -213,23 +214,22 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any | None
 
 
 def stated_length(path: Path, *, trust_remote_code: bool = False) -> int | None:
-    """The longest length of a model by its configuration, read without its weights; None if that
-    states none. Raises `ConfigError` for a configuration that cannot be read."""
+    """The greatest length that a model's configuration allows; None if it states none. Reads no
+    weights. Raises `ConfigError` if the configuration cannot be read."""
     return _stated_length(_config(path, trust_remote_code))
 
 
 def stated_tokens(path: Path, *, trust_remote_code: bool = False) -> tuple[int, str]:
-    """A model's vocabulary, read without its weights: the stated width of its logits (0 if not
-    stated) and its tokenizer's fingerprint (empty without one). Raises `ConfigError` for files that
-    cannot be read."""
+    """The stated width of a model's logits (0 if not stated), and the fingerprint of its tokenizer
+    (empty if there is none). Reads no weights. Raises `ConfigError` if a file cannot be read."""
     text_config = _config(path, trust_remote_code).get_text_config()
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
     return int(getattr(text_config, "vocab_size", None) or 0), tokenizer_fingerprint(tokenizer)
 
 
 def stated_eos_token_ids(path: Path, tokenizer: Any) -> tuple[int, ...]:
-    """All ids that any of a model's files names as the end of a text, read without its weights.
-    `tokenizer` is that of the same directory."""
+    """The ids of all tokens that end a text by any of a model's files. Reads no weights.
+    `tokenizer` must be from the same directory."""
     from transformers import AutoConfig, GenerationConfig
 
     sources = [tokenizer]
@@ -240,7 +240,7 @@ def stated_eos_token_ids(path: Path, tokenizer: Any) -> tuple[int, ...]:
 
 
 def check_same_tokenizer(target: str, draft: str, *, trust_remote_code: bool = False) -> None:
-    """Raises `ConfigError` unless a draft and a target, given by name, share their tokenizer."""
+    """Raises `ConfigError` unless two models, given by their names, have the same tokenizer."""
     tables = []
     for name in (target, draft):
         path = resolve_model(name, trust_remote_code=trust_remote_code)
@@ -250,8 +250,8 @@ def check_same_tokenizer(target: str, draft: str, *, trust_remote_code: bool = F
 
 
 def use_device(**options: Unpack[LoadOptions]) -> torch.device:
-    """The model's device. Sets the threads, and the device on which the calling thread's kernels
-    and streams are made. Raises `SettingError`."""
+    """Returns the model's device, and sets torch's number of threads. If the device is a CUDA
+    device, makes it the calling thread's current one. Raises `SettingError`."""
     where = resolve_device(options.get("device", "auto"))
     if where.type == "cuda":
         torch.cuda.set_device(where)
@@ -263,9 +263,10 @@ def use_device(**options: Unpack[LoadOptions]) -> torch.device:
 
 
 def resolve_device(device: str, rank: int = 0) -> torch.device:
-    """`auto` is `cuda` if there is a CUDA device, otherwise the CPU. `cuda` gives each `rank` one
-    of the devices that the process sees; on Ray, those assigned to it. The result has an index if
-    it is a CUDA device. Raises `SettingError`."""
+    """The device of a rank. `auto` means `cuda` if there is a CUDA device, otherwise `cpu`. `cuda`
+    without an index means one of the process's visible devices, chosen by `rank`. On Ray, these
+    are the devices that Ray has assigned to the process. A CUDA device in the result has an index.
+    Raises `SettingError`."""
     num_visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "auto":
         device = "cuda" if num_visible else "cpu"
@@ -289,7 +290,7 @@ def resolve_device(device: str, rank: int = 0) -> torch.device:
 
 
 def resolve_dtype(dtype: str) -> torch.dtype | str:
-    """The argument of `from_pretrained` for a `--dtype`."""
+    """The argument of `from_pretrained` for a value of `--dtype`. Raises `SettingError`."""
     if dtype == "auto":
         return dtype
     if dtype not in DTYPES:
@@ -313,7 +314,7 @@ def _stated_length(config: Any) -> int | None:
 
 
 def _eos_in(sources: Iterable[Any]) -> tuple[int, ...]:
-    """All ids that any of a model's files names as the end of a text."""
+    """The ids of all tokens that end a text by any of these configurations and tokenizers."""
     found: set[int] = set()
     for source in sources:
         value = getattr(source, "eos_token_id", None)
@@ -325,9 +326,9 @@ def _eos_in(sources: Iterable[Any]) -> tuple[int, ...]:
 def empty_model(
     path: Path, *, takes_quantised: bool = False, **options: Unpack[LoadOptions]
 ) -> Any:
-    """A model whose parameters have no values yet; its other tensors (rotations, scales), which are
-    in no file, have theirs. Refuses quantised files, unless `takes_quantised`: then ignores the
-    quantisation."""
+    """A model whose parameters have no values yet. Its buffers (such as rotary frequencies), which
+    are in no file, have values. Raises `ConfigError` for quantised files, unless `takes_quantised`
+    is set. Then it ignores the quantisation."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     name, remote = options.get("name", str(path)), options.get("trust_remote_code", False)
@@ -335,8 +336,9 @@ def empty_model(
         config = _config(path, remote)
         if not takes_quantised and (quantization := quantization_of(config)):
             raise ConfigError(
-                f"model {name}: its weights are quantised ({quantization}), which several ranks "
-                "share with `--engine vllm` alone, and a drafter made for a target cannot have"
+                f"model {name}: its weights are quantised ({quantization}). Several ranks can "
+                "share such weights only with `--engine vllm`. A drafter for a target cannot have "
+                "such weights"
             )
         with parameters_on_meta():
             module = AutoModelForCausalLM.from_config(
@@ -351,7 +353,8 @@ def empty_model(
 
 
 def _resolve_stored_dtype(config: Any, dtype: str, path: Path) -> torch.dtype:
-    """`auto` is the dtype of the configuration, or else of the first stored tensor."""
+    """The dtype for a value of `--dtype`. `auto` means the dtype in the configuration, or, if it
+    states none, that of the first stored tensor."""
     if dtype != "auto":
         return DTYPES[dtype]
     stated = getattr(config.get_text_config(), "dtype", None)
@@ -365,17 +368,43 @@ def _resolve_stored_dtype(config: Any, dtype: str, path: Path) -> torch.dtype:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """In this context every new parameter moves to the meta device as soon as a module registers
-    it, before its memory is written to."""
+    """Until the context ends, every new parameter moves to the meta device as soon as a module
+    registers it. That is before the parameter's memory is written to."""
 
     def emptied(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta:
             return None
         return nn.Parameter(parameter.to("meta"), requires_grad=False)
 
-    # By its documentation a hook may return a parameter; its annotation does not say so.
+    # By torch's documentation the hook may return a parameter. The annotation does not say so.
     hook = nn.modules.module.register_module_parameter_registration_hook(emptied)  # type: ignore[arg-type]
     try:
         yield
     finally:
         hook.remove()
+
+
+def put_weights(
+    module: nn.Module,
+    tensors: Mapping[str, Tensor],
+    device: torch.device,
+    drafter: str,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Gives all parameters of a drafter's module their values from `tensors`, on the device. They
+    get the dtype `dtype`; None = each keeps its own. `drafter` is the drafter's name, for messages.
+    Raises `ConfigError` if weights are missing, do not fit, or are not finite."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters():
+        if name not in tensors:
+            raise ConfigError(f"drafter {drafter}: its files lack the weights {name}")
+        values = tensors[name]
+        if values.shape != parameter.shape:
+            shapes = f"{[*values.shape]}; {[*parameter.shape]} is needed"
+            raise ConfigError(f"drafter {drafter}: {name} is {shapes}")
+        if not values.is_floating_point():
+            raise ConfigError(f"drafter {drafter}: {name} is stored as {values.dtype}")
+        found[name] = values.to(device, dtype or parameter.dtype)
+        if not found[name].isfinite().all():
+            raise ConfigError(f"drafter {drafter}: {name} is not finite")
+    module.load_state_dict(found, strict=False, assign=True)

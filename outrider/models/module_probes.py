@@ -1,9 +1,10 @@
 """Probes that compare a module with its replacement by calling both.
 
-Names and shapes tell which replacement could fit; only a call shows that there is no clamp, no
-offset and no other rotation. A probe is a few random rows of different magnitudes, so that a clamp
-and an epsilon both show. A module whose replacement fails keeps transformers' code. A probe leaves
-out a block's last layer: the replacement uses the same one, and it may wait for other ranks.
+The names and shapes of a module's parts suggest a replacement. Only a call shows whether the module
+also clamps, adds an offset or rotates in another way. A probe calls both with a few random rows of
+different magnitudes. Large rows show a clamp, small rows show an epsilon. If the results differ,
+the module is not replaced. A probe of a block leaves out the block's last layer, because the
+replacement uses the same layer, and because this layer may wait for other ranks.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,19 +17,21 @@ from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
 PROBE_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
-"""What modules raise for a probe that they cannot take."""
+"""Errors that a module raises if it cannot take a probe."""
 _SIZES = (1e-3, 1.0, 1.0, 1e2)
 """Magnitudes of the rows of a probe."""
 _ROUNDINGS = 64
-"""Allowed difference of two results, in machine epsilons times a row's largest value."""
+"""Largest allowed difference of two results, as a multiple of the machine epsilon times the largest
+value of the row."""
 _ROUNDINGS_SHORT = 8
-"""The same for dtypes under 32 bits, which round results but not the sums before them."""
+"""The same for dtypes under 32 bits. It is smaller because sums are computed in 32 bits, and only
+their results are rounded to the dtype."""
 _PROBE = "outrider_probe"
 
 
 def probe_rows(width: int, like: Tensor) -> Tensor:
-    """Random rows [1, 4, width] with magnitudes `_SIZES`, of the dtype and device of `like`; always
-    the same ones."""
+    """Random rows [1, 4, width] with magnitudes `_SIZES`, and with the dtype and device of `like`.
+    Every call with the same arguments returns the same rows."""
     generator = torch.Generator().manual_seed(width)
     rows = torch.randn(1, len(_SIZES), width, generator=generator, dtype=torch.float64)
     return (rows * torch.tensor(_SIZES, dtype=torch.float64)[:, None]).to(like)
@@ -48,7 +51,8 @@ def agree(one: Tensor, other: Tensor) -> bool:
 def same_rows(
     original: nn.Module, replacement: nn.Module, width: int, like: Tensor, last: str = ""
 ) -> bool:
-    """Whether two modules map rows [1, 4, width] to the same rows, without their layer `last`."""
+    """Whether two modules map a probe [1, 4, width] to the same rows. A layer with the name `last`
+    is left out of both."""
     rows = probe_rows(width, like)
     replaced = {last: nn.Identity()} if last else {}
     try:
@@ -59,8 +63,9 @@ def same_rows(
 
 
 def same_wiring(layer: nn.Module, replacement: Callable[[Any], nn.Module]) -> bool:
-    """Whether a layer and its replacement connect their blocks in the same way: with simple
-    functions for blocks, both give the same output, and pass the same arguments to attention."""
+    """Whether a layer and its replacement connect their blocks in the same way. For the call, the
+    blocks are replaced by simple functions. Both must return the same output and pass the same
+    arguments to attention."""
     called: list[dict[str, Any]] = []
 
     def attend(hidden_states: Tensor, **given: Any) -> tuple[Tensor, None]:
@@ -94,15 +99,17 @@ class _Stub(nn.Module):
 def call_attention(
     block: Any, width: int, like: Tensor, rotated: int
 ) -> tuple[tuple[Tensor, ...], dict[str, Any]] | None:
-    """Runs rows [1, 4, width] through an attention `block`, up to its layer `o_proj`. Returns the
-    query, key and value that the attention function gets, the input of `o_proj`, and the options
-    that the block itself passes to the attention function. `rotated` is the number of elements of
-    each head that get a rotary angle. None if the block cannot be called like Llama's."""
+    """Runs a probe [1, 4, width] through an attention `block`, up to its layer `o_proj`. The first
+    `rotated` elements of each head get a rotary angle. Returns two values. The first has the query,
+    key and value that the attention function gets, and the input of `o_proj`. The second has the
+    options that the block itself passes to the attention function. Returns None if the block cannot
+    be called like Llama's."""
     rows, angles = probe_rows(width, like), probe_rows(rotated, like)
     calls: list[Any] = []
     mask, given = object(), {"position_ids": angles[..., 0].long(), "calls": calls}
     try:
-        config = deepcopy(block.config)  # Setting the attention also changes sub-configurations.
+        # A deep copy, because setting the attention also changes sub-configurations.
+        config = deepcopy(block.config)
         config._attn_implementation = _PROBE
         with _replaced(block, config=config, o_proj=nn.Identity()):
             output, _ = block(
@@ -137,7 +144,7 @@ AttentionInterface.register(_PROBE, _note)
 
 @contextmanager
 def _replaced(block: Any, **attributes: Any) -> Iterator[None]:
-    """Replaces these attributes of `block` in this context."""
+    """Sets these attributes of `block` until the context ends."""
     before = {name: getattr(block, name) for name in attributes}
     try:
         for name, value in attributes.items():

@@ -1,19 +1,19 @@
-"""Makes a loaded model faster in place, by replacing modules. A replacement has the same call
-signature, and the same result up to rounding.
+"""Replaces modules of a loaded model by faster ones. A replacement has the same call signature, and
+the same result up to rounding.
 
-what                          replaces                               where
+replacement                   of                                     where
 `NativeRMSNorm`               root mean square norms                 everywhere
 `FusedMLP`                    gated MLPs                             everywhere
 `FusedAttention`              attention with rotary positions        everywhere
 `DirectLayer`                 layers of norm, attention, norm, MLP   everywhere
-`FusedLinear`                 linear layers, fused ones included     CPU with fused kernels
-`PackedLinear`                the same                               CPU, bfloat16 and float32
-`WidenedLinear`               the same                               CPU that has no bfloat16
+`FusedLinear`                 linear layers, also of replacements    CPU with fused kernels
+`PackedLinear`                the same layers                        CPU, bfloat16 and float32
+`WidenedLinear`               the same layers                        CPU that has no bfloat16
 
-A module stays as it is if it is built differently, or if its replacement fails a probe
-(`module_probes.py`); its linear layers are replaced all the same. Modules with hooks, or with a
-`forward` set on the instance, also stay. Replacements take no hooks: a call goes straight to
-`forward`, which makes a step of 30 layers a millisecond shorter.
+A module is not replaced if it is built in another way, or if its replacement fails a probe
+(`module_probes.py`). Its linear layers are replaced nevertheless. A module with hooks, or with a
+`forward` that is set on the instance, is not replaced either. Replacements support no hooks:
+`__call__` is `forward`. This saves a millisecond in a step of 30 layers.
 """
 
 import inspect
@@ -44,8 +44,8 @@ class NativeRMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * (weight + offset) over the last axis, computed at least in
     float32: [..., D] -> [..., D].
 
-    It takes five operators on a CPU, where transformers' norm takes eight and `functional.rms_norm`
-    nine, as sqrt(mean(x^2) + eps) is hypot(|x|, sqrt(D eps)) / sqrt(D).
+    On a CPU it runs five operators. transformers' norm runs eight, `functional.rms_norm` nine. The
+    five compute sqrt(mean(x^2) + eps) as hypot(|x|, sqrt(D eps)) / sqrt(D).
     """
 
     def __init__(self, weight: nn.Parameter, eps: float, offset: float) -> None:
@@ -73,8 +73,8 @@ class NativeRMSNorm(nn.Module):
 
 
 class FusedMLP(nn.Module):
-    """down(act(gate(x)) * up(x)), with gate and up in one product: [..., D] -> [..., D]. Replaces
-    transformers' `block`."""
+    """A gated MLP, down(act(gate(x)) * up(x)): [..., D] -> [..., D]. Computes gate and up in one
+    product. Replaces transformers' `block`."""
 
     def __init__(self, block: Any) -> None:
         super().__init__()
@@ -95,18 +95,18 @@ class FusedMLP(nn.Module):
 class DirectLayer(nn.Module):
     """A decoder layer with less overhead between its blocks: [..., D] -> [..., D].
 
-    h' = h + attention(norm(h)); output = h' + mlp(norm(h')). In a layer of four norms (Gemma's) the
-    outputs of attention and MLP are normed, too. Takes the blocks and attributes of transformers'
-    `layer`. Further arguments of a call go to attention.
+    h' = h + attention(norm(h)); output = h' + mlp(norm(h')). A layer with four norms (as in Gemma)
+    also norms the outputs of attention and MLP. The blocks and attributes are those of
+    transformers' `layer`. Further arguments of a call are passed to attention.
     """
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
-        vars(self).update(_own_knowledge(layer))
+        vars(self).update(_own_attributes(layer))
         self.input_layernorm: Any = layer.input_layernorm
         self.self_attn: Any = layer.self_attn
         self.attention_norm: Any = None
-        """Norm of attention's output; or None."""
+        """The norm of attention's output; None if there is none."""
         self.mlp_input_norm: Any = layer.post_attention_layernorm
         self.mlp: Any = layer.mlp
         self.mlp_output_norm: Any = None
@@ -130,11 +130,11 @@ class DirectLayer(nn.Module):
 
 
 class FusedAttention(nn.Module):
-    """Attention with rotary positions, with queries, keys and values in one product.
+    """Attention with rotary positions. Computes queries, keys and values in one product.
 
     Keeps the attributes of transformers' `block` (`config`, `layer_idx`, `num_key_value_groups`,
-    ...), as attention functions read them. `interface_options` are those that the block passes to
-    attention functions; `eager` is the block's default attention function.
+    ...), because attention functions read them. `interface_options` are the options that the block
+    passes to attention functions. `eager` is the block's default attention function.
     """
 
     config: Any
@@ -143,7 +143,7 @@ class FusedAttention(nn.Module):
         self, block: Any, eager: AttentionFunction, interface_options: dict[str, Any]
     ) -> None:
         super().__init__()
-        vars(self).update(_own_knowledge(block))
+        vars(self).update(_own_attributes(block))
         projections = (block.q_proj, block.k_proj, block.v_proj)
         num_queries, num_keys, num_values = (p.out_features // block.head_dim for p in projections)
         self.qkv_proj = _joined(*projections)
@@ -165,13 +165,13 @@ class FusedAttention(nn.Module):
         past_key_values: None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """The output [B, T, D] and the attention function's weights, from `hidden_states` [B, T, D]
-        and the positions' cosines and sines, each [B or 1, T, head width]. Keys and values are kept
-        by the attention function, not by transformers' caches."""
+        """Returns the output [B, T, D] and the attention function's weights. `position_embeddings`
+        are the positions' cosines and sines, each [B or 1, T, head width]. The attention function
+        stores keys and values, so there must be no `past_key_values`."""
         if past_key_values is not None:
             raise InvariantError("a model that was sped up takes no cache of transformers")
         shape = hidden_states.shape[:-1]
-        # [B, T, all heads, head width]; its parts stay views until the cache copies them.
+        # [B, T, all heads, head width]
         heads = self.qkv_proj(hidden_states).view(*shape, -1, 2 * self._half)
         rotating, value = heads.split_with_sizes(self._rotating_and_rest, 2)
         rotated = self._rotated(self._normed(rotating), *position_embeddings)
@@ -194,18 +194,18 @@ class FusedAttention(nn.Module):
         return torch.cat((self.q_norm(query), self.k_norm(key)), dim=2)
 
     def _rotated(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """(a, b) -> (a, b) * cos + (-b, a) * sin, with halves a and b of each head's width."""
+        """(a, b) -> (a, b) * cos + (-b, a) * sin, where a and b are the two halves of a head."""
         swapped = heads.roll(self._half, -1)
         return torch.addcmul(heads * cos.unsqueeze(2), swapped, (sin * self._signs).unsqueeze(2))
 
 
-def _own_knowledge(block: nn.Module) -> dict[str, Any]:
-    """The attributes of a transformers block that not every module has."""
+def _own_attributes(block: nn.Module) -> dict[str, Any]:
+    """The attributes of a transformers block, without those that every module has."""
     return {name: value for name, value in vars(block).items() if name not in _OF_EVERY_MODULE}
 
 
 def _joined(*linears: nn.Linear) -> nn.Linear:
-    """One layer with the outputs of all, side by side."""
+    """One layer whose output is the concatenated outputs of all `linears`."""
     weight = torch.cat([linear.weight.detach() for linear in linears])
     biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
     joined = nn.Linear(weight.shape[1], weight.shape[0], bias=bool(biases), device="meta")
@@ -229,12 +229,13 @@ _log = logging.getLogger(__name__)
 
 
 def speed_up(module: nn.Module, kernels: PaceKernels | None = None) -> None:
-    """Replaces modules of a causal language model in evaluation mode, for inference alone. Linear
-    layers use the `kernels`, if these fit.
+    """Replaces modules of a causal language model that is in evaluation mode. Afterwards the model
+    can only be used for inference. Linear layers use the `kernels` if these can pack their weights.
 
-    The weights that a replacement copies are freed one block at a time, so this needs the memory of
-    one block more than the model. Only a head that shares its weight with the embedding remains
-    twice. Call this last: `to` and `load_state_dict` do not reach a replacement's weights.
+    Replacements copy weights, and the old weights are freed block by block. So this needs the
+    memory of the model and one block. If the head shares its weight with the embedding, this weight
+    is in memory twice afterwards. Call `to` and `load_state_dict` before this, because they do not
+    change the weights of replacements.
     """
     check(not module.training, "only a model in evaluation mode can be sped up")
     swapped: Counter[str] = Counter()
@@ -298,7 +299,7 @@ def _fused_attention(block: Any) -> nn.Module | None:
     if not head_dim or head_dim % 2 or any(p.out_features % head_dim for p in linears):
         return None
     if call_attention(block, width, weight, head_dim // 2) is not None:
-        return None  # It rotates only a part of each head, as in GLM.
+        return None  # The block rotates only a part of each head, as in GLM.
     called = call_attention(block, width, weight, head_dim)
     if called is None or not all(isinstance(v, _PLAIN_OPTION) for v in called[1].values()):
         return None
@@ -332,7 +333,8 @@ def _linear_weight(layer: Any) -> Tensor | None:
 
 
 def _joinable(*linears: nn.Module) -> bool:
-    """Whether these can become one layer: plain, with the same input, all or none with a bias."""
+    """Whether `_joined` can join these layers. They must be plain, without hooks, and have inputs
+    of the same width. Either all or none must have a bias."""
     return all(
         _is_plain(linear)
         and not _is_hooked(linear)
@@ -343,7 +345,7 @@ def _joinable(*linears: nn.Module) -> bool:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether it is torch's own linear layer, with a weight that is not quantised."""
+    """Whether the module is torch's own linear layer, with a weight that is not quantised."""
     return type(module) is nn.Linear and type(module.weight) is nn.Parameter
 
 
@@ -352,7 +354,7 @@ def _is_hooked(module: nn.Module) -> bool:
 
 
 def _tensors(block: nn.Module) -> list[str]:
-    """The names of a module's own parameters and buffers, without its children's."""
+    """The names of a module's parameters and buffers, without those of its children."""
     return [
         name for name, found in (block._parameters | block._buffers).items() if found is not None
     ]

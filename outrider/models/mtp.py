@@ -1,4 +1,4 @@
-"""A target's own layer for multi-token prediction (MTP, arXiv 2412.19437), run as a drafting head:
+"""A target's own layer for multi-token prediction (MTP, arXiv 2412.19437), run as a draft head:
 
     g_i    = output of the target's last norm at position i
     pair j = (g_{j-1}, token j), from 1; its rotary position is j - 1
@@ -6,19 +6,20 @@
     h_j    = layer(x_j), where the layer, of the target's own kind, sees the pairs 1 .. j
     logits of the token after token j = head(norm(h_j))
 
-A drafted pair has norm(h) in place of g, and runs the same layer again, as in transformers and in
-`speculators`. For DeepSeek and GLM vLLM takes h itself there (`ways` has that, too), and zeros for
-the embedding of the first pair.
+A drafted pair has norm(h) in place of g, and runs through the same layer, as in transformers and
+`speculators`. For DeepSeek and GLM, vLLM differs in two things. In a drafted pair it uses h in
+place of norm(h); `MtpHead.ways` has this way, too. In the first pair it uses zeros in place of the
+embedding; Outrider does not.
 
-family                  tensors in the target's files
-deepseek_v3, glm4_moe   `model.layers.N.` of N layers of the target: `enorm`, `hnorm`, `eh_proj`,
-                        `shared_head.norm`, and those of a decoder layer; `embed_tokens` and
-                        `shared_head.head` are copies of the target's
-qwen3_next              `mtp.`: `pre_fc_norm_embedding`, `pre_fc_norm_hidden`, `fc`, `norm`, and
-                        `layers.0.` with those of a decoder layer
+family                  tensors in the target's files (N is the target's number of layers)
+deepseek_v3, glm4_moe   `model.layers.N.*`: `enorm`, `hnorm`, `eh_proj`, `shared_head.norm`, those
+                        of a decoder layer, and copies of the target's embeddings and head
+                        (`embed_tokens`, `shared_head.head`)
+qwen3_next              `mtp.*`: `pre_fc_norm_embedding`, `pre_fc_norm_hidden`, `fc`, `norm`, and
+                        those of a decoder layer at `layers.0.*`
 
-Of several MTP layers only the first is used, as by vLLM when it drafts more tokens than there are
-layers.
+If a target has several MTP layers, only the first is used. vLLM does the same if it drafts more
+tokens than there are layers.
 """
 
 from collections.abc import Mapping
@@ -51,24 +52,26 @@ _PREFIXES = {
 """Prefix of the first MTP layer's tensors, by the target's `model_type`."""
 _EMBEDDINGS, _HEAD = "embed_tokens.weight", "shared_head.head.weight"
 _LATER = "mtp.layers."
-"""Prefix of the tensors of numbered layers in the second form."""
+"""Prefix of the tensors of numbered MTP layers in the files of `qwen3_next`."""
 _SCALE, _BLOCK = "_scale_inv", (128, 128)
-"""Suffix of the scales of a float8 weight; rows and columns that share a scale."""
+"""The suffix of a float8 weight's scales, and the rows and columns of a block that shares a
+scale."""
 _ATTENTION = "outrider_mtp"
-"""Name of the attention function that calls the layer's `attend` argument."""
-_OWN = ", and its own before its norm"
+"""Name of the attention function that calls its argument `attend`."""
+_OWN = ", and the layer's own before its norm"
 _WAYS = {
-    f"hidden states {side} the last norm{own}": (side == "behind", own != _OWN)
+    f"hidden states {side} the last norm{own}": (side == "after", own != _OWN)
     for own in ("", _OWN)
-    for side in ("behind", "before")
+    for side in ("after", "before")
 }
-"""Whether the target's last norm is applied to what is read from the target, and the layer's own
-norm to what is carried from pair to pair."""
+"""For each way to read the target: whether the target's last norm is applied to the hidden states
+that are read, and whether the layer's own norm is applied to h in a drafted pair."""
 
 
 class MtpHead(DraftHead):
-    """transformers' MTP layer, `layer`, of a target with `num_layers` layers and the last norm
-    `norm`; None = what it reads has already been through that norm."""
+    """transformers' MTP layer, `layer`, of a target with `num_layers` layers. `norm` is the
+    target's last norm. It is None if it has been applied already to the hidden states that the head
+    reads."""
 
     def __init__(
         self,
@@ -80,7 +83,7 @@ class MtpHead(DraftHead):
         embeddings: Tensor,
         head: Tensor,
     ) -> None:
-        """`layer` has its weights. Embeddings and head are [vocabulary, D]."""
+        """`layer` must have its weights already. Embeddings and head are [vocabulary, D]."""
         super().__init__()
         block = layer.mtp_block
         block.self_attn.config._attn_implementation = _ATTENTION
@@ -102,15 +105,18 @@ class MtpHead(DraftHead):
         self.value_width = values.shape[-1]
 
     def ways(self, num_layers: int) -> dict[str, Any]:
-        """Behind or before the target's last norm and the layer's own; programs differ in this."""
+        """After or before the target's last norm, and after or before the layer's own norm. The
+        programs that train MTP layers differ in this."""
         return {name: way for name, way in _WAYS.items() if way[0] or self.target_norm is not None}
 
     def read_as(self, way: tuple[bool, bool]) -> None:
-        """For each of the two norms, whether to read its output; otherwise its input."""
+        """`way` says for each of the two norms whether its output is read. If not, its input
+        is."""
         self._is_normed, self.carries_normed = way
 
     def fuse(self, hidden: Tensor) -> Tensor:
-        """g [.., D] of the input, or output, of the target's last norm [.., D]."""
+        """The feature g [.., D] of the target's hidden states [.., D] before its last norm. If
+        `norm` was None, `hidden` is the output of that norm."""
         if self.target_norm is None or not self._is_normed:
             return hidden
         normed: Tensor = self.target_norm(hidden)
@@ -150,7 +156,7 @@ class MtpHead(DraftHead):
     def _inputs(
         self, features: Tensor, token_ids: Tensor, positions: Tensor
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """x [B, L, D] of pairs, and cosines and sines of their positions."""
+        """x [B, L, D] of pairs, and the cosines and sines of their positions."""
         layer = self.layer
         embedded = layer.enorm(self.embed_tokens(token_ids))
         joined = layer.eh_proj(torch.cat([embedded, layer.hnorm(features)], -1))
@@ -171,7 +177,7 @@ ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _attention)
 
 def check_mtp(path: Path, name: str) -> str:
     """The prefix of the first MTP layer's tensors in the files of the model in `path`, called
-    `name`. Raises `ConfigError` if it has no such layer that can be used."""
+    `name`. Raises `ConfigError` if the model has no MTP layer that can be used."""
     with refusing(f"model {name}:"):
         stated = read_config(path)
         with open_weights(path) as files:
@@ -180,7 +186,7 @@ def check_mtp(path: Path, name: str) -> str:
     if family not in _PREFIXES:
         allowed = ", ".join(_PREFIXES)
         raise ConfigError(
-            f"model {name}: model_type is {family!r}; MTP layers of {allowed} are served"
+            f"model {name}: model_type is {family!r}; only MTP layers of {allowed} are served"
         )
     prefix = _PREFIXES[family].format(num_hidden_layers=stated.get("num_hidden_layers"))
     if not any(key.startswith(prefix) for key in names):
@@ -195,10 +201,11 @@ def check_mtp(path: Path, name: str) -> str:
 def load_mtp(
     path: Path, target: Any, *, target_name: str, reads_output: bool = False
 ) -> LoadedDraftHead:
-    """The first MTP layer of the target in `path`, called `target_name`, with the dtype, device,
-    embeddings and head of its module. `reads_output`: the head is given the output of the target's
-    last norm; otherwise it runs that norm itself. Raises `ConfigError` for a target without such a
-    layer, and for broken weights."""
+    """Loads the first MTP layer of the target in `path`, called `target_name`. The layer gets the
+    dtype, device, embeddings and head of the module `target`. If `reads_output` is set, the head
+    reads the output of the target's last norm. Otherwise the head reads the input of that norm and
+    runs the norm itself. Raises `ConfigError` if there is no such layer, or if its weights are
+    broken."""
     prefix = check_mtp(path, target_name)
     what = f"model {target_name}: its MTP layer"
     with refusing(what):
@@ -233,7 +240,7 @@ def load_mtp(
 def _dequantized(
     tensors: dict[str, Tensor], stated: Mapping[str, Any], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """The tensors, with float8 weights multiplied by their scales and converted to `dtype`."""
+    """The tensors. Float8 weights are multiplied by their scales and converted to `dtype`."""
     quantization = stated.get("quantization_config") or {}
     rows, columns = quantization.get("weight_block_size") or _BLOCK
     found = {}
@@ -254,7 +261,8 @@ def _dequantized(
 
 
 def _own_or_shared(own: Tensor | None, shared: Tensor, name: str) -> Tensor:
-    """The target's weight, or the layer's own one if that differs."""
+    """`own`, the layer's weight, if there is one that differs from the target's. Otherwise
+    `shared`, the target's weight, so that only one copy is in memory."""
     if own is None:
         return shared
     if own.shape != shared.shape:
@@ -265,7 +273,7 @@ def _own_or_shared(own: Tensor | None, shared: Tensor, name: str) -> Tensor:
 
 def _with_weights(target: Any, tensors: dict[str, Tensor]) -> Any:
     """transformers' model of one MTP layer for `target`, with these weights."""
-    like = copy(target)  # So that its configuration can change.
+    like = copy(target)  # Its configuration is changed below.
     like.config = deepcopy(target.config)
     sizes = like.config.get_text_config()
     sizes.num_mtp_layers = 1
@@ -275,7 +283,7 @@ def _with_weights(target: Any, tensors: dict[str, Tensor]) -> Any:
         for context in MtpModel.get_init_context(target.dtype, False, False, None):
             stack.enter_context(context)
         model = MtpModel(like, 1)
-    # transformers 5.23 has a method for them.
+    # transformers 5.23 has a method that returns these.
     first = f"layers.{sizes.num_hidden_layers}."
     conversions = [
         WeightRenaming(source_patterns=first, target_patterns="layers.0.mtp_block."),
@@ -290,12 +298,12 @@ def _with_weights(target: Any, tensors: dict[str, Tensor]) -> Any:
             dtype_plan=target._get_dtype_plan(target.dtype), device_map={"": target.device},
         ),
     )  # fmt: skip
-    # Embeddings and head are the target's, and passed to the layer separately.
+    # Embeddings and head may be missing here, because `MtpHead` gets them separately.
     if missing := [key for key in found.missing_keys if key.startswith("layers.")]:
         raise ConfigError(f"its files lack the weights {min(missing)}")
     if found.unexpected_keys:
         unknown = min(found.unexpected_keys)
-        raise ConfigError(f"its files have the weights {unknown}, which no such layer has")
+        raise ConfigError(f"its files have the weights {unknown}, which an MTP layer does not have")
     if found.mismatched_keys:
         name, given, needed = min(found.mismatched_keys)
         raise ConfigError(f"{name} is {[*given]}; {[*needed]} is needed")

@@ -1,11 +1,12 @@
 """Recognises the kind of a published drafter by its files.
 
 kind     recognised by
-eagle3   `speculators_model_type`, or tensors of a layer with a `hidden_norm` beside an `fc`
-mtp      `speculators_model_type`, or tensors of a model's own MTP layers without a layer 0
+eagle3   `speculators_model_type`; or a tensor `fc` and a layer with a `hidden_norm`
+mtp      `speculators_model_type`; or tensors of MTP layers, but none of a layer 0
 pard     `pard_token` in the configuration of a causal language model
 
-Other known kinds are refused by name. A directory with none of these may hold a model.
+Other known kinds are refused, and the error names the kind. If no kind is recognised, the directory
+may hold a model.
 """
 
 import json
@@ -17,21 +18,25 @@ from torch import Tensor
 from transformers.modeling_utils import load_state_dict
 
 from outrider.errors import ConfigError
-from outrider.models.drafter_checkpoint import CONFIG_FILE, is_trained_drafter
 from outrider.models.fingerprint import PICKLED_FILE
 from outrider.models.loading import open_weights, read_weights, refusing
+from outrider.models.sources import CONFIG_FILE
+from outrider.models.student import is_student
 
 
 class DrafterFormat(StrEnum):
-    """A kind of published drafter that is accepted here. MTP layers are only served from their
-    target's files; a deployment refuses those in a directory of their own."""
+    """A kind of published drafter that `recognise` accepts. MTP layers in a directory of their own
+    are recognised, but a deployment refuses them. It loads MTP layers from their target's files."""
 
     EAGLE3 = "eagle3"
     MTP = "mtp"
     PARD = "pard"
 
 
-SERVED = "EAGLE-3 heads, PARD models and causal language models are; `outrider distill` makes more"
+SERVED = (
+    "EAGLE-3 heads, PARD models and causal language models can be served; `outrider distill` "
+    "trains further drafters"
+)
 _UNSERVED_ARCHITECTURES = {
     "eagleforcausallm": "EAGLE",
     "eaglellamaforcausallm": "EAGLE",
@@ -49,20 +54,20 @@ _UNSERVED_KEYS = {
     "pard2_target_layers": "PARD-2",
     "ptd_token_id": "P-EAGLE",
 }
-"""Keys that only the configurations of these kinds have."""
+"""Keys of `config.json` that only drafters of these kinds have."""
 _SHAPES: dict[str, tuple[Any, str]] = {
     "transformer_layer_config": (dict, "an object is allowed"),
     "eagle_config": (dict | None, "an object is allowed"),
     "pard_token": (int, "a token's number is allowed"),
 }
-"""Types of values that the code of each kind relies on, if they are stated."""
+"""The type that each key of `config.json` must have if it is stated, and that type in words."""
 
 
 def recognise(directory: Path) -> DrafterFormat | None:
-    """The kind of published drafter in `directory`; None if it holds one of ours, or no known
-    drafter. Raises `ConfigError` for kinds that are not served, and for files that cannot be read.
-    """
-    if is_trained_drafter(directory) or not (directory / CONFIG_FILE).is_file():
+    """The kind of the published drafter in `directory`. None if `directory` holds a student, or no
+    known drafter. Raises `ConfigError` for kinds that are not served, and for files that cannot be
+    read."""
+    if is_student(directory) or not (directory / CONFIG_FILE).is_file():
         return None
     with refusing(f"drafter {directory}:"):
         stated, names = read_config(directory), tensor_names(directory)
@@ -82,7 +87,7 @@ def recognise(directory: Path) -> DrafterFormat | None:
 
 
 def _unserved_kind(stated: dict[str, Any], names: set[str]) -> str:
-    """The name of the kind if it is not served; else empty."""
+    """The name of the drafter's kind if that is not served; else empty."""
     declared = stated.get("speculators_model_type")
     if declared is not None and declared not in (DrafterFormat.EAGLE3, DrafterFormat.MTP):
         return str(declared)
@@ -111,12 +116,13 @@ def _has_mtp_layers(names: set[str]) -> bool:
 
 
 def _is_model(names: set[str]) -> bool:
-    """Whether there are layers of a model under any prefix, say `model.language_model.layers.0`."""
+    """Whether the tensors include layer 0 of a model, under any prefix. An example is
+    `model.language_model.layers.0`."""
     return any("layers.0." in name and not name.startswith("mtp.") for name in names)
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The content of a published drafter's `config.json`. Raises `OSError`, `ValueError`."""
+    """The content of a published drafter's `config.json`. Raises `OSError` or `ValueError`."""
     stated = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
     if not isinstance(stated, dict):
         raise ValueError(f"{path / CONFIG_FILE} holds no object")
@@ -130,14 +136,14 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Every tensor of a published drafter, from safetensors or, if there are none, from torch's own
-    file without running code in it. Raises `ValueError`, or what the libraries raise."""
+    """Every tensor of a published drafter, by name. Reads safetensors. If there are none, reads
+    torch's own file, but runs no code in it. Raises `ValueError` or an error of the libraries."""
     pickled = path / PICKLED_FILE
     if any(path.glob("*.safetensors")) or not pickled.is_file():
         return read_weights(path)
     try:
         found = load_state_dict(pickled)
-    # The unpickler has its own errors for what it refuses to run.
+    # If the file contains code, the unpickler refuses it with errors of its own.
     except Exception as error:
         raise ValueError(f"{pickled} cannot be read as tensors alone: {error}") from error
     if not isinstance(found, dict) or not all(isinstance(v, Tensor) for v in found.values()):
@@ -146,6 +152,6 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def tensor_names(path: Path) -> set[str]:
-    """The names of the tensors of a published drafter; raises what `read_tensors` raises."""
+    """The names of a published drafter's tensors. Raises the same errors as `read_tensors`."""
     with open_weights(path) as files:
         return set(files or read_tensors(path))

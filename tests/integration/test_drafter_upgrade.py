@@ -101,4 +101,4 @@ async def test_drafters_are_replaced_under_load(tmp_path: Path) -> None:
             assert (await call("spec")).config.draft.directory == str(copy)
             await call("change", {"draft_model": f"eagle3:{head}"}, timeout_s=END_S)
             assert not (await done(deployment)).of("draft")
-            assert (await call("spec")).config.target.heads_directory == str(head)
+            assert (await call("spec")).config.target.head_directory == str(head)

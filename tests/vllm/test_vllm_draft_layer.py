@@ -58,7 +58,7 @@ def _config_of(directory: Path, kind: str, head: Path) -> TargetConfig:
     return TargetConfig(
         model="tiny", directory=str(directory), engine="vllm", device="cpu", dtype="float32",
         max_model_len=MAX_MODEL_LEN, kv_cache_memory_bytes=2**24, max_num_seqs=64, num_threads=1,
-        heads="head", heads_kind=kind, heads_directory=str(head),
+        head="head", head_kind=kind, head_directory=str(head),
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from outrider.engine.interface import ModelInfo
 from outrider.engine.paged_engine import PagedEngine
 from outrider.models.loading import load_model
 from outrider.models.sources import resolve_model
-from outrider.models.student import load_drafter
+from outrider.models.student import load_student
 from outrider.request import GenerateRequest
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.sampling_params import SamplingParams
@@ -143,7 +143,7 @@ async def test_coupled_tokens_do_not_depend_on_the_draft(
             assert await complete(stack, prompt, 12, k, seed=0) == expected
 
     await check(with_cut)
-    shipped = load_drafter(
+    shipped = load_student(
         resolve_model("demo-drafter"), real.directory, name="demo-drafter", target="demo",
         dtype="float32",
     )  # fmt: skip

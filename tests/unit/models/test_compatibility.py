@@ -27,7 +27,7 @@ EXPERTS = {"num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 16, "nu
 @pytest.mark.parametrize(
     ("name", "sizes", "reason"),
     [
-        ("Mamba", {"hidden_size": 16, "state_size": 4}, "tokens cannot be taken back"),
+        ("Mamba", {"hidden_size": 16, "state_size": 4}, "cannot be rolled back"),
         ("GPTJ", {"n_embd": 16, "n_layer": 1, "n_head": 2, "rotary_dim": 4}, "cannot be replaced"),
         ("Bloom", {"hidden_size": 16, "n_layer": 1, "n_head": 2}, "the positions of its tokens"),
         ("GptOss", {**SMALL, **EXPERTS, "num_experts_per_tok": 1}, "s_aux"),
@@ -84,7 +84,7 @@ def test_a_model_that_does_not_heed_positions() -> None:
         return rotary(states, torch.arange(position_ids.shape[1])[None])
 
     module.model.rotary_emb.forward = counted
-    refused(module, "differ from its own by")
+    refused(module, "with dense attention differ by")
 
 
 def test_features_may_differ_in_one_row_as_half_precision_has_it_and_not_in_many() -> None:
@@ -92,5 +92,5 @@ def test_features_may_differ_in_one_row_as_half_precision_has_it_and_not_in_many
     found = expected.clone()
     found[1] *= 1.5
     check_features(Mock(features=lambda: [found]), expected)
-    with pytest.raises(ConfigError, match=r"differs by 0.5 of its norm; 0.2 is allowed"):
+    with pytest.raises(ConfigError, match=r"differ by 0.5 of their norm; 0.2 is allowed"):
         check_features(Mock(features=lambda: [1.5 * expected]), expected)

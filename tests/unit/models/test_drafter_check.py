@@ -81,12 +81,12 @@ def test_the_sides_of_norms_that_an_mtp_layer_was_made_for_are_found(
     assert torch.equal(found.module.fuse(rows), target.model.norm(rows) if is_normed else rows)
     carried = head.layer.post_norm(rows) if carries_normed else rows
     assert torch.equal(found.module.carry(rows), carried)
-    side = "behind" if is_normed else "before"
-    own = "" if carries_normed else ", and its own before its norm"
-    stated = "hidden states behind the last norm"
+    side = "after" if is_normed else "before"
+    own = "" if carries_normed else ", and the layer's own before its norm"
+    stated = "hidden states after the last norm"
     assert found.note.startswith(
         f"drafter mtp reads the hidden states {side} the last norm{own} in place of the {stated}, "
-        if (side, own) != ("behind", "")
+        if (side, own) != ("after", "")
         else ""
     )
     assert bool(found.note) is not (is_normed and carries_normed)

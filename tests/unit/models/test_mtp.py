@@ -137,7 +137,7 @@ def test_what_its_files_hold_beside_is_used(tmp_path: Path) -> None:
         ({"enorm.weight": None}, "its files lack the weights layers.0.enorm.weight"),
         (
             {"more.weight": weight + 1},
-            "its files have the weights .*more.weight, which no such layer",
+            "its files have the weights .*more.weight, which an MTP layer",
         ),
         ({"enorm.weight": weight}, r"layers.0.enorm.weight is \[16, 32\]; \[32\] is needed"),
         ({"embed_tokens.weight": weight}, r"embed_tokens.weight is \[16, 32\]; the target's is"),

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from outrider.drafters.names import DEMO, SHIPPED
-from outrider.models.drafter_checkpoint import read_description
 from outrider.models.eagle3 import load_eagle3
 from outrider.models.fingerprint import tensors_fingerprint
 from outrider.models.loading import load_model
 from outrider.models.sources import check_name, resolve_model
-from outrider.models.student import load_drafter
+from outrider.models.student import load_student, read_description
 
 MODEL, HEAD = SHIPPED
 BYTES_MAX = 24 * 2**20
@@ -45,7 +44,7 @@ def test_the_model_is_for_its_target() -> None:
     directory = resolve_model(name)
     description = read_description(directory, name)
     assert description.target_fingerprint == tensors_fingerprint(target)
-    module, info = load_drafter(directory, target, name=name, target=DEMO)
+    module, info = load_student(directory, target, name=name, target=DEMO)
     assert len(info.logit_token_ids) == description.draft_vocab_size
     [layers] = re.findall(r" in (\d+) layers, begun", (directory / "README.md").read_text())
     assert module.config.num_hidden_layers == int(layers)

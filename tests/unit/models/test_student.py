@@ -15,9 +15,9 @@ from deploy.fleet.preflight import resolve_models
 from outrider.config import load_config
 from outrider.engine.interface import SequenceStep
 from outrider.errors import ConfigError, SettingError
-from outrider.models.drafter_checkpoint import DESCRIPTION_FILE, WEIGHTS_FILE, as_stored
 from outrider.models.fingerprint import PICKLED_FILE, tensors_fingerprint
-from outrider.models.student import load_drafter
+from outrider.models.loading import WEIGHTS_FILE
+from outrider.models.student import DESCRIPTION_FILE, as_stored, load_student
 from outrider.replica.process_setup import build_engine
 
 TOKEN_IDS = (1, 4, 5, 9, 20, 21, 31)
@@ -35,7 +35,7 @@ def drafter(target: Path, tmp_path: Path) -> Path:
 
 
 def load(drafter: Path, target: Path) -> tuple[torch.nn.Module, tuple[int, ...]]:
-    module, info = load_drafter(drafter, target, name="drafter", target="target")
+    module, info = load_student(drafter, target, name="drafter", target="target")
     return module, info.logit_token_ids
 
 
@@ -71,10 +71,12 @@ def test_it_is_served_by_its_directory(target: Path, drafter: Path) -> None:
 def test_another_target_is_refused(drafter: Path, tmp_path: Path) -> None:
     other = save_tiny_model(tmp_path / "other", seed=5)
     flags = {"model": str(other), "draft_model": str(drafter)}
-    with pytest.raises(SettingError, match=r"made for the target tiny .* outrider distill") as bad:
+    with pytest.raises(
+        SettingError, match=r"trained for the target tiny .* outrider distill"
+    ) as bad:
         resolve_models(load_config(flags, {}))
     assert bad.value.key == "draft_model"
-    with pytest.raises(ConfigError, match="made for the target tiny"):
+    with pytest.raises(ConfigError, match="trained for the target tiny"):
         load(drafter, other)
 
 

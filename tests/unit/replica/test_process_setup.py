@@ -178,7 +178,7 @@ def test_ranks_on_vllm_meet_once_the_leader_has_loaded_its_head(
         ("vllm_version", lambda: "0.32.0"), ("_draft_check", lambda _: None), ("_draft_layer", load)
     ):  # fmt: skip
         monkeypatch.setattr(process_setup, name, stand_in)
-    config = TargetConfig(engine="vllm", device="cpu", heads="eagle3:x", heads_kind="eagle3")
+    config = TargetConfig(engine="vllm", device="cpu", head="eagle3:x", head_kind="eagle3")
     ranks = thread_ranks(2)
     on_each(2, lambda rank: build_engine(config, 1, ranks[rank]))
     assert met == [True, True]

@@ -123,7 +123,7 @@ def test_a_head_drafts_on_the_target(tiny: Path, tmp_path: Path) -> None:
     head = save_tiny_eagle3(tmp_path / "head", tiny, (1, 2, 5))
     for draft_model in (f"eagle3:{head}", f"hybrid:ngram,eagle3:{head}"):
         config = resolved(tiny, draft_model=draft_model)
-        assert (config.target.heads_directory, config.target.heads_kind) == (str(head), "eagle3")
+        assert (config.target.head_directory, config.target.head_kind) == (str(head), "eagle3")
         assert config.draft.directory == ""
         assert (config.coordinator.lookup is not None) == draft_model.startswith("hybrid")
 
@@ -134,7 +134,7 @@ def test_a_head_may_run_on_draft_replicas(tiny: Path, tmp_path: Path) -> None:
     for given in (str(head), f"hybrid:ngram,{head}"):
         config = resolved(tiny, draft_model=given, eagle3_on="draft")
         target, draft = config.target, config.draft
-        assert (target.heads_kind, target.heads_directory) == ("eagle3", str(head))
+        assert (target.head_kind, target.head_directory) == ("eagle3", str(head))
         assert target.shows_features
         assert (draft.directory, draft.target_directory) == (str(head), str(tiny))
         assert (config.coordinator.lookup is not None) == given.startswith("hybrid")
@@ -163,8 +163,8 @@ def test_a_published_head_is_known_by_its_files(
             config = resolved(tiny, draft_model=given)
             target, named = config.target, given.replace(name, f"eagle3:{name}")
             assert config.draft.model in (given, named)
-            assert config.draft.drafter.kind == target.heads_kind == "eagle3"
-            assert (target.heads, target.heads_directory) == (name, str(head))
+            assert config.draft.drafter.kind == target.head_kind == "eagle3"
+            assert (target.head, target.head_directory) == (name, str(head))
             assert config.draft.directory == ""
     for settings, message in (
         ({"look_ahead": 2}, "^look_ahead: .*once the outcome is known"),
@@ -190,10 +190,13 @@ def test_mtp_layers_are_the_targets_own(tiny: Path, tmp_path: Path) -> None:
     on_ranks: dict[str, object] = {"engine": "vllm", "tensor_parallel_size": 2}
     for given, settings in (("mtp", {}), ("hybrid:suffix,mtp", {}), ("mtp", on_ranks)):
         target = resolved(path, draft_model=given, **settings).target
-        assert (target.heads, target.heads_kind) == ("mtp", "mtp")
-        assert target.heads_directory == target.directory == str(path)
+        assert (target.head, target.head_kind) == ("mtp", "mtp")
+        assert target.head_directory == target.directory == str(path)
     for settings, message in (
-        ({"model": str(tiny)}, "^draft_model: .*model_type is 'llama'; MTP layers of deepseek_v3"),
+        (
+            {"model": str(tiny)},
+            "^draft_model: .*model_type is 'llama'; only MTP layers of deepseek",
+        ),
         ({"tensor_parallel_size": 2}, "^tensor_parallel_size: .*rank; give 1, or --engine vllm"),
     ):
         with pytest.raises(SettingError, match=message):

@@ -310,7 +310,7 @@ async def test_a_drafter_on_trial_is_taken_only_where_it_is_better(
     have to wait for the end of the trial."""
     key, tried_with, settings = "num_threads", TRIED, {"num_drafts": 2}
     if role == "target":
-        key, tried_with, settings = "heads", OTHER_HEADS, HEADS | {"num_targets": 2}
+        key, tried_with, settings = "head", OTHER_HEADS, HEADS | {"num_targets": 2}
     [value] = (str(one).removeprefix("eagle3:") for one in tried_with.values())
     async with playing(monkeypatch, **settings) as (host, found):
         before = await found.spec()
@@ -366,7 +366,7 @@ async def test_a_head_is_taken_where_no_further_target_has_a_place(
             await asyncio.sleep(0.1)
         assert overview.num_stale == 0
         [one] = overview.of("target")
-        assert host.world.actor(one.name).config.heads == "b"
+        assert host.world.actor(one.name).config.head == "b"
 
 
 async def test_a_head_that_leaves_room_for_other_lengths_is_not_tried(

@@ -22,7 +22,7 @@ from draft_service.training.options import DistillOptions
 from draft_service.training.teacher import Target
 from draft_service.training.training import Report
 from outrider.errors import ConfigError, SettingError
-from outrider.models.student import load_drafter
+from outrider.models.student import load_student
 
 WISHES: Final = {"layers": 1, "draft_vocab": 24, "tokens": 2500, "steps": 30, "seed": 3}
 OPTIONS = DistillOptions(out=Path(), **WISHES)  # type: ignore[arg-type]
@@ -82,7 +82,7 @@ def test_acceptance_grows_and_what_comes_out_is_a_drafter_with_its_card(
     first = begun(target, place, tmp_path)
     assert last.sampled > first.sampled + 0.03
     assert last.greedy >= first.greedy
-    module, info = load_drafter(place / "out", target.directory, name="out", target="tiny")
+    module, info = load_student(place / "out", target.directory, name="out", target="tiny")
     assert len(info.logit_token_ids) == OPTIONS.draft_vocab
     assert module(torch.tensor([[0, 5, 1]])).logits.shape == (1, 3, OPTIONS.draft_vocab)
     card = (place / "out" / "README.md").read_text()

@@ -27,9 +27,9 @@ from draft_service.training.learners import (
 from draft_service.training.measuring import Measured, measure
 from draft_service.training.options import DistillOptions
 from draft_service.training.teacher import Batch, Dataset, Target, TeacherCache
-from outrider.models.drafter_checkpoint import WEIGHTS_FILE
 from outrider.models.eagle3 import load_eagle3
-from outrider.models.student import load_drafter
+from outrider.models.loading import WEIGHTS_FILE
+from outrider.models.student import load_student
 from outrider.speculation.draft_sampling import quantise
 from outrider.speculation.proposal import COUNT_TOTAL
 from outrider.speculation.text_acceptance import acceptance_of_windows, conditional_acceptance
@@ -269,7 +269,7 @@ def test_layers_that_copy_are_found_behind_those_that_gather() -> None:
 def loaded(kind: str, out: Path, target: Target) -> tuple[Any, Any]:
     """Its module and the tokens of its logits, as loaded for serving."""
     if kind == "student":
-        found, info = load_drafter(out, target.directory, name="out", target="tiny")
+        found, info = load_student(out, target.directory, name="out", target="tiny")
         return found, info.logit_token_ids
     module: Any = target.load()[0]
     found = load_eagle3(out, module, name="out", target_name="tiny")
