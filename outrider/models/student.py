@@ -69,6 +69,7 @@ class StudentDescription:
 
 
 def is_student(directory: Path) -> bool:
+    """Whether the directory holds a student."""
     return (directory / DESCRIPTION_FILE).is_file()
 
 
