@@ -1,21 +1,25 @@
-"""Access control for gRPC and HTTP: checks API keys, and limits what each caller runs. The limits
-hold for all coordinators together.
+"""Access control for gRPC and HTTP. It checks API keys, and limits the requests and the concurrent
+generations of each caller. The limits hold across all coordinators.
 
     caller = access.identify(shown)           # raises Unauthenticated
     async with access.admit(caller) as grant: # raises Overloaded
-        ...                                   # a generation, whose events go to `grant.note`
+        ...                                   # generate, and call `grant.note` for each event
 
-The limit on requests is a token bucket of `requests_per_minute`, which refills evenly. The limit on
-concurrent generations is a number of slots. A request has a slot for each of its generations. The
-coordinator renews the leases of its slots. If the coordinator dies, they are free after
-`SLOT_LEASE_MS`. A slot has the name of its session, so that a session keeps its slot when another
-coordinator resumes it. A resumption counts as a request. It is refused only when `RESUME_DEPTH`
-buckets are used up, so that callers do not lose their answers when a coordinator ends.
+A token bucket of `requests_per_minute` limits the requests. The bucket refills evenly. Slots limit
+the concurrent generations. Each generation holds one slot.
 
-    <prefix>limit:{<name>}:bucket    string: when the bucket is full again, ms of Redis' clock
-    <prefix>limit:{<name>}:slots     sorted set: slots, and when their leases end, ms
+A slot is named after its session. So a session that another coordinator resumes keeps its slot. The
+coordinator renews the leases of its slots. If the coordinator dies, its slots become free after
+`SLOT_LEASE_MS`.
 
-`<name>` is the caller's. The braces are literal. Both keys have a time to live.
+A resumption counts as a request. When a coordinator ends, its clients resume all their sessions at
+once. So the bucket is `RESUME_DEPTH` times as large for resumptions.
+
+The store is Redis. In its keys, `<name>` is the caller's name, and the braces are literal. Both
+keys expire.
+
+    <prefix>limit:{<name>}:bucket    string: time at which the bucket is full again, ms
+    <prefix>limit:{<name>}:slots     sorted set: names of slots, and the ends of their leases, ms
 """
 
 from __future__ import annotations
@@ -51,12 +55,12 @@ _log = logging.getLogger(__name__)
 
 _OTHERS_MAY_WRITE = 0o022
 RESUME_DEPTH = 2
-"""Number of buckets that must be used up before a resumption is refused."""
+"""For resumptions, the bucket is this many times as large."""
 _CALLER: ContextVar[Caller] = ContextVar("caller", default=ANYBODY)
 
 
 def current_caller() -> Caller:
-    """The caller of the current gRPC call; `ANYBODY` if no keys are required."""
+    """Returns the caller of the current gRPC call. Without API keys, this is `ANYBODY`."""
     return _CALLER.get()
 
 
@@ -65,21 +69,21 @@ def watch_keys(
     given: tuple[KeyEntry, ...] = (),
     clock: Callable[[], float] = time.monotonic,
 ) -> FileWatch[Keyring]:
-    """The current API keys: those of a file, which is read again when it changes, and those
-    `given`. `clock` counts seconds. Raises `ConfigError` for a file that cannot be read or has
-    errors."""
+    """Watches the API keys of a file. When the file changes, its keys are read again. The keys
+    `given` are valid, too. `clock` returns seconds. Raises `ConfigError` if the file cannot be read
+    or has errors."""
 
     def read() -> Keyring:
         return Keyring([*(read_key_file(path) if path else ()), *given])
 
     watch = FileWatch([path], read, clock)
     if path is not None and path.stat().st_mode & _OTHERS_MAY_WRITE:
-        _log.warning("%s: other users may write this file, and so add API keys", path)
+        _log.warning("%s: other users can write this file, and can so add API keys", path)
     return watch
 
 
 class RateExceeded(Overloaded):
-    """The caller may make its next request after `left_ms`."""
+    """The caller has made too many requests. It may make the next one after `left_ms`."""
 
     def __init__(self, caller: Caller, left_ms: int) -> None:
         number = caller.requests_per_minute
@@ -88,15 +92,17 @@ class RateExceeded(Overloaded):
 
 
 class Grant:
-    """A running request, and the slots of its generations. A caller without limits has no slots."""
+    """An admitted request and its slots. If the caller's `concurrency` is unlimited, there are no
+    slots."""
 
     def __init__(self, access: AccessControl, caller: Caller, names: Sequence[str]) -> None:
         self._access, self._caller, self._held = access, caller, list(names)
         self._num_running = len(names)
 
     async def note(self, event: Event, index: int = 0) -> None:
-        """To be called before each event of generation `index` is sent. Before the very last event,
-        frees all slots: a client that has it may make its next request at once."""
+        """Must be called before each event of generation `index` is sent. When the last generation
+        has finished, this frees the request's slots. So a client that has received the last event
+        can make its next request at once."""
         if isinstance(event, Finished):
             self._num_running -= 1
             if self._num_running <= 0 and (freed := self.drop()):
@@ -107,26 +113,26 @@ class Grant:
                 self._access.exchange(self._caller, [old], [event.session_id])
 
     def drop(self) -> asyncio.Task[None] | None:
-        """Frees the slots of the request in the background. Idempotent."""
+        """Frees the slots of the request in the background. Further calls do nothing."""
         names, self._held = self._held, []
         return self._access.exchange(self._caller, names) if names else None
 
 
 class AccessControl:
-    """Identifies and limits callers, on one event loop. Without keys, all callers are `ANYBODY`."""
+    """Identifies and limits callers. All calls must come from one event loop."""
 
     def __init__(
         self, keys: FileWatch[Keyring] | None = None, slots: RedisSlots | None = None
     ) -> None:
-        """Without `slots` nothing is limited."""
+        """Without `keys`, all callers are `ANYBODY`. Without `slots`, no caller is limited."""
         self._keys = keys
         self._store = slots
         self._held: dict[str, Counter[str]] = defaultdict(Counter)
-        """For each caller's name, its slots, and how many streams use each. A session that is
-        resumed while its old stream is still open has two."""
+        """For each caller's name, counts the streams that use each slot. If a session is resumed
+        while its old stream is still open, two streams use its slot."""
         self._empty_until: dict[Caller, float] = {}
-        """When a caller whose bucket was found empty may make its next request, by the event loop's
-        clock."""
+        """For each caller whose bucket was empty, the time from which it may make a request, by the
+        event loop's clock."""
         self._work: set[asyncio.Task[None]] = set()
         self._renewing: asyncio.Task[None] | None = None
 
@@ -135,8 +141,9 @@ class AccessControl:
         return self._keys is not None
 
     def identify(self, shown: Sequence[str]) -> Caller:
-        """The caller whose key is shown. `shown` are the values of the header (HTTP) or metadata
-        (gRPC) `authorization`. There must be one, `Bearer KEY`. Raises `Unauthenticated`."""
+        """Returns the caller whose key is shown. `shown` has the values of the HTTP header or gRPC
+        metadata `authorization`. If there are API keys, one value `Bearer KEY` is required. Raises
+        `Unauthenticated`."""
         if len(shown) > 1:
             raise Unauthenticated(f"authorization: got {len(shown)} values; send one")
         if self._keys is None:
@@ -153,8 +160,8 @@ class AccessControl:
         return found
 
     def check_call(self, method: str, context: Context) -> None:
-        """Identifies the caller of a gRPC method. Health checks need no key, as probes and load
-        balancers have none."""
+        """Identifies the caller of a gRPC method. Health checks need no key, because probes and
+        load balancers have none."""
         if not method.startswith(HEALTH_PATH):
             metadata = context.invocation_metadata() or ()
             _CALLER.set(
@@ -162,8 +169,9 @@ class AccessControl:
             )
 
     def check_rate(self, caller: Caller) -> None:
-        """Raises `Overloaded` if the caller's bucket was found empty, and has no room yet. It does
-        not ask the store, and so is cheap enough to be called before a request's body is read."""
+        """Raises `Overloaded` if an earlier request found the caller's bucket empty, and the caller
+        must still wait. This check is cheap enough to precede the reading of a request's body,
+        because it does not ask the store."""
         left_s = self._empty_until.get(caller, 0.0) - asyncio.get_running_loop().time()
         if left_s > 0:
             raise RateExceeded(caller, math.ceil(left_s * 1e3))
@@ -173,9 +181,10 @@ class AccessControl:
     async def admit(
         self, caller: Caller, resumes: Sequence[str] = (), num_generations: int = 1
     ) -> AsyncIterator[Grant]:
-        """Counts one request of the caller. While the context lasts, holds a slot for each of its
-        generations. `resumes` are the sessions that the request resumes, if any. Raises
-        `StoreUnavailable` and, with the time to try again, `Overloaded`. It then holds no slot."""
+        """Counts one request of the caller, and holds a slot for each generation until the context
+        ends. `resumes` has the ids of the sessions that the request resumes. If a limit is reached,
+        raises `Overloaded`, which says when to try again. May raise `StoreUnavailable`. After an
+        error, the request holds no slot."""
         names: list[str] = []
         if caller.is_limited and self._store is not None:
             if caller.concurrency:
@@ -187,7 +196,7 @@ class AccessControl:
                 if isinstance(error, RateExceeded) and not resumes:
                     self._empty_until[caller] = asked + error.retry_after_ms / 1e3
                 elif not isinstance(error, Overloaded) and not resumes:
-                    # Redis may have given the slots. Only this call knows their names.
+                    # Redis may have given the slots although its answer is lost. So free them.
                     self._in_background(caller, names)
                 raise
             self._hold(caller, names)
@@ -200,8 +209,8 @@ class AccessControl:
     def exchange(
         self, caller: Caller, old: Collection[str], new: Collection[str] = ()
     ) -> asyncio.Task[None]:
-        """Frees the old slots, unless other streams use them, and holds the new ones. The store is
-        told in the background."""
+        """Frees the `old` slots that no other stream uses, and holds the `new` ones. The returned
+        task updates the store."""
         held = self._held[caller.name]
         held.subtract(old)
         freed = [name for name in old if held[name] <= 0]
@@ -213,7 +222,8 @@ class AccessControl:
         return self._in_background(caller, freed)
 
     async def close(self) -> None:
-        """Frees all slots if the store answers, and closes the store."""
+        """Frees all slots, and closes the store. If the store does not answer, the slots become
+        free when their leases end."""
         if self._renewing is not None:
             self._renewing.cancel()
             await asyncio.gather(self._renewing, return_exceptions=True)
@@ -242,8 +252,8 @@ class AccessControl:
             await self._tell(dict.fromkeys(self._held, ()))
 
     async def _tell(self, freed: Mapping[str, Collection[str]]) -> None:
-        """Renews the slots that these callers hold, and frees the given ones unless they are held
-        again."""
+        """For each caller's name, frees the slots in `freed` that are not held again, and renews
+        all slots that are held."""
         if self._store is None:
             return
         told = {}
@@ -252,7 +262,7 @@ class AccessControl:
             told[name] = held, [one for one in slots if one not in held]
         try:
             await self._store.keep(told)
-        except OutriderError as error:  # The leases of freed slots end by themselves.
+        except OutriderError as error:  # Slots that could not be freed become free by their leases.
             _log.info("the slots of callers were not renewed: %s", error)
 
 
@@ -261,7 +271,7 @@ _KEEP = Script("keep_slots")
 
 
 class RedisSlots:
-    """The store of slots and buckets, in Redis. Every method may raise `StoreUnavailable`."""
+    """Keeps slots and buckets in Redis. Every method may raise `StoreUnavailable`."""
 
     def __init__(self, address: RedisAddress) -> None:
         self._client = new_client(address)
@@ -269,9 +279,9 @@ class RedisSlots:
         self._prefix = address.key_prefix
 
     async def take(self, caller: Caller, slots: Sequence[str], depth: int) -> None:
-        """Counts a request, and takes slots with these names. A slot that the caller has already is
-        kept. Raises `Overloaded` if there are too few slots, or if `depth` buckets are used up. It
-        then counts no request and takes no slot."""
+        """Counts a request, and takes slots with these names. The caller keeps slots that it has
+        already. `depth` multiplies the size of the caller's bucket. If the bucket is empty, or too
+        few slots are free, raises `Overloaded`, counts no request and takes no slot."""
         keys = (self._key(caller.name, "bucket"), self._key(caller.name, "slots"))
         arguments: list[str | int] = [
             caller.requests_per_minute, depth, caller.concurrency, SLOT_LEASE_MS, *slots
@@ -289,7 +299,8 @@ class RedisSlots:
                 )
 
     async def keep(self, slots: Mapping[str, tuple[Collection[str], Collection[str]]]) -> None:
-        """By the caller's name, `slots` has those to renew and those to free."""
+        """Renews and frees slots. For each caller's name, `slots` has the slots to renew and the
+        slots to free."""
         calls: list[Call] = []
         for name, (held, free) in slots.items():
             keys = (self._key(name, "slots"),)
@@ -302,7 +313,6 @@ class RedisSlots:
                 raise answer
 
     async def close(self) -> None:
-        """Closes the connections."""
         await self._scripts.close()
         await self._client.aclose()
 
@@ -313,10 +323,11 @@ class RedisSlots:
 def access_control_of(
     api_keys: str, api_key_file: str, slots: RedisSlots | None = None
 ) -> AccessControl:
-    """The access control for these settings. Raises `ConfigError`."""
+    """Makes the access control from the settings `api_keys` and `api_key_file`. Raises
+    `ConfigError`."""
     path = Path(api_key_file) if api_key_file else None
     return AccessControl(watch_keys(path, given_keys(api_keys)), slots)
 
 
 OPEN = AccessControl()
-"""Admits everything."""
+"""Asks for no key, and has no limits."""

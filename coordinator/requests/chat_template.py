@@ -12,8 +12,8 @@ _TRAINED = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
 
 
 def read_chat_template(name: str) -> str:
-    """The text of the template that the setting names: a file, or `HERMES`, which comes with the
-    package. Empty if the setting is empty. Raises `SettingError`."""
+    """Returns the text of a template. `name` is a path, or `HERMES` for the template of this
+    package. If `name` is empty, returns an empty text. Raises `SettingError`."""
     if not name:
         return ""
     if name == HERMES:
@@ -29,7 +29,7 @@ def read_chat_template(name: str) -> str:
         raise SettingError("chat_template", reason)
     from jinja2 import Environment, TemplateSyntaxError
 
-    try:  # transformers also accepts blocks named generation.
+    try:  # jinja2 does not know the `generation` blocks of transformers.
         Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_TRAINED.sub("", text))  # noqa: S701
     except TemplateSyntaxError as error:
         reason = f"{name}, line {error.lineno}: {error.message}"

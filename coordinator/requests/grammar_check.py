@@ -1,7 +1,7 @@
-"""Checks in child processes whether constraints can be compiled.
+"""Checks in child processes whether constraints can be compiled in time and memory.
 
-Before a coordinator opens a session, it refuses a constraint that cannot be compiled in time. It
-does not keep the compiled constraint: each replica compiles its own. Tenants take turns.
+A request is refused if its constraint fails this check. The check keeps no compiled constraint,
+because each replica compiles the constraint for itself. Tenants take turns.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ _PROGRAM = (
     "from coordinator.requests.grammar_process import main; main()"
 )
 _Key = tuple[str, bytes]
-"""Tenant and digest of a constraint."""
+"""A tenant, and the digest of a constraint."""
 
 
 class FairQueue:
@@ -40,14 +40,14 @@ class FairQueue:
 
     def __init__(self) -> None:
         self._places = asyncio.Semaphore(limits.COMPILE_THREADS)
-        """At most one constraint of each tenant waits for this. The others wait for the tenant's
-        lock."""
         self._turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """The lock of each tenant."""
+        """A lock for each tenant. The constraint that holds the lock waits for `_places`. The
+        tenant's other constraints wait for the lock."""
         self._num_waiting: Counter[str] = Counter()
 
     async def take(self, tenant: str) -> None:
-        """Waits for a place; `give_back` returns it. Raises `Overloaded` if too many wait."""
+        """Waits until a constraint of this tenant is admitted. If too many constraints wait
+        already, raises `Overloaded`."""
         if self._num_waiting[tenant] >= limits.COMPILATIONS_PER_TENANT_MAX:
             most = f"{limits.COMPILATIONS_PER_TENANT_MAX} constraints of yours"
             raise Overloaded(f"{most} wait already; try again later")
@@ -63,17 +63,17 @@ class FairQueue:
                 del self._num_waiting[tenant], self._turns[tenant]
 
     def give_back(self) -> None:
-        """Gives a place to the next constraint in the queue."""
+        """Must be called when an admitted constraint is done. Admits the next constraint."""
         self._places.release()
 
 
 class ConstraintChecks:
-    """Checks the constraints of one coordinator's requests. Each tenant has results of its own, so
-    that no tenant learns from times or refusals which constraints others use."""
+    """Checks the constraints of one coordinator's requests. Results are kept for each tenant
+    separately, so that response times do not reveal the constraints of other tenants."""
 
     def __init__(self, load: Callable[[], tuple[str, tuple[int, ...]]]) -> None:
-        """`load` returns the tokenizer, as JSON in the format of Hugging Face's tokenizers, and the
-        EOS tokens. It is called when the first constraint comes, and may block. If it raises
+        """`load` returns the EOS tokens, and the tokenizer as JSON of Hugging Face's `tokenizers`.
+        The first check calls `load` on a thread, because `load` may block. If `load` raises
         `ConfigError`, every constraint is refused."""
 
         @cache
@@ -84,13 +84,14 @@ class ConstraintChecks:
         self._compilers = [_Compiler(first_line) for _ in range(limits.COMPILE_THREADS)]
         self._idle = list(self._compilers)
         self._reasons: Newest[_Key, str] = Newest(limits.CHECKED_CONSTRAINTS_MAX)
-        """Reasons for refusals; empty = it can be compiled."""
+        """Why each constraint is refused. An empty reason means that it can be compiled."""
         self._running: SharedCalls[_Key, None] = SharedCalls()
         self._turns = FairQueue()
 
     async def check(self, constraint: Constraint, tenant: str) -> None:
-        """Raises `BadRequest`, with the kind as its field, for a constraint that cannot be compiled
-        or takes longer than `COMPILE_S_MAX`, and `Overloaded` if too many wait."""
+        """Raises `BadRequest` if the constraint cannot be compiled within `COMPILE_S_MAX` seconds
+        and `COMPILE_BYTES_MAX` of memory. The error's field is the constraint's kind. If too many
+        constraints wait, raises `Overloaded`."""
         key = tenant, constraint.digest()
         if key not in self._reasons:
             try:
@@ -105,13 +106,13 @@ class ConstraintChecks:
             raise BadRequest(constraint.kind, reason)
 
     async def close(self) -> None:
-        """Kills the processes. Raises nothing."""
+        """Kills the child processes. Raises nothing."""
         for compiler in self._compilers:
             await compiler.close()
 
     async def _compile(self, key: _Key, constraint: Constraint) -> None:
         await self._turns.take(key[0])
-        # The compilation goes on even if no request waits for it any more. Its result is kept.
+        # If all requests stop waiting, the compilation goes on, and its result is kept.
         judging = asyncio.create_task(self._judge(key, constraint))
         judging.add_done_callback(lambda _: self._turns.give_back())
         await asyncio.shield(judging)
@@ -123,13 +124,13 @@ class ConstraintChecks:
         finally:
             self._idle.append(compiler)
         self._reasons[key] = reason
-        if reason in (_TOO_SLOW, _TOO_LARGE):  # On a less busy machine, it may pass.
+        if reason in (_TOO_SLOW, _TOO_LARGE):  # Perhaps only because the machine was busy.
             asyncio.get_running_loop().call_later(limits.TOO_SLOW_S, self._reasons.pop, key, None)
 
 
 class _Compiler:
-    """A process of `coordinator.requests.grammar_process`, which compiles one constraint at a time.
-    It is started when the first constraint comes, and again after it has died."""
+    """Runs `coordinator.requests.grammar_process`, a child process that compiles one constraint at
+    a time. The first constraint starts the process. If the process dies, another is started."""
 
     def __init__(self, first_line: Callable[[], bytes]) -> None:
         self._first_line = first_line
@@ -137,8 +138,9 @@ class _Compiler:
         self._is_closed = False
 
     async def compile(self, constraint: Constraint) -> str:
-        """The reason why the constraint is refused; empty if it is not. Raises `Overloaded` if the
-        process does not answer, or was killed from outside, and `InvariantError` for a bug."""
+        """Returns the reason to refuse the constraint, or an empty text. If the process does not
+        answer, or was killed from outside, raises `Overloaded`. If the process died for an unknown
+        reason, raises `InvariantError`."""
         try:
             process = self.process
             if process is None or process.returncode is not None:
@@ -148,7 +150,7 @@ class _Compiler:
         process.stdin.write(_line({"kind": constraint.kind, "text": constraint.text}))
         line = b""
         try:
-            # The process limits itself to half of this time.
+            # The process has a timer that ends it after half of this time.
             async with asyncio.timeout(2 * limits.COMPILE_WAIT_S_MAX):
                 line = await process.stdout.readline()
         except TimeoutError:
@@ -157,9 +159,8 @@ class _Compiler:
         if line:
             return str(json.loads(line))
         status = -await process.wait()
-        with suppress(
-            OSError, OutriderError
-        ):  # At once, so that the next constraint need not wait.
+        # Start another process now, so that the next constraint need not wait for the start.
+        with suppress(OSError, OutriderError):
             await self._start()
         match status:
             case signal.SIGPROF | signal.SIGALRM:
@@ -168,7 +169,7 @@ class _Compiler:
                 return _TOO_LARGE
             case signal.SIGKILL | signal.SIGTERM:
                 raise _unavailable()
-        raise InvariantError(f"{constraint.kind}: could not be compiled, because of a bug of ours")
+        raise InvariantError(f"{constraint.kind}: could not be compiled, because of a server bug")
 
     async def _start(self) -> Any:
         first = await asyncio.to_thread(self._first_line)
@@ -184,7 +185,7 @@ class _Compiler:
         return self.process
 
     async def close(self) -> None:
-        """Kills the process, and starts no other. Raises nothing."""
+        """Kills the process, and starts no other process. Raises nothing."""
         self._is_closed = True
         if (process := self.process) is not None:
             with suppress(ProcessLookupError):

@@ -1,15 +1,16 @@
-"""A child process of a coordinator, which compiles constraints, one at a time. The compiler may
-need minutes for a schema of 50 bytes, and has no time limit. A process can be killed.
+"""A child process in which a coordinator compiles constraints, one at a time. The compiler has no
+time limit, and may need minutes for a schema of 50 bytes. A process can be killed.
 
-The process needs about 30 MB besides the tokenizer. It reads lines of JSON from standard input, and
-answers each but the first on standard output. What libraries print goes to standard error.
+The process needs about 30 MB besides the tokenizer. It reads JSON from standard input: a line with
+the tokenizer, and then a line for each constraint. It answers each constraint with a line on
+standard output. The output of libraries goes to standard error.
 
     <- {"tokenizer": JSON of Hugging Face's tokenizers, as a string, "eos_token_ids": [...]}
     <- {"kind": "regex", "text": "a+"}
     -> ""                                              or the reason for a refusal
 
-The kernel kills the process if a constraint takes too much processor time or too long. The compiler
-aborts it if a constraint takes too much memory. It ends when its standard input is closed.
+If a constraint takes too much time, the kernel kills the process. If a constraint takes too much
+memory, the compiler aborts the process. The process ends when its standard input is closed.
 """
 
 import json
@@ -27,14 +28,14 @@ from outrider.limits import COMPILE_BYTES_MAX, COMPILE_S_MAX, COMPILE_WAIT_S_MAX
 
 def main() -> None:
     output = os.dup(1)
-    os.dup2(2, 1)  # What a library prints must not be taken for an answer.
+    os.dup2(2, 1)  # Otherwise the coordinator could take a library's output for an answer.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     first, trouble = json.loads(sys.stdin.readline()), ""
     try:
         tokenizer = GrammarTokenizer(first["tokenizer"], tuple(first["eos_token_ids"]))
     except ConfigError as error:
         trouble = error.message
-    limit_memory()  # For all constraints together, as memory that one leaves is used again.
+    limit_memory()  # Once is enough: later constraints reuse the memory of earlier ones.
     for line in sys.stdin:
         asked, answer = json.loads(line), trouble
         if not trouble:
@@ -44,19 +45,19 @@ def main() -> None:
             except BadRequest as error:
                 answer = error.reason
             except MemoryError:
-                os.abort()  # As the compiler itself does.
+                os.abort()  # The compiler also aborts when it has no memory.
             limit(0, 0)
         os.write(output, json.dumps(answer).encode() + b"\n")
 
 
 def limit(cpu_s: float, wait_s: int) -> None:
-    """Limits the processor time and the elapsed time of the code that follows, s. 0 = no limit."""
+    """Limits the processor time and the elapsed time from now on, both in s. 0 = no limit."""
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     signal.alarm(wait_s)
 
 
 def limit_memory() -> None:
-    """Limits the memory of this process to `COMPILE_BYTES_MAX` more than it has now."""
+    """Allows this process `COMPILE_BYTES_MAX` more memory than it uses now."""
     with suppress(FileNotFoundError), open("/proc/self/statm", "rb") as file:  # Linux only.
         size = int(file.read().split()[0]) * resource.getpagesize() + COMPILE_BYTES_MAX
         _, hard = resource.getrlimit(resource.RLIMIT_AS)

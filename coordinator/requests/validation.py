@@ -32,8 +32,8 @@ _NOT_STORED = {"prompt", "model", "default_max_tokens", "tools", "template_varia
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationParameters(GenerateRequest):
-    """A checked request with every default filled in. Together with the prompt, this is all that is
-    needed to run the request, or to resume it after a failure."""
+    """A checked request with every default filled in. This is all that is needed to run the
+    request, or to resume it after a failure."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -42,15 +42,15 @@ class GenerationParameters(GenerateRequest):
     num_draft_tokens: int
     deadline_ms: int
     weights: str = ""
-    """`ReplicaDescription.weights` of the targets that may run it, now and after a move."""
+    """Only targets with these `ReplicaDescription.weights` may run the request."""
 
     def to_json(self) -> str:
-        """These parameters without the prompt, for the session store."""
+        """Returns these parameters without the prompt, for the session store."""
         return _adapter().dump_json(self, exclude=_NOT_STORED).decode()
 
     @classmethod
     def from_json(cls, text: str, prompt_ids: tuple[int, ...]) -> GenerationParameters:
-        """Reads what `to_json` wrote. Raises `DataLoss` for anything else."""
+        """Reads the result of `to_json`. Raises `DataLoss` for any other text."""
         try:
             values = json.loads(text) | {"prompt": ()}
             return replace(_adapter().validate_python(values), prompt=prompt_ids)
@@ -65,7 +65,7 @@ def _adapter() -> TypeAdapter[GenerationParameters]:
 
 @dataclass(frozen=True, slots=True)
 class RequestDefaults:
-    """A coordinator's defaults of fields."""
+    """A coordinator's defaults for fields that a request leaves out."""
 
     num_draft_tokens: int
     deadline_ms: int
@@ -105,7 +105,7 @@ def _check_min_tokens(request: GenerateRequest, model: ReplicaDescription) -> No
         reason = f"cannot be combined with {kind}, which decides where the answer ends"
         raise BadRequest("sampling.min_tokens", reason)
     if len({*model.eos_token_ids, *sampling.stop_token_ids}) >= model.vocab_size:
-        reason = "leave no token to use before min_tokens; give fewer, or no min_tokens"
+        reason = "exclude every token until min_tokens is reached; give fewer, or no min_tokens"
         raise BadRequest("sampling.stop_token_ids", reason)
 
 
@@ -118,8 +118,8 @@ def resolve(
     random_seed: int,
 ) -> GenerationParameters:
     """Fills in the defaults of a request that `check_fields` has accepted. `prompt_field` is the
-    name of the prompt's field. Raises `BadRequest` if the prompt is empty, has an unknown token, or
-    does not fit the model together with `max_tokens`."""
+    name of the prompt's field, for errors. Raises `BadRequest` if the prompt is empty, has an
+    unknown token, or is so long that the model has no room for `max_tokens` more."""
     check_prompt_ids(prompt_ids, prompt_field, model)
     room = model.max_model_len - len(prompt_ids)
     known: dict[str, Any] = {
@@ -138,7 +138,7 @@ def resolve(
             f"model's length of {model.max_model_len}; allowed: up to {room}",
         )
     if (least := request.sampling.min_tokens) > known["max_tokens"]:
-        reason = f"{least} is more than the {known['max_tokens']} of max_tokens"
+        reason = f"got {least}; allowed: up to max_tokens, which is {known['max_tokens']}"
         raise BadRequest("sampling.min_tokens", reason)
     known |= {
         "prompt": prompt_ids, "model": "", "default_max_tokens": limits.MAX_TOKENS_DEFAULT,
@@ -146,13 +146,13 @@ def resolve(
     }  # fmt: skip
     if request.sampling.greedy:
         known["rule"] = Rule.GREEDY
-    elif request.rule is None:  # With a seed, tokens must not depend on the drafter: coupled.
+    elif request.rule is None:  # The tokens of a seed must not depend on the drafter.
         known["rule"] = defaults.unseeded_rule if request.seed is None else Rule.COUPLED
     return GenerationParameters(**known)
 
 
 def check_prompt_ids(prompt_ids: tuple[int, ...], field: str, model: ReplicaDescription) -> None:
-    """Raises `BadRequest` for a prompt that is empty or too long, or an id outside the
+    """Raises `BadRequest` if the prompt is empty or too long, or has an id outside the
     vocabulary."""
     if not prompt_ids:
         raise BadRequest(field, "the prompt is empty; at least one token is needed")
@@ -204,20 +204,20 @@ def check_stop(stop: tuple[str, ...]) -> None:
 
 
 TOKENIZER_THREADS = 2
-"""Number of prompts that are tokenized at the same time. Others wait, up to their deadline."""
+"""Most prompts that are tokenized at the same time. Further prompts wait until their deadline."""
 
 
 class PromptEncoder:
     """Tokenizes the prompts of one coordinator, and checks constraints with the tokenizer."""
 
     def __init__(self, text: TokenizerText | None) -> None:
-        """Without a `text` the model has no tokenizer. It then takes only token ids."""
+        """If `text` is None, the model has no tokenizer, and takes only token ids."""
         self._text = text
         self._calls: SharedCalls[tuple[int, bool], tuple[int, ...]]
         self._calls = SharedCalls(TOKENIZER_THREADS, "tokenizer")
-        """By the `id` of the prompt's object, which all generations of one request share, and
-        `add_special_tokens`. No other object gets that id while a call waits, as it holds the
-        prompt."""
+        """Running calls of the tokenizer. Their keys are the `id` of the prompt object, which all
+        generations of one request share, and `add_special_tokens`. A running call refers to its
+        prompt object. So no other object can get the same `id` meanwhile."""
         self._checks: ConstraintChecks | None = None
 
     async def encode(
@@ -228,10 +228,10 @@ class PromptEncoder:
         variables: Mapping[str, Any] = MappingProxyType({}),
         add_special_tokens: bool = True,
     ) -> tuple[str, tuple[int, ...]]:
-        """The name of the prompt's field, and the token ids of the prompt. The chat template gets
-        `tools` and `variables`. `add_special_tokens` is for plain text. Concurrent calls with the
-        same object tokenize it once. Raises `BadRequest` for a prompt that cannot be tokenized, or
-        that has more bytes than `tokens_max` tokens can hold."""
+        """Returns the name of the prompt's field, and the prompt's token ids. The chat template
+        gets `tools` and `variables`. `add_special_tokens` affects plain text only. If several calls
+        get the same prompt object at the same time, it is tokenized once. Raises `BadRequest` if
+        the prompt cannot be tokenized, or has more bytes than `tokens_max` tokens can hold."""
         text, given = self._text, cast(Any, prompt)
         if not isinstance(prompt, str) and not _is_chat(prompt):
             return "token_ids", given
@@ -262,8 +262,9 @@ class PromptEncoder:
     async def check_constraint(
         self, constraint: Constraint, eos_token_ids: tuple[int, ...], tenant: str
     ) -> None:
-        """Raises `BadRequest`, with the kind as its field, for a constraint that cannot be compiled
-        with the model's tokenizer. Raises `Overloaded` if the check cannot be made now."""
+        """Raises `BadRequest` if the constraint cannot be compiled with the model's tokenizer. The
+        error's field is the constraint's kind. If the check cannot be made now, raises
+        `Overloaded`."""
         text = self._text
         if text is None:
             raise BadRequest(
@@ -274,7 +275,7 @@ class PromptEncoder:
         await self._checks.check(constraint, tenant)
 
     async def close(self) -> None:
-        """Accepts no more prompts. Does not wait for those that are being tokenized."""
+        """Accepts no more prompts. Running calls of the tokenizer are not awaited."""
         self._calls.close()
         if self._checks is not None:
             await self._checks.close()

@@ -139,7 +139,7 @@ def test_stop_tokens_and_min_tokens() -> None:
     checked(sampling=least, max_tokens=3)
     refused("sampling.min_tokens", sampling=SamplingParams(min_tokens=-1))
     said = refused("sampling.min_tokens", sampling=least, max_tokens=2)
-    assert "3 is more than the 2 of max_tokens" in said
+    assert "got 3; allowed: up to max_tokens, which is 2" in said
     said = refused("sampling.min_tokens", sampling=least, constraint=Constraint.any_object())
     assert "with json_object" in said
     few = replace(MODEL, vocab_size=3, eos_token_ids=(2,))
