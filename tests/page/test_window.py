@@ -337,7 +337,7 @@ async def test_a_fleet_of_several_coordinators(window: Browser, stack: Stack) ->
     await window.until(f"{note}.includes('the sessions of this coordinator')")
     row = "return document.querySelector('#fleet tr').innerText.split(/\\s+/).join(' ')"
     assert await window.run(row) == "coordinator c2 toy node-two 7 serving –"
-    await window.until(f"{note}.startsWith('the registry has been away for')")
+    await window.until(f"{note}.startsWith('the registry has not answered for')")
 
 
 async def test_a_wrong_field_is_shown(window: Browser, stack: Stack) -> None:

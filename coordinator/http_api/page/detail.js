@@ -1,11 +1,11 @@
-// Describes one round in a line: its proposal, what was accepted, and the token under the pointer.
+// Describes a round in one line: its proposal, its accepted tokens, the token under the pointer.
 
 import { shown } from "./writing.js";
 
 const ORIGINS = {
   accepted: "a draft token that the target accepted",
-  correction: "the target's own token, in place of one that it refused",
-  bonus: "the target's own token, behind a proposal that was accepted whole",
+  correction: "the target's own token, in place of a draft token that it refused",
+  bonus: "the target's own token, after a proposal that was accepted as a whole",
   plain: "the target's own token; nothing was drafted",
   stored: "read from the store",
 };
@@ -22,7 +22,7 @@ export function total(round) {
   return draft_ms + wire_ms + queue_ms + verify_ms + commit_ms;
 }
 
-/** Describes a token of a round; with a null `token`, the round alone. */
+/** Describes a token and its round. If `token` is null, describes only the round. */
 export function tell(place, round, token) {
   if (!round || round.index < 0) return place.replaceChildren();
   const head = piece("span", "head", `round ${round.index}`);

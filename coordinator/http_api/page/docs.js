@@ -2,7 +2,7 @@
 
 import { openapi } from "./stream.js";
 
-const DEPTH_MAX = 6; // Most levels of fields within fields: a schema may refer to itself.
+const DEPTH_MAX = 6; // Most levels of nested fields. A schema may refer to itself.
 
 function node(tag, text, ...children) {
   const made = document.createElement(tag);
@@ -10,7 +10,7 @@ function node(tag, text, ...children) {
   return made;
 }
 
-/** The schemas that a value may match: the alternatives of `schema`, with references followed. */
+/** Returns the schemas that a value may match. Follows references, and splits alternatives. */
 function kinds(schema, whole) {
   if (schema.$ref) return kinds(whole.components.schemas[schema.$ref.split("/").pop()], whole);
   return (schema.anyOf ?? schema.oneOf)?.flatMap((one) => kinds(one, whole)) ?? [schema];
@@ -24,7 +24,7 @@ function type(schema, whole) {
   return [...new Set(names)].join(" | ");
 }
 
-/** A list of the fields of a schema's objects, with the fields of these fields. */
+/** Returns a list of the fields of a schema's objects. It has the fields of nested objects, too. */
 function fields(schema, whole, depth = 0) {
   const rows = kinds(schema, whole).flatMap((one) => {
     if (one.type === "array") return [fields(one.items ?? {}, whole, depth)];

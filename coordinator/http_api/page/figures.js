@@ -1,6 +1,6 @@
 // Figures about the rounds of a run, during the run and after it.
 
-/** Depth of each proposed token, from 0. */
+/** Returns the depth of each proposed token in the tree or chain, from 0. */
 function depths(round) {
   const parents = round.proposed_parents;
   const found = [];
@@ -49,9 +49,9 @@ export class Tally {
     this.metrics = event.metrics;
   }
 
-  /** Tokens a second after the first token; null before the second one. The first token is left out
-   * because the later of two runs finds the prompt in the target's cache. After the run, the times
-   * are those of the server. */
+  /** Tokens a second after the first token. null before the second token. The first token does not
+   * count, because the second of two runs finds the prompt in the target's cache. After the run, the
+   * server's times are used. */
   get rate() {
     const number = this.tokenIds.length;
     if (number < 2) return null;
@@ -103,8 +103,8 @@ function showPlaces(places) {
   });
 }
 
-/** Shows both runs beside each other; either may be null. `sameExpected` says whether their rule
- * makes their tokens the same. */
+/** Compares the speeds of both runs. Either run may be null. `sameExpected` says whether both runs
+ * should have the same tokens under their rule. */
 export function race(drafts, plain, sameExpected) {
   const rates = [drafts, plain].map((one) => one?.rate ?? 0);
   const most = Math.max(...rates, 1e-9);
@@ -123,5 +123,5 @@ function sameness(drafts, plain, sameExpected) {
   const at = drafts.findIndex((id, i) => id !== plain[i]);
   if (at < 0 && drafts.length === plain.length) return "Both wrote the same tokens.";
   const from = at < 0 ? drafts.length : at;
-  return `The tokens differ from number ${from} on: in bfloat16 rounding may decide between near ties.`;
+  return `The tokens differ from number ${from} on. In bfloat16, rounding can decide between tokens of almost the same score.`;
 }

@@ -1,4 +1,4 @@
-// The table of replicas, which is read again every `PERIOD_MS` while the page is visible.
+// The table of replicas. While the page is visible, it is updated every `PERIOD_MS`.
 
 import { fleet } from "./stream.js";
 
@@ -36,11 +36,11 @@ function row(replica) {
   return made;
 }
 
-/** A remark beside the table: how old it is, or whose sessions it counts. */
+/** Returns a remark about the table: its age, or which sessions it counts. */
 function remark(replicas, heard) {
-  if (heard > AWAY_MS) return `the registry has been away for ${(heard / 1e3).toFixed(0)} s`;
+  if (heard > AWAY_MS) return `the registry has not answered for ${(heard / 1e3).toFixed(0)} s`;
   const coordinators = replicas.filter((one) => one.role === "coordinator").length;
-  return coordinators > 1 ? "of targets and drafts: the sessions of this coordinator" : "";
+  return coordinators > 1 ? "targets and drafts show only the sessions of this coordinator" : "";
 }
 
 /** Keeps a table up to date while `mayLook()` is true. Calls `hear` with each error. */

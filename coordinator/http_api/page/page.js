@@ -29,16 +29,16 @@ const writing = new Writing(of("text"), (token) => {
 let last = null;
 let plain = null;
 let stopper = null;
-/** Repeats what was refused because a key was missing. */
+/** Repeats the request that was refused because a key was missing. */
 let refused = null;
 
 function say(words) {
   of("status").textContent = words;
 }
 
-/** Asks the user for a key. Until there is one, the window sends no requests. */
+/** Asks the user for a key. */
 function askForKey() {
-  if (!of("keys").hidden) return;  // Another refused call has asked already.
+  if (!of("keys").hidden) return;  // The user has been asked already.
   of("keys-words").textContent = hasKey()
     ? "The server does not know this API key." : "This server asks for an API key.";
   forgetKey();
@@ -89,8 +89,8 @@ function asked() {
   };
 }
 
-/** Runs a body. Returns whether the answer is complete. If a key is missing, `again` is called once
- * there is one. */
+/** Sends a request with this body. Returns whether the answer is complete. If a key is missing,
+ * `again` is called after the user has given a key. */
 async function run(state, body, take, again) {
   refused = null;
   stopper = new AbortController();
@@ -198,7 +198,7 @@ async function runPlain() {
   refresh();
 }
 
-/** Shows the rounds again, slowly: for each, first its proposal and then its tokens. */
+/** Shows the rounds again, slowly. Shows the proposal of each round before its tokens. */
 async function replay() {
   stopper = new AbortController();
   const { signal } = stopper;

@@ -49,8 +49,8 @@ export async function openapi() {
   return (await call("openapi.json")).json();
 }
 
-/** Runs a request, and calls `take` with each event. Aborting `signal` cancels the session. Seeds
- * are strings here, as JavaScript's numbers cannot hold 64 bits. */
+/** Sends a request, and calls `take` with each event. Aborting `signal` cancels the session. Seeds
+ * are strings, because JavaScript's numbers cannot hold 64 bits. */
 export async function generate(body, signal, take) {
   const response = await call("api/generate", {
     method: "POST", signal,
@@ -65,7 +65,7 @@ export async function generate(body, signal, take) {
   throw new Error("the stream broke off before its end");
 }
 
-/** The data of each server-sent event. Each is one line. */
+/** Yields the data of each server-sent event. The data of an event is a single line. */
 async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

@@ -1,4 +1,4 @@
-// A bar for each round, all on one scale, the newest at the end.
+// A bar for each round. All bars have the same scale. The newest bar is the last.
 
 import { total } from "./detail.js";
 
@@ -39,7 +39,7 @@ export class Timeline {
     this.totals.splice(0, this.totals.length - ROWS_MAX);
     list.append(...rounds.slice(-ROWS_MAX).map((round) => this.#row(round)));
     while (list.childElementCount > ROWS_MAX) list.firstElementChild.remove();
-    // Prefills take long. Bars that are much longer than 90 % of all are cut, and marked as cut.
+    // Prefills take long. So a bar much longer than 90 % of all bars is cut, and marked as cut.
     const sorted = this.totals.toSorted((a, b) => a - b);
     const full = this.#measure(sorted[Math.floor((sorted.length - 1) * 0.9)] * 1.15);
     for (const row of list.children) {
@@ -68,7 +68,7 @@ export class Timeline {
     return step * ticks;
   }
 
-  /** Marks the bar of a round, or no bar if it is null. */
+  /** Marks the bar of a round. If `round` is null, no bar is marked. */
   mark(round) {
     this.marked?.classList.remove("marked");
     this.marked = round && this.list.querySelector(`[data-index="${round.index}"]`);

@@ -1,8 +1,9 @@
-// The text of an answer. Tokens have a style by their origin, and refused draft tokens are shown.
+// The text of an answer. Each token's style shows its origin. Refused draft tokens are shown, too.
 
 const GHOST_MS = 1200;
 
-/** The indices of the accepted ones among the proposed tokens, given the round's tokens. */
+/** Returns the indices of the proposed tokens that were accepted. `tokenIds` has the round's
+ * committed tokens. */
 export function acceptedOf(round, tokenIds) {
   const parents = round.proposed_parents;
   if (parents.length === 0) return [...Array(round.num_accepted).keys()];
@@ -14,8 +15,8 @@ export function acceptedOf(round, tokenIds) {
   return path;
 }
 
-/** The path of first siblings behind a proposed token, as indices; -1 = from the beginning. Other
- * siblings are only shown in the detail. */
+/** Returns the path of first siblings after the proposed token `from`, as indices. `from` = -1
+ * means the beginning of the proposal. Only the detail shows other siblings. */
 function firstSiblings(round, from) {
   const parents = round.proposed_parents.length
     ? round.proposed_parents : round.proposed_token_ids.map((_, i) => i - 1);
@@ -24,9 +25,9 @@ function firstSiblings(round, from) {
   return path;
 }
 
-/** Paths of refused tokens, as indices: the rest of the path of first siblings where the accepted
- * path leaves it, and the path behind the last accepted token. `at` is the number of accepted
- * tokens before each. */
+/** Returns up to two paths of refused tokens, as indices. If the accepted path leaves the path of
+ * first siblings, the rest of the latter is one path. The other path follows the last accepted
+ * token. `at` is the number of accepted tokens before a path. */
 export function refusedOf(round) {
   const { accepted } = round;
   const first = firstSiblings(round, -1);
@@ -36,7 +37,7 @@ export function refusedOf(round) {
   return paths.filter(({ path }) => path.length > 0);
 }
 
-/** The text of a single token, with visible white space. */
+/** Returns the text of a single token, with visible white space. */
 export function shown(text) {
   return text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "␣");
 }
@@ -49,7 +50,7 @@ function element(kind, name, text = "") {
 }
 
 export class Writing {
-  /** Calls `pick` with the token that the user points at or has chosen; null = none. */
+  /** Calls `pick` with the token that the user points at or has chosen. null = there is none. */
   constructor(paper, pick) {
     this.paper = paper;
     this.pick = pick;
@@ -72,12 +73,12 @@ export class Writing {
     clearTimeout(this.fading);
   }
 
-  /** Begins a round, whose tokens come with the next call of `write`. */
+  /** Begins a round. The next call of `write` has its tokens. */
   begin(round) {
     this.round = { ...round, tokens: [], accepted: [] };
   }
 
-  /** Shows the proposal of a round, in pencil, before its tokens. */
+  /** Shows the proposal of a round before its tokens, in the style of drafts. */
   pencil(round) {
     this.#erase();
     const texts = this.#texts(round, firstSiblings(round, -1));
@@ -105,7 +106,7 @@ export class Writing {
     return round;
   }
 
-  /** Ends the answer: soon hides refused tokens. */
+  /** Ends the answer. Refused tokens disappear after `GHOST_MS`. */
   end() {
     this.fading = setTimeout(() => this.#erase(), GHOST_MS);
   }
@@ -129,7 +130,7 @@ export class Writing {
     return token;
   }
 
-  /** Adds text that has become certain to the tokens that it belongs to. */
+  /** Divides new text among the tokens that wait for their text. */
   #take(delta) {
     while (this.waiting.length && (delta || this.waiting[0].left === 0)) {
       const first = this.waiting[0];
@@ -141,7 +142,7 @@ export class Writing {
       if (first.left > 0) break;
       this.waiting.shift();
     }
-    // At the end, the rest of the text comes, for which there are no more tokens.
+    // At the end of the answer, text may come for which no token waits. The last token gets it.
     if (delta && this.tokens.length) this.tokens.at(-1).node.textContent += delta;
   }
 
