@@ -1,13 +1,15 @@
-"""Holds the connections of clients that cannot resume a stream, and resumes it for them.
+"""A proxy for clients that cannot resume broken streams. It resumes the streams for them.
 
     client --- gateway --- coordinator A    dies in the middle of a stream
                       \\--- coordinator B    goes on after the last event that the client has
 
 A gateway has no sessions, keys or limits of its own. It forwards each request, with its
 `Authorization`, to a coordinator. If that coordinator does not answer, or cannot serve the request
-now, the gateway tries the next one. It adds an `Idempotency-Key` to each `POST` without one. By
-this key every coordinator finds the request's sessions. To resume a stream, the gateway repeats the
-request with the `Last-Event-ID` of the last event that it has sent on (docs/http.md).
+now, the gateway tries the next coordinator.
+
+If a `POST` has no `Idempotency-Key`, the gateway adds one. Every coordinator can find the request's
+sessions by this key. To resume a stream, the gateway repeats the request. Its `Last-Event-ID` is
+the id of the last event that the client has (docs/http.md).
 """
 
 import asyncio
@@ -49,16 +51,16 @@ LAST_ID = "last-event-id"
 CONNECT_S = 5.0
 _BROKEN = (httpx2.ReadError, httpx2.RemoteProtocolError)
 WORKED_S = 1.0
-"""If a connection breaks later than this after a request was sent, the coordinator is taken to have
-worked on the request until then."""
+"""If a connection breaks later than this after the request, the coordinator was probably working on
+the request. Failures are then counted anew."""
 _WAIT_S = (0.05, 1.0)
 """The first and the longest wait between two tries, for `backoff`."""
 _METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 _PASSING = frozenset({409, 502, 503})
-"""After these statuses, another coordinator may serve the request, or the same one later."""
+"""After these statuses, the gateway tries the next coordinator."""
 _PASSING_LATER = _PASSING | {429}
-"""These statuses, once the client's response has begun. An earlier 429 is passed on to the client,
-which can repeat the request."""
+"""Replaces `_PASSING` after the client's response has begun. A client whose response has not begun
+gets the status 429, and can repeat its request."""
 _HOP_BY_HOP = frozenset({
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer",
     "transfer-encoding", "upgrade",
@@ -67,7 +69,7 @@ _NOT_ASKED = _HOP_BY_HOP | {"accept-encoding", "content-length", "expect", "host
 _NOT_TOLD = _HOP_BY_HOP | {"date"}
 _INTERRUPTED = b'"type":"service_unavailable_error"'
 """An event with these bytes and without an id is an error after which another coordinator can go
-on. Generated text cannot contain these bytes, as quotes within JSON strings are escaped."""
+on. Generated text cannot contain these bytes, because quotes within JSON strings are escaped."""
 _ID = re.compile(rb"^id:(.*)", re.MULTILINE)
 _TIMEOUT = httpx2.Timeout(
     connect=CONNECT_S, read=RESUMED_TIMEOUT_S, write=HTTP_STUCK_WRITE_S, pool=None
@@ -78,11 +80,11 @@ _KEEP_ALIVE = [
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
 ]
-"""With these, a connection to a machine that no longer answers breaks after about 11 s."""
+"""With these socket options, a connection breaks about 11 s after its peer stops answering."""
 
 
 def open_transport(verify: ssl.SSLContext | bool = True) -> httpx2.AsyncHTTPTransport:
-    """Makes connections to coordinators. `verify` is used for those with TLS."""
+    """Returns a transport that connects to coordinators. `verify` applies to TLS connections."""
     return httpx2.AsyncHTTPTransport(
         verify=verify,
         trust_env=False,
@@ -96,10 +98,10 @@ class Coordinators:
     """The coordinators of a gateway."""
 
     pool: EndpointPool[str]
-    """Their base URLs."""
+    """The base URLs of the coordinators."""
     transport: httpx2.AsyncBaseTransport = field(default_factory=open_transport)
     tls_name: str = ""
-    """The name in their certificates; empty = the host of the URL."""
+    """The host name in the coordinators' certificates. Empty = the host of the URL."""
 
 
 class Refused(Exception):
@@ -111,7 +113,7 @@ class Refused(Exception):
 
 
 class Forwarded(LiveResponse):
-    """The response to a request, put together from those of one coordinator or several."""
+    """The response to a client, joined from the responses of one or several coordinators."""
 
     def __init__(
         self, coordinators: Coordinators, request: Request, body: bytes, closing: asyncio.Event
@@ -136,14 +138,14 @@ class Forwarded(LiveResponse):
         answer = await self._answer(send)
         if answer is None:
             await send_part(send, more=False)
-        elif self._has_begun:  # An error ends the stream.
+        elif self._has_begun:  # The answer is an error, which becomes the last event.
             await send_part(send, b"data: " + bytes(answer.body) + b"\n\n", more=False)
         else:
             await answer(scope, receive, send)
 
     async def _answer(self, send: Send) -> Response | None:
-        """Asks one coordinator after the other until `_ask` returns. When the time is up, returns
-        the last coordinator's refusal, or raises `Unavailable` if that one did not answer."""
+        """Asks one coordinator after another until `_ask` returns. When the time is up, returns the
+        last coordinator's refusal. If the last coordinator did not answer, raises `Unavailable`."""
         pool, now = self._coordinators.pool, asyncio.get_running_loop().time
         began, url, failing_since = now(), None, math.inf
         while True:
@@ -175,8 +177,8 @@ class Forwarded(LiveResponse):
 
     @cached_property
     def _deadline_s(self) -> float:
-        """The time that the request has from its arrival, s. Parsing a body holds up all other
-        streams, so only a body with the field's name is parsed."""
+        """The time limit of the request, s. Parsing a body blocks all other streams. So only a body
+        that contains the name of the field is parsed."""
         deadline_ms = None
         if b'"deadline_ms"' in self._body:
             with suppress(BadRequest):
@@ -188,17 +190,17 @@ class Forwarded(LiveResponse):
 
     @property
     def _may_ask_again(self) -> bool:
-        """Whether to try again. A `POST` can be repeated unless events without an id were sent. Any
-        other request is tried once at each coordinator: it may be a probe, which must fail soon.
-        """
+        """Whether the request may be tried again. If the client has events without ids, a `POST`
+        cannot be repeated. Any other request is tried once at each coordinator, because it may be a
+        probe, which must fail soon."""
         if self._method == "POST":
             return bool(self._last_id) or not self._has_sent
         return self._num_failures < len(self._coordinators.pool.each)
 
     async def _ask(self, url: str, send: Send) -> Response | None:
-        """Asks one coordinator. Sends the events of a stream to the client, and returns None.
-        Returns any other response. Raises `TransportError` if the response is incomplete, and
-        `Refused`."""
+        """Asks one coordinator. If the response is a stream, sends its events to the client, and
+        returns None. Otherwise returns the response. If the response is incomplete, raises
+        `TransportError`. If the coordinator cannot serve the request now, raises `Refused`."""
         headers = list(self._passed)
         if self._last_id:
             headers.append((LAST_ID.encode(), self._last_id.encode("latin-1")))
@@ -240,7 +242,7 @@ class Forwarded(LiveResponse):
 
 
 async def _events(found: httpx2.Response) -> AsyncGenerator[bytes]:
-    """Each complete event, with the empty line that ends it."""
+    """Yields each complete event, with the empty line that ends the event."""
     left = b""
     async for part in found.aiter_raw():
         *whole, left = (left + part).split(b"\n\n")
@@ -249,7 +251,7 @@ async def _events(found: httpx2.Response) -> AsyncGenerator[bytes]:
 
 
 def _id_of(event: bytes) -> str:
-    """The id of an event, or nothing."""
+    """Returns the id of an event, or an empty text."""
     found = _ID.search(event)
     return "" if found is None else found[1].strip().decode("latin-1")
 
@@ -257,8 +259,8 @@ def _id_of(event: bytes) -> str:
 def _passed_on(
     headers: Iterable[tuple[bytes, bytes]], without: Collection[str]
 ) -> list[tuple[bytes, bytes]]:
-    """The headers to pass on: all but those `without`, and those that `connection` names, which
-    concern one connection only."""
+    """Returns the headers to pass on. Leaves out the headers in `without`. Also leaves out the
+    headers that the header `connection` names, because they concern one connection only."""
     found = [(name.lower(), value) for name, value in headers]
     named = {
         name.strip().lower() for key, value in found if key == b"connection"
@@ -273,7 +275,7 @@ def _passed_on(
 def build_gateway(
     coordinators: Coordinators, closing: asyncio.Event, hosts: Collection[str] = ()
 ) -> FastAPI:
-    """The application of a gateway. `closing` and `hosts` are as for `app.build_app`."""
+    """Makes the application of a gateway. For `closing` and `hosts`, see `app.build_app`."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_middleware(Entrance, access=OPEN, hosts=hosts)
     add_error_handlers(app)

@@ -1,9 +1,12 @@
-"""Resumes streams after a break. The id of each event of a stream says how much of each choice the
-client has. A repeated request with the same key continues the first one.
+"""Resumes broken streams, and continues repeated requests.
 
-To resume an answer, the coordinator makes it again from its first event, and sends only the parts
-that the client lacks. A part may therefore depend on all earlier ones. It must not depend on
-anything that is not stored with the session.
+The client receives server-sent events, here called *parts*. The id of a part says how much of each
+choice the client has after this part. If a request is repeated with the same `Idempotency-Key`, the
+repeated request continues the first one.
+
+To resume an answer, the coordinator makes it again from its first part, and sends only the parts
+that the client lacks. So a part may depend on all earlier parts, and on data that is stored with
+the session, but on nothing else.
 """
 
 from __future__ import annotations
@@ -31,9 +34,9 @@ _EVENT_ID = re.compile(
 )
 _KEY = re.compile(rf"[ -~]{{1,{IDEMPOTENCY_KEY_CHARS_MAX}}}")
 _ID_CHARS_MAX = 64
-"""Most characters that an error shows of a wrong id."""
+"""An error shows at most this many characters of a wrong id."""
 _WAITING_MAX = 8
-"""Most requests that wait for a running one with the same key."""
+"""At most this many requests wait for a running request with the same key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +44,15 @@ class Position:
     """A position in the events of one choice."""
 
     num_tokens: int = 0
-    """Tokens of the answer before this position."""
+    """Number of the answer's tokens before this position."""
     digest: int = EMPTY_DIGEST
-    """Digest of these tokens."""
+    """Digest of the answer's tokens before this position."""
     num_others: int = 0
-    """What precedes this position besides tokens of the answer. Each prompt token of a
-    `PromptTokens` event counts 1, and so does each other event without tokens."""
+    """Counts everything else before this position: 1 for each prompt token of a `PromptTokens`
+    event, and 1 for each event without tokens."""
 
     def after(self, event: Event) -> Position:
-        """The position after an event that stands at this one."""
+        """Returns the position that follows an event at this position."""
         if isinstance(event, Tokens) and event.token_ids:
             num_tokens = event.first_index + len(event.token_ids)
             digest = reduce(extend_digest, event.token_ids, self.digest)
@@ -59,12 +62,12 @@ class Position:
 
 
 class Progress:
-    """What a client has of the choices of a request. Each event of a choice is sent in some number
-    of parts."""
+    """How much of each choice of a request the client has. An event of a choice becomes any number
+    of parts, also none."""
 
     def __init__(self, num_choices: int, last_event_id: str | None = None) -> None:
-        """The client has the event with this id, and those before it. None = it has no events.
-        Raises `BadRequest`."""
+        """`last_event_id` is the id of the newest part that the client has. None = the client has
+        no parts. If the id is malformed, or has another number of choices, raises `BadRequest`."""
         self._now = [Position()] * num_choices
         """For each choice, the position after its newest event."""
         self._sent = [*self._now]
@@ -72,15 +75,16 @@ class Progress:
         self._num_parts = 0
         """Number of parts that the client has."""
         self.shift = 0
-        """`_num_parts` minus the number of parts that were made here, sent or not. Parts are
-        numbered as they are made here. The shift corrects the numbers of those that are sent."""
+        """Each part is sent with its number plus this shift. A resumed answer is made again from
+        its first part, with new numbers, and perhaps in fewer parts than the client has. So the
+        shift is `_num_parts` minus the number of parts made since the resumption."""
         self.follows_event = last_event_id is not None
         self._known = [*self._now]
         """For each choice, the position up to which the client has all parts."""
         self._begun = (0, 0, 0)
-        """Describes the event of which the client has some parts, but not all: the index of its
-        choice, its number of tokens, and the number of parts that the client has. Zeros if there is
-        no such event."""
+        """Describes an event of which the client has some parts, but not all: the index of its
+        choice, its number of tokens, and the number of its parts that the client has. All zeros =
+        there is no such event."""
         if last_event_id is None:
             return
         found = _EVENT_ID.fullmatch(last_event_id)
@@ -95,8 +99,9 @@ class Progress:
             self._begun = index, num_tokens, num_parts
 
     def resume_request(self, index: int, session_id: str = "") -> ResumeRequest:
-        """Asks for all events of a choice. Cuts its tokens into events after the last event that
-        the client has whole, and after the event of which it has some parts."""
+        """Returns a request for all events of a choice. Its first cut is at the end of the last
+        event that the client has whole. Its second cut is at the end of the event of which the
+        client has some parts."""
         known = self._known[index]
         begun, num_tokens, _ = self._begun
         end = known.num_tokens + (num_tokens if begun == index else 0)
@@ -117,9 +122,9 @@ class Progress:
     def unsent(
         self, index: int, event: Event, parts: Sequence[dict[str, Any]]
     ) -> Iterator[tuple[dict[str, Any], str]]:
-        """Of the parts of an event, those that the client lacks, each with its id."""
+        """Yields each of an event's `parts` that the client lacks, with the id of the part."""
         before, is_known, num_known = self._now[index], self.is_behind(index), 0
-        if isinstance(event, RoundReport):  # A resumed session does not repeat these.
+        if isinstance(event, RoundReport):  # A resumed session repeats no round reports.
             after, is_known = before, False
         else:
             after = before.after(event)
@@ -146,7 +151,8 @@ class Progress:
 
 
 def request_keys(key: str, tenant: str, request: bytes, num_choices: int) -> list[RequestKey]:
-    """The key of each choice of a request with an `Idempotency-Key`. Raises `BadRequest`."""
+    """Makes a key for each choice of a request. `key` is the request's `Idempotency-Key`. If it is
+    malformed, raises `BadRequest`."""
     if not _KEY.fullmatch(key):
         raise BadRequest(
             "Idempotency-Key",
@@ -158,7 +164,7 @@ def request_keys(key: str, tenant: str, request: bytes, num_choices: int) -> lis
 
 
 class _Turn:
-    """The running requests with one key: the first one, and those that took over from it."""
+    """The running requests with one key: the first request, and those that took over from it."""
 
     def __init__(self) -> None:
         self.running: list[Progress] = []
@@ -168,18 +174,20 @@ class _Turn:
 
 
 class RepeatedRequests:
-    """Lets one request with each key run at a time. Two requests at once would take the session
-    from each other, for ever if their clients repeat broken requests."""
+    """Lets only one request with each key run at a time. Otherwise two requests could take the
+    session from each other again and again, because clients repeat broken requests."""
 
     def __init__(self) -> None:
         self._turns: dict[RequestKey, _Turn] = {}
 
     @asynccontextmanager
     async def turn(self, key: RequestKey, progress: Progress) -> AsyncIterator[None]:
-        """Waits until no other request with this key runs. A request with a `Last-Event-ID` does
-        not wait but takes over: its client had events of the running request, so the connection of
-        that request is broken. If the request that takes over fails before its first event, the
-        other one goes on. Raises `Unavailable` if too many requests wait."""
+        """Waits until no other request with this key runs. If too many requests wait already,
+        raises `Unavailable`.
+
+        A request with a `Last-Event-ID` takes over without waiting. Its client already has parts of
+        the running request, so the connection of the running request must be broken. If the new
+        request fails before its first event, the running request goes on."""
         while not progress.follows_event and (turn := self._turns.get(key)) is not None:
             if turn.num_waiting >= _WAITING_MAX:
                 raise Unavailable(
@@ -197,7 +205,7 @@ class RepeatedRequests:
         finally:
             is_newest = turn.running[-1] is progress
             turn.running.remove(progress)
-            # The first event of the newest request has ended the streams of the earlier ones.
+            # The first event of the newest request has ended the streams of the other requests.
             if not turn.running or (is_newest and progress.has_begun):
                 turn.ended.set()
                 if self._turns.get(key) is turn:
@@ -205,7 +213,8 @@ class RepeatedRequests:
 
 
 def split_answer_id(answer_id: str, prefixes: Iterable[str]) -> tuple[str, str]:
-    """The prefix of an answer's id, and the id of its session. Raises `SessionNotFound`."""
+    """Splits the id of an answer into one of the `prefixes` and the id of the session. Raises
+    `SessionNotFound` if the id is malformed."""
     found = re.fullmatch(rf"({'|'.join(prefixes)})([0-9a-f]{{32}})", answer_id)
     if found is None:
         raise SessionNotFound(f"there is no session {answer_id[:_ID_CHARS_MAX]}")

@@ -1,8 +1,8 @@
 """Reads the bodies of requests, and writes JSON and errors. Each error has a status and OpenAI's
 form, `{"error": {"message", "type", "param", "code"}}`.
 
-Parsing a body blocks the coordinator's event loop, which must renew leases every 0.5 s. `read_body`
-therefore counts the values of a body first, and refuses one with too many before it parses it.
+Parsing a body blocks the coordinator's event loop, which must renew leases every 0.5 s. So
+`read_body` counts the values of a body before it parses the body, and refuses too many values.
 """
 
 import asyncio
@@ -50,11 +50,11 @@ from outrider.limits import (
 _log = logging.getLogger(__name__)
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-"""`json.dumps` with these options would make a new encoder for each chunk of a stream."""
+"""One encoder for all calls. `json.dumps` with these options makes a new encoder in each call."""
 UNKNOWN_FIELD = "extra_forbidden"
 """pydantic's type of errors about fields that do not exist."""
 SHOWN_CHARS_MAX = 64
-"""Most characters that an error repeats of a name or value from the body."""
+"""An error repeats at most this many characters of a name or value from the body."""
 _KINDS: Mapping[int, tuple[str, str, str | None]] = {
     400: ("invalid_request_error", "invalid_value", None),
     401: ("authentication_error", "invalid_api_key", None),
@@ -66,17 +66,17 @@ _KINDS: Mapping[int, tuple[str, str, str | None]] = {
     503: ("service_unavailable_error", "unavailable", None),
     504: ("timeout_error", "deadline_exceeded", "deadline_ms"),
 }
-"""`type`, `code` and `param` of an error, by its status."""
+"""`type`, `code` and `param` of an error, by its HTTP status."""
 _CODES = {
     404: "not_found", 405: "method_not_allowed", 408: "request_timeout", 413: "body_too_large",
 }  # fmt: skip
-"""`code` by status, for errors that FastAPI raises and for unknown sessions."""
+"""`code` of an error that FastAPI raises, or of an unknown session, by the HTTP status."""
 _WORDS_OF_TYPES = ("str", "int", "float", "bool", "none", "body")
 """Names that pydantic and FastAPI add to the path of a wrong field."""
 
 
 def to_json(value: Any) -> bytes:
-    """JSON in UTF-8. Escapes lone surrogates, which UTF-8 cannot encode."""
+    """Returns JSON in UTF-8. Escapes lone surrogates, because UTF-8 cannot encode them."""
     return _ENCODER.encode(value).encode("utf-8", "backslashreplace")
 
 
@@ -103,9 +103,8 @@ class ErrorBody(BaseModel):
 
 
 def error_body(error: Exception) -> dict[str, Any]:
-    """The body for an error. For a bug, which is any error that is not an `OutriderError`, the
-    client gets only a general message. The log gets the traceback of every error with status 500.
-    """
+    """Returns the body for an error. An error that is not an `OutriderError` is a bug. The client
+    gets only a general message about it. The traceback of every error with status 500 is logged."""
     shown = OutriderError("internal error; the server's log has its traceback")
     if isinstance(error, OutriderError):
         shown = error
@@ -120,9 +119,9 @@ def error_body(error: Exception) -> dict[str, Any]:
 
 
 def error_response(error: Exception) -> Response:
-    """The response for an error. Its `Retry-After` says when to repeat the request. OpenAI's
-    clients repeat every request with status 409 or 504; where that cannot help, `x-should-retry:
-    false` stops them."""
+    """Returns the response for an error. `Retry-After` says when a repeated request may succeed.
+    OpenAI's clients repeat every request that ends with status 409 or 504. If a repetition cannot
+    help, `x-should-retry: false` prevents it."""
     status = error.http_status if isinstance(error, OutriderError) else 500
     headers = {}
     if isinstance(error, Incompatible | DeadlineExceeded):
@@ -162,9 +161,9 @@ def _body(message: str, name: str, param: str | None, code: str) -> dict[str, An
 
 
 def wrong_body(errors: Sequence[Mapping[str, Any]]) -> BadRequest:
-    """The error to show of all that pydantic found in a body. A value that fits no member of a
-    union causes an error for each member. Of the errors about the first wrong field, the one with
-    the longest path is chosen, as it says most."""
+    """Chooses one of the errors that pydantic found in a body. If a value fits no member of a
+    union, pydantic reports an error for each member. Among the errors about the first wrong field,
+    the error with the longest path is the most specific, and is chosen."""
     same = [one for one in errors if one["loc"][:2] == errors[0]["loc"][:2]]
     found = max(same, key=lambda one: len(one["loc"]))
     kind, reason = found["type"], str(found["msg"]).removeprefix("Value error, ")
@@ -190,15 +189,15 @@ def wrong_body(errors: Sequence[Mapping[str, Any]]) -> BadRequest:
 
 
 def of_body(reason: str) -> BadRequest:
-    """An error of a whole body, without a field."""
+    """Makes an error about the whole body, not about a field."""
     error = BadRequest("", reason)
     error.message = f"the body {reason}"
     return error
 
 
 def _names_a_field(part: object) -> bool:
-    """Whether a part of an error's path is a field or an index, and not the name of a union's
-    member. Names of members that are not in `_WORDS_OF_TYPES` are not identifiers."""
+    """Whether a part of an error's path is a field or an index. Other parts are names of a union's
+    members. Such a name is in `_WORDS_OF_TYPES`, or is not an identifier."""
     return isinstance(part, int) or (
         isinstance(part, str) and part.isidentifier() and part not in _WORDS_OF_TYPES
     )
@@ -225,8 +224,8 @@ PAGE = "/page"
 
 
 class BodyRoute(APIRoute):
-    """A route that checks the caller's rate limit, and then parses its body by `read_body`. A route
-    without a body does neither."""
+    """A route that checks the caller's rate limit, and then parses the body with `read_body`. A
+    route that takes no body does neither."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -235,7 +234,7 @@ class BodyRoute(APIRoute):
             state = request.app.state
             state.access.check_rate(request.state.caller)
             request._body = data = await whole_body(request, state.num_bytes)
-            if data:  # `_json` is what `Request.json` returns.
+            if data:  # `Request.json` returns the value of `_json`.
                 is_json = "json" in request.headers.get("content-type", "").lower()
                 request._json = read_body(data) if is_json else None
             return await handle(request)
@@ -250,11 +249,12 @@ class Unsent(Response):
 
 
 async def whole_body(request: Request, num_bytes: Counter[str]) -> bytes:
-    """Reads the body of a request. Refuses one that exceeds `HTTP_BODY_BYTES_MAX`, or that takes
-    longer than `HTTP_BODY_S_MAX`, or longer than `HTTP_BODY_PART_S_MAX` for one part. `num_bytes`
-    has the number of bytes received of incomplete bodies, by tenant. It is limited to
-    `HTTP_BODIES_BYTES_MAX` in all and, if there are API keys, to `HTTP_TENANT_BODIES_BYTES_MAX` for
-    each tenant."""
+    """Reads the body of a request. Refuses a body that exceeds `HTTP_BODY_BYTES_MAX`, takes longer
+    than `HTTP_BODY_S_MAX`, or takes longer than `HTTP_BODY_PART_S_MAX` for one part.
+
+    For each tenant, `num_bytes` counts the received bytes of incomplete bodies. Their sum is
+    limited to `HTTP_BODIES_BYTES_MAX`. If there are API keys, the bytes of each tenant are limited
+    to `HTTP_TENANT_BODIES_BYTES_MAX`."""
     caller: Caller = request.state.caller
     tenant, data, parts = caller.tenant, bytearray(), request.stream()
     end = asyncio.get_running_loop().time() + HTTP_BODY_S_MAX
@@ -279,7 +279,8 @@ async def whole_body(request: Request, num_bytes: Counter[str]) -> bytes:
 
 
 async def _received_by(end: float, parts: AsyncGenerator[bytes]) -> bytes:
-    """The next part of a body; empty at its end."""
+    """Returns the next part of a body, or nothing at the body's end. `end` is the latest time for
+    this, by the event loop's clock. Raises `HTTPException`."""
     part_end = asyncio.get_running_loop().time() + HTTP_BODY_PART_S_MAX
     try:
         async with asyncio.timeout_at(min(end, part_end)):
@@ -293,11 +294,11 @@ async def _received_by(end: float, parts: AsyncGenerator[bytes]) -> bytes:
 
 
 def read_body(data: bytes) -> Any:
-    """The value of a body in JSON. Raises `BadRequest` for anything that is not JSON in UTF-8, and
-    for more values than `HTTP_VALUES_MAX` or lists and objects than `HTTP_CONTAINERS_MAX`."""
-    if _too_many(data):  # Perhaps only because of marks within strings: count without strings.
+    """Returns the value of a body. Raises `BadRequest` if the body is not JSON in UTF-8, has more
+    than `HTTP_VALUES_MAX` values, or more than `HTTP_CONTAINERS_MAX` lists and objects."""
+    if _too_many(data):  # Some of the marks may be within strings. Count again without strings.
         bare = data.replace(rb"\\", b"").replace(rb"\"", b"")
-        found = f"more than {HTTP_VALUES_MAX} values"  # Each string is one.
+        found = f"more than {HTTP_VALUES_MAX} values"  # Each string is a value.
         if bare.count(b'"') <= _QUOTES_MAX:
             found = _too_many(b"".join(bare.split(b'"')[::2]))
         if found:
@@ -309,7 +310,7 @@ def read_body(data: bytes) -> Any:
 
 
 def _too_many(data: bytes) -> str:
-    """The limit that is exceeded, or nothing. Marks within strings are counted, too."""
+    """Returns the limit that is exceeded, or an empty text. Marks within strings count, too."""
     if sum(map(data.count, _OPENINGS)) > HTTP_CONTAINERS_MAX:
         return f"more than {HTTP_CONTAINERS_MAX} lists and objects"
     if sum(map(data.count, _MARKS)) > HTTP_VALUES_MAX:
@@ -318,8 +319,8 @@ def _too_many(data: bytes) -> str:
 
 
 def is_open(path: str) -> bool:
-    """Whether a path needs no API key. Probes have none. The files of the window and of the
-    documentation contain no data; the window asks its user for a key."""
+    """Whether a path needs no API key. Probes have no key. The files of the window and of the
+    documentation are the same for all callers. The window asks its user for a key."""
     return path in ("/", "/docs", "/health", "/ping") or path.startswith(f"{PAGE}/")
 
 
@@ -334,8 +335,8 @@ class Entrance:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers, caller = Headers(scope=scope), ANYBODY
         try:
-            # Against DNS rebinding: a web page whose own host name resolves to this machine could
-            # make browsers call this server.
+            # This prevents DNS rebinding. A web page could let its own host name resolve to this
+            # machine, and so make a browser call this server.
             if self._hosts and _PORT.sub("", headers.get("host", "")).lower() not in self._hosts:
                 raise PermissionDenied(
                     "Host: is not a name of this machine; call localhost, or give the server API "

@@ -1,15 +1,17 @@
-"""An HTTP server in the coordinator's event loop, which limits the number of connections, and the
-time that each phase of a connection may take.
+"""An HTTP server in the coordinator's event loop. It limits the number of connections, and the time
+of each phase of a connection.
 
-uvicorn only limits the time between two requests. Here a client must also send complete headers
-within `HTTP_HEADERS_S` of its connection's accept, or of the first byte of its next request. A
-connection whose client reads nothing for `HTTP_STUCK_WRITE_S` is closed. When the maximum number of
-connections is reached, each new connection replaces one without a request. So idle connections keep
-no caller out.
+uvicorn limits only the time between two requests. This server has further limits:
 
-A server that stops still serves new requests for `HTTP_LAST_REQUEST_S`. Then it refuses them with
-503 until the running ones have ended. If another server shares its port, the stopping server
-accepts no connections, so that new ones go to the other server.
+- A client must send complete headers within `HTTP_HEADERS_S` after its connection is accepted, or
+  after the first byte of a later request.
+- If a client reads nothing for `HTTP_STUCK_WRITE_S`, its connection is closed.
+- When the maximum number of connections is reached, each new connection replaces a connection
+  without a request. So idle connections do not keep other callers out.
+
+A server that stops still serves requests for `HTTP_LAST_REQUEST_S`. After this time it refuses new
+requests with status 503 until the running requests have ended. A server that shares its port closes
+its listening socket first, so that the other server gets all new connections.
 """
 
 from __future__ import annotations
@@ -55,12 +57,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 BACKLOG = 2048
-"""Most connections that the kernel queues until they are accepted."""
+"""The kernel queues at most this many connections until they are accepted."""
 _ACCEPTS = 16
-"""Most connections that are accepted before they are counted. More could take all file
-descriptors."""
+"""At most this many connections are accepted before they are counted. More connections could use up
+all file descriptors."""
 CLOSE_S = 2.0
-"""Time that responses have for their last event when the server ends them."""
+"""When the server ends a response, the response has this time to send its last event."""
 _DRAIN_POLL_S = 0.02
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
@@ -72,12 +74,13 @@ class TlsFiles:
     certificate: Path
     key: Path
     authority: Path | None = None
-    """The authority that must have signed callers' certificates. None = callers need none."""
+    """Callers must have a certificate of this authority. None = callers need no certificate."""
 
     def read(self) -> ssl.SSLContext:
         """Raises `OSError` or `ValueError`."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(self.certificate, self.key, password="")  # Without a prompt.
+        # With a password, OpenSSL does not ask for one at the terminal.
+        context.load_cert_chain(self.certificate, self.key, password="")
         if self.authority is not None:
             context.verify_mode = ssl.CERT_REQUIRED
             context.load_verify_locations(self.authority)
@@ -85,36 +88,36 @@ class TlsFiles:
 
 
 Metrics = Callable[[str], tuple[bytes, str]]
-"""Returns the metrics and their content type. Its argument is an `Accept` header. It blocks."""
+"""A blocking function that returns the metrics and their content type for an `Accept` header."""
 
 
 @dataclass(frozen=True, slots=True)
 class HttpOptions:
-    """Where a server listens, whom it serves, and what it reports to."""
+    """The options of a server."""
 
     host: str = "127.0.0.1"
-    """The address to bind. The default is reached from this machine only."""
+    """The address to bind. The default can be reached only from this machine."""
     port: int = 0
     """0 = any free port."""
     shares_port: bool = False
     """Whether a later server that `takes_over` may listen on the same port."""
     takes_over: bool = False
-    """Whether this server may listen on a port that a server with `shares_port` uses. If not, a
-    port in use is an error."""
+    """Whether this server may listen on the port of a server with `shares_port`. Otherwise, a port
+    in use is an error."""
     metrics: Metrics | None = None
     """None = no metrics."""
     access: AccessControl = OPEN
     """Identifies and limits callers."""
     tls: TlsFiles | None = None
-    """None = without TLS. Files that change are read again. If that fails, the old ones stay in
-    use."""
+    """None = without TLS. When the files change, they are read again. If this fails, the old
+    certificates stay in use."""
     times: HttpTimes | None = None
     """Records the time of each request."""
 
 
 class _State(IntEnum):
-    """The state of a connection. To make room, connections in the lowest state are closed first,
-    and `BUSY` ones never."""
+    """The state of a connection. To make room, a connection in the lowest state is closed. `BUSY`
+    connections are never closed for this."""
 
     INCOMPLETE = 0
     """Waits for complete headers, or for the TLS handshake."""
@@ -133,10 +136,10 @@ class OpenConnections(dict["HttpConnection", _State]):
         if descriptors == resource.RLIM_INFINITY:
             descriptors = 2 * HTTP_CONNECTIONS_MAX
         self.num_max = min(HTTP_CONNECTIONS_MAX, descriptors // 2)
-        """Exceeded only while all connections are busy."""
+        """Most connections. This number is exceeded only while all connections are busy."""
 
     def make_room(self) -> None:
-        """If the maximum is reached, closes a connection that is not busy, if there is one."""
+        """If the maximum is reached and not all connections are busy, closes one of the others."""
         if len(self) >= self.num_max:
             oldest = min(self, key=self.__getitem__)
             if self[oldest] is not _State.BUSY:
@@ -157,15 +160,14 @@ class HttpConnection(H11Protocol):
         self._open = others
         self._tls = tls
         self._early = bytearray()
-        """Decrypted bytes that arrived between the end of the handshake and the next turn of
-        `_encrypt`."""
+        """Decrypted bytes that arrived after the handshake, but before `_encrypt` resumed."""
         self.handshake: asyncio.Task[None] | None = None
-        """The running TLS handshake; None = there is none, or it has ended."""
+        """The running TLS handshake. None = no handshake is running."""
         self._late: asyncio.TimerHandle | None = None
         """Closes the connection if headers stay incomplete, or if the client does not read the last
         response."""
         self._stuck: asyncio.TimerHandle | None = None
-        """Closes the connection if its client does not read a response that goes on."""
+        """Closes the connection if the client does not read the running response."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._open.make_room()
@@ -207,13 +209,13 @@ class HttpConnection(H11Protocol):
             return
         if self.conn.their_state is h11.IDLE or self.transport.is_closing():
             self._enter(_State.IDLE)
-            if self.transport.is_closing():  # uvicorn waits for ever until the client has read.
+            if self.transport.is_closing():  # uvicorn has no time limit for the client to read.
                 self._late = self._break_off_in(HTTP_STUCK_WRITE_S)
-        else:  # The response came before the whole body. The client must still send the rest.
+        else:  # The response was sent before the whole body came. The client must send the rest.
             self._await_headers()
 
     def timeout_keep_alive_handler(self) -> None:
-        super().timeout_keep_alive_handler()  # Closes once the client has read the response.
+        super().timeout_keep_alive_handler()  # Closes after the client has read the response.
         self._late = self._late or self._break_off_in(HTTP_STUCK_WRITE_S)
 
     def pause_writing(self) -> None:
@@ -231,7 +233,7 @@ class HttpConnection(H11Protocol):
         super().connection_lost(exc)
 
     def break_off(self) -> None:
-        """Closes the connection at once, without waiting until its client has read everything."""
+        """Closes the connection at once, even if its client has not read everything."""
         self._forget()
         if self.handshake is not None:
             self.handshake.cancel()
@@ -267,9 +269,10 @@ class HttpServer:
     def __init__(
         self, options: HttpOptions, build: Callable[[asyncio.Event, Collection[str]], ASGIApp]
     ) -> None:
-        """`build` makes the application. It gets an event, which the server sets when it no longer
-        waits for running requests, and the names of this server that the header `Host` may have;
-        none = any. Raises `OSError` or `ValueError` for TLS files that cannot be read."""
+        """`build` makes the application. Its first argument is an event that the server sets when
+        it no longer waits for running requests. Its second argument has the allowed values of the
+        header `Host`. If there are none, every value is allowed. If the TLS files cannot be read,
+        raises `OSError` or `ValueError`."""
         self._options = options
         self._tls = None
         if (tls := options.tls) is not None:
@@ -289,7 +292,7 @@ class HttpServer:
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=HTTP_KEEP_ALIVE_S,
-            limit_concurrency=self._open.num_max + 1,  # uvicorn allows one less.
+            limit_concurrency=self._open.num_max + 1,  # At this number, uvicorn refuses requests.
         )
         config.load()
         self._server = uvicorn.Server(config)
@@ -304,13 +307,14 @@ class HttpServer:
         return self._address
 
     async def start(self) -> None:
-        """Listens. Raises `ConfigError` if the address cannot be bound."""
+        """Begins to listen. Raises `ConfigError` if the address cannot be bound."""
         listening = _bind(self._options)
         self._address = f"{_in_url(self._options.host)}:{listening.getsockname()[1]}"
-        # `uvicorn.Server.startup` would count connections only after their TLS handshake.
+        # This replaces `uvicorn.Server.startup`, which counts a connection only after its TLS
+        # handshake. asyncio uses `_ACCEPTS` also as the length of the kernel's queue.
         loop = asyncio.get_running_loop()
         server = await loop.create_server(self._connect, sock=listening, backlog=_ACCEPTS)
-        listening.listen(BACKLOG)  # asyncio would use `_ACCEPTS` for the kernel's queue, too.
+        listening.listen(BACKLOG)
         self._server.servers = [server]
         self._server.started = True
         self._serving = asyncio.create_task(self._serve(listening))
@@ -326,7 +330,7 @@ class HttpServer:
         return HttpConnection(self._server.config, self._server.server_state, self._open, tls)
 
     async def _serve(self, listening: socket.socket) -> None:
-        # `uvicorn.Server.serve` would also handle signals.
+        # This replaces `uvicorn.Server.serve`, which also handles signals.
         try:
             await self._server.main_loop()
         except Exception:  # noqa: BLE001 (the owner of the server looks at `failed`)
@@ -345,18 +349,20 @@ class HttpServer:
         await self._server.shutdown()
 
     async def _leave_port(self, listening: socket.socket) -> None:
-        """Closes the listening socket, so that another server gets new connections. Serves those
-        that the kernel has queued."""
+        """Closes the listening socket, so that another server gets new connections. Serves the
+        connections that the kernel has queued."""
         queued: list[socket.socket] = []
-        with suppress(OSError):  # The queue is empty. It may be refilled as fast, hence the limit.
+        # An empty queue raises an error. New connections may keep the queue full, so the number of
+        # accepted connections is limited.
+        with suppress(OSError):
             queued.extend(listening.accept()[0] for _ in range(2 * BACKLOG))
-        self._server.servers[0].close()  # The kernel resets connections queued since.
+        self._server.servers[0].close()  # The kernel resets all connections still in the queue.
         for client in queued:
             client.setblocking(False)
             await asyncio.get_running_loop().connect_accepted_socket(self._connect, client)
 
     async def _drain(self) -> None:
-        """Refuses new requests. Waits until running ones have ended, or `_closing` is set."""
+        """Refuses new requests until the running requests have ended, or `_closing` is set."""
         self._drains = True
         running = [one for one, state in self._open.items() if state is _State.BUSY]
         for connection in list(self._server.server_state.connections):
@@ -382,11 +388,11 @@ class HttpServer:
             await asyncio.wait([self._serving])
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Stops as the module's docstring says. Requests that still run after `grace_s` seconds end
-        with an error."""
+        """Stops the server as the module's docstring says. If a request still runs after `grace_s`
+        seconds, it ends with an error."""
         if self._serving is None:
             return
-        # uvicorn starts to count after `HTTP_LAST_REQUEST_S`.
+        # uvicorn's time limit begins after `HTTP_LAST_REQUEST_S`.
         left_s = max(0.0, grace_s - HTTP_LAST_REQUEST_S) + CLOSE_S
         self._server.config.timeout_graceful_shutdown = left_s  # type: ignore[assignment]
         self._server.should_exit = True
@@ -397,8 +403,11 @@ class HttpServer:
 
 class LiveResponse(Response):
     """The response to a request whose body has been read. When the client disconnects, `_respond`
-    is cancelled. An error, or the end of the server, becomes the last event of a response that has
-    begun. Before that, it is raised, so that the response has the error's status."""
+    is cancelled.
+
+    The end of the server counts as an error. If an error comes before the response has begun, the
+    error is raised, so that the response has the error's status. A later error becomes the last
+    event of the response."""
 
     def __init__(self, closing: asyncio.Event) -> None:
         """The server sets `closing` when it no longer waits for responses."""
@@ -441,17 +450,17 @@ class LiveResponse(Response):
         self._has_begun = True
 
     def _error_events(self, error: dict[str, Any]) -> bytes:
-        """The last events of a stream that ends with this error."""
+        """Returns the events that end a stream with this error."""
         return b"data: " + to_json(error) + b"\n\n"
 
 
 async def send_part(send: Send, body: bytes = b"", *, more: bool = True) -> None:
-    """Sends a part of a response's body. Unless there is `more`, it is the last one."""
+    """Sends a part of a response's body. If `more` is false, it is the last part."""
     await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
 def shutting_down() -> Unavailable:
-    """The error for requests that another server may serve."""
+    """Makes the error for requests that this server no longer serves."""
     return Unavailable("this server is shutting down")
 
 
@@ -460,9 +469,11 @@ def _in_url(host: str) -> str:
 
 
 def _own_names(options: HttpOptions) -> frozenset[str]:
-    """The names of this server that the header `Host` may have; none = any. They are checked only
-    without API keys and on loopback. There, another name means DNS rebinding: the name of a web
-    page resolves to this machine, and the page makes a browser call this server."""
+    """Returns the allowed values of the header `Host`. An empty set means that all are allowed.
+
+    The header is checked only if the server has no API keys and listens on loopback. Then another
+    name is a sign of DNS rebinding. In this attack, a web page lets its own host name resolve to
+    this machine, and makes a browser call this server."""
     if options.access.asks_for_keys or not is_loopback(options.host):
         return frozenset()
     return _LOOPBACK_NAMES | {_in_url(options.host).lower()}
@@ -476,7 +487,7 @@ def _bind(options: HttpOptions) -> socket.socket:
         found = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-        # For a name with addresses of both kinds, IPv4 is preferred.
+        # If a name has IPv4 and IPv6 addresses, IPv4 is preferred.
         family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
         bound = socket.create_server(
             address, family=family, reuse_port=options.shares_port,
