@@ -2,11 +2,11 @@
 
 | module | purpose |
 | --- | --- |
-| `server.py` | the server, in the coordinator's event loop; responses that end with their clients |
+| `server.py` | the server, in the coordinator's event loop |
 | `app.py` | the routes, and the responses to requests for generations |
 | `reading.py` | parses bodies within limits; errors in OpenAI's form |
 | `bodies.py` | the fields of bodies, and their translation into the coordinator's requests |
-| `tools.py` | the tools of a body, and the constraints on answers that must call one |
+| `tools.py` | the tools of a body, and the constraints on answers that must call a tool |
 | `tool_parsers.py` | splits the text of an answer into content, reasoning and calls |
 | `answers.py` | turns events into answers, whole or in chunks |
 | `responses.py` | OpenAI's Responses API: its body and its answers |
@@ -14,6 +14,7 @@
 | `progress.py` | resumed streams and repeated requests |
 | `gateway.py` | a proxy that resumes streams for its clients |
 
-What the coordinator checks (`coordinator/requests/validation.py`) is not checked here; its errors
-name its own fields, which are renamed for HTTP.
+The coordinator checks requests for both gRPC and HTTP (`coordinator/requests/validation.py`). Its
+errors name fields of `GenerateRequest`. The HTTP API replaces these names by those of the body's
+fields.
 """

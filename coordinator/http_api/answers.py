@@ -1,5 +1,5 @@
-"""Turns the events of generations into an answer: a whole one, chunks of a stream, or the native
-events of `POST /api/generate`."""
+"""Turns the events of generations into a whole answer, a stream of chunks, or the native events of
+`POST /api/generate`."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 
 IMPOSSIBLE = -9999.0
-"""Log-probability of an impossible token, as in OpenAI's API: JSON has no infinity."""
+"""Replaces a log-probability of minus infinity, which JSON cannot express. OpenAI's API does the
+same."""
 _CUT_OFF = (FinishReason.DEADLINE, FinishReason.CANCELLED)
 
 
 def as_text(data: bytes) -> str:
-    """The text of a token, or `bytes:\\xNN...` if it is not made of whole characters."""
+    """Returns the text of a token, or `bytes:\\xNN...` if its bytes are not valid UTF-8."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -41,17 +42,18 @@ def as_text(data: bytes) -> str:
 
 
 Scored = tuple[int, list[tuple[bytes, float | None]]]
-"""The offset of a token in the answer's text, and pairs of a token's bytes and its log-probability:
-first of the token itself, then of the likeliest tokens in its place. The first token of a prompt
-has the log-probability None."""
+"""Describes one token of an answer: its offset in the answer's text, and pairs of bytes and
+log-probability. The first pair is for the token itself. The further pairs are for the likeliest
+tokens in its place. The log-probability of a prompt's first token is None."""
 
 
 class _Scorer:
     """Turns tokens and their log-probabilities into `Scored`."""
 
     def __init__(self, text: TokenizerText | None, offset: int = 0, given: str = "") -> None:
-        """The first token is at `offset`. For the tokens of a prompt, `given` is its text. Special
-        tokens have a length in the answer's text only where `given` spells them out."""
+        """`offset` is the offset of the first token. For the tokens of a prompt, `given` is the
+        prompt's text. The answer's text leaves out special tokens, except those that `given` spells
+        out."""
         self._text = text
         self._stream = None if text is None else text.stream()
         self._offset = offset
@@ -86,24 +88,24 @@ class _Choice:
     def __init__(
         self, text: TokenizerText | None, form: AnswerForm | None, echoed: Prompt | None
     ) -> None:
-        """The text of the choice begins with the prompt `echoed`, if there is one."""
+        """The choice's text begins with the prompt `echoed`. None = without a prompt."""
         self._text, self._echoed = text, echoed
         self.prompt_scorer = self.scorer = _Scorer(text)
         self.reader = None if form is None else form.make_reader()
         self.num_calls = 0
-        """Tool calls so far."""
         self.started: Started | None = None
         self.finished: Finished | None = None
         self.is_opened = False
-        """Whether its first chunk, `Answer.opening`, was made."""
+        """Whether the chunk with `Answer.opening` was made."""
         self.num_tokens = 0
-        # For the next chunk:
+        # The content of the next chunk:
         self.parts: list[Part] = []
         self.token_ids: list[int] = []
         self.scored: list[Scored] = []
 
     def begin(self, started: Started) -> None:
-        """Begins the choice. Only now is it certain that the tokens of the prompt are valid."""
+        """Begins the choice with the echoed prompt. Before this event, the tokens of the prompt may
+        be invalid, and then they cannot be decoded."""
         self.started, before, text = started, self._echoed, self._text
         if not isinstance(before, str):
             before = text.decode(cast(tuple[int, ...], before)) if before and text else ""
@@ -117,7 +119,7 @@ class _Choice:
             self.parts.append(Part("content", text))
 
     def clear(self) -> None:
-        """Forgets what the chunk just made contains."""
+        """Begins the next chunk, which is empty."""
         self.parts, self.token_ids, self.scored = [], [], []
 
 
@@ -125,12 +127,12 @@ class EventStream:
     """How an answer is sent as server-sent events."""
 
     is_named: ClassVar[bool] = False
-    """Whether each event also has a line with its type."""
+    """Whether each event has an `event:` line with its type."""
     last: ClassVar[bytes] = b"data: [DONE]\n\n"
-    """The end of the stream."""
+    """These bytes end the stream."""
 
     def failed(self, error: Json) -> Sequence[Json]:
-        """The last events of a stream that has begun and ends with this error."""
+        """Returns the events that end a stream with this error."""
         return [error]
 
 
@@ -139,18 +141,18 @@ class Answer(EventStream):
 
     id_prefix: ClassVar[str]
     kind: ClassVar[str]
-    """The field `object` of a whole answer."""
+    """A whole answer has this value in its field `object`."""
     chunk_kind: ClassVar[str]
-    """The field `object` of a chunk."""
+    """A chunk has this value in its field `object`."""
     opening: ClassVar[Json | None] = None
-    """Content of an extra chunk before the text of each choice; None = there is no such chunk."""
+    """Each choice begins with an extra chunk that has this content. None = without this chunk."""
     closing: ClassVar[Json]
-    """Content of the last chunk of each choice."""
+    """Each choice ends with an extra chunk that has this content."""
 
     def __init__(
         self, asked: TranslatedBody, text: TokenizerText | None, num_draft_tokens: int, created: int
     ) -> None:
-        """`num_draft_tokens` is the server's default; `created` is in seconds since 1970."""
+        """`num_draft_tokens` is the server's default. `created` is a time in seconds since 1970."""
         self._asked = asked
         self._options = asked.body.stream_options or StreamOptions()
         given = asked.requests[0].num_draft_tokens
@@ -161,17 +163,17 @@ class Answer(EventStream):
         ]
         self._envelope: Json = {"id": "", "object": "", "created": created, "model": ""}
         self._rounds: Counter[tuple[int, int]] = Counter()
-        """Number of rounds, by tokens proposed and accepted."""
+        """Counts rounds by their numbers of proposed and of accepted tokens."""
 
     delta: Callable[[_Choice], Json]
-    """The new text of a choice, for a chunk."""
+    """Returns the new text of a choice in the form for a chunk."""
     message: Callable[[_Choice], Json]
-    """All text of a choice, for a whole answer."""
+    """Returns all text of a choice in the form for a whole answer."""
     logprobs: Callable[[Sequence[Scored]], Json]
-    """The log-probabilities of these tokens."""
+    """Returns the log-probabilities of tokens in the form of this API."""
 
     def whole(self) -> Json | None:
-        """The whole answer, for when every choice has ended; None if it is sent as a stream."""
+        """Returns the whole answer, after all choices have ended. None = it is a stream."""
         if self._asked.body.stream:
             return None
         choices = [
@@ -209,13 +211,12 @@ class Answer(EventStream):
                     choice.parts += choice.reader.finish()
 
     def _parts(self, index: int, event: Event) -> Sequence[Json]:
-        """The chunks of a stream for an event."""
         choice, chunks = self._choices[index], list[Json]()
         if self.opening is not None and not choice.is_opened:
             choice.is_opened = True
             chunks.append(self._chunk(self._choice(index, self.opening)))
-        # Each round has a chunk, even without text. A parser may hold the text of several rounds
-        # back; then only the round that completes a part has a chunk.
+        # Without a parser, each round has a chunk, even if the round adds no text. A parser may
+        # hold text back. Then a round has a chunk only if the parser returns a part.
         is_round = isinstance(event, PromptTokens | Tokens) and choice.reader is None
         if choice.parts or is_round or (choice.token_ids and choice.finished):
             chunks.append(self._chunk(self._choice(index, self.delta(choice), None, choice)))
@@ -247,10 +248,10 @@ class Answer(EventStream):
         finished: Finished | None = None,
         tokens: _Choice | None = None,
     ) -> Json:
-        """A choice with this content. If `tokens` are given, adds the log-probabilities and ids of
-        their next chunk, as far as the body asks for them."""
+        """Makes a choice with this content. If the body asks for log-probabilities or token ids,
+        adds those of `tokens`."""
         form, reason = self._asked.form, finished and str(finished.finish_reason)
-        if reason in _CUT_OFF:  # OpenAI's API has no such reasons.
+        if reason in _CUT_OFF:  # OpenAI's API does not have these reasons.
             reason = "length"
         elif reason == FinishReason.STOP and form and form.ends_with_calls:
             reason = "tool_calls" if self._choices[index].num_calls else reason
@@ -279,10 +280,9 @@ class Answer(EventStream):
         }
 
     def _metrics(self) -> Json:
-        """Statistics with vLLM's names, of all choices together. Each round counts as a speculative
-        step, also a round without draft tokens. So `mean_acceptance_length` is the mean number of
-        tokens of a round. Of the last round, it counts all tokens, even if the end of the answer
-        cuts some of them off."""
+        """Returns statistics of all choices together, under vLLM's names. A round without draft
+        tokens also counts as a speculative step. So `mean_acceptance_length` is the mean number of
+        tokens of a round. Tokens of the last round count even if they follow the answer's end."""
         each = [one.finished.metrics for one in self._choices if one.finished]
         num_rounds = sum(one.num_rounds for one in each)
         accepted = sum(one.num_accepted_draft_tokens for one in each)
@@ -304,8 +304,8 @@ class Answer(EventStream):
         return {"speculative_decoding": found}
 
     def _histogram(self, most: int, lengths: Sequence[int]) -> list[int]:
-        """For each number of accepted tokens from 0 to `most`, the number of rounds with proposals
-        of these lengths."""
+        """Counts the rounds whose proposals have one of these `lengths`, for each number of
+        accepted tokens from 0 to `most`."""
         return [
             sum(self._rounds[length, accepted] for length in lengths)
             for accepted in range(most + 1)
@@ -313,7 +313,8 @@ class Answer(EventStream):
 
 
 def stop_reason(finished: Finished) -> str | int | None:
-    """The stop string or the id of the stop token that ended a text, or what cut it off."""
+    """Returns the stop string or the id of the stop token that ended the text. If the text was cut
+    off, returns the finish reason."""
     if finished.finish_reason in _CUT_OFF:
         return finished.finish_reason
     return finished.stop_token_id if finished.stop_string is None else finished.stop_string
@@ -339,7 +340,7 @@ class ChatAnswer(Answer):
         return {"message": {"role": "assistant", "content": nothing, "refusal": None, **found}}
 
     def _joined_parts(self, choice: _Choice) -> Json:
-        """The new content, reasoning and calls of a choice."""
+        """Returns the new content, reasoning and calls of a choice."""
         found: Json = {}
         calls: list[Json] = []
         for kind, text in joined(choice.parts):
@@ -389,10 +390,10 @@ class CompletionAnswer(Answer):
     message = delta
 
     def logprobs(self, tokens: Sequence[Scored]) -> Json:
-        """Unlike in chat, `top_logprobs` always contains the token itself, too."""
+        """Unlike in a chat completion, `top_logprobs` also contains the token itself."""
         own = [one[0] for _, one in tokens]
         likeliest: list[Json | None] = []
-        for _, each in tokens:  # Of several tokens with one text, the first one counts.
+        for _, each in tokens:  # If tokens have the same text, the first of them is kept.
             top = {as_text(data): logprob for data, logprob in reversed(each)}
             likeliest.append(None if each[0][1] is None else dict(reversed(top.items())))
         return {
@@ -404,7 +405,7 @@ class CompletionAnswer(Answer):
 
 
 class NativeEvents(EventStream):
-    """The answer to `POST /api/generate`: the events of one session, as JSON."""
+    """The answer to `POST /api/generate`. It has the events of one session, as JSON."""
 
     def __init__(self, text: TokenizerText | None) -> None:
         self._text = text
@@ -412,10 +413,10 @@ class NativeEvents(EventStream):
         self._num_tokens = 0
 
     def whole(self) -> None:
-        """None: native events are always a stream."""
+        """Returns None, because native events are always a stream."""
 
     def take(self, index: int, event: Event) -> list[Json]:
-        """The event, with the texts of its tokens."""
+        """Returns the event with the texts of its tokens, as JSON."""
         found = {"type": type(event).__name__.lower(), **asdict(event)}
         text, stream = self._text, self._stream
         if isinstance(event, RoundReport):

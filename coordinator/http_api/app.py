@@ -93,13 +93,13 @@ AnswerKind = Callable[[TranslatedBody, "TokenizerText | None", int, int], Answer
 _HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # A proxy such as nginx must pass each event on at once.
+    (b"x-accel-buffering", b"no"),  # Tells nginx to pass each event on at once.
 )
 
 
 class Generated(LiveResponse):
-    """The answer to a request for a generation: a whole one after all events, or a stream of
-    server-sent events. Closes `events` when it ends for any reason."""
+    """The response to a request for generations: a whole answer after all events, or a stream of
+    server-sent events. When the response ends for any reason, it closes `events`."""
 
     def __init__(
         self,
@@ -108,8 +108,8 @@ class Generated(LiveResponse):
         answer: Answer | NativeEvents,
         progress: Progress,
     ) -> None:
-        """`answer` turns events into the parts of a stream. `progress` leaves out those that the
-        client has."""
+        """`answer` turns events into the parts of a stream. `progress` leaves out the parts that
+        the client has already."""
         super().__init__(closing)
         self._events = events
         self._answer = answer
@@ -146,9 +146,10 @@ class Generated(LiveResponse):
 async def _interleaved(
     streams: Sequence[AsyncGenerator[Event]], asked: TranslatedBody, progress: Progress
 ) -> Events:
-    """The events of all streams in the order in which they come. First come the first event of each
-    stream, and then the events that the client has, stream by stream. The first error of a stream
-    ends all. Streams pause while `EVENTS_AHEAD_MAX` events are queued."""
+    """Merges the events of all streams. Yields the first event of each stream. Then yields the
+    events that the client has already, stream by stream. Then yields all further events as they
+    come. An error of one stream ends all streams. Streams pause while `EVENTS_AHEAD_MAX` events are
+    queued."""
     index, tasks = 0, list[asyncio.Task[None]]()
     queue: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue(EVENTS_AHEAD_MAX)
 
@@ -172,7 +173,7 @@ async def _interleaved(
             while progress.is_behind(index) and (known := await anext(stream, None)) is not None:
                 yield index, known
         num_left = len(streams)
-        if num_left == 1:  # One stream needs no queue and no task.
+        if num_left == 1:  # A single stream needs no queue and no task.
             async for event in streams[0]:
                 yield 0, event
             return
@@ -200,7 +201,7 @@ class RepeatHeaders(BaseModel):
     """Headers of requests for generations."""
 
     idempotency_key: str | None = None
-    """A request that is repeated with the same key continues the first one."""
+    """If a request is repeated with the same key, it continues the first request."""
     last_event_id: str | None = None
     """The id of the last event that the client has."""
 
@@ -229,7 +230,7 @@ class Generations:
         kind: AnswerKind,
         headers: RepeatHeaders,
     ) -> Response:
-        """The answer to a body. Raises `BadRequest`."""
+        """Responds to a request with this body. Raises `BadRequest`."""
         asked = body.translate()
         if isinstance(asked.body, ChatBody):
             asked = self.formats.fitted(asked)
@@ -243,15 +244,15 @@ class Generations:
         headers: RepeatHeaders,
         session_id: str = "",
     ) -> Response:
-        """An answer of this `kind`. With a `session_id`, it is the rest of that session. Raises
-        `BadRequest`."""
+        """Responds with an answer of this `kind`. If there is a `session_id`, the answer is the
+        rest of that session. Raises `BadRequest`."""
         service, key, event_id = self.service, headers.idempotency_key, headers.last_event_id
         answer = kind(asked, service.text, service.defaults.num_draft_tokens, int(time.time()))
         is_stream = asked.body.stream or isinstance(answer, NativeEvents)
         if event_id is not None and not (is_stream and (key or session_id)):
             reason = (
-                "is for streams of requests with an Idempotency-Key; resume others with "
-                "POST /v1/sessions/ID/resume"
+                "is only for streams of requests with an Idempotency-Key; resume other streams "
+                "with POST /v1/sessions/ID/resume"
             )
             raise BadRequest("Last-Event-ID", reason)
         progress = Progress(len(asked.requests), event_id)
@@ -266,12 +267,14 @@ class Generations:
         key: str | None,
         session_id: str,
     ) -> Events:
-        """The events of all choices. With a `session_id`, they come from that session, and else
-        from the sessions of the `key`, if there are any. All choices together count as one request
-        of the caller, and each as a generation. None runs before all are admitted, and their slots
-        are free when the last one ends. Raises `BadRequest` if the caller's API key never allows
-        that many choices, and the errors of `CoordinatorService`, with the body's names of fields.
-        """
+        """Yields the events of all choices. If there is a `session_id`, continues that session.
+        Otherwise continues the sessions of the `key`, or opens new sessions.
+
+        All choices together count as one request of the caller, and each choice as one generation.
+        No choice runs before all are admitted. The slots become free when the last choice ends.
+
+        Raises `BadRequest` if the caller's API key allows fewer generations at a time. Raises the
+        errors of `CoordinatorService`, with the names of the body's fields."""
         service, caller = self.service, cast(Caller, request.state.caller)
         tenant, number, resumed = caller.tenant, len(asked.requests), list[str]()
         if 0 < caller.concurrency < number:
@@ -280,7 +283,7 @@ class Generations:
                 f"asks for {number} generations; the key {caller.name!r} may run "
                 f"{caller.concurrency} at a time",
             )
-        # The caller's trace, as in W3C Trace Context.
+        # The caller's trace context, in W3C's format.
         trace = request.headers.get("traceparent", "")
         trace = trace if len(trace) <= TRACEPARENT_CHARS_MAX else ""
         async with AsyncExitStack() as exits:
@@ -317,20 +320,20 @@ class Fleet(BaseModel):
 
     replicas: list[SeenReplica]
     heard_ms_ago: float | None
-    """Time since the registry was last read, ms; null without a registry."""
+    """Time since the registry was last read, ms. null = there is no registry."""
 
 
 HEALTH_CACHED_S = 1.0
-"""How long the result of a check is reused. Anybody can ask without a key, and each check calls the
-store and a target."""
+"""The result of a check is reused for this time. A check calls the store and a target, and clients
+can ask for it without a key."""
 SLOW_S = 0.5
-"""How long a caller waits for a new check if the last result was good. Then the caller gets the
-last result, unless that is older than `WELL_S`."""
+"""If a check takes longer than this, and a good result is at most `WELL_S` old, the caller gets
+that result."""
 WELL_S = 5.0
 
 
 class CachedHealth:
-    """The newest health of a coordinator. For the coordinator's event loop only."""
+    """Caches the health of a coordinator. May be used only on the coordinator's event loop."""
 
     def __init__(self, service: CoordinatorService) -> None:
         self._service = service
@@ -338,9 +341,9 @@ class CachedHealth:
         self._good_until = self._well_until = 0.0
 
     async def trouble(self) -> str:
-        """Why requests make no progress; empty if they do. The answer is at most `HEALTH_CACHED_S`
-        old, or at most `WELL_S` while a check takes longer than `SLOW_S`. Raises an error of the
-        check; then the next caller begins a new one."""
+        """Returns why requests make no progress, or an empty text if they do. The result is at most
+        `HEALTH_CACHED_S` old, or `WELL_S` while a check takes longer than `SLOW_S`. If the check
+        fails, raises its error, and the next call begins a new check."""
         loop = asyncio.get_running_loop()
         if self._asking is None or (self._asking.done() and loop.time() >= self._good_until):
             self._good_until = 0.0
@@ -363,7 +366,7 @@ _PAGE_HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-        "require-trusted-types-for 'script'; trusted-types 'none'"  # Scripts write no HTML.
+        "require-trusted-types-for 'script'; trusted-types 'none'"  # Scripts cannot write HTML.
     ),
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
@@ -400,7 +403,7 @@ class TimingMiddleware:
         try:
             await self._app(scope, receive, send_noted)
         except Exception:
-            status = status or 500  # FastAPI's outermost error handler will send this.
+            status = status or 500  # FastAPI's outermost error handler will send status 500.
             raise
         finally:
             route = getattr(scope.get("route"), "path", "")
@@ -415,19 +418,20 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 _EVENTS = """A stream of server-sent events, each a JSON object with its `type`:
 
 * `started`: `session_id`, `model`, `seed`, `rule`, `num_prompt_tokens`
-* `round`, before its tokens: `index`, `first_index` (of its first token in the answer),
-  `proposed_token_ids`, `proposed_texts`, `proposed_parents` (of a tree: the index of the proposed
-  token that each follows, -1 = what was committed before), `num_accepted`, `look_ahead_hit`,
-  `draft_ms`, `wire_ms`, `queue_ms`, `verify_ms`, `commit_ms`
+* `round`, before the tokens of the round: `index`, `first_index` (the index of the round's first
+  token in the answer), `proposed_token_ids`, `proposed_texts`, `proposed_parents` (in a tree, the
+  index of the proposed token that each token follows; -1 = the committed tokens), `num_accepted`,
+  `look_ahead_hit`, `draft_ms`, `wire_ms`, `queue_ms`, `verify_ms`, `commit_ms`
 * `tokens`: `first_index`, `token_ids`, `origins` (`accepted`, `correction`, `bonus`), `texts` (the
-  characters that each token completed), `text_delta` (the part of all texts that certainly belongs
-  to the answer; it may lag behind), `logprobs` if requested
+  characters that each token completed), `text_delta` (new text of the answer; it may lag behind
+  `texts`), `logprobs` if requested
 * `finished`: `finish_reason` (`stop`, `length`, `cancelled`, `deadline`), `stop_string` and
-  `stop_token_id` (that ended the text, or null), `usage`, `metrics`
+  `stop_token_id` (each null unless it ended the text), `usage`, `metrics`
 
-Then `[DONE]`. An error after `started` is an event with `error`, and the last one. Texts are null
-if the model has no tokenizer. When the client disconnects, its session is cancelled, unless the
-request has an `Idempotency-Key`. Each event has an id for `Last-Event-ID`."""
+The stream ends with `[DONE]`. If an error occurs after `started`, the stream ends with an event
+that has the field `error`. If the model has no tokenizer, texts are null. If the client disconnects
+and the request has no `Idempotency-Key`, the session is cancelled. Each event has an id for the
+header `Last-Event-ID`."""
 _METRICS: dict[int | str, dict[str, Any]] = {
     200: {"description": "Prometheus text format.", "content": {"text/plain": {}}},
 }
@@ -436,8 +440,8 @@ _METRICS: dict[int | str, dict[str, Any]] = {
 def http_server(
     service: CoordinatorService, options: HttpOptions, formats: ChatFormats | None = None
 ) -> HttpServer:
-    """The server of a coordinator. `formats` says how its model writes calls and reasoning; by
-    default, the model's chat template shows this. Raises what `HttpServer` raises."""
+    """Makes the server of a coordinator. `formats` says how the model writes calls and reasoning.
+    By default, the model's chat template decides this. Raises the errors of `HttpServer`."""
     return HttpServer(
         options, lambda closing, hosts: build_app(service, closing, options, hosts, formats)
     )
@@ -450,14 +454,14 @@ def build_app(
     hosts: Collection[str] = (),
     formats: ChatFormats | None = None,
 ) -> FastAPI:
-    """The application. The server sets `closing` when it no longer waits for running requests.
-    `hosts` are the names of this server that the header `Host` may have; none = any. For `formats`,
-    see `http_server`."""
+    """Makes the application. The server sets `closing` when it no longer waits for running
+    requests. `hosts` has the allowed values of the header `Host`. Without `hosts`, every value is
+    allowed. For `formats`, see `http_server`."""
     access = options.access
     app = DocumentedApp(
         title="Outrider",
         version=version("outrider"),
-        docs_url=None,  # FastAPI's page loads scripts from another host. `show_docs` does not.
+        docs_url=None,  # `show_docs` replaces FastAPI's page, which loads scripts from elsewhere.
         redoc_url=None,
         responses=_ERRORS,
         redirect_slashes=False,
@@ -465,7 +469,7 @@ def build_app(
     app.router.route_class = BodyRoute
     app.state.access = access
     app.state.num_bytes = Counter()
-    app.add_middleware(Entrance, access=access, hosts=hosts)  # Runs after those added later.
+    app.add_middleware(Entrance, access=access, hosts=hosts)  # Middleware added later runs first.
     if options.times is not None:
         app.add_middleware(TimingMiddleware, times=options.times)
     add_error_handlers(app)
@@ -481,7 +485,7 @@ Headers = Annotated[RepeatHeaders, Header()]
 _REST = ResumeBody()
 _REST_OF_ANSWER: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": "The remaining chunks of the answer; all of it if `stream` is false.",
+        "description": "The remaining chunks. If `stream` is false, the whole answer.",
         "content": {"application/json": {}, "text/event-stream": {}},
     },
 }
@@ -489,7 +493,7 @@ _RESUMED: dict[str, tuple[type[Answer], type[ChatBody | CompletionBody]]] = {
     ChatAnswer.id_prefix: (ChatAnswer, ChatBody),
     CompletionAnswer.id_prefix: (CompletionAnswer, CompletionBody),
 }
-"""The kinds of answers that can be resumed by their id, by the prefix of the id."""
+"""The kinds of answers that can be resumed by their ids. The keys are the prefixes of these ids."""
 
 
 def _add_generation(app: FastAPI, runs: Generations) -> None:
@@ -514,7 +518,7 @@ def _add_generation(app: FastAPI, runs: Generations) -> None:
     async def resume(
         answer_id: str, request: Request, headers: Headers, body: ResumeBody = _REST
     ) -> Response:
-        """The rest of the first choice of the answer with this id."""
+        """Returns the rest of an answer with this id. Only the answer's first choice is resumed."""
         prefix, session_id = split_answer_id(answer_id, _RESUMED)
         kind, whole = _RESUMED[prefix]
         parameters = await service.stored_parameters(session_id, request.state.caller.tenant)
@@ -550,7 +554,7 @@ def _add_tokens(app: FastAPI, service: CoordinatorService, access: AccessControl
 
     @app.post("/tokenize", responses={200: {"model": Tokenized}})
     async def tokenize(body: TokenizeBody, request: Request) -> Response:
-        """The tokens of a prompt, and their number."""
+        """Returns the tokens of a prompt, and their number."""
         asked, special = body.translate(), body.add_special_tokens is not False
         async with access.admit(request.state.caller, num_generations=0):
             try:
@@ -571,7 +575,7 @@ def _add_tokens(app: FastAPI, service: CoordinatorService, access: AccessControl
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeBody, request: Request) -> Detokenized:
-        """The text of tokens, with the names of special ones."""
+        """Returns the text of tokens. Special tokens appear by their names."""
         async with access.admit(request.state.caller, num_generations=0):
             return Detokenized(prompt=await service.detokenize(body.tokens, body.model))
 
@@ -585,12 +589,12 @@ def _add_models(app: FastAPI, service: CoordinatorService) -> None:
 
     @app.get("/v1/models")
     async def list_models() -> ModelList:
-        """The model that is served."""
+        """Lists the only model of this server."""
         return ModelList(data=[served_model()])
 
     @app.get("/v1/models/{name:path}")
     async def get_model(name: str) -> Model:
-        """The served model by its name."""
+        """Describes the served model. Every other name is an error."""
         if name != service.served.model:
             raise NotFound(
                 f"model {name[:256]!r} does not exist; this server serves {service.served.model!r}"
@@ -608,7 +612,7 @@ def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics |
     @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Health:
-        """Whether new requests make progress. If not, the status is 503, and the error says why."""
+        """Checks whether new requests make progress. If not, the status is 503."""
         trouble = await cached.trouble()
         if trouble:
             raise Unavailable(trouble)
@@ -630,12 +634,12 @@ def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics |
 
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def show_page(request: Request) -> Response:
-        """The window."""
+        """Sends the page of the window (docs/window.md)."""
         return await page.get_response("index.html", request.scope)
 
     @app.api_route("/docs", methods=["GET", "HEAD"], include_in_schema=False)
     async def show_docs(request: Request) -> Response:
-        """The API documentation as a page."""
+        """Sends the page with the API documentation."""
         return await page.get_response("docs.html", request.scope)
 
     @app.get("/api/fleet")

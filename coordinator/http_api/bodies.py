@@ -1,9 +1,10 @@
 """The bodies of requests, and their translation into the coordinator's requests.
 
-The coordinator checks its own limits. `TranslatedBody.renamed` replaces the field names in the
-coordinator's errors by those of the body. Some clients send every field of OpenAI's API. A field
-that Outrider does not implement is therefore accepted with a value that asks for nothing, and
-refused with any other value.
+The coordinator checks the limits of its requests. In its errors, `TranslatedBody.renamed` replaces
+the names of the coordinator's fields by those of the body's fields.
+
+Some clients send every field of OpenAI's API. So a field that Outrider does not implement is
+accepted if its value asks for nothing. Any other value is refused.
 """
 
 from __future__ import annotations
@@ -62,15 +63,15 @@ from outrider.speculation.random_streams import choice_seed
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
 Unserved = Mapping[str, tuple[Any, ...]]
-"""Fields that are not implemented, and the values besides null that ask for nothing."""
+"""Maps each field that is not implemented to the values, besides null, that ask for nothing."""
 ANY_VALUE = object()
-"""Stands for every value. It is used for labels and hints, which change no answer."""
+"""Means that every value asks for nothing. Used for labels and hints, which change no answer."""
 _COMPLETION_TOKENS = 16
-"""OpenAI's default of a completion's `max_tokens`."""
+"""OpenAI's default for `max_tokens` of a completion."""
 
 Item = TypeVar("Item")
 Several = Annotated[list[Item], Field(fail_fast=True)]
-"""A list of up to a million items. Its validation stops at the first wrong one."""
+"""A list that may be long. Its validation stops at the first wrong item."""
 
 
 def asks_nothing(names: str, *values: Any) -> Unserved:
@@ -78,15 +79,15 @@ def asks_nothing(names: str, *values: Any) -> Unserved:
 
 
 def field_error(name: str, reason: str, kind: Any = "value_error") -> ValidationError:
-    """An error of one field, for a validator of the whole body to raise."""
+    """Makes an error about one field. A validator of the whole body can raise this error."""
     error = PydanticCustomError(kind, "{reason}", {"reason": reason})
     details: InitErrorDetails = {"type": error, "loc": (name,), "input": None}
     return ValidationError.from_exception_data("", [details])
 
 
 class Body(BaseModel):
-    """A JSON object. Unknown fields, NaN and infinity are refused. No type is converted. A null
-    field counts as left out."""
+    """A JSON object. Unknown fields, NaN and infinity are refused. Values are not converted to
+    other types. A field with the value null counts as left out."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, frozen=True, use_attribute_docstrings=True
@@ -106,7 +107,7 @@ class Body(BaseModel):
                 if value is not None:
                     kept[name] = value
             elif (idle := cls.unserved.get(name)) is None:
-                kept[name] = value  # pydantic refuses it, but suggests no name.
+                kept[name] = value  # pydantic refuses this field, but suggests no other name.
                 if hint := did_you_mean(name[:SHOWN_CHARS_MAX], known):
                     raise field_error(name, f"there is no such field{hint}", UNKNOWN_FIELD)
             elif not _is_idle(value, idle):
@@ -118,7 +119,7 @@ class Body(BaseModel):
 
 
 def _is_idle(value: Any, idle: tuple[Any, ...]) -> bool:
-    """Whether a value asks for nothing. In Python 1 == True, but `isinstance` tells them apart."""
+    """Whether a value asks for nothing. `isinstance` tells 1 and True apart, which are equal."""
     return value is None or any(
         one is ANY_VALUE or (one == value and isinstance(one, bool) == isinstance(value, bool))
         for one in idle
@@ -126,7 +127,7 @@ def _is_idle(value: Any, idle: tuple[Any, ...]) -> bool:
 
 
 def must_be(words: str) -> WrapValidator:
-    """Replaces pydantic's errors about a union, one for each member, by a single one."""
+    """Replaces pydantic's errors about a union, one for each member, by a single error."""
 
     def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -143,27 +144,27 @@ class Speculation(Body):
     enabled: bool = True
     """false = plain decoding by the target alone."""
     rule: Annotated[Rule, Field(strict=False)] | None = None
-    """How draft tokens are accepted; the default depends on the sampling parameters."""
+    """How draft tokens are accepted. The default depends on the sampling parameters."""
     num_draft_tokens: int | None = None
     """Most draft tokens of a round, 0..16."""
     draft_deadline_ms: int | None = None
-    """Time limit for the draft of a round. The round uses the draft tokens that are ready then."""
+    """Time limit for drafting in a round, ms. The round uses the tokens drafted by then."""
     histograms: bool = False
-    """Report the number of rounds by the number of draft tokens that they accepted."""
+    """Report how many rounds accepted each number of draft tokens."""
 
 
 class StreamOptions(Body):
-    """What a stream has besides the text."""
+    """What a stream contains besides the text."""
 
     include_usage: bool = False
-    """Add the usage in a last chunk."""
+    """Add a last chunk with the usage."""
     continuous_usage_stats: bool = False
     """Add the usage to every chunk."""
     include_obfuscation: Literal[False] = False
 
 
 class StreamedBody(Body):
-    """The fields of answers that may be streams of chunks."""
+    """Fields of requests whose answers may be streams of chunks."""
 
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -208,13 +209,13 @@ class GenerationBody(Body):
         **asks_nothing("web_search_options previous_response_id conversation"),
         **asks_nothing("max_tool_calls moderation mm_processor_kwargs"),
     }
-    """If a body has a field with one of these names, the field is served, and its entry here has no
-    effect."""
+    """If a subclass defines a field with one of these names, the field is served in its bodies, and
+    the entry here has no effect."""
 
     model: str = ""
     """The name of the served model. May be left out."""
     min_tokens: int = 0
-    """Least number of tokens before an EOS, stop token or stop string can end the text."""
+    """An EOS token, stop token or stop string can end the text only after this many tokens."""
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = Field(default=None, ge=-(2 ** (SEED_BITS - 1)), le=SEED_MAX)
@@ -224,12 +225,12 @@ class GenerationBody(Body):
         must_be(f"a string or a list of at most {STOP_STRINGS_MAX} strings"),
     ] = []
     stop_token_ids: Annotated[Several[int], Field(max_length=STOP_TOKEN_IDS_MAX)] = []
-    """Tokens that end the text like an EOS."""
+    """Ids of tokens that end the text like an EOS token."""
     stream: bool = False
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] = Field(default={}, max_length=LOGIT_BIAS_ENTRIES_MAX)
-    """Added to logits, by token id."""
+    """For each token id, a number that is added to the token's logit."""
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -241,7 +242,7 @@ class GenerationBody(Body):
         dict[Literal["json", "json_object", "regex", "choice"], Any],
         BeforeValidator(_without_nulls),
     ] = {}
-    """The form of the answer, as in vLLM: one of json, json_object, regex and choice."""
+    """The form of the answer, as in vLLM. Has one of the keys json, json_object, regex, choice."""
 
 
 class ChoicesBody(GenerationBody, StreamedBody):
@@ -253,9 +254,9 @@ class ChoicesBody(GenerationBody, StreamedBody):
     response_format: dict[str, Any] | None = None
     """The form of the answer: text, json_object, or json_schema with its schema."""
     guided_json: dict[str, Any] | str | None = None
-    """A schema, as in vLLM before structured_outputs."""
+    """vLLM's older name of structured_outputs.json: a JSON schema of the answer."""
     guided_regex: str | None = None
-    """A regular expression."""
+    """A regular expression that the answer matches."""
     guided_choice: Annotated[Several[str], Field(max_length=CHOICES_MAX)] | None = None
     """The answer is one of these texts."""
 
@@ -266,8 +267,8 @@ class ChoicesBody(GenerationBody, StreamedBody):
         tools: Tools | None = None,
         **own: Any,
     ) -> TranslatedBody:
-        """The requests for these prompts. `names` maps fields of a request to fields of the body.
-        `own` are the fields of the request that only one kind of body sets."""
+        """Makes the requests for these prompts. `names` maps the names of request fields to those
+        of body fields. `own` has the request fields that only one kind of body sets."""
         found, speculation = self._constraints(tools), self.speculation
         if len(found) > 1:
             reason = f"is given beside {found[0][0]}; allowed: one of them"
@@ -313,8 +314,8 @@ class ChoicesBody(GenerationBody, StreamedBody):
         return SamplingParams(**values | listed)
 
     def _constraints(self, tools: Tools | None) -> list[tuple[str, Constraint]]:
-        """The constraints that the body asks for, each with its field. An answer that must be a
-        call ignores `response_format`. Raises `BadRequest`."""
+        """Returns the constraints that the body asks for, each with the name of its field. If the
+        answer must be a tool call, `response_format` is ignored. Raises `BadRequest`."""
         held = None if tools is None else tools.constraint()
         field, asked = "response_format", list[tuple[str, str, Any]]()
         match None if held else self.response_format:
@@ -389,19 +390,19 @@ class TextPart(Body):
 
 
 def lines(content: str | list[Any]) -> str:
-    """The text of a message. A list of parts becomes a line for each."""
+    """Returns the text of a message. Each part of a list becomes a line."""
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
 def _known_role(role: str) -> str:
     if role == "function":
-        raise ValueError(f"{role!r} is not supported; say tool")
+        raise ValueError(f"{role!r} is not supported; give tool instead")
     return "system" if role == "developer" else role
 
 
 class Message(Body):
-    """A message of a conversation. Only a message of the assistant may have reasoning and calls,
-    and may lack content. A message of a tool must have a `tool_call_id`, and no other may."""
+    """A message of a conversation. Only the assistant's messages may have reasoning or calls, or
+    lack content. A tool's message must have a `tool_call_id`. Other messages must not have one."""
 
     unserved = {
         **asks_nothing("name", ANY_VALUE),
@@ -416,7 +417,7 @@ class Message(Body):
     tool_calls: Annotated[Several[CalledTool], Field(max_length=CALLS_MAX)] = []
     """The calls that the assistant made."""
     tool_call_id: str | None = None
-    """The id of the call whose result this message is."""
+    """The message is the result of the call with this id."""
 
     @model_validator(mode="after")
     def _fit_for_its_role(self) -> Self:
@@ -428,14 +429,14 @@ class Message(Body):
                 if getattr(self, name) and self.role != role:
                     raise field_error(name, f"is for messages with the role {role}; leave it out")
         if self.content is None and self.role != "assistant":
-            raise field_error("content", "is missing; only the assistant's may be left out")
+            raise field_error("content", "is missing; only the assistant may leave it out")
         if self.tool_call_id is None and self.role == "tool":
-            raise field_error("tool_call_id", "is missing; it names the call that this answers")
+            raise field_error("tool_call_id", "is missing; give the id of the answered call")
         return self
 
     def turn(self, place: str) -> ChatMessage:
-        """The message for the chat template. `place` is its path in the body. Raises `BadRequest`
-        for arguments of a call that are not a JSON object."""
+        """Returns the message in the form for the chat template. `place` is the path of the message
+        in the body. If a call's arguments are not a JSON object, raises `BadRequest`."""
         calls = [
             parsed_call(
                 call.id,
@@ -455,7 +456,7 @@ class Message(Body):
 
 
 class OfFunction(Body):
-    """A tool, or the choice of one, whose type is function: no other type is supported."""
+    """A tool, or the choice of a tool. Only tools of the type `function` are supported."""
 
     type: Literal["function"]
 
@@ -469,7 +470,7 @@ class FunctionTool(Body):
     """1 to 64 letters, digits, - and _."""
     description: str = ""
     parameters: dict[str, Any] = {}
-    """JSON schema of the parameters. Without it the function has none."""
+    """JSON schema of the parameters. The default is a function without parameters."""
 
 
 class Tool(OfFunction):
@@ -500,8 +501,7 @@ TemplateVariable = (
 
 
 def few_parts(messages: Any) -> Any:
-    """Refuses messages with more than `CHAT_PARTS_MAX` parts together. Validating that many would
-    block the event loop too long."""
+    """Refuses messages with so many parts that their validation would block the event loop."""
     if isinstance(messages, list):
         contents = (one.get("content") for one in messages if isinstance(one, dict))
         if sum(len(one) for one in contents if isinstance(one, list)) > CHAT_PARTS_MAX:
@@ -530,7 +530,7 @@ class ConversationBody(GenerationBody):
     def _chosen(
         self, functions: Sequence[FunctionTool], choice: str | NamedFunction, place: str
     ) -> Tools | None:
-        """The tools that the answer may call; `place` as for `tools_of`."""
+        """Returns the tools that the answer may call. For `place`, see `tools_of`."""
         fields = {"name", "description", "parameters"}
         return tools_of(
             [one.model_dump(include=fields, exclude_unset=True) for one in functions],
@@ -553,7 +553,7 @@ class ChatBody(ChoicesBody, ConversationBody):
         Literal["none", "auto", "required"] | NamedTool,
         must_be('none, auto, required, or {"type": "function", "function": {"name": ...}}'),
     ] = "auto"
-    """Whether the answer may call a tool, must call one, or must call this one."""
+    """Whether the answer may call a tool, must call any tool, or must call the named tool."""
 
     def _turns(self) -> tuple[ChatMessage, ...]:
         calls = [call for message in self.messages for call in message.tool_calls]
@@ -573,10 +573,10 @@ class ChatBody(ChoicesBody, ConversationBody):
         return self.translate_with(self._turns(), self._chosen(functions, choice, ".function.name"))
 
     def translate_with(self, turns: tuple[ChatMessage, ...], tools: Tools | None) -> TranslatedBody:
-        """As `translate`, but ignores the messages and tools of the body, and uses these."""
+        """Translates the body with these messages and tools in place of its own."""
         old, new = self.max_tokens, self.max_completion_tokens  # Two names of one field.
         if old is not None and new is not None and old != new:
-            raise BadRequest("max_completion_tokens", f"{new} is not the {old} of max_tokens")
+            raise BadRequest("max_completion_tokens", f"got {new}, but max_tokens is {old}")
         if self.top_logprobs and not self.logprobs:
             raise BadRequest("top_logprobs", "needs logprobs to be true")
         names = {"chat": "messages", "chat.messages": "messages", "logprobs": "top_logprobs"}
@@ -607,8 +607,8 @@ class CompletionBody(ChoicesBody):
     ]
     logprobs: int | None = None
     echo: bool = False
-    """Begin the answer with the prompt. With logprobs, the answer also has those of the prompt's
-    tokens, and max_tokens may be 0."""
+    """Begin the answer with the prompt. If logprobs is given, the answer also has the
+    log-probabilities of the prompt's tokens, and max_tokens may be 0."""
 
     def translate(self) -> TranslatedBody:
         """Raises `BadRequest` for fields that contradict each other."""
@@ -636,8 +636,8 @@ class TokenizeBody(Body):
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
-    """Whether the tokenizer adds its special tokens to a prompt; the default is true. A
-    conversation has only those of its template."""
+    """Whether the tokenizer adds its special tokens to a prompt. The default is true. In a
+    conversation, only the template adds special tokens."""
     return_token_strs: bool = False
     """Add the text of each token."""
     tools: ToolList = []
@@ -646,9 +646,9 @@ class TokenizeBody(Body):
     """Variables for the template of a conversation."""
 
     def translate(self) -> TranslatedBody:
-        """A request whose prompt is to be tokenized. Raises `BadRequest`."""
+        """Makes a request with the prompt to tokenize. Raises `BadRequest`."""
         if (self.prompt is None) is (self.messages is None):
-            raise BadRequest("prompt", "or messages must be given; allowed: one of the two")
+            raise BadRequest("prompt", "give either this or messages")
         if self.messages is None:
             for name in ("tools", "chat_template_kwargs"):
                 if getattr(self, name):
@@ -668,7 +668,7 @@ class DetokenizeBody(Body):
 
 
 _NAMES = {name: f"speculation.{name}" for name in ("rule", "num_draft_tokens", "draft_deadline_ms")}
-"""Names of fields in all bodies, by the coordinator's names."""
+"""Maps the names of request fields to those of body fields, for bodies of every kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -677,13 +677,13 @@ class TranslatedBody:
 
     body: ChoicesBody
     requests: tuple[GenerateRequest, ...]
-    """`n` for each prompt: first those of the first prompt, then those of the second, and so on."""
+    """`n` requests for the first prompt, then `n` requests for the second prompt, and so on."""
     names: Mapping[str, str]
-    """Names of fields in the body, by the coordinator's names."""
+    """Maps the names of request fields to those of body fields."""
     tools: Tools | None = None
     """The tools that the answers may call."""
     form: AnswerForm | None = None
-    """How the texts of answers are parsed; None = all text is content."""
+    """How the texts of answers are parsed. None = all text is content."""
 
     @property
     def has_logprobs(self) -> bool:
@@ -691,8 +691,7 @@ class TranslatedBody:
         return self.requests[0].logprobs is not None
 
     def renamed(self, error: BadRequest, index: int) -> BadRequest:
-        """The coordinator's error about the request at `index`, with the name of the field in the
-        body."""
+        """Returns the coordinator's error about a request, with the name of the body's field."""
         name = error.field.removeprefix("sampling.")
         head, bracket, rest = name.partition("[")
         name = self.names.get(name) or self.names.get(head, head) + bracket + rest
@@ -701,7 +700,7 @@ class TranslatedBody:
         return BadRequest(name, error.reason)
 
 
-# pydantic puts tags into the paths of errors. `wrong_body` drops a tag that is not an identifier.
+# `wrong_body` drops these tags from the paths of errors, because they are not identifiers.
 _CHAT = "with messages"
 _RAW = "with a prompt"
 

@@ -1,5 +1,5 @@
-"""`POST /v1/responses`. Its body is translated into that of a chat completion. Its answer has
-OpenAI's items and, in a stream, OpenAI's events. Responses are not stored."""
+"""OpenAI's `POST /v1/responses`. The body is translated into the body of a chat completion. The
+answer has OpenAI's items. A streamed answer has OpenAI's events. Responses are not stored."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ _NAMES = {
     "max_tokens": "max_output_tokens",
     "messages": "input",
 }
-"""Names of fields here, by their names in a chat completion. In an error, an index or the name of a
-field within may follow."""
+"""Maps names of fields in a chat completion to their names here. In an error, an index or the name
+of an inner field may follow."""
 _REPEATED = {
     "instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "text", "tool_choice",
     "tools", "top_logprobs",
 }  # fmt: skip
-"""Fields of the body that the answer has, too."""
+"""Fields of the body that the answer repeats."""
 _ALWAYS: Json = {
     "background": False, "previous_response_id": None, "reasoning": None, "store": False,
     "truncation": "disabled",
 }  # fmt: skip
-"""Fields that are the same in every answer."""
+"""Fields with the same value in every answer."""
 
 
 class ItemText(Body):
@@ -79,7 +79,7 @@ class MessageItem(Body):
     content: str | Several[ItemText]
 
     def turn(self, place: str) -> Json:
-        """Fields of a `ChatMessage`, which this item becomes alone or with others. `place` is the
+        """Returns fields of a `ChatMessage`. Several items may become one message. `place` is the
         path of the item in the body. Raises `BadRequest`."""
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": lines(self.content)}
@@ -132,12 +132,12 @@ class ReasoningItem(Body):
 
 
 def _kind(value: Any) -> str | None:
-    """The tag of an item. An item without a type is a message."""
+    """Returns the tag of an item. An item without a type is a message."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", "")
     return f"a {'message' if kind is None else kind}" if isinstance(kind, str | None) else None
 
 
-# pydantic puts tags into the paths of errors. `wrong_body` drops a tag that is not an identifier.
+# `wrong_body` drops these tags from the paths of errors, because they are not identifiers.
 Item = Annotated[
     Annotated[MessageItem, Tag("a message")]
     | Annotated[CallItem, Tag("a function_call")]
@@ -169,7 +169,7 @@ class ResponsesTool(FunctionTool, OfFunction):
     }
 
     strict: bool = True
-    """Ignored: calls that the answer must make always match the schema."""
+    """Ignored. If the answer must call a tool, the call always matches the schema."""
 
 
 class NamedResponsesTool(NamedFunction, OfFunction):
@@ -182,11 +182,11 @@ class TextOptions(Body):
     unserved = asks_nothing("verbosity", "medium")
 
     format: dict[str, Any] = Field(default={"type": "text"})
-    """text, json_object, or json_schema with its schema."""
+    """The type text, json_object, or json_schema with a schema."""
 
 
 class ReasoningOptions(Body):
-    """How the model reasons. No request can choose this."""
+    """How the model reasons. Requests cannot change this."""
 
     unserved: ClassVar[Unserved] = {
         **asks_nothing("effort", "none"),
@@ -206,7 +206,7 @@ class ResponsesBody(ConversationBody):
     input: Annotated[
         Annotated[
             Several[Item],
-            Field(min_length=1, max_length=CHAT_MESSAGES_MAX - 1),  # One is for the instructions.
+            Field(min_length=1, max_length=CHAT_MESSAGES_MAX - 1),  # `instructions` is one more.
         ]
         | str,
         BeforeValidator(_few_items),
@@ -219,7 +219,7 @@ class ResponsesBody(ConversationBody):
     include: Several[Literal["message.output_text.logprobs"]] = Field(default=[])
     """What to add to the answer."""
     metadata: dict[str, str] = Field(default={}, max_length=16)
-    """Repeated in the answer, and ignored."""
+    """Repeated in the answer. Has no other effect."""
     reasoning: ReasoningOptions | None = None
     tools: Annotated[Several[ResponsesTool], Field(max_length=TOOLS_MAX)] = Field(default=[])
     """The tools that the answer may call."""
@@ -227,10 +227,10 @@ class ResponsesBody(ConversationBody):
         Literal["none", "auto", "required"] | NamedResponsesTool,
         must_be('none, auto, required, or {"type": "function", "name": ...}'),
     ] = "auto"
-    """Whether the answer may call a tool, must call one, or must call this one."""
+    """Whether the answer may call a tool, must call any tool, or must call the named tool."""
 
     def translate(self) -> TranslatedBody:
-        """The requests of the chat completion with the same meaning. Raises `BadRequest`."""
+        """Makes the requests of a chat completion with the same meaning. Raises `BadRequest`."""
         turns, tools = self._turns(), self._chosen(self.tools, self.tool_choice, ".name")
         given = self.model_fields_set & ConversationBody.model_fields.keys()
         chat = ChatBody.model_construct(
@@ -243,13 +243,14 @@ class ResponsesBody(ConversationBody):
             asked = chat.translate_with(turns, tools)
         except BadRequest as error:
             raise BadRequest(_own_name(error.field), error.reason) from error
-        # `_turns` may drop all items. The coordinator then refuses the prompt as a list of tokens.
+        # If `_turns` drops all items, the coordinator takes the prompt for an empty list of token
+        # ids, and its error names `token_ids`.
         names = {"max_tokens": "max_tokens", "token_ids": "messages", **asked.names}
         return replace(asked, names={name: _own_name(field) for name, field in names.items()})
 
     def _turns(self) -> tuple[ChatMessage, ...]:
-        """The messages of the conversation. Reasoning, text and calls of the assistant that follow
-        each other in this order become one message."""
+        """Returns the messages of the conversation. If reasoning, text and calls of the assistant
+        follow each other in this order, they become one message."""
         items, turns = self.input, list[Json]()
         if isinstance(items, str):
             items = [MessageItem(role="user", content=items)]
@@ -290,16 +291,16 @@ _KINDS = {
     "reasoning": ("reasoning", "rs", "reasoning_text"),
     "name": ("function_call", "fc", "function_call_arguments"),
 }
-"""For each kind of `Part` that begins an item: the item's type, the prefix of its id, and the type
-of the text that grows."""
+"""Describes the items that each kind of `Part` begins: the item's type, the prefix of its id, and
+the type of its text."""
 
 
 class _Item:
-    """An item of an answer, as far as it has been generated. Its methods return the events of a
-    stream for each change."""
+    """An item of an answer, as far as it has been generated. `opened`, `grown` and `closed` return
+    the events of a stream for these changes."""
 
     def __init__(self, kind: str, session_id: str, index: int, call: Json) -> None:
-        """`call` has the `call_id` and `name` of a call, and is empty for other items."""
+        """For a call, `call` has the `call_id` and `name`. For other items, `call` is empty."""
         self.kind, self._index, self._call = kind, index, call
         self._type, prefix, self._grows = _KINDS[kind]
         self._id = f"{prefix}_{session_id}_{index}"
@@ -357,7 +358,7 @@ def _event(name: str, /, **fields: Any) -> Json:
 
 
 class ResponseAnswer(ChatAnswer):
-    """The answer to `POST /v1/responses`: its items, and in a stream an event for each change."""
+    """The answer to `POST /v1/responses`. It has items. A stream has an event for each change."""
 
     id_prefix = "resp_"
     is_named = True
@@ -384,7 +385,7 @@ class ResponseAnswer(ChatAnswer):
         return self._response(self._status)
 
     def failed(self, error: Json) -> Sequence[Json]:
-        """A failed response, with the items that came before the error."""
+        """Returns the event of a failed response. It has the items that came before the error."""
         for item in self._items[-1:]:
             item.status = "incomplete"
         detail = error["error"]
@@ -404,8 +405,9 @@ class ResponseAnswer(ChatAnswer):
         return self._numbered(events)
 
     def _grown(self) -> list[Json]:
-        """Adds the new parts to the items, and returns the events for this. Only messages have
-        log-probabilities. A part gets all those that came since the last part."""
+        """Adds the choice's new parts to the items, and returns the events for these changes. Only
+        messages have log-probabilities. A part of a message gets the log-probabilities of all
+        tokens since the previous part."""
         [choice], events = self._choices, list[Json]()
         for kind, text in joined(choice.parts):
             if kind == "name" or kind not in ("arguments", *(one.kind for one in self._items[-1:])):

@@ -1,5 +1,5 @@
-"""Models of the routes' answers, for the OpenAPI document. Answers to generations are not made from
-these models but are plain dicts, as a chunk of a stream must be cheap."""
+"""Models of the routes' answers, for the OpenAPI document. Answers with generated text are plain
+dicts, because these models are too slow for the chunks of a stream."""
 
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ class Usage(Schema):
 
 
 class SpeculativeDecoding(Schema):
-    """What drafts contributed to all choices. A step is a round."""
+    """Statistics of drafting, for all choices together. A step is a round."""
 
     mean_acceptance_length: float
     draft_acceptance_rate: float
@@ -45,10 +45,10 @@ class Choice(Schema):
     index: int
     finish_reason: Literal["stop", "length", "tool_calls"] | None
     stop_reason: str | int | None
-    """The stop string or stop token that ended the text. If the text was cut off, `deadline` or
-    `cancelled`."""
+    """The stop string or stop token that ended the text. `deadline` or `cancelled` if the text was
+    cut off."""
     token_ids: list[int] = []
-    """Only with return_token_ids."""
+    """Only present if return_token_ids is true."""
 
 
 class LikelyToken(Schema):
@@ -68,21 +68,21 @@ class ChatLogprobs(Schema):
 
 class CalledFunction(Schema):
     name: str = ""
-    """A stream has the name and the id only at the beginning of a call."""
+    """In a stream, only the first part of a call has the name and the id."""
     arguments: str
-    """JSON as the model wrote it, which may be invalid."""
+    """JSON as the model wrote it. It may be invalid."""
 
 
 class ToolCall(Schema):
     index: int = 0
-    """In a stream: which call this is a part of."""
+    """In a stream, the number of the call to which this part belongs."""
     id: str = ""
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
 class AssistantMessage(Schema):
-    """A message, or what a chunk adds to one."""
+    """A message, or the part of a message that a chunk adds."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None = None
@@ -104,7 +104,7 @@ class ChatCompletionChunkChoice(Choice):
 class CompletionLogprobs(Schema):
     tokens: list[str]
     token_logprobs: list[float | None]
-    """Null for the first token of a prompt."""
+    """The entry of a prompt's first token is null."""
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
@@ -119,9 +119,9 @@ class Chunk(Schema):
     created: int
     model: str
     usage: Usage | None = None
-    """In the last chunk or in each one, as stream_options says."""
+    """stream_options decides which chunks have the usage."""
     metrics: AnswerMetrics | None = None
-    """Only in the last chunk."""
+    """Only the last chunk has metrics."""
 
 
 class ChatCompletion(Chunk):
@@ -216,18 +216,18 @@ _GENERATIONS: tuple[type[Schema], ...] = (
 
 
 def answers(whole: type[Schema], chunk: type[Schema]) -> dict[int | str, dict[str, Any]]:
-    """The documentation of a route that answers as a whole or in a stream of chunks."""
+    """Documents the responses of a route: a whole answer, or a stream of chunks."""
     content = {
         kind: {"schema": {"$ref": _REF.format(model=model.__name__)}}
         for kind, model in (("application/json", whole), ("text/event-stream", chunk))
     }
-    text = "The answer; a stream of its chunks if `stream` is true."
+    text = "The answer. If `stream` is true, it is a stream of chunks."
     return {200: {"description": text, "content": content}}
 
 
 class DocumentedApp(FastAPI):
-    """Adds to the OpenAPI document the schemas that `answers` refers to. FastAPI adds only one
-    model for each response."""
+    """Completes the OpenAPI document. FastAPI adds only one schema for each response. This class
+    adds all schemas to which `answers` refers."""
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:

@@ -5,11 +5,12 @@
 | `Reader` | text without calls |
 | `Hermes`, `Llama3`, `Mistral`, `DeepSeek` | text with calls as this family of models writes them |
 | `HeldCalls`, `HeldArguments` | answers that a grammar constrains to calls |
-| `Reasoning` | `<think>...</think>`, and then what another parser takes |
+| `Reasoning` | `<think>...</think>`. Another parser gets the text after that |
 
-A *mark* is a text that begins or ends something, such as `<tool_call>`. A parser gets the text in
-pieces. It returns nothing of a text that may turn out to begin a mark until the next piece decides.
-It drops marks and the white space around them. Text that only looks like a call is content.
+A *mark* is a text such as `<tool_call>`, which begins or ends a call or the reasoning. A parser
+gets the text in pieces. If a piece ends with a possible beginning of a mark, the parser holds this
+end back until the next piece decides. The parser drops marks and the white space around them. Text
+that only looks like a call is content.
 """
 
 from __future__ import annotations
@@ -35,28 +36,28 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]
-"""A part of a parser. It waits for more text at each `yield`, and returns a T."""
+"""A generator that parses some text and returns a T. At each `yield` it waits for more text."""
 Kind = Literal["content", "reasoning", "name", "arguments"]
 
 _OPENINGS_KEPT = 64
-"""Most results of `ChatFormats._opens_with` that are kept, each for other variables."""
+"""Most results of `ChatFormats._opens_with` that are cached."""
 _SPACE_MAX = 256
-"""Most characters of white space that are dropped before a mark."""
+"""Before a mark, at most this many characters of white space are dropped."""
 _HEAD_CHARS_MAX = 256
-"""Most characters of a call before its arguments."""
+"""A call has at most this many characters before its arguments."""
 _SOME_TURN = {"role": "user", "content": "x"}
 _JSON = (ConstraintKind.JSON_SCHEMA, ConstraintKind.JSON_OBJECT)
 _OTHER_CALLS = ("<function=", "<arg_key>")
-"""Templates with one of these write something other than JSON within `<tool_call>`."""
+"""Chat templates that contain one of these texts do not write JSON within `<tool_call>`."""
 _NAME_OF_OBJECT = re.compile(
     r'\s*\{\s*(?:"\w+"\s*:\s*"[^"}]*"\s*,\s*)*?"name"\s*:\s*"(?P<name>[^"\\}]*)"'
 )
 _HEAD_OF_OBJECT = re.compile(
     _NAME_OF_OBJECT.pattern + r'\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
-"""The usual beginning of a call that is a JSON object, up to its arguments. Llama writes
-`parameters` for `arguments`. The pattern allows no closing brace before the arguments. So `_call`
-can stop waiting for a match at the first closing brace, wherever the text was cut into pieces."""
+"""Matches the usual beginning of a call that is a JSON object, up to its arguments. Llama writes
+`parameters` instead of `arguments`. A match has no closing brace. So after the first closing brace,
+`_call` need not wait for more text to match."""
 _JSON_MARK = re.compile(r'[\\"{}\[\]]')
 
 
@@ -68,7 +69,7 @@ class Part(NamedTuple):
 
 
 def joined(parts: Iterable[Part]) -> Iterator[Part]:
-    """Merges adjacent parts of the same kind. Names stay apart, as each begins a call."""
+    """Merges adjacent parts of the same kind. Names are not merged, because each begins a call."""
     for kind, run in groupby(parts, key=attrgetter("kind")):
         texts = [part.text for part in run]
         yield from (Part(kind, text) for text in (texts if kind == "name" else ["".join(texts)]))
@@ -79,30 +80,30 @@ class Reader:
     content."""
 
     shown_tokens: ClassVar[tuple[str, ...]] = ()
-    """Texts that the parser needs. The parsed text must contain them even if they are special
-    tokens, which answers otherwise leave out."""
+    """Texts that the parser needs. If one of them is a special token, the answer's text contains it
+    although other special tokens are left out."""
     marks: ClassVar[tuple[str, ...]] = ()
-    """One call or several follow the first mark. The other marks are only dropped."""
+    """One or several calls follow the first of these marks. The other marks are only dropped."""
     named_head: ClassVar[re.Pattern[str] | None] = None
-    """The beginning of a call that is a name and a JSON object, up to that object. None = calls are
-    always JSON objects with a `name`."""
+    """If models write a call as a name and a JSON object, this matches the text before the object.
+    None = every call is a JSON object with a `name`."""
     shows_mark = False
-    """Whether the first mark is content if no call follows it."""
+    """Whether the first mark becomes content if no call follows it."""
     begins_with_calls = False
-    """Whether an object at the beginning of the text is a call without a mark."""
+    """Whether a call at the beginning of the text needs no mark."""
     knows_names = False
-    """Whether an object with a name that no tool has is content."""
+    """Whether an object is content if its `name` is not the name of a tool."""
     has_content = True
-    """Whether text outside of calls is content. If not, it is dropped."""
+    """Whether text outside of calls is content. If not, this text is dropped."""
 
     def __init__(self, names: Collection[str] = (), *, several: bool = True) -> None:
-        """`names` are the names of the tools. Without `several`, the second call and all text after
-        it are dropped."""
+        """`names` has the names of the tools. If `several` is false, the second call and all text
+        after it are dropped."""
         self._names = names
         self._several = several
         self._num_calls = 0
         self._is_extra = False
-        """Whether the text is dropped: the second call has come, and `several` is false."""
+        """Whether text is dropped, because a second call has begun and `several` is false."""
         self._text = ""
         """Text that is not parsed yet."""
         self._parts: list[Part] = []
@@ -113,12 +114,12 @@ class Reader:
         self._reading = self._read()
 
     def push(self, text: str) -> list[Part]:
-        """The parts that this text completes."""
+        """Adds text. Returns the parts that are now certain."""
         self._text += text
         return self._go_on()
 
     def finish(self) -> list[Part]:
-        """The parts that were held back; the text has ended."""
+        """Ends the text. Returns the parts that were held back."""
         self._is_over = True
         return self._go_on()
 
@@ -142,7 +143,7 @@ class Reader:
             self._parts.append(Part(kind, text))
 
     def _until(self, kind: Kind, *marks: str) -> Reading[str]:
-        """Adds the text before the next mark, and returns the mark; empty = the text has ended."""
+        """Adds the text before the next mark. Returns the mark, or an empty text at the end."""
         while True:
             if self._follows_mark:
                 self._text = self._text.lstrip()
@@ -163,14 +164,14 @@ class Reader:
             yield
 
     def _all(self, kind: Kind) -> Reading[None]:
-        """Adds all text that comes."""
+        """Adds all further text as this kind."""
         while True:
             self._add(kind, self._text)
             self._text = ""
             yield
 
     def _peek(self) -> Reading[str]:
-        """The next character that is not white space, or nothing at the end. Takes nothing."""
+        """Returns the next character that is not white space, or an empty text at the end."""
         num_seen = 0
         while not (text := self._text[num_seen:].lstrip()) and not self._is_over:
             num_seen = len(self._text)
@@ -178,8 +179,8 @@ class Reader:
         return text[:1]
 
     def _take(self, char: str) -> Reading[str]:
-        """If the next character besides white space is one of those in `char`, takes it with the
-        white space, and returns it. Else returns nothing."""
+        """If the next character that is not white space is in `char`, removes it from the text, and
+        returns it. Otherwise returns an empty text."""
         found = yield from self._peek()
         if found and found in char:
             self._text = self._text.lstrip()[1:]
@@ -187,8 +188,8 @@ class Reader:
         return ""
 
     def _calls(self, mark: str = "") -> Reading[None]:
-        """Parses one call, several with commas or semicolons between them, or a list of calls. Ends
-        at the first text that is no call. If there is no call at all, `mark` is content."""
+        """Parses a call, several calls with commas or semicolons between them, or a list of calls.
+        Stops at the first text that is not a call. If there is no call, `mark` becomes content."""
         before = mark + (opening := (yield from self._take("[")))
         while (yield from self._call(before)):
             before = ""
@@ -199,8 +200,8 @@ class Reader:
             yield from self._take("]")
 
     def _call(self, before: str) -> Reading[bool]:
-        """Parses a call, and returns True. If there is none, returns False; then the text `before`
-        it is content, and so is an object that is no call."""
+        """Parses a call, and returns True. If there is no call, returns False. The text `before`
+        then becomes content, and so does a JSON object that is not a call."""
         self._is_extra = self._num_calls > 0 and not self._several
         is_object = (yield from self._peek()) == "{"
         head, found, whole = _HEAD_OF_OBJECT if is_object else self.named_head, None, ""
@@ -240,10 +241,10 @@ class Reader:
         self._add("name", name)
 
     def _value(self, depth: int = 0, *, is_added: bool = False) -> Reading[str]:
-        """Takes and returns a JSON object, or all text that is left if its end does not come.
-        `depth` is the number of its brackets that are open already. With `is_added`, adds the
-        object as arguments, piece by piece. Only brackets and strings are parsed: the JSON may be
-        invalid."""
+        """Parses a JSON object, and returns its text. If the object has no end, returns all text
+        that is left. `depth` is the number of the object's brackets that are already open. With
+        `is_added`, adds the object's text as arguments, piece by piece. Looks only for brackets and
+        strings, because the JSON may be invalid."""
         taken, is_in_string, escaped = list[str](), False, -1
         while True:
             end = None
@@ -261,7 +262,7 @@ class Reader:
                         end = found.end()
                         break
             piece, rest = self._text[:end], "" if end is None else self._text[end:]
-            escaped -= len(piece)  # A backslash at the end escapes the next piece's beginning.
+            escaped -= len(piece)  # The escaped character may be the first of the next piece.
             self._text = rest
             taken.append(piece)
             if is_added:
@@ -277,12 +278,12 @@ def _any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def _without_space(text: str) -> str:
-    """The text without the white space at its end, which stands before a mark."""
+    """Removes white space from the end of the text, at most `_SPACE_MAX` characters."""
     return text[: max(len(text.rstrip()), len(text) - _SPACE_MAX)]
 
 
 def _loaded(text: str) -> Any:
-    """The value of JSON; None if it is invalid."""
+    """Returns the value of JSON. If the JSON is invalid, returns None."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -290,8 +291,8 @@ def _loaded(text: str) -> Any:
 
 
 def _arguments(call: dict[str, Any]) -> str:
-    """The arguments of a call, as JSON text. Some models write that text as a string. For a call
-    without arguments, some write null, and some leave the arguments out."""
+    """Returns the arguments of a call, as JSON text. Some models write the arguments as a string
+    that contains JSON. If there are no arguments, some models write null or leave the field out."""
     found = call.get("arguments", call.get("parameters"))
     if isinstance(found, str):
         return found
@@ -327,31 +328,32 @@ class AnswerForm:
     """Whether ids of calls are nine letters and digits, as Mistral's chat templates require."""
 
     def call_id(self, session_id: str, index: int) -> str:
-        """The id of a call in a session. It stays the same when the session is resumed."""
+        """Makes the id of a call in a session. When the session is resumed, the id is the same."""
         name = f"{session_id}/{index}".encode()
         digest = hashlib.blake2b(name, digest_size=12).hexdigest()
         return digest[:9] if self.has_short_ids else f"call_{digest}"
 
 
 class Hermes(Reader):
-    """Any number of `<tool_call>{"name": .., "arguments": {..}}</tool_call>`. Qwen's models write
-    calls in this way, too."""
+    """Parses any number of `<tool_call>{"name": .., "arguments": {..}}</tool_call>`. Models of the
+    Hermes and Qwen families write calls in this way."""
 
     shown_tokens = marks = ("<tool_call>", "</tool_call>")
     shows_mark = True
 
 
 class Llama3(Reader):
-    """`{"name": .., "parameters": {..}}` at the beginning, or after `<|python_tag|>`, with
-    semicolons between several calls. An object with a name that no tool has is content."""
+    """Parses `{"name": .., "parameters": {..}}` at the beginning of the text, or after
+    `<|python_tag|>`. Several calls have semicolons between them. If an object's `name` is not the
+    name of a tool, the object is content."""
 
     shown_tokens = marks = ("<|python_tag|>",)
     begins_with_calls = knows_names = True
 
 
 class Mistral(Reader):
-    """`[TOOL_CALLS]` and a list of calls. Newer models write `[TOOL_CALLS]name[ARGS]{..}` or
-    `[TOOL_CALLS]name{..}` for each call."""
+    """Parses `[TOOL_CALLS]` and a list of calls. Also parses the calls of newer models, which write
+    `[TOOL_CALLS]name[ARGS]{..}` or `[TOOL_CALLS]name{..}` for each call."""
 
     shown_tokens = marks = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
     named_head = re.compile(
@@ -360,8 +362,8 @@ class Mistral(Reader):
 
 
 class DeepSeek(Reader):
-    """Calls between marks. In V3: `function`, the name, and the arguments in a code block of JSON.
-    In V3.1: the name and the arguments."""
+    """Parses calls between marks. DeepSeek V3 writes `function`, the name, and the arguments in a
+    code block of JSON. V3.1 writes the name and the arguments."""
 
     shown_tokens = (
         "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
@@ -377,13 +379,13 @@ class DeepSeek(Reader):
 
 
 class Reasoning(Reader):
-    """Parses reasoning, the text from `<think>` to `</think>` at the beginning. The parser `rest`
-    gets the text after that."""
+    """Parses the reasoning at the beginning of the text, from `<think>` to `</think>`. The parser
+    `rest` parses the text after the reasoning."""
 
     shown_tokens = ("<think>", "</think>")
 
     def __init__(self, rest: Reader, *, is_open: bool) -> None:
-        """With `is_open`, the text begins within the reasoning, without `<think>`."""
+        """If `is_open`, the text begins within the reasoning, without `<think>`."""
         super().__init__()
         self._rest = rest
         self._is_open = is_open
@@ -415,17 +417,17 @@ CALL_READERS: dict[str, type[Reader]] = {
 
 
 class ChatFormats:
-    """How the served model writes calls and reasoning, and the parsers for that."""
+    """Knows how the served model writes calls and reasoning, and makes the parsers."""
 
     def __init__(
         self, text: TokenizerText | None, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO
     ) -> None:
-        """The settings name the parsers; with `auto`, the model's chat template decides."""
+        """The settings name the parsers. If a setting is `auto`, the chat template decides."""
         self._template = template = "" if text is None else text.chat_template
         self._text = text
         name = tool_call_parser if tool_call_parser != AUTO else _calls_in(template)
         self._calls = CALL_READERS.get(name)
-        """The parser of calls; None = the chat template does not show how the model writes them."""
+        """The parser of calls. None = it is unknown how the model writes calls."""
         self._has_short_ids = name == "mistral"
         self._has_reasoning = reasoning_parser != "none" and (
             reasoning_parser != AUTO or "</think>" in template
@@ -434,10 +436,10 @@ class ChatFormats:
         self._opens = lru_cache(_OPENINGS_KEPT)(self._opens_with)
 
     def fitted(self, asked: TranslatedBody) -> TranslatedBody:
-        """The body of a conversation, with the form of its answers. A constrained answer has no
-        reasoning. JSON that the body asks for, as by `response_format`, is content even if it looks
-        like a call. Raises `BadRequest` if the answer may have calls and it is unknown how the
-        model writes them."""
+        """Adds the form of the answers to the body of a conversation. Constrained answers have no
+        reasoning. If the body asks for JSON, for example by `response_format`, the answer is
+        content even if it looks like a call. If the answer may have calls and it is unknown how the
+        model writes calls, raises `BadRequest`."""
         tools, request = asked.tools, asked.requests[0]
         read: dict[str, Any] = {}
         shown: tuple[str, ...] = ()
@@ -462,8 +464,7 @@ class ChatFormats:
         return replace(asked, form=self.form(form), requests=requests)
 
     def form(self, answer_form: str) -> AnswerForm | None:
-        """Reads a request's `answer_form`, which `fitted` has written. Raises `BadRequest` as
-        `fitted`."""
+        """Reads the `answer_form` that `fitted` has written. Raises the same `BadRequest`."""
         if not answer_form:
             return None
         read, form = json.loads(answer_form), AnswerForm(Reader)
@@ -479,7 +480,7 @@ class ChatFormats:
                     "tool_choice",
                     f"got auto, but the chat template does not show how the model writes calls; "
                     f"give the server --tool-call-parser (one of {', '.join(CALL_READERS)}), or "
-                    "say required",
+                    "give required",
                 )
             form = AnswerForm(reader, not named, self._has_short_ids)
         if "reasoning" not in read:
@@ -488,8 +489,7 @@ class ChatFormats:
         return replace(form, make_reader=lambda: Reasoning(make(), is_open=read["reasoning"]))
 
     def _opens_with(self, variables: str) -> bool:
-        """Whether a prompt that the chat template renders with these variables (in JSON) ends with
-        `<think>`."""
+        """Whether the chat template ends prompts with `<think>`. `variables` is JSON."""
         if self._text is None:
             return False
         try:
@@ -500,7 +500,7 @@ class ChatFormats:
 
 
 def _calls_in(template: str) -> str:
-    """The name of the parser for calls as this chat template writes them; empty = none fits."""
+    """Returns the name of the parser that fits this chat template, or an empty text."""
     for name in ("deepseek", "mistral"):
         if CALL_READERS[name].marks[0] in template:
             return name

@@ -1,5 +1,5 @@
 """The tools of a request, their form in chat templates, and the constraint on an answer that must
-call one of them."""
+call a tool."""
 
 import json
 import re
@@ -22,11 +22,11 @@ class Tools:
     """The tools of a request."""
 
     functions: Sequence[Mapping[str, Any]]
-    """Each with its `name`, its `parameters` (a JSON schema) and, if given, its `description`."""
+    """Each function has a `name`, `parameters` (a JSON schema), and perhaps a `description`."""
     named: str = ""
-    """The only tool that the answer may call; empty = any."""
+    """The name of the tool that the answer must call. Empty = no tool is named."""
     is_required: bool = False
-    """Whether the answer must consist of calls, and is constrained to them. True with `named`."""
+    """Whether a constraint makes the answer consist of calls. True if a tool is `named`."""
     several: bool = True
     """Whether the answer may have more than one call."""
 
@@ -34,9 +34,9 @@ class Tools:
         return [{"type": "function", "function": dict(one)} for one in self.functions]
 
     def constraint(self) -> Constraint | None:
-        """The constraint on an answer that must consist of calls. With `named`, the answer is the
-        arguments of that tool, else a list of objects with `name` and `arguments`. None if the
-        answer may be text. Raises `BadRequest`."""
+        """Returns the constraint on an answer that must consist of calls. If a tool is `named`, the
+        answer is the arguments of this tool. Otherwise it is a list of objects with `name` and
+        `arguments`. If the answer may be text, returns None. Raises `BadRequest`."""
         if not self.is_required:
             return None
         if self.named:
@@ -69,9 +69,9 @@ class Tools:
 def tools_of(
     functions: Sequence[Mapping[str, Any]], choice: str, named: str, *, several: bool, place: str
 ) -> Tools | None:
-    """The tools of a request with these functions; None if the answer may call none of them.
-    `choice` is `AUTO`, `REQUIRED` or `NONE`; if a function is `named`, it is `REQUIRED`. `place` is
-    the path of the name within a tool of the body. Raises `BadRequest`."""
+    """Makes the tools of a request with these functions. If the answer may call no function,
+    returns None. `choice` is `AUTO`, `REQUIRED` or `NONE`. If a function is `named`, `choice` is
+    `REQUIRED`. `place` is the path of the name within a tool of the body. Raises `BadRequest`."""
     if not functions and choice == REQUIRED:
         raise BadRequest("tool_choice", "asks for a call, but there are no tools")
     names = set[str]()
@@ -94,15 +94,15 @@ def tools_of(
 
 
 def check_arguments(texts: Sequence[str], field: str) -> None:
-    """Raises `BadRequest` if the arguments of all calls together take too long to parse."""
+    """Raises `BadRequest` if the arguments of all calls together would take too long to parse."""
     if sum(text.count("{") + text.count("[") for text in texts) > HTTP_CONTAINERS_MAX:
         reason = f"have calls with more than {HTTP_CONTAINERS_MAX} lists and objects in all"
         raise BadRequest(field, reason)
 
 
 def parsed_call(call_id: str, name: str, arguments: str, field: str) -> dict[str, Any]:
-    """A call of the conversation in the form for chat templates: its arguments are an object, not
-    text. Empty text counts as an empty object. Raises `BadRequest` with this `field`."""
+    """Returns a call in the form for chat templates, where the arguments are an object. Empty text
+    counts as an empty object. Raises `BadRequest` with this `field`."""
     try:
         found = from_json(arguments) if arguments else {}
     except ValueError as error:
@@ -113,8 +113,8 @@ def parsed_call(call_id: str, name: str, arguments: str, field: str) -> dict[str
 
 
 def _of_object(schema: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The schema of a function's arguments, which are an object. Without parameters, the object
-    must be empty."""
+    """Completes the schema of a function's arguments, which are an object. If the function has no
+    parameters, the object must be empty."""
     if not schema:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     is_open = schema.keys().isdisjoint({"type", "$ref", "anyOf", "oneOf", "allOf"})
@@ -122,7 +122,7 @@ def _of_object(schema: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """The schema for use at `place` of a larger document. Its references start from there."""
+    """Moves a schema to `place` of a larger schema. Its references get this prefix."""
     if isinstance(schema, list):
         return [_moved(one, place) for one in schema]
     if not isinstance(schema, dict):
