@@ -1,1 +1,1 @@
-"""Outrider: disaggregated speculative decoding. What more than one service uses."""
+"""Outrider: disaggregated speculative decoding. This package has the code that services share."""

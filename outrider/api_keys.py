@@ -1,12 +1,12 @@
-"""Callers, their API keys, and the stored hashes of the keys.
+"""API keys, their stored hashes, and the callers that they identify.
 
-    or-<salt>-<secret>          a key as `outrider keys new` makes it: 16 hexadecimal digits, and
-                                43 characters for 256 random bits
-    sha256:<salt>:<digest>      its hash: HMAC-SHA256 of the whole key under the salt
-    sha256:<digest>             hash of a key that was made elsewhere: its SHA-256
+    or-<salt>-<secret>          a key made by `outrider keys new`. The salt has 16 hexadecimal
+                                digits. The secret has 43 characters, for 256 random bits.
+    sha256:<salt>:<digest>      the hash of such a key: HMAC-SHA256 of the whole key under its salt
+    sha256:<digest>             the hash of a key that was made elsewhere: SHA-256 of the key
 
-The salt is part of the key, so that one hash finds the key among thousands. A key file has one key
-per line; `#` begins a comment:
+The salt in a caller's key selects the stored hash to compare with, so thousands of keys need only
+one comparison. Each line of a key file has the hash of one key. `#` begins a comment:
 
     NAME HASH [tenant=TENANT] [requests_per_minute=N] [concurrency=N] [admin]
 """
@@ -33,18 +33,19 @@ from outrider.limits import (
 
 @dataclass(frozen=True)
 class Caller:
-    """The caller of a request, determined by its key. Holds no secret."""
+    """The caller that an API key identifies. Contains no secret."""
 
     name: str = ""
-    """Name of the key, under which its requests are counted; empty if no key is needed."""
+    """Name of the key. Requests are counted under this name. Empty if the server needs no key."""
     tenant: str = ""
-    """Owner of the caller's sessions and cached prefixes. Never taken from the request."""
+    """Owner of the caller's sessions and cached prefixes. Set by the key, never by the request."""
     requests_per_minute: int = 0
     """0 = unlimited."""
     concurrency: int = 0
-    """Most generations at a time (a request may have several); 0 = unlimited."""
+    """Largest number of generations at a time; 0 = unlimited. One request may have several
+    generations."""
     admin: bool = False
-    """Whether it may read and cancel sessions of all tenants."""
+    """Whether the caller may read and cancel sessions of all tenants."""
 
     @property
     def is_limited(self) -> bool:
@@ -52,25 +53,25 @@ class Caller:
 
     @property
     def reach(self) -> str | None:
-        """The tenant whose sessions may be read and cancelled; None = all."""
+        """The tenant whose sessions the caller may read and cancel; None = all tenants."""
         return None if self.admin else self.tenant
 
 
 ANYBODY = Caller()
-"""The caller if no key is needed: one tenant, without limits."""
+"""The caller of all requests if the server needs no key. Has no limits."""
 
 
 SCHEME = "sha256"
 _MADE = re.compile(r"or-([0-9a-f]{16})-[A-Za-z0-9_-]{43}")
 _KEPT = re.compile(r"sha256:(?:([0-9a-f]{16}):)?([0-9a-f]{64})")
 _GIVEN = re.compile(r"[!-+\--~]+")
-"""Visible ASCII without commas, which separate keys."""
+"""Visible ASCII. Commas are excluded because they separate keys."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}")
 
 
 @dataclass(frozen=True)
 class KeyHash:
-    """The stored hash of a key. It can verify the key, but cannot be used in its place."""
+    """The stored hash of a key. A hash verifies its key, but is not accepted as a key."""
 
     salt: str
     """Empty for a key that was made elsewhere."""
@@ -78,7 +79,7 @@ class KeyHash:
 
     @classmethod
     def of(cls, key: str) -> Self:
-        """Hash of a text, valid as a key or not."""
+        """The hash of a text, even of a text that is not a valid key."""
         data = key.encode(errors="surrogatepass")
         made = _MADE.fullmatch(key)
         if made is None:
@@ -87,7 +88,8 @@ class KeyHash:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parses a hash. Raises `ValueError` that does not quote it: it may be a key."""
+        """Parses a hash. Raises `ValueError` for other texts. The error does not quote the text,
+        because the text may be a key."""
         found = _KEPT.fullmatch(text)
         if found is None:
             raise ValueError("must be sha256:DIGEST or sha256:SALT:DIGEST, in lower-case hex")
@@ -100,7 +102,7 @@ class KeyHash:
 
 @dataclass(frozen=True)
 class KeyEntry:
-    """An accepted key, and its caller."""
+    """The hash of an accepted key, and the key's caller."""
 
     hash: KeyHash
     caller: Caller
@@ -110,7 +112,7 @@ class Keyring:
     """The accepted keys."""
 
     def __init__(self, entries: Iterable[KeyEntry]) -> None:
-        """Raises `ConfigError` for duplicate names or keys, and for too many."""
+        """Raises `ConfigError` for duplicate names or keys, and for more than `API_KEYS_MAX`."""
         self.entries = tuple(entries)
         if len(self.entries) > API_KEYS_MAX:
             raise ConfigError(f"{len(self.entries)} keys; at most {API_KEYS_MAX} are allowed")
@@ -125,8 +127,7 @@ class Keyring:
         self._plain = tuple(one for one in self.entries if not one.hash.salt)
 
     def find(self, key: str) -> Caller | None:
-        """The caller of a key; None for a wrong key. A key that is almost right takes as long as
-        any other wrong one."""
+        """The caller of a key; None for a wrong key. Compares digests in constant time."""
         shown = KeyHash.of(key)
         if shown.salt and (entry := self._salted.get(shown.salt)) is not None:
             return entry.caller if hmac.compare_digest(entry.hash.digest, shown.digest) else None
@@ -144,7 +145,7 @@ def new_key() -> str:
 
 
 def check_key_name(name: str) -> str:
-    """The name. Raises `ValueError` for an invalid one."""
+    """Returns the name. Raises `ValueError` if the name is invalid."""
     if not _NAME.fullmatch(name):
         words = "up to 64 letters and digits, and after the first also _ . @ -"
         raise ValueError(f"{name[:64]!r} is wrong; it must be {words}")
@@ -152,9 +153,9 @@ def check_key_name(name: str) -> str:
 
 
 def given_keys(text: str) -> tuple[KeyEntry, ...]:
-    """The keys of a setting: keys or hashes, separated by commas. These keys have no limits. Each
-    has its own tenant, so its holder sees no sessions of other keys. Raises `ConfigError` with the
-    number of the wrong key, not its text."""
+    """Parses the setting `api_key`: keys or hashes, separated by commas. These keys have no limits.
+    Each key has its own tenant, so its caller cannot see sessions of other keys. Raises
+    `ConfigError`, which has the number of the wrong key but not the key's text."""
     entries = []
     for number, word in enumerate(text.split(",") if text else (), start=1):
         word = word.strip()
@@ -170,19 +171,20 @@ def given_keys(text: str) -> tuple[KeyEntry, ...]:
             )
         else:
             found = KeyHash.of(word)
-        # Hashed again: tenant and name are shown, and must not reveal the key's hash.
+        # The name is a hash of the hash, because names are shown and must not reveal the hash.
         name = "key-" + hashlib.sha256(b"name of a key" + found.digest).hexdigest()[:12]
         entries.append(KeyEntry(found, Caller(name, name)))
     return tuple(entries)
 
 
 def hashed_keys(text: str) -> str:
-    """The same setting with all keys hashed. Raises as `given_keys`."""
+    """The setting `api_key` with each key replaced by its hash. Raises as `given_keys` does."""
     return ",".join(str(entry.hash) for entry in given_keys(text))
 
 
 def read_entries(text: str) -> list[KeyEntry]:
-    """The keys of a file. Raises `ConfigError` that names the line, and quotes no hash."""
+    """Parses the text of a key file. Raises `ConfigError`, which names the line and quotes no
+    hash."""
     entries = []
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.partition("#")[0].split()
@@ -236,7 +238,7 @@ def _value(option: str, text: str) -> str | int | bool:
 
 
 def entry_line(hash_: KeyHash, caller: Caller) -> str:
-    """The line of a file, without its newline."""
+    """The line of a key file for this key, without a newline."""
     words = [caller.name, str(hash_)]
     if caller.tenant != caller.name:
         words.append(f"tenant={caller.tenant}")
@@ -245,7 +247,7 @@ def entry_line(hash_: KeyHash, caller: Caller) -> str:
 
 
 def read_key_file(path: Path) -> list[KeyEntry]:
-    """The keys of a file. Raises `ConfigError` that names the file and the line."""
+    """Reads a key file. Raises `ConfigError`, which names the file and the line."""
     data = read_file(path)
     try:
         entries = read_entries(data.decode())
@@ -258,8 +260,8 @@ def read_key_file(path: Path) -> list[KeyEntry]:
 
 
 def add_key(path: Path, caller: Caller) -> str:
-    """Makes a key, adds its hash to the file, and returns the key. Only the owner can read a new
-    file. Raises `ConfigError`, also for an existing name."""
+    """Makes a key, adds its hash to the file, and returns the key. If the file is new, only its
+    owner can read it. Raises `ConfigError` if the file is invalid or already has the name."""
     with locked(path.with_name(f"{path.name}.lock")):
         entries = read_key_file(path) if path.exists() else []
         if any(entry.caller.name == caller.name for entry in entries):
@@ -275,8 +277,8 @@ def add_key(path: Path, caller: Caller) -> str:
 
 
 def remove_key(path: Path, name: str) -> None:
-    """Removes a key from the file; other lines stay. Raises `ConfigError`, also if there is no such
-    key."""
+    """Removes the line of a key from the file. Raises `ConfigError` if the file is invalid or has
+    no such key."""
     with locked(path.with_name(f"{path.name}.lock")):
         names = [entry.caller.name for entry in read_key_file(path)]
         if name not in names:

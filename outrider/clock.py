@@ -1,9 +1,10 @@
 """An event loop with a virtual clock, for simulation.
 
-Outrider reads the time only from `asyncio.get_running_loop().time()` and waits with asyncio, so the
-same code runs on either clock. When every task waits, the virtual clock jumps to the next timer.
-Sockets are not awaited. Work for other threads runs on the loop's own thread and takes no virtual
-time; otherwise the virtual time would depend on its real duration."""
+Simulated code reads the time only from `asyncio.get_running_loop().time()` and waits only with
+asyncio, so the same code runs on the real clock. When every task waits, the virtual clock jumps to
+the next timer. The loop never waits for sockets. `run_in_executor` calls its function on the loop's
+thread, in no virtual time. On another thread, the function's real duration would change the order
+of events."""
 
 import asyncio
 import selectors
@@ -18,21 +19,22 @@ Ts = TypeVarTuple("Ts")
 
 
 class _VirtualSelector(selectors.DefaultSelector):
-    """Moves the clock instead of waiting."""
+    """A selector that advances a virtual clock instead of waiting."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
 
     def select(self, timeout: float | None = None) -> list[Any]:
-        """Returns what is ready. Instead of waiting, moves the clock."""
+        """Returns the ready events. If there are none, advances the clock by `timeout`."""
         ready: list[Any] = super().select(0)
         if not ready:
             self.wait(timeout)
         return ready
 
     def wait(self, timeout: float | None) -> None:
-        """Raises `InvariantError` if nothing can ever happen again."""
+        """Advances the clock. Raises `InvariantError` without a `timeout`, because all tasks would
+        wait forever."""
         if timeout is None:
             raise InvariantError("every task waits, and no timer is set: the program hangs")
         self.now += max(timeout, 0.0)
@@ -44,7 +46,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._virtual = _VirtualSelector()
         super().__init__(self._virtual)
-        # asyncio runs timers early by up to its clock's resolution; a virtual clock is exact.
+        # asyncio runs timers early by up to the clock's resolution. The virtual clock is exact.
         self._clock_resolution = 1e-9
 
     def time(self) -> float:
@@ -58,7 +60,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         done: asyncio.Future[T] = self.create_future()
         try:
             done.set_result(func(*args))
-        except Exception as error:  # noqa: BLE001 - it belongs to the caller that awaits the future
+        except Exception as error:  # noqa: BLE001 (raised where the future is awaited)
             done.set_exception(error)
         return done
 
@@ -70,7 +72,8 @@ def run_virtually(main: Coroutine[Any, Any, T]) -> T:
 
 
 async def cancelling_others(main: Coroutine[Any, Any, T]) -> T:
-    """Runs `main`, then cancels all other tasks, including those that start meanwhile."""
+    """Runs `main`. Then cancels all other tasks, also those that start during the cancellation, and
+    waits for them."""
     try:
         return await main
     finally:

@@ -1,7 +1,7 @@
-"""Settings: one frozen configuration per service, and one of a whole deployment.
+"""Configurations: one frozen dataclass of settings for each service, and one for a deployment.
 
-Flags, `OUTRIDER_*` variables, YAML keys and the table in `docs/settings.md` are made from these
-fields. The code that starts the service sets `Internal` fields."""
+Flags, `OUTRIDER_*` variables, YAML keys and the table in `docs/settings.md` are made from the
+fields. `Internal` fields are no settings. The code that starts a service sets them."""
 
 import ipaddress
 import re
@@ -48,7 +48,7 @@ PATHS = (
     "internal_tls_dir", "api_key_file", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs",
     "redis_password_file", "redis_ca_file",
 )  # fmt: skip
-"""Settings that name files which replicas read."""
+"""Settings that are paths of files or directories. Replicas read these."""
 
 Port = Annotated[int, between(0, PORT_MAX)]
 Cpus = Annotated[float, between(0, THREADS_MAX)]
@@ -56,7 +56,7 @@ Server = TypeVar("Server", bound="ServerConfig")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
+    """Whether only this machine can reach the address `host`."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -64,9 +64,9 @@ def is_loopback(host: str) -> bool:
 
 
 def without_security(config: Server) -> Server:
-    """The same server on loopback, without keys or TLS, for a measurement."""
-    locks = {one.name: "" for one in fields(config) if one.name in (*PATHS, "api_key")}
-    changes: dict[str, Any] = {"host": LOOPBACK, **locks}
+    """The same configuration on loopback, without keys and TLS, for a measurement."""
+    cleared = {one.name: "" for one in fields(config) if one.name in (*PATHS, "api_key")}
+    changes: dict[str, Any] = {"host": LOOPBACK, **cleared}
     return replace(config, **changes)
 
 
@@ -75,13 +75,13 @@ class ServerConfig:
     """Settings of every service."""
 
     host: str = LOOPBACK
-    """Address that the servers bind to."""
+    """Address that each server binds to."""
     insecure: bool = False
     """Allow an address other than loopback without keys and TLS."""
     internal_tls_dir: str = ""
-    """Directory of the certificates that `outrider certs` made, the same on each machine.
-    Coordinators, targets and drafts authenticate each other by them. Empty = plain text, and no
-    authentication between them."""
+    """Directory of the certificates that `outrider certs` made. Every machine needs a copy at the
+    same path. Coordinators, targets and drafts authenticate each other by these certificates. Empty
+    = plain text without authentication between these services."""
     telemetry: str = ""
     """Where to send traces and metrics: `otlp=http://HOST:PORT`, `prometheus=PORT`, or both with a
     comma between them. The coordinator serves its metrics on PORT, the target on PORT + 1, the
@@ -93,18 +93,19 @@ class ServerConfig:
     """Log level; `debug` adds a line for each session that ends or moves."""
 
     role: ClassVar[Role]
-    """The service that this configures."""
+    """The role of the service that is configured."""
     membership: Internal[Membership | None] = None
-    """Where the replica is announced; None = nowhere."""
+    """The registry in which the replica announces itself; None = it does not announce itself."""
 
     @property
     def slot(self) -> int:
-        """Place among the replicas of its role on this machine."""
+        """Number of the replica among those of its role on this machine, from 0."""
         return 0 if self.membership is None else self.membership.slot
 
     @property
     def log_name(self) -> str:
-        """Name of the log file: the replica's name, or its role if it has none."""
+        """Name of the log file: the name of the replica, or the role of a replica without a
+        name."""
         return self.role if self.membership is None else self.membership.name
 
     @property
@@ -114,7 +115,8 @@ class ServerConfig:
 
     @property
     def metrics_host(self) -> str:
-        """Address on which Prometheus reads the metrics. No authentication protects them."""
+        """Address on which metrics are served to Prometheus. It is loopback unless `insecure` is
+        set, because metrics are served without authentication."""
         return self.host if self.insecure or is_loopback(self.host) else LOOPBACK
 
     def __post_init__(self) -> None:
@@ -129,13 +131,14 @@ class ServerConfig:
 
 
 HERMES = "hermes"
-"""The value of `chat_template` for the template that comes with Outrider."""
+"""The value of `chat_template` that selects the template of Outrider."""
 AUTO_ENGINE = "auto"
 TRANSFORMERS = "transformers"
 VLLM = "vllm"
 ENGINES = (AUTO_ENGINE, TRANSFORMERS, VLLM)
 EMULATED = "emulated:"
-"""Prefix of an engine that simulates step times instead of running a model."""
+"""Prefix of the values of `engine` that select an emulated engine. An emulated engine simulates
+step times instead of running a model."""
 NGRAM_MAX = 64
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32", "float64"]
@@ -160,42 +163,45 @@ class ModelServerConfig(ServerConfig):
     """Settings of targets and drafts."""
 
     engine: str = AUTO_ENGINE
-    """What runs the models: `transformers`; `vllm`, which must be installed; `auto` = vLLM on a
-    CUDA device if vLLM is installed and supports the settings, else transformers;
-    `emulated:KEY=VALUE,...` = a toy pair whose steps take the given times."""
+    """Engine that runs the models: `transformers`; `vllm`, which must be installed; `auto` = vLLM
+    on a CUDA device if vLLM is installed and supports the settings, otherwise transformers;
+    `emulated:KEY=VALUE,...` = toy models whose steps take the given times."""
     enforce_eager: bool = False
     """Run models on vLLM without compilation and CUDA graphs."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     max_num_seqs: Annotated[int, between(1, 4096)] = 64
-    """Most sessions in one step of a target or of a draft."""
+    """Largest number of sessions in one step of a target or of a draft."""
     gpu_memory_utilization: Annotated[float, between(0.01, 1)] = 0.9
-    """Fraction of a replica's share of GPU memory that it uses for weights, keys and values."""
+    """Fraction of GPU memory that a replica uses for weights, keys and values. If replicas share a
+    GPU, it is a fraction of the replica's share."""
     max_num_batched_tokens: Annotated[int, between(limits.BATCHED_TOKENS_MIN, 2**20)] = (
         limits.BATCHED_TOKENS_DEFAULT
     )
-    """Most tokens in one step; longer prompts are prefilled in chunks, beside other sessions."""
+    """Largest number of tokens in one step. Longer prompts are prefilled in chunks, so that other
+    sessions continue meanwhile."""
     deterministic: bool = False
-    """Make each token's logits independent, to the last bit, of the other tokens in its step. Then
-    seeded and greedy output (the rules coupled and greedy) depends neither on `num_draft_tokens`
-    nor on other sessions. Fused kernels always do this; other kernels become slower."""
+    """Compute the logits of a token bit-identically, whatever other tokens are in its step. Then
+    seeded and greedy output (rules coupled and greedy) does not depend on `num_draft_tokens` or on
+    other sessions. The fused CPU kernels always compute this way. Other kernels become slower."""
     cpu_kernels: Literal["auto", "torch"] = "auto"
-    """Kernels of a step on a CPU: `auto` = the fused kernels of amd-pace if it is installed and
-    supports the processor and the model, `torch` = torch's own operators."""
+    """Kernels for steps on a CPU: `auto` = the fused kernels of amd-pace if it is installed and
+    supports the processor and the model, otherwise torch's operators; `torch` = torch's
+    operators."""
     trust_remote_code: bool = False
     """Run Python code that comes with a model's files."""
     dtype: Dtype = "auto"
     """Data type of the weights."""
     max_model_len: Annotated[int, between(0, 2**24)] = 0
-    """Most tokens of prompt and completion; 0 = what the model allows and fits into the memory for
-    keys and values."""
+    """Largest number of tokens of prompt and completion together; 0 = as many as the model allows
+    and the memory for keys and values can hold."""
     kv_cache_memory_bytes: Annotated[int, between(0, 2**50)] = 0
-    """Bytes for keys and values on each rank. 0 = 1 GiB on a CPU; on a GPU, what
-    `gpu_memory_utilization` leaves beside the weights. A replica never takes more than
+    """Bytes for keys and values on each rank; 0 = 1 GiB on a CPU, and on a GPU the memory that
+    `gpu_memory_utilization` allows, less the weights. A replica allocates no more than
     `max_num_seqs` sequences of full length need."""
     port: Port = 0
-    """The replica's gRPC port; 0 = any. Needed where a firewall between machines allows only some
-    ports."""
+    """The replica's gRPC port; 0 = any free port. Set it if a firewall between machines allows only
+    some ports."""
     num_cpus: Cpus = 0.5
     """CPUs that Ray reserves for a replica. They limit the number of replicas that Ray places on a
     machine."""
@@ -203,14 +209,15 @@ class ModelServerConfig(ServerConfig):
     """GPUs, or a fraction of one, that Ray reserves for a replica. If unset and the cluster has
     GPUs, Ray reserves a share of one for each replica that runs a model."""
     num_threads: Annotated[int, between(0, THREADS_MAX)] = 0
-    """Threads of a replica's steps. 0 = for a draft, a share of the cores; for a target, all cores,
-    but one fewer in small steps that other processes slow down."""
+    """Number of threads that run a replica's steps; 0 = all cores for a target, half of the cores
+    for a draft. While other processes slow a target down, its small steps use one thread fewer."""
     tensor_parallel_size: Annotated[int, between(1, limits.TENSOR_PARALLEL_SIZE_MAX)] = 1
-    """Tensor-parallel ranks. The numbers of CPUs, GPUs and threads apply to each rank."""
+    """Number of tensor-parallel ranks. The numbers of CPUs, GPUs and threads apply to each rank."""
     directory: Internal[str] = ""
-    """Directory of the model's files, once its name is resolved; empty without a model."""
+    """Directory of the model's files, set when the model's name is resolved; empty without a
+    model."""
     tokenizer_directory: Internal[str] = ""
-    """Directory of the target's tokenizer, which constraints need; empty without one."""
+    """Directory of the target's tokenizer; empty without one. Constraints need the tokenizer."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -227,12 +234,12 @@ class ModelServerConfig(ServerConfig):
 
     @property
     def model_engine(self) -> str:
-        """The engine of this replica's model: one of `ENGINES`, unless it is emulated."""
+        """The engine of this replica's model: one of `ENGINES`, or an emulated one."""
         return self.engine
 
     @property
     def emulated(self) -> str | None:
-        """The specification of an emulated engine; None if models run."""
+        """The specification of an emulated engine; None for other engines."""
         return self.engine.removeprefix(EMULATED) if self.engine.startswith(EMULATED) else None
 
 
@@ -251,11 +258,11 @@ class TargetConfig(ModelServerConfig):
     model: str = "demo"
     """The target: `demo`, a directory, a .gguf file, or a hub id."""
     head: Internal[str] = ""
-    """The name of the target's draft head; empty if it has none."""
+    """Name of the target's draft head; empty without a head."""
     head_kind: Internal[str] = ""
-    """`eagle3` or `mtp`."""
+    """Kind of the head: `eagle3` or `mtp`; empty without a head."""
     head_directory: Internal[str] = ""
-    """The directory of the head."""
+    """Directory of the head's files."""
     shows_features: Internal[bool] = False
     """Whether the target sends hidden states to an EAGLE-3 head on draft replicas."""
 
@@ -267,38 +274,41 @@ class DraftConfig(ModelServerConfig):
     role = "draft"
 
     model: str = AUTO
-    """The draft: `auto` (`suffix`), a model as for the target, or a drafter that `outrider
-    drafters` lists."""
+    """The drafter: `auto` = `suffix`; a model, named in the same ways as the target; or a drafter
+    that `outrider drafters` lists."""
     own_engine: Annotated[
         Literal["", "auto", "transformers", "vllm"], Field(alias="draft_engine")
     ] = ""
-    """Engine of the draft, as `engine`; empty = that of the target."""
+    """Engine that runs the draft's model; empty = the value of `engine`."""
     num_cpus: Cpus = 0.25
     eagle3_on: Literal["target", "draft"] = "target"
-    """Where an EAGLE-3 head runs: on the target, or on draft replicas, to which the target then
-    sends a row of hidden states for each token."""
+    """Where an EAGLE-3 head runs: on the target, or on draft replicas. If the head runs on draft
+    replicas, the target sends them a row of hidden states for each token."""
     ngram_min: NgramMin = 1
     ngram_max: NgramMax = 16
     suffix_depth: Annotated[int, between(2, 64)] = 16
     """Longest match, in tokens, that suffix decoding looks for."""
     suffix_min_score: Annotated[float, between(0.01, 1)] = 0.1
-    """Suffix decoding drafts tokens while the product of their probabilities is at least this."""
+    """Suffix decoding stops a proposal where the product of the tokens' estimated probabilities
+    falls below this number."""
     suffix_tokens_per_tenant: Annotated[int, between(0, 2**26)] = 2**17
-    """Tokens of earlier outputs that suffix decoding keeps for each tenant, in about 200 bytes
-    each; 0 = none. For all tenants together it keeps at most four times this number."""
+    """Number of tokens of earlier outputs that suffix decoding keeps for each tenant; 0 = none. A
+    token takes about 200 bytes. For all tenants together, suffix decoding keeps at most four times
+    this number."""
     hybrid_min_score: Annotated[float, between(0.1, limits.NUM_DRAFT_TOKENS_MAX)] = (
         limits.HYBRID_SCORE_MIN
     )
-    """A hybrid uses its look-up instead of its model if at least this many of the look-up's tokens
-    are expected to be accepted."""
+    """A hybrid drafter uses its look-up instead of its model if the expected number of accepted
+    tokens of the look-up is at least this."""
     hybrid_model_tokens: Annotated[int, between(1, limits.NUM_DRAFT_TOKENS_MAX)] = (
         limits.HYBRID_MODEL_TOKENS
     )
-    """Most draft tokens of a hybrid's model or head in a round. Its look-up has no such limit."""
+    """Largest number of tokens that a hybrid drafter's model or head drafts in a round. The look-up
+    of the hybrid does not have this limit."""
     target: Internal[str] = ""
-    """Name of the target that the drafter was made for; empty for other drafters."""
+    """If the drafter was made for a particular target, the name of this target; otherwise empty."""
     target_directory: Internal[str] = ""
-    """Directory of that target's files."""
+    """Directory of the files of `target`; empty without one."""
 
     @property
     def model_engine(self) -> str:
@@ -310,7 +320,8 @@ class DraftConfig(ModelServerConfig):
         reads_target = self.drafter.reads_target
         if reads_target and self.emulated is not None:
             raise SettingError(
-                "draft_model", f"{self.model} needs a target with weights; an emulated one has none"
+                "draft_model",
+                f"{self.model} needs a target with weights; an emulated target has none",
             )
         if reads_target and self.tensor_parallel_size > 1:
             raise SettingError(
@@ -340,14 +351,15 @@ class CoordinatorConfig(ServerConfig):
     """Settings of coordinators."""
 
     api_key: str = Field(default="", repr=False)
-    """API keys, or their hashes; callers need one of them. Several are separated by commas, or
-    given by several flags. Best set as a variable: other users of this machine can see flags."""
+    """API keys or their hashes, separated by commas. Callers must send one of the keys. The flag
+    may be given several times. Better set the variable, because other users of the machine can see
+    flags."""
     api_key_file: str = ""
-    """File of API keys as `outrider keys new` writes it, with tenants and limits. Read again when
-    it changes."""
+    """File of API keys, tenants and limits, as `outrider keys new` writes it. A changed file is
+    read again."""
     ssl_certfile: str = ""
-    """Certificate of the coordinators in PEM, followed by intermediate ones; callers then need TLS.
-    Read again when it changes."""
+    """Certificate of the coordinators, in PEM, followed by intermediate certificates. If set,
+    callers must use TLS. A changed file is read again."""
     ssl_keyfile: str = ""
     """Private key of `ssl_certfile`, in PEM."""
     ssl_ca_certs: str = ""
@@ -356,74 +368,76 @@ class CoordinatorConfig(ServerConfig):
     role = "coordinator"
 
     served_model_name: str = ""
-    """Model name in requests; empty = the target's."""
+    """Name of the model in requests; empty = the target's name."""
     grpc_port: Port = 50_051
-    """The coordinator's gRPC port; 0 = any."""
+    """The coordinator's gRPC port; 0 = any free port."""
     http: bool = True
     """Serve OpenAI's API by HTTP."""
     port: Port = 8_000
-    """The coordinator's HTTP port; 0 = any."""
+    """The coordinator's HTTP port; 0 = any free port."""
     chat_template: str = ""
-    """Chat template that replaces the model's: a file, or `hermes`, which adds tool calls to models
-    that use ChatML."""
+    """Chat template to use instead of the model's: a file, or `hermes`. The template `hermes` adds
+    tool calls to models that use ChatML."""
     tool_call_parser: Literal["auto", "hermes", "llama3", "mistral", "deepseek", "none"] = "auto"
-    """Format of the model's tool calls; `auto` = as its chat template has it, `none` = leave them
-    in the text."""
+    """Format of the model's tool calls; `auto` = the format of the chat template, `none` = leave
+    tool calls in the text."""
     reasoning_parser: Literal["auto", "deepseek_r1", "qwen3", "none"] = "auto"
-    """Which part of a chat answer is reasoning: `qwen3` = what is inside `<think>` at its
-    beginning, `deepseek_r1` = all before `</think>`, `auto` = as the chat template has it, `none` =
-    nothing."""
+    """Which part of a chat answer is reasoning: `qwen3` = a `<think>` block at the beginning,
+    `deepseek_r1` = all text before `</think>`, `auto` = chosen by the chat template, `none` = no
+    part."""
     redis: Internal[RedisAddress] = RedisAddress()
-    """The session store."""
+    """Address of the session store."""
     redis_wait_replicas: Annotated[int, between(0, limits.REDIS_WAIT_REPLICAS_MAX)] = 0
-    """Replicas of Redis that must have stored tokens before the client gets these tokens; 0 = only
-    the primary. A failover cannot lose tokens that all replicas have."""
+    """Number of Redis replicas that must have stored tokens before the client gets these tokens; 0
+    = only the primary. A failover cannot lose tokens that all replicas have."""
     num_draft_tokens: Annotated[int, between(0, limits.NUM_DRAFT_TOKENS_MAX)] = 8
-    """Draft tokens in a round, for requests that do not set a number. With `length_control` it is
-    the largest number. 0 = plain decoding."""
+    """Number of draft tokens in a round, for requests that do not set it; 0 = plain decoding. With
+    `length_control`, rounds may have fewer."""
     length_control: bool = True
-    """Choose the number of draft tokens of each round by expected gain and cost, from 0 up to the
-    request's number."""
+    """Choose the number of draft tokens of each round by expected gain and cost. The request's
+    number is then the largest choice, and 0 the smallest."""
     unseeded_rule: Literal["auto", "token", "block"] = "auto"
-    """Rule of requests with a temperature but neither rule nor seed; `auto` = token if
-    `draft_siblings` is above 0, else block."""
+    """Acceptance rule for requests that set no rule and no seed and have a temperature above 0;
+    `auto` = token if `draft_siblings` is above 0, otherwise block."""
     look_ahead: Annotated[int | None, between(0, limits.LOOK_AHEAD_MAX)] = None
-    """Outcomes of a round for which the draft already drafts while the target verifies; 0 = none,
-    unset = some if draft and target share neither cores nor a device."""
+    """Number of outcomes of a round for which the draft drafts the next round in advance, while the
+    target verifies; 0 = none. Unset = 16 if draft and target share neither cores nor a device,
+    otherwise 0."""
     draft_siblings: Annotated[int, between(0, limits.SIBLINGS_MAX)] = 0
-    """Alternative candidates beside each token of a model's proposal; a tree has at most 32 tokens.
-    0 = chains. Not used with `look_ahead` (set or chosen), `deterministic`, penalties or the rule
-    block."""
+    """Number of alternatives beside each token that a model drafts; 0 = chains. A tree has at most
+    32 tokens. Has no effect with look-ahead, penalties or the rule block. Cannot be combined with
+    `deterministic`."""
     run_ahead_rounds: Annotated[int, between(0, limits.RUN_AHEAD_ROUNDS_MAX)] = 8
-    """Rounds of plain decoding that the target may run before the coordinator answers."""
+    """Number of rounds of plain decoding that the target may run without waiting for the
+    coordinator."""
     max_sessions: Annotated[int, between(1, limits.SESSIONS_PER_COORDINATOR_MAX)] = (
         limits.SESSIONS_PER_COORDINATOR_MAX
     )
-    """Sessions that may run at once; further requests are refused."""
+    """Largest number of sessions at a time. Further requests are refused."""
     deadline_ms: Annotated[int, between(1, limits.DEADLINE_MS_MAX)] = limits.DEADLINE_MS_DEFAULT
-    """Deadline of a request that gives none, ms."""
+    """Deadline of requests that do not set one, ms."""
     resume_grace_ms: Annotated[int, between(0, WAIT_MS_MAX)] = 10_000
-    """Time in which a client whose stream broke may resume its session, ms; then the session is
-    cancelled. Nothing is decoded meanwhile."""
+    """Time in which a client may resume a session whose stream broke, ms. During this time nothing
+    is decoded. Afterwards the session is cancelled."""
     draft_timeout_ms: WaitMs = 1_000
-    """Time limit for drafting in a round, ms. When it ends, the draft returns the tokens drawn so
-    far. Length control sets a shorter limit if more time would not pay."""
+    """Time limit for drafting in a round, ms. At the limit, the draft returns the tokens that it
+    has drawn. Length control sets a shorter limit if drafting for longer would not pay."""
     target_gone_ms: WaitMs = 60_000
-    """Time after which a request fails because its target cannot be reached, ms."""
+    """A request fails if its target cannot be reached for this time, ms."""
     ngram_min: NgramMin = 1
     ngram_max: NgramMax = 16
     seed: Annotated[int | None, between(0, limits.SEED_MAX)] = None
-    """Seed of the generator that gives requests without a seed theirs; unset = the operating
-    system's randomness."""
+    """Seed of the generator that draws seeds for requests without a seed; unset = the operating
+    system draws these seeds."""
     num_cpus: Annotated[Cpus, Field(alias="coordinator_num_cpus")] = 0.25
     """CPUs that Ray reserves for a coordinator."""
     audit_share: Annotated[float, between(0, 1)] = 0.001
-    """Fraction of the sessions that are audited when they end: the target scores their tokens
-    again, one session at a time, and metrics compare the tokens with the target's distribution. 0 =
-    none. Without `telemetry` there are no audits."""
+    """Fraction of the sessions that are audited at their end; 0 = none. In an audit the target
+    scores the session's tokens again, and metrics compare these tokens with the target's
+    distribution. One session is audited at a time. Without `telemetry` there are no audits."""
     trace_every_rounds: Annotated[int, between(0, 2**20)] = 64
-    """Every Nth round of a request has spans, and so have the first two; 0 = none. The request's
-    totals include all rounds."""
+    """The first two rounds of a request have spans in a trace, and then every Nth round; 0 = no
+    round has spans. The request's totals include all rounds."""
     trace_prompts: bool = False
     """Record prompts in traces."""
     vllm_metric_names: bool = False
@@ -434,18 +448,20 @@ class CoordinatorConfig(ServerConfig):
     trust_remote_code: bool = False
     """Run Python code that comes with a model's files."""
     drafting_delays: Internal[bool] = False
-    """Whether drafting slows the target down because they share cores or a device."""
+    """Whether drafting slows the target down because draft and target share cores or a device."""
     shares_ports: Internal[bool] = False
-    """Whether a coordinator that replaces this one may listen on its ports before it has ended."""
+    """Whether a replacement of this coordinator may listen on the same ports while this coordinator
+    still does."""
     takes_over_ports: Internal[bool] = False
-    """Whether another coordinator, which this one replaces, may still listen on its ports. If not,
-    ports in use are an error."""
+    """Whether the coordinator that this one replaces may still listen on the same ports. If false,
+    a port in use is an error."""
     target_address: Internal[str] = ""
-    """HOST:PORT of a target that is not in the registry; empty = none."""
+    """HOST:PORT of a target that does not announce itself in the registry; empty = none."""
     draft_address: Internal[str] = ""
-    """HOST:PORT of a draft that is not in the registry; empty = none."""
+    """HOST:PORT of a draft that does not announce itself in the registry; empty = none."""
     lookup: Internal[DraftConfig | None] = None
-    """The look-up that drafts in the coordinator, alone or before a model or head."""
+    """Configuration of the look-up that drafts in the coordinator, alone or before a model or head;
+    None without a look-up."""
 
     @property
     def asks_for_keys(self) -> bool:
@@ -462,7 +478,7 @@ class CoordinatorConfig(ServerConfig):
         return not self.asks_for_keys
 
     def reaching(self, redis: RedisAddress) -> Self:
-        """The same coordinator with another address of the session store."""
+        """The same configuration with another address of the session store and registry."""
         member = self.membership and replace(self.membership, redis=redis)
         return replace(self, redis=redis, membership=member)
 
@@ -470,7 +486,7 @@ class CoordinatorConfig(ServerConfig):
         super().__post_init__()
         _check_ngrams(self)
         if set(self.redis.key_prefix) & set("{}"):
-            raise SettingError("redis_key_prefix", "braces are not allowed in it")
+            raise SettingError("redis_key_prefix", "must not contain braces")
         if self.redis.password and self.redis.password_file:
             raise SettingError("redis_password_file", "cannot go with redis_password")
         for key, needed in (
@@ -486,7 +502,7 @@ class CoordinatorConfig(ServerConfig):
 WAIT_S_MAX = 86_400
 _NAME = re.compile("[A-Za-z0-9_-]{0,63}")
 LEAST: dict[Role, int] = {"coordinator": 1, "target": 1, "draft": 0}
-"""Fewest replicas of each role."""
+"""Smallest allowed number of replicas of each role."""
 
 
 BOUND_SETTINGS = tuple(f"autoscale_{role}s" for role in LEAST)
@@ -498,7 +514,8 @@ class AutoscaleConfig:
     """Settings of autoscaling."""
 
     autoscale_targets: str = ""
-    """LEAST:MOST, the bounds within which load scales the targets; empty = a fixed number."""
+    """Bounds LEAST:MOST of the number of targets, which then follows the load; empty = a fixed
+    number."""
     autoscale_drafts: str = ""
     """The same for drafts."""
     autoscale_coordinators: str = ""
@@ -506,16 +523,16 @@ class AutoscaleConfig:
     autoscale_queue_steps: Annotated[float, between(0.1, 1000)] = 1.5
     """Add targets if items wait in the queue for longer than this many steps."""
     autoscale_draft_waits: Annotated[float, between(0.01, 1)] = 0.25
-    """Add drafts if more than this share of the rounds waits for its turn at a draft."""
+    """Add drafts if more than this share of the rounds waits for a busy draft."""
     autoscale_calm_s: Annotated[float, between(1, WAIT_S_MAX)] = 120.0
-    """Remove a replica after one fewer would have been enough for this time, s."""
+    """Remove a replica if one replica fewer would have been enough for this time, s."""
 
     def __post_init__(self) -> None:
         self.bounds  # noqa: B018 (raises)
 
     @property
     def bounds(self) -> dict[Role, tuple[int, int]]:
-        """The least and the largest number of replicas of each role that is scaled by load. Raises
+        """The smallest and largest number of replicas of each role that is scaled by load. Raises
         `SettingError`."""
         found: dict[Role, tuple[int, int]] = {}
         for role, key in zip(LEAST, BOUND_SETTINGS, strict=True):
@@ -543,30 +560,31 @@ class DeploymentConfig:
     coordinator: Internal[CoordinatorConfig] = CoordinatorConfig()
     autoscale: Internal[AutoscaleConfig] = AutoscaleConfig()
     num_targets: Annotated[int, between(1, limits.REPLICAS_MAX)] = 1
-    """Target replicas at the start; `outrider scale` changes their number."""
+    """Number of target replicas at the start. `outrider scale` changes it."""
     num_drafts: Annotated[int, between(0, limits.REPLICAS_MAX)] = 1
-    """Draft replicas at the start; none if the target drafts for itself or a look-up drafts
-    alone."""
+    """Number of draft replicas at the start. There are none if the target drafts for itself or a
+    look-up drafts alone."""
     num_coordinators: Annotated[int, between(1, limits.REPLICAS_MAX)] = 1
-    """Coordinators at the start. On one machine their ports count up."""
+    """Number of coordinators at the start. On one machine, each further coordinator uses ports that
+    are 1 higher."""
     target_resources: str = ""
-    """Ray resources that each rank of a target needs beside CPUs and GPUs, as NAME=AMOUNT,
-    separated by commas. Ray places the rank where these are."""
+    """Ray resources that each rank of a target needs in addition to CPUs and GPUs, as NAME=AMOUNT,
+    separated by commas. Ray places a rank only on a machine that has these resources."""
     draft_resources: str = ""
     """The same for drafts."""
     coordinator_resources: str = ""
     """The same for coordinators."""
     address: str = ""
-    """Ray cluster that the actors start on; empty = a local one."""
+    """Address of the Ray cluster on which the actors start; empty = a local cluster."""
     deployment_name: str = ""
-    """Name of the deployment. A running one of this name on the cluster is taken over and upgraded
-    to these settings. Empty = a new name each time."""
+    """Name of the deployment; empty = a new name each time. If a deployment of this name runs on
+    the cluster, it is taken over and upgraded to these settings."""
     startup_timeout_s: Annotated[float, between(0.1, WAIT_S_MAX)] = 20.0
     """Time for Ray to place all actors, s."""
     model_timeout_s: Annotated[float, between(0.1, WAIT_S_MAX)] = 900.0
     """Time for the models to load, s."""
     stop_timeout_s: Annotated[float, between(0, WAIT_S_MAX)] = 10.0
-    """Time for running requests to end when stopping, s."""
+    """Time that running requests get to end when replicas stop, s."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.deployment_name):
@@ -603,7 +621,7 @@ class DeploymentConfig:
             ),
             (
                 self.target.deterministic and siblings, "draft_siblings",
-                f"{siblings} is wrong; with `deterministic` there are no trees, whose logits may "
+                f"{siblings} is wrong; `deterministic` allows no trees, because their logits may "
                 "differ in the last bit from those of a chain; give 0",
             ),
         ):  # fmt: skip
@@ -630,12 +648,12 @@ class DeploymentConfig:
 
     @property
     def target_name(self) -> str:
-        """The name of the target's model; `emulated` without one."""
+        """The name of the target's model; `emulated` for an emulated engine."""
         return self.target.model if self.target.emulated is None else EMULATED.removesuffix(":")
 
     @property
     def served_model_name(self) -> str:
-        """The model name in requests."""
+        """The name of the model in requests."""
         return self.coordinator.served_model_name or self.target_name
 
 
@@ -654,9 +672,10 @@ def deployment_settings() -> dict[str, Setting]:
 def merge(
     flags: Mapping[str, object], environment: Mapping[str, str], file: Path | None = None
 ) -> dict[str, Value]:
-    """The settings that a `file` (YAML), the `environment` (`OUTRIDER_*`) or `flags` (text or
-    values) set, by key; the last one wins. Raises `ConfigError` for a bad value, even if another
-    layer overrides it, and names where it was set."""
+    """The values of settings by key, from a YAML `file`, from the `environment` (`OUTRIDER_*`) and
+    from `flags` (texts or values). Flags override the environment, which overrides the file. Raises
+    `ConfigError` for a bad value, even if it is overridden. The error names where the value was
+    set."""
     given = translated_layers(flags, environment, file)
     values = {found.key: found.parse(raw, source) for found, raw, source in given}
     if rates := values.pop(SPECULATIVE_CONFIG, None):
@@ -675,9 +694,9 @@ def merge(
 def translated_layers(
     flags: Mapping[str, object], environment: Mapping[str, str], file: Path | None = None
 ) -> list[tuple[Setting, object, str]]:
-    """As `layers`, with a `speculative_config` replaced by the settings that it stands for. If
-    several layers have one, the last counts. Raises `ConfigError` if a layer with one also sets one
-    of these settings."""
+    """Returns what `layers` does, with each `speculative_config` replaced by the settings that it
+    stands for. If several layers have a `speculative_config`, only the last one counts. Raises
+    `ConfigError` if a layer has a `speculative_config` and also a setting that it stands for."""
     settings = deployment_settings()
     found: list[tuple[Setting, object, str]] = []
     translated: list[tuple[Setting, object, str]] = []
@@ -709,13 +728,13 @@ def load_config(
 
 
 def configuration(values: Mapping[str, Value]) -> DeploymentConfig:
-    """The deployment that settings by key describe; others keep their defaults. Raises
-    `SettingError` for values that contradict each other."""
+    """The deployment with these values of settings, by key. Other settings keep their defaults.
+    Raises `SettingError` for values that contradict each other."""
     coordinator = build(CoordinatorConfig, values, redis=build(RedisAddress, values))
     inner = dict(values)
     is_open = coordinator.insecure or coordinator.internal_tls_dir or values.get("address")
     if coordinator.asks_for_keys and not is_open:
-        # Only coordinators are open to users: targets and drafts do not check keys.
+        # Targets and drafts do not check keys, so other machines must not reach them.
         inner["host"] = LOOPBACK
     return build(
         DeploymentConfig,

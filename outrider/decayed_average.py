@@ -1,11 +1,11 @@
-"""Exponentially decayed sums of figures that come at any time."""
+"""Exponentially decayed sums of amounts that are added at irregular times."""
 
 import math
 from collections.abc import Mapping
 
 
 class DecayedSums:
-    """Sums in which an amount decays to 1/e after `seconds`."""
+    """Sums by name. An added amount decays to 1/e of its value after `seconds`."""
 
     def __init__(self, seconds: float, now: float) -> None:
         self._seconds = seconds
@@ -14,10 +14,11 @@ class DecayedSums:
         self._added_at: dict[str, float] = {}
 
     def add(self, now: float, amounts: Mapping[str, float]) -> None:
-        """Adds to the sums; `now` is in seconds and never decreases."""
+        """Adds each amount to the sum of the same name. `now` is in seconds and must not decrease
+        from call to call."""
         if now - self._at > self._seconds:
             self._fade(now)
-        # Adding a larger amount saves fading all sums now.
+        # The sums are as of the time `_at`. Scaling new amounts is faster than decaying all sums.
         weight = math.exp((now - self._at) / self._seconds)
         for name, amount in amounts.items():
             if amount:
@@ -25,7 +26,8 @@ class DecayedSums:
                 self._added_at[name] = now
 
     def mean(self, now: float, name: str, of: str) -> float | None:
-        """Ratio of two sums; None if nothing was added to `of` for `seconds`."""
+        """The sum `name` divided by the sum `of`; None if nothing was added to `of` in the last
+        `seconds`."""
         if now - self._added_at.get(of, -math.inf) > self._seconds:
             return None
         self._fade(now)
@@ -33,8 +35,8 @@ class DecayedSums:
         return self._sums.get(name, 0.0) / whole if whole > _NOTHING else None
 
     def rate(self, now: float, name: str) -> float:
-        """A sum divided by the time that it covers, in seconds. That time decays as the sum
-        does."""
+        """The amount of `name` per second: its sum, divided by the time since the start. This time
+        decays as the sum does."""
         self._fade(now)
         lasted = self._seconds * -math.expm1(-(now - self._since) / self._seconds)
         return self._sums.get(name, 0.0) / lasted if lasted > _NOTHING else 0.0

@@ -1,4 +1,4 @@
-"""Every error that Outrider raises on purpose, and its one meaning on gRPC and on HTTP.
+"""All errors that Outrider raises on purpose, with their gRPC codes and HTTP statuses.
 
     OutriderError
     ├── BadRequest            INVALID_ARGUMENT      400   names the field
@@ -9,11 +9,11 @@
     ├── Incompatible          FAILED_PRECONDITION   409   fingerprints that do not match
     ├── StaleEpoch            ABORTED               409   another coordinator owns the session
     ├── DataLoss              DATA_LOSS             500   stored tokens are gone
-    │   └── OtherTokens                                   the client's differ from the stored ones
+    │   └── OtherTokens                                   the client holds other tokens
     ├── Overloaded            RESOURCE_EXHAUSTED    429   with a time to retry after
     │   └── OutOfPages                                    an engine's memory is full of sequences
     ├── Unavailable           UNAVAILABLE           503   with a time to retry after
-    │   ├── StreamBroken                                  no coordinator answers its client
+    │   ├── StreamBroken                                  no coordinator answers the client
     │   ├── EngineLost                                    no step can run; the replica ends
     │   ├── LinkLost                                      a stream to a replica broke
     │   └── StoreUnavailable                              Redis does not answer
@@ -31,8 +31,8 @@ from collections.abc import Iterable
 from typing import Self
 
 NO_TOKENIZER = "the model has no tokenizer; give token_ids"
-"""Reason of a `BadRequest` about a prompt in text. The command line names its flag instead of
-`token_ids`."""
+"""Reason of a `BadRequest` for a prompt given as text. The command line writes the name of its flag
+instead of `token_ids`."""
 
 
 class OutriderError(Exception):
@@ -60,7 +60,7 @@ class BadRequest(OutriderError, grpc_code=3, http_status=400):
 
 
 class Unauthenticated(OutriderError, grpc_code=16, http_status=401):
-    """No key, or a wrong one."""
+    """The request has no key or a wrong key."""
 
 
 class PermissionDenied(OutriderError, grpc_code=7, http_status=403):
@@ -68,11 +68,11 @@ class PermissionDenied(OutriderError, grpc_code=7, http_status=403):
 
 
 class NotFound(OutriderError, grpc_code=5, http_status=404):
-    """No such session or model."""
+    """There is no such session or model."""
 
 
 class SessionNotFound(NotFound):
-    """The session never existed, is another tenant's, or has outlived its time to live."""
+    """The session never existed, belongs to another tenant, or has expired."""
 
 
 class Incompatible(OutriderError, grpc_code=9, http_status=409):
@@ -100,19 +100,19 @@ class _Retryable(OutriderError):
 
 
 class Overloaded(_Retryable, grpc_code=8, http_status=429):
-    """A rate, a concurrency limit or a queue is at its limit."""
+    """A request rate, a number of concurrent requests or a queue has reached its limit."""
 
 
 class OutOfPages(Overloaded):
-    """The sequences in use fill an engine's key-value memory."""
+    """The sequences in use fill all pages of an engine."""
 
 
 class Unavailable(_Retryable, grpc_code=14, http_status=503):
-    """Something that the request needs does not answer."""
+    """A service that the request needs does not answer."""
 
 
 class StreamBroken(Unavailable):
-    """No coordinator answers, or a stream broke. No coordinator has refused the request."""
+    """No coordinator answers, or a stream broke. The request was not refused."""
 
 
 class EngineLost(Unavailable):
@@ -120,7 +120,8 @@ class EngineLost(Unavailable):
 
 
 class LinkLost(Unavailable):
-    """The stream to a replica broke; requests on it may or may not have been carried out."""
+    """The stream to a replica broke. Requests on the stream may or may not have been carried
+    out."""
 
 
 class StoreUnavailable(Unavailable):
@@ -128,7 +129,7 @@ class StoreUnavailable(Unavailable):
 
 
 class DeadlineExceeded(OutriderError, grpc_code=4, http_status=504):
-    """The deadline passed before the first token."""
+    """The deadline passed before the answer came."""
 
 
 class ConfigError(OutriderError, grpc_code=9):
@@ -136,8 +137,8 @@ class ConfigError(OutriderError, grpc_code=9):
 
 
 class SettingError(ConfigError):
-    """A setting or a command's option is wrong. `key` is its name in a configuration; code that
-    knows the source of the value may name that instead."""
+    """A setting or a command's option is wrong. `key` is the name of the setting or option, or the
+    source of its value, such as a line of a file."""
 
     def __init__(self, key: str, reason: str) -> None:
         super().__init__(f"{key}: {reason}")
@@ -145,16 +146,16 @@ class SettingError(ConfigError):
         self.reason = reason
 
     def __reduce__(self) -> tuple[type[Self], tuple[str, str]]:
-        # For pickle: an actor's start-up sends this error to another process.
+        # Lets `pickle` restore the error: an actor's start-up sends it to another process.
         return type(self), (self.key, self.reason)
 
 
 class StepUndone(OutriderError):
-    """A draft step failed. Its sequences have returned the slots that they had taken for it."""
+    """A draft step failed. Its sequences have given back the slots that they took for the step."""
 
 
 class InvariantError(OutriderError):
-    """Something that cannot happen happened."""
+    """An internal invariant does not hold: a bug."""
 
 
 def check(condition: bool, message: str) -> None:
@@ -164,8 +165,8 @@ def check(condition: bool, message: str) -> None:
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """End of an error about a word that is not `known`: `; did you mean X?`, or empty if no known
-    word is similar enough (`cutoff`, see `difflib`). Ignores case."""
+    """The hint `; did you mean X?`, for the end of an error about an unknown word. Empty if no
+    `known` word is similar. `cutoff` is that of `difflib.get_close_matches`. Ignores case."""
     by_lower = {one.lower(): one for one in known}
     near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
     return f"; did you mean {by_lower[near[0]]}?" if near else ""

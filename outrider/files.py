@@ -1,4 +1,4 @@
-"""Files: locks that end with their process, atomic writes, and reads after changes."""
+"""Locked files, atomic writes, and contents of files that may change."""
 
 import fcntl
 import logging
@@ -21,15 +21,16 @@ Found = TypeVar("Found")
 
 @contextmanager
 def locked(path: Path, *, wait: bool = True) -> Iterator[IO[str]]:
-    """Locks a file, which it creates if it is missing. The lock lasts while any process has the
-    yielded file open. Without `wait`, raises `BlockingIOError` if the lock is taken."""
+    """Locks a file, and creates the file if it is missing. The lock lasts until every process has
+    closed the yielded file. Without `wait`, raises `BlockingIOError` if the lock is taken."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield file
 
 
 def read_file(path: Path) -> bytes:
-    """The bytes of a small file. Raises `ConfigError`, also for a large file."""
+    """The bytes of a file. Raises `ConfigError` if the file cannot be read, or is larger than
+    `FILE_BYTES_MAX`."""
     try:
         with path.open("rb") as file:
             data = file.read(FILE_BYTES_MAX + 1)
@@ -41,8 +42,8 @@ def read_file(path: Path) -> bytes:
 
 
 def write_whole(path: Path, text: str, mode: int | None = None) -> None:
-    """Writes a file atomically. Without a `mode` only the owner can read a new file; an existing
-    one keeps its mode."""
+    """Writes a file atomically. Without a `mode`, an existing file keeps its mode, and a new file
+    can be read only by its owner."""
     if mode is None:
         mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -59,7 +60,7 @@ def write_whole(path: Path, text: str, mode: int | None = None) -> None:
 
 
 class FileWatch(Generic[Found]):
-    """Contents of files; a call reads them again if they have changed."""
+    """The contents of files, read again after the files have changed."""
 
     def __init__(
         self,
@@ -67,8 +68,8 @@ class FileWatch(Generic[Found]):
         read: Callable[[], Found],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Checks files at most every `KEY_FILE_LOOK_MS`; `clock` returns s. Raises errors of
-        `read`."""
+        """`read` returns the contents of `paths`. The files are checked for changes at most every
+        `KEY_FILE_LOOK_MS`. `clock` returns seconds. Raises errors of `read`."""
         self._paths = [path for path in paths if path is not None]
         self._read = read
         self._clock = clock
@@ -78,9 +79,10 @@ class FileWatch(Generic[Found]):
         self._trouble = ""
 
     def current(self) -> Found:
-        """The last result of `read`. If reading fails, the earlier result stays, and the error is
-        logged once. The next check then reads again, as a file may become readable without a
-        change. While a file is missing nothing is read, as a new one is expected."""
+        """The last result of `read`. Reads again if a file has changed and no file is missing. A
+        missing file is probably being replaced. If `read` fails, logs the error once, keeps the
+        earlier result, and reads again at the next check, because a file may become readable
+        without a change."""
         now = self._clock()
         if now - self._looked_at < KEY_FILE_LOOK_MS / 1e3:
             return self._found

@@ -1,29 +1,29 @@
-"""Hidden states in messages: outputs of some of the target's layers, a row for each token. They are
-the input of a drafting head. This module needs no numeric library."""
+"""Hidden states in messages: outputs of some of the target's layers, one row for each token. They
+are the input of a drafting head. This module imports no numeric library."""
 
 from dataclasses import dataclass
 
 from outrider.limits import FEATURES_BYTES_MAX, FEATURES_MAX
 
 BYTES_OF_A_NUMBER = 2
-"""bfloat16, little-endian."""
+"""Each number is a bfloat16, little-endian."""
 
 
 def rows_max(width: int) -> int:
-    """Most rows of this width in a message."""
+    """The largest number of rows in a message. A row has `width` numbers."""
     return min(FEATURES_MAX, FEATURES_BYTES_MAX // (width * BYTES_OF_A_NUMBER))
 
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """Rows of consecutive tokens."""
+    """Hidden states of consecutive tokens, one row for each token."""
 
     first: int
     """The first token's position in the session."""
     width: int
-    """D, the length of a row."""
+    """Length of a row, in numbers."""
     rows: bytes
-    """A row for each token."""
+    """All rows, one after another."""
 
     def __len__(self) -> int:
         return len(self.rows) // (self.width * BYTES_OF_A_NUMBER)

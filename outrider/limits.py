@@ -1,10 +1,10 @@
-"""Every limit, by name. A request beyond one is refused with the name of its field."""
+"""All limits. A request beyond a limit is refused, and the error names the request's field."""
 
 NUM_DRAFT_TOKENS_MAX = 16  # of a chain, or of a path of a tree
 TREE_TOKENS_MAX = 32  # draft tokens of a tree
 SIBLINGS_MAX = 8  # alternative candidates beside a draft token
 TEMPERATURE_MAX = 2.0
-GREEDY_TEMPERATURE = 1e-5  # below it a request is greedy: one-hot q, no noise
+GREEDY_TEMPERATURE = 1e-5  # a request with a lower temperature is greedy: one-hot q, no noise
 PENALTY_MAX = 2.0
 REPETITION_PENALTY_MAX = 10.0
 SEED_BITS = 64
@@ -20,67 +20,71 @@ DEADLINE_MS_DEFAULT = 600_000
 DEADLINE_MS_MAX = 3_600_000
 CHAT_MESSAGES_MAX = 4096
 ROLE_CHARS_MAX = 64
-DRAFT_DEADLINE_MS_MAX = 600_000  # longest time limit for the draft of a round
-SILENT_DRAFT_S = 5.0  # after a round's time limit, until a silent draft counts as lost
-UNTIMED_DRAFT_S = 20  # assumed time limit of a round without one
+DRAFT_DEADLINE_MS_MAX = 600_000  # largest time limit for drafting in a round
+SILENT_DRAFT_S = 5.0  # a draft that is silent this long after a time limit counts as lost
+UNTIMED_DRAFT_S = 20  # assumed time limit for drafting in a round that has none
 
 CONSTRAINT_BYTES_MAX = 64 * 2**10  # of a JSON schema, or of all choices together
 SCHEMA_DEPTH_MAX = 32
 REGEX_BYTES_MAX = 16 * 2**10
 CHOICES_MAX = 1024
-ALTERNATIVES_MAX = 256  # n lists or objects among alternatives; a step's time may grow as n^3
-LIST_ALTERNATIVE = 4  # weight of an alternative that may be a list, the slowest kind
+ALTERNATIVES_MAX = 256
+"""Lists or objects among the alternatives of a JSON schema. With n of them, the time for a mask may
+grow as n^3."""
+LIST_ALTERNATIVE = 4
+"""Weight of an alternative that may be a list. Lists are slower than other alternatives."""
 COMPILE_S_MAX = 2.0  # constraints that take longer to compile are refused
 MASK_S_MAX = 0.25  # for a token's mask; a constraint that takes longer twice is refused
-FOLLOWED_AT_ONCE = 64  # tokens that a matcher may consume within MASK_S_MAX
-TOO_SLOW_S = 60  # how long a constraint that was too slow is refused
-COMPILE_BYTES_MAX = 2**30  # memory for compiling a constraint, beside the tokenizer
+FOLLOWED_AT_ONCE = 64  # a matcher may take MASK_S_MAX for this many committed tokens
+TOO_SLOW_S = 60  # for this time a constraint that was too slow is refused
+COMPILE_BYTES_MAX = 2**30  # memory for compiling a constraint, in addition to the tokenizer's
 COMPILE_THREADS = 2  # constraints that are compiled at the same time in one process
 COMPILE_WAIT_S_MAX = 20  # how long a request waits for its constraint
-COMPILATIONS_MAX = 256  # waiting constraints of a process
-COMPILATIONS_PER_TENANT_MAX = 64  # of one tenant; tenants take turns
+COMPILATIONS_MAX = 256  # constraints of a process that wait to be compiled
+COMPILATIONS_PER_TENANT_MAX = 64  # the same for one tenant; tenants take turns
 CHECKED_CONSTRAINTS_MAX = 4096  # checked constraints that a coordinator remembers
-GRAMMARS_MAX = 64  # compiled constraints kept beside those in use; the longest unused goes first
-LEXER_STATES_MAX = 2**15  # 1 to 2 KB each; beyond it, a constraint is compiled again
+GRAMMARS_MAX = 64  # unused compiled constraints that are kept; the least recently used goes first
+LEXER_STATES_MAX = 2**15  # 1 to 2 KB each; a constraint that reaches this is compiled again
 MATCHERS_MAX = 1024  # sessions with a matcher state in a replica
 
 GRPC_MESSAGE_BYTES_MAX = 8 * 2**20
 GRPC_METADATA_BYTES_MAX = 16 * 2**10
-GRPC_PENDING_CALLS_MAX = 8192  # not yet begun; gRPC's own limits are lower, and drop calls
-GRPC_PENDING_S_MAX = 60  # after which gRPC drops a pending call
+GRPC_PENDING_CALLS_MAX = 8192  # calls not yet begun; gRPC's lower default would drop some
+GRPC_PENDING_S_MAX = 60  # gRPC drops a call that has not begun after this time
 GRPC_HANDSHAKE_MS = 10_000  # for TLS and the first HTTP/2 frame of a connection
 GRPC_IDLE_MS = 300_000  # after which a connection without calls is closed
-GRPC_AGE_MS = 300_000  # after which new calls of a connection may go to other coordinators
-GRPC_AGE_GRACE_MS = DEADLINE_MS_MAX + 60_000  # how long its running calls may take
+GRPC_AGE_MS = 300_000  # after which a connection takes no new calls, so clients connect anew
+GRPC_AGE_GRACE_MS = DEADLINE_MS_MAX + 60_000  # for running calls of a connection of that age
 BULK_ITEM_BYTES = 32 * 2**10  # larger items travel on the bulk stream
 
 SESSIONS_PER_COORDINATOR_MAX = 4096
-STREAM_QUEUE_ITEMS_MAX = SESSIONS_PER_COORDINATOR_MAX  # waiting in one direction, or for a step
+STREAM_QUEUE_ITEMS_MAX = SESSIONS_PER_COORDINATOR_MAX
+"""Items that wait in one direction of a stream, or for a step of a replica."""
 STUCK_WRITE_MS = 1_000  # grace period before a stream that is read too slowly ends
-SEQUENCES_PER_REPLICA_MAX = 4096  # that a replica remembers; the longest unused goes first
+SEQUENCES_PER_REPLICA_MAX = 4096  # in a replica's memory; the least recently used goes first
 RELEASES_REMEMBERED_MAX = 2**16  # sessions whose newest epoch and round a replica remembers
 ENGINE_SEQUENCES_MAX = 64  # sequences in one step, by default (`--max-num-seqs`)
-FEATURES_MAX = 512  # committed tokens whose features one message has
+FEATURES_MAX = 512  # committed tokens whose features one message may have
 FEATURES_BYTES_MAX = 4 * 2**20  # of features in one message
 FEATURES_STEP_BYTES_MAX = 8 * 2**20  # of features in all messages of a step
 FEATURES_WIDTH_MAX = 2**15  # numbers in the features of a token
 HYBRID_SCORE_MIN = 0.6  # expected tokens at which a look-up replaces the model
 HYBRID_MODEL_TOKENS = 1  # draft tokens of a hybrid's model in a round
 LOOK_AHEAD_MAX = 64  # outcomes of a round that a draft may predict
-LOOK_AHEAD_DEFAULT = 16  # if the draft does not slow down the target
-LOOK_AHEAD_BYTES_MAX = 256 * 2**10  # of proposals pushed for one round of a session
-SUFFIX_TENANTS = 4  # full histories that suffix decoding keeps
-SUFFIX_SEEDS_MAX = 65_536  # seeds of which suffix decoding remembers the first session
+LOOK_AHEAD_DEFAULT = 16  # default for these if drafting does not slow down the target
+LOOK_AHEAD_BYTES_MAX = 256 * 2**10  # of the proposals that a draft pushes for one round
+SUFFIX_TENANTS = 4  # tenants for whose full histories suffix decoding has room
+SUFFIX_SEEDS_MAX = 65_536  # seeds for which suffix decoding remembers the first session
 DRAFTED_SEEDS_MAX = 65_536  # seeds of sessions with drafts that a coordinator remembers
 AUDITED_SEEDS_MAX = 65_536  # seeds of audited sessions that a coordinator remembers
 AUDITS_CHOSEN_MAX = 16  # sessions of a coordinator that wait for their audit
 REPLICAS_MAX = 1024  # of one role in a deployment
-LOG_BYTES_MAX = 16 * 2**20  # of a log file before it is rotated
+LOG_BYTES_MAX = 16 * 2**20  # a larger log file is rotated
 LOG_FILES_KEPT = 3  # rotated files that are kept
 LOG_DIRECTORY_BYTES_MAX = 512 * 2**20  # of all replicas' logs on one machine
-EMBEDDED_REDIS_BYTES_MAX = 2**30  # of memory; its files may take three times as much
+EMBEDDED_REDIS_BYTES_MAX = 2**30  # of memory; the server's files may take three times as much
 PASSWORD_BYTES_MAX = 4096  # of a file that holds the password of Redis
-REPLICA_TEXT_MAX = 4096  # characters of each text that a replica announces of itself
+REPLICA_TEXT_MAX = 4096  # characters of each text that a replica announces
 REPLICA_NUMBER_MAX = 10**12  # of each number that a replica announces
 TENSOR_PARALLEL_SIZE_MAX = 64  # ranks that one model may be shared among
 COLLECTIVE_TIMEOUT_S = 60  # how long ranks wait for each other within a step
@@ -91,85 +95,86 @@ BATCHED_TOKENS_DEFAULT = 512  # tokens of a step, by default (`--max-num-batched
 BATCHED_TOKENS_MIN = 64  # enough for a round and a part of a prefix
 DRAFT_SUPPORT_ENTRIES = 64  # entries of a draft distribution on the wire, by default
 DRAFT_SUPPORT_ENTRIES_MAX = 4096  # of a draft distribution, accepted from a peer
-RUN_AHEAD_ROUNDS_MAX = 16  # that a target decodes without the coordinator's answer
+RUN_AHEAD_ROUNDS_MAX = 16  # rounds that a target may decode without the coordinator's answer
 ANSWERS_HELD_MS = 40  # how long verdicts of run-ahead rounds are collected into one message
-LOOP_LAG_MS_MAX = 500  # delay of a coordinator's event loop, beyond which it refuses requests
-LOOP_LAG_LOOKS = 4  # checks in a row, 0.25 s apart, that must find such a delay
+LOOP_LAG_MS_MAX = 500  # a coordinator whose event loop is delayed by more refuses requests
+LOOP_LAG_LOOKS = 4  # checks in a row, 0.25 s apart, that must find this delay
 MAILBOX_REPLIES_MAX = 64  # replies that may wait for one session on one side
 
 HTTP_BODY_BYTES_MAX = 4 * 2**20
 HTTP_BODIES_BYTES_MAX = 64 * HTTP_BODY_BYTES_MAX  # of all bodies being read by a coordinator
 HTTP_TENANT_BODIES_BYTES_MAX = HTTP_BODIES_BYTES_MAX // 4  # the same for one tenant
 HTTP_BODY_S_MAX = 60  # for a body to arrive
-HTTP_BODY_PART_S_MAX = 10  # for each part of it
+HTTP_BODY_PART_S_MAX = 10  # for each part of a body to arrive
 HTTP_VALUES_MAX = 2**19  # values and keys of a body, most of them a prompt's tokens
 HTTP_CONTAINERS_MAX = 2**16  # lists and objects of a body
 HTTP_FIELDS_MAX = 128  # of one object of a body, known or not
 CHAT_PARTS_MAX = 8192  # text parts of all messages of a body
 HTTP_CONNECTIONS_MAX = 2 * SESSIONS_PER_COORDINATOR_MAX
-"""Or half of the file descriptors, if that is less. Beyond this, a new connection replaces the
-longest idle one, or is refused if none is idle."""
+"""Connections of a coordinator, at most half of its file descriptors. At the limit, a new
+connection replaces the connection that has been idle longest. If no connection is idle, the new one
+is refused."""
 HTTP_HEADERS_S = 10  # for the headers of a request, TLS included
 HTTP_KEEP_ALIVE_S = 75  # how long a connection without a request is kept
 HTTP_LAST_REQUEST_S = 1  # for requests on a stopping server's open connections
 HTTP_STUCK_WRITE_S = 30  # for a client that reads nothing while 64 KiB wait for it
-EVENT_ID_CHOICES_MAX = 64  # more choices: no event ids, as each id names all choices
+EVENT_ID_CHOICES_MAX = 64  # with more choices there are no event ids: each would name all choices
 IDEMPOTENCY_KEY_CHARS_MAX = 128
 ANSWERS_MAX = 16  # texts for one prompt of an HTTP request (`n`)
-PROMPTS_MAX = 128  # of one HTTP request: each is a session, or `n` of them
+PROMPTS_MAX = 128  # of one HTTP request; each prompt opens `n` sessions
 TOOLS_MAX = 128  # of one HTTP request
-TOOLS_BYTES_MAX = 256 * 2**10  # of all of them, as JSON
-CALLS_MAX = 64  # of tools in one answer or message
+TOOLS_BYTES_MAX = 256 * 2**10  # of all tools of an HTTP request, as JSON
+CALLS_MAX = 64  # tool calls in one answer or message
 TEMPLATE_VARIABLES_MAX = 32  # of one HTTP request, for the chat template
-TEMPLATE_VARIABLE_CHARS_MAX = 4096  # of each of them, as JSON
+TEMPLATE_VARIABLE_CHARS_MAX = 4096  # of each of these variables, as JSON
 EVENTS_AHEAD_MAX = 64  # events of one HTTP request that may wait for its client
 
 SESSION_LEASE_MS = 2_000  # how long a silent coordinator keeps its sessions
-SESSION_LEASE_RENEWAL_MS = 500  # how often it renews that lease
+SESSION_LEASE_RENEWAL_MS = 500  # how often a coordinator renews the lease
 SESSION_TTL_S = DEADLINE_MS_MAX // 1000 + 900
-"""After the last write of an unfinished session: its deadline, `resume_grace_ms` (at most 600 s),
-and a reserve."""
+"""Time that an unfinished session is kept after its last write. It covers the largest deadline,
+`resume_grace_ms` (at most 600 s), and a reserve."""
 TAKE_OVERS_MAX = 32  # sessions that a coordinator takes over at a time
 TAKE_OVER_RETRY_MS = 100  # delay before a client retries a take-over that is not possible now
 LEASE_WAIT_SPREAD_MS = 250  # longest random delay added to a client's next try
-FINISHED_TTL_S = 600
-UNCOMMITTED_TOKENS_MAX = 256
-UNCOMMITTED_MS_MAX = 10_000  # beyond this or UNCOMMITTED_TOKENS_MAX a session waits for Redis
+FINISHED_TTL_S = 600  # time that a finished session is kept
+UNCOMMITTED_TOKENS_MAX = 256  # a session with more decided but uncommitted tokens waits for Redis
+UNCOMMITTED_MS_MAX = 10_000  # a session whose tokens are uncommitted for longer waits for Redis
 
 TOKEN_ID_MAX = 2**31 - 1
 SESSION_TOKENS_MAX = 2**31 - 1  # largest committed length that a message may state
 TENANT_CHARS_MAX = 256
 TRACEPARENT_CHARS_MAX = 256
-ERROR_MESSAGE_CHARS_MAX = 1024  # so that a status fits its metadata
+ERROR_MESSAGE_CHARS_MAX = 1024  # so that a gRPC status fits into the metadata
 FRAME_BYTES_MAX = 4 * 2**20  # of items in one frame; a larger item travels alone
 KEEPALIVE_MS = 10_000
 KEEPALIVE_TIMEOUT_MS = 5_000
 CONNECT_TIMEOUT_MS = 2_000
 LINK_BACKOFF_MS_MIN = 50
-LINK_BACKOFF_MS_MAX = 2_000  # between attempts to reopen a stream, doubling
-RELEASES_IN_FLIGHT_MAX = 1024  # more are dropped; the replica evicts those sessions in time
-SILENT_SESSION_MS = 2_000  # after which a session's pages may be taken by others
-LOST_REPLICA_GRACE_S = 5  # to send its answers after its engine is lost
-STEP_CRASHES_UNHEALTHY = 3  # in a row, after which a replica reports unhealthy
-STEP_S_MAX = 300  # after which a step counts as hung, and the replica as lost
+LINK_BACKOFF_MS_MAX = 2_000  # between attempts to reopen a stream; the time doubles up to this
+RELEASES_IN_FLIGHT_MAX = 1024  # further releases are dropped; the replica evicts their sessions
+SILENT_SESSION_MS = 2_000  # a session that is silent for longer may lose its pages to others
+LOST_REPLICA_GRACE_S = 5  # for a replica to send its answers after it has lost its engine
+STEP_CRASHES_UNHEALTHY = 3  # a replica is unhealthy after so many crashed steps in a row
+STEP_S_MAX = 300  # a step that takes longer counts as hung, and the replica as lost
 
-APPEND_TOKENS_MAX = 65_536  # tokens in one append; more are sent in several
+APPEND_TOKENS_MAX = 65_536  # tokens in one append; more tokens are sent in several appends
 APPENDS_PER_CALL_MAX = 512  # sessions in one `append` of the store
 CALLS_PER_PIPELINE_MAX = 64  # sessions opened, ended or read in one round trip
 RECORD_PART_BYTES = 256 * 2**10  # of a session's tokens in one answer of Redis
 RECORD_INLINE_BYTES = 16 * 2**10  # of a record; a longer one is decoded on a thread
 LOAD_TRIES_MAX = 3  # reads of a record whose tokens change meanwhile
 RECORD_READS_MAX = 16  # `GetSession` and `Cancel` calls of one caller at a time
-REPLAY_TOKENS_INLINE = 512  # tokens that are replayed on the event loop; more on a thread
+REPLAY_TOKENS_INLINE = 512  # tokens replayed on the event loop; more are replayed on a thread
 SLOTS_PER_SCRIPT_MAX = 256  # slots that one run of a script renews or frees
 OPEN_TRIES_MAX = 3  # to open a session before the client gets an error
 UNTOLD_SESSIONS_MAX = SESSIONS_PER_COORDINATOR_MAX  # ends of sessions that wait to be stored
 ABANDON_TRIES_MAX = 20  # tries to store an end, if more than UNTOLD_SESSIONS_MAX wait
 CANCEL_WAIT_S = 10  # for the store to record the end of a session that does not run
 COMMIT_RETRY_MS_MIN = 20
-COMMIT_RETRY_MS_MAX = 500  # between tries to reach a store that does not answer, doubling
+COMMIT_RETRY_MS_MAX = 500  # between tries to reach the store; the time doubles up to this
 REDIS_TIMEOUT_MS = 900  # for Redis to connect or answer
-REDIS_TIMEOUT_SLICES = 9  # parts of that time; a pause of this process uses up only one part
+REDIS_TIMEOUT_SLICES = 9  # parts of that time; a pause of the process uses up only one part
 REDIS_SENTINEL_TIMEOUT_MS = 200  # for one Sentinel before the next is asked
 REDIS_ELECTION_MS_MAX = 3_000  # how long a starting process waits for a primary
 REDIS_WAIT_MS = 500  # for a write to reach `redis_wait_replicas` replicas
@@ -184,7 +189,7 @@ SOCKET_PATH_BYTES_MAX = 100  # linux takes 107 bytes, macOS 103
 API_KEY_CHARS_MIN = 16
 API_KEY_CHARS_MAX = 512
 API_KEYS_MAX = 4096  # keys of one server, from a file and from settings together
-FILE_BYTES_MAX = 2**20  # of settings, of keys or of certificates
+FILE_BYTES_MAX = 2**20  # of a file of settings, keys or certificates
 KEY_FILE_LOOK_MS = 1_000  # between checks of key and certificate files
 REQUESTS_PER_MINUTE_MAX = 1_000_000
 KEY_CONCURRENCY_MAX = SESSIONS_PER_COORDINATOR_MAX

@@ -1,6 +1,6 @@
-"""Messages between coordinators and replicas, as values; `outrider.transport` sends them.
+"""Messages between coordinators and replicas, as values. `outrider.transport` sends them.
 
-Every message is idempotent: repeated, late and reordered ones cost only time."""
+Every message is idempotent: a repeated, late or reordered message costs only time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOKEN_BYTES = 4
 
 @value(frozen=True, slots=True)
 class RoundHead:
-    """Session, round and prefix: part of every item for drafts and targets."""
+    """Session, round and prefix of an item. Every item for a draft or target has a head."""
 
     session_id: str
     """32 hexadecimal digits."""
@@ -36,38 +36,39 @@ class RoundHead:
     epoch: int
     round: int
     base_length: int
-    """Length of the stated prefix, which the replica must hold before it adds `append`."""
+    """Length of the stated prefix: the committed tokens that the replica must hold already."""
     prefix_digest: int
     """Digest of the stated prefix."""
     append: tuple[int, ...]
-    """Committed tokens after the stated prefix."""
+    """Committed tokens that follow the stated prefix. The replica adds them."""
     prompt_length: int
     rule: Rule
     seed: int
     sampling: SamplingParams | None
-    """None = as sent before on this stream, under `sampling_hash`."""
+    """None = the parameters that were sent before on this stream with the same `sampling_hash`."""
     sampling_hash: int
     deadline_ms: int = 0
     """The request's remaining time; 0 = no deadline."""
     traceparent: str = ""
     constraint: Constraint | None = None
-    """Constraint of the completion. If it is None, `constraint_hash` says whether there is none, or
-    the one sent before on this stream."""
+    """Constraint of the completion. None if there is none, or if it was sent before on this stream
+    with the same `constraint_hash`."""
     constraint_hash: bytes = b""
     """Empty = no constraint."""
     compiled: Grammar | OutriderError | None = field(default=None, compare=False, repr=False)
-    """Not sent: the replica's compiled grammar, or the error of its compilation; set before a step
-    takes the item."""
+    """Not sent. The constraint's grammar, or the error of its compilation. The replica sets it
+    before a step takes the item."""
 
     @property
     def committed_length(self) -> int:
-        """Committed tokens when the round began. The round's noise depends on this number."""
+        """Number of committed tokens when the round began. The round's random numbers depend on
+        it."""
         return self.base_length + len(self.append)
 
     @property
     def given_hashes(self) -> tuple[int, bytes]:
-        """Hashes of parameters and constraint, which are sent in full once per session and
-        stream."""
+        """Hashes of the sampling parameters and of the constraint. Once per session, each stream
+        carries these in full."""
         return self.sampling_hash, self.constraint_hash
 
     @property
@@ -76,7 +77,7 @@ class RoundHead:
         return RoundNoise(self.seed, self.rule, self.committed_length)
 
     def params(self) -> SamplingParams:
-        """`sampling`. Raises `BadRequest` if it is unknown or contradicts the rule."""
+        """Returns `sampling`. Raises `BadRequest` if `sampling` is None or contradicts the rule."""
         if self.sampling is None:
             raise BadRequest("head.sampling", "the parameters behind the hash are not known")
         if self.sampling.greedy != (self.rule is Rule.GREEDY):
@@ -103,65 +104,71 @@ class ReplyKey:
 
 @value(frozen=True, slots=True)
 class VerifyItem:
-    """Asks a target to verify a proposal; with an empty one, to decode one token."""
+    """Asks a target to verify a proposal. If the proposal is empty, asks it to decode one token."""
 
     head: RoundHead
     proposal: SealedProposal = NOTHING_SEALED
     run_ahead: int = 0
-    """Further rounds that the target may run, with an answer for each."""
+    """Number of further rounds that the target may run and answer without new items."""
     num_logprobs: int | None = None
     num_next_draft_tokens: int = 0
-    """Most draft tokens for the next round of a target that drafts for itself."""
+    """For a target that drafts for itself: the largest number of draft tokens for the next
+    round."""
     next_siblings: tuple[int, ...] = ()
-    """Candidates beside the first, second, ... of these tokens, as in `DraftRequest.siblings`."""
+    """Numbers of siblings of the next round's first, second, ... draft token. See
+    `DraftRequest.siblings`."""
     features_from: int | None = None
-    """Position from which features of committed tokens are wanted; None = none."""
+    """Asks for features of the committed tokens from this position on; None = no features."""
     next_budget_us: int = 0
-    """Time for drafting the next round's proposal, from the start of drafting; 0 = no bound."""
+    """Time limit for drafting the next round's proposal, from the start of drafting; 0 = no
+    limit."""
     audit: bool = False
-    """Whether the proposal is a chain of an ended session's committed tokens, to be audited."""
+    """Whether the item is an audit. Its proposal is then a chain of committed tokens of a session
+    that has ended."""
 
     @property
     def num_rows(self) -> int:
-        """Tokens that the item adds to a step, if the target holds the stated prefix."""
+        """Number of tokens that the item adds to a step if the target holds the stated prefix."""
         return max(1, len(self.head.append) + len(self.proposal))
 
     @property
     def is_answered_in_bulk(self) -> bool:
-        """Whether the answer is large, with features of more tokens than a round commits."""
+        """Whether the answer is large because it has features of more tokens than a round
+        commits."""
         first = self.features_from
         return first is not None and self.head.committed_length - first > NUM_DRAFT_TOKENS_MAX + 2
 
     awaits_answer: ClassVar[bool] = True
     gives_way: ClassVar[bool] = False
-    """Whether a newer item of the session may begin before this one ends. It may not, as the
+    """Whether a newer item of the session may begin before this one ends. False, because the
     session waits for every verdict."""
 
 
 @value(frozen=True, slots=True)
 class DraftItem:
-    """Asks a draft for up to `num_draft_tokens` tokens after the stated prefix and its append."""
+    """Asks a draft for up to `num_draft_tokens` tokens after the committed ones."""
 
     head: RoundHead
     num_draft_tokens: int
     look_ahead: int = 0
-    """Outcomes of this round that the draft may predict: for each it sends a proposal for the next
-    round, of up to `num_draft_tokens` tokens."""
+    """Number of this round's outcomes that the draft may predict. For each predicted outcome, the
+    draft sends a proposal of up to `num_draft_tokens` tokens for the next round."""
     held: tuple[int, ...] | None = None
-    """The round's proposal if known: the item then asks only for look-ahead."""
+    """The round's proposal if the coordinator has it already. The item then asks only for
+    look-ahead."""
     siblings: tuple[int, ...] = ()
-    """Candidates beside the proposal's first, second, ... token, as in `DraftRequest.siblings`.
+    """Numbers of siblings of the proposal's first, second, ... token. See `DraftRequest.siblings`.
     Empty with look-ahead."""
     features: Features | None = None
     """Features of committed tokens that the draft lacks, for drafts that read features."""
     budget_us: int = field(default=0, compare=False)
-    """Time for drafting, from the item's arrival; 0 = no bound."""
+    """Time limit for drafting, from the item's arrival; 0 = no limit."""
     deadline: DraftDeadline = field(default=NO_DEADLINE, compare=False, repr=False)
-    """Not sent: when the time of `budget_us` ends, by the draft's clock."""
+    """Not sent. The end of `budget_us` on the draft's clock."""
 
     @property
     def num_rows(self) -> int:
-        """Tokens that the item adds to a step, if the draft holds the stated prefix."""
+        """Number of tokens that the item adds to a step if the draft holds the stated prefix."""
         return max(1, len(self.head.append))
 
     @property
@@ -184,56 +191,59 @@ class PositionLogprobs:
 
     logprob: float
     top: tuple[tuple[int, float], ...]
-    """(token id, log-probability), likeliest first."""
+    """Pairs (token id, log-probability), the likeliest token first."""
 
 
 @value(frozen=True, slots=True)
 class VerdictReply:
-    """A target's answer."""
+    """A target's answer to a `VerifyItem`."""
 
     key: ReplyKey
     verdict: Verdict
     cached_length: int
-    """Tokens of prefix and proposal that the replica now holds."""
+    """Number of tokens of prefix and proposal that the replica holds now."""
     logprobs: tuple[PositionLogprobs, ...] = ()
-    """[2K+1] if asked for: of the K draft tokens, then of the K+1 corrections."""
+    """[2K+1]: first for the K draft tokens, then for the K+1 corrections. Empty unless asked
+    for."""
     queue_ms: float = 0.0
     compute_ms: float = 0.0
     next_proposal: SealedProposal = NOTHING_SEALED
-    """Proposal for the next round after this one's outcome, perhaps shorter than asked for."""
+    """Proposal for the next round. It follows this round's outcome, and may have fewer tokens than
+    asked for."""
     next_base_length: int = 0
     """Number of committed tokens that `next_proposal` extends."""
     next_draft_ms: float = 0.0
-    """Part of `compute_ms` that the step took to draft for all of its sessions."""
+    """Part of `compute_ms` in which the step drafted for all its sessions."""
     next_work_ms: float = 0.0
     """This session's share of `next_draft_ms`."""
     next_out_of_time: bool = False
-    """Whether the next proposal is short because its time ran out."""
+    """Whether `next_proposal` is short because its time limit ended."""
     features: Features | None = None
-    """If wanted: features of the tokens from `features_from` on, including those committed with
-    this verdict except the last, as many as fit in a message."""
+    """Features of the tokens from `features_from` on, as many as fit in a message. Tokens that this
+    verdict commits are included, except the last one, which the target has not run yet. None unless
+    asked for."""
     audit: AuditSums | None = None
-    """Result of an audit item."""
+    """Result of an audit; None for other items."""
 
 
 @value(frozen=True, slots=True)
 class ProposalReply:
-    """A draft's answer; with assumed tokens, a proposal for a future round."""
+    """A draft's answer. If it has assumed tokens, the proposal is for a future round."""
 
     key: ReplyKey
     proposal: SealedProposal
     base_length: int
     """Length of the committed prefix that assumed tokens and proposal extend."""
     cached_length: int
-    """Tokens of prefix and proposal that the replica now holds."""
+    """Number of tokens of prefix and proposal that the replica holds now."""
     queue_ms: float = 0.0
     compute_ms: float = 0.0
     work_ms: float = 0.0
     """This session's share of `compute_ms`."""
     assumed: tuple[int, ...] = ()
-    """Tokens after the prefix that are not committed, and may never be."""
+    """Predicted tokens between the committed prefix and the proposal."""
     out_of_time: bool = False
-    """Whether the proposal is short or empty because its time ran out."""
+    """Whether the proposal is short or empty because its time limit ended."""
 
     @property
     def num_bytes(self) -> int:
@@ -243,9 +253,11 @@ class ProposalReply:
 
 @dataclass(frozen=True, slots=True)
 class Resync:
-    """The replica does not hold the stated prefix, but `cached_length` tokens with this digest.
+    """The replica does not hold the stated prefix. It holds `cached_length` tokens, which have the
+    digest `prefix_digest`.
 
-    Normal after eviction, restart or migration: the coordinator sends what is missing."""
+    This is normal after an eviction, a restart, or a move of the session. The coordinator then
+    sends the missing tokens."""
 
     key: ReplyKey
     cached_length: int
@@ -293,13 +305,14 @@ class ReplicaDescription:
     """Identifies the target's weights and the head. It must be equal in a target and a draft that
     exchange features."""
     numerics: str = ""
-    """Identifies how logits are computed. Replicas with equal values and weights compute
-    bit-identical logits. Empty if a token's logits depend on the rest of its step."""
+    """Identifies how logits are computed. Replicas with equal `numerics` and weights compute
+    bit-identical logits. Empty if a token's logits depend on the other tokens of its step."""
     draft_note: str = ""
-    """Note for operators on a target's own drafting; empty if all is well."""
+    """Note for operators about the drafting of a target that drafts for itself; empty if all is
+    well."""
 
     @property
     def weights(self) -> str:
-        """Identifies what must be equal for a session to continue on another replica: the weights,
-        how they are run, and the maximum length."""
+        """Identifies weights, data type and maximum length. A session can continue only on a
+        replica with an equal value."""
         return f"{self.weights_fingerprint}/{self.dtype}/{self.max_model_len}"

@@ -21,8 +21,8 @@ class ChatMessage:
     role: str
     content: str
     more: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields for the chat template: `tool_calls`, `tool_call_id`, `reasoning_content`. Not
-    sent by gRPC."""
+    """Further fields for the chat template: `tool_calls`, `tool_call_id`, `reasoning_content`. gRPC
+    does not carry them."""
 
 
 Prompt = str | tuple[ChatMessage, ...] | tuple[int, ...]
@@ -31,7 +31,8 @@ Prompt = str | tuple[ChatMessage, ...] | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """What to generate. None = the coordinator's default; limits in `outrider.limits`."""
+    """What to generate. A field that is None gets the coordinator's default. The limits of the
+    fields are in `outrider.limits`."""
 
     prompt: Prompt
     model: str = ""
@@ -42,32 +43,34 @@ class GenerateRequest:
     seed: int | None = None
     rule: Rule | None = None
     num_draft_tokens: int | None = None
-    """Most draft tokens a round; 0 = plain decoding by the target alone."""
+    """Largest number of draft tokens in a round; 0 = plain decoding by the target alone."""
     deadline_ms: int | None = None
     logprobs: int | None = None
     """How many of the likeliest tokens to report at every position; None = no log-probabilities."""
     include_rounds: bool = False
     """Whether to send a `RoundReport` for every round."""
     draft_deadline_ms: int | None = None
-    """Time limit for drafting in a round; the draft returns the tokens drawn by then."""
+    """Time limit for drafting in a round. At the limit, the draft returns the tokens that it has
+    drawn."""
     constraint: Constraint | None = None
-    """What the whole completion must match; the completion ends when nothing more can match."""
-    # Only set by HTTP, not sent by gRPC:
+    """The whole completion must match this. The completion ends when no further token can match."""
+    # Only HTTP requests set the following fields. gRPC does not carry them.
     prompt_logprobs: int | None = None
-    """How many of the likeliest tokens to report at each position of the prompt; None = none. If
-    set, `max_tokens` may be 0."""
+    """How many of the likeliest tokens to report at each position of the prompt; None = no
+    log-probabilities of the prompt. If set, `max_tokens` may be 0."""
     tools: Sequence[Mapping[str, Any]] = ()
     """Tools for the chat template."""
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     """Other variables for the chat template."""
     shown_tokens: tuple[str, ...] = ()
-    """Special tokens that the text keeps, such as marks of tool calls; it leaves out all others."""
+    """Special tokens to include in the text, such as marks of tool calls. The text leaves out all
+    other special tokens."""
     answer_form: str = ""
-    """How to parse tool calls and reasoning from the text, as JSON of `coordinator.http_api`; empty
-    = all is content."""
+    """JSON of `coordinator.http_api` that says how to parse tool calls and reasoning from the text;
+    empty = the whole text is content."""
     default_max_tokens: int = MAX_TOKENS_DEFAULT
-    """Default of `max_tokens`, as far as the model has room. gRPC and HTTP have different
-    defaults."""
+    """Value for a `max_tokens` of None, reduced if the model has less room. gRPC and HTTP have
+    different defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +79,18 @@ class ResumeRequest:
 
     session_id: str
     num_tokens: int = 0
-    """Tokens of the completion already received; they are not sent again."""
+    """Number of completion tokens that the client has. They are not sent again."""
     num_characters: int | None = None
-    """Characters (code points) of its text already received; None = all of the tokens' text."""
+    """Number of characters (code points) of the text that the client has; None = the whole text of
+    these tokens."""
     deadline_ms: int | None = None
-    """The remaining time; None = the request's deadline."""
+    """The remaining time; None = the deadline of the original request."""
     tokens_digest: int | None = None
-    """Digest of the tokens received, see `TokenSequence`; None = only their number is checked."""
+    """Digest of the tokens that the client has, see `TokenSequence`; None = their ids are not
+    checked."""
     cuts: tuple[int, ...] = ()
     """If set, all tokens are sent again, and an event ends after each of these numbers of tokens.
-    Not sent by gRPC."""
+    gRPC does not carry this field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +106,17 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """Tokens of the prompt, [n]. They come before those of the completion."""
+    """Some tokens of the prompt. These events come before those with tokens of the completion."""
 
     token_ids: tuple[int, ...]
+    """[n]"""
     logprobs: tuple[PositionLogprobs | None, ...]
-    """[n], of each token given those before it; None for the first token of the prompt."""
+    """[n]. For each token, given the tokens before it; None for the first token of the prompt."""
 
 
 @value(frozen=True, slots=True)
 class Tokens:
-    """Committed tokens, [n] each. `text_delta` holds whole characters and may lag behind the
+    """n committed tokens. `text_delta` has only whole characters, so it may lag behind the
     tokens."""
 
     first_index: int
@@ -137,8 +143,8 @@ class RoundReport:
     look_ahead_hit: bool = False
     """Whether the proposal was ready when the round began."""
     proposed_parents: tuple[int, ...] = ()
-    """In a tree, for each token the index of the proposed one that it follows, -1 = the committed
-    tokens; empty for a chain."""
+    """In a tree, for each proposed token the index of the proposed token that it follows, or -1 if
+    it follows the committed tokens. Empty for a chain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +167,8 @@ class Metrics:
     """1 + accepted / rounds."""
     time_to_first_token_ms: float
     tokens_per_second: float
-    """Committed completion tokens over the coordinator's time from request to last event."""
+    """Committed completion tokens, divided by the time that the coordinator measures from the
+    request's arrival to the last event."""
 
     @classmethod
     def of(

@@ -1,8 +1,9 @@
-"""Settings: typed values with a name, a unit and bounds, from four sources.
+"""Settings: typed values with names and bounds, from four sources.
 
 A configuration is a pydantic dataclass (`checked`). Its fields are settings, unless they are
-`Internal`. Defaults < YAML file < `OUTRIDER_*` environment < flag. Each layer is checked by itself,
-so that an error names the source of the bad value."""
+`Internal`. A flag overrides an `OUTRIDER_*` variable, which overrides the YAML file, which
+overrides the default. Each of these layers is checked by itself, so that an error can name the
+source of a bad value."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,8 +25,9 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(Field,))
 def checked(prefix: str = "", fields: Collection[str] = ()) -> Any:
-    """Makes a frozen dataclass of settings that checks their values. A setting's key is the alias
-    or the name of its field. The keys of the given `fields` begin with `prefix`."""
+    """Makes a class a frozen dataclass of settings, which checks their values. The key of a setting
+    is the alias of its field, or else the field's name. The given `fields` have `prefix` before
+    their name in the key."""
     names = {name: prefix + name for name in fields}
     config = ConfigDict(
         strict=True, extra="forbid", use_attribute_docstrings=True,
@@ -48,8 +50,8 @@ NOT_SETTINGS = (
     "OUTRIDER_CACHE", "OUTRIDER_STATE_DIR", "OUTRIDER_TEST_DATA", "OUTRIDER_CA_CERT",
     "OUTRIDER_CLIENT_CERT", "OUTRIDER_CLIENT_KEY",
 )  # fmt: skip
-"""Variables with this prefix that are no settings of a deployment: paths of local files, and
-credentials of clients."""
+"""Variables that begin with `OUTRIDER_` but are no settings of a deployment. They are paths of
+local files, or credentials of clients."""
 
 _KIND_NAMES = {
     "string": "a string", "integer": "a whole number", "number": "a number",
@@ -63,10 +65,10 @@ class Setting:
     """One setting as the command line, the environment and the documentation see it."""
 
     key: str
-    """Key of the setting in a YAML file. Flag and variable are derived from it."""
+    """Key of the setting in a YAML file. The names of its flag and variable are derived from it."""
     doc: str
     group: str
-    """Title of its class, for grouping in help texts."""
+    """Docstring of the setting's class. Help texts are grouped by it."""
     default: Value
     secret: bool
     """Whether the value is hidden everywhere, even in errors."""
@@ -80,8 +82,8 @@ class Setting:
 
     @cached_property
     def schema(self) -> Any:
-        """JSON schema of the values other than None. If the values are lists, the schema of an
-        entry."""
+        """JSON schema of the values other than None. If values are lists, the schema of their
+        entries."""
         found = self.adapter.json_schema()
         found = found.get("items", found)
         return found.get("anyOf", [found])[0]
@@ -92,13 +94,13 @@ class Setting:
 
     @property
     def choices(self) -> Sequence[str]:
-        """The allowed values if the type enumerates them, else empty."""
+        """The allowed values if the type enumerates them, otherwise empty."""
         found: Sequence[str] = self.schema.get("enum", ())
         return found
 
     @property
     def metavar(self) -> str:
-        """Placeholder for its value in help texts."""
+        """Placeholder for the setting's value in help texts."""
         kind = self.schema.get("format", self.schema["type"]).upper()
         return ("|".join(self.choices) or kind) + (",.." if self.is_list else "")
 
@@ -123,8 +125,9 @@ class Setting:
         return words
 
     def parse(self, raw: object, source: str) -> Value:
-        """Converts `raw` (text, or a value from YAML) to a value; a list is text with commas
-        between its entries. Raises `ConfigError` that names `source` for a bad value."""
+        """Converts `raw`, which is text or a value from YAML, to the setting's value. The text of a
+        list has commas between the entries. Raises `ConfigError`, which names `source`, for a bad
+        value."""
         try:
             if not isinstance(raw, str):
                 return self.adapter.validate_python(raw, strict=True)
@@ -185,7 +188,7 @@ def by_its_keys(config: type) -> Iterator[None]:
 
 
 def build(config: type[Config], values: Mapping[str, Value], **internal: Any) -> Config:
-    """A configuration from values by key; other settings keep their defaults."""
+    """A configuration from the values of settings, by key. Other settings keep their defaults."""
     named = {
         name: values[found.key]
         for name, found in settings_of(config).items()
@@ -200,9 +203,9 @@ def layers(
     environment: Mapping[str, str],
     flags: Mapping[str, object],
 ) -> Iterator[tuple[Setting, object, str]]:
-    """All that a YAML file, the environment and flags set, in this order: the setting, its raw
-    value, and the source to name in errors. A setting's last value wins. Raises `ConfigError` for
-    an unknown key."""
+    """Yields all that a YAML file, the environment and flags set, in this order. Each item is a
+    setting, its raw value, and the source to name in errors. If a setting comes several times, its
+    last value counts. Raises `ConfigError` for an unknown key."""
     if file is not None:
         for key, raw in _read_yaml(file).items():
             yield _known(settings, key, f"{file}: {key}"), raw, f"{file}: {key}"
@@ -225,7 +228,7 @@ def _known(settings: Mapping[str, Setting], key: str, source: str) -> Setting:
 
 
 def _read_yaml(path: Path) -> dict[str, object]:
-    """A flat YAML mapping; `-` in a key is read as `_`."""
+    """Reads a flat mapping from a YAML file. Reads `-` in a key as `_`."""
     import yaml
 
     with blaming("config"):

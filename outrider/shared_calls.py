@@ -1,4 +1,4 @@
-"""Calls that run once for all callers that wait for them, on threads or as tasks."""
+"""Calls whose result several callers share."""
 
 import asyncio
 from collections import Counter
@@ -11,8 +11,9 @@ Result = TypeVar("Result")
 
 
 class SharedCalls(Generic[Key, Result]):
-    """Cancels a call when no caller waits for it any more; a thread does not begin a cancelled one.
-    For the event loop's thread."""
+    """Runs one call per key for all callers that wait for its result. When no caller waits any
+    more, cancels the call. A call that already runs on a thread still runs to its end. To be used
+    only on the event loop's thread."""
 
     def __init__(self, num_threads: int = 1, name: str = "") -> None:
         """At most `num_threads` calls of `result` run at the same time; others wait."""
@@ -28,12 +29,14 @@ class SharedCalls(Generic[Key, Result]):
         return key in self._running
 
     async def result(self, key: Key, call: Callable[[], Result]) -> Result:
-        """The result or error of the running call with this key, or else of `call`."""
+        """Returns the result of the running call with this key, or raises its error. If there is no
+        such call, runs `call` on a thread."""
         loop = asyncio.get_running_loop()
         return await self.share(key, lambda: loop.run_in_executor(self._threads, call))
 
     async def share(self, key: Key, begin: Callable[[], asyncio.Future[Result]]) -> Result:
-        """As `result`, for the future that `begin` returns."""
+        """Does the same as `result`, but waits for a future that `begin` returns instead of a
+        thread."""
         if key not in self._running:
             self._running[key] = begin()
         running = self._running[key]
@@ -47,5 +50,5 @@ class SharedCalls(Generic[Key, Result]):
                 running.cancel()
 
     def close(self) -> None:
-        """Starts no more calls; does not wait for running ones."""
+        """Starts no more calls. Does not wait for running calls."""
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,6 +1,6 @@
 """Translates the `--speculative-config` of `vllm serve` into settings of a deployment.
 
-Keys and values are those of vLLM 0.32. Errors name the keys of unsupported values."""
+The keys and values are those of vLLM 0.32. An error for an unsupported value names its key."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,8 +22,8 @@ class SpeculativeConfig:
     """Settings of vLLM."""
 
     speculative_config: Annotated[str, WithJsonSchema({"type": "string", "format": "json"})] = ""
-    """JSON as for `vllm serve --speculative-config`, in place of `draft_model`, `num_draft_tokens`
-    and other settings; docs/drafters.md has a table."""
+    """JSON as for `vllm serve --speculative-config`. It replaces `draft_model`, `num_draft_tokens`
+    and other settings, which docs/drafters.md lists."""
 
 
 _SETTINGS = {
@@ -35,19 +35,19 @@ _SETTINGS = {
     "suffix_decoding_max_tree_depth": "suffix_depth",
     "suffix_decoding_min_token_prob": "suffix_min_score",
 }
-"""Settings that correspond to keys."""
+"""For each of these keys of vLLM, the corresponding setting."""
 _METHODS = {
     "ngram": "ngram", "[ngram]": "ngram", "ngram_gpu": "ngram", "suffix": "suffix",
     "draft_model": "{}", "eagle3": "eagle3:{}",
     "mtp": MTP, "deepseek_mtp": MTP, "glm4_moe_mtp": MTP, "qwen3_next_mtp": MTP,
 }  # fmt: skip
-"""`draft_model` by method; {} = the key `model`."""
+"""For each `method`, the value of `draft_model`. {} stands for the value of the key `model`."""
 _NGRAM = ("ngram", "[ngram]")
-"""N-grams, as `method` or `model`."""
+"""Methods that may also be given as `model`."""
 _NGRAM_TOKENS = 5
-"""Both bounds of a match's length if neither is given."""
+"""Value of both bounds of a match's length if neither bound is given."""
 _RULES = {"standard": "token", "block": "block"}
-"""`unseeded_rule` by rejection_sample_method, except synthetic."""
+"""For each `rejection_sample_method` except synthetic, the value of `unseeded_rule`."""
 _RATES = ("synthetic_acceptance_rates", "synthetic_acceptance_length")
 _BY_FILES = "give a directory with the files that are meant as the model"
 _BY_LENGTH_CONTROL = "--length-control chooses how many tokens each round drafts"
@@ -78,18 +78,18 @@ _FIXED: dict[str, tuple[Value, str]] = {
     "use_local_argmax_reduction": (False, _ONLY_VLLM),
     "dspark_draft_topk": (None, _ONLY_VLLM),
 }
-"""Keys with only one allowed value, which describes what Outrider does. None = the key is not
-allowed."""
+"""For each of these keys, the only allowed value, and the reason. The value describes what Outrider
+does. None = the key must be left out."""
 _UNDERSTOOD = (
     "method", "model", "parallel_drafting", *_SETTINGS, "rejection_sample_method", *_RATES
 )  # fmt: skip
 
 
 def settings_of_vllm(raw: object, source: str) -> Iterator[tuple[str, Value, str]]:
-    """The settings that a `speculative_config` (text, or a value from YAML) stands for: key, value
-    (not checked yet), and vLLM's key. Synthetic acceptance also yields `speculative_config`, the
-    emulated engine's `acceptance_rates`, and an empty text. Raises `ConfigError` that
-    names `source` and the wrong key."""
+    """Yields the settings that a `speculative_config` stands for. `raw` is text, or a value from
+    YAML. Each item is the key of a setting, its unchecked value, and vLLM's key. For synthetic
+    acceptance, one item is `speculative_config`, the emulated engine's `acceptance_rates`, and an
+    empty text. Raises `ConfigError`, which names `source` and the wrong key."""
     if raw == "":
         return
     said = _Said(raw, source)
@@ -134,7 +134,8 @@ class _Said:
                 self.values[key] = value
         bounds = ("prompt_lookup_min", "prompt_lookup_max")
         if _METHODS.get(str(self.values.get("method", self.values.get("model")))) == "ngram":
-            # As in vLLM, both get the given value. The given key stays first: errors name it.
+            # As in vLLM, a missing bound gets the value of the other. The given key stays first in
+            # `values`, so that errors name it.
             one = next((self.values[key] for key in bounds if key in self.values), _NGRAM_TOKENS)
             for key in bounds:
                 self.values.setdefault(key, one)
@@ -175,13 +176,14 @@ class _Said:
         if is_emulated:
             return SCHEME, "rejection_sample_method"
         if not model:
-            needed = "method, or model," if method is None else f"{method} needs one: it"
-            raise self.error("model", f"{needed} is missing")
+            why = "give it or method" if method is None else f"{method} needs it"
+            raise self.error("model", f"is missing; {why}")
         return form.format(model), "model"
 
     def check_parallel_drafting(self) -> None:
-        """Raises `ConfigError` if `parallel_drafting` is set without a draft model. That model's
-        files say whether it drafts all tokens in one pass."""
+        """Raises `ConfigError` if `parallel_drafting` is set without a draft model. With a draft
+        model the key has no effect, because the model's files say whether it drafts all tokens in
+        one pass."""
         value = self.values.get("parallel_drafting", False)
         if not isinstance(value, bool):
             raise self.error("parallel_drafting", f"{value!r} is wrong; it must be true or false")
@@ -196,8 +198,8 @@ class _Said:
         """Probabilities that a round accepts at least 1, 2, ... draft tokens."""
         given = [key for key in _RATES if key in self.values]
         if len(given) != 1:
-            reason = "synthetic needs one of the two" if not given else f"given beside {given[1]}"
-            raise self.error(_RATES[0], reason)
+            reason = "cannot be given with" if given else "is missing; give it or"
+            raise self.error(_RATES[0], f"{reason} {_RATES[1]}")
         count = self.values.get("num_speculative_tokens")
         if type(count) is not int or not 1 <= count <= NUM_DRAFT_TOKENS_MAX:
             allowed = f"a whole number from 1 to {NUM_DRAFT_TOKENS_MAX}"

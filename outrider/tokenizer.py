@@ -17,16 +17,17 @@ from outrider.models.loading import load_tokenizer
 
 _REPLACEMENT = "\ufffd"
 _HELD_TOKENS_MAX = 8
-"""Most tokens held back for an incomplete character: a UTF-8 character has at most four bytes, and
-a token at least one."""
+"""Largest number of tokens that are held back because a character may be incomplete. A UTF-8
+character has at most four bytes, and each token at least one, so no character needs more tokens."""
 _SOME_TURN = {"role": "user", "content": "x"}
 _SOME_TOOL = "a_tool_that_is_looked_for"
 UNKNOWN_BYTES_MAX = 256
-"""Assumed most bytes of text that a token for unknown words stands for."""
+"""Assumed largest number of bytes of text that one token for unknown words stands for."""
 
 
 class TokenizerText:
-    """The tokenizer of a model. Special tokens are read in prompts and never shown."""
+    """The tokenizer of a model. It recognises special tokens in prompts, and leaves special tokens
+    out of decoded text unless a caller asks for them."""
 
     def __init__(self, tokenizer: Any, name: str) -> None:
         self._tokenizer = tokenizer
@@ -45,13 +46,14 @@ class TokenizerText:
         vocabulary = tokenizer.get_vocab()
         spelled = {vocabulary.get(f"<0x{byte:02X}>"): byte for byte in range(256)}
         self.fallback_bytes: dict[int, int] = {k: v for k, v in spelled.items() if k is not None}
-        """The byte of each token `<0x00>` to `<0xFF>`; some tokenizers spell unknown text with
-        these."""
+        """The bytes of the tokens `<0x00>` to `<0xFF>`, by token id. Some tokenizers spell unknown
+        text with these tokens. Empty for other tokenizers."""
         self._marks: dict[tuple[str, ...], dict[int, str]] = {(): {}}
-        """Special tokens to show, by requested names; few combinations occur."""
+        """For each tuple of names that `stream` was called with, the special tokens with these
+        names, by id. Few different tuples occur."""
         longest = max((len(token.encode()) for token in vocabulary), default=0)
         self.token_bytes_max = max(longest, UNKNOWN_BYTES_MAX)
-        """Most bytes of text that one token stands for."""
+        """Largest number of bytes of text that one token stands for."""
 
     @classmethod
     def load(
@@ -80,7 +82,8 @@ class TokenizerText:
 
     @property
     def chat_template(self) -> str:
-        """Template for conversations with tools; empty if the model has none."""
+        """The chat template, or the one for tools if there are several; empty if the model has
+        none."""
         found = getattr(self._tokenizer, "chat_template", None)
         if isinstance(found, dict):
             found = found.get("tool_use") or found.get("default")
@@ -102,7 +105,7 @@ class TokenizerText:
         try:
             told = self.render([_SOME_TURN], [{"type": "function", "function": function}])
         except BadRequest:
-            return True  # The error for the real conversation says more.
+            return True  # Rendering the real conversation then raises an error that says more.
         return _SOME_TOOL in told
 
     def render(
@@ -111,7 +114,7 @@ class TokenizerText:
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """As `encode_chat`, but returns the text."""
+        """The text of a conversation, as `encode_chat` converts it to token ids."""
         return str(self._rendered(messages, tools, variables, tokenize=False))
 
     def encode_chat(
@@ -120,11 +123,11 @@ class TokenizerText:
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[int]:
-        """The ids of a conversation of `role` and `content`, up to the beginning of the answer. The
-        chat template gets `tools` and `variables`.
+        """The token ids of a conversation, up to the beginning of the answer. Each message has at
+        least `role` and `content`. The chat template gets `tools` and `variables`.
 
-        Raises `BadRequest` if the model has no chat template, or its template fails or does not
-        support tools."""
+        Raises `BadRequest` if the model has no chat template, or if its template fails or does not
+        support tools that the conversation needs."""
         for message in messages:
             _check_unicode("chat", message.get("content", ""))
         if tools or any("tool_calls" in message for message in messages):
@@ -158,12 +161,12 @@ class TokenizerText:
             raise BadRequest("chat", f"the model's chat template failed: {error}") from error
 
     def backend_json(self) -> str:
-        """The tokenizer as JSON of Hugging Face's tokenizers. Raises `ConfigError` if it is of
-        another kind."""
+        """The tokenizer as JSON of Hugging Face's library `tokenizers`. Raises `ConfigError` for a
+        tokenizer that does not use this library."""
         return backend_json(self._tokenizer)
 
     def decode(self, token_ids: Sequence[int], with_special: bool = False) -> str:
-        """The text of tokens, without special ones, or with their names."""
+        """The text of tokens. Special tokens are left out or, if `with_special`, shown by name."""
         ids, skips = list(token_ids), not with_special
         if self._backend is not None:
             return str(self._backend.decode(ids, skip_special_tokens=skips))
@@ -174,10 +177,10 @@ class TokenizerText:
         )
 
     def stream(self, shown: Collection[str] = ()) -> _ByteStream | _WindowStream:
-        """Converts arriving tokens to text, in linear time. `push` takes a token and returns the
-        text that is certain, often none. `finish`, called once, returns the rest, with U+FFFD for
-        bytes that are not a character. All returned texts together are the decoded text. Special
-        tokens named in `shown` are included."""
+        """A converter of arriving tokens to text, in linear time. Its `push` takes a token and
+        returns the new text that is certain, often none. Its `finish`, called once at the end,
+        returns the remaining text, with U+FFFD for bytes that are not a character. Special tokens
+        named in `shown` are included in the text."""
         names = tuple(shown)
         marks = self._marks.get(names)
         if marks is None:
@@ -187,17 +190,18 @@ class TokenizerText:
         return _WindowStream(self, marks) if self._bytes_of is None else _ByteStream(self, marks)
 
     def is_special(self, token_id: int) -> bool:
-        """Whether the token is never shown."""
+        """Whether the token is a special token."""
         return token_id in self._special
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token of a byte-level tokenizer adds to a text; empty for an unknown id."""
+        """The bytes that a token of a byte-level tokenizer adds to a text. Empty for an unknown id,
+        and for other tokenizers."""
         token = self._backend.id_to_token(token_id) if self._backend is not None else None
         if token is None or self._bytes_of is None:
             return b""
         try:
             return bytes(self._bytes_of[character] for character in token)
-        except KeyError:  # an added token, kept as it is written
+        except KeyError:  # An added token, which stands for its own spelling.
             return str(token).encode()
 
     def spell(self, token_id: int) -> bytes:
@@ -208,13 +212,14 @@ class TokenizerText:
             return self.token_bytes(token_id)
         if token_id in self.fallback_bytes:
             return bytes([self.fallback_bytes[token_id]])
-        # Decoded twice, because the first token of a text may lose its leading space.
+        # Decodes the token twice in a row, because the first token of a text may lose its leading
+        # space.
         once, twice = self.decode([token_id]), self.decode([token_id, token_id])
         return twice[len(once) :].encode()
 
 
 class _ByteStream:
-    """For byte-level tokenizers: the bytes show which characters are complete."""
+    """Converts tokens of byte-level tokenizers. Their bytes show which characters are complete."""
 
     def __init__(self, text: TokenizerText, marks: Mapping[int, str]) -> None:
         self._text = text
@@ -231,8 +236,8 @@ class _ByteStream:
 
 
 class _WindowStream:
-    """For any tokenizer: decodes the last tokens again, after some earlier ones, because the first
-    token of a text may lose its leading space.
+    """Converts tokens of any tokenizer. Decodes the pending tokens after some shown ones, because
+    the first token of a text may lose its leading space.
 
         ids      ... | context: shown | pending: not yet shown |
         decoded        `_shown`         what push returns
@@ -269,10 +274,10 @@ class _WindowStream:
             pending = bytes(known[token_id] for token_id in self._pending)
             return codecs.utf_8_decode(pending, "strict", False)[1] < len(pending)
         except UnicodeDecodeError:
-            return False  # no further byte can complete it
+            return False  # No further byte can complete the character.
 
     def _may_split_character(self, decoded: str) -> bool:
-        """Whether the pending tokens may end within a character: a guess from the text, for
+        """Whether the pending tokens may end within a character. This is a guess from the text, for
         tokenizers without byte tokens."""
         return (
             not self._text.fallback_bytes
@@ -289,7 +294,8 @@ class _WindowStream:
 
 @cache
 def _not_for_templates() -> frozenset[str]:
-    """Variables that the library sets itself, or that control rendering."""
+    """Names that template variables may not have, because the library sets them or they control
+    rendering."""
     from transformers import PreTrainedTokenizerBase
 
     names = signature(PreTrainedTokenizerBase.apply_chat_template).parameters
@@ -297,8 +303,9 @@ def _not_for_templates() -> frozenset[str]:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The byte of each character in byte-level vocabularies (Radford et al. 2019): printable
-    Latin-1 stands for itself, the characters from U+0100 on for the other bytes, in order."""
+    """The byte that each character of byte-level vocabularies stands for (Radford et al. 2019).
+    Printable Latin-1 characters stand for their own bytes. The characters from U+0100 on stand for
+    the other bytes, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}

@@ -10,9 +10,9 @@ EMPTY_DIGEST = 0
 
 
 def extend_digest(digest: int, token_id: int) -> int:
-    """The digest of a prefix and one more token: SplitMix64's finaliser (Steele et al. 2014) of the
-    prefix's digest plus an odd constant times (token id + 1). Digests detect that peers hold
-    different tokens. They are no defence against malice."""
+    """The digest of a prefix after one more token: SplitMix64's finaliser (Steele et al. 2014) of
+    digest + c * (token_id + 1), with an odd constant c. Digests detect that peers hold different
+    tokens. They do not protect against forged tokens."""
     z = (digest + (token_id + 1) * 0x9E3779B97F4A7C15) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -34,8 +34,8 @@ class TokenSequence:
 
     @property
     def ids(self) -> Sequence[int]:
-        """All ids. This is the sequence's own list: callers must not change it, and it changes when
-        the sequence does."""
+        """All ids. The list is not a copy, so callers must not change it, and it changes with the
+        sequence."""
         return self._ids
 
     def extend(self, token_ids: Iterable[int]) -> None:
@@ -61,5 +61,6 @@ class TokenSequence:
         return tuple(self._ids[start:stop])
 
     def holds(self, length: int, digest: int) -> bool:
-        """Whether there are `length` tokens, and the first `length` have this digest."""
+        """Whether there are at least `length` tokens, of which the first `length` have this
+        digest."""
         return 0 <= length <= len(self) and self._digests[length] == digest

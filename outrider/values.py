@@ -1,4 +1,4 @@
-"""Fast dataclasses, for values made in every round."""
+"""A faster dataclass decorator, for values that are made in every round."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 else:
 
     def value(*, frozen: bool, slots: bool) -> Any:
-        """`dataclass`, but only the type checker enforces `frozen`: at run time it would make each
-        assignment of a field a call, and an object of 16 fields would take 1.7 us instead of
-        0.3."""
+        """Does the same as `dataclass`, but only the type checker enforces `frozen`. Enforced at
+        run time, `frozen` makes `__init__` set each field by a function call. For 16 fields,
+        `__init__` then takes 1.7 us instead of 0.3 us."""
         return dataclass(slots=slots, unsafe_hash=frozen)

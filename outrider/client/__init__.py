@@ -17,7 +17,7 @@
     trust = caller_trust(authority=Path("ca.pem"))    # if the server has TLS
     Client("inference.example:50051", api_key=os.environ["OUTRIDER_API_KEY"], trust=trust)
 
-Every call has a deadline; every error is one of `outrider.errors`. Leaving a stream early cancels
+Every call has a deadline. Every error is one of `outrider.errors`. Leaving a stream early cancels
 its session.
 """
 
@@ -81,7 +81,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports `caller_trust` only when used, as that is slow."""
+    """Imports `caller_trust` at its first use, because the import is slow."""
     if name != "caller_trust":
         raise AttributeError(name)
     from outrider.transport.tls import caller_trust

@@ -33,13 +33,13 @@ RESUMED_TIMEOUT_S = DEADLINE_MS_MAX / 1000 + GENERATE_SLACK_S
 
 
 class Client:
-    """Calls a coordinator, or the coordinators of a deployment in turn. If one does not answer, it
-    calls the next. Any number of calls may run at a time, on one event loop. A generation whose
-    stream breaks is resumed, at another coordinator if there is one, without losing or repeating a
-    token.
+    """Calls one coordinator, or the coordinators of a deployment in turn. If a coordinator does not
+    answer, the client calls the next. Any number of calls may run at a time, on one event loop. A
+    generation whose stream breaks is resumed, at another coordinator if there is one. No token is
+    lost or repeated.
 
-    `timeout_s` bounds a call that generates nothing, in seconds. The bound of a generation is its
-    `deadline_ms`, or the default, plus some seconds for its last event."""
+    `timeout_s` limits a call that generates nothing, in seconds. A generation is limited by its
+    `deadline_ms`, or by the default, plus some seconds for its last event."""
 
     def __init__(
         self,
@@ -49,14 +49,18 @@ class Client:
         trust: Trust = PLAIN,
         resume_timeout_s: float = RESUME_TIMEOUT_S,
     ) -> None:
-        """`server` is HOST:PORT, or several separated by commas; or a function that returns such a
-        text; or a transport. A function is called again when a coordinator does not answer, to find
-        new ones. It may return an empty text while there is none. A transport has its own key; the
-        client owns and closes it. Nothing is sent before the first call. `api_key` goes with each
-        call, unencrypted without TLS (`trust`, see `caller_trust`). For up to `resume_timeout_s`
-        seconds, the client resumes broken streams and repeats requests that cannot be served now; 0
-        = neither. It also repeats other calls for that time if a function names the coordinators
-        and none answers."""
+        """`server` is one of these:
+
+        - HOST:PORT, or several of them separated by commas.
+        - A function that returns such a text, or an empty text while there are no coordinators. If
+          a coordinator does not answer, the function is called again to find new ones.
+        - A transport. It has a key of its own. The client closes it.
+
+        Nothing is sent before the first call. `api_key` is sent with each call. Without TLS
+        (`trust`, see `caller_trust`), it is not encrypted. For up to `resume_timeout_s` seconds,
+        the client resumes broken streams and repeats requests that cannot be served now. 0 = it
+        does neither. If a function names the coordinators and none answers, the client repeats
+        other calls for that time, too."""
         if isinstance(server, str) or callable(server):
             connect = partial(GrpcTransport, trust=trust, api_key=api_key)
             server = ResumingTransport(EndpointPool(server, connect), resume_timeout_s)
@@ -74,25 +78,25 @@ class Client:
         return self._transport.address
 
     async def close(self) -> None:
-        """Cancels running calls and closes the transport; further calls raise `Unavailable`."""
+        """Cancels running calls and closes the transport. Further calls raise `Unavailable`."""
         await self._transport.close()
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Event]:
         """The events of one generation as they come. Leaving the iterator early (`aclose`) cancels
         the session. Raises the coordinator's errors, and `DeadlineExceeded` if the last event does
-        not come. A stream that breaks is resumed, or ends with `StreamBroken`; then `resume` may be
-        tried later."""
+        not come in time. If a stream breaks and cannot be resumed, raises `StreamBroken`. A later
+        `resume` may then succeed."""
         deadline_s = (request.deadline_ms or DEADLINE_MS_DEFAULT) / 1000
         return self._transport.events(request, deadline_s + GENERATE_SLACK_S)
 
     def resume(
         self, session_id: str, num_tokens: int = 0, timeout_s: float = RESUMED_TIMEOUT_S
     ) -> AsyncGenerator[Event]:
-        """The events of a generation whose stream broke, of this client or another: `Started`
-        again, then what follows the first `num_tokens` tokens. If the session has ended, even as
-        cancelled, its last events. An earlier stream that still runs ends with `StaleEpoch`. Raises
-        `NotFound`, `DataLoss` if the store has fewer tokens, and `Unavailable` while another
-        coordinator may still have the session (some two seconds)."""
+        """The events of a generation whose stream broke, at this client or another one: `Started`
+        again, and then all events after the first `num_tokens` tokens, also if the session has
+        ended meanwhile. If an earlier stream of the session still runs, that stream ends with
+        `StaleEpoch`. Raises `NotFound`, `DataLoss` if the store has fewer tokens, and `Unavailable`
+        while another coordinator may still own the session (about two seconds)."""
         return self._transport.events(ResumeRequest(session_id, num_tokens), timeout_s)
 
     async def complete(self, request: GenerateRequest) -> Completion:
@@ -104,8 +108,8 @@ class Client:
         return builder.build()
 
     async def cancel(self, session_id: str, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        """Ends a session with finish reason `cancelled`; its stream gets a last event. A finished
-        session is unchanged. Raises `NotFound`."""
+        """Ends a session with finish reason `cancelled`. The session's stream gets a last event. A
+        finished session is unchanged. Raises `NotFound`."""
         await self._call("cancel", timeout_s, session_id)
 
     async def get_session(self, session_id: str, timeout_s: float = CALL_TIMEOUT_S) -> SessionView:
@@ -113,7 +117,7 @@ class Client:
         return cast(SessionView, await self._call("get_session", timeout_s, session_id))
 
     async def describe(self, timeout_s: float = CALL_TIMEOUT_S) -> CoordinatorDescription:
-        """What the coordinator serves, and how many sessions run."""
+        """Describes what the coordinator serves, and how many sessions run."""
         return cast(CoordinatorDescription, await self._call("describe", timeout_s))
 
     async def healthy(self, timeout_s: float = CALL_TIMEOUT_S) -> bool:
@@ -130,11 +134,12 @@ class Client:
 
 
 class SyncClient:
-    """A `Client` whose calls block until their answers. Any number of threads may share one.
+    """A client whose calls block until they are answered. Any number of threads may share one
+    `SyncClient`.
 
-    It runs the coroutines of a `Client` with a transport that blocks instead of suspending. So it
-    needs no event loop: it may be used inside a program that runs one, and an interrupt (Ctrl-C)
-    ends a call at once."""
+    It runs the coroutines of a `Client` with a transport that blocks instead of suspending, so it
+    needs no event loop. A program with an event loop may use it, too. An interrupt (Ctrl-C) ends a
+    call at once."""
 
     def __init__(
         self,
@@ -144,8 +149,8 @@ class SyncClient:
         trust: Trust = PLAIN,
         resume_timeout_s: float = RESUME_TIMEOUT_S,
     ) -> None:
-        """`address` is HOST:PORT, several separated by commas, or a function that returns them; the
-        rest is as for `Client`. Nothing is sent before the first call."""
+        """`address` is HOST:PORT, several of them separated by commas, or a function that returns
+        such a text. The other parameters are those of `Client`."""
 
         async def sleep(seconds: float) -> None:
             time.sleep(seconds)  # noqa: ASYNC251 (run by `_run`)
@@ -165,7 +170,7 @@ class SyncClient:
         return self._client.address
 
     def close(self) -> None:
-        """Cancels running calls and closes the channels; further calls raise `Unavailable`."""
+        """Cancels running calls and closes the channels. Further calls raise `Unavailable`."""
         _run(self._client.close())
 
     def generate(self, request: GenerateRequest) -> Generator[Event]:
@@ -201,8 +206,9 @@ class SyncClient:
 
 
 def _run(call: Awaitable[T]) -> T:
-    """Runs a coroutine that never suspends, because its calls block. Generators in the coroutine
-    are not registered with this thread's event loop, as the loop would close them when it ends."""
+    """Runs a coroutine that never suspends, because its calls block. Keeps generators in the
+    coroutine from being registered with an event loop of this thread, because the loop would close
+    them at its end."""
     hooks = sys.get_asyncgen_hooks()
     sys.set_asyncgen_hooks(None, None)
     try:

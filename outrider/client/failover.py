@@ -27,25 +27,25 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 Endpoint = TypeVar("Endpoint")
 Server: TypeAlias = str | Callable[[], str]
-"""HOST:PORT, several separated by commas, or a function that returns them. The function runs on the
-caller's thread or event loop, so it must be quick."""
+"""HOST:PORT, several of them separated by commas, or a function that returns such a text. The
+function runs on the caller's thread or event loop, so it must be quick."""
 RESUME_TIMEOUT_S = 15.0
 """Default time for resuming a broken stream, or for repeating a request that no coordinator can
-serve now. Coordinators, or the services behind them, may be restarting."""
+serve now, perhaps because coordinators or the services behind them restart."""
 LOOK_S = 0.5
 """Least time between two calls of the function that names the coordinators."""
 GONE_MAX = 16
-"""Most connections kept to coordinators that are no longer named. Calls may still run on them."""
+"""Largest number of connections that are kept to coordinators that are no longer named, because
+calls may still run on them."""
 AVOIDED_S = 5.0
-"""How long no call begins at a coordinator that did not answer. A coordinator that answers that it
-cannot serve now states a time of its own."""
+"""After a coordinator did not answer, no call begins there for this time. A coordinator that
+answers but cannot serve now states a time of its own."""
 _WAIT_S = (0.05, 1.0)
 """First and longest wait between two tries, for `backoff`."""
 
 
 def addresses_of(server: object) -> list[str]:
-    """Each HOST:PORT of a comma-separated text. Raises `BadRequest` if an entry is empty, or if
-    `server` is not text."""
+    """Each HOST:PORT of a comma-separated text. Raises `BadRequest` if `server` is no such text."""
     each = [one.strip() for one in server.split(",")] if isinstance(server, str) else [""]
     if not all(each):
         raise BadRequest(
@@ -55,8 +55,9 @@ def addresses_of(server: object) -> list[str]:
 
 
 class EndpointPool(Generic[Endpoint]):
-    """One connection (or other object) per named coordinator. Calls begin at each coordinator in
-    turn, which spreads a client's sessions over all. Threads may share a pool."""
+    """Keeps one connection (or other object) for each named coordinator. Calls begin at each
+    coordinator in turn. So the sessions of a client are spread over all coordinators. Threads may
+    share a pool."""
 
     def __init__(
         self,
@@ -66,9 +67,9 @@ class EndpointPool(Generic[Endpoint]):
         first: int | None = None,
     ) -> None:
         """`connect` makes a connection to an address, and sends nothing. The first call begins at
-        the address with index `first`, by default a random one. Raises errors of the function
-        `server`, which may return an empty text at first, and `BadRequest` for invalid
-        addresses."""
+        the address with index `first`, by default at a random address. If `server` is a function,
+        it may return an empty text at first, and its errors are raised. Raises `BadRequest` for
+        invalid addresses."""
         self._name = server if callable(server) else None
         self._connect = connect
         self.clock = clock
@@ -76,7 +77,7 @@ class EndpointPool(Generic[Endpoint]):
         named = server() if callable(server) else server
         self._named = [] if callable(server) and named == "" else addresses_of(named)
         self._open = {address: connect(address) for address in self._named}
-        """By address, the oldest first, including those of coordinators that are no longer
+        """Connections by address, the oldest first. Some may be to coordinators that are no longer
         named."""
         self._next = secrets.randbelow(max(1, len(self._named))) if first is None else first
         self._avoided: dict[Endpoint, float] = {}
@@ -97,8 +98,8 @@ class EndpointPool(Generic[Endpoint]):
         return list(self._open.values())
 
     def begin(self) -> Endpoint:
-        """Where a new call begins: at the next endpoint that is not avoided. If all are avoided, at
-        the next one. Raises `StreamBroken` if there are no endpoints."""
+        """The endpoint at which a new call begins: the next one that is not avoided or, if all are
+        avoided, the next one. Raises `StreamBroken` if there are no endpoints."""
         each, now = self.each, self.clock()
         if not each:
             raise StreamBroken("no coordinator is named yet")
@@ -109,9 +110,9 @@ class EndpointPool(Generic[Endpoint]):
         return found
 
     def after(self, tried: Endpoint, avoided_s: float = AVOIDED_S) -> Endpoint | None:
-        """The endpoint after `tried`, for a call that failed at `tried`. So the call tries all in
-        turn. For `avoided_s` seconds no other call begins at `tried`. None if `tried` is no longer
-        named."""
+        """The endpoint after `tried`, for a call that failed at `tried`, so that a call tries all
+        endpoints in turn. None if `tried` is no longer named. For `avoided_s` seconds, no other
+        call begins at `tried`."""
         each, now = self.each, self.clock()
         if tried not in each:
             return None
@@ -121,9 +122,10 @@ class EndpointPool(Generic[Endpoint]):
         return each[(each.index(tried) + 1) % len(each)]
 
     def renew(self) -> list[Endpoint]:
-        """Calls the function again, after a coordinator did not answer. Returns the oldest
-        connections to coordinators no longer named, which the caller must close. If the function
-        returns an empty text or fails, changes nothing; a failure is logged."""
+        """Calls the function again that names the coordinators, after one did not answer. Returns
+        old connections to coordinators that are no longer named. The caller must close these. If
+        the function returns an empty text or fails, the named coordinators stay. A failure is
+        logged."""
         with self._changing:
             now = self.clock()
             if self._name is None or now - self._read_at < LOOK_S:
@@ -144,8 +146,8 @@ class EndpointPool(Generic[Endpoint]):
 
 
 class ResumingTransport(Transport):
-    """Calls the coordinators of a deployment by their transports, until one answers. A stream that
-    breaks continues at the next; `Started` and each token come once."""
+    """Calls the coordinators of a deployment by their transports, until one answers. A broken
+    stream continues at the next coordinator. The caller gets `Started` and each token once."""
 
     def __init__(
         self,
@@ -154,8 +156,9 @@ class ResumingTransport(Transport):
         random: Callable[[], float] = any_random,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """Owns and closes the pool's transports. 0 seconds = broken streams are not resumed, and
-        requests that cannot begin now are not repeated. `random` is for `backoff`."""
+        """Closes the pool's transports at its own end. A `resume_timeout_s` of 0 = broken streams
+        are not resumed, and requests that cannot begin now are not repeated. `random` is for
+        `backoff`."""
         self._pool = pool
         self._resume_timeout_s = resume_timeout_s
         self._random = random
@@ -183,8 +186,8 @@ class ResumingTransport(Transport):
         return self._tried(ask, tries, timeout_s)
 
     async def call(self, method: Method, timeout_s: float, session_id: str = "") -> Any:
-        """The answer of the first coordinator that gives one. If all raise `Unavailable`, raises
-        that of the last. If a function names the coordinators and none answers, calls them again
+        """The answer of the first coordinator that answers. If all raise `Unavailable`, raises the
+        error of the last. If a function names the coordinators and none answers, calls them again
         until the time is over."""
         if method == "healthy":
             for transport in self._pool.each:
@@ -207,7 +210,7 @@ class ResumingTransport(Transport):
         tries: Tries,
         timeout_s: float,
     ) -> AsyncGenerator[T]:
-        """Answers of the coordinators, called one after the other."""
+        """Asks one coordinator after the other, and yields the answers."""
         pool = self._pool
         deadline = pool.clock() + timeout_s
         current: Transport | None = None
@@ -235,8 +238,8 @@ class ResumingTransport(Transport):
 
 
 class Tries:
-    """State of one call: what its caller has received of a generation, and what to do when a
-    coordinator cannot answer."""
+    """State of one call: what its caller has received of a generation, and which coordinators were
+    tried."""
 
     def __init__(
         self,
@@ -259,20 +262,21 @@ class Tries:
         self._has_answer = False
         """Whether a coordinator among `_tried` has answered, so that another try may succeed."""
         self._num_waits = 0
-        """Waits since the last token because a coordinator did not answer."""
+        """Number of waits since the last token because a coordinator did not answer."""
         self._stayed = False
-        """Whether the last coordinator is called a second time."""
+        """Whether the call goes to the same coordinator a second time."""
 
     def remainder(self, left_s: float) -> ResumeRequest | None:
-        """A request for the rest of the generation, within this many seconds; None before it has
-        begun."""
+        """A request for the remaining events of the generation, within `left_s` seconds. None if
+        the generation has not begun."""
         if self.received is None or not self._is_started:
             return self.received
         left_ms = round((left_s - GENERATE_SLACK_S) * 1000)
         return replace(self.received, deadline_ms=min(max(1, left_ms), DEADLINE_MS_MAX))
 
     def note(self, event: Event) -> bool:
-        """Notes an event. Returns whether the caller gets the event: any but a second `Started`."""
+        """Notes an event. Returns whether the caller should get it: True for all events except a
+        second `Started`."""
         if isinstance(event, Started):
             is_first, self._is_started = not self._is_started, True
             self.received = self.received or ResumeRequest(
@@ -280,7 +284,7 @@ class Tries:
             )
             return is_first
         if isinstance(event, Tokens) and (known := self.received) is not None:
-            if event.token_ids:  # Only tokens count as progress: their number is limited.
+            if event.token_ids:  # Only tokens count as progress, because their number is limited.
                 self._tried_until, self._num_waits, self._stayed = None, 0, False
             characters, digest = known.num_characters, known.tokens_digest
             if digest is not None:
@@ -296,13 +300,16 @@ class Tries:
     def after(
         self, tried: Transport | None, error: Unavailable, deadline: float
     ) -> tuple[Transport | None, float]:
-        """The coordinator to call next (None = any), and the seconds until then. Before a stream
-        has begun, all are called without waiting. If a stream has just broken, its coordinator is
-        called a second time: it has the session, and perhaps only the connection is lost. If a
-        coordinator answered that it cannot continue the session now, it is called again after the
-        time that it gave, as no other coordinator could continue sooner. Raises the error if a
-        stream has ended with it, if the time is over, or if all coordinators were asked to begin,
-        none has answered, and no others will be named."""
+        """The coordinator to call next (None = any), and the seconds to wait before the call.
+
+        Before a stream has begun, all coordinators are called without waiting. If a stream has just
+        broken, its coordinator is called a second time: it has the session, and perhaps only the
+        connection is lost. If a coordinator answered that it cannot continue the session now, it is
+        called again after the time that it gave, because no other coordinator could continue
+        sooner.
+
+        Raises `error` if it ended a stream, or if the time is over. Also raises `error` if all
+        coordinators were asked to begin, none has answered, and no others will be named."""
         pool, now = self._pool, self._pool.clock()
         answered, begins = not isinstance(error, StreamBroken), self.received is None
         may_stay = answered or self._tried_until is None

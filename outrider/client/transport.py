@@ -1,4 +1,5 @@
-"""How a client reaches a coordinator, by gRPC or in this process, and what its calls return."""
+"""Transports, which carry a client's calls by gRPC or to a coordinator in this process, and the
+values that the calls return."""
 
 import asyncio
 import re
@@ -52,7 +53,7 @@ from outrider.v1 import coordinator_pb2_grpc, types_pb2
 CLOSED = "the client is closed"
 """Message of `Unavailable` on a closed transport."""
 GENERATE_SLACK_S = 10.0
-"""How long a call may outlast its generation's deadline."""
+"""Time that a call may take beyond the deadline of its generation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ class CompletionBuilder:
         return None if self._started is None else self._started.session_id
 
     def add(self, event: Event) -> None:
-        """Adds the next event. Raises `DataLoss` if tokens before it are missing."""
+        """Adds the next event. Raises `DataLoss` if tokens before the event are missing."""
         match event:
             case Started():
                 self._started = event
@@ -167,9 +168,9 @@ Method = Literal["cancel", "get_session", "describe", "healthy"]
 
 
 class Transport(Protocol):
-    """Carries calls to one coordinator. All methods are for one event loop, end within `timeout_s`
-    seconds, and raise only errors of `outrider.errors`, such as `Unavailable`, `DeadlineExceeded`,
-    and `StreamBroken` if no coordinator answers."""
+    """Carries calls to a coordinator. All methods must be called on one event loop. They end within
+    `timeout_s` seconds, and raise only errors of `outrider.errors`: `StreamBroken` if no
+    coordinator answers, `Unavailable`, `DeadlineExceeded`, and others."""
 
     @property
     def address(self) -> str:
@@ -182,7 +183,7 @@ class Transport(Protocol):
         Closing the iterator early cancels its session."""
 
     async def call(self, method: Method, timeout_s: float, session_id: str = "") -> Any:
-        """Result of the method of `Client` with this name."""
+        """The result of the method of `Client` with the name `method`."""
 
     async def close(self) -> None:
         """Ends running calls. Idempotent."""
@@ -196,7 +197,7 @@ _VISIBLE = re.compile("[!-~]+")
 
 
 class GrpcTransport(Transport):
-    """One channel to HOST:PORT; any number of calls at a time."""
+    """One channel to HOST:PORT, for any number of calls at a time."""
 
     blocking = False
 
@@ -264,8 +265,8 @@ class GrpcTransport(Transport):
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:
-        """Maps errors of the call inside. Closing a channel raises CancelledError in its calls.
-        This error is mapped; that of a cancelled task is not."""
+        """Converts errors of the call inside. Closing a channel raises CancelledError in its calls.
+        This error becomes `Unavailable`. The CancelledError of a cancelled task is raised again."""
         if self._closed:
             raise Unavailable(CLOSED)
         try:
@@ -300,7 +301,7 @@ class BlockingGrpcTransport(GrpcTransport):
 
 def call_error(error: Any, address: str) -> OutriderError:
     """The coordinator's error in a failed call to `address`, or a `StreamBroken` if no coordinator
-    answered. Its cause is gRPC's error."""
+    answered."""
     meant = status_to_error(error)
     answered = any(key == _STATUS_DETAILS for key, _ in error.trailing_metadata() or ())
     if answered or not isinstance(meant, Unavailable):
@@ -312,7 +313,8 @@ def call_error(error: Any, address: str) -> OutriderError:
 
 
 def key_metadata(api_key: str) -> tuple[tuple[str, str], ...]:
-    """Metadata with a key; empty without one. Raises `BadRequest`, which does not quote the key."""
+    """Metadata with a key; empty without a key. Raises `BadRequest` for an invalid key, without
+    quoting it."""
     if not api_key:
         return ()
     if not _VISIBLE.fullmatch(api_key) or len(api_key) > API_KEY_CHARS_MAX:
@@ -326,14 +328,14 @@ class InProcessTransport(Transport):
     """Calls a coordinator in this process."""
 
     def __init__(self, service: Any, tenant: str = "") -> None:
-        """`service` is a `coordinator.service.CoordinatorService`; closing the transport leaves it
-        running. Sessions belong to `tenant`."""
+        """`service` is a `coordinator.service.CoordinatorService`. It continues when the transport
+        is closed. Sessions belong to `tenant`."""
         self._service = service
         self._tenant = tenant
         self._waiting: set[asyncio.Timeout] = set()
         """Timeouts of all calls that wait for the service."""
         self._idle: set[AsyncGenerator[Event]] = set()
-        """Streams whose reader has an event and has not asked for the next."""
+        """Streams whose reader has got an event and has not asked for the next one."""
         self._closed = False
 
     @property
@@ -352,8 +354,8 @@ class InProcessTransport(Transport):
         deadline = _now() + timeout_s
         async with aclosing(stream) as events:
             while True:
-                # Entered anew for each event: a timeout that covers a yield would cancel what the
-                # caller does meanwhile.
+                # Each event has a timeout of its own, because a timeout that covers a `yield` would
+                # cancel what the caller awaits meanwhile.
                 async with self._until(deadline):
                     try:
                         event = await anext(events)
@@ -383,7 +385,7 @@ class InProcessTransport(Transport):
                     return not await service.trouble()
 
     async def close(self) -> None:
-        """Cancels running calls; the service continues."""
+        """Cancels running calls. The service continues."""
         self._closed = True
         now = _now()
         for timeout in self._waiting:
@@ -394,8 +396,8 @@ class InProcessTransport(Transport):
 
     @asynccontextmanager
     async def _until(self, deadline: float) -> AsyncIterator[None]:
-        """Cancels what is awaited inside at `deadline` (loop time) with `DeadlineExceeded`, and
-        when the transport is closed with `Unavailable`."""
+        """Cancels the block at `deadline` (loop time), and raises `DeadlineExceeded`. If the
+        transport is closed before that, cancels the block and raises `Unavailable`."""
         if self._closed:
             raise Unavailable(CLOSED)
         timeout = asyncio.timeout_at(deadline)

@@ -1,1 +1,1 @@
-"""What draft and target replicas share: queue, batches, steps, and the process around them."""
+"""The code that draft and target replicas share: queue, batches, steps, and process set-up."""

@@ -1,13 +1,15 @@
-"""Decides whether a step waits for sessions that will soon need one too. Pure.
+"""Decides whether a step waits for sessions that will soon need a step, too. Pure.
 
-Without a batching delay, sessions that arrive out of phase never share a step: an item that arrives
-during a step waits for its end, and its own step then delays the others. If one step for all takes
-less time than two steps, sharing it is quicker for all:
+Without such a delay, sessions that arrive out of phase never share a step. An item that arrives
+during a step waits for the end of the step, and the item's own step then delays the other sessions.
+If one step for all sessions takes less time than two steps, a shared step is quicker for all. The
+times of a cycle, in which each session has one round, are:
 
-    together    wait + step(all)              a cycle in which each session has one round
+    together    wait + step(all)
     in turns    step(waiting) + step(others)
 
-A session is expected back after the mean of its last gaps between answer and next item."""
+The gap of a session is the time from an answer to its next item. A session is expected to return
+after the mean of its last gaps."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,22 +17,23 @@ from outrider.limits import SEQUENCES_PER_REPLICA_MAX
 from outrider.newest import Newest
 
 GAIN = 0.9
-"""A step waits if waiting shortens the cycle to less than this share of its time."""
+"""A step waits only if the cycle then takes less than this share of the time without waiting."""
 MEMORY = 0.25
 """Weight of the newest value in the averages of gaps and of step times."""
 SPREAD = 2.5
-"""A session counts as late this many mean deviations, and `SPREAD_S`, after its mean gap."""
+"""A session is late if its gap exceeds the mean by this many mean deviations plus `SPREAD_S`."""
 SPREAD_S = 0.0005
-"""Allows for jitter of event loops and networks, s."""
+"""Time that allows for jitter of event loops and networks, s."""
 FORGIVEN = 0.03
-"""What each step without a delay adds to `_trust`, which delays in vain reduce."""
+"""Each step without a delay adds this to `_trust`. Delays for sessions that do not come reduce
+`_trust`."""
 
 
 class _Rhythm:
-    """Statistics of when a session comes back."""
+    """Statistics of a session's gaps between answers and next items."""
 
     answered_at: float | None = None
-    """When it was answered; None while it has an item here."""
+    """When the session was last answered; None while an item of the session waits or runs here."""
 
     def __init__(self, rows: int, gap_s: float = 0.0, deviation_s: float = 0.0) -> None:
         self.rows, self.gap_s, self.deviation_s = rows, gap_s, deviation_s
@@ -41,31 +44,32 @@ class _Rhythm:
 
 
 class BatchingDelay:
-    """Tracks the sessions of a replica and the times of its steps. Times are in s, of one clock."""
+    """Tracks the sessions of a replica and the times of its steps. All times are in seconds, on one
+    clock."""
 
     def __init__(self, step_seconds: Callable[[int, int], float], max_batch: int) -> None:
-        """`step_seconds(rows, sessions)` is the time of a step; at most `max_batch` sessions share
-        one."""
+        """`step_seconds(rows, sessions)` is the expected time of a step. At most `max_batch`
+        sessions share a step."""
         self._step_seconds = step_seconds
         self._max_batch = max_batch
         self._rhythms: Newest[str, _Rhythm] = Newest(SEQUENCES_PER_REPLICA_MAX)
-        """Sorted by the time of their last answer."""
+        """By session, in the order of the sessions' last answers."""
         self._typical = _Rhythm(1)
-        """Assumed for sessions that have not come back yet."""
+        """Statistics over all sessions. New sessions start with them."""
         self._num_gaps = 0
         self._scale = 1.0
-        """Ratio of measured step times to those of `step_seconds`."""
+        """Average ratio of measured step times to those of `step_seconds`."""
         self._trust = 1.0
         """Share of the awaited sessions that came in time, averaged over the last delays."""
         self.awaited: set[str] = set()
-        """The sessions of the last delay that have not come, or did not come in time."""
+        """The sessions for which the last delay waits or waited, except those that came in time."""
         self._num_awaited = 0
-        """All sessions of the last delay."""
+        """Number of all sessions of the last delay."""
         self._until = 0.0
         """When the last delay ends."""
 
     def arrived(self, session_id: str, now: float) -> None:
-        """An item of the session has come."""
+        """Notes that an item of the session has arrived."""
         if now <= self._until:
             self.awaited.discard(session_id)
         rhythm = self._rhythms.get(session_id)
@@ -91,14 +95,14 @@ class BatchingDelay:
         self.awaited.discard(session_id)
 
     def took(self, seconds: float, rows: int, sessions: int) -> None:
-        """Notes a step's time."""
+        """Notes how long a step took."""
         told = self._step_seconds(rows, sessions)
         if told > 0:
             self._scale += MEMORY * (seconds / told - self._scale)
 
     def hold(self, now: float, waiting: Sequence[int]) -> float | None:
-        """Until when the next step should wait, if the items of `waiting` have these numbers of
-        rows; None = it should begin now. Sets the sessions that are `awaited`."""
+        """Returns the time until which the next step should wait; None = the step should begin now.
+        `waiting` has the number of rows of each waiting item. Sets `awaited`."""
         if self._num_awaited:
             came = 1 - len(self.awaited) / self._num_awaited
             self._trust += MEMORY * (came - self._trust)
@@ -120,7 +124,7 @@ class BatchingDelay:
             cycle_s = back_at - now + self._seconds(rows, num + num_come)
             if num_left > num_come:
                 cycle_s += self._seconds(rows_left, num_left - num_come)
-            # Sessions that do not come in time need a step of their own after all.
+            # Sessions that do not come in time will need a second step.
             cycle_s += (1 - self._trust) * self._seconds(rows - sum(waiting), num_come)
             if cycle_s < best_s:
                 best, best_s = num_come, cycle_s
@@ -131,7 +135,8 @@ class BatchingDelay:
         return self._until
 
     def _expected(self, now: float, before: float) -> list[tuple[float, str, int]]:
-        """Sessions that are expected back before a time, the earliest first: when, name, rows."""
+        """The sessions that are expected to return after `now` and before `before`, the earliest
+        first. For each: the expected time, the session, and its rows."""
         found = []
         for name, rhythm in self._rhythms.items():
             if rhythm.answered_at is not None:

@@ -10,15 +10,15 @@ T = TypeVar("T")
 
 
 class ThreadExecutor:
-    """Runs steps on a thread of its own. After each step, calls `step_seconds`. If the step took
-    less than the result, waits for the rest."""
+    """Runs steps on its own thread. After each step, `step_seconds` returns how long the step
+    should take, and the thread sleeps if the step took less. Emulated engines need this."""
 
     def __init__(self, name: str, step_seconds: Callable[[], float]) -> None:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self._step_seconds = step_seconds
 
     def call(self, task: Callable[[], T]) -> T:
-        """Runs `task` on the thread and waits for its result. For tasks before the first step."""
+        """Runs `task` on the thread, and blocks until it ends. For tasks before the first step."""
         return self._pool.submit(task).result()
 
     async def run(self, step: Callable[[], T]) -> T:
@@ -35,7 +35,7 @@ class ThreadExecutor:
         return result
 
     def close(self, *, wait: bool = True) -> None:
-        """Takes no more steps. With `wait`, waits for the running step."""
+        """Accepts no more steps. With `wait`, waits for the running step."""
         self._pool.shutdown(wait=wait)
 
 

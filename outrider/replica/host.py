@@ -1,7 +1,7 @@
-"""Hosts a replica in a process of its own: service, gRPC server, health, registration. The draft
-and target actors are based on it.
+"""Hosts a replica in its process: builds its service, serves it by gRPC, reports its health, and
+announces it. The draft and target actors are subclasses.
 
-`start` imports all large modules, so that an actor is placed quickly."""
+Large modules are imported in `start`, so that Ray can place an actor quickly."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ReplicaHost(PlacedActor):
         self._announcer: Lease | None = None
         self._engagement = Engagement()
         self._open = AsyncExitStack()
-        """What `stop` closes, the last entry first."""
+        """All that `stop` closes. The entry that was added last is closed first."""
         self._stopping: asyncio.Task[None] | None = None
         self._grace_s = 0.0
         self.leadership: RankLeader | None = None
@@ -62,7 +62,7 @@ class ReplicaHost(PlacedActor):
         self, num_ranks: int, num_neighbours: int, timeout_s: float
     ) -> Rendezvous:
         """Returns the address at which the model's other ranks join. They join while `start` loads
-        the model here."""
+        the model in this process."""
         self.leadership = RankLeader(num_ranks, num_neighbours, timeout_s)
         return self.leadership.rendezvous
 
@@ -82,7 +82,7 @@ class ReplicaHost(PlacedActor):
             engine = await on_passing_thread(
                 engine_of_a_replica, config, num_threads, self.leadership
             )
-        # On a passing thread, because its helpers would slow down the steps measured later.
+        # The thread must end afterwards, because its helper threads would slow down later steps.
         service = await on_passing_thread(self._build, engine, config)
         if exports is not None:
             from outrider.telemetry.step_spans import ObservedSteps
@@ -112,11 +112,11 @@ class ReplicaHost(PlacedActor):
         raise NotImplementedError
 
     async def engagement(self) -> Engagement:
-        """Returns what a reconciler that takes over needs to know."""
+        """Returns what a reconciler that takes this replica over needs to know."""
         return self._engagement
 
     async def traffic(self) -> int:
-        """Returns the number of items received."""
+        """Returns the number of items that the replica has received."""
         return 0 if self._service is None else self._service.num_items
 
     async def wait(self) -> None:
@@ -129,9 +129,8 @@ class ReplicaHost(PlacedActor):
             raise lost
 
     async def stop(self, grace_s: float) -> None:
-        """Takes no more calls and items, and closes when no item waits for a step and all answers
-        are sent, but at the latest after `grace_s` seconds. Concurrent callers wait for the same
-        stop."""
+        """Refuses further calls and items. Closes when no item waits for a step and all answers are
+        sent, at the latest after `grace_s` seconds. Concurrent callers wait for the same stop."""
         if self._stopping is None:
             self._grace_s = grace_s
             self._stopping = asyncio.create_task(self._open.aclose())
@@ -201,7 +200,7 @@ class ReplicaHost(PlacedActor):
 
         registry = RedisRegistry(with_password(member.redis), member.deployment)
         self._announcer = Lease(registry, record)
-        # The first to be closed, so that coordinators send no new sessions.
+        # Added last and so closed first: coordinators then send no new sessions.
         self._open.push_async_callback(self._announcer.close)
         await self._announcer.start()
 

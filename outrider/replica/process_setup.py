@@ -1,4 +1,4 @@
-"""Sets up a process that hosts a service: its threads, logs and address, and a replica's engine."""
+"""Sets up the process of a service: threads, logs, address and, for a replica, the engine."""
 
 from __future__ import annotations
 
@@ -40,24 +40,28 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 STANDARD_ERROR = "-"
-"""In place of a log directory: standard error."""
+"""Value of a log directory that stands for standard error."""
 SPIN_COUNT = 10_000
-"""Turns, of about 50 ns each, that a numeric library's thread spins before it sleeps. They must
-last longer than the gap between two operators. The library's default lasts milliseconds; with it
-steps take seconds if another process needs the core. A step of the demo target on two cores of an
-AMD EPYC took 20 ms with 3,000 turns or the default, and 21.5 ms with 2,000. Beside two busy
-processes it took 70 ms with 3,000 turns, and 1,500 ms with the default. On an Intel Xeon a step
-took 31, 28, 23 and 24 ms with 3,000, 5,000, 10,000 and 20,000 turns. Beside two busy processes it
-took 124, 104 and 108 ms with 3,000, 10,000 and 20,000 turns."""
+"""How often a waiting OpenMP thread checks for work before it sleeps (`GOMP_SPINCOUNT`). A check
+takes about 50 ns. All checks together must take longer than the gap between two operators. With the
+library's default they take milliseconds, and steps become very slow if another process needs the
+core. Times of a step of the demo target on two cores, in ms:
+
+| checks                            | 2,000 | 3,000 | 5,000 | 10,000 | 20,000 | default |
+| AMD EPYC                          |  21.5 |    20 |       |        |        |      20 |
+| AMD EPYC, two other processes     |       |    70 |       |        |        |   1,500 |
+| Intel Xeon                        |       |    31 |    28 |     23 |     24 |         |
+| Intel Xeon, two other processes   |       |   124 |       |    104 |    108 |         |
+"""
 _INTEL_OPENMP = Path(sys.prefix, "lib", "libiomp5.so")
-"""The OpenMP runtime that vLLM's CPU build requires. If it is loaded before torch, it replaces
-libgomp. Its waiting threads yield their cores. With eight sessions of the demo target on two cores,
-a token took 43 and 34 ms in two runs with this runtime, and 52 and 40 ms in two runs with libgomp.
-Single sessions and prompts took equally long with both."""
+"""The OpenMP runtime that vLLM's CPU build requires. If it is loaded before torch, torch uses it
+instead of libgomp. Its waiting threads yield their cores. With eight sessions of the demo target on
+two cores, a token took 43 and 34 ms in two runs with this runtime, and 52 and 40 ms in two runs
+with libgomp. Single sessions and prompts took equally long with both."""
 LOADING_NICENESS = 10
-"""Added to the niceness of the thread that loads a model, and of this thread's helpers. It is more
-than that of the helpers of steps (`NICENESS` in `outrider/engine/threads.py`). So a replica that
-loads leaves the cores to the steps of other replicas on its machine."""
+"""Added to the niceness of the thread that loads a model, and of its helper threads. It is larger
+than `NICENESS` in `outrider/engine/threads.py`, which is for helper threads of steps. So a replica
+that loads leaves the cores to the steps of other replicas on its machine."""
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 _WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104 (recognised, not bound)
 VLLM_VERSION = "0.32"
@@ -75,7 +79,7 @@ class Place:
 
 
 class PlacedActor:
-    """An actor on Ray."""
+    """Base class of actors on Ray."""
 
     async def ping(self) -> Place:
         """Returns where the actor runs."""
@@ -83,7 +87,7 @@ class PlacedActor:
 
 
 def available_cores() -> int:
-    """Cores that this process may use, by its affinity and its control group."""
+    """Number of cores that this process may use, by its CPU affinity and its control group."""
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -97,14 +101,14 @@ def available_cores() -> int:
 
 
 def cores_for(role: str) -> int:
-    """How many threads a model uses: all cores for a target, which waits while drafts run, and half
-    of them for a draft."""
+    """Number of threads for a model: all cores for a target, half of the cores for a draft. A
+    target can use all cores because it waits while drafts run."""
     return available_cores() if role == "target" else max(1, available_cores() // 2)
 
 
 def use_threads(num_threads: int, engine: str = "") -> None:
-    """Sets the number of threads of numeric libraries, before these are imported. `engine` is the
-    name of the engine whose steps use the threads."""
+    """Sets the number of threads of numeric libraries. Must be called before these libraries are
+    imported. `engine` is the name of the engine whose steps use the threads."""
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[variable] = str(num_threads)
     if engine == VLLM and "torch" not in sys.modules and _INTEL_OPENMP.exists():
@@ -113,16 +117,17 @@ def use_threads(num_threads: int, engine: str = "") -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
         if engine == VLLM:
             # vLLM leaves threads behind. In a process with more threads than cores, libgomp hardly
-            # spins unless its policy is `active`: a step of the demo target took 146 ms, and 14 ms
-            # with it.
+            # spins unless its policy is `active`. A step of the demo target took 146 ms without
+            # this policy, and 14 ms with it.
             os.environ["OMP_WAIT_POLICY"] = "active"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 async def on_passing_thread(work: Callable[..., T], *arguments: object) -> T:
     """Runs `work` on a new thread, which then ends together with its helper threads. If these
-    stayed, there would be more helper threads than cores, and the helpers of steps would sleep
-    between operators. On two cores, a step of 16 sessions then took 42 ms instead of 27 ms."""
+    helpers stayed, there would be more helper threads than cores, and the helpers of steps would
+    sleep between operators. On two cores, a step of 16 sessions took 42 ms with such extra helpers,
+    and 27 ms without."""
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="passing")
     try:
         return await asyncio.get_running_loop().run_in_executor(pool, work, *arguments)
@@ -131,8 +136,9 @@ async def on_passing_thread(work: Callable[..., T], *arguments: object) -> T:
 
 
 def give_way(niceness: int) -> None:
-    """Adds `niceness` to that of the process, for the calling thread and threads that it starts. On
-    systems other than Linux, where threads have no priority of their own, does nothing."""
+    """Sets the niceness of the calling thread to that of the process plus `niceness`. Threads that
+    it starts later inherit this. Does nothing on systems other than Linux, because their threads
+    have no niceness of their own."""
     if sys.platform != "linux":
         return
     try:
@@ -143,8 +149,8 @@ def give_way(niceness: int) -> None:
 
 def log_to(directory: str, role: str, level: str = "info") -> None:
     """Logs JSON lines to `<directory>/<role>.log`, whose size is bounded. If `directory` is
-    `STANDARD_ERROR`, logs to standard error; if it is empty, logs nothing. `level` is that of
-    `log_at`."""
+    `STANDARD_ERROR`, logs to standard error. If `directory` is empty, logs nothing. `log_at`
+    describes `level`."""
     handler: logging.Handler = logging.NullHandler()
     if directory == STANDARD_ERROR:
         handler = logging.StreamHandler()
@@ -163,8 +169,8 @@ def log_at(level: str) -> None:
 
 
 def advertised(host: str, address: str) -> str:
-    """The HOST:PORT at which others reach a server that listens at `address` on `host`: for a
-    wildcard host, the address of this machine's name."""
+    """The HOST:PORT at which other processes reach a server that was bound to `host` and listens at
+    `address`. If `host` is a wildcard, HOST is the IP address of this machine's name."""
     if host not in _WILDCARDS:
         return address
     port = address.rpartition(":")[2]
@@ -172,7 +178,7 @@ def advertised(host: str, address: str) -> str:
 
 
 def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = None) -> Engine:
-    """Builds the configured engine; loads the model, or one rank's share of it. Blocks; raises
+    """Builds the configured engine, and loads the model or one rank's share of it. Blocks. Raises
     `ConfigError`."""
     # Imports of numeric libraries must follow `use_threads`.
     if config.emulated is not None:
@@ -184,9 +190,10 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
         try:
             return _build_vllm(config, num_threads, ranks)
         except ConfigError as error:
-            if config.model_engine == VLLM or ranks is not None:  # ranks might disagree
+            # Each rank might choose another engine.
+            if config.model_engine == VLLM or ranks is not None:
                 raise
-            logging.getLogger(__name__).warning("transformers in place of vLLM: %s", error)
+            logging.getLogger(__name__).warning("using transformers instead of vLLM: %s", error)
     from outrider.engine.cuda.table_steps import find_backend
     from outrider.engine.paged_engine import PagedEngine
     from outrider.engine.tensor_parallel.sharding import least
@@ -246,7 +253,7 @@ def _check_length(engine: Engine, config: ReplicaConfig) -> None:
 def _build_vllm(config: ReplicaConfig, num_threads: int, ranks: Ranks | None) -> Engine:
     from outrider.models.loading import resolve_device
 
-    # vLLM reads these when it is imported. Its log lines go to our handler.
+    # vLLM reads these variables when it is imported. Its log lines go to our handler.
     os.environ |= {"VLLM_CONFIGURE_LOGGING": "0", "VLLM_NO_USAGE_STATS": "1"}
     is_cuda = resolve_device(config.device).type == "cuda"
     os.environ["VLLM_BATCH_INVARIANT"] = str(int(config.deterministic and is_cuda))
@@ -255,7 +262,7 @@ def _build_vllm(config: ReplicaConfig, num_threads: int, ranks: Ranks | None) ->
     layer, layer_check = None, None
     if isinstance(config, TargetConfig) and config.head_kind:
         layer, layer_check = _draft_layer(config, None, ranks), _draft_check(config)
-        if ranks is not None:  # Only the leader loads a layer, which may take long.
+        if ranks is not None:  # Only the leader loads the layer. This may take long.
             ranks.wait_for_all()
     with by_its_keys(type(config)):
         from outrider.engine.vllm_engine import VllmEngine
@@ -292,12 +299,12 @@ def _has_vllm() -> bool:
 
 
 def check_vllm(config: ReplicaConfig) -> None:
-    """Raises `SettingError` that names a field, unless the supported version of vLLM is installed
-    and supports the settings."""
+    """Raises `SettingError`, which names a field, if the supported version of vLLM is not installed
+    or does not support the settings."""
     if not _has_vllm():
         found = vllm_version()
         what = "it is not installed" if found is None else f"{found} is installed"
-        reason = f"`vllm` is made for vLLM {VLLM_VERSION}; {what}"
+        reason = f"`vllm` needs vLLM {VLLM_VERSION}; {what}"
         raise SettingError(_engine_field(config), reason)
     if (lacking := _lacking_on_vllm(config)) is not None:
         raise SettingError(*lacking)
@@ -319,7 +326,8 @@ def runs_on_vllm(config: ReplicaConfig) -> bool:
 
 
 def _lacking_on_vllm(config: ReplicaConfig) -> tuple[str, str] | None:
-    """A setting that vLLM does not support, and why."""
+    """The name of a setting that vLLM does not support, and the reason; None if vLLM supports
+    all."""
     if config.dtype == "float64":
         return "dtype", "float64 is not supported with vllm"
     if isinstance(config, TargetConfig):
@@ -340,7 +348,7 @@ def _kernels(
     dtype: torch.dtype,
     ranks: Ranks | None,
 ) -> PaceKernels | None:
-    """The fused kernels for a model's steps; None, and a log line, if there are none."""
+    """The fused kernels for a model's steps. None if they cannot be used; then logs the reason."""
     from outrider.engine.cpu.kernels import KernelsUnavailable, load_pace
 
     if device.type != "cpu":
@@ -389,8 +397,9 @@ def _loading(config: ReplicaConfig, num_threads: int | None = None) -> dict[str,
 def _layer_of_target(
     config: ReplicaConfig, module: torch.nn.Module, info: ModelInfo, ranks: Ranks | None
 ) -> LoadedDraftHead | None:
-    """The draft layer of a target, checked; None without one, and on ranks that do not lead. Call
-    it before the library's weights and attention are replaced."""
+    """The target's draft layer, after its check. None if the target has no draft layer, and on all
+    ranks but the leading one. Must be called before the library's weights and attention are
+    replaced, because the check runs the library's model."""
     if not isinstance(config, TargetConfig) or not config.head_kind:
         return None
     from outrider.models.drafter_check import library_reader
@@ -406,8 +415,8 @@ def _layer_of_target(
 
 
 def _ends_of_target(config: TargetConfig) -> Any:
-    """The target's embeddings and head from its files, for engines that hold them in another
-    form."""
+    """Reads the target's embeddings and LM head from its files, for engines that hold these in
+    another form."""
     from outrider.models.student import target_ends
 
     with blaming("draft_model"):
@@ -417,9 +426,9 @@ def _ends_of_target(config: TargetConfig) -> Any:
 def _draft_layer(
     config: TargetConfig, module: torch.nn.Module | None, ranks: Ranks | None
 ) -> LoadedDraftHead | None:
-    """The published head or the MTP layer on a target; None on a rank that does not lead. `module`
-    is the library's model of the target. If it is None, or ranks share it, embeddings and head come
-    from the target's files."""
+    """Loads the EAGLE-3 head or MTP layer that runs on a target. None on all ranks but the leading
+    one. `module` is the library's model of the target. If `module` is None or divided among ranks,
+    embeddings and LM head are read from the target's files."""
     from outrider.models.eagle3 import load_eagle3
     from outrider.models.mtp import load_mtp
 
@@ -434,7 +443,7 @@ def _draft_layer(
 
 
 def _draft_check(config: TargetConfig) -> DraftCheck:
-    """Checks a head on this target."""
+    """Returns the check of a head on this target."""
     from outrider.models.drafter_check import checked_head
     from outrider.models.loading import load_tokenizer
 
@@ -444,8 +453,8 @@ def _draft_check(config: TargetConfig) -> DraftCheck:
 
 
 def build_head(config: DraftConfig) -> tuple[LoadedEagle3, ModelInfo, int]:
-    """The EAGLE-3 head of a draft, its description, and the bytes for its keys and values. Blocks;
-    raises `ConfigError`."""
+    """Loads the EAGLE-3 head of a draft. Returns the head, its description, and the number of bytes
+    for its keys and values. Blocks. Raises `ConfigError`."""
     from outrider.kv_cache.storage import memory_budget
     from outrider.models.eagle3 import load_eagle3
     from outrider.models.loading import describe, empty_model
@@ -480,7 +489,7 @@ def _features_of(target: ModelInfo, head: Path) -> str:
 
 
 def build_lookup(config: DraftConfig) -> LookupDrafter | None:
-    """The configured look-up, alone or before a model."""
+    """The configured look-up, which drafts alone or before a model; None without a look-up."""
     from outrider.drafters.lookup import NgramDrafter
     from outrider.drafters.suffix import SuffixConfig, SuffixDrafter
 
@@ -497,8 +506,9 @@ def build_lookup(config: DraftConfig) -> LookupDrafter | None:
 
 
 def build_grammars(config: ReplicaConfig, eos_token_ids: tuple[int, ...] = ()) -> Grammars | None:
-    """Compiles constraints for the target's tokenizer, which is loaded with the first constraint;
-    None without a tokenizer. `eos_token_ids` default to those of the model's files."""
+    """The compiler of constraints for the target's tokenizer; None without a tokenizer. The
+    tokenizer is loaded when the first constraint is compiled. `eos_token_ids` default to those in
+    the model's files."""
     if not config.tokenizer_directory:
         return None
     from outrider.grammar.compiler import Grammars, GrammarTokenizer
@@ -534,7 +544,7 @@ def try_device_kernels(engine: Engine) -> None:
 
 
 def try_drafting_kernels(head: Any) -> None:
-    """Does what `try_device_kernels` does for the draws from a head."""
+    """Compiles the kernels for draws from a head, as `try_device_kernels` does for a model."""
     import torch
 
     from outrider.speculation.verification import try_kernels
@@ -546,8 +556,8 @@ def try_drafting_kernels(head: Any) -> None:
 
 
 def step_costs(engine: Engine, config: ReplicaConfig) -> StepCosts:
-    """Measures the times of an idle engine's steps. Must be called on the thread that will run
-    them. Blocks for some seconds."""
+    """Measures the times of an idle engine's steps. Must be called on the thread that will run the
+    steps. Blocks for some seconds."""
     from outrider.engine.step_costs import measure_step_costs
 
     costs = measure_step_costs(

@@ -1,11 +1,11 @@
-"""The service of a replica, shared by draft and target. It runs one step at a time, over all items
-that wait.
+"""The base of the draft's and the target's service. Runs one step at a time, over all items that
+wait.
 
     event loop                                          executor (a thread, or inline)
     take, release, form a batch, send answers           the worker's step, release, park
 
 Only code on the executor touches the worker's state. Items that arrive during a step wait for the
-next one, so batches grow with load."""
+next step, so batches grow with load."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STARVED_REST_S = 0.1
-"""After a step in which no item found pages, the next step begins at the latest after this time. By
-then a deadline may have passed, or a session may have become silent."""
+"""If no item of a step found pages, the next step begins at the latest after this time. A deadline
+that passes or a session that becomes silent may have freed pages by then."""
 
 
 class SteppedService:
-    """Serves any number of streams with one worker. Queues items, runs batches of distinct sessions
-    in order of arrival, and sends each connection its answers of a step in one call. All methods
-    must be called on the event loop's thread.
+    """Serves any number of streams with one worker. Queues items, and runs them in order of
+    arrival, in batches of distinct sessions. Sends all answers of a step to a connection in one
+    call. All methods must be called on the event loop's thread.
 
     A role that does more than queue items overrides `submit` and `_forget`."""
 
@@ -83,8 +83,8 @@ class SteppedService:
         note_seconds: Callable[[float], None] | None = None,
         batching_delay: BatchingDelay | None = None,
     ) -> None:
-        """At most `description.max_num_seqs` sessions share a step. After each step that ran items,
-        `note_seconds` gets its time. With `batching_delay`, a step may wait for sessions whose next
+        """At most `description.max_num_seqs` sessions share a step. `note_seconds` gets the time of
+        each step that ran items. With `batching_delay`, a step may wait for sessions whose next
         items are expected soon. An item with a new constraint waits until the constraint's grammar
         is compiled, so that no step compiles a grammar."""
         self._worker = worker
@@ -94,7 +94,7 @@ class SteppedService:
         self._batching_delay = batching_delay
         self._observer: ObservedSteps | None = None
         self.num_items = 0
-        """Items received."""
+        """Number of items that have come."""
         self.sessions = SessionTracker()
         self._filter = StaleRoundFilter()
         self._grammars = worker.grammars
@@ -102,10 +102,10 @@ class SteppedService:
         self._queue = RequestQueue(description.max_num_seqs)
         self._load: StepLoad | None = None
         self._releases: dict[str, int] = {}
-        """The sessions that the worker forgets before the next step, with their newest released
-        epochs."""
+        """The sessions that the worker will forget before the next step, with the newest released
+        epoch of each."""
         self._parked: dict[str, None] = {}
-        """The sessions that the worker parks before the next step."""
+        """The sessions that the worker will park before the next step."""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closing = False
@@ -113,9 +113,10 @@ class SteppedService:
         """Why no more steps can run; None while steps can run."""
         self._crashes = 0
         self.health_changed = asyncio.Event()
-        """Set when `healthy` or `lost` may have changed; cleared by its one reader."""
+        """Set when `healthy` or `lost` may have changed. The one task that waits for it clears
+        it."""
         self._num_starved = 0
-        """The worker's `num_starved` after the last step."""
+        """Value of the worker's `figures.num_starved` after the last step."""
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -136,7 +137,7 @@ class SteppedService:
 
     @property
     def figures(self) -> Figures:
-        """Load over the last `WINDOW_S`."""
+        """The replica's load, averaged over about `WINDOW_S`."""
         if self._load is None:
             return NO_FIGURES
         return self._load.figures(asyncio.get_running_loop().time(), self._worker.figures)
@@ -147,7 +148,7 @@ class SteppedService:
         observer.watch(lambda: len(self._queue), lambda: self._worker.figures)
 
     def take(self, item: Any, sender: AnswerSender) -> None:
-        """Takes an item of a stream, or refuses it if its round is over; never waits."""
+        """Accepts an item of a stream, or refuses it if its round is over. Never waits."""
         self.num_items += 1
         work = self._work(item, sender)
         if self._is_stale(work):
@@ -194,7 +195,7 @@ class SteppedService:
             compiled = error
         except Exception:
             logger.exception("a constraint could not be compiled")
-            self._refuse(work, OutriderError("compiling its constraint failed"))
+            self._refuse(work, OutriderError("the constraint could not be compiled"))
             return
         if self._is_stale(work):
             return
@@ -224,8 +225,8 @@ class SteppedService:
     def release(self, session_id: str, epoch: int) -> None:
         """Cancels the session's queued requests, and lets the worker forget the session before the
         next step. Does nothing if a newer epoch of the session was seen. If more than
-        `SEQUENCES_PER_REPLICA_MAX` sessions are released between two steps, the worker does not
-        forget the first of them at once, but when others need their room."""
+        `SEQUENCES_PER_REPLICA_MAX` sessions are released between two steps, the oldest of these
+        releases are dropped. The worker forgets their sessions when others need the room."""
         if not self._filter.release(session_id, epoch):
             return
         self._forget(session_id)
@@ -242,8 +243,8 @@ class SteppedService:
         self._start()
 
     def park(self, session_ids: Sequence[str]) -> None:
-        """Frees the slots of these sessions before the next step. Called if no connection waits for
-        them."""
+        """Frees the slots of these sessions before the next step. Called for sessions whose
+        connection has closed, and for silent sessions while pages are short."""
         if session_ids:
             self._parked.update(dict.fromkeys(session_ids))
             self._start()
@@ -255,8 +256,8 @@ class SteppedService:
         await self._idle.wait()
 
     async def close(self) -> None:
-        """Drops waiting requests, waits for the running step, and closes the executor. Does not
-        wait if the engine is lost, because its step may hang."""
+        """Drops waiting requests, waits for the running step, and closes the executor. If the
+        engine is lost, does not wait, because the step may hang."""
         for task in self._compiling:
             task.cancel()
         if self._grammars is not None:
@@ -293,7 +294,7 @@ class SteppedService:
                     if self._batching_delay is not None:
                         await self._gather(self._batching_delay)
                     if await self._step(self._take()):
-                        # Answers leave before the next step occupies the interpreter.
+                        # Lets the loop send answers before the next step occupies the interpreter.
                         await asyncio.sleep(0)
                     else:
                         await self._rest()
@@ -365,7 +366,7 @@ class SteppedService:
         unfinished = [work for work in batch if work.unfinished is not None]
         for work in unfinished:
             if work.item.head.epoch <= self._releases.get(work.session_id, 0):
-                self._cancel(work)  # Its session was released meanwhile.
+                self._cancel(work)  # Its session was released during the step.
         self._queue.put_back(unfinished)
         num_starved, self._num_starved = self._num_starved, self._worker.figures.num_starved
         if self._num_starved > num_starved:
@@ -412,13 +413,13 @@ class SteppedService:
             answers = self._worker.step(items)
             has_news = self._queue or self._releases or self._parked
             if not has_news and all(map(_is_ahead, answers)):
-                # Handing over a step takes a good part of a quick step's time, so a second step
-                # follows at once. A third would delay new items on an emulated engine, whose time
-                # passes after its steps.
+                # A second step follows at once, because handing a step to the executor takes a good
+                # part of a quick step's time. A third step would delay new items on an emulated
+                # engine: the time of its steps passes only after the last step.
                 answers = self._worker.step(items)
             check(len(answers) == len(items), f"{len(answers)} answers to {len(items)} items")
         except Exception:
-            for item in items:  # Their state is unknown.
+            for item in items:  # The state of the items' sessions is unknown.
                 self._worker.release(item.head.session_id)
             raise
         return answers
@@ -458,8 +459,8 @@ class SteppedService:
         delay = self._batching_delay
         for work, answer in zip(batch, stamped, strict=True):
             if work.unfinished is None:
-                # This must precede `_done`, where the next round of a session that runs ahead
-                # arrives.
+                # Must come before `_done`, which submits the next round of a session that runs
+                # ahead.
                 if delay is not None and isinstance(answer, VerdictReply | ProposalReply):
                     delay.answered(work.session_id, work.item.num_rows, end)
                 self._done(work, None if answer is Unfinished.CONTINUES else answer)
@@ -474,8 +475,9 @@ class SteppedService:
             self._observer.stepped(batch, stamped, start, end)
 
     def _tell_undrawn(self, work: StepRequest) -> None:
-        """Called when a draft's time is over. If no token is drawn yet, tells the callers and
-        prevents draws. The prefix still runs, and an empty proposal then reports its length."""
+        """Called at the end of the time limit for drafting. If no token is drawn yet, tells the
+        callers and prevents draws. The item's prefix still runs. The empty proposal that follows
+        then reports how many tokens the replica holds."""
         if work.cancelled or work.deadline is None or not work.deadline.close_undrawn():
             return
         work.answered = True
@@ -487,7 +489,7 @@ class SteppedService:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
-            logger.critical("no step follows any more", exc_info=task.exception())
+            logger.critical("no step can follow an error", exc_info=task.exception())
         self.health_changed.set()
 
     def _refuse(self, work: StepRequest, error: OutriderError) -> None:
@@ -510,14 +512,14 @@ class SteppedService:
 
 
 def _is_ahead(answer: Any) -> bool:
-    """Whether an item continues, and no caller waits for its next answer."""
+    """Whether the item of an answer continues, and no caller waits for its next answer."""
     calm = isinstance(answer, Answers) and not answer.answers and not answer.waited_for
     return calm and answer.more
 
 
 def _timed(answer: Any, work: StepRequest, end: float, num_sharing: int) -> Any:
-    """Adds to a verdict or proposal how long its item waited for its first step, and how long it
-    then took until `end`. `num_sharing` items shared its last step."""
+    """Adds two times to a verdict or proposal: how long its item waited for the first step, and how
+    long the item then took until `end`. `num_sharing` items shared the item's last step."""
     if not isinstance(answer, VerdictReply | ProposalReply):
         return answer
     started_at = end if work.started_at is None else work.started_at
@@ -530,10 +532,10 @@ def _timed(answer: Any, work: StepRequest, end: float, num_sharing: int) -> Any:
 
 
 class StepLoad:
-    """Load of a replica, from its steps."""
+    """Load of a replica, computed from its steps."""
 
     def __init__(self, max_batch: int, now: float) -> None:
-        """At most `max_batch` items share a step; times are the loop's."""
+        """At most `max_batch` items share a step. All times are on the event loop's clock."""
         self._max_batch = max_batch
         self._sums = DecayedSums(WINDOW_S, now)
 
@@ -598,7 +600,7 @@ def describe_model(
 
 
 class SessionTracker:
-    """By session: the connection of its last item, and the time of its last item or answer.
+    """For each session, the connection of its last item, and the time of its last item or answer.
 
     Remembers the last `SEQUENCES_PER_REPLICA_MAX` sessions."""
 
@@ -612,24 +614,23 @@ class SessionTracker:
         self._heard[session_id] = (sender, now)
 
     def answer(self, session_id: str, now: float) -> None:
-        """Notes an answer, with which a session's silence begins. Ignores unknown sessions."""
+        """Notes an answer. The session's silence is counted from then. Ignores unknown sessions."""
         if session_id in self._heard:
             self._heard[session_id] = (self._heard[session_id][0], now)
 
     def forget(self, session_id: str) -> None:
-        """Ignores unknown sessions."""
+        """Forgets a session. Ignores unknown sessions."""
         self._heard.pop(session_id, None)
 
     def leave(self, sender: AnswerSender) -> list[str]:
-        """Forgets and returns the sessions whose last item came over this connection, which has
-        closed."""
+        """Forgets and returns the sessions whose last item came over this closed connection."""
         gone = [name for name, (last, _) in self._heard.items() if last is sender]
         for name in gone:
             del self._heard[name]
         return gone
 
     def fall_silent(self, since: float, waiting: Collection[str]) -> list[str]:
-        """Forgets and returns the sessions without an item or answer since then, except those
+        """Forgets and returns the sessions without an item or answer after `since`, except those
         `waiting` for a step."""
         silent: list[str] = []
         for name, (_, active_at) in self._heard.items():
@@ -643,7 +644,7 @@ class SessionTracker:
 
 
 _RELEASED = 2**64
-"""Marks a released session: no round has this number."""
+"""Stands for the newest round of a released session. Larger than every round."""
 
 
 class StaleRoundFilter:
@@ -656,8 +657,8 @@ class StaleRoundFilter:
         self._asked: Newest[str, tuple[int, int]] = Newest(RELEASES_REMEMBERED_MAX)
 
     def admit(self, head: RoundHead) -> Refused | None:
-        """Notes the round, or returns its refusal: ABORTED for an old epoch, CANCELLED for an old
-        round of the same epoch."""
+        """Notes the round. If the round is old, returns its refusal instead: ABORTED for an old
+        epoch, CANCELLED for an old round of the same epoch."""
         asked = self._asked.get(head.session_id)
         if asked is not None:
             epoch, latest = asked
@@ -672,8 +673,8 @@ class StaleRoundFilter:
         return None
 
     def release(self, session_id: str, epoch: int) -> bool:
-        """Ends all rounds of the epoch, future ones included. False, without effect, if a newer
-        epoch was seen."""
+        """Ends all rounds of the epoch, also future ones. If a newer epoch was seen, does nothing
+        and returns False."""
         asked = self._asked.get(session_id)
         if asked is not None and asked[0] > epoch:
             return False

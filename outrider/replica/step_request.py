@@ -31,20 +31,20 @@ class Unfinished(Enum):
     """Why an item has no answer after a step. The item keeps its place in the queue."""
 
     CONTINUES = "continues"
-    """The step had no room for all of its tokens. The next step continues."""
+    """The step had no room for all tokens of the item. The next step continues the item."""
     WAITS = "waits"
-    """No pages are free for it until another sequence returns some."""
+    """No pages are free for the item."""
 
 
 class Answers(NamedTuple):
-    """Answers to one item; there may be none, or several."""
+    """No answer, one answer or several answers to an item."""
 
     answers: tuple[Any, ...]
     more: bool
-    """Whether the item stays in the queue, because more answers follow."""
+    """Whether more answers follow later. The item then stays in the queue."""
     waited_for: bool = False
-    """Whether the caller waits for these later answers. If not, the session's next item takes this
-    one out of the queue."""
+    """Whether the caller waits for the later answers. If not, the session's next item removes this
+    item from the queue."""
 
 
 class StepFigures:
@@ -53,11 +53,12 @@ class StepFigures:
     pages: PageCounts | None = None
     """Use of the engine's pages; None without pages."""
     num_preemptions: int = 0
-    """Sequences that lost their pages to an older one."""
+    """Number of sequences that lost their pages to an older sequence."""
     num_prefill_chunks: int = 0
-    """Parts of prefixes that ran because a step had no room for the whole prefix."""
+    """Number of times that a part of a prefix ran, because the step had no room for the whole
+    prefix."""
     num_starved: int = 0
-    """Items that found no pages. An item counts once in each step in which it found none."""
+    """Number of items that found no pages. An item counts again in each such step."""
 
 
 class AnswerSender:
@@ -70,12 +71,13 @@ class AnswerSender:
         self.closed = False
 
     def send(self, answers: Sequence[Any]) -> None:
-        """Sends the held answers of the same sessions, and then these answers. An answer that is
-        among both is sent once. Sends nothing on a closed connection."""
+        """Sends the held answers of the same sessions, and then these answers. Sends an answer that
+        is among both once. Sends nothing on a closed connection."""
         self._take_along(_sessions_of(answers), answers)
 
     def hold(self, answers: Sequence[Any]) -> None:
-        """Sends answers within `ANSWERS_HELD_MS`, in one message with all that are held then."""
+        """Holds answers for up to `ANSWERS_HELD_MS`, and then sends all held answers in one
+        message."""
         self._held += answers
         if self._timer is None and self._held:
             loop = asyncio.get_running_loop()
@@ -111,26 +113,26 @@ class StepRequest:
     """Called after the answer was sent, with the answer, or with None if the request was
     dropped."""
     may_wait: bool = False
-    """Whether its answer may be held back, by `AnswerSender.hold`."""
+    """Whether the answer may be sent by `AnswerSender.hold`."""
     cancelled: bool = False
     place: int = 0
-    """Place in the queue; earlier items have smaller ones."""
+    """Place in the queue. Earlier items have smaller places."""
     started_at: float | None = None
-    """When the first step that worked on it began."""
+    """When the first step that worked on the item began."""
     unfinished: Unfinished | None = None
-    """State after its last step; None before the first one."""
+    """Why the last step left the item unfinished; None before the first step."""
     answered: bool = False
-    """Whether it stays in the queue only for answers that no caller waits for."""
+    """Whether the item stays in the queue only for answers that no caller waits for."""
     deadline: DraftDeadline | None = None
-    """Time limit of its draft. If it passes before the first draw, the callers are told."""
+    """Time limit for drafting. If it ends before the first draw, the callers are told."""
     timer: TimerHandle | None = None
     """Timer of `deadline`."""
 
     def __init__(
         self, item: Any, senders: list[AnswerSender], arrived_at: float, expires_at: float
     ) -> None:
-        """Times are the loop's. After `expires_at` no caller needs the answer; infinity =
-        never."""
+        """Times are on the event loop's clock. After `expires_at` no caller needs the answer;
+        infinity = no limit."""
         self.item, self.senders = item, senders
         self.arrived_at, self.expires_at = arrived_at, expires_at
 
@@ -152,13 +154,14 @@ class StepRequest:
             sender.send([answer])
 
     def compiled(self, grammar: Grammar | OutriderError) -> StepRequest:
-        """Puts the compiled constraint, or the error of its compilation, into the item. Returns the
-        request."""
+        """Puts the compiled constraint, or the error of its compilation, into the item. Returns
+        this request."""
         self.item = replace(self.item, head=replace(self.item.head, compiled=grammar))
         return self
 
     def asks_like(self, other: StepRequest) -> bool:
-        """Whether both ask for the same, whatever time they have left."""
+        """Whether both items are equal except for the remaining time, so that one answer can serve
+        both."""
         if self.on_done is not None or other.on_done is not None or self.cancelled or self.answered:
             return False
         head = replace(self.item.head, deadline_ms=other.item.head.deadline_ms)
@@ -189,7 +192,7 @@ class RequestQueue:
 
     @property
     def rows(self) -> list[int]:
-        """Rows of each session's first request."""
+        """Number of rows of each session's first request."""
         first: dict[str, int] = {}
         for work in self._waiting:
             first.setdefault(work.session_id, work.item.num_rows)
@@ -200,8 +203,8 @@ class RequestQueue:
         return {work.session_id for work in self._waiting}
 
     def add(self, work: StepRequest) -> bool:
-        """Queues a request. If a request that `asks_like` it already waits, returns False, and both
-        callers get its answer. Raises `Overloaded` if the queue is full."""
+        """Queues a request. If another one that `asks_like` this request already waits, returns
+        False, and both callers get that one's answer. Raises `Overloaded` if the queue is full."""
         key = work.key
         waiting = self._newest.get(key)
         if waiting is not None and waiting.asks_like(work):
@@ -217,11 +220,15 @@ class RequestQueue:
         return True
 
     def take(self, now: float) -> tuple[list[StepRequest], list[StepRequest], list[StepRequest]]:
-        """Takes three lists of requests, in order of arrival. The first are for a step: the oldest
-        request of each session, but at most `max_batch` new ones, as many begun ones, and as many
-        that found no pages before. So neither long prompts nor requests without pages keep rounds
-        out of a step. The second are not wanted: their callers are gone, or they were answered and
-        their session has a newer request. The third have expired."""
+        """Takes three lists of requests out of the queue, each in order of arrival:
+
+        1. For a step: the oldest request of each session, up to `max_batch` each of new requests,
+           of requests that an earlier step began, and of requests that found no pages before. So
+           neither long prompts nor requests without pages keep rounds out of a step.
+        2. Unwanted: the callers are gone, or the request was answered and its session has a newer
+           request.
+        3. Expired.
+        """
         batch: list[StepRequest] = []
         unwanted: list[StepRequest] = []
         late: list[StepRequest] = []
@@ -254,7 +261,7 @@ class RequestQueue:
             self._newest.setdefault(work.key, work)
 
     def of_session(self, session_id: str, epoch: int) -> list[StepRequest]:
-        """Requests of the session up to this epoch."""
+        """The session's requests whose epoch is at most this one."""
         return [
             work
             for work in self._waiting

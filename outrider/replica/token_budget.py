@@ -1,22 +1,22 @@
 """Shares out the tokens of a step: rounds first, then chunks of long prefixes.
 
-    a demand with                            gets
-    up to ROUND_TOKENS_MAX tokens (a round)  all of them, while there is room, or nothing yet
-    more tokens (a prefix)                   the rest, in order of arrival, in chunks
+    a demand with                            gets in a step
+    up to ROUND_TOKENS_MAX tokens (a round)  all its tokens if there is room, otherwise none
+    more tokens (a prefix)                   a chunk of the remaining tokens, in order of arrival
 
-While rounds run, the time allowed for a step, or for all steps between two rounds, grows with the
-number n of waiting prefixes: it is 1 + STEP_GROWTH * n times a step's usual time. Tokens are also
-limited by `max_num_batched_tokens`. So one long prompt does not stall sessions that decode, and
-many prompts are prefilled soon; in return the gaps between tokens grow while prompts wait. n falls
-by at most the factor WAITING_DECAY a step, so the last of many prompts that came together is
-prefilled as fast as the first. Beside a full step of rounds the oldest prefix still gets
-PREFIX_TOKENS_MIN tokens: neither kind can starve the other.
+A step has at most `max_num_batched_tokens` tokens. While rounds run, its time is limited, too. Let
+n be the number of waiting prefixes. The step, together with earlier steps since the last rounds,
+may take 1 + STEP_GROWTH * n times the time that the rounds alone would take. So one long prompt
+does not stall sessions that decode, and many prompts are prefilled soon. In return the gaps between
+tokens grow while prompts wait. n falls by at most the factor WAITING_DECAY a step, so the last of
+many prompts that came together is prefilled as fast as the first. If rounds fill a step, the oldest
+prefix still gets PREFIX_TOKENS_MIN tokens. So rounds and prefixes cannot starve each other.
 
-A step's time is predicted from costs measured at the start, and corrected by measured times,
-separately for steps with and without a prefix (`note_seconds`). A draft's step has several passes
-(`note_passes`). The first pass runs the tokens that were shared out. Each later pass runs one token
-of every item whose tokens all ran in the first. A step with rounds is expected to have as many
-passes as the last step with rounds.
+A step's time is predicted from costs measured at the start. The prediction is corrected by measured
+times, separately for steps with and without a prefix (`note_seconds`). A draft's step has several
+passes (`note_passes`). The first pass runs the tokens that were shared out. Each later pass runs
+one token of every item whose tokens all ran in the first pass. A step with rounds is expected to
+have as many passes as the last step with rounds.
 """
 
 import math
@@ -28,34 +28,34 @@ from outrider.engine.step_costs import StepCosts
 from outrider.limits import NUM_DRAFT_TOKENS_MAX, TREE_TOKENS_MAX
 
 ROUND_TOKENS_MAX = NUM_DRAFT_TOKENS_MAX + TREE_TOKENS_MAX + 2
-"""Most tokens of a round: those of the last outcome, and its own proposal. Less than the least
-budget of a step."""
+"""Largest number of tokens of a round: those of the last outcome, and the round's proposal. Less
+than `BATCHED_TOKENS_MIN`."""
 PREFIX_TOKENS_MIN = 16
 STEP_GROWTH = 0.75
-"""With this value one waiting prompt at most triples the gap between tokens: a gap is longer than
-the steps in it, and some steps take 1.5 times their predicted time."""
+"""With this value, one waiting prompt at most triples the gap between two tokens. The predicted
+times of steps grow only to 1.75 times. But some steps take 1.5 times their predicted time, and a
+gap also has time outside steps."""
 WAITING_DECAY = 0.95
-"""Eight prompts of 500 tokens come together, and 128 tokens are generated for each. With the demo
-target's step costs, that takes 5 % less time than if n fell without delay, and 1 % more than if n
-never fell."""
+"""With the demo target's step costs, eight prompts of 500 tokens that come together and generate
+128 tokens each take 5 % less time than if n fell at once, and 1 % more than if n never fell."""
 CORRECTION_WEIGHT = 0.2
-"""Weight of the newest step, with or without a prefix, in the average of such steps."""
+"""Weight of the newest step in the average of `TokenBudget._corrections`."""
 CORRECTION_MAX = 4.0
-"""Bound of the ratio of one step's measured and predicted times, and of its inverse. Other
-processes may have delayed the step."""
+"""Bound of the ratio of one step's measured and predicted times, and of the inverse ratio, because
+other processes may have delayed the step."""
 ROUND_REST_STEPS = 4
-"""Steps without a round after which no more rounds are expected."""
+"""After so many steps in a row without a round, no more rounds are expected."""
 
 
 class TokenDemand(NamedTuple):
-    """What an item would run in a step of its own."""
+    """The tokens that an item would run if it were alone in a step."""
 
     num_tokens: int
     """At least one."""
     num_last: int
-    """Tokens at the end that must run in one step: 1..num_tokens."""
+    """Number of tokens at the end that must run in one step: 1..num_tokens."""
     context: int
-    """Slots that its session already holds."""
+    """Number of slots that the item's session already holds."""
 
     @property
     def is_round(self) -> bool:
@@ -68,16 +68,16 @@ class _Load(NamedTuple):
     rows: int = 0
     sessions: int = 0
     attention_s: float = 0.0
-    """Time for reading its contexts; 0 if costs are unknown."""
+    """Time for reading the contexts of the sessions, s; 0 if costs are unknown."""
     has_prefix: bool = False
     later_s: float = 0.0
-    """Time of the passes after its first one."""
+    """Time of the passes after the first pass, s."""
 
 
 class TokenBudget:
-    """Shares out steps of `max_tokens` tokens and `max_steps` sessions.
+    """Shares out steps of at most `max_tokens` tokens and `max_steps` sessions.
 
-    Without `costs` it bounds only the number of tokens, not the time."""
+    Without `costs`, the time of a step is not limited."""
 
     def __init__(self, max_tokens: int, max_steps: int, costs: StepCosts | None = None) -> None:
         self._max_tokens = max_tokens
@@ -86,24 +86,25 @@ class TokenBudget:
         self._last_rounds: _Load | None = None
         """Rounds of the last step that had any; None if no more are expected."""
         self._rest_steps = 0
-        """Number of steps since that one, all without a round."""
+        """Number of steps since the step of `_last_rounds`, all without a round."""
         self._rest_s = 0.0
         """Predicted time of those steps, s."""
         self._step_s = 0.0
-        """Predicted time of the step of the last rounds, s."""
+        """Predicted time of the step of `_last_rounds`, s."""
         self._last = _Load()
         self._later_pass = _Load()
         """Load of each later pass of the last step."""
         self._round_passes = 1
         self._num_waiting = 0.0
-        """Prefixes that wait, decayed."""
+        """Number of prefixes that wait. Falls by at most the factor `WAITING_DECAY` a step."""
         self._corrections = {False: 1.0, True: 1.0}
-        """Ratio of measured to predicted step times, by `_Load.has_prefix`."""
+        """Average ratio of measured to predicted step times, by `_Load.has_prefix`."""
 
     def share(self, demands: Sequence[TokenDemand]) -> list[int]:
-        """For each demand, in order of arrival, how many of its tokens this step runs: all or none.
-        A prefix may also get a chunk that leaves at least `num_last`. At least one demand gets
-        some. Without demands the step only continues earlier work, and has no prediction."""
+        """How many tokens of each demand this step runs. The demands are in order of arrival. A
+        round gets all its tokens or none. A prefix may also get a chunk that leaves at least
+        `num_last` tokens. At least one demand gets tokens. Without demands, the step only continues
+        earlier work, and its time is not predicted."""
         if not demands:
             self.drop_step()
             return []
@@ -153,12 +154,12 @@ class TokenBudget:
             self._corrections[self._last.has_prefix] += CORRECTION_WEIGHT * (found - before)
 
     def drop_step(self) -> None:
-        """Ignores the time of the last step, because not all of its tokens run."""
+        """Makes `note_seconds` ignore the last step, because not all of its tokens run."""
         self._last = self._later_pass = _Load()
 
     def _part(self, demand: TokenDemand, load: _Load, seconds: float, least: int) -> int:
-        """How many tokens of a prefix to run beside `load` in a step of this time; at least
-        `least`, even if that takes longer."""
+        """How many tokens of a prefix to run in addition to `load`, in a step of at most `seconds`.
+        At least `least`, even if the step then takes longer."""
         if load.sessions == self.max_steps:
             return 0
         most = min(demand.num_tokens, self._max_tokens - load.rows)
@@ -171,13 +172,13 @@ class TokenBudget:
         return low if low == demand.num_tokens else min(low, demand.num_tokens - demand.num_last)
 
     def _seconds_allowed(self, rounds: _Load) -> float:
-        """How long a step with these rounds (or without any) may take, so that all steps between
-        two rounds of a session together keep within the bound."""
-        played = rounds if rounds.rows else self._last_rounds
-        if played is None:
+        """How long a step may take; `rounds` is the load of its rounds, perhaps empty. Counts the
+        earlier steps since the last rounds, see the module's docstring."""
+        newest = rounds if rounds.rows else self._last_rounds
+        if newest is None:
             return math.inf
         passed_s = self._rest_s if rounds.rows else self._step_s + self._rest_s
-        return (1 + STEP_GROWTH * self._num_waiting) * self._seconds(played) - passed_s
+        return (1 + STEP_GROWTH * self._num_waiting) * self._seconds(newest) - passed_s
 
     def _with(self, load: _Load, demand: TokenDemand, num_tokens: int) -> _Load:
         attention_s = 0.0

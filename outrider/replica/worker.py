@@ -2,12 +2,14 @@
 
 Pages and tokens decide whether a session's item runs in a step, and how far:
 
-    every item        is aligned with its coordinator (`SessionTable.align`)
-    pages, by age     the whole step fits; or younger sessions give up pages; or it waits
-    tokens, in order  it runs whole, or a part of its prefix, or not yet (`TokenBudget`)
+1. The session's tokens are aligned with those of the coordinator (`SessionTable.align`).
+2. Items get pages, those of the oldest session first. If pages are short, younger sessions lose
+   their pages. If there are still too few pages for an item, the item waits.
+3. Items get tokens of the step, in order of arrival. An item gets all tokens that it needs, a part
+   of its prefix, or no tokens in this step (`TokenBudget`).
 
-A session loses pages only to older sessions. So the oldest session always continues, and every
-session is the oldest at some time.
+A session loses pages only to older sessions. So the oldest session always continues, and in time
+every session becomes the oldest.
 """
 
 from bisect import bisect_right
@@ -29,20 +31,20 @@ from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import SamplingParams
 
 _ANY_TOKEN = 0
-"""Stands for any token where only its slot counts."""
+"""Id of each token in steps of which only the number of slots matters."""
 
 
 class SlotDemand(NamedTuple):
-    """Slots that an item needs."""
+    """The slots that an item needs."""
 
     head: RoundHead
     num_extra: int
-    """Slots beyond its committed tokens."""
+    """Number of slots in addition to those of the committed tokens."""
     num_last: int = 1
-    """Tokens that must run in one pass: the last committed token, and the extra ones that run
-    beside it."""
+    """Number of tokens that must run in one pass: the last committed token, and the extra tokens
+    that run with it."""
     reach: int | None = None
-    """If set, only the first `reach` committed tokens can run now. Extra slots are not needed
+    """If set, only the first `reach` committed tokens can run now, and extra slots are not needed
     yet."""
 
 
@@ -51,7 +53,7 @@ class Admitted(NamedTuple):
 
     aligned: Aligned
     num_granted: int
-    """How many of `aligned.new_tokens` run. If all of them run, so do the extra slots."""
+    """How many of `aligned.new_tokens` run. The extra slots are used only if all of them run."""
 
     @property
     def is_whole(self) -> bool:
@@ -84,9 +86,14 @@ class Admissions:
 
     def admit(self, demands: Sequence[SlotDemand]) -> list[Admission]:
         """One result for each of these items, which are of distinct sessions and in order of
-        arrival. `Admitted`: the item runs. `CONTINUES`: the step has no room left for it. `WAITS`:
-        no pages are free for it. `Resync`: pages are free, but the session lacks its prefix. An
-        error: the item is refused."""
+        arrival:
+
+            Admitted      The item runs.
+            CONTINUES     The step has no room left for the item.
+            WAITS         No pages are free for the item.
+            Resync        Pages are free, but the session lacks the stated prefix.
+            an error      The item is refused.
+        """
         found = [_align(self._table, demand.head) for demand in demands]
         begun = {
             demand.head.session_id: self._engine.find(demand.head.append, demand.head.tenant)
@@ -106,8 +113,8 @@ class Admissions:
         return self._grant(demands, found, begun)
 
     def _whole(self, demand: SlotDemand, begun: _Begun) -> SequenceStep:
-        """A step with slots for all that the item can run. If that is more than all pages hold, the
-        step has one token more than they hold, and so never fits."""
+        """A step with all tokens that the item can run now. If these are more than all pages hold,
+        the step has one token more than all pages hold, so it never fits."""
         name = demand.head.session_id
         num_held = begun[name].length if name in begun else self._engine.length(name)
         length = demand.head.committed_length + demand.num_extra
@@ -117,8 +124,8 @@ class Admissions:
         return SequenceStep(name, (_ANY_TOKEN,) * num, 0)
 
     def _place(self, found: list[_Found], wholes: dict[int, SequenceStep], begun: _Begun) -> None:
-        """Reserves pages for the oldest session first. Sets `found` to `WAITS` where none are
-        left."""
+        """Reserves pages for items, those of the oldest sessions first. Sets the entry in `found`
+        to `WAITS` for each item for which no pages are left."""
         age_rank = self._table.age_rank
         holders = self._table.holders()
         reserved: list[SequenceStep] = []
@@ -156,13 +163,13 @@ class Admissions:
             self.figures.num_preemptions += 1
             if self._engine.can_hold(steps, begun=begun):
                 return True
-        raise InvariantError("preempting every younger slot did not free enough pages")
+        raise InvariantError("preempting every younger session did not free enough pages")
 
     def _grant(
         self, demands: Sequence[SlotDemand], found: Sequence[_Found], begun: _Begun
     ) -> list[Admission]:
-        """Shares out the step's tokens. A session that holds no tokens and gets some begins on its
-        cached prefix."""
+        """Shares out the step's tokens. If a session holds no tokens and gets some, it begins on
+        its cached prefix."""
         aligned = {i: entry for i, entry in enumerate(found) if isinstance(entry, Aligned)}
         wanted = [self._token_demand(demands[i], entry, begun) for i, entry in aligned.items()]
         grants = self._budget.share(wanted)
@@ -192,7 +199,7 @@ class Admissions:
 
 
 class Work:
-    """An item in a step. Its `demand` is a `SlotDemand`."""
+    """An item in a step. Subclasses have a `demand`, a `SlotDemand`."""
 
     answer: Any = None
 
@@ -220,9 +227,9 @@ class StepWorker:
 
     def step(self, items: Sequence[Any]) -> list[Any]:
         """Runs a step with these items, which are of distinct sessions and in order of arrival.
-        Returns for each item its answer, `Answers`, or why it is `Unfinished`. An error of one item
-        is answered `Refused` and affects no others. Raises `EngineLost` if no more steps can
-        run."""
+        Returns for each item its answer, `Answers`, or why it is `Unfinished`. An item that causes
+        an error gets `Refused`, and the others are not affected. Raises `EngineLost` if no more
+        steps can run."""
         raise NotImplementedError
 
     def park(self, session_ids: Sequence[str]) -> None:
@@ -274,7 +281,7 @@ class StepWorker:
         raise NotImplementedError
 
     def _allowed(self, head: RoundHead, aligned: Aligned) -> Allowed | None:
-        """Which tokens may follow the committed ones; None = any. Raises `Incompatible` for a
+        """The tokens that may follow the committed ones; None = all. Raises `Incompatible` for a
         constraint that this replica cannot apply."""
         if head.constraint is None:
             num_tokens, info = head.committed_length - head.prompt_length, self._engine.info
@@ -330,7 +337,7 @@ def draft_request(
     head: RoundHead, sampling: SamplingParams, token_ids: Sequence[int], length: int, **fields: Any
 ) -> DraftRequest:
     """A request for a proposal after the first `length` tokens of the session of `head`.
-    `token_ids` are those of them that the drafter reads."""
+    `token_ids` are the tokens among these that the drafter reads."""
     known: dict[str, Any] = {
         "session_id": head.session_id, "tenant": head.tenant, "token_ids": token_ids,
         "prompt_length": head.prompt_length, "sampling": sampling, "rule": head.rule,

@@ -1,1 +1,1 @@
-"""Sessions: an owner's view of one, and the stores (in memory, Redis)."""
+"""Sessions: the state of a session at its owner, and the session stores (Redis, in memory)."""

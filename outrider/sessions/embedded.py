@@ -1,10 +1,10 @@
 """An embedded Redis server, for a deployment on one machine that names no server.
 
 The server runs under a shell that reads a pipe from this process. If this process ends in any way,
-the pipe closes and the shell stops the server. No handler has to run. With PDEATHSIG instead, the
-server would also stop when the thread that started it ends. Server and shell form a process group
-of their own, so a Ctrl-C in the terminal does not stop the store before the coordinator has written
-its last tokens."""
+the pipe closes and the shell stops the server. PDEATHSIG is not used, because the server would then
+also stop when the thread that started it ends. Server and shell form a process group of their own,
+so a Ctrl-C in the terminal does not stop the server before the coordinator has written its last
+tokens."""
 
 import importlib.util
 import os
@@ -38,7 +38,8 @@ kill $watcher 2>/dev/null
 wait $watcher
 exit $status
 """
-"""A shell script. Runs a server, stops it when standard input is closed, and ends with it."""
+"""A shell script. Runs a server, stops the server when standard input is closed, and ends when the
+server does."""
 
 _SOCKET_NAME = "redis.sock"
 _LOG_NAME = "redis.log"
@@ -65,9 +66,9 @@ def find_server() -> str:
 
 
 class EmbeddedRedis:
-    """One server process. It keeps its data in `directory` and loads them when it is started there
-    again. It listens only on a Unix socket, in a directory of this user. All methods block and are
-    for one thread at a time."""
+    """One server process. It keeps its data in `directory`, and loads the data when it is started
+    there again. It listens only on a Unix socket, in a directory of this user. All methods block
+    and are for one thread at a time."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         """Does not start the server. Raises `ConfigError` if the path of the socket is too long in
@@ -121,7 +122,8 @@ class EmbeddedRedis:
                     stderr=subprocess.DEVNULL,
                     pass_fds=[lock.fileno()],
                     start_new_session=True,
-                    env=os.environ.copy(),  # `execv` fails with EFAULT if a thread sets one.
+                    # `execv` fails with EFAULT if a thread changes `os.environ` meanwhile.
+                    env=os.environ.copy(),
                 )
         except BlockingIOError:
             raise ConfigError(
@@ -135,7 +137,8 @@ class EmbeddedRedis:
             raise
 
     def rotate_log(self) -> None:
-        """Rotates the log if it is large. Call this regularly, as the server never does it."""
+        """Rotates the log if it is large. Must be called regularly, because the server does not
+        rotate its log."""
         rotate(self._directory / _LOG_NAME)
 
     def stop(self) -> None:

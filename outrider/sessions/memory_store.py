@@ -1,4 +1,4 @@
-"""A store in the process, for simulations. It never fails, and no session changes its owner."""
+"""A session store in memory, for simulations. It never fails, and sessions keep their owners."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

@@ -1,12 +1,12 @@
 """The address of a Redis server and its credentials.
 
-Passwords do not pass through Ray, because its head (GCS) shows actors' arguments to every holder of
-the cluster's token. An address without its password states where a process finds the password:
+Passwords are not sent through Ray, because Ray's head (GCS) shows the arguments of actors to every
+holder of the cluster's token. An address without a password says where a process finds it:
 
-| where | set by |
+| place of the password | set by |
 | --- | --- |
-| in `password_file`, on each machine | `redis_password_file`; `serve` if there is one machine |
-| in its variable OUTRIDER_REDIS_PASSWORD | what starts Ray there, such as a pod with a Secret |
+| `password_file`, on each machine | `redis_password_file`; on a single machine also `serve` |
+| variable OUTRIDER_REDIS_PASSWORD | the environment of Ray, such as a pod with a Secret |
 """
 
 import dataclasses
@@ -40,22 +40,25 @@ class RedisAddress:
     """URL of the session store: `redis://`, `rediss://` (TLS), `unix://` or, with Sentinel,
     `redis+sentinel://HOST:PORT[,HOST:PORT...]/SERVICE[/DB]`; empty = an embedded server."""
     username: str = ""
-    """User of the session store; one in the URL wins."""
+    """User name for the session store. A user name in the URL overrides it."""
     password: str = Field(default="", repr=False)
-    """Its password; one in the URL wins. Best set as a variable."""
+    """Password for the session store. A password in the URL overrides it. Better set the variable,
+    because other users of the machine can see flags."""
     password_file: str = ""
-    """File with the password, on each machine; read when a process connects."""
+    """File with the password, at the same path on each machine. A process reads it when it
+    connects."""
     ca_file: str = ""
     """Certificate authority of servers reached by TLS (`rediss://`, `rediss+sentinel://`); empty =
     the system's."""
     sentinel_password: str = Field(default="", repr=False)
-    """Password of the Sentinels, if they need one. Best set as a variable."""
+    """Password of the Sentinels, if they need one. Better set the variable, because other users of
+    the machine can see flags."""
     key_prefix: str = DEFAULT_KEY_PREFIX
     """Prefix of all keys in Redis."""
     sentinel_password_file: Internal[str] = ""
     """File with the Sentinels' password."""
     asks_for_password: Internal[bool] = False
-    """Whether a password is needed that this address does not contain."""
+    """Whether Redis needs a password that this address does not contain."""
     asks_for_sentinel_password: Internal[bool] = False
     """Whether the Sentinels need a password that this address does not contain."""
 
@@ -73,11 +76,12 @@ class Passwords:
 
 
 def without_password(address: RedisAddress) -> tuple[RedisAddress, Passwords]:
-    """The address without user and password in its URL, and the passwords. A password in the URL
-    wins, as in Redis' client. Raises `SettingError` for a URL with a password among its options."""
+    """The address without any password and without a user in the URL, and the passwords. A password
+    in the URL overrides the setting. Raises `SettingError` if the URL has a password among its
+    options, or if there is also a password file."""
     url, username, password = _split(address.url)
     if password and address.password_file:
-        raise SettingError("redis_password_file", "cannot go with a password in redis_url")
+        raise SettingError("redis_password_file", "cannot be given with a password in redis_url")
     password = password or address.password
     if "password=" in url.lower():
         raise SettingError("redis_url", "has a password among its options; use redis_password_file")
@@ -119,8 +123,8 @@ def _read_variable(key: str, variable: str, by_ray: bool) -> str:
 
 
 def read_password(path: Path, key: str) -> str:
-    """The password in the file, without the end of the line. Raises `SettingError`, which names
-    `key`, if the file is not one line."""
+    """The password in the file, without the end of the line. Raises `SettingError` for `key` if the
+    file is not one line."""
     try:
         with blaming(key):
             text = read_file(path).decode()

@@ -1,6 +1,6 @@
 """Connects to Redis, checks that the server can keep sessions, and converts its errors.
 
-The `ConfigError` for an unsuitable server has one line, which names the server by its URL, with the
+The `ConfigError` for an unsuitable server has one line. It names the server by its URL, with the
 password masked."""
 
 import asyncio
@@ -46,18 +46,19 @@ _PASSING_ANSWERS = re.compile(
     # Redis 6.2 says this in place of NOPERM inside a script.
     r"|The user executing the script can't run this command"
 )
-"""Errors of a server that runs but cannot serve now: busy, failing over, disk or memory full,
-rights being changed. The client has classes for some of them. In errors of scripts, only the text
-names them."""
+"""Errors of a server that runs but cannot serve now. It may be busy or failing over, its disk or
+memory may be full, or a user's rights may be changing. The client library has classes for some of
+these errors. An error of a script names them only in its text."""
 _REPLACED_ERRORS = (BusyLoadingError, MasterDownError, ReadOnlyError)
 _REPLACED_ANSWERS = re.compile(r"\b(LOADING|MASTERDOWN|NOREPLICAS|READONLY|UNBLOCKED)\b")
-"""Errors of a server that may no longer be the primary. It was demoted or restarted, or is cut off
-from its replicas while Sentinel promotes one of them."""
+"""Errors of a server that may no longer be the primary. The server was demoted or restarted, or is
+cut off from its replicas while Sentinel promotes one of them."""
 _DAMAGED = "WRONGTYPE"
 
 
 class NotReplicated(RedisError):
-    """Too few replicas have a write. The others are away, or follow another primary."""
+    """Too few replicas have a write. The other replicas cannot be reached, or follow another
+    primary."""
 
 
 def masked_url(url: str) -> str:
@@ -70,9 +71,10 @@ def masked_url(url: str) -> str:
 async def answering() -> AsyncIterator[None]:
     """Raises `TimeoutError` inside the block after `REDIS_TIMEOUT_MS`.
 
-    The time is counted in slices, each of which starts when the event loop has handled the one
-    before. Otherwise, after a pause of this process (a burst of work, a garbage collection), the
-    timeout would come before an answer that has arrived meanwhile."""
+    The time is counted in slices. A slice starts when the event loop has handled the end of the
+    slice before. So a pause of this process, such as a garbage collection, uses up only one slice.
+    With a single timer, the timeout could end the call although its answer came during the
+    pause."""
     loop = asyncio.get_running_loop()
     slice_s = limits.REDIS_TIMEOUT_MS / limits.REDIS_TIMEOUT_SLICES / 1000
     timer: asyncio.TimerHandle
@@ -96,7 +98,8 @@ async def answering() -> AsyncIterator[None]:
 async def calling(client: redis.asyncio.Redis) -> AsyncIterator[None]:
     """Limits the time of a call as `answering` does. If the server fails, or may no longer be the
     primary (`may_be_replaced`), closes idle connections. So the next call connects anew, and finds
-    the primary by the server's name or by Sentinel. Calls close the connections that they use."""
+    the primary by the server's name or by Sentinel. A failed call itself closes the connection that
+    it uses."""
     try:
         async with answering():
             yield
@@ -107,8 +110,8 @@ async def calling(client: redis.asyncio.Redis) -> AsyncIterator[None]:
 
 
 def may_be_replaced(error: Exception) -> bool:
-    """Whether an error shows that the server may no longer be the primary. Also reads the text, as
-    such errors of scripts have no class of their own."""
+    """Whether an error shows that the server may no longer be the primary. Also reads the error's
+    text, because such errors of scripts have no class of their own."""
     return isinstance(error, _REPLACED_ERRORS) or bool(_REPLACED_ANSWERS.search(str(error)))
 
 
@@ -122,8 +125,8 @@ def redis_errors() -> Iterator[None]:
 
 
 def to_our_error(error: Exception) -> OutriderError:
-    """`StoreUnavailable` for an error that may pass, `DataLoss` for a key of a type that we do not
-    write, `InvariantError` for a wrong command."""
+    """`StoreUnavailable` for a temporary error, `DataLoss` for a key with a value of another type
+    than Outrider writes, `InvariantError` for a wrong command."""
     if isinstance(error, NotReplicated):
         return StoreUnavailable(f"Redis: {error}; try again")
     if isinstance(error, redis.ConnectionError | redis.TimeoutError | OSError | TimeoutError):
@@ -137,7 +140,7 @@ def to_our_error(error: Exception) -> OutriderError:
 
 def _first_line(error: Exception) -> str:
     if isinstance(error, MasterNotFoundError):
-        # The text of the error describes each Sentinel's client at length.
+        # Keeps only the names of errors, because the text describes each Sentinel's client.
         reasons = sorted(set(re.findall(r"\b\w+Error\b", str(error))))
         return ", ".join(["no Sentinel names a primary of that service that is up", *reasons])
     return next(iter(str(error).splitlines()), "") or type(error).__name__
@@ -149,7 +152,7 @@ def new_client(address: RedisAddress) -> redis.asyncio.Redis:
     url = address.url
     options: dict[str, Any] = {
         "max_connections": limits.REDIS_CONNECTIONS_MAX,
-        # `calling` limits the sum of these three.
+        # `calling` limits the time of all three together.
         "timeout": None,
         "socket_connect_timeout": None,
         "socket_timeout": None,
@@ -169,7 +172,7 @@ def new_client(address: RedisAddress) -> redis.asyncio.Redis:
             return _sentinel_client(url, address.sentinel_password or None, options)
         pool = Pool.from_url(url, **options)
     except (TypeError, ValueError):
-        # Neither message nor traceback shows the cause, which may quote the password.
+        # Message and traceback leave the cause out, because it may quote the password.
         raise ConfigError(
             f"Redis URL {masked_url(url)}: is not one of redis://HOST:PORT/DB, "
             f"rediss://HOST:PORT/DB, unix:///PATH?db=DB, "
@@ -244,8 +247,8 @@ def check_info(name: str, info: dict[str, Any]) -> None:
 
 class Pool(redis.asyncio.BlockingConnectionPool):
     async def disconnect(self, inuse_connections: bool = True) -> None:
-        """Closes connections. Unlike in the library, idle ones close without a wait, during which
-        another task could take one that is half closed."""
+        """Closes connections. Unlike the library's method, closes idle connections without
+        suspending. While suspended, another task could take a connection that is half closed."""
         if inuse_connections:
             await super().disconnect()
             return
@@ -280,8 +283,9 @@ class _Client(redis.asyncio.Redis):
 def _sentinel_client(
     url: str, sentinel_password: str | None, options: dict[str, Any]
 ) -> redis.asyncio.Redis:
-    """A client that connects to the primary that Sentinels name. The URL's hosts are Sentinels, its
-    user and password those of the servers. `rediss+sentinel://` uses TLS to both:
+    """A client that connects to the primary that Sentinels name. The URL's hosts are Sentinels. Its
+    user and password are for the Redis servers. With `rediss+sentinel://`, connections to Sentinels
+    and to servers use TLS:
 
         redis+sentinel://[USER[:PASSWORD]@]HOST[:PORT][,HOST[:PORT]...]/SERVICE[/DB]
 

@@ -1,8 +1,8 @@
 """Sessions in Redis (6.2 or newer, or Valkey).
 
     <prefix>lease:{<owner>}           string: expires unless the owner renews it
-    <prefix>lease:{<owner>}:wanted    set: this owner's sessions that others asked for, and
-                                      `cancel:<id>` of those that they want to end; expires
+    <prefix>lease:{<owner>}:wanted    set: sessions of this owner that others want to take over,
+                                      or `cancel:<id>` for those that they want to cancel; expires
     <prefix>session:{<id>}            hash: epoch, owner, state, finish_reason, opened, caches,
                                       counters (JSON), prefix_digest,
                                       tokens_start, tokens_end, logprobs_start, logprobs_end;
@@ -10,17 +10,18 @@
                                       are sent again
     <prefix>session:{<id>}:tokens     string: all tokens, uint32 LE, from byte tokens_start to
                                       tokens_end (excluded)
-    <prefix>session:{<id>}:logprobs   string: one JSON line per token after the prompt, likewise
+    <prefix>session:{<id>}:logprobs   string: one JSON line per token after the prompt, from byte
+                                      logprobs_start to logprobs_end (excluded)
     <prefix>key:{<key>}               string: value of `claim_key`; expires
-    <prefix>replicated                string: written before replicas are waited for
+    <prefix>replicated                string: written before each WAIT for replicas
 
-The braces are literal. One Lua script (`lua/`) makes each change. Redis does not roll back a script
-that fails, so each script leaves a consistent session after each of its calls: `lua/layout.lua`
-says how. No script uses keys of two hash slots. So a take-over reads the owner's lease in a
-separate call, and then checks that epoch and owner are unchanged. Leases are times to live in
-Redis, which stores no point in time, so clocks are never compared. If a restarted Redis has lost a
-running owner's lease, other coordinators can take over the sessions. That owner's later writes then
-fail because their epoch is too low."""
+The braces are literal. Each change is one run of a Lua script (`lua/`). Redis does not roll back a
+script that fails. So each script keeps the session consistent after each of its commands, as
+`lua/layout.lua` describes. No script uses keys of two hash slots. So a take-over first reads the
+owner's lease in a separate run, and then checks that epoch and owner are unchanged. A lease is a
+key with a time to live, so the clocks of machines are never compared. If a restarted Redis has lost
+the lease of a running owner, other coordinators can take over the owner's sessions. The owner's
+later writes then fail because their epoch is too low."""
 
 import asyncio
 import struct
@@ -70,9 +71,9 @@ _LOAD = Script("layout", "load", replicated=True)
 _READ_PART = Script("read_part")
 _CLAIM_KEY = Script("claim_key", replicated=True)
 Field = str | int | bytes
-"""Redis stores these as bytes."""
+"""An argument of a script. Redis stores it as bytes."""
 _CANCEL = "cancel:"
-"""Prefix of the id of a session that its owner is asked to end."""
+"""Prefix of a session's id in the set `wanted`: asks the owner to cancel the session."""
 
 
 class RedisStore(SessionStore):
@@ -81,7 +82,7 @@ class RedisStore(SessionStore):
     lease_ms = limits.SESSION_LEASE_MS
     """How long an owner keeps its sessions without renewing its lease."""
     session_ttl_ms = limits.SESSION_TTL_S * 1000
-    """Least time that an unfinished session stays readable after its last write."""
+    """How long an unfinished session stays readable after its last write."""
     finished_ttl_ms = limits.FINISHED_TTL_S * 1000
     """How long a finished session stays readable."""
 
@@ -101,9 +102,9 @@ class RedisStore(SessionStore):
     async def connect(cls, address: RedisAddress, *, wait_replicas: int = 0) -> Self:
         """Connects, and checks that the server can keep sessions.
 
-        With `wait_replicas`, writes and reads succeed only once this many replicas have the data.
-        After `REDIS_WAIT_MS` they raise `StoreUnavailable`. To renew a lease needs no replica.
-        Raises `ConfigError` for an unsuitable server."""
+        With `wait_replicas`, writes and reads of sessions succeed only once this many replicas have
+        the data. Otherwise they raise `StoreUnavailable` after `REDIS_WAIT_MS`. Leases and
+        `release` need no replicas. Raises `ConfigError` for an unsuitable server."""
         client = new_client(address)
         try:
             await check_server(client, address.url)
@@ -179,7 +180,7 @@ class RedisStore(SessionStore):
         record = await self._record(session_id, answer)
         if record is None:
             raise StoreUnavailable(
-                f"session {session_id} was taken over meanwhile, or lost its tail, while it was "
+                f"session {session_id} was taken over, or lost its last tokens, while it was "
                 f"read; try again",
                 retry_after_ms=limits.TAKE_OVER_RETRY_MS,
             )
@@ -199,8 +200,8 @@ class RedisStore(SessionStore):
             if record is not None:
                 return record
         raise StoreUnavailable(
-            f"session {session_id} changed its owner {limits.LOAD_TRIES_MAX} times while it was "
-            "read"
+            f"session {session_id} changed {limits.LOAD_TRIES_MAX} times while it was read; try "
+            "again"
         )
 
     async def claim_key(self, key: str, value: str = "", replaces: str = "") -> str:
@@ -230,8 +231,9 @@ class RedisStore(SessionStore):
         return key, f"{key}:wanted"
 
     async def _record(self, session_id: str, answer: Sequence[Any]) -> SessionRecord | None:
-        """The record, from the answer of the script `load` or `take_over`. None if its tokens were
-        replaced, or Redis lost their tail, while they were read. Raises the script's error."""
+        """The record, from the answer of the script `load` or `take_over`. None if the tokens were
+        replaced while they were read, or if Redis lost the last of them. Raises the script's
+        error."""
         match answer:
             case [b"missing", _]:
                 raise not_found(session_id)
@@ -281,7 +283,8 @@ def _outcome(session_id: str, epoch: int, answer: Any) -> int | OutriderError:
 
 TOKEN_BYTES = 4
 _OPENED = TypeAdapter(tuple[str, int, Rule, str, int])
-"""What never changes: tenant, seed, rule, parameters, prompt length."""
+"""Type of the field `opened`, which never changes: tenant, seed, rule, parameters, prompt
+length."""
 _CACHES = TypeAdapter(tuple[CacheState, CacheState])
 _COUNTERS = TypeAdapter(Counters)
 
@@ -302,8 +305,8 @@ def encode_tokens(token_ids: Sequence[int]) -> bytes:
 def decode_record(
     session_id: str, fields: Mapping[bytes, bytes], tokens: bytes, logprobs: bytes
 ) -> SessionRecord:
-    """The session from its hash, tokens and log-probabilities. Raises `DataLoss` if they are not
-    complete, or in an unknown form."""
+    """The session from its hash, tokens and log-probabilities. Raises `DataLoss` if these are not
+    complete, or if their form is unknown."""
     try:
         tenant, seed, rule, parameters, prompt_length = _OPENED.validate_json(fields[b"opened"])
         token_ids = struct.unpack(f"<{len(tokens) // TOKEN_BYTES}I", tokens)

@@ -1,12 +1,13 @@
-"""One session as its owner knows it: which tokens are decided, which are stored, and which may be
-shown.
+"""The state of one session at its owner: which tokens are decided, which are stored, and which may
+be shown.
 
     prompt_length <= showable_length <= length          (all tokens decided so far)
     acknowledged_length <= showable_length              (equal, unless the store lost its tail)
 
 Uses no clock and no store. The owner decides tokens, sends `next_append()` to the store, and passes
 the answer to `acknowledge()`. If the store has lost the session's last tokens, it answers with a
-shorter length, and the owner sends the rest again. Tokens that may be shown stay so."""
+shorter length, and the owner sends the lost tokens again. A token that may be shown once may always
+be shown."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,7 +34,7 @@ class Session:
         `SessionStore.take_over` returned."""
         check(record.finish_reason is None, "a finished session is not resumed")
         self.record = replace(record, token_ids=(), logprobs="")
-        """The session without its tokens. Only fields that never change are read."""
+        """The session without its tokens. Only those fields are read that never change."""
         self.tokens = TokenSequence(record.token_ids)
         """All decided tokens, prompt first. Only `decide` appends to them."""
         self.counters = record.counters
@@ -44,13 +45,14 @@ class Session:
         self.acknowledged_length = len(self.tokens)
         """Number of tokens that the store held at its last answer."""
         self.showable_length = len(self.tokens)
-        """Number of tokens that the store held at any time, and that may be shown. Never falls."""
+        """Number of tokens that may be shown: the largest number that the store has held. Never
+        falls."""
         self.finish_reason: FinishReason | None = None
-        """Why no more tokens are decided. The store may still lack the last ones. None while the
-        session runs, and if it was lost while it ran."""
+        """Why no more tokens are decided. The store may still lack the last tokens. None while the
+        session runs, and if the session was lost while it ran."""
         self.error: OutriderError | None = None
-        """Why the session is lost: it was taken over, or is no longer stored. Nothing more is sent
-        to the store. None if it is not lost."""
+        """Why the session is lost: another coordinator took it over, or the store no longer has it.
+        A lost session sends nothing more to the store. None if the session is not lost."""
         self.check_integrity()
 
     @property
@@ -88,9 +90,9 @@ class Session:
         target: CacheState | None = None,
         logprobs: Sequence[str] = (),
     ) -> None:
-        """Appends the tokens of one outcome. `counters` are those of the whole session. A `draft`
-        or `target` of None is unchanged. `logprobs` has a line for each token, in every call or in
-        none."""
+        """Appends the tokens of one outcome. `counters` are those of the whole session. If `draft`
+        or `target` is None, the session keeps its value. `logprobs` has a line for each token, in
+        every call or in no call."""
         self._check_running("decided tokens of")
         check(len(token_ids) > 0, "an outcome without tokens")
         check(
@@ -105,9 +107,9 @@ class Session:
         self.target = target or self.target
 
     def next_append(self) -> Append | None:
-        """The tokens that the store lacks, up to `APPEND_TOKENS_MAX`. None if it lacks none, or if
-        the session is lost. Changes nothing: a second call before the store's answer returns them
-        again, with those decided meanwhile."""
+        """The tokens that the store lacks, up to `APPEND_TOKENS_MAX`. None if the store lacks no
+        tokens, or if the session is lost. A second call before the store's answer returns the same
+        tokens again, followed by those decided meanwhile."""
         if not self.has_news:
             return None
         start = self.acknowledged_length
@@ -142,8 +144,8 @@ class Session:
         )
 
     def acknowledge(self, stored_length: int) -> None:
-        """Records that the store holds `stored_length` tokens of this session. If it has lost the
-        last ones, they are fewer than before, perhaps fewer than the prompt has."""
+        """Records that the store holds `stored_length` tokens of this session. After a loss, the
+        number is smaller than before, perhaps smaller than the prompt's length."""
         check(self.error is None, "the store acknowledged a lost session")
         if not 0 <= stored_length <= self.length:
             raise InvariantError(
@@ -153,14 +155,14 @@ class Session:
         self.showable_length = max(self.showable_length, stored_length)
 
     def finish(self, reason: FinishReason) -> None:
-        """Ends the decoding: no more tokens are decided. Those that the store lacks are still
-        sent."""
+        """Ends the decoding: no more tokens are decided. Tokens that the store lacks are still
+        sent to it."""
         self._check_running("finished")
         self.finish_reason = reason
 
     def supersede(self, error: OutriderError) -> None:
-        """Marks the session as lost: taken over (`StaleEpoch`), or no longer stored (`DataLoss`).
-        Tokens that were never stored will not be shown."""
+        """Marks the session as lost: another coordinator took it over (`StaleEpoch`), or it is no
+        longer stored (`DataLoss`). Tokens that were never stored will not be shown."""
         check(self.error is None, "superseded a lost session")
         self.error = error
 

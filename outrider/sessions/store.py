@@ -26,7 +26,7 @@ class FinishReason(StrEnum):
 
 @value(frozen=True, slots=True)
 class CacheState:
-    """Which replica of a draft or target caches a session, and how many of its tokens."""
+    """The draft or target replica that caches a session, and the number of cached tokens."""
 
     replica: str = ""
     cached_length: int = 0
@@ -37,7 +37,7 @@ NOTHING_CACHED = CacheState()
 
 @value(frozen=True, slots=True)
 class Counters:
-    """Counters of a session, which a resumption continues."""
+    """Counters of a session. A coordinator that takes the session over continues them."""
 
     num_rounds: int = 0
     num_draft_tokens: int = 0
@@ -49,7 +49,7 @@ NOTHING_COUNTED = Counters()
 
 @value(frozen=True, slots=True)
 class Append:
-    """Tokens to append to a session under its epoch, if it has `expected_length` tokens."""
+    """Tokens to append to a session that has `expected_length` tokens."""
 
     session_id: str
     epoch: int
@@ -64,8 +64,9 @@ class Append:
     logprobs: str = ""
     """JSON lines for these tokens if the request asked for log-probabilities."""
     more_follow: bool = False
-    """Whether the store once had tokens after these. If the store has lost the owner's take-over,
-    readers get the former owner's tokens until an append in which this is false."""
+    """Whether the owner will send more tokens that the store once had. If the store has lost the
+    owner's take-over, readers get the former owner's tokens until an append in which this is
+    false."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,8 @@ class Finish:
     epoch: int
     owner: str
     length: int | None
-    """At least 1, prompt included; None = the session ends with the stored tokens."""
+    """Number of tokens, prompt included, at least 1. None = the session ends with the stored
+    tokens."""
     reason: FinishReason
     counters: Counters
 
@@ -88,7 +90,7 @@ class SessionRecord:
     session_id: str
     tenant: str
     owner: str
-    """The coordinator that runs it."""
+    """Name of the coordinator that runs the session."""
     seed: int
     rule: Rule
     parameters: str
@@ -124,27 +126,27 @@ class SessionRecord:
 
 
 def released(owner: str) -> str:
-    """The owner's name in sessions that `owner` has released. No process has this name, and so no
-    lease: any coordinator may take the sessions over."""
+    """The owner's name in sessions that `owner` has released. No process has this name, so no lease
+    protects these sessions, and any coordinator may take them over."""
     return f"{owner} (released)"
 
 
 class SessionStore(Protocol):
-    """Keeps sessions, and leases of their owners. Every method may raise `StoreUnavailable`. The
-    call may then have taken effect or not. Every call can be repeated.
+    """Keeps sessions, and the leases of their owners. Every method may raise `StoreUnavailable`.
+    The call may then have taken effect or not. Every call can be repeated.
 
     A session has one owner under one epoch, which each take-over raises by one. An owner's writes
-    (`append`, `finish`, `release`) state both. The store compares them with those that it has:
+    (`append`, `finish`, `release`) state both. The store compares them with the stored ones:
 
       - Lower epoch: a former owner's write. `StaleEpoch`, and nothing changes.
       - Same epoch, other owner: the store lost a take-over and later gave the same epoch to another
         owner. `StaleEpoch`, and nothing changes.
       - Same epoch and owner: the write is carried out.
-      - Higher epoch: the store lost the take-over that gave this epoch. The session is this owner's
-        again and runs, even if it was finished. The stored tokens may be a former owner's, so the
-        stored length counts as 0, and the owner sends all tokens again. The append without
-        `Append.more_follow` replaces the old tokens by the new ones. Until then readers get the old
-        tokens, and the session cannot be finished with a length.
+      - Higher epoch: the store lost the take-over that gave this epoch. The session belongs to this
+        owner again and runs, even if it was finished. The stored tokens may be a former owner's, so
+        the stored length counts as 0, and the owner sends all tokens again. The first append
+        without `Append.more_follow` replaces the old tokens by the new ones. Until then readers get
+        the old tokens, and the session cannot be finished with a length.
     """
 
     async def open(self, session: SessionRecord) -> None:
@@ -152,25 +154,26 @@ class SessionStore(Protocol):
         nothing. Raises `InvariantError` if another session has the id."""
 
     async def append(self, appends: Sequence[Append]) -> list[int | OutriderError]:
-        """Appends to many sessions in one round trip. Returns for each the stored length
+        """Appends to many sessions in one round trip. Returns for each session the stored length
         afterwards, or an error: `StaleEpoch`, or `DataLoss` if the session is not stored. If the
-        length is not expected_length + len(token_ids), nothing was appended. If it is smaller, the
-        store has lost the last tokens, and the owner sends them again. If it is larger, the store
-        has the tokens already. An append without tokens asks for the length."""
+        length is not expected_length + len(token_ids), nothing was appended. If the length is
+        smaller, the store has lost the last tokens, and the owner sends them again. If the length
+        is larger, the store has the tokens already. An append without tokens asks for the
+        length."""
 
     async def hold_lease(self, owner: str) -> Mapping[str, bool]:
-        """Renews the lease. Until it runs out, no other owner can take over a session of this one.
-        Returns the ids of sessions that others have tried to take over since the last call, each
-        with whether it is to be cancelled. The owner then cancels the latter, and releases those
-        that it does not run."""
+        """Renews the owner's lease. While the lease lasts, no other owner can take over a session
+        of this owner. Returns the ids of sessions that others have tried to take over since the
+        last call, and for each whether it should be cancelled. The owner then cancels the sessions
+        that should be cancelled, and releases those that it does not run."""
 
     async def end_lease(self, owner: str) -> None:
-        """Ends the lease: others may take over this owner's sessions at once."""
+        """Ends the owner's lease: others may take over its sessions at once."""
 
     async def release(self, session_id: str, epoch: int, owner: str) -> None:
-        """Releases a session that no longer runs. Its owner becomes `released(owner)`, which has no
-        lease. Its epoch stays. A finished session is unchanged, even if its epoch is lower. Raises
-        `StaleEpoch`, also if the session is released already, and `DataLoss`."""
+        """Releases a session that no longer runs. The session's owner becomes `released(owner)`,
+        which has no lease. Its epoch stays. A finished session is unchanged, even if its epoch is
+        lower. Raises `DataLoss`, and `StaleEpoch`, also if the session is released already."""
 
     async def take_over(
         self,
@@ -179,32 +182,32 @@ class SessionStore(Protocol):
         on_sent: Callable[[], None] = lambda: None,
         cancels: bool = False,
     ) -> SessionRecord:
-        """Makes `owner` the owner under epoch + 1, if epoch and owner are still those of `seen`,
-        which `load` returned, and that owner's lease has run out or it is `owner` itself. Returns a
-        finished session unchanged. Raises `NotFound`, `DataLoss`, and `Unavailable`: if another
-        coordinator took the session over meanwhile, or, with the remaining time, if the lease still
-        runs. In the latter case `hold_lease` reports the request to the session's owner, with
-        `cancels` as a request to cancel it.
+        """Makes `owner` the owner of a session, under epoch + 1. `seen` is the record that `load`
+        returned. The session must still have its epoch and owner. The lease of that owner must have
+        run out, unless `owner` is that owner. Returns a finished session unchanged. Raises
+        `NotFound` and `DataLoss`. Raises `Unavailable` if another coordinator took the session over
+        meanwhile, or if the lease has not run out. The latter error has the remaining time, and
+        `hold_lease` reports the request to the session's owner. With `cancels`, this is a request
+        to cancel the session.
 
-        `on_sent` is called when the lease has run out, just before the session may change. After
-        that, the session may or may not have been taken over if the call is cancelled, or raises an
-        error other than `NotFound` and `Unavailable` itself (a subclass is another error). A caller
-        that does not continue the session must then `release` it under epoch + 1. This also
-        invalidates a take-over that is still under way."""
+        `on_sent` is called just before the session may change. If the call is then cancelled, or
+        raises `DataLoss` or `StoreUnavailable`, the session may or may not have been taken over. A
+        caller that does not continue the session must then `release` it under epoch + 1. The
+        release also invalidates a take-over that is still under way."""
 
     async def finish(self, finish: Finish) -> int:
-        """Marks the session finished if its stored length is `finish.length`, or if that is None.
-        Returns the stored length. If tokens are missing, the owner appends them and calls this
-        again, so no session is marked finished without its last tokens. A finished session is
-        unchanged and expires. Raises `StaleEpoch` and `DataLoss`."""
+        """Marks the session finished if its stored length is `finish.length`, or if
+        `finish.length` is None. Returns the stored length. If tokens are missing, the owner appends
+        them and calls this method again. So no session is marked finished without its last tokens.
+        A finished session is unchanged. Raises `StaleEpoch` and `DataLoss`."""
 
     async def load(self, session_id: str) -> SessionRecord:
         """Reads a session. Raises `NotFound`."""
 
     async def claim_key(self, key: str, value: str = "", replaces: str = "") -> str:
-        """Stores `value` under a key that has no value, or has the value `replaces`. Returns the
-        key's value; empty = none. An empty `value` only reads. A value is kept for at least as long
-        as a session that is opened now."""
+        """Stores `value` under a key that has no value or has the value `replaces`. If `value` is
+        empty, only reads. Returns the key's value, empty if there is none. A value is kept for at
+        least as long as a session that is opened now."""
 
     async def close(self) -> None:
         """Closes connections. Sessions stay stored."""
@@ -216,7 +219,7 @@ def not_found(session_id: str) -> SessionNotFound:
 
 
 def contended(session_id: str) -> Unavailable:
-    """The error if another coordinator took the session over meanwhile."""
+    """The error of a call during which another coordinator took the session over."""
     return Unavailable(
         f"session {session_id} was taken over meanwhile; try again",
         retry_after_ms=TAKE_OVER_RETRY_MS,

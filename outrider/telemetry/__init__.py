@@ -1,1 +1,1 @@
-"""Traces, metrics and logs: off, without importing OpenTelemetry, unless configured."""
+"""Traces, metrics and logs. Only processes that export traces or metrics import OpenTelemetry."""

@@ -19,8 +19,8 @@ _identity: ContextVar[tuple[str, str]] = ContextVar("outrider_log_identity", def
 
 
 def identify(session_id: str, trace_id: str = "") -> None:
-    """Adds a session to all later log lines of this task and of the tasks that it starts. To be
-    called in a task that serves only this session."""
+    """Adds a session's id to all later log lines of this task and of the tasks that it starts. To
+    be called in a task that serves only this session."""
     _identity.set((session_id, trace_id))
 
 
@@ -30,8 +30,8 @@ def about(**fields: object) -> dict[str, Mapping[str, object]]:
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line: `time` (UTC), `level`, `logger`, `message`, and if present
-    `session_id`, `trace_id`, the fields of `about` and `exception`."""
+    """Formats each record as a JSON object on one line: `time` (UTC), `level`, `logger`, `message`
+    and, if present, `session_id`, `trace_id`, the fields of `about`, and `exception`."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
@@ -52,8 +52,8 @@ class JsonLines(logging.Formatter):
 
 
 class LogFile(RotatingFileHandler):
-    """A file of at most `LOG_BYTES_MAX` (except for a longer line), with `LOG_FILES_KEPT` rotated
-    ones beside it, `.1` and so on."""
+    """Writes a log file of at most `LOG_BYTES_MAX`, or of one longer line. Keeps `LOG_FILES_KEPT`
+    rotated files, which end with `.1` and so on."""
 
     def __init__(self, path: Path, descriptors: Sequence[int] = ()) -> None:
         """Appends to an existing file. After `take_over`, what this process writes to `descriptors`
@@ -62,7 +62,7 @@ class LogFile(RotatingFileHandler):
         self._descriptors = descriptors
 
     def _open(self) -> TextIOWrapper:
-        """Only this user can read the file, as a file may contain prompts. A lock lasts while a
+        """Lets only this user read the file, because it may contain prompts. Holds a lock while a
         process has the file open, so that `make_room` keeps the file."""
         while True:
             file = os.open(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -85,10 +85,10 @@ class LogFile(RotatingFileHandler):
 
 
 def make_room(directory: Path) -> None:
-    """Makes room for a new replica's log files: removes files of a directory until the rest and the
-    new files have at most `LOG_DIRECTORY_BYTES_MAX` bytes. Rotated files (`.1` and so on) go first,
-    then those of processes that have ended; within each group, those that were written to least
-    recently. Files of running processes always stay."""
+    """Makes room for a new replica's log files. Removes files from the directory until the
+    remaining and the new files have at most `LOG_DIRECTORY_BYTES_MAX` bytes. Removes rotated files
+    (`.1` and so on) first, then files of processes that have ended. In each group, removes the
+    least recently written files first. Files of running processes always stay."""
     found = []
     for path in directory.glob("*.log*"):
         with suppress(FileNotFoundError):
@@ -116,8 +116,8 @@ def _is_open(path: Path) -> bool:
 
 
 def rotate(path: Path) -> None:
-    """If a file is larger than `LOG_BYTES_MAX`, renames it to `.1`, replacing an earlier one. For
-    programs that open their log anew for each line, such as Redis."""
+    """If a file is larger than `LOG_BYTES_MAX`, appends `.1` to its name, and replaces an earlier
+    file of that name. For programs that open their log anew for each line, such as Redis."""
     with suppress(FileNotFoundError):
         if path.stat().st_size > LOG_BYTES_MAX:
             path.replace(path.with_name(f"{path.name}.1"))

@@ -16,10 +16,10 @@ SECONDS = (
     0.0005, 0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.125, 0.25, 0.5, 1, 2, 4, 8, 15, 30,
     60, 120, 300,
 )  # fmt: skip
-"""Upper bounds of the buckets of time histograms, s."""
+"""Upper bounds of the buckets of histograms of times, s."""
 PHASES = ("draft", "wire", "queue", "verify", "commit")
-"""Parts of a round's time. draft: the wait for a proposal; wire, queue, verify: the wait for a
-verdict, split by place; commit: from the decision until the tokens may be shown."""
+"""Parts of a round's time. draft: the wait for a proposal. wire, queue, verify: parts of the wait
+for a verdict. commit: from the decision until the tokens may be shown."""
 _SIDES = get_args(Side)
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 _RULES = tuple(rule.value for rule in Rule)
@@ -63,16 +63,17 @@ REQUEST_COUNTERS: dict[str, tuple[Any, ...]] = {
     "audit_entropy_nats": ("Expected value of audit_surprise_nats.", "rule", _RULES),
     "audit_variance_nats2": ("Variance of audit_surprise_nats.", "rule", _RULES),
 }  # fmt: skip
-"""Counters of a coordinator, by name: description, label, and label values shown from the start.
-The increases of the audit counters over a time give the mean drift of a token, (surprise - entropy)
-/ tokens, and a z value for all, (surprise - entropy) / sqrt(variance)."""
+"""Counters of a coordinator, by name: description, label, and label values that are exported from
+the start. With the increases of the audit counters during a period, the mean drift of a token is
+(surprise - entropy) / tokens, and the z value of all tokens is (surprise - entropy) /
+sqrt(variance)."""
 CONTEXT_BOUNDS = (1024, 4096, 16_384, 65_536)
 CONTEXTS = ("0-1k", "1k-4k", "4k-16k", "16k-64k", "64k+")
 """Values of the label `context`: ranges of the session's length in tokens."""
 
 
 class Proposed(NamedTuple):
-    """The values of a round with a proposal that counters use."""
+    """A round with a proposal: the values that counters need."""
 
     context: str
     num_draft_tokens: int
@@ -80,8 +81,8 @@ class Proposed(NamedTuple):
     num_accepted: int
 
     def by_position(self, num: int) -> dict[tuple[str, str], int]:
-        """For each position of the proposal, 1 if it is among the first `num`, else 0, so that
-        positions without accepted tokens also have a rate."""
+        """For each position of the proposal, 1 if it is among the first `num`, otherwise 0. Because
+        of the zeros, positions without accepted tokens also have a series."""
         return {(str(at), self.context): int(at < num) for at in range(self.num_depths)}
 
 
@@ -104,7 +105,7 @@ AUDIT_SUMS = {
     "surprise": "audit_surprise_nats", "entropy": "audit_entropy_nats",
     "variance": "audit_variance_nats2",
 }  # fmt: skip
-"""Counter of each field of `AuditSums`."""
+"""For each of these fields of `AuditSums`, the counter to which it is added."""
 GREEDY_AUDIT_SUMS = {
     "num_unlikely": "audit_unlikely_tokens", "num_near_ties": "audit_near_ties"
 }  # fmt: skip
@@ -126,48 +127,50 @@ READINGS: dict[str, tuple[Any, ...]] = {
     "num_requests_waiting": ("Requests whose session is not open yet.",),
     "loop_lag_seconds": ("Delay of callbacks on the event loop, mean over some seconds.",),
     "target_available": (
-        "Whether a target answers: without one no session makes progress. 1 or 0.",
+        "1 if a target answers, 0 if none does and no session makes progress.",
     ),
     "store_available": (
-        "Whether the session store answers: while it does not, sessions pause. 1 or 0.",
+        "1 if the session store answers, 0 if it does not and sessions pause.",
     ),
     "replicas_wanted": (
-        "Replicas that the deployment is to have; the same at every coordinator.", "role",
+        "Replicas that the deployment should have; the same at every coordinator.", "role",
     ),
     "replicas_present": (
-        "Replicas that announce themselves and do not leave; the same at every coordinator.",
+        "Announced replicas that are not leaving; the same at every coordinator.",
         "role",
     ),
     "wire_bytes_sent": ("Bytes of frames to replicas.", "side", True),
     "wire_bytes_received": ("Bytes of frames from replicas.", "side", True),
     "stale_answers": (
-        "Proposals and verdicts that came when their round or session was over.", "side", True,
+        "Proposals and verdicts that came after their round or session was over.", "side", True,
     ),
 }  # fmt: skip
-"""Readings of a coordinator, by name: description, label, and whether they only grow."""
+"""Values that are read from a coordinator, by name: description, label, and whether they only
+grow."""
 
 
 class ObservedCounter:
-    """Numbers that only grow, one per label value. The SDK reads them when it collects, so that
-    adding, which happens many times a round, is as cheap as with plain numbers."""
+    """Numbers that only grow, one per label value. The SDK reads the numbers when it collects. So
+    `add`, which runs many times in a round, takes no longer than with plain numbers."""
 
     def __init__(
         self, meter: Meter, name: str, about: str, label: str = "", known: Iterable[str] = ()
     ) -> None:
-        """Without a `label` there is one number, under the value "". `known` values start as 0: a
-        series that appears with its first event has no rate for that event."""
+        """Without a `label` there is one number, under the label value "". `known` label values
+        start at 0, because Prometheus does not count the first event of a series that did not exist
+        before."""
         self._values: dict[str, float] = dict.fromkeys(known if label else ("",), 0.0)
         # A copy: the SDK collects on a thread of its own.
         watch(meter, name, lambda: dict(self._values), about, label, grows=True)
 
     def add(self, amount: float, value: str = "") -> None:
-        """For one thread."""
+        """Must be called on one thread only."""
         self._values[value] = self._values.get(value, 0) + amount
 
 
 class SpeculationCounters:
-    """The counters of `SPECULATION_COUNTERS`. Counts rounds by their `Proposed`; the exported
-    sums are computed when the SDK collects."""
+    """The counters of `SPECULATION_COUNTERS`. Counts rounds by their `Proposed`. The exported sums
+    are computed when the SDK collects."""
 
     def __init__(self, meter: Meter) -> None:
         self._rounds: dict[Proposed, int] = {}
@@ -176,7 +179,7 @@ class SpeculationCounters:
             watch(meter, f"spec_decode_num_{name}", read, about, label, grows=True)
 
     def add(self, length: int, num_draft_tokens: int, num_depths: int, num_accepted: int) -> None:
-        """Counts a round of a session of this length. For one thread."""
+        """Counts a round of a session of this length. Must be called on one thread only."""
         context = CONTEXTS[bisect(CONTEXT_BOUNDS, length)]
         one = Proposed(context, num_draft_tokens, num_depths, num_accepted)
         self._rounds[one] = self._rounds.get(one, 0) + 1
@@ -199,8 +202,9 @@ def watch(
     label: str | tuple[str, ...] = "",
     grows: bool = False,
 ) -> None:
-    """Exports the numbers that `read` returns by label value ("" without a label, a tuple for
-    several): as counters if they only grow, else as gauges. Any thread may call `read`."""
+    """Exports the numbers that `read` returns, as a counter if it `grows`, otherwise as a gauge.
+    The numbers are by label value: "" without a label, a tuple for several labels. `read` is called
+    on any thread."""
 
     def attributes(key: Any) -> dict[str, str] | None:
         if isinstance(label, tuple):
@@ -228,9 +232,9 @@ class HttpTimes:
         )
 
     def add(self, seconds: float, method: str, scheme: str, route: str, status: int | None) -> None:
-        """Records a finished request. `route` is its pattern, empty if none matches; `status` is
-        None if the caller left first. Methods are the caller's text, so unknown ones are no label
-        values."""
+        """Records a finished request. `route` is the pattern of its route, empty if no route
+        matches. `status` is None if the caller disconnected first. An unknown `method` is recorded
+        as `_OTHER`, because callers could otherwise create any number of label values."""
         found: dict[str, str | int] = {
             "http.request.method": method if method in _METHODS else "_OTHER",
             "url.scheme": scheme,

@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Literal
 
 Side = Literal["draft", "target"]
 AuditOutcome = Literal["audited", "busy", "repeated", "failed"]
-"""What became of a session chosen for an audit. Busy: too many audits or sessions ran. Repeated: an
-earlier session had the same seed, so the tokens of the two are not independent."""
+"""What became of a session that was chosen for an audit. busy: too many audits or sessions ran.
+repeated: an earlier session had the same seed, so the tokens of the two are not independent."""
 
 
 def _ignore(self: Any, *_: Any, **__: Any) -> None:
@@ -17,7 +17,7 @@ def _ignore(self: Any, *_: Any, **__: Any) -> None:
 
 
 class RequestObserver:
-    """Observes one request. See `ObservedRequest` for the calls."""
+    """Ignores the events of one request. `ObservedRequest` describes them."""
 
     __slots__ = ()
 
@@ -27,7 +27,7 @@ class RequestObserver:
         return ""
 
     def context(self, side: Side) -> str:
-        """The `traceparent` of a message to a side."""
+        """The `traceparent` of a message to a draft or target."""
         return ""
 
     opened = round_began = asked = answered = decided = shown = _ignore
@@ -38,11 +38,12 @@ SILENT = RequestObserver()
 
 
 Readings = Callable[[], Mapping[str, Mapping[str, float]]]
-"""A coordinator's load and health: numbers by metric and label value."""
+"""Returns a coordinator's load and health: numbers by metric and label value."""
 
 
 class Observation:
-    """Makes an observer for each request. This one observes nothing. See `ObservedRequests`."""
+    """Makes an observer for each request. The observers ignore all events. The observers that
+    `ObservedRequests` makes handle the events."""
 
     listens: ClassVar[bool] = False
 

@@ -3,11 +3,11 @@
     chat MODEL                            from arrival to the last event; totals as attributes
       outrider.open                       tokenizing, and opening the session in the store
       outrider.round                      a sampled round
-        outrider.wire  (peer = draft)     question to answer; time outside its children is the wire
+        outrider.wire  (peer = draft)     from question to answer: the network, and the child spans
           outrider.queue, outrider.draft      in the draft
         outrider.wire  (peer = target)
           outrider.queue, outrider.verify     in the target
-        outrider.commit                   decision to acknowledgement
+        outrider.commit                   from the decision to the acknowledgement
 
 Rounds that are not sampled have no spans, but count in all totals."""
 
@@ -49,7 +49,7 @@ from outrider.telemetry.observer import (
 from outrider.telemetry.setup import read_traceparent, write_traceparent
 
 TRACED_ROUNDS = 2
-"""First rounds of a request that always have spans."""
+"""If `trace_every_rounds` is above 0, this many rounds at the beginning of a request have spans."""
 
 
 class ObservedRequests(Observation):
@@ -79,7 +79,7 @@ class ObservedRequests(Observation):
         return ObservedRequest(self, request, model, read_traceparent(traceparent))
 
     def watch(self, readings: Readings) -> None:
-        """Exports the coordinator's load and health; `readings` may be called from any thread."""
+        """Exports the coordinator's load and health. `readings` is called on any thread."""
         for name, told in READINGS.items():
             watch(self._meter, name, partial(lambda key: {**readings().get(key, {})}, name), *told)
 
@@ -104,7 +104,7 @@ class ObservedRequest(RequestObserver):
             "gen_ai.operation.name": operation, "gen_ai.provider.name": "outrider",
             "gen_ai.request.model": model,
         }  # fmt: skip
-        # Given a context, it is no child of the current span.
+        # Without an explicit context, the span would be a child of the current span.
         self._span = shared.tracer.start_span(
             f"{operation} {model}", context=Context() if caller is None else caller,
             kind=SpanKind.SERVER, attributes=self._genai, start_time=self._arrived_ns,
@@ -184,8 +184,8 @@ class ObservedRequest(RequestObserver):
         self, side: Side, seconds: float, queue_ms: float, compute_ms: float, asked: bool = True
     ) -> None:
         """A proposal or verdict came, `seconds` after the question. Times in ms are the replica's.
-        Unless the replica was `asked` for this round, histograms leave it out: it ran before its
-        question, so nothing waited for it."""
+        If the replica was not `asked`, histograms leave these times out: the replica ran the round
+        in advance, and no request waited for it."""
         queue_s, compute_s = queue_ms / 1e3, compute_ms / 1e3
         wire_s = max(0.0, seconds - queue_s - compute_s)
         times = {"wire": wire_s, "queue": queue_s, "verify": compute_s}
@@ -202,8 +202,8 @@ class ObservedRequest(RequestObserver):
     def decided(
         self, proposal: SealedProposal, num_accepted: int, num_tokens: int, length: int
     ) -> None:
-        """The round has an outcome: `num_accepted` draft tokens were accepted and `num_tokens`
-        added; the session now has `length` tokens."""
+        """The round has an outcome: `num_accepted` draft tokens were accepted, and `num_tokens`
+        tokens were added. The session now has `length` tokens."""
         self._shared.counters["num_rounds"].add(1)
         if proposal:
             num_depths = proposal.tree.num_depths if proposal.parents else len(proposal)
@@ -216,8 +216,8 @@ class ObservedRequest(RequestObserver):
             })  # fmt: skip
 
     def shown(self, decided_s: Mapping[int, float], num_tokens: int) -> None:
-        """The tokens of some rounds are committed, and go to the client in one event. `decided_s`:
-        seconds since each of these rounds was decided, by round index."""
+        """The tokens of some rounds are committed, and go to the client in one event. `decided_s`
+        has the seconds since each of these rounds was decided, by round index."""
         now = time.monotonic()
         self._count_times({"commit": max(decided_s.values())})
         self._record_times()
@@ -282,7 +282,8 @@ class ObservedRequest(RequestObserver):
             self._times += times.items()
 
     def _record_times(self) -> None:
-        """Called when the next round is under way, and nothing waits for this."""
+        """Records the times since the last call. Called while the next round is under way, so that
+        the request does not wait for it."""
         for phase, seconds in self._times:
             self._shared.phases[phase].record(seconds)
         self._times.clear()
@@ -294,7 +295,7 @@ class ObservedRequest(RequestObserver):
         self._record("gen_ai.server.request.duration", duration_s, self._genai)
         for span in (*self._asked.values(), *self._rounds.values()):
             span.end()
-        # Later rounds are counted but not traced.
+        # Rounds that end later are counted but have no spans.
         self._asked, self._rounds = {}, {}
         if reason is not None:
             self._span.set_attribute("gen_ai.response.finish_reasons", [reason.value])
@@ -320,7 +321,7 @@ def _describe(span: Span, request: GenerateRequest, prompts: bool) -> None:
 
 
 def _messages(request: GenerateRequest) -> str:
-    """The prompt as OpenTelemetry's semantic conventions require it; token ids as they are."""
+    """The prompt as OpenTelemetry's semantic conventions require, or as a list of token ids."""
     prompt = request.prompt
     found = [
         {"role": turn.role, "parts": [{"type": "text", "content": turn.content}]}

@@ -1,5 +1,5 @@
-"""Starts and ends a process's OpenTelemetry SDK, and passes traces between processes. Sets nothing
-global, as Ray has an SDK of its own."""
+"""Starts and ends a process's OpenTelemetry SDK, and passes traces between processes. Sets no
+global providers, because Ray has an SDK of its own in the process."""
 
 from __future__ import annotations
 
@@ -38,14 +38,15 @@ VLLM_COUNTERS = tuple(
     f"spec_decode_num_{name}"
     for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
 )
-"""Counters that vLLM has, too, with the prefix `vllm:`."""
+"""Counters that vLLM also has, under the prefix `vllm:`."""
 
 _log = logging.getLogger(__name__)
 
 
 class _VllmNames:
-    """The metrics of a registry, and copies of the counters of speculation under vLLM's names.
-    OpenTelemetry allows no colon in the name of an instrument."""
+    """Collects the metrics of a registry, and copies of the speculation counters under vLLM's
+    names. The copies are made here because OpenTelemetry allows no colon in an instrument's
+    name."""
 
     def __init__(self, registry: CollectorRegistry, model: str) -> None:
         self._registry = registry
@@ -59,7 +60,7 @@ class _VllmNames:
                 yield self._renamed(metric)
 
     def _renamed(self, metric: Metric) -> Metric:
-        """Summed over the labels that vLLM does not have."""
+        """A copy under vLLM's name, summed over the labels that vLLM does not have."""
         sums: dict[str, float] = defaultdict(float)
         for sample in metric.samples:
             sums[sample.labels.get("position", "")] += sample.value
@@ -76,13 +77,14 @@ class Scrape:
     """A process's metrics for Prometheus."""
 
     def __init__(self, vllm_model: str | None = None) -> None:
-        """`vllm_model`: also serve counters of speculation under vLLM's names, with this
+        """With `vllm_model`, also serves the speculation counters under vLLM's names, with this
         `model_name`."""
         from opentelemetry.exporter.prometheus import PrometheusMetricReader
         from prometheus_client import CollectorRegistry
 
         self._plain_text = vllm_model is not None
-        """prometheus_client 0.26 replaces a colon by an underscore in OpenMetrics."""
+        """Whether to serve only the text format. In the OpenMetrics format, prometheus_client 0.26
+        replaces colons by underscores."""
         self._registry = registry = CollectorRegistry()
         self.reader: MetricReader = PrometheusMetricReader(
             scope_info_enabled=False, registry=registry
@@ -92,7 +94,7 @@ class Scrape:
             self._registry.register(_VllmNames(registry, vllm_model))
         self._serving: tuple[WSGIServer, Thread] | None = None
         self.address = ""
-        """host:port of its HTTP server; empty until `serve`."""
+        """HOST:PORT of the HTTP server; empty until `serve`."""
 
     def serve(self, host: str, port: int) -> None:
         """Serves the metrics by HTTP at any path; port 0 = any. Raises `SettingError`."""
@@ -112,7 +114,7 @@ class Scrape:
         _log.info("metrics are served on %s", self.address)
 
     def render(self, accept: str) -> tuple[bytes, str]:
-        """The metrics, in a content type that the scraper accepts, and this type. Blocks."""
+        """The metrics, and their content type, which fits the scraper's header `accept`. Blocks."""
         from prometheus_client.exposition import choose_encoder
 
         encode, content_type = choose_encoder("" if self._plain_text else accept)
@@ -136,7 +138,7 @@ class Exports:
         readers: list[MetricReader],
         scrape: Scrape | None = None,
     ) -> None:
-        """Without a processor there are no spans."""
+        """Without a `span_processor` there are no spans."""
         self.scrape = scrape
         resource = Resource.create({
             "service.name": f"outrider-{role}", "service.namespace": "outrider",
@@ -152,7 +154,7 @@ class Exports:
         self.meter: Meter = self._meters.get_meter(SCOPE, version("outrider"))
 
     async def close(self) -> None:
-        """Exports what is left, within an export's timeout."""
+        """Exports all that is not exported yet, in at most `EXPORT_TIMEOUT_S`."""
         try:
             async with asyncio.timeout(EXPORT_TIMEOUT_S):
                 await asyncio.to_thread(self.shut_down)
@@ -160,7 +162,7 @@ class Exports:
             _log.warning("the last traces and metrics were not exported in time")
 
     def shut_down(self) -> None:
-        """Exports what is left. Blocks."""
+        """Exports all that is not exported yet. Blocks."""
         if self._tracers is not None:
             self._tracers.shutdown()
         self._meters.shutdown()
@@ -177,10 +179,10 @@ def start_exports(
     scraped: bool = False,
     vllm_model: str | None = None,
 ) -> Exports | None:
-    """Starts the exports of the `telemetry` setting in a role's process. None if it is off, unless
-    the process serves its `Exports.scrape` itself (`scraped`). Serves Prometheus on `host`; `slot`
-    as for `Destination.port`, `vllm_model` as for `Scrape`. Raises `SettingError` if the port is
-    taken."""
+    """Starts the exports of the `telemetry` setting in a role's process. `scraped`: the process
+    serves `Exports.scrape` itself. Returns None if `telemetry` is empty and `scraped` is false.
+    Serves Prometheus on `host`. `slot` is as for `Destination.port`, `vllm_model` as for `Scrape`.
+    Raises `SettingError` if the port is taken."""
     destination = Destination.parse(telemetry)
     endpoint, port = destination.otlp_endpoint, destination.port(role, slot)
     if not endpoint and port is None and not scraped:
@@ -206,8 +208,8 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 def write_traceparent(span: Span, *, sampled: bool = True) -> str:
-    """W3C trace context with `span` as parent; without `sampled` only its trace is passed on. Empty
-    for an invalid span."""
+    """The W3C `traceparent` with `span` as the parent; empty for an invalid span. Without
+    `sampled`, receivers make no spans of their own."""
     context = span.get_span_context()
     if not context.is_valid:
         return ""
@@ -221,7 +223,7 @@ def read_traceparent(text: str) -> Context | None:
 
 
 def read_sampled(text: str) -> Context | None:
-    """As `read_traceparent`, but None if the trace is not sampled."""
+    """The context of a remote span; None for an invalid text or a trace that is not sampled."""
     if not text or text[-1] not in "13579bdf":
         return None
     return read_traceparent(text)

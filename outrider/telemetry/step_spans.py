@@ -21,7 +21,7 @@ SPAN_OF = {"draft": "outrider.draft", "target": "outrider.verify"}
 
 
 _FIGURES = {
-    "num_preemptions": ("num_preemptions", "Sequences whose pages were taken for an older one."),
+    "num_preemptions": ("num_preemptions", "Sequences that lost their pages to an older one."),
     "num_prefill_chunks": (
         "num_prefill_chunks",
         "Chunks of prefixes that did not fit in one step.",
@@ -33,12 +33,12 @@ _FIGURES = {
     "prefix_cache_queries": ("pages.prefix_queries", "Tokens looked up in the prefix cache."),
     "prefix_cache_hits": ("pages.prefix_hits", "Tokens that the prefix cache held."),
 }
-"""By name: the attribute of `StepFigures`, and the description. `kv_cache_...` rise and fall; the
-others only grow."""
+"""Metrics by name: the attribute of `StepFigures`, and the description. Metrics `kv_cache_...` rise
+and fall. The others only grow."""
 
 
 class ObservedSteps:
-    """Observes a replica's steps, on the loop's thread."""
+    """Observes a replica's steps. Must be used on the event loop's thread."""
 
     def __init__(self, tracer: Tracer, meter: Meter, role: str) -> None:
         """`role` is `draft` or `target`."""
@@ -84,7 +84,7 @@ class ObservedSteps:
         start: float,
         end: float,
     ) -> None:
-        """A step has run, from `start` to `end` (loop time); its answers are sent."""
+        """A step has run, from `start` to `end` (loop time), and its answers were sent."""
         self._steps.add(1)
         self._compute.record(end - start)
         self._batch.record(len(works))
@@ -105,7 +105,7 @@ class ObservedSteps:
         context = read_sampled(head.traceparent)
         if context is None:
             return
-        # Loop time has no date, so dates follow from how long ago each moment was.
+        # Loop time has no date. So the date of a moment is computed from how long ago it was.
         now, now_ns = asyncio.get_running_loop().time(), time.time_ns()
         arrived_ns, start_ns, end_ns = (
             now_ns - int((now - moment) * 1e9) for moment in (work.arrived_at, start, end)

@@ -1,17 +1,19 @@
 -- Prepended to the scripts of an owner's writes (append.lua, finish.lua, release.lua).
 
--- Whether a write under (epoch, owner) comes from a former owner of the session. Two owners may have
--- the same epoch if Redis lost a take-over: then only the stored one may write.
+-- Whether a write under (epoch, owner) comes from a former owner of the session. Two owners may
+-- have the same epoch if Redis lost a take-over. Then only the stored owner may write.
 local function is_stale(epoch, owner, stored_epoch, stored_owner)
   return epoch < stored_epoch or (epoch == stored_epoch and owner ~= stored_owner)
 end
 
--- Returns the session: its state, whether its tokens are to be rewritten, and their places. Or returns
--- nil and the script's result: {'missing', 0} or {'stale', stored epoch}.
--- An epoch above the stored one means that Redis lost a take-over. The session runs again under this
--- owner. The stored tokens may be a former owner's, so they do not count (rewrite), but stay readable
--- until this owner has sent all tokens again. Tokens that it has sent are stored after the old ones,
--- at the places in the pending fields. With `keeps_end` a finished session is unchanged.
+-- Returns the session: its state, whether its tokens will be rewritten, and the byte ranges of
+-- tokens and log-probabilities. If the write is not admitted, returns nil and the script's result,
+-- which is {'missing', 0} or {'stale', stored epoch}.
+-- An epoch above the stored one means that Redis lost a take-over. The session runs again under
+-- this owner. The stored tokens may be a former owner's, so they no longer count (`rewrite`). They
+-- stay readable until this owner has sent all tokens again. The new tokens are stored after the old
+-- tokens, in the byte ranges of the pending fields. With `keeps_end` a finished session is
+-- unchanged.
 local function admit(key, epoch, owner, keeps_end)
   local stored = redis.call('HMGET', key, 'epoch', 'owner', 'state', 'rewrite', 'tokens_start',
     'tokens_end', 'logprobs_start', 'logprobs_end', 'pending_tokens_start', 'pending_tokens_end',

@@ -3,8 +3,8 @@
 -- ARGV: epoch, owner, ttl_ms, expected_length, token bytes, logprobs, '1' if more follow,
 --       then field, value, field, value ... to set if the tokens are appended
 -- Returns the stored length in tokens, or {'missing', 0}, or {'stale', stored epoch}.
--- If Redis aborts this script at any call, it has at most raised the epoch (admit.lua), and readers see
--- no change.
+-- If Redis aborts this script at any call, the script has at most raised the epoch (admit.lua), and
+-- readers see no change.
 local session, refusal = admit(KEYS[1], ARGV[1], ARGV[2])
 if not session then return refusal end
 
@@ -13,7 +13,7 @@ local tokens, logprobs = ARGV[5], ARGV[6]
 if length == tonumber(ARGV[4]) and #tokens > 0 then
   local ttl_ms = redis.call('PTTL', KEYS[1])
   if ttl_ms < 1 then ttl_ms = ARGV[3] end
-  -- While all tokens are sent again, readers see the old ones until the last part commits.
+  -- While all tokens are sent again, readers see the old tokens until the last part is stored.
   local is_part = session.rewrite and ARGV[7] == '1'
   local prefix = is_part and 'pending_' or ''
   local counted = session

@@ -1,9 +1,9 @@
--- Marks a session with all its tokens finished. Begins with layout.lua and admit.lua.
+-- Marks a session as finished if it has the stated length. Begins with layout.lua and admit.lua.
 -- KEYS: session, tokens, logprobs
 -- ARGV: epoch, owner, ttl_ms, length (-1 = any), then field, value ... of the final state
 -- Returns the stored length in tokens, or {'missing', 0}, or {'stale', stored epoch}.
--- If Redis aborts this script at any call, it has at most raised the epoch (admit.lua), or finished a
--- session that stays readable for longer than ttl_ms.
+-- If Redis aborts this script at any call, the script has at most raised the epoch (admit.lua), or
+-- finished a session without shortening its time to live.
 local session, refusal = admit(KEYS[1], ARGV[1], ARGV[2])
 if not session then return refusal end
 

@@ -1,5 +1,6 @@
 -- Renews the leases of some slots of a caller, and frees others.
--- KEYS: its slots; ARGV: lease_ms, number of slots to free, their names, names of slots to renew
+-- KEYS: the caller's slots
+-- ARGV: lease_ms, number of slots to free, names of these slots, names of slots to renew
 local time = redis.call('TIME')
 local until_ms = string.format('%.0f', time[1] * 1000 + time[2] / 1000 + ARGV[1])
 local num_free = tonumber(ARGV[2])

@@ -2,19 +2,19 @@
 --
 -- The hash has the byte ranges of the session in the two strings: tokens_start .. tokens_end and
 -- logprobs_start .. logprobs_end (offsets; the end is excluded). A script first writes bytes after
--- the ends, where no reader looks, and then changes the hash by one HSET, which commits them with all
--- other fields. So if Redis aborts a script at any call (memory full, disk full, too few replicas,
--- rights withdrawn), readers see all of its changes or none. Times to live are set last; a missing or
--- short one is corrected by the next write.
+-- the ends, where no reader looks, and then changes the hash by one HSET, which commits them with
+-- all other fields. So if Redis aborts a script at any call (memory full, disk full, too few
+-- replicas, rights withdrawn), readers see all of its changes or none. Times to live are set last.
+-- The next write corrects a missing or short time to live.
 
--- Byte range within a string, which may be shorter than the hash says if it is damaged.
+-- The part of a byte range that the string has. A damaged string may be shorter than the hash says.
 local function extent(key, start, stop)
   local size = redis.call('STRLEN', key)
   stop = math.min(tonumber(stop), size)
   return math.min(tonumber(start), stop), stop
 end
 
--- Writes bytes at an offset within the string or at its end. A new string gets a time to live at once.
+-- Writes bytes at an offset within the string or at its end. A new string gets a time to live.
 local function put(key, at, bytes, ttl_ms)
   if at == 0 then
     redis.call('SET', key, bytes, 'PX', ttl_ms)
@@ -23,8 +23,8 @@ local function put(key, at, bytes, ttl_ms)
   end
 end
 
--- Ensures the session's least time to live. It is set a sixtieth longer, so that not every append has
--- to set it again.
+-- Ensures that the session lives for at least ttl_ms. Sets a time that is a sixtieth longer, so
+-- that not every append has to set it again.
 local function prolong(ttl_ms)
   if redis.call('PTTL', KEYS[1]) < tonumber(ttl_ms) then
     local longer_ms = string.format('%.0f', ttl_ms * 61 / 60)

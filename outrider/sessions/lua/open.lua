@@ -2,8 +2,9 @@
 -- KEYS: session, tokens, logprobs
 -- ARGV: ttl_ms, token bytes, then field, value, field, value ... of the new session
 -- Returns 1, or 0 if another session has the id.
--- If aborted before the hash is set, there is no session, and its tokens expire. If aborted after it,
--- the hash lacks its time to live until the next write of the session, or until it is opened again.
+-- If Redis aborts this script before the hash is set, there is no session, and the tokens expire.
+-- If Redis aborts it later, the hash has no time to live until the session is written or opened
+-- again.
 if redis.call('EXISTS', KEYS[1]) == 1 then
   for _, name in ipairs({'owner', 'opened'}) do
     local given

@@ -1,7 +1,7 @@
--- Returns the remaining time of an owner's lease, ms; negative if it has none. An owner with a lease
--- gets the request of another one.
--- KEYS: the lease, requests of others to this owner
--- ARGV: the session (with the prefix `cancel:` to end it), lease_ms
+-- Returns the remaining time of an owner's lease, ms; negative without a lease. If there is a
+-- lease, stores a request to its owner.
+-- KEYS: the lease, requests of other owners to this one
+-- ARGV: id of the requested session (after `cancel:` if it should be cancelled), lease_ms
 local left_ms = redis.call('PTTL', KEYS[1])
 if left_ms >= 0 then
   -- A server that refuses writes (memory full, too few replicas) still reports the time.

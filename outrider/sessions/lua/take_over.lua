@@ -1,9 +1,9 @@
--- Makes `owner` the owner under the next epoch, if the session is still as it was read when its
--- owner's lease had run out. Begins with layout.lua.
+-- Makes `owner` the owner under the next epoch, if the session's epoch and owner are still those
+-- that were read. The lease of that owner has run out. Begins with layout.lua.
 -- KEYS: session, tokens, logprobs
 -- ARGV: epoch and owner that were read, owner, ttl_ms
 -- Returns the result of `read`, or {'missing', 0}, or {'changed', epoch}.
--- A single call changes the owner. If Redis aborts the script after that, the time to live is shorter.
+-- One call changes the owner. If Redis aborts this script later, the time to live is shorter.
 local stored = redis.call('HMGET', KEYS[1], 'epoch', 'owner', 'state')
 if not stored[1] then return {'missing', 0} end
 

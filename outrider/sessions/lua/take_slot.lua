@@ -1,5 +1,6 @@
--- Counts a request of a caller and takes all slots that it needs, or does neither.
--- KEYS: the caller's bucket (when it will be full again, ms), its slots (name to end of its lease)
+-- Counts a request of a caller and takes all slots that the request needs, or does neither.
+-- KEYS: the caller's bucket (time when it will be full again, ms), the caller's slots (sorted set of
+--   slot names, by the end of the slot's lease)
 -- ARGV: requests_per_minute, depth of the bucket in minutes, concurrency, lease_ms, then the slots;
 --   0 = no limit. Slots that are taken already stay taken.
 -- Returns {'taken', 0}, {'rate', ms until the next one} or {'slots', 0}.
