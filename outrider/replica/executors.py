@@ -4,9 +4,27 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 T = TypeVar("T")
+
+_FRAME_SLOTS = 2**16 + 1
+"""Size of a frame of `with_frame_room`, in pointers of 8 bytes. The size of a chunk is a power of
+two, so the chunk has 1 MiB, and nearly half of it is left for the frames of the calls above."""
+
+
+def with_frame_room(task: Callable[[], T]) -> T:
+    """Calls `task` with 512 KiB of room for the frames of its Python calls.
+
+    CPython keeps the frames of a thread in chunks of 16 KiB, and unmaps a chunk when the chunk's
+    first frame returns. If a function that a step calls often begins a chunk, each of its calls
+    maps and unmaps memory: 7 us instead of 0.03, measured with Python 3.11. This took a tenth of
+    the time of steps on vLLM."""
+    return task()
+
+
+with_frame_room.__code__ = with_frame_room.__code__.replace(co_stacksize=_FRAME_SLOTS)
 
 
 class ThreadExecutor:
@@ -19,12 +37,13 @@ class ThreadExecutor:
 
     def call(self, task: Callable[[], T]) -> T:
         """Runs `task` on the thread, and blocks until it ends. For tasks before the first step."""
-        return self._pool.submit(task).result()
+        return self._pool.submit(with_frame_room, task).result()
 
     async def run(self, step: Callable[[], T]) -> T:
         """Runs `step` on the thread, to its end even if the caller is cancelled. Raises its
         errors."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._timed, step)
+        timed = partial(self._timed, step)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, with_frame_room, timed)
 
     def _timed(self, step: Callable[[], T]) -> T:
         start = time.perf_counter()

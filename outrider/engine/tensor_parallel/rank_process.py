@@ -171,6 +171,7 @@ class RankHost(PlacedActor):
         from outrider.engine.tensor_parallel.parallel_engine import follow
         from outrider.engine.threads import start_workers
         from outrider.models.loading import use_device
+        from outrider.replica.executors import with_frame_room
 
         def run() -> None:
             if self._frames is not None:
@@ -179,7 +180,7 @@ class RankHost(PlacedActor):
                 follow(self._frames, engine)
 
         try:
-            await asyncio.to_thread(run)
+            await asyncio.to_thread(with_frame_room, run)
             _log.info("the leader has ended, so this rank ends too")
         except Exception:
             _log.exception("this rank cannot go on")
