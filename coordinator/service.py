@@ -46,7 +46,7 @@ from outrider.errors import (
 from outrider.limits import SEED_BITS, SESSION_LEASE_MS, SESSION_LEASE_RENEWAL_MS
 from outrider.messages import ReplicaDescription
 from outrider.registry.redis_registry import RedisRegistry
-from outrider.registry.registry import ROLES, Figures, Role
+from outrider.registry.registry import Figures, Role
 from outrider.request import Event, GenerateRequest, PromptTokens, ResumeRequest, Started
 from outrider.sessions.state import Session
 from outrider.sessions.store import SessionRecord, SessionStore, contended, not_found
@@ -559,11 +559,8 @@ class CoordinatorService:
         with suppress(OutriderError):
             self._known["replicas_wanted"] = await registry.wanted()
             self._known["replicas_present"] = {
-                role: sum(
-                    not (record.leaving or record.trial_share)
-                    for record in await registry.records(role)
-                )
-                for role in ROLES
+                role: sum(not (one.leaving or one.trial_share) for one in records)
+                for role, records in (await registry.fleet()).items()
             }
 
     def _readings(self) -> dict[str, Mapping[str, float]]:

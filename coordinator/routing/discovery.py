@@ -115,7 +115,7 @@ class Discovery:
     async def look(self) -> None:
         """Reads the registry once."""
         try:
-            found = {role: await self._registry.records(role) for role in ROLES}
+            found = await self._registry.fleet()
         except OutriderError as error:
             if not self._away:
                 _log.warning("the registry cannot be read; replicas are not updated: %s", error)

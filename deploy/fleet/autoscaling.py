@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from outrider.config import AutoscaleConfig
 from outrider.errors import OutriderError
 from outrider.registry.redis_registry import RedisRegistry
-from outrider.registry.registry import ROLES, ReplicaRecord, Role
+from outrider.registry.registry import ReplicaRecord, Role
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Autoscaler:
         if not self.config.bounds:
             return
         wanted = await self._registry.wanted()
-        records = {role: await self._registry.records(role) for role in ROLES}
+        records = await self._registry.fleet()
         for change in self.decide(asyncio.get_running_loop().time(), wanted, records):
             _log.info("wanted: %s=%d, %s", *change)
             await self._registry.want({change[0]: change[1]})

@@ -10,7 +10,7 @@ ignored. `wanted` has no settings, so that writers to Redis cannot choose what r
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -52,19 +52,33 @@ class RedisRegistry:
         await self._run(("DEL", self._key(role, name)), ("SREM", self._names(role), name))
 
     async def records(self, role: Role) -> list[ReplicaRecord]:
-        """The records of a role's replicas with current leases, sorted by name. Omits invalid
+        """As `fleet`, for one role."""
+        return (await self.fleet((role,)))[role]
+
+    async def fleet(self, roles: Sequence[Role] = ROLES) -> dict[Role, list[ReplicaRecord]]:
+        """By role, the records of the replicas with current leases, sorted by name. Omits invalid
         records. Removes names without a lease from Redis."""
-        [members] = await self._run(("SMEMBERS", self._names(role)))
-        names = sorted(member.decode(errors="replace") for member in members)
-        if not names:
-            return []
-        [texts] = await self._run(("MGET", *(self._key(role, name) for name in names)))
-        over = [name for name, text in zip(names, texts, strict=True) if text is None]
+        members = await self._run(*(("SMEMBERS", self._names(role)) for role in roles))
+        keys = [
+            (role, name)
+            for role, found in zip(roles, members, strict=True)
+            for name in sorted(member.decode(errors="replace") for member in found)
+        ]
+        records: dict[Role, list[ReplicaRecord]] = {role: [] for role in roles}
+        if not keys:
+            return records
+        [texts] = await self._run(("MGET", *(self._key(role, name) for role, name in keys)))
+        over: list[tuple[str, ...]] = []
+        for (role, name), text in zip(keys, texts, strict=True):
+            record = _read(role, name, text)
+            if record is not None:
+                records[role].append(record)
+            elif text is None:
+                over.append(("SREM", self._names(role), name))
         if over:
             # A replica whose lease has ended adds its name again when it renews the lease.
-            await self._run(("SREM", self._names(role), *over))
-        found = (_read(role, name, text) for name, text in zip(names, texts, strict=True))
-        return [record for record in found if record is not None]
+            await self._run(*over)
+        return records
 
     async def leases(self, role: Role) -> list[tuple[ReplicaRecord, float]]:
         """The records of a role's replicas, each with the remaining seconds of its lease."""
