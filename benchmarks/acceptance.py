@@ -338,8 +338,8 @@ class Reading:
     ) -> tuple[float, float, float]:
         """Returns ratio, overlap and match of one token. Also adds the token's rank among the
         draft's guesses to `guessing`, once as a bonus, and once as a correction. A correction needs
-        a rejected token. Under greedy and coupled, this is the draft's own draw at this place.
-        Under the other rules, it is drawn here."""
+        a rejected token. Under greedy and coupled, the rejected token is the draft's own draw at
+        this place. Under the other rules, this function draws a rejected token."""
         drafted, counts = (q.token_ids, q.counts) if q is not None else ((), ())
         rank = drafted.index(token_id) if token_id in drafted else None
         if params.greedy:

@@ -75,9 +75,9 @@ class Progress:
         self._num_parts = 0
         """Number of parts that the client has."""
         self.shift = 0
-        """Each part is sent with its number plus this shift. A resumed answer is made again from
-        its first part, with new numbers, and perhaps in fewer parts than the client has. So the
-        shift is `_num_parts` minus the number of parts made since the resumption."""
+        """Is added to the `sequence_number` of each part that is sent. A resumed answer is made
+        again from its first part and numbered anew. What the client has may then be made as fewer
+        parts. So the shift is `_num_parts` minus the number of parts made since the resumption."""
         self.follows_event = last_event_id is not None
         self._known = [*self._now]
         """For each choice, the position up to which the client has all parts."""
@@ -186,8 +186,8 @@ class RepeatedRequests:
         raises `Unavailable`.
 
         A request with a `Last-Event-ID` takes over without waiting. Its client already has parts of
-        the running request, so the connection of the running request must be broken. If the new
-        request fails before its first event, the running request goes on."""
+        the running request and asks for the rest, so the old connection is surely broken. If the
+        new request fails before its first event, the running request goes on."""
         while not progress.follows_event and (turn := self._turns.get(key)) is not None:
             if turn.num_waiting >= _WAITING_MAX:
                 raise Unavailable(

@@ -69,7 +69,7 @@ class FleetSpec:
 
     def bounded(self, counts: Mapping[Role, int]) -> dict[Role, int]:
         """Returns the nearest possible counts. There must be at least one target and one
-        coordinator. If the target or the coordinators draft, there must be no drafts."""
+        coordinator. If targets or coordinators draft, there must be no draft replicas."""
         return {
             role: min(max(counts[role], LEAST[role]), REPLICAS_MAX) if role in self.demands else 0
             for role in ROLES
@@ -169,7 +169,7 @@ def plan_fleet(
 
     By default each rank of a model gets one GPU. If there are too few GPUs, each rank gets an equal
     fraction of a GPU. By default several targets on one machine divide its cores. Raises
-    `SettingError` for a GPU device without a GPU, and for several ranks without a model."""
+    `SettingError` if a device needs a GPU but gets none, and for several ranks without a model."""
     target, draft, coordinator = found.target, found.draft, found.coordinator
     runs_model = target.emulated is None
     drafts = draft.drafter.model is not None
@@ -207,8 +207,8 @@ def plan_fleet(
         del demands["draft"]
     config = replace(found, **parts)
     reads = draft.drafter.model is not None and draft.drafter.model.reads_features
-    # When a coordinator starts, it learns from the replicas that it finds which role drafts. If
-    # another role is to draft, this part of the plan changes, so coordinators are replaced too.
+    # A coordinator learns which role drafts only when it starts, from the replicas that then exist.
+    # If another role is to draft, this part of the plan changes, so coordinators are replaced too.
     beside: dict[Role, Any] = {"coordinator": (drafts, draft.drafter.on_target is None, reads)}
     plans = {
         role: hashlib.blake2b(

@@ -346,8 +346,8 @@ class _SharedSteps:
         verifies (Kumar et al., arXiv 2603.03251, theorem 7). A round with a hit takes as long as
         the target's step or the draft's work for all outcomes, whichever is longer. After a miss,
         the proposal is drafted once the outcome is known. Each pass of the draft adds a token to as
-        many outcomes as fit into a step. There are K + 1 passes, because outcomes with the bonus
-        join only at the second pass."""
+        many outcomes as fit into a step. There are K + 1 passes, because the first pass also
+        predicts the bonus, so outcomes with the bonus join only at the second pass."""
         times, k = self.times, way.num_draft_tokens
         verify_s = self._verify_s(sessions, 1.0 + k) + times.rest_s
         branches = math.ceil(sessions / self.draft_replicas) * way.look_ahead

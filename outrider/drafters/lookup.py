@@ -112,8 +112,8 @@ class TextIndex:
         return self._num_cut + len(self._ids)
 
     def begins(self, token_ids: Sequence[int], digests: TokenSequence | None = None) -> bool:
-        """Whether `token_ids` starts with this whole text, from which nothing was cut. Takes O(1)
-        if `digests` is at least as long as the text."""
+        """Whether `token_ids` starts with this whole text. Nothing may have been cut from the text.
+        Takes O(1) if `digests` is at least as long as the text."""
         if digests is not None and len(self._ids) <= len(digests):
             return digests.holds(len(self._ids), self._digest)
         return list(token_ids[: len(self._ids)]) == self._ids

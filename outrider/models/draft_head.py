@@ -21,8 +21,8 @@ OUTPUT = -1
 class DraftHead(nn.Module):
     """A draft head of width D. Its input is a pair: a feature g of one token, and the id of the
     next token. The feature is computed from the taps, which are the inputs of some of the target's
-    layers at the first token. The output for a pair is the hidden state h. In shapes, `..` stands
-    for any leading sizes."""
+    layers at the feature's token. The output for a pair is the hidden state h. In shapes, `..`
+    stands for any leading sizes."""
 
     width: int
     num_kv_heads: int
@@ -31,9 +31,9 @@ class DraftHead(nn.Module):
     scaling: float
     """Factor of attention scores."""
     layer_ids: tuple[int, ...]
-    """The target's layers whose inputs are the taps, counted from 0. The number of layers means the
-    input of the norm after the last layer. If the only entry is `OUTPUT`, the tap is the output of
-    that norm."""
+    """The target's layers whose inputs are the taps, counted from 0. An entry that equals the
+    number of layers means the input of the norm after the last layer. If the only entry is
+    `OUTPUT`, the tap is the output of that norm."""
     norm: Any
     """The norm that is applied to h before `lm_head`."""
     lm_head: Any

@@ -105,7 +105,8 @@ class MtpHead(DraftHead):
         self.value_width = values.shape[-1]
 
     def ways(self, num_layers: int) -> dict[str, Any]:
-        """After or before the target's last norm, and after or before the layer's own norm. The
+        """The hidden states that the layer reads may be those after or before the target's last
+        norm. In a drafted pair, they may be those after or before the layer's own norm. The
         programs that train MTP layers differ in this."""
         return {name: way for name, way in _WAYS.items() if way[0] or self.target_norm is not None}
 
@@ -283,7 +284,7 @@ def _with_weights(target: Any, tensors: dict[str, Tensor]) -> Any:
         for context in MtpModel.get_init_context(target.dtype, False, False, None):
             stack.enter_context(context)
         model = MtpModel(like, 1)
-    # transformers 5.23 has a method that returns these.
+    # transformers 5.23 has a method that returns these conversions.
     first = f"layers.{sizes.num_hidden_layers}."
     conversions = [
         WeightRenaming(source_patterns=first, target_patterns="layers.0.mtp_block."),

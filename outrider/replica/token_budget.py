@@ -33,8 +33,8 @@ than `BATCHED_TOKENS_MIN`."""
 PREFIX_TOKENS_MIN = 16
 STEP_GROWTH = 0.75
 """With this value, one waiting prompt at most triples the gap between two tokens. The predicted
-times of steps grow only to 1.75 times. But some steps take 1.5 times their predicted time, and a
-gap also has time outside steps."""
+times of steps grow only to 1.75 times that of the rounds alone. But some steps take 1.5 times their
+predicted time, and a gap also has time outside steps."""
 WAITING_DECAY = 0.95
 """With the demo target's step costs, eight prompts of 500 tokens that come together and generate
 128 tokens each take 5 % less time than if n fell at once, and 1 % more than if n never fell."""
