@@ -1,11 +1,11 @@
 """Audits committed tokens against the target's distribution, while the coordinator serves.
 
-After a chosen session has ended, a separate session proposes its tokens to the target, and each
-verdict has an audit result (`outrider/speculation/audit.py`). Sessions are chosen when they begin,
-because a choice among ended sessions would prefer short answers. The separate session has a tenant
-of its own, so the target uses no cached pages for it. Therefore an audit also detects tokens that
-were decoded from wrong keys and values. An audit costs the target as much as reading prompt and
-answer once. Audits run one at a time, and wait while targets are full.
+After a chosen session has ended, a separate session proposes the tokens of the chosen one to the
+target, and each verdict has an audit result (`outrider/speculation/audit.py`). Sessions are chosen
+when they begin, because a choice among ended sessions would prefer short answers. The separate
+session has a tenant of its own, so the target uses no cached pages for it. Therefore an audit also
+detects tokens that were decoded from wrong keys and values. An audit costs the target as much as
+reading prompt and answer once. Audits run one at a time, and wait while targets are full.
 """
 
 import asyncio

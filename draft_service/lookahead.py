@@ -414,7 +414,7 @@ class LookAhead:
             now.basis = branch
         elif not is_own:
             self._release([branch])
-        elif branch.token_ids or not branch.deadline.has_cut:  # Otherwise it was never run.
+        elif branch.token_ids or not branch.deadline.has_cut:  # Otherwise no pass ran it.
             rewound = self._table.rewind(now.session_id)
             now.unseen = () if rewound is None else rewound.new_tokens
         return answer
@@ -436,8 +436,9 @@ class LookAhead:
     def _recover(self, wanted: Sequence[AutoregressiveDraft], error: Exception) -> bool:
         """Recovers from a failed pass. Drops the drafts of all outcomes. A `wanted` draft that has
         tokens ends with these tokens. The other `wanted` drafts run again, each alone. But if the
-        engine may have caused the error, they end with the error. If then no draft has tokens to
-        lose, returns False, and the caller must raise the error."""
+        engine may have caused the error, these others end with the error. If the engine may have
+        caused it and no `wanted` draft has tokens, returns False, and the caller must raise the
+        error."""
         _log.info("a pass of the draft failed: %r", error)
         self.give_way()
         is_own = isinstance(error, OutriderError) and not isinstance(error, EngineLost)

@@ -405,9 +405,9 @@ class LiveResponse(Response):
     """The response to a request whose body has been read. When the client disconnects, `_respond`
     is cancelled.
 
-    The end of the server counts as an error. If an error comes before the response has begun, the
-    error is raised, so that the response has the error's status. A later error becomes the last
-    event of the response."""
+    If the server stops waiting for responses, this counts as an error. If an error comes before the
+    response has begun, the error is raised, so that the response has the error's status. A later
+    error becomes the last event of the response."""
 
     def __init__(self, closing: asyncio.Event) -> None:
         """The server sets `closing` when it no longer waits for responses."""

@@ -1,10 +1,11 @@
 """Follows the registry: updates the pools of replicas, and lists the fleet.
 
-- A replica joins once it has described itself and fits. One that is leaving joins only if no other
-  with its weights is known: sessions that began with these weights have nowhere else to go.
-- Sessions leave it once its record says that it leaves.
-- It is removed when the registry has not listed it for the length of a lease, and either it does
-  not answer or another replica has its address.
+- A replica joins once it has described itself and fits the replicas that joined before. A replica
+  that is leaving joins only if no other with its weights is known: sessions that began with these
+  weights have nowhere else to go.
+- Sessions leave a replica once its record says that it is leaving.
+- A replica is removed when the registry has not listed it for the length of a lease, and either it
+  does not answer or another replica has its address.
 - While the registry is away, nothing changes.
 """
 
@@ -44,7 +45,8 @@ class SeenReplica:
     """The machine it runs on; empty = not known."""
     device: str
     load: int
-    """Sessions: all that a coordinator runs, but only this coordinator's on a target or draft."""
+    """Number of sessions. For a coordinator all that it runs; for a target or draft only those of
+    this coordinator."""
     state: State
     here: bool = False
     """Whether it is this coordinator."""
@@ -153,7 +155,7 @@ class Discovery:
                 and (pool.role == "target" or self._pools["target"].first is not None)
                 and not (
                     record.leaving and pool.first is None
-                )  # Later replicas would have to fit it.
+                )  # Later replicas would have to fit this one.
             ):
                 self._begin(record.name, self._join(pool, record))
         taken = {record.address for record in records}

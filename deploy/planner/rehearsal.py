@@ -139,8 +139,8 @@ def rehearsed_rule(temperature: float) -> Rule:
 def fit(
     known: ServiceTimes, draft: DraftConfig, temperature: float, played: Sequence[PlayedSession]
 ) -> ServiceTimes:
-    """Returns `known` with lines that correct the engines' cost tables. The lines are fitted to the
-    measured times of the sessions."""
+    """Returns `known` with linear functions that correct the engines' cost tables. The functions
+    are fitted to the measured times of the sessions."""
     first, plain, wait, verify = (list[tuple[float, float]]() for _ in range(4))
     rest = list[float]()
     step_seconds = known.target.step_seconds
@@ -175,9 +175,10 @@ def fit(
 def _drafted_rounds(
     draft: DraftConfig, temperature: float, session: PlayedSession
 ) -> Iterator[tuple[int, int, RoundReport, float]]:
-    """Yields the draft model's steps, the context, the report and the seconds of each round with a
-    draft. Leaves out the first such round, in which the draft may prefill the prompt, and rounds
-    with another number of draft tokens than expected."""
+    """Yields four values for each round with a draft: the number of steps of the draft model, the
+    number of tokens before the round, the report, and the duration in seconds. Leaves out the first
+    such round, in which the draft may prefill the prompt, and rounds with another number of draft
+    tokens than expected."""
     script, text = Script(draft, temperature), session.text
     for index, (before, now) in enumerate(pairwise(session.done.rounds)):
         start = now.tokens.first_index

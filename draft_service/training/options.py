@@ -25,8 +25,8 @@ class DistillOptions:
     """Time to write, read and train, including earlier parts of the same run. Measuring takes
     additional time."""
     layers: Annotated[int | None, between(1, 256)] = None
-    """Number of layers of a student. They are copies of the target's first layers, of the two
-    layers of an induction head, and of the last layer; unset = 5."""
+    """Number of layers of a student; unset = 5. They are copies of layers of the target: the first
+    ones, the last one, and the two that copy from earlier text (an induction head)."""
     draft_vocab: Annotated[int | None, between(2, 2**20)] = None
     """Number of tokens that the drafter can propose; unset = 8192."""
     start_from: Internal[Path | None] = None
@@ -40,7 +40,7 @@ class DistillOptions:
     """Token ids of prompts to measure with. The card reports the acceptance in the answers to these
     prompts. They are not learned from, so they must not be among `prompts`."""
     corpus: Internal[Path | None] = None
-    """Folder of texts."""
+    """Folder of further texts to train on."""
     seed: Annotated[int, between(0, SEED_MAX)] = 0
     """Seed of all random numbers."""
     tokens: Annotated[int | None, between(0, 2**26)] = None

@@ -67,8 +67,8 @@ class PairLayer:
         self._put(slots, *self._head.keys_and_values(features, token_ids, places))
 
     def draft(self, step: HeldStep, features: Sequence[Tensor]) -> Tensor:
-        """Runs one pair for each of N sequences: a feature [D] and the sequence's only new token.
-        Returns the head's output, [N, D]."""
+        """Runs one pair for each of N sequences. A pair consists of a feature [D] and the only new
+        token of its sequence. Returns the head's output, [N, D]."""
         cache = self._pairs.cache
         plan = plan_step(step, (None,), cache.keys.device, cache.keys.dtype, first_slot=1)
 

@@ -92,8 +92,8 @@ class PagedEngine(PagedSequences):
         draft_layer        a drafting head on this model; of several ranks only rank 0 has one
         drafts_apart       the head drafts on draft replicas: there is `held_features`, and no
                            `forward_draft`
-        kernels            the fused kernels for which the modules were replaced; used if they pass
-                           their trial
+        kernels            the fused kernels that the replaced modules use; steps run on them if
+                           they pass their trial
 
         Raises `ConfigError` if the model cannot run on pages, or cannot run deterministically."""
         check(max_num_seqs > 0, "max_num_seqs must be positive")
@@ -175,8 +175,8 @@ class PagedEngine(PagedSequences):
 
     def _fused(self, info: ModelInfo) -> FusedDecoder | None:
         """The model on fused kernels. None if the model does not fit the kernels, or if
-        `deterministic` forbids them. Chooses a length of spans at which rows are bit-equal, if
-        there is one."""
+        `deterministic` forbids them. Chooses a length of spans (see `fused_steps.py`) at which rows
+        are bit-equal, if there is one."""
         kernels = self._kernels
         if kernels is None:
             return None
@@ -212,7 +212,7 @@ class PagedEngine(PagedSequences):
         raise SettingError(
             "deterministic",
             f"model {self.info.name}: on this machine the logits of a token depend on how many "
-            f"others are in a step (they differ at {num_rows})",
+            f"others are in a step (they differ in a step of {num_rows} tokens)",
         )
 
     def _numerics(self) -> str:

@@ -1,9 +1,10 @@
 """The coordinator's end of the stream to a replica, over gRPC.
 
-One channel with up to two streams: one for ordinary items, one for bulky ones (long prompts) and
-those with bulky answers (features of many tokens), so that these do not delay the rounds of other
-sessions. Sampling parameters travel once per session and stream. Later items have only their hash.
-After a `Resync` they travel in full again, as the replica may not know them."""
+A link has one channel with up to two streams. One stream is for ordinary items. The other is for
+bulky items (long prompts), and for items with bulky answers (features of many tokens), so that they
+do not delay the rounds of other sessions. Sampling parameters travel once per session and stream.
+Later items have only their hash. After a `Resync` they travel in full again, as the replica may not
+know them."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ _END: Any = vars(grpc.aio)["EOF"]
 _ITEM_BYTES_MAX = (
     limits.GRPC_MESSAGE_BYTES_MAX - (limits.GRPC_MESSAGE_BYTES_MAX - limits.FRAME_BYTES_MAX) // 8
 )
-"""Leaves room for the frame of an item that travels alone."""
+"""The longest frame of an item. The item's frame for the bulk stream may be longer, because it may
+have the parameters in full."""
 
 
 def target_link(address: str, trust: Trust = PLAIN) -> GrpcLink:

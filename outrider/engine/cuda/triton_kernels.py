@@ -1,5 +1,5 @@
-"""Two Triton kernels that compute attention from a step's tables. Import this module only if Triton
-is installed.
+"""Two Triton kernels that compute the attention of a step from its tables (see `table_steps.py`).
+Import this module only if Triton is installed.
 
 `attend_blocks` has one program for each combination of a block of new tokens, a key head and a
 split of the context. The program goes through its split `BLOCK_SLOTS` slots at a time. For every
