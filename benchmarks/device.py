@@ -230,7 +230,7 @@ def _main(**values: Any) -> None:
 
 main = click.Command(
     "python -m benchmarks.device", help=__doc__, callback=_main,
-    params=DeviceOptions.params(click.Option),
+    params=[*DeviceOptions.params(click.Option)],
 )  # fmt: skip
 
 if __name__ == "__main__":
