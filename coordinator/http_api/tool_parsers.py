@@ -56,8 +56,8 @@ _HEAD_OF_OBJECT = re.compile(
     _NAME_OF_OBJECT.pattern + r'\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 """Matches the usual beginning of a call that is a JSON object, up to its arguments. Llama writes
-`parameters` instead of `arguments`. A match has no closing brace. So after the first closing brace,
-`_call` need not wait for more text to match."""
+`parameters` instead of `arguments`. A match has no closing brace. So `_call` stops waiting for a
+match when the text has a closing brace."""
 _JSON_MARK = re.compile(r'[\\"{}\[\]]')
 
 

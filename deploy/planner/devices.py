@@ -99,7 +99,7 @@ class _Devices(BaseModel, extra="forbid", validate_default=True, allow_inf_nan=F
         self, way: str, model: _Model, acceptance: float, share: float, round_trip_s: float
     ) -> dict[str, Any] | None:
         """Figures for the fastest K and look-ahead, with `share` drafts for each target. None if no
-        session fits into the memory, or if the model needs more than the target's devices."""
+        session fits into the memory, or if a model on the target's devices needs more of them."""
         seats = self.seats(self.target), self.seats(model) * (share or 1)
         sessions = int(min(self.sessions, *seats))
         if sessions < 1 or (not share and model.devices > self.target.devices):

@@ -57,7 +57,7 @@ ROLES: tuple[Role, ...] = ("target", "draft", "coordinator")
 """The order in which numbers of replicas are searched. The most expensive role comes first."""
 STEPPED_ROWS = 512
 SEARCH_S = 5.0
-"""Measured time of each simulation in a search. The warm-up takes half as long."""
+"""Longest measured time of a simulation in a search. The warm-up takes at most half as long."""
 TOLERANCE = 0.02
 """The number of replicas found may exceed the smallest sufficient number by this share."""
 GENEROUS = 4
@@ -105,7 +105,7 @@ class Pair:
         return times.target_max_num_seqs if role == "target" else times.max_num_seqs
 
     def costs(self, role: ReplicaRole) -> StepCosts:
-        """The cost table of a role's steps, corrected by the lines in `times`."""
+        """The cost table of a role's steps, corrected by each `Line` in `times`."""
         times, k = self.times, len(self.survival)
         if role == "target":
             return _on_line(times.target, times.verify if k else times.plain)
@@ -180,7 +180,7 @@ def _rows(pair: Pair, role: ReplicaRole) -> torch.Tensor:
     hits, or how often a look-up proposes.
 
     The other guesses of look-ahead are decoys: tokens that the target never draws. Because of the
-    decoys, the draft works for as many outcomes as the plan states."""
+    decoys, the draft drafts for as many outcomes as the plan states."""
     k, ahead = len(pair.survival), pair.way.look_ahead
     reached = (1.0, *pair.survival)
     chances = [b / a if a > 0 else 0.0 for a, b in pairwise(reached)]

@@ -152,7 +152,7 @@ def new_client(address: RedisAddress) -> redis.asyncio.Redis:
     url = address.url
     options: dict[str, Any] = {
         "max_connections": limits.REDIS_CONNECTIONS_MAX,
-        # `calling` limits the time of all three together.
+        # No time-outs here: `calling` limits the total time of a call.
         "timeout": None,
         "socket_connect_timeout": None,
         "socket_timeout": None,

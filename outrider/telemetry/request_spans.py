@@ -119,7 +119,7 @@ class ObservedRequest(RequestObserver):
         """Spans of sampled rounds that are not committed, by round index."""
         self._index = 0
         self._times: list[tuple[str, float]] = []
-        """Times since tokens were last shown, by phase."""
+        """Phases and their seconds that the histograms still lack."""
         self._seconds = dict.fromkeys(PHASES, 0.0)
         """Totals of all rounds, by phase."""
         self._totals = dict.fromkeys(("resyncs", "fallback_rounds", "sampled_rounds"), 0)

@@ -107,8 +107,8 @@ class Ranks(Protocol):
     size: int
 
     def wait_for_all(self) -> None:
-        """Returns once every rank has called this. Other calls wait at most for the time of a step.
-        This call also leaves the ranks the time to load."""
+        """Returns once every rank has called this. Waits long enough for the ranks to load. Other
+        calls wait at most as long as a step may take."""
         ...
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
