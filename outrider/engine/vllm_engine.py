@@ -401,7 +401,7 @@ class VllmEngine(PagedSequences):
             raise SettingError(
                 "deterministic",
                 f"model {self.info.name}: with vLLM on this machine the logits of a token depend "
-                f"on how many others are in a step (they differ at {num_rows})",
+                f"on how many others are in a step (they differ in a step of {num_rows} tokens)",
             )
         kinds = (
             self._config.model_config.dtype, __version__, self._page_size, torch.get_num_threads(),
