@@ -181,7 +181,7 @@ async def test_a_long_record_is_read_in_parts(
     assert replaced.token_ids == tuple(session.tokens.ids)
     assert (replaced.logprobs, replaced.epoch) == (others, record.epoch + 1)
     num_parts = 0
-    with pytest.raises(Unavailable, match="taken over meanwhile"):
+    with pytest.raises(Unavailable, match="while it was read; try again"):
         await store.take_over(replaced, OWNERS[0])
 
 

@@ -219,8 +219,8 @@ def test_what_cannot_be_drafted_is_refused() -> None:
     pair.forward([SequenceStep("a", ids(9), 1)])
     refused(pair, SequenceStep("a", (1, 2), 1), 1, "has one token")
     refused(pair, SequenceStep("a", (1,), 0), 1, "has one token")
-    refused(pair, SequenceStep("a", (1,), 1), 2, "has one feature")
-    refused(pair, SequenceStep("new", (1,), 1), 1, "no pair")
+    refused(pair, SequenceStep("a", (1,), 1), 2, "2 features for 1 draft steps")
+    refused(pair, SequenceStep("new", (1,), 1), 1, "holds no slots yet")
     with pytest.raises(InvariantError, match="without a draft layer"):
         pair.plain.forward_draft([SequenceStep("a", (1,), 1)], [])
     check_pages(pair.engine)

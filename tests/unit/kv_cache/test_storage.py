@@ -16,7 +16,7 @@ SLOT_BYTES = 2 * 12 * 2 + 16 * 4
 
 
 def test_too_few_bytes_for_a_page_are_refused() -> None:
-    with pytest.raises(SettingError, match="one takes 1792") as caught:
+    with pytest.raises(SettingError, match="one page takes 1792") as caught:
         pages_in(16 * SLOT_BYTES - 1, SHAPES)
     assert caught.value.key == "kv_cache_memory_bytes"
 

@@ -255,7 +255,7 @@ def test_what_the_url_says_wins() -> None:
 def test_passwords_in_other_places_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=r"redis_url: has a password among its options"):
         without_password(address("redis://h:1?sentinel_password=x"))
-    with pytest.raises(SettingError, match="redis_password_file: cannot go with"):
+    with pytest.raises(SettingError, match="redis_password_file: cannot be given with"):
         without_password(address("redis://:x@h:1", password_file=str(tmp_path)))
     with pytest.raises(ConfigError, match="is not a URL"):
         without_password(address("redis://[h:1"))

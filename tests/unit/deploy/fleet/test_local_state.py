@@ -73,7 +73,7 @@ def test_a_damaged_record_is_named(directory: Path) -> None:
 def test_only_one_holds_the_lock(directory: Path, record: DeploymentRecord) -> None:
     """A second deployment is refused, with an error that describes the first one."""
     with exclusive(directory):
-        with pytest.raises(ConfigError, match="is starting"), exclusive(directory):
+        with pytest.raises(ConfigError, match="but is not ready"), exclusive(directory):
             pass
         publish(directory, record)
         with pytest.raises(ConfigError, match=f"pid {os.getpid()}"), exclusive(directory):

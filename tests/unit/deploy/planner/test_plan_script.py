@@ -200,7 +200,7 @@ def test_a_plan_says_how_to_deploy_it() -> None:
     words = told(num_draft_tokens=12, look_ahead=4, draft_replicas=2)
     assert f"`outrider serve t --draft-model 'hybrid:suffix,a b' {flags}`" in words
     assert plan.spread is not None
-    assert "90% have a speed-up of {:.2f} to {:.2f} this way".format(*plan.spread.speedup) in words
+    assert "has a speed-up of {:.2f} to {:.2f}. In ".format(*plan.spread.speedup) in words
     plain = told(num_draft_tokens=0, look_ahead=0)
     assert f"with `outrider serve t --num-draft-tokens 0 {given}`:" in plain
 
