@@ -52,7 +52,7 @@ class RedisRegistry:
         await self._run(("DEL", self._key(role, name)), ("SREM", self._names(role), name))
 
     async def records(self, role: Role) -> list[ReplicaRecord]:
-        """As `fleet`, for one role."""
+        """Returns what `fleet` returns for this role."""
         return (await self.fleet((role,)))[role]
 
     async def fleet(self, roles: Sequence[Role] = ROLES) -> dict[Role, list[ReplicaRecord]]:
