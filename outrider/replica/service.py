@@ -351,9 +351,14 @@ class SteppedService:
             self.health_changed.set()
             if self._observer is not None:
                 self._observer.crashed()
-            crash = OutriderError("the step crashed; the replica's log has the traceback")
-            for work in batch:
-                self._refuse(work, crash)
+            if len(batch) > 1:
+                for work in batch:
+                    work.runs_alone = True  # So only the item that causes the crash fails.
+                self._put_back(batch)
+            else:
+                crash = OutriderError("the step crashed; the replica's log has the traceback")
+                for work in batch:
+                    self._refuse(work, crash)
             return True
         end = loop.time()
         if batch:
@@ -363,11 +368,7 @@ class SteppedService:
             if self._note_seconds is not None:
                 self._note_seconds(end - start)
         self._answer(batch, answers, start, end)
-        unfinished = [work for work in batch if work.unfinished is not None]
-        for work in unfinished:
-            if work.item.head.epoch <= self._releases.get(work.session_id, 0):
-                self._cancel(work)  # Its session was released during the step.
-        self._queue.put_back(unfinished)
+        self._put_back([work for work in batch if work.unfinished is not None])
         num_starved, self._num_starved = self._num_starved, self._worker.figures.num_starved
         if self._num_starved > num_starved:
             # If a session has long been silent, its coordinator may have died, or its release was
@@ -375,6 +376,14 @@ class SteppedService:
             since = loop.time() - SILENT_SESSION_MS / 1e3
             self.park(self.sessions.fall_silent(since, self._queue.sessions))
         return not batch or any(answer is not Unfinished.WAITS for answer in answers)
+
+    def _put_back(self, works: Sequence[StepRequest]) -> None:
+        """Returns requests of a step to the queue. Cancels those whose sessions were released
+        during the step."""
+        for work in works:
+            if work.item.head.epoch <= self._releases.get(work.session_id, 0):
+                self._cancel(work)
+        self._queue.put_back(works)
 
     def _give_up(self, lost: EngineLost, batch: Sequence[StepRequest]) -> None:
         """Refuses the batch and all waiting requests."""

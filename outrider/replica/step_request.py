@@ -121,6 +121,8 @@ class StepRequest:
     """When the first step that worked on the item began."""
     unfinished: Unfinished | None = None
     """Why the last step left the item unfinished; None before the first step."""
+    runs_alone: bool = False
+    """Whether no other item may share the step, because an earlier step with this item crashed."""
     answered: bool = False
     """Whether the item stays in the queue only for answers that no caller waits for."""
     deadline: DraftDeadline | None = None
@@ -224,7 +226,8 @@ class RequestQueue:
 
         1. For a step: the oldest request of each session, up to `max_batch` each of new requests,
            of requests that an earlier step began, and of requests that found no pages before. So
-           neither long prompts nor requests without pages keep rounds out of a step.
+           neither long prompts nor requests without pages keep rounds out of a step. If the
+           oldest of these requests `runs_alone`, only this one.
         2. Unwanted: the callers are gone, or the request was answered and its session has a newer
            request.
         3. Expired.
@@ -242,7 +245,11 @@ class RequestQueue:
                 unwanted.append(work)
             elif now >= work.expires_at:
                 late.append(work)
-            elif session_id not in sessions and room[work.unfinished] > 0:
+            elif (
+                session_id not in sessions
+                and room[work.unfinished] > 0
+                and not (batch and (work.runs_alone or batch[0].runs_alone))
+            ):
                 sessions.add(session_id)
                 room[work.unfinished] -= 1
                 batch.append(work)

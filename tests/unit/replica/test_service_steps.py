@@ -60,6 +60,8 @@ class Worker:
         self.steps: list[list[tuple[str, int]]] = []
         self.heard: list[tuple[str, str]] = []
         self.crash: Exception | None = None
+        self.culprits: set[str] = set()
+        """If not empty, only steps with these sessions crash."""
         self.left: dict[str, int] = {}
         self.starved: set[str] = set()
         self.figures = StepFigures()
@@ -68,7 +70,8 @@ class Worker:
     def step(self, items: Sequence[DraftItem]) -> list[ProposalReply | Unfinished]:
         self.steps.append([(item.head.session_id, item.head.round) for item in items])
         self.during_step()
-        if self.crash is not None:
+        names = {item.head.session_id for item in items}
+        if self.crash is not None and (not self.culprits or names & self.culprits):
             raise self.crash
         return [self._answer(item) for item in items]
 
@@ -236,14 +239,39 @@ async def test_an_item_whose_round_is_over_is_refused_without_a_step(desk: Desk)
 async def test_a_crash_is_answered_recovered_from_and_forgotten(desk: Desk) -> None:
     desk.worker.crash = ZeroDivisionError("bug")
     desk.submit(1)
-    desk.submit(2)
     answers = await desk.finish()
-    assert [answer.code for answer in answers] == [13, 13]
-    assert desk.worker.heard == [("release", session_name(one)) for one in (1, 2)]
+    assert [answer.code for answer in answers] == [13]
+    assert desk.worker.heard == [("release", session_name(1))]
     desk.worker.crash = None
     desk.submit(1)
     assert isinstance((await desk.finish())[-1], ProposalReply)
     assert desk.service.healthy
+
+
+async def test_after_a_crash_each_item_runs_alone_and_only_the_culprit_fails(desk: Desk) -> None:
+    desk.worker.crash, desk.worker.culprits = ZeroDivisionError("bug"), {session_name(2)}
+    for session in (1, 2, 3):
+        desk.submit(session)
+    desk.worker.during_step = lambda: len(desk.worker.steps) == 1 and desk.submit(4)
+    answers = await desk.answered()
+    assert {one for one, answer in answers.items() if isinstance(answer, Refused)} == {2}
+    assert set(answers) == {1, 2, 3, 4}
+    sizes = [len(step) for step in desk.worker.steps]
+    assert sizes == [3, 1, 1, 1, 1]
+    assert desk.service.healthy
+
+
+async def test_a_session_released_during_a_crash_does_not_run_again(desk: Desk) -> None:
+    desk.worker.crash, desk.worker.culprits = ZeroDivisionError("bug"), {session_name(2)}
+    desk.submit(1)
+    desk.submit(2)
+    desk.worker.during_step = lambda: desk.service.release(session_name(1), 1)
+    answers = await desk.answered()
+    assert answers[1].code == CANCELLED_CODE
+    assert desk.worker.steps == [
+        [(session_name(1), 0), (session_name(2), 0)],
+        [(session_name(2), 0)],
+    ]
 
 
 async def test_a_lost_engine_ends_the_steps_and_all_that_waits() -> None:
