@@ -56,8 +56,8 @@ class AutoregressiveDraft:
         """The siblings of each drafted token."""
         self.q: list[DraftDistribution | None] = []
         self.rows: list[LikelyTokens] = []
-        """The likely tokens from which each drafted token was drawn; incomplete if a drafter does
-        not keep them."""
+        """Has, for each drafted token, the likely tokens from which it was drawn. Incomplete if
+        the likely tokens are unknown."""
         self.error: OutriderError | None = None
         """The error that ended the draft before its first token."""
 
@@ -174,16 +174,16 @@ class DraftSampler:
     def draw(
         self, drafts: Sequence[AutoregressiveDraft], rows: Sequence[Tensor]
     ) -> list[AutoregressiveDraft]:
-        """Draws tokens for each draft from its rows of logits [n, N], one token from each row. n is
-        1 unless the draft `draws_at_once`. If no token can be drawn from a row, or the grammar
-        allows no further token, the draft ends. Returns the drafts that got a token."""
+        """Draws tokens for each draft from its rows of logits [n, N], one token from each row. Only
+        a draft that `draws_at_once` may have several rows. If no token can be drawn from a row, or
+        the grammar allows no further token, the draft ends. Returns the drafts that got a token."""
         if any(draft.request.allowed is not None for draft in drafts):
             drafts, rows = self._masked(drafts, rows)
         lengths = [len(draft.token_ids) for draft in drafts]
         together, groups = _alike(drafts, rows)
         by_index = dict(enumerate(rows))
         away = [index for index in chain(*groups) if rows[index].device.type != "cpu"]
-        if len(groups) > 1 and away:  # One copy of all rows waits for the device only once.
+        if len(groups) > 1 and away:  # Copies all rows together, to wait for the device once.
             copied = joined_rows([rows[index] for index in away]).cpu()
             sizes = [len(rows[index]) for index in away]
             by_index |= zip(away, torch.split(copied, sizes), strict=True)
@@ -246,8 +246,8 @@ class DraftSampler:
         self, drafts: Sequence[AutoregressiveDraft], depths: Sequence[int], logits: Tensor
     ) -> tuple[list[DraftedGroup], Sequence[LikelyTokens | None]]:
         """Draws from each row of `logits`. `drafts` and `depths` have an entry for each row.
-        Returns each row's token with its siblings, and the likely tokens from which it was drawn;
-        None if these are unknown."""
+        Returns each row's token with its siblings, and the likely tokens from which the token was
+        drawn. The likely tokens are None if they are unknown."""
         sampling = drafts[0].request.sampling
         noises = [draft.request.noise for draft in drafts]
         counts = [draft.num_candidates for draft in drafts]

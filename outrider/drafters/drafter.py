@@ -60,8 +60,8 @@ class DraftDeadline:
         return self._clock() >= self.ends_at
 
     def close_undrawn(self) -> bool:
-        """If no token has been drawn, refuses all draws. Returns True only at the first such call,
-        so that only one caller reports an empty proposal."""
+        """If no token has been drawn, refuses all draws from now on. The first call that does so
+        returns True, so that its caller reports an empty proposal. All other calls return False."""
         with self._lock:
             if self._has_drawn or self._is_told:
                 return False
@@ -106,8 +106,8 @@ class DraftRequest:
     """A prefix of `token_ids` with known digests. A drafter compares it with a cached prefix
     without reading all tokens. It must not be changed, nor be read after `propose` has returned."""
     deadline: DraftDeadline = field(default=NO_DEADLINE, compare=False)
-    """Drafters with a model check it before each draw. Look-ups ignore it, because they take only
-    microseconds."""
+    """Drafters with a model check this time limit before each draw. Look-ups ignore the limit,
+    because they take only microseconds."""
 
 
 class Drafter(Protocol):
@@ -120,19 +120,20 @@ class Drafter(Protocol):
     Draft tokens and their number must be independent of the random numbers that test them. So the
     noise of the session's earlier rounds may influence a proposal only through committed tokens.
     If noise is keyed by the round, answers of sessions with the same seed must not influence a
-    proposal. If noise is keyed by the absolute position, they may, because drafts then do not
-    influence what is committed. Before each draw, a drafter may decide by the time and by the
-    tokens proposed so far whether to continue.
+    proposal. If noise is keyed by the absolute position, such answers may influence a proposal,
+    because drafts then do not influence what is committed. Before each draw, a drafter may decide
+    by the time and by the tokens proposed so far whether to continue.
 
     If another session ends between two calls for one round, the calls may return different
-    proposals. The output is exact all the same, because a coordinator lets the target verify only
-    one proposal in a round, and uses the first verdict.
+    proposals. The output is still exact, because a coordinator lets the target verify only one
+    proposal in a round, and uses the first verdict.
     """
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        """Returns one proposal for each request, in order. Its spine has at most K tokens. No two
-        requests are for the same session. If a rule `needs_q`, the proposal's `q` has an entry for
-        each token of the spine. Siblings share this entry."""
+        """Returns one proposal for each request, in order. No two requests are for the same
+        session. A proposal's spine has at most K tokens. If the request's rule `needs_q`, the
+        proposal's `q` has an entry for each token of the spine. The siblings of a token share its
+        entry."""
         ...
 
     def release(self, session_id: str) -> None:

@@ -42,8 +42,8 @@ NO_GUESS = Guess()
 
 
 def share_of(num: int, num_all: int, match_length: int) -> float:
-    """The share of `num` among `num_all` occurrences of a match. It is smoothed: the count of all
-    occurrences is increased by 1 / `match_length`, because one short match is weak evidence."""
+    """The share of `num` among `num_all` occurrences of a match. Because one short match is weak
+    evidence, the count of all occurrences is increased by 1 / `match_length`."""
     return num / (num_all + 1 / match_length)
 
 
@@ -102,7 +102,8 @@ class TextIndex:
         self._last: dict[tuple[int, ...], int] = {}
         """Maps each n-gram to the place after its last occurrence."""
         self._previous: list[int] = []
-        """For the place after each kept token, the previous place that follows the same n-gram."""
+        """Has, for the place after each kept token, the previous place that follows the same
+        n-gram."""
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -112,8 +113,8 @@ class TextIndex:
         return self._num_cut + len(self._ids)
 
     def begins(self, token_ids: Sequence[int], digests: TokenSequence | None = None) -> bool:
-        """Whether `token_ids` starts with this whole text. Nothing may have been cut from the text.
-        Takes O(1) if `digests` is at least as long as the text."""
+        """Whether `token_ids` starts with this whole text. Call this only if nothing was cut from
+        the text. Takes O(1) if `digests` is at least as long as the text."""
         if digests is not None and len(self._ids) <= len(digests):
             return digests.holds(len(self._ids), self._digest)
         return list(token_ids[: len(self._ids)]) == self._ids
@@ -144,7 +145,7 @@ class TextIndex:
         self._num_cut += num_tokens
 
     def slice(self, start: int, stop: int) -> list[int]:
-        """The tokens between two places, as far as they were not cut off."""
+        """The tokens between two places, without those that were cut off."""
         return self._ids[max(0, start - self._num_cut) : max(0, stop - self._num_cut)]
 
     def token(self, place: int) -> int:
@@ -199,8 +200,8 @@ class NgramDrafter(LookupDrafter):
 
     def _guess(self, request: DraftRequest, text: TextIndex) -> Guess:
         """The tokens that followed the longest match, or the most recent of equally long matches.
-        If too few tokens follow the match, the guess repeats them, because the text itself has
-        begun to repeat them."""
+        If too few tokens follow the match, the guess repeats these tokens, because the text has
+        begun to repeat itself."""
         start = match_length = 0
         tail = text.slice(text.end - self._ngram_max, text.end)
         for place in islice(text.earlier(), OCCURRENCES_MAX):

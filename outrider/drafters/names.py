@@ -7,7 +7,7 @@ from enum import StrEnum
 from outrider.errors import SettingError, did_you_mean
 
 AUTO = "auto"
-"""The default. It means `suffix`, for a reason that `docs/performance.md` gives."""
+"""The default. It means `suffix` (`docs/performance.md` says why)."""
 DEMO = "demo"
 SHIPPED = (f"{DEMO}-drafter", f"{DEMO}-head")
 """A model and an EAGLE-3 head, which come with this package for the target `demo`."""
@@ -34,8 +34,8 @@ _FORMS = (
 
 
 NEAR_WORD = 0.75
-"""If `difflib` finds a model's name at least this similar to a word, the name counts as misspelt.
-The words are those of `--draft-model`, and for a target only `demo`."""
+"""If `difflib` finds a model's name at least this similar to a word, the name counts as misspelt. A
+draft's name is compared with `_WORDS`, and a target's name with `demo`."""
 
 
 class LookupKind(StrEnum):
@@ -118,8 +118,8 @@ def eagle3_name(draft_model: str, name: str) -> str:
 
 
 def same_drafter(one: str, other: str) -> bool:
-    """Whether two values of `draft_model` may mean the same drafter. A published head may be named
-    with or without `eagle3:`, because its files say that it is an EAGLE-3 head."""
+    """Whether two values of `draft_model` may mean the same drafter. The name of a published head
+    needs no `eagle3:` before it, because the head's files say that it is an EAGLE-3 head."""
     return bool({*_meanings(one)} & {*_meanings(other)})
 
 
@@ -170,7 +170,7 @@ class DrafterDescription:
     memory: str
     training: str
     q: str
-    """What is sent of q: nothing if q is one-hot, the likeliest tokens if it is sparse."""
+    """`one-hot` if nothing of q is sent, `sparse` if q is sent for the likeliest tokens."""
 
 
 DRAFTERS = (

@@ -2,10 +2,11 @@
 answers to the same tenant.
 
 The method is from Oliaro et al., "SuffixDecoding" (2024, arXiv 2411.04975). A *match* is an earlier
-occurrence of the last tokens. The *share* of a token is the share of the matches that it follows. A
-draft grows while the product of its tokens' shares is large enough. Its length is at most a
-multiple of the match's length. The paper keeps a tree of all suffixes, which takes O(depth) memory
-for each token. Here an index finds the latest matches, and each round counts what followed them.
+occurrence of the last tokens. The *share* of a token is the fraction of the matches that the token
+follows. A draft grows while the product of its tokens' shares is large enough. Its length is at
+most a multiple of the match's length. The paper keeps a tree of all suffixes, which takes O(depth)
+memory for each token. Here an index finds the latest matches, and each round counts what followed
+them.
 """
 
 from collections import OrderedDict
@@ -78,11 +79,11 @@ class SuffixDrafter(LookupDrafter):
     """Drafts from a session's own text, and from its tenant's history of finished outputs.
 
     A tenant's sessions with the same seed have the same noise. If noise is keyed by the absolute
-    position, all of them read the history. If noise is keyed by the round, the output of the first
-    session depends on its noise. Drafts that another session copied from this output would depend
-    on the noise that tests them, which would bias the tests. So only the first session then reads
-    the history. The others do not read even the outputs of other seeds, because the length of the
-    first session's output may decide which outputs are kept.
+    position, all these sessions read the history. If noise is keyed by the round, the output of the
+    first session depends on its noise. If another session copied drafts from this output, the
+    drafts would depend on the noise that tests them. This would bias the tests. So only the first
+    session then reads the history. The others do not even read the outputs of other seeds, because
+    the length of the first session's output may decide which outputs are kept.
 
     Only the first session with a seed adds its output to the history, when it ends. If the drafter
     forgets the seed, it also forgets this output.
@@ -100,8 +101,8 @@ class SuffixDrafter(LookupDrafter):
         self._history = History(self._config.tokens_per_tenant, self._config.tokens_total)
         self._seeds_max = seeds_max
         self._first_of_seed: OrderedDict[tuple[str, int], str | None] = OrderedDict()
-        """The first session of each tenant and seed, oldest first. None once that session has
-        ended."""
+        """Maps each tenant and seed to the first session, the oldest entry first. The value is None
+        once that session has ended."""
 
     def _guess(self, request: DraftRequest, text: TextIndex) -> Guess:
         is_first = self._is_first(request)
@@ -115,8 +116,8 @@ class SuffixDrafter(LookupDrafter):
 
     def release(self, session_id: str) -> None:
         """Ends the session. If the session is the first with its seed, adds the last tokens of its
-        prompt and its output to the history. The output is as long as it was at the session's last
-        call of `propose`."""
+        prompt and its output to the history. Tokens that were committed after the session's last
+        call of `propose` are not added."""
         text = self._texts.pop(session_id, None)
         if text is None or self._first_of_seed.get((text.tenant, text.seed)) != session_id:
             return

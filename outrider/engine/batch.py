@@ -1,7 +1,7 @@
 """Plans a step of many sequences as one forward pass over a single row of all their new tokens.
 
     sequence    a a a b c c c c ...     the sequence of each new token
-    position    7 8 9 0 4 5 5 6 ...     the token's position in its sequence; in a tree, by depth
+    position    7 8 9 0 4 5 5 6 ...     the token's position in its path through its sequence
     slot                                where the token's key and value are written
 
 A token attends only to slots of its own sequence. So the new tokens are cut into *segments*. A
@@ -9,8 +9,8 @@ segment is a run of consecutive tokens of one sequence. Segments of equal size a
 length form a *group*. The attention of a group is one batch of matrix products. The groups are
 computed once for each step and window size. Layers with the same window share them.
 
-With *fixed shapes*, matrix products are padded to a few sizes. Then a token's logits do not depend
-on the other tokens of its step.
+With *fixed shapes*, inputs of matrix products are padded to a few sizes. Then a token's logits do
+not depend on the other tokens of its step.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from outrider.engine.interface import SequenceStep
 SPLIT_SLOTS = 128
 """With fixed shapes, attention divides the slots of a sequence into splits of this size."""
 STEP_ROWS_MIN = 8
-"""With fixed shapes, a step has at least this many rows. Multiples of 8 fill whole vectors of any
-usual CPU."""
+"""With fixed shapes, a step has at least this many rows. Multiples of 8 fill the vector registers
+of any usual CPU."""
 FIXED_SEGMENT_TOKENS_MIN = 4
 """With fixed shapes, a segment has at least this many tokens, because matrix products of fewer rows
 use other kernels in float32 and float64."""
@@ -56,11 +56,11 @@ bounds the memory of a step. Only a single segment of the smallest size may exce
 _GATHERED_SLOTS_MAX = 2**16
 """The most slots that a group of several segments gathers."""
 _SLOTS_UNIT = 16
-"""Without fixed shapes, the slots of a segment are padded to a multiple of this. Then each vector
-lane always adds the same slots, so a sum does not depend on how many masked slots follow. As a
-result, a token's logits in bfloat16 are bit-equal with and without drafted tokens after the token.
-This holds only if matrix products use the same kernel for both numbers of rows (with the matrix
-tiles of an Intel Xeon: up to 32 rows)."""
+"""Without fixed shapes, the slots of a segment are padded to a multiple of this number. Then each
+vector lane always adds the same slots, so a sum does not depend on how many masked slots follow. If
+matrix products use the same kernel for both numbers of rows, a token's logits in bfloat16 are
+bit-equal with and without drafted tokens after it. With the matrix tiles of an Intel Xeon, kernels
+are the same up to 32 rows."""
 _Ints = npt.NDArray[np.int64]
 _Bools = npt.NDArray[np.bool_]
 
@@ -119,15 +119,15 @@ class Group:
     rows: slice | Tensor
     """[N * T]: each token's row in the step."""
     targets: Tensor | None
-    """With fixed shapes, [N * T]: the row to which each token's output is written. It equals `rows`
-    except for tokens that only pad a segment. Their output goes to a spare row after the step's
-    last row. None without fixed shapes."""
+    """[N * T]: the row to which each token's output is written. For tokens that only pad a segment,
+    this is a spare row after the step's last row. For all other tokens, it is the row in `rows`.
+    None without fixed shapes."""
     slots: Tensor
     """[N * L]: the slots of each segment. If a segment has fewer than L slots, its first slot is
     repeated."""
     bias: Tensor | None
-    """[N, 1, T, L]: added to the attention scores. -inf if the token must not see the slot, else 0.
-    None if every token sees all L slots."""
+    """[N, 1, T, L]: a mask that is added to the attention scores. Its values are -inf if the token
+    must not see the slot, else 0. None if every token sees all L slots."""
     _rows: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def rows_by_head(self, num_heads: int, num_slots: int) -> Tensor:
@@ -165,20 +165,20 @@ class _Segment:
     end: int
     """How many slots the sequence has up to and including the segment's last token."""
     slots: _Ints
-    """All slots of the sequence. Between the slots of a tree's tokens there are masked gaps."""
+    """All slots of the sequence. In a tree, the new tokens are at `Tree.places`, and the places
+    between them are masked."""
     tree: Tree | None
 
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """How layers with one window read a segment: which slots, and with how much padding."""
+    """Which slots of a segment the layers with one window read, and with how much padding."""
 
     window: int | None
     first_slot: int
     """Tokens do not see slots of their sequence before this index."""
     spare_row: int | None
-    """With fixed shapes: the row to which the output of padding is written. None without fixed
-    shapes."""
+    """The row to which the output of padding is written. None without fixed shapes."""
     device: torch.device
     dtype: torch.dtype
 
@@ -214,10 +214,11 @@ class Tree:
     ancestors: _Bools
     """[T, T]: whether the column's token is the row's token or one of its ancestors."""
     places: _Ints
-    """[T]: the place of each token in attention, counted from the end of the slots held. The first
-    token of each depth has the place that it would have in a chain. Each further token of the same
-    depth is placed one stride later. The stride is a multiple of `_SLOTS_UNIT`. So attention adds
-    the tokens of every path in the order of a chain."""
+    """[T]: the place of each token in attention, counted from the end of the slots that the
+    sequence held before the step. The first token of each depth has the place that it would have in
+    a chain. Each further token of the same depth is placed one stride later. The stride is a
+    multiple of `_SLOTS_UNIT`, so attention adds the tokens of every path in the order of a chain.
+    """
 
 
 def plan_step(
@@ -306,7 +307,7 @@ def _segments(
 
 def _alike(segments: Sequence[_Segment], view: _View) -> list[list[_Segment]]:
     """Divides segments into groups. The segments of a group have the same number of tokens. Each
-    has at least half as many slots as the longest segment of the group."""
+    segment has at least half as many slots as the longest segment of its group."""
 
     def size(segment: _Segment) -> tuple[int, int]:
         return view.num_tokens(segment), view.num_slots(segment)
@@ -385,8 +386,8 @@ def _bias(
 
 
 def _tree_mask(segment: _Segment, tree: Tree, begin: int, width: int, window: int | None) -> _Bools:
-    """[T, L]: whether each token sees each slot. A token sees the slots held before the step, its
-    ancestors and itself, as far as the window reaches."""
+    """[T, L]: whether each token sees each slot. Within the window, a token sees the slots that the
+    sequence held before the step, its own ancestors, and itself."""
     positions = np.arange(begin, begin + width)
     new = segment.position - begin + tree.places
     positions[new] = segment.position + tree.depths

@@ -7,10 +7,10 @@ from the model's hidden states at token j - 1. Slot j of a sequence holds:
     g_j
     the head's key and value of pair j
 
-The head's state is shared, forked, cut and moved together with the slots, so it needs no code of
-its own for this. Every step of the model also writes g and the pairs of its new tokens. The head
-computes no attention for this. When the head drafts from pair j, the pair attends to slots 1..j,
-because slot 0 has no pair. The rotary position of pair j is j - 1.
+If slots are shared, forked, cut or moved, so is the head's state in them. Every step of the model
+also writes g and the pairs of its new tokens, without computing the head's attention. When the head
+drafts from pair j, the pair attends to slots 1..j, because slot 0 has no pair. The rotary position
+of pair j is j - 1.
 """
 
 from collections.abc import Sequence
@@ -37,8 +37,9 @@ def pair_shape(head: DraftHead, dtype: torch.dtype, device: torch.device) -> Lay
 def draft_shapes(
     head: DraftHead, dtype: torch.dtype, device: torch.device, drafts_apart: bool = False
 ) -> list[LayerShape]:
-    """The shapes of what a slot holds for a `DraftLayer`: g, stored as a key without a value, and a
-    pair. If the head drafts on draft replicas (`drafts_apart`), a slot holds only g."""
+    """The shapes of what a slot holds for a `DraftLayer`. The first shape is that of g, which is
+    stored as a key without a value. The second is that of a pair. If the head drafts on draft
+    replicas (`drafts_apart`), a slot holds only g."""
     feature = LayerShape(1, head.width, 0, dtype, device)
     return [feature] if drafts_apart else [feature, pair_shape(head, dtype, device)]
 
@@ -53,9 +54,9 @@ class PairLayer:
         self._pairs = LayerPages(pairs, window=None, scaling=head.scaling)
 
     def write(self, step: HeldStep, features: Tensor) -> None:
-        """Writes the pairs of a step's T new tokens. `features` [T, D] has g of the token before
-        each new token. A sequence's first token may have any feature, because its pair is never
-        read."""
+        """Writes the pairs of a step's T new tokens. `features` [T, D] has, for each new token, g
+        of the token before. For a sequence's first token it may have any values, because that
+        token's pair is never read."""
         rows = step.rows
         arrays = [rows.token_ids, _places(rows.positions), rows.slots]
         token_ids, places, slots = shipped(arrays, features.device)
@@ -122,8 +123,8 @@ def _places(positions: _Ints) -> _Ints:
 
 
 def _slots_before(step: HeldStep) -> _Ints:
-    """[T]: for each new token, the slot of the token before. The first token of a sequence gets its
-    own slot, because its pair is never read."""
+    """[T]: for each new token, the slot of the token before. For the first token of a sequence, the
+    token's own slot, because its pair is never read."""
     found = []
     row = 0
     for held in step.sequences:

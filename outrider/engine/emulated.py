@@ -7,13 +7,13 @@ The draft has the same ids, and log q = log p + `deviation` * g. For each id, g 
 standard Gaussian. So acceptance, entropy and step times can be chosen, while services, transport,
 sessions and sampling are real.
 
-With `acceptance_rates`, the target gives each draft token either all probability or none. This
-depends only on a pseudo-random number and on the token's place in the round. So every rule accepts
-at these rates, with any drafter and at any temperature. But the text then depends on the draft
-tokens, so audits fail.
+With `acceptance_rates`, the target gives each draft token either all probability or none. The
+choice depends only on a pseudo-random number and on the token's place in the round. So every rule
+accepts at these rates, with any drafter and at any temperature. But the text then depends on the
+draft tokens, so audits fail.
 
-With `head_on`, the draft is a head. It runs either on the target, in steps of its own, or on draft
-replicas. In the second case the target sends features, which are all zeros.
+With `head_on`, the draft is a head. The head runs either on the target, in steps of its own, or on
+draft replicas. A head on draft replicas gets features from the target, which are all zeros.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _NO_TOKEN = 2**32
 """Stands for each missing token if a prefix has fewer than `order` tokens."""
 _SPARE_DRAWS = 64
-"""2 * support + _SPARE_DRAWS ids are drawn, because ids may repeat. The probability of fewer than
-`support` distinct ids is below 1e-50."""
+"""2 * support + _SPARE_DRAWS ids are drawn, because ids may repeat. With a probability below 1e-50,
+fewer than `support` of these ids are distinct."""
 _DRAFT_KEY = np.uint64(0x6472616674)
 _ACCEPT_KEY = np.uint64(0x616363657074)
 _Words = npt.NDArray[np.uint64]
@@ -98,8 +98,8 @@ class EmulatedEngine:
         """[rows, any]: the columns of `_rows` that the last step wrote, for each row."""
         reached = (1.0, *spec.acceptance_rates, 0.0)
         self._chances = np.array([b / a if a else 0.0 for a, b in pairwise(reached)])
-        """For each place in the round: the probability that a draft token is accepted if all draft
-        tokens before it were."""
+        """For each place in the round, the probability that the draft token there is accepted if
+        all draft tokens before it are accepted."""
         self._drafts_as = self
         """The engine whose distributions and step times apply to drafted tokens."""
         if spec.head_on:
@@ -201,8 +201,8 @@ class EmulatedEngine:
         return contexts[len(contexts) - step.num_logits :]
 
     def _step_time(self, steps: Sequence[SequenceStep]) -> float:
-        """The stated time of a step, in seconds. On a draft, a sequence that wants no logits counts
-        as one row."""
+        """The stated time of a step, in seconds. In a draft's step, a sequence that wants no logits
+        counts as one row."""
         spec = self._spec
         if self._role == "target":
             num_tokens = sum(len(step.token_ids) for step in steps)
@@ -225,11 +225,11 @@ class EmulatedEngine:
         return logits.scatter_(1, ids, torch.from_numpy(values.astype(np.float32)))
 
     def _judge(self, steps: Sequence[SequenceStep], contexts: _Words, logits: torch.Tensor) -> None:
-        """Gives the draft token after each row either all probability or none. Of several siblings
-        only the first may get all probability, and the others get none. Otherwise more siblings
-        would raise the acceptance rates."""
+        """Gives the draft token after each row either all probability or none. Of several siblings,
+        only the first may get all probability. The others get none, because more siblings would
+        otherwise raise the acceptance rates."""
         drafted: dict[int, tuple[int, int, int]] = {}
-        """For each row of logits with a draft token after it: the draft token, its place in the
+        """Maps each row of logits with a draft token after it to the draft token, its place in the
         round, and its own row of logits."""
         siblings: list[tuple[int, int]] = []
         """The siblings after the first, each as (row of logits, token)."""
@@ -261,8 +261,8 @@ class EmulatedEngine:
         self._written = torch.cat([self._written, others[:, None]], dim=1)
 
     def _blank(self, num_rows: int) -> torch.Tensor:
-        """Rows of -inf in the buffer. Only what the last step wrote is reset, because filling many
-        rows takes too long."""
+        """Rows of -inf in the buffer. Resets only the columns that the last step wrote, because
+        filling whole rows takes too long."""
         self._rows[: len(self._written)].scatter_(1, self._written, -math.inf)
         if num_rows > len(self._rows):
             self._rows = torch.full((num_rows, self._spec.vocab_size), -math.inf)
@@ -292,8 +292,8 @@ def _words(keys: _Words, num: int) -> _Words:
 
 def _support_ids(keys: _Words, support: int, vocab_size: int) -> _Words:
     """Distinct ids [n, support] for each key, the likeliest first. In a large vocabulary, the ids
-    are the key's pseudo-random numbers in turn, without repeats. In a small vocabulary, each id
-    gets one of these numbers, and the ids with the smallest numbers are chosen."""
+    are the key's pseudo-random numbers in turn, without repeats. In a small vocabulary, each id of
+    the vocabulary gets a pseudo-random number, and the ids with the smallest numbers are chosen."""
     if support * 8 > vocab_size:
         order = np.argsort(_words(keys, vocab_size), axis=1, kind="stable")
         return order[:, :support].astype(np.uint64)

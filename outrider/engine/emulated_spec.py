@@ -18,8 +18,8 @@ VOCAB_SIZE_MAX = 2**20
 PAGES_MAX = 2**16
 FEATURE_WIDTH_MAX = 2**16
 JUDGED_SUPPORT_MIN = SIBLINGS_MAX + 2
-"""Smallest `support` with `acceptance_rates`. A draft token and all its siblings may be refused, so
-at least one more token must be possible."""
+"""The smallest `support` that is allowed with `acceptance_rates`. A draft token and all its
+siblings may be refused, so at least one more token must be possible."""
 Share = Annotated[float, Field(ge=0, le=1)]
 Parts = BeforeValidator(lambda value: value.split("/") if isinstance(value, str) else value)
 """Splits a text A/B/.. into a list."""
@@ -34,7 +34,7 @@ class EmulatedSpec(BaseModel, frozen=True, extra="forbid"):
     exponent: float = Field(default=1.706, ge=0, le=100)
     """Zipf exponent: the id of rank r (from 1) has weight r ** -exponent; 0 = uniform."""
     deviation: float = Field(default=0.65, ge=0, le=100)
-    """Standard deviation of log q - log p before both are normalised; 0 = a perfect draft."""
+    """Standard deviation of log q - log p, where q is not normalised; 0 = a perfect draft."""
     order: int = Field(default=3, ge=1, le=64)
     """A distribution depends on this many last tokens of the prefix."""
     verify_ms: float = Field(default=18.3, ge=0, le=60_000)
@@ -52,12 +52,12 @@ class EmulatedSpec(BaseModel, frozen=True, extra="forbid"):
     acceptance_rates: Annotated[
         tuple[Share, ...], Parts, Field(max_length=NUM_DRAFT_TOKENS_MAX)
     ] = ()
-    """The probabilities that a round accepts at least 1, 2, ... draft tokens, written A/B/.. in a
-    setting. A round accepts at most as many draft tokens as there are probabilities. If there are
-    no probabilities, acceptance follows from the distributions."""
+    """The probabilities that a round accepts at least 1, 2, ... draft tokens. In a setting they are
+    written A/B/... A round accepts at most as many draft tokens as there are probabilities. If
+    there are no probabilities, acceptance follows from the distributions."""
     head_on: Literal["", "target", "draft"] = ""
-    """Where the draft runs as a head: on the target or on draft replicas. Empty: the draft is a
-    model of its own, not a head."""
+    """Whether the draft is a head on the target (`target`) or a head on draft replicas (`draft`).
+    Empty if the draft is a model of its own."""
     feature_width: int = Field(default=4096, ge=1, le=FEATURE_WIDTH_MAX)
     """The width of the features that a target sends to a head on draft replicas."""
 

@@ -28,8 +28,8 @@ class ModelInfo:
     tokenizer_fingerprint: str
     """Empty for a model without a tokenizer."""
     logit_token_ids: tuple[int, ...] = field(default=(), repr=False)
-    """If the head covers only a part of the vocabulary: the token id of each column of the logits,
-    ascending. Otherwise empty."""
+    """The token id of each column of the logits, ascending. Empty if the logits have a column for
+    every token id."""
     numerics: str = ""
     """See `ReplicaDescription.numerics`."""
     features: str = ""
@@ -46,8 +46,9 @@ class SequenceStep:
     num_logits: int
     """The engine returns logits at the last `num_logits` tokens; 0..len(token_ids)."""
     parents: tuple[int, ...] = ()
-    """For a tree: token i follows the token with index `parents[i]`, which is less than i. -1
-    stands for the last token that the sequence holds. Empty for a chain."""
+    """In a tree, token i follows the new token with index `parents[i]`, which is less than i. If
+    `parents[i]` is -1, token i follows the last token that the sequence already holds. Empty for a
+    chain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +90,9 @@ class Engine(Protocol):
     """Runs one causal language model over many sequences, and keeps their keys and values.
 
     A slot holds the keys and values of one token. A page is a fixed number of slots, and an engine
-    has a fixed number of pages. A page that no sequence holds may stay cached: sequences with the
-    same tokens can begin with it until it is evicted. A sequence begins with `attach` or with its
-    first step.
+    has a fixed number of pages. A page that no sequence holds may stay cached. Until the page is
+    evicted, new sequences with the same tokens can begin with it. A sequence begins with `attach`
+    or with its first step.
 
     An engine's state depends on its calls alone, so two engines that get the same calls hold the
     same pages. Only one thread at a time may call an engine. If a call fails unexpectedly, the
@@ -123,10 +124,10 @@ class Engine(Protocol):
         without: Iterable[str] = (),
         begun: Mapping[str, FoundPrefix] | None = None,
     ) -> bool:
-        """Whether `forward` would find pages for these steps, if need be by eviction. Assumes that
-        before the steps, the sequences in `without` are released and those in `begun` are attached
-        to the given prefixes. Sequences in `without` must have no step, and sequences in `begun`
-        must be new. Changes nothing."""
+        """Whether `forward` would find pages for these steps, after evictions if needed. Assumes
+        that before the steps, the sequences in `without` are released and those in `begun` are
+        attached to the given prefixes. Sequences in `without` must have no step, and sequences in
+        `begun` must be new. Changes nothing."""
         ...
 
     def find(self, token_ids: Sequence[int], salt: str = "") -> FoundPrefix:
@@ -135,8 +136,9 @@ class Engine(Protocol):
 
     def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
         """Begins a new sequence with all cached pages that match the start of `token_ids`. Pages
-        match only if they were written under the same `salt`. At least one of `token_ids` is left
-        for `forward`. Returns the number of slots that the sequence holds now. Evicts nothing."""
+        match only if they were written under the same `salt`. The last of `token_ids` is never
+        taken from a page, because `forward` must run it. Returns the number of slots that the
+        sequence holds now. Evicts nothing."""
         ...
 
     def fork(self, sequence_id: str, branch_id: str) -> None:
@@ -164,9 +166,9 @@ class Engine(Protocol):
         ...
 
     def take_step_seconds(self) -> float:
-        """The stated time, in seconds, of the steps since the last call of this method. Only an
-        emulated engine states a time, and its caller waits until this time has passed. Other
-        engines return 0."""
+        """The stated time, in seconds, of the steps since the last call of this method. Only
+        emulated engines state a time. Their callers wait until this time has passed. Other engines
+        return 0."""
         return 0.0
 
     @property
@@ -178,8 +180,8 @@ class Engine(Protocol):
 @runtime_checkable
 class DraftingEngine(Engine, Protocol):
     """An engine that also runs a drafting head, as one more layer on the same slots. The head reads
-    pairs. A pair is a feature, made from the model's layers at one token, and the next token. The
-    slot of that next token also holds the head's key and value of the pair."""
+    pairs. A pair consists of a feature, made from the model's layers at one token, and the next
+    token. The slot of that next token also holds the head's key and value of the pair."""
 
     def features(self) -> Sequence[Tensor]:
         """Features [num_logits, D] for each step of the last `forward`, in the model's dtype and on
@@ -191,8 +193,9 @@ class DraftingEngine(Engine, Protocol):
     ) -> list[Tensor]:
         """Runs the head on one pair for each step: a feature [D] and the step's only token. The
         sequence must already hold slots. Returns the head's output [1, D] for each step, in the
-        model's dtype. Each pair takes a new slot, without keys and values of the model. The caller
-        must drop these slots with `keep` before the sequence's next `forward`."""
+        model's dtype. Each pair takes a new slot, to which the model's keys and values are not
+        written. The caller must drop these slots with `keep` before the sequence's next `forward`.
+        """
         ...
 
 

@@ -50,8 +50,8 @@ from outrider.models.linear_layers import align_activations, block_rows
 from outrider.models.target_layers import Watched, watch_layers, watched_layers
 
 WIDE_STEP_ROWS = 16
-"""Steps of fewer tokens are timed to notice that other processes use the cores. Longer steps are
-not timed, because their times vary too much."""
+"""`ContendedThreads` compares the times of steps of fewer tokens than this, to notice that other
+processes use the cores. The times of longer steps vary too much for this."""
 _log = logging.getLogger(__name__)
 
 
@@ -84,16 +84,17 @@ class PagedEngine(PagedSequences):
 
         contended_threads  number of threads for steps of fewer than `WIDE_STEP_ROWS` tokens while
                            other processes use the cores; other steps use torch's number of threads
-        deterministic      the logits of a chain's tokens are always bit-equal: alone or beside
-                           other sequences, in one step or in several, after a cached prefix or not
+        deterministic      whether the logits of a chain's tokens are always bit-equal: alone or
+                           beside other sequences, in one step or in several, after a cached prefix
+                           or not
         backend            attention kernels of a device; not used if their trial fails on any rank
         least              returns the least number that any rank passes, so that all ranks agree on
                            the number of pages and on the results of trials
         draft_layer        a drafting head on this model; of several ranks only rank 0 has one
-        drafts_apart       the head drafts on draft replicas: there is `held_features`, and no
-                           `forward_draft`
-        kernels            the fused kernels that the replaced modules use; steps run on them if
-                           they pass their trial
+        drafts_apart       whether the head drafts on draft replicas; the engine then supports
+                           `held_features`, but not `forward_draft`
+        kernels            the fused kernels that the replaced modules use; steps run on these
+                           kernels if the kernels pass their trial
 
         Raises `ConfigError` if the model cannot run on pages, or cannot run deterministically."""
         check(max_num_seqs > 0, "max_num_seqs must be positive")
@@ -111,10 +112,10 @@ class PagedEngine(PagedSequences):
         self.draft_layer = draft_layer
         self._drafts_apart = drafts_apart
         self._taps: dict[int, Watched] = {}
-        """Records the inputs of layers for the draft layer, by the layers' numbers, in the order of
-        `DraftHead.layer_ids`. With fused kernels only the numbers are used."""
+        """Maps numbers of layers, in the order of `DraftHead.layer_ids`, to the inputs of these
+        layers, which the draft layer reads. With fused kernels only the numbers are used."""
         self.rows_are_equal = False
-        """Whether a row's logits are bit-equal whatever other rows are in its step."""
+        """Whether a row's logits are bit-equal with any other rows in its step."""
         self._draft_shapes: list[LayerShape] = []
         self._selects_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
         try:
@@ -174,9 +175,9 @@ class PagedEngine(PagedSequences):
             return logits, head.fuse(read)
 
     def _fused(self, info: ModelInfo) -> FusedDecoder | None:
-        """The model on fused kernels. None if the model does not fit the kernels, or if
-        `deterministic` forbids them. Chooses a length of spans (see `fused_steps.py`) at which rows
-        are bit-equal, if there is one."""
+        """The model on fused kernels. None if the model does not fit the kernels. Chooses a length
+        of spans (see `fused_steps.py`) at which rows are bit-equal, if there is such a length.
+        Otherwise, returns None if the engine must be deterministic."""
         kernels = self._kernels
         if kernels is None:
             return None
@@ -198,7 +199,8 @@ class PagedEngine(PagedSequences):
 
     def _make_independent(self, num_pages: int) -> None:
         """Checks that a row's logits do not depend on other rows. If they do, makes the linear
-        layers compute rows in blocks, and checks again. Raises `SettingError` if that fails."""
+        layers compute rows in blocks, and checks again. If the logits still depend on other rows,
+        raises `SettingError`."""
         num_pages = min(num_pages, -(-CROWD_SLOTS // PAGE_SIZE))
         for is_last in (False, True):
             self._use_pages(num_pages)
@@ -289,7 +291,7 @@ class PagedEngine(PagedSequences):
         if not steps:
             return []
         rows, sizes = self._run(self._run_whole, steps)
-        # The copy is made outside of inference mode, so that callers may change it in place.
+        # Copies outside of inference mode, so that callers may change the logits in place.
         return list(torch.split(rows.to(self._logits_dtype, copy=True), sizes))
 
     def held_features(self, ranges: Sequence[tuple[str, int, int]]) -> Tensor:

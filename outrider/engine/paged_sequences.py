@@ -36,14 +36,14 @@ class PageStore(Protocol):
 
 
 class PagedSequences:
-    """The calls of an `Engine`, except those that run a model. Subclasses add the latter."""
+    """The methods of an `Engine` that do not run the model. Subclasses add `forward`."""
 
     info: ModelInfo
     stated_seconds = 0.0
     draft_layer: LoadedDraftHead | None = None
     """The drafting head that runs on the model's pages, if there is one."""
     _draft: DraftLayer | None = None
-    """The same head together with its part of the pages."""
+    """The same head, together with the tensors in which slots hold its features and pairs."""
     _features: Sequence[Tensor] = ()
 
     def _use_pool(self, pool: BlockPool, cache: PageStore, max_num_seqs: int) -> None:
@@ -51,9 +51,10 @@ class PagedSequences:
         self._pool, self._cache, self._max_num_seqs = pool, cache, max_num_seqs
         self._page_size = pool.page_size
         self._copies: dict[int, int] = {}
-        """Pages to copy before the next step, as {to: from}."""
+        """The page copies to make before the next step, as {to: from}."""
         self._moves: dict[int, int] = {}
-        """Slots to copy before the next step, as {to: from}. Empty while `_copies` is not empty."""
+        """The slot moves to make before the next step, as {to: from}. Moves and copies are never
+        pending at the same time."""
         self.can_hold, self.find, self.attach = pool.can_hold, pool.find, pool.attach
         self.release, self.length, self.page_counts = pool.release, pool.length, pool.counts
 
@@ -104,8 +105,8 @@ class PagedSequences:
         return list(torch.split(*self._run(run, steps, whole=False))) if steps else []
 
     def take_slots(self, steps: Sequence[SequenceStep]) -> None:
-        """Takes slots for these steps without computing anything. The other ranks of a model do so
-        when rank 0 runs a draft step, because all ranks must hold the same pages."""
+        """Takes slots for these steps without computing anything. If rank 0 of a model runs a draft
+        step, the other ranks call this method, because all ranks must hold the same pages."""
         self._run(lambda _: torch.empty(0), steps, whole=False)
 
     def fork(self, sequence_id: str, branch_id: str) -> None:
@@ -115,8 +116,8 @@ class PagedSequences:
         _add(self._copies, self._pool.fork(sequence_id, branch_id))
 
     def keep(self, sequence_id: str, length: int, path: Sequence[int] = ()) -> None:
-        """See `Engine.keep`. Keys are not rotated again. So every slot of `path` must have been run
-        at the position to which it moves."""
+        """See `Engine.keep`. Moving a slot does not rotate its key again. So the token of every
+        slot in `path` must have run at the position to which the slot moves."""
         if path and self._copies:
             self._settle()
         _add(self._moves, self._pool.keep(sequence_id, length, path))
@@ -134,8 +135,8 @@ class PagedSequences:
         return np.concatenate(found)
 
     def _settle(self) -> None:
-        """Makes the pending copies. If one fails, the pool forgets all pages that should have been
-        written."""
+        """Makes the pending copies and moves. If one of them fails, the pool forgets all pages that
+        should have been written."""
         copies, moves = self._copies, self._moves
         self._copies, self._moves = {}, {}
         try:
@@ -181,7 +182,7 @@ def newest_rows(rows: Tensor, step: HeldStep) -> list[Tensor]:
 
 
 def _add(pending: dict[int, int], copies: Sequence[Copy]) -> None:
-    """Adds copies (from, to) to the pending ones. All pending copies are made at the same time. So
-    a copy that would read the target of a pending copy reads the source of that copy instead."""
+    """Adds copies (from, to) to the pending ones. All pending copies are made at the same time. If
+    a copy would read the target of a pending copy, it must therefore read that copy's source."""
     for source, target in copies:
         pending[target] = pending.get(source, source)

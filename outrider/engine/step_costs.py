@@ -18,8 +18,8 @@ class StepCosts:
         seconds = base(rows) + session_s * (sessions - 1)
                 + (slot_s + row_slot_s * (rows / sessions - 1)) * context
 
-    Between measured numbers of rows, base is interpolated linearly. Above the greatest, base is
-    extrapolated from the last two.
+    Between measured numbers of rows, base is interpolated linearly. Above the greatest measured
+    number, base is extrapolated from the last two.
     """
 
     rows: tuple[int, ...]
@@ -31,7 +31,7 @@ class StepCosts:
     slot_s: float = 0.0
     """The time that each slot of the context adds, if its session has one row in the step."""
     row_slot_s: float = 0.0
-    """The time that each slot adds for each further row of its session."""
+    """The time that each slot of the context adds for each further row of its session."""
 
     def __post_init__(self) -> None:
         check(len(self.rows) == len(self.seconds) > 0, "each number of rows has one time")
@@ -68,19 +68,20 @@ MEASURED_SESSIONS = 8
 MEASURED_CONTEXT = 256
 """Each measured session has a context of this many slots."""
 SHORT_CONTEXT = 16
-"""Slots of a context that costs almost nothing. The cost of a slot is computed from the times of a
-step with this context and with `MEASURED_CONTEXT`. The two times are similar: on two cores a slot
-of the demo target costs 2 us, and a step 16 ms. So several sessions are measured together."""
+"""A context of this many slots costs almost nothing. The cost of a slot is computed from the times
+of a step with this context and with `MEASURED_CONTEXT`. The two times of one session would differ
+too little, because on two cores a slot of the demo target costs 2 us, and a step 16 ms. So several
+sessions are measured together."""
 CONTEXT_ROWS = 64
-"""A step over a context is measured with one row for each session, and with this many rows of one
-session."""
+"""A step over a context is measured twice: with one row for each session, and with this many rows
+of one session."""
 CONTEXTS_SHARE = 0.3
 """After this share of the time limit, the measurement of contexts adds no more sessions."""
 TRIES = 3
-"""Each measurement is tried up to this many times. The fastest try counts, because other processes
-can only make steps slower."""
+"""Each measurement is repeated up to this many times. The shortest time is used, because other
+processes can only make steps slower."""
 TRIES_SHARE = 0.05
-"""After this share of the time limit, a measurement begins no further try."""
+"""After this share of the time limit, a measurement is not repeated again."""
 MANY_ROWS = 64
 _TOKEN_ID = 0
 
@@ -97,10 +98,10 @@ def measure_step_costs(
     seconds.
 
     The measurement ends after about `limit_s`, not counting the time to warm up a device. Numbers
-    of rows that are not measured by then are left out. If contexts are not measured by then, they
-    count as free. For an emulated engine the stated times are used."""
+    of rows that are not measured by then are left out. If contexts are not measured by then, their
+    costs are 0. For an emulated engine the stated times are used."""
     bench = _Bench(engine, clock, limit_s * TRIES_SHARE)
-    bench.least([_step(0, 1)])  # The first step only warms up.
+    bench.least([_step(0, 1)])  # Only warms up the engine.
     until = bench.clock() + limit_s
     fitting = min(max_rows, engine.info.max_model_len)
     rows = sorted({*(num for num in MEASURED_ROWS if num < fitting), fitting})
@@ -119,9 +120,9 @@ def measure_step_costs(
 
 
 def _costs(rows: Sequence[int], seconds: Sequence[float]) -> StepCosts:
-    """The costs for as many of the first `rows` as there are times. If more rows took less time
-    than fewer rows, other processes disturbed the longer measurement. Then the shorter time is used
-    for both."""
+    """The costs for as many of the first `rows` as there are times. If a step took longer than a
+    step with more rows, other processes have delayed the former. Then the shorter time is used for
+    both."""
     least = tuple(reversed(list(accumulate(reversed(seconds), min))))
     return StepCosts(tuple(rows[: len(least)]), least)
 
@@ -132,18 +133,18 @@ class _Bench:
         self._clock = clock
         self._try_s = try_s
         self._first_is_slow = False
-        """True on devices other than a CPU. There the first step of each shape compiles kernels,
-        and its time does not count."""
+        """True on devices other than a CPU. There the first step of each shape compiles kernels, so
+        its time is not used, and does not count towards the time limit."""
         self._excused_s = 0.0
-        """Total time of steps whose time does not count."""
+        """The total time of these first steps."""
 
     def clock(self) -> float:
-        """The time, less the time of steps that do not count."""
+        """The time, less the time that does not count towards the time limit."""
         return self._clock() - self._excused_s
 
     def rows(self, counts: Sequence[int], until: float) -> list[float]:
-        """The least time in seconds of a step of one session without a context, for each number of
-        tokens in `counts`. Ends early if time or pages run out."""
+        """For each number of tokens in `counts`, the least time in seconds of a step of one session
+        without a context. The result is shorter than `counts` if time or pages run out."""
         found: list[float] = []
         for num in counts:
             step = [_step(0, num)]

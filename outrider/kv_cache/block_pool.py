@@ -8,9 +8,10 @@ copies, then runs the step.
     remembered         none                      yes             least recently used first
     held               at least one              yes or no       never
 
-A sequence never writes to a page that another sequence holds, or whose prefix is known. If another
-sequence holds the page, the sequence writes to a copy. If only the prefix is known, the pool first
-forgets the prefix.
+The *prefix* of a page is all tokens up to the end of the page. Once the prefix of a full page is
+known, new sequences with this prefix share the page. If another sequence holds a page, a sequence
+writes to a copy of the page. If no other sequence holds the page but its prefix is known, the pool
+forgets the prefix before the write.
 """
 
 from array import array
@@ -22,27 +23,27 @@ from outrider.errors import InvariantError, OutOfPages, check
 from outrider.kv_cache.prefix_cache import PagedSequence, Prefix, PrefixIndex
 
 Copy = tuple[int, int]
-"""(from, to)."""
+"""The numbers of two pages or of two slots: (from, to)."""
 _ID_TYPE = "I"
 """Array type of a token id: 0..2^32-1."""
 
 
 class BlockPool:
-    """The pages of one engine, and the sequences on them. `Engine` has methods of the same names,
-    and its documentation applies here.
+    """The pages of one engine, and the sequences on them. Methods that have the name of a method of
+    `Engine` do what that method's documentation says.
 
     The pool's state depends only on the calls. So all ranks of a model, which make the same calls,
-    assign the same pages. The time of a call is proportional to the number of pages that it
-    touches.
+    assign the same pages. The time of a call is proportional to the number of pages that the call
+    reads or changes.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
-        """The number of pages, used or free. Constant."""
+        """The number of all pages. Constant."""
         self.page_size = page_size
         """The number of slots in a page. Constant."""
         self._free = list(range(num_pages - 1, -1, -1))
-        """The free pages. The page that was freed last is taken first."""
+        """The free pages. New pages are taken from the end."""
         self._prefixes = PrefixIndex()
         self._sequences: dict[str, PagedSequence] = {}
         self._ids = array(_ID_TYPE, [0]) * (num_pages * page_size)
@@ -126,21 +127,21 @@ class BlockPool:
         without: Iterable[str] = (),
         begun: Mapping[str, FoundPrefix] | None = None,
     ) -> bool:
-        """Whether `append` would find pages for these steps, after the sequences in `without` were
-        released and those in `begun` attached. Changes nothing."""
+        """Whether `append` would find pages for these steps if the sequences in `without` were
+        released first, and those in `begun` were attached first. Changes nothing."""
         return self._is_roomy(steps) or self._num_missing(steps, without, begun or {}) <= 0
 
     def append(self, steps: Sequence[SequenceStep], whole: bool = True) -> list[Copy]:
         """Takes slots for the tokens of each step. The steps must be of different sequences. An
-        unknown sequence begins without salt. Returns the page copies to make before any slot is
-        written. After the step, call `written`. If the step has failed, call `keep` with the old
-        length instead, so that unwritten slots are not shared. If copies were not made, also call
-        `forget` with their pages.
+        unknown sequence begins with an empty salt. Returns the page copies to make before any slot
+        is written. After the step, call `written`. If the step has failed, call `keep` with the old
+        length instead, so that unwritten slots are not shared. If the page copies have failed, also
+        call `forget` with the pages that should have been written.
 
         Evicts remembered pages as needed. If there is still no room, raises `OutOfPages` and
-        changes nothing. Without `whole`, the slots are shallow (see `prefix_cache.py`). Raises
-        `InvariantError` if a whole slot would follow a shallow slot. Call `keep` first to drop
-        the shallow slots."""
+        changes nothing. If `whole` is False, the new slots are shallow (see `prefix_cache.py`).
+        Other slots cannot follow shallow slots. So before a call with `whole`, call `keep` to drop
+        the shallow slots. Otherwise raises `InvariantError`."""
         for step in steps if whole else ():
             sequence = self._sequences.get(step.sequence_id)
             is_whole = sequence is None or not sequence.num_shallow
@@ -171,12 +172,12 @@ class BlockPool:
         """Cuts a sequence to its first `length` slots and the slots in `path`, as `Engine.keep`
         does. All these slots must be written already. Returns the slot moves to make before the
         next call. A slot's number is page * page size + place in the page. The moves may be made
-        one by one in this order, or all at once. The pages to which they write are not shared
-        before the sequence's next step. If a move fails, call `forget`.
+        one by one in this order, or all at once. Until the sequence's next step, the pages to which
+        the moves write are not shared. If a move fails, call `forget`.
 
-        A move may write to a page that another sequence holds, for example after a fork in the
-        middle of a tree. If there is no page for a copy of such a page, raises `OutOfPages` and
-        changes nothing."""
+        If another sequence holds a page to which a move would write, the move writes to a copy of
+        the page. This occurs after a fork in the middle of a tree. If there is no page for the
+        copy, raises `OutOfPages` and changes nothing."""
         check_kept(self.length(sequence_id), length, path)
         sequence = self._sequences.get(sequence_id)
         if sequence is None:
@@ -212,8 +213,9 @@ class BlockPool:
                 self._forget(page)
 
     def _is_roomy(self, steps: Sequence[SequenceStep]) -> bool:
-        """A fast check without an exact count: if it returns True, there are enough free pages. A
-        step needs at most a copy of the last page, and pages for its own tokens."""
+        """Whether there are certainly enough free pages. Assumes that each step needs a copy of its
+        sequence's last page, because an exact count would take longer. If the result is False,
+        there may still be enough."""
         size = self.page_size
         return len(self._free) >= sum([len(step.token_ids) // size + 2 for step in steps])
 
@@ -237,8 +239,9 @@ class BlockPool:
         return needed + pinned - freed - len(self._free) - len(self._remembered)
 
     def _num_needed(self, steps: Sequence[SequenceStep], joining: Counter[int]) -> int:
-        """The largest number of pages that the steps may take. `joining` says how much the number
-        of holders of each page will change before the steps."""
+        """The largest number of pages that the steps may take. `joining` has, for each page, the
+        number of sequences that will begin to hold the page before the steps, less the number of
+        those that will let go of it."""
         size, num = self.page_size, 0
         for step in steps:
             sequence = self._sequences.get(step.sequence_id)
@@ -247,7 +250,7 @@ class BlockPool:
                 continue
             length, pages = sequence.length, sequence.pages
             num += -(-(length + len(step.token_ids)) // size) - len(pages)
-            if length % size:  # A last page that others hold is copied.
+            if length % size:  # If another sequence holds the last page, the page is copied.
                 num += self._holders[pages[-1]] + joining[pages[-1]] > 1
         return num
 
@@ -261,12 +264,13 @@ class BlockPool:
             self._forget(next(iter(self._remembered)))
 
     def _drop(self, sequence_id: str) -> None:
-        """Forgets a sequence. Its pages with a known prefix become remembered. They are evicted
-        after all pages that are remembered now, from the last page to the first."""
+        """Forgets a sequence. Its pages with a known prefix become remembered. Pages that are
+        remembered now are evicted before these pages. Of these pages, the last is evicted first."""
         sequence = self._sequences.pop(sequence_id)
         prefixes = sequence.prefixes
         for index in range(len(sequence.pages) - 1, -1, -1):
-            if self._holders[sequence.pages[index]] > 1:  # As `_let_go`, but faster, for forks.
+            if self._holders[sequence.pages[index]] > 1:
+                # Does what `_let_go` does. A fork has many such pages, and a call takes longer.
                 self._holders[sequence.pages[index]] -= 1
             else:
                 self._let_go(sequence.pages[index])
@@ -277,8 +281,8 @@ class BlockPool:
         sequence.pages.clear()
 
     def _known_prefixes(self, token_ids: Sequence[int], salt: str) -> Iterator[Prefix]:
-        """The known prefixes of these tokens, the shortest first. None includes the last token,
-        which a step must run for its logits."""
+        """The known prefixes of these tokens, the shortest first. They never include the last
+        token, because a step must run the last token for its logits."""
         size, ids = self.page_size, array(_ID_TYPE, token_ids)
         parent: Prefix | str = salt
         for end in range(size, len(ids), size):
@@ -305,8 +309,8 @@ class BlockPool:
                 self._free.append(forgotten)
 
     def _own(self, sequence: PagedSequence, index: int) -> list[Copy]:
-        """Makes the sequence's page at `index` writable. Returns the page copy to make, if one is
-        needed."""
+        """Makes the sequence's page at `index` writable. If this needs a page copy, returns the
+        copy to make, else an empty list."""
         page = sequence.pages[index]
         if self._holders[page] == 1:
             if page in self._prefixes:
@@ -360,9 +364,8 @@ class BlockPool:
         self._holders[page] += 1
 
     def _let_go(self, page: int) -> None:
-        """Counts one holder less. If none is left and the prefix is known, the page becomes
-        remembered, and is the last to be evicted. If none is left and the prefix is not known, the
-        page becomes free."""
+        """Counts one holder less. If no holder is left, the page becomes free, or remembered if its
+        prefix is known. A page that has just become remembered is the last to be evicted."""
         self._holders[page] -= 1
         if self._holders[page]:
             return

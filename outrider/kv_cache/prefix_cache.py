@@ -44,9 +44,9 @@ class PrefixIndex:
         return self._by_key.get((parent, packed_ids))
 
     def add(self, parent: Prefix | str, packed_ids: bytes, page: int) -> Prefix:
-        """Makes a prefix known that ends in `page`. The other arguments are those of `find`. From
-        now on, `page` must not be written to. If the prefix is known already in another page,
-        changes nothing and returns the known one."""
+        """Makes a prefix known that ends in `page`. The other arguments are those of `find`. If the
+        prefix is known already in another page, changes nothing and returns the known prefix.
+        Otherwise, `page` must not be written to from now on."""
         key = (parent, packed_ids)
         found = self._by_key.get(key)
         if found is not None:
@@ -85,13 +85,14 @@ class PagedSequence:
         self.pages: list[int] = []
         """The page table. It has no more pages than the slots need."""
         self.prefixes: list[Prefix] = []
-        """`prefixes[i]` ends with the page `pages[i]`. Its own `page` may be another one with the
-        same tokens. The list may be shorter than `pages`, and its last prefixes may be forgotten
-        already."""
+        """`prefixes[i]` has the tokens of the first i + 1 pages. Its `page` may be another page
+        than `pages[i]`, with the same tokens. The list may be shorter than `pages`. Its last
+        prefixes may be forgotten already."""
         self.chain_length = 0
         """The number of slots at the beginning that form a chain."""
         self.tree: Sequence[int] = ()
-        """If the slots after the chain form one tree, their `SequenceStep.parents`."""
+        """The `SequenceStep.parents` of the slots after the chain. Empty if these slots do not form
+        one tree."""
         self.num_shallow = 0
         """The number of shallow slots at the end."""
 
@@ -104,7 +105,7 @@ class PagedSequence:
         return branch
 
     def grow(self, num: int, parents: Sequence[int], whole: bool = True) -> None:
-        """Adds `num` slots, with `parents` as in `SequenceStep`. Without `whole`, the slots are
+        """Adds `num` slots, with `parents` as in `SequenceStep`. If `whole` is False, the slots are
         shallow, and never become part of the chain."""
         follows_chain = whole and self.chain_length == self.length
         self.length += num

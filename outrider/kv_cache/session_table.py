@@ -1,8 +1,8 @@
 """The tokens that a replica holds of each session. Compares them with the coordinator's view.
 
 In each round, a worker calls `align(head)`. If the session then holds no tokens, the worker calls
-`begin(head)`. It runs `Aligned.new_tokens`, at once or in parts, and then its own tokens: a target
-runs the proposal, a draft runs the tokens that it draws. Then the worker calls `record`. The table
+`begin(head)`. The worker runs `Aligned.new_tokens`, at once or in parts. Then a target runs the
+proposal, and a draft runs the tokens that it draws. At last the worker calls `record`. The table
 holds as many of these tokens as the engine has slots for (`Engine.length`).
 """
 
@@ -25,8 +25,8 @@ class Aligned(NamedTuple):
     """The tokens held, one slot each. The table owns this object, and may change it in the next
     call."""
     new_tokens: tuple[int, ...]
-    """The committed tokens that are not held. There is at least one, because the logits of the last
-    committed token are needed."""
+    """The committed tokens that are not held. There is at least one, because the last committed
+    token must run for its logits."""
 
     @property
     def committed(self) -> tuple[int, ...]:
@@ -48,8 +48,9 @@ class _Entry:
 class SessionTable:
     """The tokens of each session whose slots an engine holds.
 
-    Holds at most `sequences_max` sessions. For a further session, forgets the one that was used
-    least recently. So one step may align at most `sequences_max` sessions. Not thread-safe.
+    Holds at most `sequences_max` sessions. For a further session, forgets the session that was used
+    least recently. One step must align at most `sequences_max` sessions, because the table would
+    forget the first of more sessions. Not thread-safe.
     """
 
     sequences_max = SEQUENCES_PER_REPLICA_MAX
@@ -100,8 +101,8 @@ class SessionTable:
         return Aligned(entry.sequence, head.append[num_shared:])
 
     def record(self, session_id: str, token_ids: Sequence[int]) -> int:
-        """Appends tokens that were run. If the engine has slots for only some of them, appends
-        these first ones. Returns the number of tokens held now."""
+        """Appends tokens that were run. If the engine has slots for only the first of these tokens,
+        appends only those. Returns the number of tokens held now."""
         sequence = self._known(session_id).sequence
         missing = self._engine.length(session_id) - len(sequence)
         check(
@@ -112,15 +113,15 @@ class SessionTable:
         return len(sequence)
 
     def keep(self, session_id: str, length: int) -> int:
-        """Cuts a session to its first `length` tokens. Returns the number of tokens held now. It is
-        smaller than `length` if the engine has evicted the session."""
+        """Cuts a session to its first `length` tokens. Returns the number of tokens held now. If
+        the engine has evicted the session, this number is smaller than `length`."""
         sequence = self._synced(session_id, self._known(session_id))
         self._cut(session_id, sequence, min(length, len(sequence)))
         return len(sequence)
 
     def rewind(self, session_id: str) -> Aligned | None:
-        """Cuts an aligned session to its committed tokens except the last one, so that the last one
-        can run again for its logits. None if the committed tokens are no longer held."""
+        """Cuts an aligned session to its committed tokens except the last token. That token can
+        then run again for its logits. None if the committed tokens are no longer held."""
         entry = self._entries.get(session_id)
         if entry is None:
             return None
@@ -137,8 +138,8 @@ class SessionTable:
         return 0 if entry is None else len(self._synced(session_id, entry))
 
     def age_rank(self, session_id: str) -> float:
-        """A key for sorting sessions by age: the session that was first seen earliest comes first,
-        unknown ones come last."""
+        """A key for sorting sessions by age, the oldest first. A session's age counts from its
+        first `align`. Unknown sessions come last."""
         entry = self._entries.get(session_id)
         return math.inf if entry is None else entry.age_rank
 
@@ -199,9 +200,9 @@ class SessionTable:
         return sequence
 
     def _resync(self, head: RoundHead) -> Resync:
-        """Offers the held tokens that are known to be committed. If these are at least as many as
-        the stated prefix has, replica and coordinator disagree about one of them. Then offers no
-        tokens, because it is unknown which one that is."""
+        """Offers the held tokens that are known to be committed. If there are at least as many as
+        in the stated prefix, replica and coordinator disagree about one of these tokens. Then
+        offers no tokens, because it is unknown about which token they disagree."""
         entry = self._entries[head.session_id]
         held = min(entry.confirmed_length, len(entry.sequence))
         length = held if held < head.base_length else 0

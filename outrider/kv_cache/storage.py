@@ -3,10 +3,10 @@
     keys     [heads, slots, key width]
     values   [heads, slots, value width]
 
-Slot p * PAGE_SIZE + i is place i of page p. Heads come first, so that the keys of gathered slots
-are a batch of matrices that need no transposing. In bfloat16 on a CPU, products with them take a
-third of the time that they take with the layout [slots, heads, width]. Fused CPU kernels read
-`BlockedKeysAndValues`, which has another layout.
+Slot p * PAGE_SIZE + i is place i of page p. Heads are the first dimension, so that the keys of
+gathered slots are a batch of matrices that need no transposing. In bfloat16 on a CPU, matrix
+products with this layout take a third of the time that they take with [slots, heads, width]. Fused
+CPU kernels read `BlockedKeysAndValues`, which has another layout.
 """
 
 from collections import Counter
@@ -58,13 +58,15 @@ def memory_budget(
     num_gpus: float | None,
     num_others: int = 0,
 ) -> int:
-    """The number of bytes for keys and values, once the model is loaded. On a GPU, the process may
-    use the GPU's memory times `gpu_memory_utilization` times `num_gpus` (None = 1). From this the
-    memory that the process uses already is subtracted. The result is limited to the free memory;
-    then `num_others` bytes for other uses are subtracted. On other devices, the result is fixed."""
+    """The number of bytes for keys and values. Call this after the model is loaded. On a GPU, the
+    process may use `gpu_memory_utilization` times `num_gpus` (None = 1) of the GPU's memory. Of
+    this, the memory that the process does not use yet is for keys and values, but at most the GPU's
+    free memory. `num_others` bytes of that are reserved for other uses. On a CPU, the result is
+    fixed."""
     if device.type != "cuda":
         return KV_CACHE_BYTES_DEFAULT
-    # Without this, weights that were copied after loading would count twice.
+    # Some weights were copied after loading. PyTorch still reserves the memory of the originals,
+    # which `memory_reserved` would count.
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     share = min(1.0, num_gpus or 1.0)
@@ -93,7 +95,7 @@ class KeysAndValues:
 
     def gather_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Like `gather`, but takes row numbers [heads * n] of the tensors flattened to
-        [heads * slots, width]. Unlike `gather`, torch runs this on several threads."""
+        [heads * slots, width]. PyTorch runs this on several threads, but `gather` on one thread."""
         shape = (self.keys.shape[0], len(rows) // self.keys.shape[0], -1)
         keys, values = (
             tensor.view(-1, tensor.shape[2]).index_select(0, rows).view(shape)
@@ -107,8 +109,8 @@ class KeysAndValues:
         self.values.index_copy_(1, slots, values)
 
     def copy(self, sources: Tensor, targets: Tensor, unit: int) -> None:
-        """Copies runs of `unit` slots, all at once. Run n has the slots from n * `unit` on.
-        `sources` and `targets` are numbers of runs."""
+        """Copies runs of `unit` slots, all at once. Run n begins at slot n * `unit`. `sources` and
+        `targets` are numbers of runs."""
         for tensor in (self.keys, self.values):
             size = (tensor.shape[0], tensor.shape[1] // unit, unit, tensor.shape[2])
             units = tensor.view(size)
@@ -126,8 +128,8 @@ class BlockedKeysAndValues:
         size = (num_layers * num_pages, shape.num_heads, PAGE_SIZE, shape.key_width)
         self._first_pages = num_pages * torch.arange(num_layers)[:, None]
         self.keys = torch.zeros(size, dtype=shape.dtype, device=shape.device)
-        """[pages, heads, page size, width] by shape. In memory, each page and head has the layout
-        [width, page size], with a column for each slot."""
+        """A tensor of shape [pages, heads, page size, width]. For each page and head, its memory
+        holds a matrix [width, page size], whose columns are the keys of the slots."""
         self.values = torch.zeros_like(self.keys)
         """[pages, heads, page size, width]."""
         self._columns = self.keys.view(*size[:2], size[3], size[2])
@@ -161,8 +163,8 @@ class KVCache:
         """If `is_blocked`, the `layers` are `BlockedKeysAndValues`, else `KeysAndValues`. The
         `plain_layers` are always `KeysAndValues`."""
         self._stacks: list[Any] = []
-        """For each shape one cache of all layers with this shape, so that one call copies a page in
-        all of them."""
+        """Has one cache for each shape. All layers with this shape are in that cache, so that one
+        call copies a page in all these layers."""
         self.layers = self._new_layers(shapes, num_pages, is_blocked)
         self.plain_layers = self._new_layers(plain_shapes, num_pages, False)
 
@@ -197,7 +199,7 @@ class KVCache:
     def _copy(self, copies: Sequence[Copy], unit: int) -> None:
         """Copies runs of `unit` slots in every layer, all at once."""
         places = torch.tensor(copies)
-        with on_threads(1):  # On several threads, a short copy might wait for busy cores.
+        with on_threads(1):  # A short copy on several threads might wait for a busy core.
             for stack in self._stacks:
                 stack.copy(*places.to(stack.keys.device).unbind(1), unit)
 
