@@ -469,17 +469,28 @@ async def _own_deployment(arguments: Arguments) -> AsyncIterator[Deployment]:
 
 
 def find_deployment(arguments: Arguments) -> DeploymentLocation:
-    """The deployment on this machine. If it does not run, or the settings name another one, returns
-    the deployment that `PLACE_KEYS` identify. Raises `Unavailable` if these are not set."""
+    """The deployment on this machine. If it does not run, or the settings name another address or
+    name, returns the deployment that `PLACE_KEYS` identify. Raises `Unavailable` if these are not
+    both set."""
     values = given_settings(arguments)
     address, name = (str(values.get(key) or "") for key in PLACE_KEYS)
     record = running_deployment(state_directory(os.environ))
-    if record is not None and name in ("", record.deployment):
+    if (
+        record is not None
+        and name in ("", record.deployment)
+        # `serve` may have found the cluster by a setting other than its address, such as `auto`.
+        and address in ("", record.ray_address, record.settings.get("address"))
+    ):
         token = Path(record.ray_token) if record.ray_token else None
         return DeploymentLocation(record.ray_address, record.deployment, token=token)
-    if not (address and name):
+    if address and name:
+        return DeploymentLocation(address, name)
+    if address:
         raise Unavailable(
-            "nothing runs here; start a deployment with `outrider serve`, or name one on another "
-            "Ray cluster with --address and --deployment-name"
+            f"no deployment of this machine is on the Ray cluster at {address}; name one on that "
+            "cluster with --deployment-name"
         )
-    return DeploymentLocation(address, name)
+    raise Unavailable(
+        "nothing runs here; start a deployment with `outrider serve`, or name one on another "
+        "Ray cluster with --address and --deployment-name"
+    )

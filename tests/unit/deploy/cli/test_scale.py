@@ -205,6 +205,20 @@ def test_settings_name_a_deployment_elsewhere(fleet: Fleet, tmp_path: Path) -> N
     assert fleet.opened == [("far:1", "outrider-there", None), (RAY, "outrider-d", token)]
 
 
+def test_a_given_address_is_never_ignored(capsys: pytest.CaptureFixture[str], fleet: Fleet) -> None:
+    """If the address is that of the deployment on this machine, or the setting with which it was
+    started, the command acts on that deployment."""
+    run_here(state_directory(os.environ), record(settings={"address": "auto"}))
+    assert main(["scale", "draft=3", "--address", "far:1"]) == 1
+    err = capsys.readouterr().err
+    assert "no deployment of this machine is on the Ray cluster at far:1; name one" in err
+    assert (fleet.opened, fleet.wants) == ([], [])
+    for words in (["far:1", "--deployment-name", "d"], [RAY], ["auto"]):
+        assert main(["scale", "draft=3", "--address", *words]) == 0
+    here = (RAY, "outrider-d", None)
+    assert fleet.opened == [("far:1", "outrider-d", None), here, here]
+
+
 def test_a_wait_ends_as_soon_as_there_are_as_many(
     capsys: pytest.CaptureFixture[str], fleet: Fleet
 ) -> None:
