@@ -61,9 +61,9 @@ _SCALE, _BLOCK = "_scale_inv", (128, 128)
 scale."""
 _ATTENTION = "outrider_mtp"
 """Name of the attention function that calls its argument `attend`."""
-_OWN = ", and the layer's own before its norm"
+_OWN = " (and the layer's output before the layer's norm)"
 _WAYS = {
-    f"hidden states {side} the last norm{own}": (side == "after", own != _OWN)
+    f"hidden states {side} the target's last norm{own}": (side == "after", own != _OWN)
     for own in ("", _OWN)
     for side in ("after", "before")
 }

@@ -82,10 +82,11 @@ def test_the_sides_of_norms_that_an_mtp_layer_was_made_for_are_found(
     carried = head.layer.post_norm(rows) if carries_normed else rows
     assert torch.equal(found.module.carry(rows), carried)
     side = "after" if is_normed else "before"
-    own = "" if carries_normed else ", and the layer's own before its norm"
-    stated = "hidden states after the last norm"
+    own = "" if carries_normed else " (and the layer's output before the layer's norm)"
+    stated = "hidden states after the target's last norm"
+    fitting = f"hidden states {side} the target's last norm{own}"
     assert found.note.startswith(
-        f"drafter mtp reads the hidden states {side} the last norm{own} in place of the {stated}, "
+        f"drafter mtp reads the {fitting} in place of the {stated}, "
         if (side, own) != ("after", "")
         else ""
     )
