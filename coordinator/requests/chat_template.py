@@ -19,12 +19,14 @@ def read_chat_template(name: str) -> str:
     if name == HERMES:
         return files("coordinator.requests").joinpath("hermes.jinja").read_text("utf-8")
     try:
-        with Path(name).open(encoding="utf-8") as file:
-            text = file.read(FILE_BYTES_MAX + 1)
+        with Path(name).open("rb") as file:
+            data = file.read(FILE_BYTES_MAX + 1)
+        # The size goes first, because a cut text may be invalid UTF-8.
+        text = "" if len(data) > FILE_BYTES_MAX else data.decode("utf-8")
     except (OSError, ValueError) as error:
         reason = f"{name} cannot be read: {error}; allowed: a file, or {HERMES}"
         raise SettingError("chat_template", reason) from error
-    if not text.strip() or len(text) > FILE_BYTES_MAX:
+    if not text.strip():
         reason = f"{name} is empty, or larger than {FILE_BYTES_MAX} bytes"
         raise SettingError("chat_template", reason)
     from jinja2 import Environment, TemplateSyntaxError

@@ -30,7 +30,7 @@ from coordinator.http_api.tool_parsers import (
 from coordinator.requests.chat_template import read_chat_template
 from outrider.config import HERMES
 from outrider.errors import BadRequest, SettingError
-from outrider.limits import CALLS_MAX, TOOLS_MAX
+from outrider.limits import CALLS_MAX, FILE_BYTES_MAX, TOOLS_MAX
 from outrider.request import ChatMessage, Finished, Metrics, Started, Tokens, Usage
 from outrider.sessions.store import FinishReason
 from outrider.speculation.accept_reject import Origin
@@ -373,7 +373,12 @@ def test_the_template_that_ships(tmp_path: Path) -> None:
     assert last == "assistant\n"
     (tmp_path / "wrong").write_text("{% if %}")
     (tmp_path / "good").write_text("{% generation %}{% endgeneration %}{% break %}")
-    for name, reason in (("wrong", "line 1"), ("none", "cannot be read"), ("", "cannot be read")):
+    (tmp_path / "latin").write_bytes(b"\xe9")
+    (tmp_path / "large").write_text("\u00e9" * (FILE_BYTES_MAX // 2) + "x", encoding="utf-8")
+    for name, reason in (
+        ("wrong", "line 1"), ("none", "cannot be read"), ("", "cannot be read"),
+        ("latin", "cannot be read"), ("large", "larger than 1048576 bytes"),
+    ):  # fmt: skip
         with pytest.raises(SettingError, match=f"^chat_template: .*{reason}"):
             read_chat_template(str(tmp_path / name))
 
