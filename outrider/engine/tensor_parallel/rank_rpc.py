@@ -24,9 +24,8 @@ LOOPBACK = "127.0.0.1"
 _TOKEN_BYTES = 32
 _HELLO = struct.Struct(f"{_TOKEN_BYTES}sq")
 """What a rank sends first on a connection: the secret token and the rank's number."""
-_LEAST_WAIT_S = 0.01
 _HELLO_TIMEOUT_S = 5.0
-"""Time that a new connection has to name its rank."""
+"""Time that a new connection has to name its rank. The time limit of `accept` applies too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +99,8 @@ def accept(
     missing = set(ranks)
     found: dict[int, socket.socket] = {}
     while missing:
-        listening.settimeout(max(_LEAST_WAIT_S, end - time.monotonic()))
         try:
+            listening.settimeout(_seconds_until(end))
             connection, _ = listening.accept()
         except TimeoutError as error:
             for connection in found.values():
@@ -109,7 +108,7 @@ def accept(
             raise Unavailable(
                 f"rank {min(missing)} has not joined within {timeout_s:g} s"
             ) from error
-        rank = _greet(connection, token)
+        rank = _greet(connection, token, min(end, time.monotonic() + _HELLO_TIMEOUT_S))
         if rank in missing:
             missing.discard(rank)
             connection.settimeout(None)
@@ -119,11 +118,19 @@ def accept(
     return found
 
 
-def _greet(connection: socket.socket, token: bytes) -> int | None:
-    """The rank that a new connection names. None if it does not send the right token in time."""
-    connection.settimeout(_HELLO_TIMEOUT_S)
+def _seconds_until(end: float) -> float:
+    """The time until `end` of the monotonic clock. Raises `TimeoutError` if `end` has passed."""
+    left_s = end - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError
+    return left_s
+
+
+def _greet(connection: socket.socket, token: bytes, end: float) -> int | None:
+    """The rank that a new connection names. None if it does not send the right token until
+    `end`."""
     try:
-        hello = read_exactly(connection, _HELLO.size)
+        hello = read_exactly(connection, _HELLO.size, end)
     except TimeoutError:
         return None
     if hello is None:
@@ -206,12 +213,16 @@ class FrameReceiver:
         self._connection.close()
 
 
-def read_exactly(connection: socket.socket, num_bytes: int) -> bytes | None:
+def read_exactly(
+    connection: socket.socket, num_bytes: int, end: float | None = None
+) -> bytes | None:
     """Reads the next `num_bytes`. Returns None if the connection ends before they have come. Raises
-    `TimeoutError` after the timeout that is set on the connection."""
+    `TimeoutError` at `end` of the monotonic clock; None = waits for any time."""
     parts = bytearray()
     while len(parts) < num_bytes:
         try:
+            if end is not None:
+                connection.settimeout(_seconds_until(end))
             part = connection.recv(num_bytes - len(parts))
         except TimeoutError:
             raise

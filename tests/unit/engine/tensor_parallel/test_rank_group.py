@@ -137,6 +137,19 @@ def test_a_rank_that_never_comes_and_a_leader_that_is_not_there() -> None:
         join(Rendezvous(LOOPBACK, gone.store_port, gone.frames_port, 2, gone.token), 1, CPU, 1.0)
 
 
+def test_silent_strangers_do_not_prolong_the_wait_for_ranks() -> None:
+    opened = OpenRendezvous(LOOPBACK, 2)
+    place = (LOOPBACK, opened.rendezvous.frames_port)
+    strangers = [socket.create_connection(place) for _ in range(3)]
+    start = time.monotonic()
+    with pytest.raises(Unavailable, match=r"rank 1 has not joined within 0\.2 s"):
+        opened.accept(0.2)
+    assert time.monotonic() - start < 4.0
+    for stranger in strangers:
+        stranger.close()
+    opened.close()
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3, 5, 8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_row_is_added_up_alike_alone_and_beside_others(
