@@ -49,7 +49,7 @@ PLAIN_PRIOR_ROUNDS = 1.0
 measured plain rounds."""
 SECONDS_MIN = 1e-9
 """Lower bound of an expected time."""
-FORGOTTEN = 1.0 - 1.0 / 512.0
+KEPT = 1.0 - 1.0 / 512.0
 """Each round with a draft multiplies the weight of the measured plain rounds by this factor. So
 plain decoding is tried again after some time."""
 Array = npt.NDArray[np.float64]
@@ -221,7 +221,7 @@ class RoundCosts:
         num_rows = num_proposed + played.num_siblings
         load = self._load(num_rows, played.context, others)
         self._target.note(load, self._bounded(step_s))
-        self.plain.fade(FORGOTTEN)
+        self.plain.fade(KEPT)
 
     def note_late(self, num_asked: int, waited_s: float) -> None:
         """Counts a proposal of `num_asked` tokens that did not come within `waited_s`."""
