@@ -315,6 +315,9 @@ class LengthControl:
         """Whether the plain phase ends after `_plain_left` more rounds."""
         self._current: _Option | None = None
         """The round that was chosen last."""
+        self._num_asked = 0
+        """Number of draft tokens that this round asks for. It is smaller than the round's K if the
+        completion has no room for K tokens."""
         self._follows_plain = False
         """Whether the round before `_current` was plain. If both rounds are plain, the target ran
         ahead without waiting for the coordinator."""
@@ -367,6 +370,7 @@ class LengthControl:
         following, _ = self._next
         num_asked = min(length.num_draft_tokens, num_left - 1)
         num_next = max(0, min(following.num_draft_tokens, num_left - 2))
+        self._num_asked = num_asked
         return RoundLength(
             num_asked,
             min(run_ahead, num_left - 1),
@@ -399,8 +403,8 @@ class LengthControl:
             if played.sibling_taken is not None:
                 self._experience.siblings.note(played.sibling_taken)
             self.note_watched(played.num_asked, played.survival)
-        elif played.draft_s > 0 and self._num_missed == 0 and self._current is not None:
-            costs.note_late(self._current.num_draft_tokens, played.draft_s)
+        elif played.draft_s > 0 and self._num_missed == 0:
+            costs.note_late(self._num_asked, played.draft_s)
         if not is_plain and (played.num_asked > 0 or played.draft_s > 0):
             self._num_missed = 0  # From here on a late proposal counts as slow drafting.
 

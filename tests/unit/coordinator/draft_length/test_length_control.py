@@ -66,6 +66,21 @@ def test_drafting_ends_when_the_draft_is_always_late_and_comes_back() -> None:
     assert world.play(control, 400, first_index=5600).plain_share < 0.1
 
 
+def test_a_late_proposal_counts_for_the_tokens_that_were_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Near the end of a completion, these are fewer than the K that was planned."""
+    world = World(acceptance=0.9)
+    control, noted = world.open(), list[tuple[int, float]]()
+    world.play(control, 400)
+    monkeypatch.setattr(world.controls.costs, "note_late", lambda *late: noted.append(late))
+    world.stall = lambda _: 1.0
+    length = control.choose(2)
+    world._round(control, length, is_first=False)
+    assert length.num_draft_tokens == 1
+    assert noted == [(1, length.draft_budget_s)]
+
+
 @pytest.mark.parametrize("acceptance", [0.2, 0.5, 0.8])
 @pytest.mark.parametrize("draft_s", [0.0003, 0.004])
 def test_the_cost_of_a_targets_own_drafts_is_learned(draft_s: float, acceptance: float) -> None:
