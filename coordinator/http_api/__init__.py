@@ -14,7 +14,7 @@
 | `progress.py` | resumed streams and repeated requests |
 | `gateway.py` | a proxy that resumes streams for its clients |
 
-The coordinator checks requests for both gRPC and HTTP (`coordinator/requests/validation.py`). Its
-errors name fields of `GenerateRequest`. The HTTP API replaces these names by those of the body's
-fields.
+The coordinator checks requests for both gRPC and HTTP (`coordinator/requests/validation.py`). The
+errors of this check name fields of `GenerateRequest`. The HTTP API replaces such a name by the name
+of the body's field.
 """

@@ -44,7 +44,7 @@ def as_text(data: bytes) -> str:
 Scored = tuple[int, list[tuple[bytes, float | None]]]
 """Describes one token of an answer: its offset in the answer's text, and pairs of bytes and
 log-probability. The first pair is for the token itself. The further pairs are for the likeliest
-tokens in its place. The log-probability of a prompt's first token is None."""
+tokens at its position. The log-probability of a prompt's first token is None."""
 
 
 class _Scorer:
@@ -83,7 +83,7 @@ class _Scorer:
 
 
 class _Choice:
-    """One choice of an answer, as far as it has been generated."""
+    """The generated part of one choice of an answer."""
 
     def __init__(
         self, text: TokenizerText | None, form: AnswerForm | None, echoed: Prompt | None
@@ -104,8 +104,8 @@ class _Choice:
         self.scored: list[Scored] = []
 
     def begin(self, started: Started) -> None:
-        """Begins the choice with the echoed prompt. Before this event, the tokens of the prompt may
-        be invalid, and then they cannot be decoded."""
+        """Begins the choice with the echoed prompt. The event shows that the prompt's tokens are
+        valid. Invalid tokens could not be decoded."""
         self.started, before, text = started, self._echoed, self._text
         if not isinstance(before, str):
             before = text.decode(cast(tuple[int, ...], before)) if before and text else ""
@@ -173,7 +173,8 @@ class Answer(EventStream):
     """Returns the log-probabilities of tokens in the form of this API."""
 
     def whole(self) -> Json | None:
-        """Returns the whole answer, after all choices have ended. None = it is a stream."""
+        """Returns the whole answer after all choices have ended. If the answer is a stream, returns
+        None."""
         if self._asked.body.stream:
             return None
         choices = [

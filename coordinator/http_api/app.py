@@ -271,7 +271,8 @@ class Generations:
         Otherwise continues the sessions of the `key`, or opens new sessions.
 
         All choices together count as one request of the caller, and each choice as one generation.
-        No choice runs before all are admitted. The slots become free when the last choice ends.
+        No choice runs before all choices are admitted. All choices count as running until the last
+        choice ends.
 
         Raises `BadRequest` if the caller's API key allows fewer generations at a time. Raises the
         errors of `CoordinatorService`, with the names of the body's fields."""
@@ -518,7 +519,8 @@ def _add_generation(app: FastAPI, runs: Generations) -> None:
     async def resume(
         answer_id: str, request: Request, headers: Headers, body: ResumeBody = _REST
     ) -> Response:
-        """Returns the rest of an answer with this id. Only the answer's first choice is resumed."""
+        """Returns the rest of the answer with this id. Only the answer's first choice is
+        resumed."""
         prefix, session_id = split_answer_id(answer_id, _RESUMED)
         kind, whole = _RESUMED[prefix]
         parameters = await service.stored_parameters(session_id, request.state.caller.tenant)

@@ -1,7 +1,7 @@
 """The bodies of requests, and their translation into the coordinator's requests.
 
-The coordinator checks the limits of its requests. In its errors, `TranslatedBody.renamed` replaces
-the names of the coordinator's fields by those of the body's fields.
+The coordinator checks the limits of its requests. `TranslatedBody.renamed` replaces the field names
+in the coordinator's errors by names of the body's fields.
 
 Some clients send every field of OpenAI's API. So a field that Outrider does not implement is
 accepted if its value asks for nothing. Any other value is refused.
@@ -63,9 +63,10 @@ from outrider.speculation.random_streams import choice_seed
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
 Unserved = Mapping[str, tuple[Any, ...]]
-"""Maps each field that is not implemented to the values, besides null, that ask for nothing."""
+"""Maps each field that is not implemented to the values that are accepted because they ask for
+nothing. Null is always accepted."""
 ANY_VALUE = object()
-"""Means that every value asks for nothing. Used for labels and hints, which change no answer."""
+"""Means that every value is accepted. Used for labels and hints, which change no answer."""
 _COMPLETION_TOKENS = 16
 """OpenAI's default for `max_tokens` of a completion."""
 
@@ -119,7 +120,7 @@ class Body(BaseModel):
 
 
 def _is_idle(value: Any, idle: tuple[Any, ...]) -> bool:
-    """Whether a value asks for nothing. `isinstance` tells 1 and True apart, which are equal."""
+    """Whether a value asks for nothing. 1 and True are equal, so `isinstance` tells them apart."""
     return value is None or any(
         one is ANY_VALUE or (one == value and isinstance(one, bool) == isinstance(value, bool))
         for one in idle
@@ -127,7 +128,8 @@ def _is_idle(value: Any, idle: tuple[Any, ...]) -> bool:
 
 
 def must_be(words: str) -> WrapValidator:
-    """Replaces pydantic's errors about a union, one for each member, by a single error."""
+    """Makes a single error about a union. pydantic reports an error for each member of the
+    union."""
 
     def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -148,7 +150,8 @@ class Speculation(Body):
     num_draft_tokens: int | None = None
     """Most draft tokens of a round, 0..16."""
     draft_deadline_ms: int | None = None
-    """Time limit for drafting in a round, ms. The round uses the tokens drafted by then."""
+    """Time limit for drafting in a round, ms. The round uses the tokens that were drafted within
+    this time."""
     histograms: bool = False
     """Report how many rounds accepted each number of draft tokens."""
 
@@ -209,8 +212,8 @@ class GenerationBody(Body):
         **asks_nothing("web_search_options previous_response_id conversation"),
         **asks_nothing("max_tool_calls moderation mm_processor_kwargs"),
     }
-    """If a subclass defines a field with one of these names, the field is served in its bodies, and
-    the entry here has no effect."""
+    """If a subclass has a field with one of these names, the entry for this name has no effect
+    there."""
 
     model: str = ""
     """The name of the served model. May be left out."""
@@ -401,8 +404,9 @@ def _known_role(role: str) -> str:
 
 
 class Message(Body):
-    """A message of a conversation. Only the assistant's messages may have reasoning or calls, or
-    lack content. A tool's message must have a `tool_call_id`. Other messages must not have one."""
+    """A message of a conversation. Only the assistant's messages may have reasoning or calls, and
+    only they may leave out the content. A tool's message must have a `tool_call_id`. Other messages
+    must not have a `tool_call_id`."""
 
     unserved = {
         **asks_nothing("name", ANY_VALUE),

@@ -8,8 +8,8 @@ A gateway has no sessions, keys or limits of its own. It forwards each request, 
 now, the gateway tries the next coordinator.
 
 If a `POST` has no `Idempotency-Key`, the gateway adds one. Every coordinator can find the request's
-sessions by this key. To resume a stream, the gateway repeats the request. Its `Last-Event-ID` is
-the id of the last event that the client has (docs/http.md).
+sessions by this key. To resume a stream, the gateway repeats the request. The `Last-Event-ID` of
+the repeated request is the id of the last event that the client has (docs/http.md).
 """
 
 import asyncio
@@ -51,16 +51,16 @@ LAST_ID = "last-event-id"
 CONNECT_S = 5.0
 _BROKEN = (httpx2.ReadError, httpx2.RemoteProtocolError)
 WORKED_S = 1.0
-"""If a connection breaks later than this after the request, the coordinator was probably working on
-the request. Failures are then counted anew."""
+"""If a connection breaks more than this time after the request was sent, the coordinator was
+probably working on the request. The gateway then counts failures from 0 again."""
 _WAIT_S = (0.05, 1.0)
 """The first and the longest wait between two tries, for `backoff`."""
 _METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 _PASSING = frozenset({409, 502, 503})
 """After these statuses, the gateway tries the next coordinator."""
 _PASSING_LATER = _PASSING | {429}
-"""Replaces `_PASSING` after the client's response has begun. A client whose response has not begun
-gets the status 429, and can repeat its request."""
+"""Replaces `_PASSING` once the client's response has begun. Before the response begins, the gateway
+passes the status 429 on, and the client can repeat its request."""
 _HOP_BY_HOP = frozenset({
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer",
     "transfer-encoding", "upgrade",
@@ -178,7 +178,7 @@ class Forwarded(LiveResponse):
     @cached_property
     def _deadline_s(self) -> float:
         """The time limit of the request, s. Parsing a body blocks all other streams. So only a body
-        that contains the name of the field is parsed."""
+        that contains `deadline_ms` is parsed."""
         deadline_ms = None
         if b'"deadline_ms"' in self._body:
             with suppress(BadRequest):

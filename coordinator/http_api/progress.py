@@ -62,8 +62,8 @@ class Position:
 
 
 class Progress:
-    """How much of each choice of a request the client has. An event of a choice becomes any number
-    of parts, also none."""
+    """Tracks how much of each choice of a request the client has. An event of a choice becomes zero
+    or more parts."""
 
     def __init__(self, num_choices: int, last_event_id: str | None = None) -> None:
         """`last_event_id` is the id of the newest part that the client has. None = the client has
@@ -75,9 +75,10 @@ class Progress:
         self._num_parts = 0
         """Number of parts that the client has."""
         self.shift = 0
-        """Is added to the `sequence_number` of each part that is sent. A resumed answer is made
-        again from its first part and numbered anew. What the client has may then be made as fewer
-        parts. So the shift is `_num_parts` minus the number of parts made since the resumption."""
+        """This number is added to the `sequence_number` of each part that is sent. A resumed answer
+        is made and numbered again from its first part. The client may have received the same text
+        in more parts. So the shift is the number of parts that the client had at the resumption,
+        minus the number of parts that were made again but not sent."""
         self.follows_event = last_event_id is not None
         self._known = [*self._now]
         """For each choice, the position up to which the client has all parts."""
@@ -99,9 +100,9 @@ class Progress:
             self._begun = index, num_tokens, num_parts
 
     def resume_request(self, index: int, session_id: str = "") -> ResumeRequest:
-        """Returns a request for all events of a choice. Its first cut is at the end of the last
-        event that the client has whole. Its second cut is at the end of the event of which the
-        client has some parts."""
+        """Returns a request for all events of a choice. The request's `cuts` are the ends of two
+        events: the last event that the client has whole, and the event of which the client has some
+        parts."""
         known = self._known[index]
         begun, num_tokens, _ = self._begun
         end = known.num_tokens + (num_tokens if begun == index else 0)
@@ -174,8 +175,8 @@ class _Turn:
 
 
 class RepeatedRequests:
-    """Lets only one request with each key run at a time. Otherwise two requests could take the
-    session from each other again and again, because clients repeat broken requests."""
+    """Lets only one request with each key run at a time. Clients repeat broken requests, and two
+    running requests could take the session from each other again and again."""
 
     def __init__(self) -> None:
         self._turns: dict[RequestKey, _Turn] = {}
@@ -186,8 +187,9 @@ class RepeatedRequests:
         raises `Unavailable`.
 
         A request with a `Last-Event-ID` takes over without waiting. Its client already has parts of
-        the running request and asks for the rest, so the old connection is surely broken. If the
-        new request fails before its first event, the running request goes on."""
+        the running request's answer and asks for the rest, so the connection of the running request
+        must be broken. If the new request fails before its first event, the running request goes
+        on."""
         while not progress.follows_event and (turn := self._turns.get(key)) is not None:
             if turn.num_waiting >= _WAITING_MAX:
                 raise Unavailable(

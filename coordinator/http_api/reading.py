@@ -216,7 +216,7 @@ def _cut(text: str) -> str:
 _BOM = b"\xef\xbb\xbf"
 _OPENINGS = (b"[", b"{")
 _MARKS = (*_OPENINGS, b",", b":")
-"""One of these stands before every value and key of an object or list."""
+"""Every key or value in an object or list follows one of these bytes."""
 _QUOTES_MAX = 2 * (HTTP_VALUES_MAX + 1)
 _PORT = re.compile(r":\d*$")
 PAGE = "/page"
@@ -252,9 +252,9 @@ async def whole_body(request: Request, num_bytes: Counter[str]) -> bytes:
     """Reads the body of a request. Refuses a body that exceeds `HTTP_BODY_BYTES_MAX`, takes longer
     than `HTTP_BODY_S_MAX`, or takes longer than `HTTP_BODY_PART_S_MAX` for one part.
 
-    For each tenant, `num_bytes` counts the received bytes of incomplete bodies. Their sum is
-    limited to `HTTP_BODIES_BYTES_MAX`. If there are API keys, the bytes of each tenant are limited
-    to `HTTP_TENANT_BODIES_BYTES_MAX`."""
+    For each tenant, `num_bytes` counts the received bytes of incomplete bodies. The sum over all
+    tenants is limited to `HTTP_BODIES_BYTES_MAX`. If there are API keys, the bytes of each tenant
+    are limited to `HTTP_TENANT_BODIES_BYTES_MAX`."""
     caller: Caller = request.state.caller
     tenant, data, parts = caller.tenant, bytearray(), request.stream()
     end = asyncio.get_running_loop().time() + HTTP_BODY_S_MAX
@@ -279,8 +279,8 @@ async def whole_body(request: Request, num_bytes: Counter[str]) -> bytes:
 
 
 async def _received_by(end: float, parts: AsyncGenerator[bytes]) -> bytes:
-    """Returns the next part of a body, or nothing at the body's end. `end` is the latest time for
-    this, by the event loop's clock. Raises `HTTPException`."""
+    """Returns the next part of a body, or empty bytes at the body's end. The whole body must arrive
+    by the time `end` of the event loop's clock. If a part is late, raises `HTTPException`."""
     part_end = asyncio.get_running_loop().time() + HTTP_BODY_PART_S_MAX
     try:
         async with asyncio.timeout_at(min(end, part_end)):

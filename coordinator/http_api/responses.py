@@ -46,8 +46,8 @@ _NAMES = {
     "max_tokens": "max_output_tokens",
     "messages": "input",
 }
-"""Maps names of fields in a chat completion to their names here. In an error, an index or the name
-of an inner field may follow."""
+"""Maps names of a chat completion's fields to names of this body's fields. In an error, an index or
+the name of an inner field may follow the name."""
 _REPEATED = {
     "instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "text", "tool_choice",
     "tools", "top_logprobs",
@@ -182,11 +182,11 @@ class TextOptions(Body):
     unserved = asks_nothing("verbosity", "medium")
 
     format: dict[str, Any] = Field(default={"type": "text"})
-    """The type text, json_object, or json_schema with a schema."""
+    """Has the type text, json_object or json_schema. The type json_schema needs a schema."""
 
 
 class ReasoningOptions(Body):
-    """How the model reasons. Requests cannot change this."""
+    """How the model reasons. Outrider accepts only values that change nothing."""
 
     unserved: ClassVar[Unserved] = {
         **asks_nothing("effort", "none"),
@@ -291,13 +291,13 @@ _KINDS = {
     "reasoning": ("reasoning", "rs", "reasoning_text"),
     "name": ("function_call", "fc", "function_call_arguments"),
 }
-"""Describes the items that each kind of `Part` begins: the item's type, the prefix of its id, and
-the type of its text."""
+"""For each kind of `Part` that begins an item: the item's type, the prefix of the item's id, and
+the type of the item's text."""
 
 
 class _Item:
-    """An item of an answer, as far as it has been generated. `opened`, `grown` and `closed` return
-    the events of a stream for these changes."""
+    """The generated part of one item of an answer. `opened`, `grown` and `closed` return a stream's
+    events about the item's beginning, new text and end."""
 
     def __init__(self, kind: str, session_id: str, index: int, call: Json) -> None:
         """For a call, `call` has the `call_id` and `name`. For other items, `call` is empty."""
@@ -358,7 +358,8 @@ def _event(name: str, /, **fields: Any) -> Json:
 
 
 class ResponseAnswer(ChatAnswer):
-    """The answer to `POST /v1/responses`. It has items. A stream has an event for each change."""
+    """The answer to `POST /v1/responses`. A whole answer has items. A stream has an event for each
+    change of an item."""
 
     id_prefix = "resp_"
     is_named = True

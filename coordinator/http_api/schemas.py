@@ -150,7 +150,7 @@ class ResponseUsage(Schema):
 
 
 class ResponseObject(Schema):
-    """OpenAI's response object. Its other fields repeat those of the request."""
+    """OpenAI's response object. Fields that are not listed here repeat fields of the request."""
 
     id: str
     object: Literal["response"]

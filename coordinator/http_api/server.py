@@ -79,7 +79,7 @@ class TlsFiles:
     def read(self) -> ssl.SSLContext:
         """Raises `OSError` or `ValueError`."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        # With a password, OpenSSL does not ask for one at the terminal.
+        # Because a password is given, OpenSSL does not ask for a password at the terminal.
         context.load_cert_chain(self.certificate, self.key, password="")
         if self.authority is not None:
             context.verify_mode = ssl.CERT_REQUIRED
@@ -116,8 +116,8 @@ class HttpOptions:
 
 
 class _State(IntEnum):
-    """The state of a connection. To make room, a connection in the lowest state is closed. `BUSY`
-    connections are never closed for this."""
+    """The state of a connection. To make room for a new connection, the server closes a connection
+    in the lowest state. The server never closes a `BUSY` connection for this purpose."""
 
     INCOMPLETE = 0
     """Waits for complete headers, or for the TLS handshake."""
@@ -136,7 +136,7 @@ class OpenConnections(dict["HttpConnection", _State]):
         if descriptors == resource.RLIM_INFINITY:
             descriptors = 2 * HTTP_CONNECTIONS_MAX
         self.num_max = min(HTTP_CONNECTIONS_MAX, descriptors // 2)
-        """Most connections. This number is exceeded only while all connections are busy."""
+        """The maximum number of connections. It is exceeded only while all connections are busy."""
 
     def make_room(self) -> None:
         """If the maximum is reached and not all connections are busy, closes one of the others."""
@@ -311,7 +311,8 @@ class HttpServer:
         listening = _bind(self._options)
         self._address = f"{_in_url(self._options.host)}:{listening.getsockname()[1]}"
         # This replaces `uvicorn.Server.startup`, which counts a connection only after its TLS
-        # handshake. asyncio uses `_ACCEPTS` also as the length of the kernel's queue.
+        # handshake. asyncio also sets the length of the kernel's queue to `_ACCEPTS`, so `listen`
+        # sets this length again.
         loop = asyncio.get_running_loop()
         server = await loop.create_server(self._connect, sock=listening, backlog=_ACCEPTS)
         listening.listen(BACKLOG)
@@ -352,8 +353,8 @@ class HttpServer:
         """Closes the listening socket, so that another server gets new connections. Serves the
         connections that the kernel has queued."""
         queued: list[socket.socket] = []
-        # An empty queue raises an error. New connections may keep the queue full, so the number of
-        # accepted connections is limited.
+        # If the queue is empty, `accept` raises an error. New connections may keep the queue full,
+        # so the number of accepted connections is limited.
         with suppress(OSError):
             queued.extend(listening.accept()[0] for _ in range(2 * BACKLOG))
         self._server.servers[0].close()  # The kernel resets all connections still in the queue.

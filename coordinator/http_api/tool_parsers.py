@@ -8,8 +8,8 @@
 | `Reasoning` | `<think>...</think>`. Another parser gets the text after that |
 
 A *mark* is a text such as `<tool_call>`, which begins or ends a call or the reasoning. A parser
-gets the text in pieces. If a piece ends with a possible beginning of a mark, the parser holds this
-end back until the next piece decides. The parser drops marks and the white space around them. Text
+gets the text in pieces. If a piece ends with what may be the beginning of a mark, the parser holds
+this end back until more text arrives. The parser drops marks and the white space around them. Text
 that only looks like a call is content.
 """
 
@@ -40,7 +40,7 @@ Reading = Generator[None, None, T]
 Kind = Literal["content", "reasoning", "name", "arguments"]
 
 _OPENINGS_KEPT = 64
-"""Most results of `ChatFormats._opens_with` that are cached."""
+"""At most this many results of `ChatFormats._opens_with` are cached."""
 _SPACE_MAX = 256
 """Before a mark, at most this many characters of white space are dropped."""
 _HEAD_CHARS_MAX = 256
@@ -56,13 +56,14 @@ _HEAD_OF_OBJECT = re.compile(
     _NAME_OF_OBJECT.pattern + r'\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 """Matches the usual beginning of a call that is a JSON object, up to its arguments. Llama writes
-`parameters` instead of `arguments`. A match has no closing brace. So `_call` stops waiting for a
-match when the text has a closing brace."""
+`parameters` instead of `arguments`. A match contains no closing brace, so `_call` waits for a match
+only until the first closing brace."""
 _JSON_MARK = re.compile(r'[\\"{}\[\]]')
 
 
 class Part(NamedTuple):
-    """A piece of an answer. A call has a part with its name, and then parts with its arguments."""
+    """A piece of an answer. A call becomes one part with its name, and then parts with its
+    arguments."""
 
     kind: Kind
     text: str
@@ -80,19 +81,20 @@ class Reader:
     content."""
 
     shown_tokens: ClassVar[tuple[str, ...]] = ()
-    """Texts that the parser needs. If one of them is a special token, the answer's text contains it
-    although other special tokens are left out."""
+    """Texts that the parser looks for. If such a text is a special token, the answer's text
+    contains it. All other special tokens are left out of the text."""
     marks: ClassVar[tuple[str, ...]] = ()
-    """One or several calls follow the first of these marks. The other marks are only dropped."""
+    """After the first of these marks, the text has one or several calls. The other marks are
+    dropped."""
     named_head: ClassVar[re.Pattern[str] | None] = None
-    """If models write a call as a name and a JSON object, this matches the text before the object.
+    """Matches the text before the arguments of a call that is written as a name and a JSON object.
     None = every call is a JSON object with a `name`."""
     shows_mark = False
     """Whether the first mark becomes content if no call follows it."""
     begins_with_calls = False
     """Whether a call at the beginning of the text needs no mark."""
     knows_names = False
-    """Whether an object is content if its `name` is not the name of a tool."""
+    """If true, a JSON object whose `name` is not the name of a tool is content."""
     has_content = True
     """Whether text outside of calls is content. If not, this text is dropped."""
 
@@ -107,14 +109,14 @@ class Reader:
         self._text = ""
         """Text that is not parsed yet."""
         self._parts: list[Part] = []
-        """Parts that are not returned yet."""
+        """Parts that `push` has not returned yet."""
         self._follows_mark = False
         """Whether only white space was parsed since the last mark."""
         self._is_over = False
         self._reading = self._read()
 
     def push(self, text: str) -> list[Part]:
-        """Adds text. Returns the parts that are now certain."""
+        """Adds text. Returns the new parts, except those that further text could still change."""
         self._text += text
         return self._go_on()
 
@@ -143,7 +145,8 @@ class Reader:
             self._parts.append(Part(kind, text))
 
     def _until(self, kind: Kind, *marks: str) -> Reading[str]:
-        """Adds the text before the next mark. Returns the mark, or an empty text at the end."""
+        """Adds the text before the next mark as parts of this `kind`. Returns the mark, or an empty
+        text at the end."""
         while True:
             if self._follows_mark:
                 self._text = self._text.lstrip()
@@ -200,8 +203,8 @@ class Reader:
             yield from self._take("]")
 
     def _call(self, before: str) -> Reading[bool]:
-        """Parses a call, and returns True. If there is no call, returns False. The text `before`
-        then becomes content, and so does a JSON object that is not a call."""
+        """Parses a call, and returns True. If no call follows, adds `before` as content and returns
+        False. If a JSON object follows that is not a call, this object becomes content, too."""
         self._is_extra = self._num_calls > 0 and not self._several
         is_object = (yield from self._peek()) == "{"
         head, found, whole = _HEAD_OF_OBJECT if is_object else self.named_head, None, ""
@@ -300,7 +303,7 @@ def _arguments(call: dict[str, Any]) -> str:
 
 
 class HeldCalls(Reader):
-    """Parses a list of calls and nothing else."""
+    """Parses an answer that is a list of calls. Any other text is dropped."""
 
     has_content = False
 
@@ -438,8 +441,8 @@ class ChatFormats:
     def fitted(self, asked: TranslatedBody) -> TranslatedBody:
         """Adds the form of the answers to the body of a conversation. Constrained answers have no
         reasoning. If the body asks for JSON, for example by `response_format`, the answer is
-        content even if it looks like a call. If the answer may have calls and it is unknown how the
-        model writes calls, raises `BadRequest`."""
+        content even if it looks like a call. If the answer may have calls but the model's way of
+        writing calls is unknown, raises `BadRequest`."""
         tools, request = asked.tools, asked.requests[0]
         read: dict[str, Any] = {}
         shown: tuple[str, ...] = ()
@@ -464,7 +467,8 @@ class ChatFormats:
         return replace(asked, form=self.form(form), requests=requests)
 
     def form(self, answer_form: str) -> AnswerForm | None:
-        """Reads the `answer_form` that `fitted` has written. Raises the same `BadRequest`."""
+        """Parses the `answer_form` of a request, which `fitted` has written. Raises `BadRequest`
+        for the same reason as `fitted`."""
         if not answer_form:
             return None
         read, form = json.loads(answer_form), AnswerForm(Reader)
@@ -489,7 +493,8 @@ class ChatFormats:
         return replace(form, make_reader=lambda: Reasoning(make(), is_open=read["reasoning"]))
 
     def _opens_with(self, variables: str) -> bool:
-        """Whether the chat template ends prompts with `<think>`. `variables` is JSON."""
+        """Whether the chat template ends prompts with `<think>`. `variables` are the template's
+        variables, as JSON."""
         if self._text is None:
             return False
         try:

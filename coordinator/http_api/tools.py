@@ -26,7 +26,8 @@ class Tools:
     named: str = ""
     """The name of the tool that the answer must call. Empty = no tool is named."""
     is_required: bool = False
-    """Whether a constraint makes the answer consist of calls. True if a tool is `named`."""
+    """Whether a constraint forces the answer to consist of calls. If a tool is `named`, this is
+    true."""
     several: bool = True
     """Whether the answer may have more than one call."""
 
@@ -71,7 +72,8 @@ def tools_of(
 ) -> Tools | None:
     """Makes the tools of a request with these functions. If the answer may call no function,
     returns None. `choice` is `AUTO`, `REQUIRED` or `NONE`. If a function is `named`, `choice` is
-    `REQUIRED`. `place` is the path of the name within a tool of the body. Raises `BadRequest`."""
+    `REQUIRED`. `place` is the path from a tool of the body to the tool's name, for errors. Raises
+    `BadRequest`."""
     if not functions and choice == REQUIRED:
         raise BadRequest("tool_choice", "asks for a call, but there are no tools")
     names = set[str]()
