@@ -1,1 +1,1 @@
-"""The replicas of a deployment, and each session's route to its draft and its target."""
+"""Replica pools and discovery, and each session's connection to its draft and its target."""

@@ -1,12 +1,14 @@
-"""Follows the registry: updates the pools of replicas, and lists the fleet.
+"""Reads the registry periodically, updates the replica pools, and lists all replicas.
 
-- A replica joins once it has described itself and fits the replicas that joined before. A replica
-  that is leaving joins only if no other with its weights is known: sessions that began with these
-  weights have nowhere else to go.
-- Sessions leave a replica once its record says that it is leaving.
-- A replica is removed when the registry has not listed it for the length of a lease, and either it
-  does not answer or another replica has its address.
-- While the registry is away, nothing changes.
+- A replica joins its pool once it has described itself, if its description fits the first replica
+  of the pool.
+- A replica that is leaving joins only if the pool knows no other replica with the same weights.
+  It joins because sessions that began with these weights can run nowhere else.
+- If the registry says that a replica is leaving, its sessions move to other replicas.
+- If the registry has not listed a replica for `LEASE_S`, the pool asks the replica for its
+  description. If the replica does not answer, or another replica has its address, the pool
+  removes it.
+- While the registry cannot be read, the pools do not change.
 """
 
 import asyncio
@@ -25,13 +27,13 @@ from outrider.transport.link import Link
 _log = logging.getLogger(__name__)
 
 READ_PERIOD_S = 0.5
-"""Time between two reads of the registry."""
+"""Pause between two reads of the registry."""
 REFUSED_S = 10.0
-"""A replica that could not join is tried again after this time."""
+"""Pause before a replica that could not join is asked again."""
 
 State = Literal["serving", "away", "leaving", "joining"]
-"""away: it could not be reached. leaving: it ends soon. joining: it is announced, but has not
-described itself yet or does not fit."""
+"""away: the replica could not be reached. leaving: the replica will end soon. joining: the registry
+lists the replica, but its pool does not have it yet, or has refused it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,20 +44,19 @@ class SeenReplica:
     name: str
     model: str
     node: str
-    """The machine it runs on; empty = not known."""
+    """Host name of the replica's machine; empty if not known."""
     device: str
     load: int
-    """Number of sessions. For a coordinator all that it runs; for a target or draft only those of
-    this coordinator."""
+    """Number of sessions. A target or draft counts only the sessions of this coordinator."""
     state: State
     here: bool = False
-    """Whether it is this coordinator."""
+    """Whether the replica is this coordinator."""
     figures: Figures = NO_FIGURES
 
 
 class Discovery:
-    """Updates the pools from the registry. Lists the fleet from its last read and this
-    coordinator's own knowledge, without asking any other process."""
+    """Updates the replica pools from the registry. Lists all replicas from the newest read of the
+    registry and from the pools, without asking another process."""
 
     def __init__(
         self,
@@ -65,8 +66,8 @@ class Discovery:
         registry: RedisRegistry | None = None,
         link: Callable[[Role, str], Link] | None = None,
     ) -> None:
-        """`own_name` is the coordinator's name in the registry. `link(role, address)` makes a link
-        without sending anything."""
+        """`own_name` is this coordinator's name in the registry. `link(role, address)` creates a
+        link and sends nothing."""
         self._own_name = own_name
         self._pools: dict[Role, ReplicaPool] = {"target": targets, "draft": drafts}
         self._registry: Any = registry
@@ -74,20 +75,22 @@ class Discovery:
         self._records: dict[Role, dict[str, ReplicaRecord]] = {role: {} for role in ROLES}
         self._heard_at: float | None = None
         self._heard: dict[str, tuple[float, str]] = {}
-        """By name, when the registry last listed a replica (loop time, s), and its address then."""
+        """Replica name -> time at which the registry last listed the replica (event loop's clock),
+        and the replica's address at that time."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        """By name, the task that adds or checks a replica."""
+        """Replica name -> running task that adds the replica to its pool, or checks the replica."""
         self._not_before: dict[str, float] = {}
-        """By name, when a replica that could not join is tried again."""
+        """Name of a replica that could not join -> time of the next attempt."""
         self._refused: dict[str, OutriderError] = {}
-        """By role, the last error of a replica that could not join."""
+        """Role -> newest error of a replica that could not join."""
         self._away = False
-        """Whether the last read of the registry failed."""
+        """Whether the newest read of the registry failed."""
 
     async def begin(self) -> None:
-        """Adds the announced targets, and then the drafts. Waits for a target up to the length of a
-        lease: by then a live one has announced itself, even to a registry that lost all its data.
-        Raises `Incompatible` if replicas of a role were refused and none joined."""
+        """Adds the targets that the registry lists, and then the drafts. Waits for the first target
+        for at most `LEASE_S`. Every running target announces itself within this time, even if the
+        registry has lost its data. Raises `Incompatible` if a role has no replica because the last
+        one that was asked does not fit."""
         loop = asyncio.get_running_loop()
         until = loop.time() + LEASE_S
         while not self._pools["target"].replicas and loop.time() < until:
@@ -105,7 +108,7 @@ class Discovery:
         await asyncio.gather(*self._tasks.values())
 
     async def run(self) -> None:
-        """Follows the registry until it is cancelled."""
+        """Reads the registry every `READ_PERIOD_S` until it is cancelled."""
         try:
             while True:
                 await self.look()
@@ -115,7 +118,7 @@ class Discovery:
                 task.cancel()
 
     async def look(self) -> None:
-        """Reads the registry once."""
+        """Reads the registry once, and updates the pools."""
         try:
             found = await self._registry.fleet()
         except OutriderError as error:
@@ -126,10 +129,10 @@ class Discovery:
             self.hear(found)
 
     def hear(self, found: Mapping[Role, Sequence[ReplicaRecord]]) -> None:
-        """Handles the current records of these roles."""
+        """Updates the pools from all current records of the registry."""
         self._heard_at = now = asyncio.get_running_loop().time()
         if self._away:
-            # Replicas could not announce themselves while the registry was away.
+            # While the registry could not be reached, no replica could announce itself.
             self._heard = {name: (now, address) for name, (_, address) in self._heard.items()}
         self._away = False
         for role, records in found.items():
@@ -153,9 +156,8 @@ class Discovery:
                 and now >= self._not_before.get(record.name, now)
                 # Drafts must fit the first target.
                 and (pool.role == "target" or self._pools["target"].first is not None)
-                and not (
-                    record.leaving and pool.first is None
-                )  # Later replicas would have to fit this one.
+                # Later replicas must fit the first one, so the first must not be leaving.
+                and not (record.leaving and pool.first is None)
             ):
                 self._begin(record.name, self._join(pool, record))
         taken = {record.address for record in records}
@@ -172,16 +174,16 @@ class Discovery:
         self._tasks[name].add_done_callback(lambda _: self._tasks.pop(name))
 
     async def _doubt(self, pool: ReplicaPool, name: str, is_replaced: bool) -> None:
-        """Removes a replica that is no longer announced, unless it answers: it may only have lost
-        its connection to the registry. `is_replaced`: another replica has its address now, and
-        would answer in its place."""
+        """Asks a replica that the registry no longer lists, and removes it if it does not answer. A
+        replica that answers has only lost its connection to the registry. If `is_replaced`, another
+        replica has the address now and would answer instead, so the replica is not asked."""
         replica = pool.replicas.get(name)
         if replica is None:
             return
         if not (is_replaced or replica.away) and await replica.answers():
             self._heard[name] = asyncio.get_running_loop().time(), self._heard[name][1]
         else:
-            _log.warning("the %s %s is not announced any more and is removed", pool.role, name)
+            _log.warning("the registry no longer lists the %s %s; it is removed", pool.role, name)
             await pool.leave(name)
 
     async def _join(self, pool: ReplicaPool, record: ReplicaRecord) -> None:
@@ -198,20 +200,20 @@ class Discovery:
 
     @property
     def heard_ms_ago(self) -> float | None:
-        """How long ago the registry was read; None if it never was."""
+        """Time since the newest read of the registry; None before the first read."""
         if self._heard_at is None:
             return None
         return (asyncio.get_running_loop().time() - self._heard_at) * 1e3
 
     @property
     def peers(self) -> list[ReplicaRecord]:
-        """Records of the other coordinators, which share the replicas."""
+        """Registry records of the other coordinators."""
         known = self._records["coordinator"]
         return [record for name, record in known.items() if name != self._own_name]
 
     def replicas(self, model: str, load: int, figures: Figures) -> list[SeenReplica]:
-        """The whole fleet: coordinators, targets and drafts, each role by name. `model`, `load` and
-        `figures` are those of this coordinator."""
+        """All coordinators, targets and drafts, sorted by role and name. `model`, `load` and
+        `figures` describe this coordinator."""
         own = SeenReplica(
             role="coordinator", name=self._own_name, model=model, node=socket.gethostname(),
             device="", load=load, state="serving", here=True, figures=figures,

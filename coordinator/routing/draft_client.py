@@ -1,5 +1,5 @@
-"""A session's proposals from a model, in a draft replica or the target. If it proposes nothing, a
-look-up does."""
+"""Proposals from a model, which runs in a draft replica or in the target. If the model proposes
+nothing, a look-up proposes."""
 
 import asyncio
 import logging
@@ -49,23 +49,24 @@ from outrider.tokens import TokenSequence
 _log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
-"""Delay before a draft that failed is asked again."""
+"""Pause before a draft that failed is asked again."""
 _VAIN_FEEDS_MAX = 2
-"""After this many feeds in a row that did not extend what the draft holds, feeding pauses."""
+"""A feed sends hidden states to the draft. If after this many feeds in a row the draft holds no
+more tokens than before, no feed follows for `RETRY_S`."""
 
 
 class PushedProposals:
-    """Proposals that were drafted ahead for the next round, for possible outcomes of this one.
-    Which one is used depends only on the committed tokens and on its arrival in time."""
+    """Proposals for the next round, which the draft made for possible outcomes of this round. The
+    next round uses the proposal for the actual outcome, if it has arrived by then."""
 
     def __init__(self) -> None:
         self._round = 0
         self._bytes = 0
         self._kept: dict[tuple[int, tuple[int, ...]], ProposalReply] = {}
-        """By length of the committed prefix, and the tokens assumed to follow it."""
+        """(Length of the committed prefix, tokens assumed to follow the prefix) -> the proposal."""
 
     def put(self, reply: ProposalReply) -> None:
-        """Keeps a proposal for the next round, while there is room."""
+        """Keeps a proposal for the next round, if the limits on look-ahead allow one more."""
         place = (reply.base_length, reply.assumed)
         if reply.key.round != self._round + 1 or place in self._kept:
             return
@@ -74,12 +75,13 @@ class PushedProposals:
             self._kept[place], self._bytes = reply, num_bytes
 
     def expects(self, number: int) -> bool:
-        """Whether this round follows the previous one: only for such a round proposals are kept."""
+        """Whether round `number` directly follows the current round, so that proposals for it are
+        kept."""
         return number == self._round + 1
 
     def begin(self, number: int, tokens: TokenSequence) -> ProposalReply | None:
-        """Begins a round after these committed tokens. Returns the proposal that assumed them, if
-        it has come, and drops all others."""
+        """Begins round `number` and drops all kept proposals. Returns the proposal that was drafted
+        for exactly these committed `tokens`, if it has arrived."""
         found = None
         if self.expects(number):
             for base_length in {length for length, _ in self._kept}:
@@ -89,15 +91,16 @@ class PushedProposals:
 
 
 def budget_us(seconds: float) -> int:
-    """Time left to draft, in us, as messages state it: 0 = no limit, otherwise at least 1."""
+    """Converts a time limit of drafting to us, for a message: 0 = no limit, otherwise >= 1."""
     if seconds == math.inf:
         return 0
     return max(1, min(round(seconds * 1e6), limits.DRAFT_DEADLINE_MS_MAX * 1000))
 
 
 class _ModelDrafts(Drafts):
-    """A model drafts. In a hybrid, a look-up that is confident goes first; that depends only on the
-    committed tokens and the look-up's history."""
+    """What both clients of models share. In a hybrid, a confident look-up takes the model's place.
+    The look-up's confidence depends only on committed tokens, of this session and of earlier ones.
+    """
 
     is_lookup = False
 
@@ -108,15 +111,15 @@ class _ModelDrafts(Drafts):
         self._session = context.session
         hybrid = config.lookup
         self._confident = math.inf if hybrid is None else hybrid.hybrid_min_score
-        """The look-up goes first if it expects at least this many accepted tokens."""
+        """The look-up proposes if it expects at least this many accepted tokens."""
         self._model_tokens = (
             limits.NUM_DRAFT_TOKENS_MAX if hybrid is None else hybrid.hybrid_model_tokens
         )
-        """Most draft tokens that a round asks of the model. Fewer in a hybrid, as each costs a
-        step of the model."""
+        """Largest number of draft tokens that a round asks of the model. A hybrid has a smaller
+        limit, because each token costs a step of the model."""
         of_request_ms = context.parameters.draft_deadline_ms or config.draft_timeout_ms
         self._draft_s = min(of_request_ms, config.draft_timeout_ms) / 1e3
-        """Time limit of drafting. After it, the draft answers with the tokens drawn so far."""
+        """Time limit of drafting. The draft then answers with the tokens drawn so far."""
 
     @property
     def _is_hybrid(self) -> bool:
@@ -124,7 +127,7 @@ class _ModelDrafts(Drafts):
 
 
 class DraftClient(_ModelDrafts):
-    """Proposals from a draft replica. A look-up fills in while it does not answer."""
+    """Proposals from a draft replica. While the replica does not answer, a look-up proposes."""
 
     def __init__(
         self,
@@ -139,28 +142,29 @@ class DraftClient(_ModelDrafts):
         self._observer = context.observer
         self._reads_features = pool.first is not None and pool.first.reads_features
         self._brought: Features | None = None
-        """Hidden states of the newest verdict, until they are sent to the draft ..."""
+        """Hidden states of the newest verdict; None once they were sent to the draft."""
         self._brought_of = ""
-        """... and the head that they are for."""
+        """`ReplicaDescription.features` of the target that sent `_brought`."""
         self._held_before = 0
-        """Tokens that the draft held before the newest feed, as far as known."""
+        """Number of tokens that the draft held before the newest feed, as far as is known."""
         self._num_vain = 0
-        """Feeds in a row after which the draft held no more tokens than before."""
+        """Number of feeds in a row after which the draft held no more tokens than before."""
         self._is_behind = False
         """Whether this round has no proposal because the draft lacks hidden states."""
         self._look_ahead = 0
-        """Outcomes of a round for which the draft is to draft ahead."""
+        """Number of a round's possible outcomes for which the draft is to draft ahead."""
         if not (self._reads_features or context.parameters.constraint):
             self._look_ahead = config.look_ahead or 0
         self._pushed = PushedProposals()
         self._route.on_pushed = lambda reply: self._pushed.put(reply)
         self._is_late = False
-        """Whether this round's proposal did not come in time."""
+        """Whether this round's proposal did not arrive within its time limit."""
         self._held: ProposalReply | None = None
         """The reply with this round's proposal."""
         self._looked_for = 0
-        """K for which the draft looks ahead: that of the newest message."""
+        """K of the newest message. The draft drafts ahead with the same K."""
         self._ask_again_at = 0.0
+        """Earliest time of the next message to a draft that failed, or of the next feed."""
 
     @property
     def cache_state(self) -> CacheState | None:
@@ -172,11 +176,12 @@ class DraftClient(_ModelDrafts):
 
     def prefill(self, num_draft_tokens: int) -> None:
         if self._reads_features:
-            return  # The draft needs the prompt's hidden states, which come with verdicts.
+            return  # The prompt's hidden states, which the draft needs, come with the verdict.
         number = self._route.begin(0)
         self._looked_for = min(num_draft_tokens, self._model_tokens)
         self._try_send(number, self._looked_for if self._look_ahead else 0, ())
-        # The draft handles a session's messages in order. If this one is lost, a resync follows.
+        # The draft handles a session's messages in order, so it will hold the prompt before it
+        # reads the next message. If this message is lost, the draft asks for a resync.
         self._route.cached_length = self._session.length
 
     async def propose(self, round_index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
@@ -206,17 +211,19 @@ class DraftClient(_ModelDrafts):
             num_asked = 0 if self._is_late else num_wanted
             return Drafted(filled_in, "fallback", self._clock() - start, num_asked)
         if num_drawn < num_wanted and drafted.num_asked == num_drawn:
-            # Tokens beyond the model's limit count as asked for and not proposed.
+            # Length control counts the tokens beyond the model's limit as asked for, not proposed.
             return replace(drafted, num_asked=num_wanted)
         return drafted
 
     async def _by_replica(
         self, round_index: int, length: RoundLength, start: float
     ) -> Drafted | None:
-        """The replica's proposal. None if the replica is away or silent, refuses, lacks hidden
-        states, or had no time for a first token. The replica knows how much time is left, and
-        decides before each draw whether to make it. Drawn tokens are never dropped for being late,
-        as the delay may depend on them."""
+        """Returns the replica's proposal. Returns None if the replica is away, does not answer,
+        refuses, lacks hidden states, or had no time for a first token.
+
+        The message states the time left, and the replica checks this time before each draw. The
+        coordinator never drops a late token, because the delay may depend on the token: dropping
+        such tokens would change the output's distribution."""
         num_wanted = length.num_draft_tokens
         self._is_late = False
         if self._route.is_left:
@@ -244,8 +251,8 @@ class DraftClient(_ModelDrafts):
             self._tell_soon(number, num_wanted, proposal)
         else:
             seconds = self._clock() - start
-        # Look-ahead drafts at most `looked_for` tokens, so a proposal of that length may have been
-        # cut. That holds for an answer too: the replica may have drafted it ahead.
+        # Look-ahead drafts at most `looked_for` tokens, so a proposal with this many tokens may
+        # have been cut. An answer may have been cut too, if the replica had drafted it ahead.
         is_cut = self._look_ahead > 0 and len(proposal) == looked_for < num_wanted
         num_asked = looked_for if is_cut else num_wanted
         if reply.out_of_time and not is_ahead:
@@ -256,8 +263,8 @@ class DraftClient(_ModelDrafts):
         )  # fmt: skip
 
     async def _ask(self, number: int, length: RoundLength, start: float) -> ProposalReply | None:
-        """The replica's answer. A round that is not timed waits until the replica is lost, at
-        most `UNTIMED_DRAFT_S` + `SILENT_DRAFT_S`."""
+        """Asks the replica and returns its proposal; None as for `_by_replica`. Without a time
+        limit (`length.is_timed`), waits for at most `UNTIMED_DRAFT_S` + `SILENT_DRAFT_S`."""
         self._is_behind = self._lacks_features
         if not self._route.heard:
             self._probe(number, length)
@@ -279,9 +286,8 @@ class DraftClient(_ModelDrafts):
                 if self._is_behind:
                     self._feed(number)
                     return None
-                self._route.awaited = (
-                    None  # The answer to the message below replaces that of the feed.
-                )
+                # The answer to this message makes the answer to an earlier feed superfluous.
+                self._route.awaited = None
                 budget = budget_us(draw_until - self._clock())
                 self._send(number, num_wanted, siblings=length.siblings, budget=budget)
                 answer = await self._route.take(give_up_at - self._clock())
@@ -304,7 +310,7 @@ class DraftClient(_ModelDrafts):
         if not self._reads_features or not self._route.heard or length.next_max == 0:
             return NOTHING_WANTED
         if self._features is not None and self._route.awaited is not None:
-            return NOTHING_WANTED  # The hidden states held here are sent first.
+            return NOTHING_WANTED  # The hidden states in `_brought` are sent first.
         held = self._route.cached_length if self._held is None else self._held.cached_length
         return NextWanted(features_from=max(0, held - 1))
 
@@ -319,7 +325,7 @@ class DraftClient(_ModelDrafts):
             self._held = None
 
     def reject(self) -> None:
-        """Moves to another replica. Until there is one, the look-up proposes."""
+        """Moves to another replica. Until another replica is found, the look-up proposes."""
         self._held = None
         self._pushed = PushedProposals()
         self._route.reject()
@@ -339,8 +345,8 @@ class DraftClient(_ModelDrafts):
         return True
 
     def _tell_soon(self, number: int, num_draft_tokens: int, proposal: SealedProposal) -> None:
-        """Tells the draft which proposal the round has. Waits two turns of the event loop, so that
-        the message to the target goes first."""
+        """Tells the draft this round's proposal, for look-ahead. Does so after two turns of the
+        event loop, so that the message to the target is sent first."""
 
         def tell() -> None:
             if self._route.heard:
@@ -350,7 +356,7 @@ class DraftClient(_ModelDrafts):
         loop.call_soon(loop.call_soon, tell)
 
     def _try_send(self, number: int, num_draft_tokens: int, held: tuple[int, ...]) -> bool:
-        """Sends a message. Returns whether it was sent; if not, the session may have moved."""
+        """Sends a message. If sending fails, returns False, and may move to another replica."""
         try:
             self._send(number, num_draft_tokens, held)
         except (LinkLost, Overloaded) as error:
@@ -375,15 +381,15 @@ class DraftClient(_ModelDrafts):
 
     @property
     def _features(self) -> Features | None:
-        """Hidden states to send to the draft; None if they are for another head, as a restarted
-        replica may have. Such states would cause no error, but worse proposals, also in other
-        sessions that share the pages."""
+        """Hidden states to send to the draft. None if `_brought` is for another head than the
+        draft's, for example because the draft was restarted with another head. The draft would
+        make worse proposals from such states, also in other sessions that share its pages."""
         return self._brought if self._brought_of == self._route.features_read else None
 
     @property
     def _reach(self) -> int:
-        """Committed tokens that the draft can run with `_features`: each needs the hidden state of
-        the one before."""
+        """Number of committed tokens that the draft holds once it has run `_features`. To run a
+        token, the draft needs the hidden state of the token before."""
         held, features = self._route.cached_length, self._features
         if features is None or features.first >= max(1, held):
             return held
@@ -391,13 +397,12 @@ class DraftClient(_ModelDrafts):
 
     @property
     def _lacks_features(self) -> bool:
-        """Whether the draft cannot run all committed tokens yet."""
+        """Whether the draft lacks hidden states to run all committed tokens."""
         return self._reads_features and self._reach < self._session.length
 
     def _feed(self, number: int) -> None:
-        """Sends hidden states, so that the draft runs the tokens that it can. Does not wait for the
-        answer, which `_hear_feed` reads. Until the answer has come or the retry time has passed,
-        feeds nothing more."""
+        """Sends `_features` to the draft, and does not wait for the answer, which `_hear_feed`
+        reads. Does nothing if the answer to an earlier feed has not arrived within `RETRY_S`."""
         held, reach, now = self._route.cached_length, self._reach, self._clock()
         is_waiting = self._route.awaited is not None and now < self._ask_again_at
         if not self._route.heard or is_waiting or reach <= held:
@@ -407,8 +412,9 @@ class DraftClient(_ModelDrafts):
             self._held_before, self._route.cached_length, self._brought = held, reach, None
 
     def _hear_feed(self) -> None:
-        """Reads the answer to the newest feed, if it has come. The draft may hold more than it was
-        fed, if other sessions left pages of the same tokens, or less, if it lacks free pages."""
+        """Reads the answer to the newest feed, if it has arrived. The draft may hold more tokens
+        than it was fed, because other sessions left pages of the same tokens. It may hold fewer,
+        because it has no free pages."""
         answer = self._route.take_awaited()
         if answer is None:
             return
@@ -439,7 +445,8 @@ class DraftClient(_ModelDrafts):
             self._route.heard = True
 
     def _probe(self, number: int, length: RoundLength) -> None:
-        """Asks a draft that did not answer, at intervals and without waiting, until it answers."""
+        """Asks a draft that did not answer earlier, at most once per `RETRY_S`. Does not wait for
+        the answer."""
         now = self._clock()
         if now < self._ask_again_at:
             return
@@ -450,9 +457,8 @@ class DraftClient(_ModelDrafts):
 
 
 class SelfDraftClient(_ModelDrafts):
-    """Proposals from the target, each with the verdict of the round before. Near the end of the
-    completion they are cut. If there is none, for example after rounds that the target ran ahead,
-    the look-up proposes."""
+    """Proposals from a head in the target. A round's proposal comes with the verdict of the round
+    before. If a verdict has no proposal, for example after run-ahead, the look-up proposes."""
 
     def __init__(
         self,
@@ -463,20 +469,21 @@ class SelfDraftClient(_ModelDrafts):
         super().__init__(target.context, lookup, config)
         self._target = target
         self._wanted = NOTHING_WANTED
-        """What the target was asked to send with the newest verdict."""
+        """What the newest message asked the target to send."""
         self._next_max = 0
-        """K of the next round. The target may be asked for fewer tokens."""
+        """Largest K of the next round. In a hybrid, the target may be asked for fewer tokens."""
         self._is_rejected = False
+        """Whether the head sent an unreadable q, so that only the look-up proposes."""
         self._reply: VerdictReply | None = None
-        """The newest verdict, if its proposal can be used."""
+        """The newest verdict; None if its proposal is missing, invalid or used."""
 
     @property
     def on_trial(self) -> bool | None:
         return self._target.on_trial
 
     async def propose(self, round_index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
-        """Does not wait. Whether the look-up or the target proposes does not depend on the tokens
-        that the target drew."""
+        """Returns the proposal that came with the newest verdict, or a look-up's. The choice does
+        not depend on the tokens that the target drew."""
         num_wanted = length.num_draft_tokens
         reply, self._reply = self._reply, None
         if reply is not None and reply.next_base_length != self._session.length:
@@ -485,7 +492,7 @@ class SelfDraftClient(_ModelDrafts):
             proposal, score = self.lookup.guess(num_wanted, noise)
             is_sure = score >= self._confident
             if reply is None or is_sure:
-                # A look-up that only fills in says nothing about the draft.
+                # The proposal of a fallback says nothing about the head's acceptance.
                 is_fallback = not is_sure and self._wanted.num_draft_tokens > 0
                 num_asked = num_wanted if is_sure else 0
                 return Drafted(proposal, "fallback" if is_fallback else "local", 0.0, num_asked)
@@ -509,7 +516,7 @@ class SelfDraftClient(_ModelDrafts):
         return self._wanted
 
     def hear(self, reply: VerdictReply) -> None:
-        """Takes the proposal that came with a verdict, if it can be used."""
+        """Keeps the proposal that came with a verdict, if it is valid."""
         self._reply = None
         proposal = reply.next_proposal
         if not proposal or self._is_rejected:
@@ -530,7 +537,8 @@ class SelfDraftClient(_ModelDrafts):
 def check_wanted(
     proposal: SealedProposal, num_draft_tokens: int, siblings: tuple[int, ...]
 ) -> None:
-    """Raises `InvariantError` for more tokens, or other siblings, than were asked for."""
+    """Raises `InvariantError` if a proposal exceeds the numbers of tokens and siblings that were
+    asked for, or repeats a sibling."""
     tree = proposal.tree
     if tree.num_depths > num_draft_tokens or len(proposal) > num_draft_tokens + sum(siblings):
         raise InvariantError(
@@ -554,7 +562,7 @@ def open_drafts(
     lookup: LookupDrafter,
     config: CoordinatorConfig,
 ) -> Drafts:
-    """The source of a session's proposals."""
+    """Creates a session's source of proposals, of the kind that the configuration selects."""
     context, parameters = target.context, target.context.parameters
     of_session = SessionLookup(lookup, context.session, parameters.sampling)
     if parameters.num_draft_tokens == 0:

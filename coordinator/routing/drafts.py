@@ -1,5 +1,5 @@
-"""A session's source of proposals: the interface for the decode loop, and look-ups in this process.
-`draft_client.py` asks models."""
+"""A session's source of proposals. This module has the interface that the decode loop calls, and
+the look-ups, which run in this process. `draft_client.py` gets proposals from models."""
 
 import asyncio
 from typing import ClassVar, Literal
@@ -17,35 +17,35 @@ from outrider.speculation.sampling_params import SamplingParams
 from outrider.values import value
 
 Source = Literal["replica", "local", "fallback"]
-"""replica: a draft replica. local: the target itself, or a look-up that is configured to draft.
-fallback: a look-up in place of a draft that does not answer."""
+"""replica: a draft replica. local: a head in the target, or a look-up that is the configured
+drafter. fallback: a look-up, used because the draft or head has no proposal."""
 
 
 @value(frozen=True, slots=True)
 class Drafted:
-    """A proposal and where it is from."""
+    """A round's proposal, its source, and its times."""
 
     proposal: SealedProposal
     source: Source
     seconds: float
-    """How long the round waited for it."""
+    """Time that the round waited for the proposal."""
     num_asked: int
-    """The K that it was drafted for, at most the round's, or the tokens drawn until time ran out. 0
-    if the proposal says nothing about the draft."""
+    """Number of draft tokens asked for, at most the round's K. If drafting ran out of time, the
+    number of tokens drawn. 0 if the proposal says nothing about the draft's acceptance."""
     queue_ms: float = 0.0
     compute_ms: float = 0.0
-    """Computing time that the replica reports."""
+    """Duration of the replica's steps for the proposal."""
     work_ms: float = 0.0
-    """The part of `compute_ms` that was for this session: others may share a step."""
+    """This session's part of `compute_ms`. Several sessions may share a step."""
     ahead: bool = False
-    """Whether it arrived before the round began."""
+    """Whether the proposal arrived before the round began."""
     beside: DraftedBeside | None = None
-    """How it was drafted, if it came with the verdict before."""
+    """The target's drafting, if the proposal came with the verdict of the round before."""
 
 
 @value(frozen=True, slots=True)
 class NextWanted:
-    """What the target is to send with its verdict for the next round."""
+    """What the coordinator asks the target to send with a verdict, for use in the next round."""
 
     num_draft_tokens: int = 0
     siblings: tuple[int, ...] = ()
@@ -59,7 +59,7 @@ NOTHING_WANTED = NextWanted()
 
 
 class SessionLookup:
-    """The look-up of one session."""
+    """One session's use of the look-up that all sessions of this coordinator share."""
 
     def __init__(self, lookup: LookupDrafter, session: Session, sampling: SamplingParams) -> None:
         self._lookup = lookup
@@ -67,11 +67,11 @@ class SessionLookup:
         self._sampling = sampling
 
     def propose(self, num_draft_tokens: int, noise: RoundNoise) -> SealedProposal:
-        """A chain of at most `num_draft_tokens` that follow the committed tokens."""
+        """Returns a chain of at most `num_draft_tokens` tokens after the committed tokens."""
         return self.guess(num_draft_tokens, noise)[0]
 
     def guess(self, num_draft_tokens: int, noise: RoundNoise) -> tuple[SealedProposal, float]:
-        """Like `propose`, and how many of the tokens are expected to be accepted."""
+        """Returns the same chain as `propose`, and the expected number of accepted tokens."""
         session = self._session
         request = DraftRequest(
             session_id=session.session_id,
@@ -88,100 +88,103 @@ class SessionLookup:
         return SealedProposal.of(guess.proposal(request)), guess.score
 
     def close(self) -> None:
-        """Call when the session ends."""
+        """Frees what the look-up keeps for the session. Call when the session ends."""
         self._lookup.release(self._session.session_id)
 
 
 class Drafts:
-    """One session's proposals. This class looks them up; subclasses ask a model. Every round gets a
-    proposal, and nothing here raises: a failing draft must not harm a request."""
+    """One session's source of proposals. This class uses a look-up; subclasses ask a model. The
+    methods raise no error if a draft fails, because a failing draft must not end a request."""
 
     is_lookup: ClassVar[bool] = True
-    """Whether all proposals are looked up."""
+    """Whether all proposals come from a look-up."""
     never_drafts: ClassVar[bool] = False
-    """Whether no round gets a proposal, so that `propose` must not be called."""
+    """Whether the session runs without proposals. `propose` must then not be called."""
 
     def __init__(self, lookup: SessionLookup) -> None:
         self.lookup = lookup
 
     @property
     def cache_state(self) -> CacheState | None:
-        """What the draft replica holds, for the session's record; None without a replica."""
+        """The draft replica and the number of tokens that it holds, for the session's record; None
+        if the session uses no draft replica."""
         return None
 
     @property
     def on_trial(self) -> bool | None:
-        """Whether the draft replica is on trial; None without a replica."""
+        """Whether the replica that drafts is on trial; None if the session has no such replica."""
         return None
 
     def prefill(self, num_draft_tokens: int) -> None:
-        """Starts reading the prompt during the first round, which has no proposal. The next round
-        may ask for up to `num_draft_tokens`. Does not wait."""
+        """Lets the draft prefill while the first round runs without a proposal. The second round
+        may ask for up to `num_draft_tokens` tokens. Does not wait for the draft."""
 
     async def propose(self, round_index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
-        """A proposal with at most the tokens and siblings of `length`, drawn within its time. A
-        look-up does not wait; its first call indexes the prompt, at about 1 us per token."""
+        """Returns a proposal that keeps the limits on tokens, siblings and time in `length`. The
+        first call of a look-up indexes the prompt, which takes about 1 us per token."""
         loop = asyncio.get_running_loop()
         start = loop.time()
         proposal = self.lookup.propose(length.num_draft_tokens, noise)
         return Drafted(proposal, "local", loop.time() - start, length.num_draft_tokens)
 
     def next_wanted(self, length: RoundLength, room: int) -> NextWanted:
-        """What the target is to send for the next round with its verdict on a round of this
-        `length`. The target's context has room for `room` more tokens then."""
+        """Returns what to ask of the target, along with its verdict on a round of this `length`.
+        After the round, the target's context will have room for `room` more tokens."""
         return NOTHING_WANTED
 
     def hear(self, reply: VerdictReply) -> None:
-        """Takes from a verdict what `next_wanted` asked for."""
+        """Takes the proposal or the hidden states that `next_wanted` asked for from a verdict."""
 
     def settle(self, common_length: int) -> None:
-        """Notes an outcome: of the session's tokens and the drafted ones after them, the first
-        `common_length` are committed."""
+        """Records a round's outcome. `common_length` is the number of tokens that were committed
+        before the round, plus the number of accepted tokens of the spine."""
 
     def reject(self) -> None:
-        """Takes no more proposals from this drafter, as it sent an unreadable distribution."""
+        """Uses the current drafter no more. Call if the drafter sent an unreadable q."""
 
     def close(self) -> None:
-        """Call when the session ends."""
+        """Frees the session's state. Call when the session ends."""
         self.lookup.close()
 
 
 class NoDrafts(Drafts):
-    """For a session without proposals."""
+    """The source of a session that runs without proposals."""
 
     is_lookup = False
     never_drafts = True
 
 
 WATCH_ROUNDS_MIN = 8
-"""Fewest rounds from one look-up to the next: each takes up to 0.1 ms of the coordinator."""
+"""Smallest number of rounds between two look-ups. A look-up takes up to 0.1 ms of CPU time."""
 WATCH_ROUNDS_MAX = 64
-"""Most rounds from one look-up to the next. Each wrong first token doubles the number."""
+"""Largest number of rounds between two look-ups. The number doubles with each look-up whose first
+token is wrong."""
 
 
 class LookupProbe:
-    """Looks up proposals in plain rounds, to tell length control how many tokens would be
-    accepted."""
+    """Looks up tokens during plain rounds and compares them with the tokens that are committed.
+    Length control learns from the result how many draft tokens would be accepted."""
 
     def __init__(
         self, lookup: SessionLookup, lengths: LengthControl, num_draft_tokens: int
     ) -> None:
-        """Looks up at most `num_draft_tokens` tokens at a time."""
+        """A look-up returns at most `num_draft_tokens` tokens."""
         self._lookup = lookup
         self._lengths = lengths
         self._num_draft_tokens = num_draft_tokens
         self._guess: tuple[int, ...] | None = None
-        """The look-up that is compared with the tokens to come, if there is one."""
+        """Tokens of the look-up that is being compared with committed tokens; None between
+        comparisons."""
         self._num_followed = 0
-        """How many of its tokens were committed since."""
+        """Number of tokens of `_guess` that were committed since the look-up."""
         self._rounds_left = 0
-        """Rounds until the next look-up."""
+        """Number of rounds until the next look-up."""
         self._interval = WATCH_ROUNDS_MIN
-        """Rounds from one look-up to the next."""
+        """Number of rounds between two look-ups."""
 
     def note(self, num_asked: int, noise: RoundNoise, token_id: int) -> None:
-        """Call after each round, before the session has its tokens, with the round's `noise` and
-        first token. A round with a draft (`num_asked`) ends the comparison."""
+        """Compares a round's first token. Call after each round, before its tokens are appended to
+        the session. A round that asked for draft tokens (`num_asked` > 0) ends the comparison."""
         if num_asked > 0:
             self._guess = None
             return

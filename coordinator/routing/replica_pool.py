@@ -1,13 +1,13 @@
-"""The replicas of one role that a coordinator knows, and each session's route to one of them.
+"""The pool of a role's replicas, and each session's connection to a replica of the pool.
 
-    ReplicaConnection  one replica's link, and the routes of its sessions
-    ReplicaPool        the replicas, which join, leave, go away and come back
-    SessionContext     a session, and what its messages need besides
-    SessionRoute       a session's replica and its answers; it moves to another replica if this one
-                       is away or is to be left
+    ReplicaConnection  the link to a replica, and the routes of the sessions that use it
+    ReplicaPool        all known replicas of a role; chooses a replica for each session
+    SessionContext     a session, with the parameters that its messages contain
+    SessionRoute       sends one session's messages to its replica, keeps the answers, and moves the
+                       session to another replica if its replica is away or leaving
 
-A session that moves leaves its pages behind. Its new replica gets the committed tokens, and uses
-the pages of them that it already has.
+If a session moves, its KV pages stay at the old replica. The new replica gets the committed tokens.
+It computes their pages, except those that it already has.
 """
 
 import asyncio
@@ -40,24 +40,23 @@ from outrider.transport.link import Link
 _log = logging.getLogger(__name__)
 
 DESCRIBE_TIMEOUT_S = 10.0
-"""Time for a new replica to describe itself."""
+"""Time limit for a new replica to describe itself."""
 PROBE_TIMEOUT_S = 2.0
-"""Time for a known replica to describe itself."""
+"""Time limit for a known replica to describe itself."""
 PROBE_PERIOD_S = 0.1
-"""Time between two probes of the replicas that are away."""
+"""Time from one probe of the replicas that are away to the next."""
 
 LOAD_SLACK = 0.25
-"""A replica's sessions may exceed the mean by this share, or by rounding up. The share applies only
-as far as the sessions fit a step."""
+"""A replica may have this share more sessions than the mean of all replicas (see `choose`)."""
 _KEY_PAGES = 2
-"""Sessions with the same affinity have at least this many pages of their prompts in common."""
+"""Number of pages at the start of a prompt from which the session's affinity is computed."""
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer", bound=VerdictReply | ProposalReply | Resync | Refused)
 
 
 class ReplicaConnection:
-    """One replica's link, shared by all sessions that use it."""
+    """The link to one replica, shared by all sessions that use the replica."""
 
     def __init__(
         self,
@@ -73,13 +72,13 @@ class ReplicaConnection:
         """The replica's name in the session store."""
         self.description = description
         self.leaving = False
-        """Whether its sessions are to move to other replicas."""
+        """Whether the replica ends soon, so that its sessions must move to other replicas."""
         self.trial_share = trial_share
-        """Share of the new sessions that it gets while it is on trial; 0 = it is not on trial."""
+        """Share of the new sessions that go to this replica during its trial; 0 = no trial."""
         self.away = False
-        """Whether it could not be reached, and has not described itself since."""
+        """Whether the replica could not be reached, and has not described itself since then."""
         self.routes: dict[str, SessionRoute[Any, Any]] = {}
-        """Routes of its sessions, by session id."""
+        """Session id -> route, for the sessions that use this replica."""
         link.listen(self._deliver, self.lose)
 
     @property
@@ -87,7 +86,8 @@ class ReplicaConnection:
         return not (self.leaving or self.away)
 
     async def answers(self) -> bool:
-        """Whether it describes itself within `PROBE_TIMEOUT_S`."""
+        """Asks the replica for its description. Returns whether it answers within
+        `PROBE_TIMEOUT_S`."""
         try:
             await self.link.describe(PROBE_TIMEOUT_S)
         except OutriderError:
@@ -95,12 +95,12 @@ class ReplicaConnection:
         return True
 
     def miss(self) -> None:
-        """Marks it as away: it cannot be reached, or cannot go on."""
+        """Marks the replica as away. Call if it cannot be reached, or reports `Unavailable`."""
         self.away = True
         self._pool.lost.set()
 
     def lose(self, error: Exception) -> None:
-        """Call when its stream broke."""
+        """Marks the replica as away and tells its sessions. Call when the gRPC stream broke."""
         self.miss()
         for route in self.routes.values():
             route.lose(error)
@@ -108,38 +108,38 @@ class ReplicaConnection:
     def _deliver(self, answer: Any) -> None:
         route = self.routes.get(answer.key.session_id)
         is_kept = route is not None and route.put(answer)
-        # Proposals for outcomes that did not happen are not stale, nor are the empty ones that
-        # answer prompts.
+        # Two kinds of unused proposals do not count as stale: proposals that were drafted ahead for
+        # another outcome, and empty proposals, with which a draft answers a prefill.
         if isinstance(answer, ProposalReply):
             is_kept |= not answer.proposal or bool(answer.assumed)
         self._pool.num_stale += not is_kept and isinstance(answer, ProposalReply | VerdictReply)
 
 
 class ReplicaPool:
-    """The replicas of one role. Their weights may differ, as during an upgrade: a session stays
-    with the weights that it began with."""
+    """The replicas of one role. During an upgrade their weights differ. A session runs only on
+    targets with the weights that the session began with."""
 
     def __init__(self, role: Side, targets: "ReplicaPool | None" = None) -> None:
-        """`targets` is for a pool of drafts, which must fit the first target."""
+        """A pool of drafts needs the pool of `targets`: drafts must fit the first target."""
         self.role = role
         self.first: ReplicaDescription | None = None
-        """Description of the first replica that ever joined: all others must fit it."""
+        """Description of the first replica that ever joined. Later replicas must fit it."""
         self._targets = targets
         self.replicas: dict[str, ReplicaConnection] = {}
-        """The known replicas, by name, in the order in which they joined."""
+        """Name -> known replica, in the order in which the replicas joined."""
         self._left = Counter[str]()
-        """Bytes to and from replicas that were removed."""
+        """Sum of `Link.num_bytes` of the replicas that were removed."""
         self.num_stale = 0
-        """Proposals and verdicts that came after their round or session was over. May be read on
-        any thread."""
+        """Number of proposals and verdicts that arrived after their round or session had ended. May
+        be read on any thread."""
         self.lost = asyncio.Event()
         """Set when a replica cannot be reached."""
         self._found = asyncio.Event()
-        """Set, and then replaced, when a replica joins or is back."""
+        """Set when a replica joins or is back. A new event then takes its place."""
 
     @property
     def num_present(self) -> int:
-        """Replicas that are neither away nor to be left."""
+        """Number of replicas that are neither away nor leaving. These are called present."""
         return sum(replica.is_open for replica in self.replicas.values())
 
     @property
@@ -153,13 +153,13 @@ class ReplicaPool:
 
     @property
     def num_bytes(self) -> Counter[str]:
-        """See `Link.num_bytes`; of all replicas so far."""
+        """Sum of `Link.num_bytes` of all replicas, including those that were removed."""
         return sum((one.link.num_bytes for one in list(self.replicas.values())), self._left)
 
     def newest(self, weights: str = "") -> ReplicaDescription | None:
         """Description of the newest replica with these `weights` (`ReplicaDescription.weights`;
-        empty = any), if there is one. Present replicas come first, then those that are not on
-        trial."""
+        empty = any); None without such a replica. Prefers present replicas to others, and among
+        them those that are not on trial."""
         replicas = [
             replica for replica in self.replicas.values()
             if weights in ("", replica.description.weights)
@@ -170,19 +170,20 @@ class ReplicaPool:
 
     @property
     def on_trial(self) -> ReplicaConnection | None:
-        """The newest present replica on trial, if there is one."""
+        """The newest present replica on trial; None if no replica is on trial."""
         found = [one for one in self.replicas.values() if one.trial_share and one.is_open]
         return found[-1] if found else None
 
     @property
     def first_kept(self) -> ReplicaDescription | None:
-        """Description of the oldest replica that is not on trial, if there is one."""
+        """Description of the oldest replica that is not on trial; None if all are on trial."""
         found = (one.description for one in self.replicas.values() if not one.trial_share)
         return next(found, None)
 
     async def join(self, name: str, link: Link, trial_share: float = 0.0) -> None:
-        """Adds a replica, whose link the pool then owns; `trial_share` puts it on trial. Raises
-        `Unavailable` if it does not describe itself, and `Incompatible` if it does not fit."""
+        """Asks a replica for its description and adds the replica. The pool closes the `link` in
+        the end. With a `trial_share`, the replica is on trial. Raises `Unavailable` if it does not
+        answer, and `Incompatible` if it does not fit the pool."""
         check(name not in self.replicas, f"{name} has joined already")
         try:
             description = await link.describe(DESCRIBE_TIMEOUT_S)
@@ -193,7 +194,8 @@ class ReplicaPool:
         self.admit(name, link, description, trial_share)
 
     async def join_all(self, links: Mapping[str, Link]) -> None:
-        """Adds the replicas that answer and fit. Raises like `join` if the pool is empty then."""
+        """Calls `join` for each replica, and logs errors. If no replica could join, raises the
+        first error."""
         found = await asyncio.gather(
             *(self.join(name, link) for name, link in links.items()), return_exceptions=True
         )
@@ -212,16 +214,16 @@ class ReplicaPool:
         self._tell_found()
 
     def retire(self, name: str) -> None:
-        """Marks a replica as leaving: it gets no more sessions, and its sessions move with their
-        next round."""
+        """Marks a replica as leaving. It gets no more sessions. Its sessions move when their next
+        round begins."""
         if name in self.replicas:
             self.replicas[name].leaving = True
 
     async def leave(self, name: str) -> None:
-        """Removes a replica that is gone. Its sessions move."""
+        """Removes a replica that has ended. Its sessions move to other replicas."""
         replica = self.replicas.pop(name, None)
         if replica is not None:
-            # Not in place: another thread may be reading it.
+            # Another thread may be reading `_left`, so the counter is replaced, not changed.
             self._left = self._left + replica.link.num_bytes
             replica.lose(LinkLost(f"the {self.role} {name} is gone"))
             await replica.link.close()
@@ -235,16 +237,24 @@ class ReplicaPool:
         numerics: str = "",
         session_id: str = "",
     ) -> ReplicaConnection | None:
-        """The replica for a session, by `choose`: sessions of the same `affinity` share pages.
+        """Chooses a replica for a session; None if no replica fits. A replica fits if all of these
+        hold:
 
-        - It has these `weights` (empty = any), is none of `without`, and `can_read` the session.
-        - It is not away, unless all are away and `without` is empty.
-        - `preferred` comes before all others.
-        - One on trial takes its share of the sessions, chosen by id. It takes others only if there
-          is no other replica.
-        - Replicas with the same `numerics` come before others, whatever their load: they continue
-          the session's text with exactly the same tokens.
-        - A draft that is leaving gets no session, so that it ends soon: a look-up fills in."""
+        - It has these `weights` (empty = any).
+        - It is not in `without`.
+        - `can_read` is true.
+        - It is not a draft that is leaving. Such a draft must end soon; a look-up replaces it.
+
+        If a fitting replica is present, only present ones are considered. Otherwise the result is a
+        replica that is not present, but None if `without` has replicas.
+
+        - The replica named `preferred` is taken first.
+        - Replicas with these `numerics` go before others, whatever their load, because they
+          continue the session's text with exactly the same tokens.
+        - A replica on trial gets its share of the sessions. A hash of the session's id decides.
+          Other sessions get it only if all fitting replicas are on trial.
+        - Among the remaining replicas, `choose` decides by `affinity`, so that sessions with the
+          same start of the prompt share pages."""
         fitting = [
             replica
             for replica in self.replicas.values()
@@ -272,20 +282,20 @@ class ReplicaPool:
         return None if name is None else self.replicas[name]
 
     def can_read(self, replica: ReplicaDescription, session_id: str) -> bool:
-        """Whether a draft can read what the session's current target sends: it reads no hidden
-        states, or those of this target's head."""
+        """Whether a replica can run the session. A draft that reads hidden states can do so only if
+        the session's target sends hidden states for the draft's head."""
         is_free = self._targets is None or not replica.reads_features
         return is_free or self.features_shown(session_id) == replica.features
 
     def features_shown(self, session_id: str) -> str | None:
-        """The head whose hidden states the session's current target sends; None without one."""
+        """`ReplicaDescription.features` of the session's target; None without a target."""
         targets = () if self._targets is None else self._targets.replicas.values()
         found = (one.description.features for one in targets if session_id in one.routes)
         return next(found, None)
 
     async def watch(self) -> None:
-        """Probes replicas that are away, at once and then every `PROBE_PERIOD_S`, until it is
-        cancelled."""
+        """Runs until it is cancelled. Probes replicas that are away, when they are lost and then
+        every `PROBE_PERIOD_S`."""
         loop = asyncio.get_running_loop()
         due = loop.time()
         while True:
@@ -299,14 +309,14 @@ class ReplicaPool:
                 self.lost.set()
 
     async def change(self, timeout_s: float) -> None:
-        """Waits until a replica joins or is back, at most `timeout_s`."""
+        """Waits until a replica joins or is back, but at most for `timeout_s`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._found.wait()
 
     async def wait_for_one(self, timeout_s: float) -> ReplicaDescription:
-        """Description of the newest replica, once one is known. Raises `Unavailable` after
-        `timeout_s`."""
+        """Waits until the pool has a replica. Returns the description of the newest one. Raises
+        `Unavailable` after `timeout_s`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self.newest() is None:
@@ -317,8 +327,8 @@ class ReplicaPool:
         return found
 
     async def healthy(self) -> bool:
-        """Whether any replica answers. Asks a present one first, then all others at once, so it
-        takes at most twice `PROBE_TIMEOUT_S`."""
+        """Whether any replica answers. Asks one present replica first. If it does not answer, asks
+        all others at once. Takes at most twice `PROBE_TIMEOUT_S`."""
         replicas = sorted(self.replicas.values(), key=lambda replica: not replica.is_open)
         for some in (replicas[:1], replicas[1:]):
             if any(await asyncio.gather(*(replica.answers() for replica in some))):
@@ -326,12 +336,12 @@ class ReplicaPool:
         return False
 
     async def close(self) -> None:
-        """Closes the links."""
+        """Closes the links to all replicas."""
         await asyncio.gather(*(replica.link.close() for replica in self.replicas.values()))
 
     def check_integrity(self, sessions: set[str], *, every: bool = True) -> None:
-        """Raises `InvariantError` if another session has a route, or one of these has two, or, with
-        `every`, none."""
+        """Raises `InvariantError` if a session has two routes, or has a route but is not among
+        `sessions`. If `every`, each of `sessions` must have a route."""
         routed = [name for replica in self.replicas.values() for name in replica.routes]
         check(len(routed) == len(set(routed)), "a session with two routes")
         check(set(routed) <= sessions, "a route without a session")
@@ -342,7 +352,8 @@ class ReplicaPool:
         self._found = asyncio.Event()
 
     async def _probe(self, replica: ReplicaConnection) -> None:
-        """Marks a replica as back if it answers. After a restart its description may be another."""
+        """Marks a replica as present if it answers. Its description may have changed, because the
+        replica may have been restarted."""
         with suppress(OutriderError):
             description = await replica.link.describe(PROBE_TIMEOUT_S)
             self._check(description)
@@ -351,9 +362,10 @@ class ReplicaPool:
             self._tell_found()
 
     def _check(self, found: ReplicaDescription) -> None:
-        """Raises `Incompatible` for a target with other tokens than the first one, and for a draft
-        that does not fit the targets, or that reads hidden states unlike the first one. Targets may
-        differ in how they draft, as during an upgrade."""
+        """Raises `Incompatible` if a replica does not fit. A target needs the vocabulary and
+        tokenizer of the first target. A draft needs the target's tokenizer, and the hidden states
+        that it reads. Either all drafts read hidden states, or none. Targets may differ in how they
+        draft, because an upgrade may change their heads."""
         first, target = self.first, None if self._targets is None else self._targets.first
         own, other = found.tokenizer_fingerprint, target and target.tokenizer_fingerprint
         if self.role == "target":
@@ -381,25 +393,29 @@ class ReplicaPool:
             )
 
 
-# A session's first replica is chosen by rendezvous hashing (Thaler and Ravishankar 1998) of the
-# start of its prompt. So sessions with the same start find the pages that others left, coordinators
-# agree without communicating, and only its own sessions move when a replica comes or goes. A bound
-# on loads (Mirrokni, Thorup and Zadimoghaddam 2018) sends sessions on if one replica would get too
-# many. Each coordinator keeps the bound for its own sessions, so it holds for all sessions
-# together.
+# Rendezvous hashing (Thaler and Ravishankar 1998) of the start of a session's prompt chooses the
+# session's first replica. So sessions with the same start find each other's pages, and coordinators
+# choose the same replica without communicating. If a replica joins or leaves, the choice changes
+# only for the sessions of this replica. A bound on loads (Mirrokni, Thorup and Zadimoghaddam 2018)
+# excludes replicas that have too many sessions. Each coordinator applies the bound to its own
+# sessions. Because the bound is relative to the mean, the sum over all coordinators keeps it too.
 
 
 def affinity(tenant: str, prompt_ids: Sequence[int]) -> bytes:
-    """Key of sessions that may share pages: the same tenant, and the same first pages."""
+    """Hash of the tenant and of the first pages of the prompt. Sessions with equal hashes can share
+    these pages."""
     first = prompt_ids[: _KEY_PAGES * PAGE_SIZE]
     ids = b"".join(token_id.to_bytes(4, "little") for token_id in first)
     return blake2b(ids, key=blake2b(tenant.encode(), digest_size=16).digest()).digest()
 
 
 def choose(key: bytes, loads: Mapping[str, int], seats: int) -> str | None:
-    """The name that `key` prefers among those with room for one more session; None without names.
-    `loads` has the number of sessions by name; `seats` sessions fit a step. Beyond `seats`, loads
-    are kept equal, as sessions would wait longer where there are more."""
+    """Returns the name with the largest hash under `key`, among the names with room for one more
+    session; None without names. `loads` maps each name to its number of sessions.
+
+    A replica runs up to `seats` sessions in one step. Up to `seats`, a replica may have
+    `LOAD_SLACK` more sessions than the mean. Beyond `seats` all replicas get the same number,
+    because sessions of a replica with more would wait longer."""
     if not loads:
         return None
     mean = (sum(loads.values()) + 1) / len(loads)
@@ -410,13 +426,13 @@ def choose(key: bytes, loads: Mapping[str, int], seats: int) -> str | None:
 
 
 def _place(session_id: str) -> float:
-    """Hash of a session id in [0, 1), the same at every coordinator."""
+    """Hashes a session id to [0, 1), equally at every coordinator."""
     return int.from_bytes(blake2b(session_id.encode(), digest_size=4).digest()) / 2**32
 
 
 @dataclass(frozen=True, eq=False)
 class SessionContext:
-    """A session, and what its messages need besides."""
+    """A session, with its parameters, deadline and observer."""
 
     session: Session
     parameters: GenerationParameters
@@ -426,86 +442,90 @@ class SessionContext:
 
     @cached_property
     def hashes(self) -> tuple[int, bytes]:
-        """Hashes of the sampling parameters and the constraint."""
+        """Hash of the sampling parameters, and hash of the constraint."""
         constraint = self.parameters.constraint
         digest = b"" if constraint is None else constraint.digest()
         return self.parameters.sampling.hash(), digest
 
 
 class SessionRoute(Generic[Item, Answer]):
-    """One session's replica, if there is one, and its answers. Drops stale and repeated answers:
-    the first verdict or proposal of a round wins. A move sends no Release, as a replica refuses a
-    released session, and this one may return."""
+    """Sends one session's messages to its replica, and keeps the answers. Drops answers to ended
+    rounds, and second verdicts or proposals for a round. When the session moves, the old replica
+    gets no Release message until the session ends. The session may return to the old replica,
+    which would refuse a released session."""
 
     def __init__(self, pool: ReplicaPool, context: SessionContext) -> None:
-        """Begins with the replica that the session's record names, if it is present."""
+        """Begins with the replica that the session's record names, if that replica is present;
+        otherwise `ReplicaPool.find` chooses."""
         session = context.session
         is_target = pool.role == "target"
         held = session.target if is_target else session.draft
         self.context = context
         self.heard = True
-        """Set to False by its user if the replica does not answer; any answer sets it to True
-        again."""
+        """Whether the replica answers, as far as is known. `DraftClient` clears this flag if there
+        is no answer, and the next answer sets it."""
         self.was_lost = False
-        """Whether the stream broke between the last wait and the current round, so that all open
-        requests must be sent again."""
+        """Whether the stream broke after the last wait of the round before. All open requests must
+        then be sent again."""
         self.on_pushed: Callable[[ProposalReply], None] | None = None
-        """Called with proposals that were drafted ahead; if None, they are dropped."""
+        """Is called with each proposal that was drafted ahead. None drops such proposals."""
         self._pool = pool
         self._affinity = affinity(
             session.record.tenant, session.tokens.ids[: session.prompt_length]
         )
         self._weights = context.parameters.weights if is_target else ""
         self._numerics = ""
-        """Numerics of the replica that the session began with."""
+        """`ReplicaDescription.numerics` of the replica that the session began with."""
         self._replica: ReplicaConnection | None = None
         self._left: dict[str, ReplicaConnection] = {}
-        """Replicas that it has left, by name."""
+        """Name -> replica, for the replicas that the session has left."""
         self._rejected: list[ReplicaConnection] = []
-        """Replicas that the session does not return to."""
+        """Replicas to which the session never returns, because their answers were wrong."""
         self._num_moves = 0
         self._round = 0
         self._answers: dict[int, Answer] = {}
         self.awaited: int | None = None
-        """An earlier round whose answer is kept for `take_awaited`."""
+        """Number of an earlier round whose answer is still kept, for `take_awaited`."""
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
         self._due = 0.0
-        """When the current wait times out. One timer serves all waits: if it fires early, it is set
-        again."""
+        """Time at which the current wait times out (event loop's clock)."""
         self._timer: asyncio.TimerHandle | None = None
+        """The timer of all waits. If it fires before `_due`, `take` sets another."""
         self._lost: Exception | None = None
+        """Error with which the stream broke, until `take` raises it or a round begins."""
         found = pool.find(
             self._affinity, self._weights, preferred=held.replica, session_id=session.session_id
         )
         self._enter(found)
         self.cached_length = held.cached_length if held.replica == self.replica else 0
-        """Committed tokens that the replica holds, as far as known."""
+        """Number of committed tokens that the replica holds, as far as is known."""
 
     @property
     def replica(self) -> str:
-        """The replica's name in the session store; empty without a replica."""
+        """The replica's name in the session store; empty if the session has no replica."""
         return "" if self._replica is None else self._replica.name
 
     @property
     def on_trial(self) -> bool | None:
-        """Whether the replica is on trial; None without a replica."""
+        """Whether the replica is on trial; None if the session has no replica."""
         return None if self._replica is None else self._replica.trial_share > 0
 
     @property
     def drafts_itself(self) -> bool:
-        """Whether the replica, or else the first of its role, drafts for itself."""
+        """Whether the session's target drafts with its own head. If the session has no target, the
+        first target of the pool decides."""
         found = self._pool.first if self._replica is None else self._replica.description
         return found is not None and found.drafts_itself
 
     @property
     def features_shown(self) -> str:
-        """The head whose hidden states the session's target sends."""
+        """`ReplicaDescription.features` of the session's target; empty without a target."""
         return self._pool.features_shown(self.context.session.session_id) or ""
 
     @property
     def features_read(self) -> str:
-        """The head whose hidden states this replica, a draft, reads."""
+        """`ReplicaDescription.features` of this replica, a draft; empty without a replica."""
         return "" if self._replica is None else self._replica.description.features
 
     @property
@@ -514,14 +534,14 @@ class SessionRoute(Generic[Item, Answer]):
 
     @property
     def is_left(self) -> bool:
-        """Whether the session should move as soon as there is another replica."""
+        """Whether the session should move, because its replica is missing, away or leaving."""
         return self._replica is None or not self._replica.is_open
 
     def begin(self, round_index: int) -> int:
-        """Begins a round, or continues it on another replica; drops answers to earlier rounds.
-        Returns the round's number in messages. After a move it is larger than that of any round
-        asked for, or run ahead, before, so late answers are not taken for new ones if the session
-        returns."""
+        """Begins a round, or begins it again on another replica. Drops answers to earlier rounds.
+        Returns the round's number for messages. Each move makes the numbers larger than all numbers
+        that the old replica may still answer, including rounds that it runs ahead. So if the
+        session returns to this replica, late answers match no round."""
         self._round = round_index + self._num_moves * (RUN_AHEAD_ROUNDS_MAX + 1)
         if self._answers:
             self._answers = {r: a for r, a in self._answers.items() if self._is_wanted(r)}
@@ -529,7 +549,7 @@ class SessionRoute(Generic[Item, Answer]):
         return self._round
 
     def head(self, number: int) -> RoundHead:
-        """The head of a message for the round with this `number`, from `begin`."""
+        """Creates the head of a message for a round. `begin` returned the `number`."""
         context = self.context
         record, tokens = context.session.record, context.session.tokens
         base_length = min(self.cached_length, len(tokens) - 1)
@@ -555,8 +575,8 @@ class SessionRoute(Generic[Item, Answer]):
         )
 
     def send(self, item: Item) -> None:
-        """See `Link.send`. Raises `LinkLost` also for a replica that was away and has not described
-        itself since, as it may have other weights."""
+        """Sends a message (`Link.send`). Also raises `LinkLost` if the replica is away, because it
+        may come back with other weights, or if it can no longer run the session."""
         replica = self._replica
         if replica is None:
             raise LinkLost(f"no {self._pool.role} is known")
@@ -573,8 +593,8 @@ class SessionRoute(Generic[Item, Answer]):
             raise
 
     async def take(self, timeout_s: float) -> Answer:
-        """Waits for the answer to the current round. Raises `LinkLost` if the stream breaks first,
-        and `TimeoutError` after `timeout_s`. One waiter at a time."""
+        """Waits for the answer to the current round. Raises `LinkLost` if the stream breaks, and
+        `TimeoutError` after `timeout_s`. Two calls must not wait at the same time."""
         check(self._waiter is None, "two waiters on one route")
         self._due = self._loop.time() + timeout_s
         while self._round not in self._answers:
@@ -603,8 +623,9 @@ class SessionRoute(Generic[Item, Answer]):
         self._wake()
 
     def put(self, answer: Answer) -> bool:
-        """Takes an answer to the current or a later round. Returns False if its round is over or
-        its epoch is another."""
+        """Keeps an answer to the current or a later round. Returns False if the answer is dropped:
+        its round has ended, its epoch is not the session's, a verdict or proposal of the round is
+        kept already, or `MAILBOX_REPLIES_MAX` answers are kept."""
         key = answer.key
         if key.epoch != self.context.session.epoch:
             return False
@@ -618,7 +639,7 @@ class SessionRoute(Generic[Item, Answer]):
         known = self._answers.get(key.round)
         if known is None:
             if len(self._answers) >= MAILBOX_REPLIES_MAX:
-                return False  # Safe: an answer that is needed is asked for again.
+                return False  # The session will ask again for an answer that it needs.
         elif isinstance(known, VerdictReply | ProposalReply):
             return False
         self._answers[key.round] = answer
@@ -626,7 +647,8 @@ class SessionRoute(Generic[Item, Answer]):
         return True
 
     def take_awaited(self) -> Answer | None:
-        """Returns the `awaited` answer if it has come, and clears `awaited`."""
+        """Returns the answer to the round `awaited` and clears `awaited`; None if it has not
+        arrived."""
         number = self.awaited
         if number is None or number not in self._answers:
             return None
@@ -634,12 +656,12 @@ class SessionRoute(Generic[Item, Answer]):
         return self._answers.pop(number)
 
     def lose(self, error: Exception) -> None:
-        """Notes that the stream to the replica broke."""
+        """Records that the stream to the replica broke."""
         self._lost, self.awaited = error, None
         self._wake()
 
     def resync(self, answer: Resync) -> None:
-        """Notes that the replica lacks the prefix of a message: the next message starts from the
+        """Handles a replica that lacks the prefix of a message. The next message will append to the
         tokens that the replica holds."""
         tokens = self.context.session.tokens
         known = tokens.holds(answer.cached_length, answer.prefix_digest)
@@ -647,20 +669,20 @@ class SessionRoute(Generic[Item, Answer]):
         self.context.observer.count("resyncs", self._pool.role)
 
     def give_up(self) -> None:
-        """Notes that the replica cannot go on: it is away until it describes itself again."""
+        """Marks the replica as away until it describes itself again."""
         if self._replica is not None:
             self._replica.miss()
 
     def reject(self) -> None:
-        """Leaves the replica for good, as its answers are wrong."""
+        """Leaves the replica because its answers are wrong. The session never returns to it."""
         if self._replica is not None:
             self._rejected.append(self._replica)
             self._leave()
 
     def move(self) -> bool:
-        """Moves to another replica, with the same weights and not rejected. Returns whether there
-        is one. If so, open requests stay unanswered, and the new replica is assumed to hold none of
-        the session's tokens. A draft that is to be left is left even if there is no other."""
+        """Moves to another replica that fits. Returns False if there is none. After a move, open
+        requests get no answer, and the new replica is assumed to hold none of the session's tokens.
+        Even without another replica, the session leaves a draft that is leaving."""
         before = self._replica
         without = self._rejected if before is None else [*self._rejected, before]
         session_id = self.context.session.session_id
@@ -680,7 +702,7 @@ class SessionRoute(Generic[Item, Answer]):
         return True
 
     def close(self) -> None:
-        """Ends the session: releases it on all replicas that it was on."""
+        """Ends the session, and releases it on all replicas that it has used."""
         session = self.context.session
         self._stop_timer()
         self._leave()

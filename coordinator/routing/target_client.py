@@ -1,5 +1,5 @@
-"""One session's target: asks for verdicts, repeats a request that gets no answer, and moves to
-another replica if the target is away."""
+"""One session's client of the target. It asks for verdicts, repeats requests that get no answer,
+and moves to another target if the current one is away."""
 
 import asyncio
 import logging
@@ -32,18 +32,20 @@ from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 _log = logging.getLogger(__name__)
 
 ANSWER_S = 30.0
-"""An unanswered request for a verdict is sent again after this time."""
+"""Wait for a verdict after which the request is sent again."""
 ANSWER_WAIT_GROWTH_MAX = 8
-"""The wait for a verdict doubles with each silence, up to this many times the first wait."""
+"""The wait for a verdict doubles each time it ends without an answer, up to this multiple of
+`ANSWER_S`."""
 Q_REFUSALS_MAX = 2
-"""Number of refusals of a q that is readable here after which the proposal is dropped."""
+"""If the target refuses a proposal's q this many times, but the coordinator can read the q, the
+proposal is dropped."""
 RETRY_S_MIN = 0.1
-"""First pause between two attempts to reach a target; it doubles up to `RETRY_S_MAX`."""
+"""First pause between two attempts to reach a target. The pause doubles up to `RETRY_S_MAX`."""
 RETRY_S_MAX = 1.0
 
 
 class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
-    """One session's target."""
+    """Asks one session's target for verdicts."""
 
     def __init__(
         self,
@@ -52,20 +54,21 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         config: CoordinatorConfig,
         audits: bool = False,
     ) -> None:
-        """With `audits`, each verdict carries the audit of its proposal (`VerifyItem.audit`)."""
+        """With `audits`, each request asks for an audit of its proposal (`VerifyItem.audit`)."""
         super().__init__(pool, context)
         self._audits = audits
         self._gone_s = config.target_gone_ms / 1e3
         self._random = Random(context.session.session_id).random  # noqa: S311 (for waits)
         self._asked_until = -1
-        """The last round that the target answers without being asked again."""
+        """Number of the last round that was asked for or that the target runs ahead."""
         self.was_asked = False
-        """Whether the target was asked for the newest verdict, rather than running ahead to it."""
+        """Whether a request was sent for the newest verdict. If not, the target ran ahead."""
         self.verified = NOTHING_SEALED
-        """The proposal of the newest verdict, as far as its q could be read."""
+        """The proposal of the newest verdict. It is shorter than the draft's proposal if a part of
+        that proposal's q was unreadable."""
         self.found_broken_draft = False
-        """Whether a q was unreadable, and the cause may depend on a token drawn from it: cutting
-        off such tokens could bias the output."""
+        """Whether a q was unreadable for a reason that may depend on the token drawn from it.
+        A proposal cut at such a token cannot be verified exactly, so the draft must be rejected."""
 
     async def verify(
         self,
@@ -74,14 +77,14 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         run_ahead: int = 0,
         wanted: NextWanted = NOTHING_WANTED,
     ) -> VerdictReply:
-        """The verdict of a round, and what is `wanted` for the next one. Asks until there is an
-        answer. Moves to another target if this one cannot be reached, leaves, or twice does not
-        answer in time. Raises the target's refusal, and `Unavailable` if no target can be reached
-        for `target_gone_ms`.
+        """Returns the verdict of a round, and what is `wanted` for the next round. Repeats the
+        request until an answer arrives. Moves to another target if this one cannot be reached, is
+        leaving, or twice does not answer in time. Raises the error with which the target refuses
+        the session, and `Unavailable` if no target can be reached for `target_gone_ms`.
 
-        If the target cannot read the draft's q, asks again with the part that is readable here
-        (`verified`). If all of q is readable here, drops the proposal after `Q_REFUSALS_MAX`
-        refusals."""
+        If the target cannot read the draft's q, asks again with the part of the proposal that the
+        coordinator can read. If the coordinator can read all of q, drops the proposal after
+        `Q_REFUSALS_MAX` refusals. `verified` has the proposal that the verdict is about."""
         if self.is_left:
             self.move()
         num_refusals, num_retries, num_silences = 0, 0, 0
@@ -96,7 +99,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
                     self._ask(number, proposal, run_ahead, wanted)
                 answer = await self.take(wait_s)
             except TimeoutError:
-                gone_at = math.inf  # The stream did not break.
+                gone_at = math.inf  # The target can be reached: its stream did not break.
                 num_silences += 1
                 if num_silences > 1 and self.move():
                     num_silences = 0
@@ -117,8 +120,8 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
                     self.resync(answer)
                 elif _is_about_q(refused := error_from_code(answer.code, answer.message)):
                     readable = self._readable(proposal)
-                    # If all of it is readable here, the refusal is about an earlier message,
-                    # or only the target cannot read it.
+                    # If the coordinator can read all of q, there are two possible causes: the
+                    # refusal answers an earlier message, or only the target cannot read q.
                     ask = proposal != readable
                     num_refusals = 0 if ask else num_refusals + 1
                     if num_refusals >= Q_REFUSALS_MAX and len(proposal) > 0:
@@ -136,8 +139,9 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
             number, ask = self.begin(round_index), True
 
     async def judge(self, token_ids: Sequence[int]) -> AsyncGenerator[VerdictReply]:
-        """Verdicts on `token_ids`, a few tokens a round. All are appended to the session, whatever
-        the verdicts say. The target computes every row, even for cached tokens."""
+        """Yields verdicts on `token_ids`, up to `NUM_DRAFT_TOKENS_MAX` tokens a round. Appends all
+        tokens to the session, whether the verdicts accept them or not. The target runs all tokens,
+        even those that its cache holds."""
         session = self.context.session
         for index, start in enumerate(range(0, len(token_ids), NUM_DRAFT_TOKENS_MAX)):
             part = tuple(token_ids[start : start + NUM_DRAFT_TOKENS_MAX])
@@ -147,8 +151,8 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
             self.settle(reply, session.length)
 
     def settle(self, reply: VerdictReply, common_length: int) -> None:
-        """Notes an outcome: the first `common_length` tokens of the verified sequence (the
-        session's tokens, then the proposal) are committed."""
+        """Records a round's outcome. `common_length` is the number of tokens that were committed
+        before the round, plus the number of accepted draft tokens."""
         self.cached_length = min(reply.cached_length, common_length)
 
     def move(self) -> bool:
@@ -158,8 +162,8 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         return is_moved
 
     def _must_ask(self, number: int, run_ahead: int) -> bool:
-        """Whether to send a message for a round without a proposal. None is sent while the target
-        runs ahead and has at least half of `run_ahead` left."""
+        """Whether to send a message for a round without a proposal. No message is needed while the
+        target still runs ahead for at least half of `run_ahead` more rounds."""
         left = self._asked_until - number
         return left < 0 or left < run_ahead // 2
 
@@ -176,7 +180,8 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         self._asked_until = number + run_ahead
 
     def _readable(self, proposal: SealedProposal) -> SealedProposal:
-        """The part of a proposal that can be verified, if the target could not read its q."""
+        """Returns the part of a proposal whose q the coordinator can read. If the rule needs no q,
+        returns the whole proposal without q."""
         if not self.context.session.record.rule.needs_q:
             return replace(proposal, q=b"")
         readable, is_broken = proposal.readable()
@@ -188,17 +193,17 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
 
     async def _take_refusal(self, answer: Refused, error: OutriderError, num_retries: int) -> None:
         if answer.code == CANCELLED_CODE:
-            # The session was released under this epoch before, so the store has lost the epoch and
-            # given it a second time.
+            # The target has seen a Release of this epoch. So the store has lost the epoch, and has
+            # given the same number a second time.
             raise DataLoss(f"the target has seen the session's epoch end: {answer.message}")
         if isinstance(error, BadRequest):
-            # The user's fields were checked before, so a bad message is our fault.
+            # The coordinator has validated the user's request, so this is a bug in Outrider.
             raise InvariantError(f"the target refuses a message: {error.message}")
         if isinstance(error, Unavailable):
             self.give_up()
             if self.move():
                 return
-        # A deadline that has passed at the target passes here soon.
+        # If the deadline has passed at the target, it will soon pass at the coordinator.
         elif not isinstance(error, Overloaded | DeadlineExceeded):
             raise error
         await asyncio.sleep(self._rest_s(num_retries))
