@@ -2,7 +2,7 @@
 `outrider plan`.
 
 The target answers every prompt, and the draft then reads each answer once. No rounds run and no
-times are measured. So the figures depend on the models and the prompts, but not on the machine.
+times are measured, so the figures do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ OUTCOMES = (4, 8, 12, 16, 24)
 """For each of these numbers n, `--hits` reports how often a round's outcome is among the n outcomes
 that the draft finds likeliest."""
 AT_ONCE = 8
-"""Number of prompts decoded together. The distributions p at all tokens of their answers stay in
-memory until the draft has read these answers."""
+"""Number of prompts decoded together. Until the draft has read their answers, p at each token of
+these answers stays in memory."""
 _SEQUENCE = "bench"
 
 Array = npt.NDArray[np.float64]
@@ -80,9 +80,9 @@ class Answer:
 
 class Guessing:
     """How well a draft guesses the last token of a round under one rule. `recovery` counts
-    corrections, and `bonus` counts bonus tokens. Entry i of either array is the total weight of
-    tokens that were the draft's guess number i. The last entry is that of tokens that the draft did
-    not guess."""
+    corrections, and `bonus` counts bonus tokens. Entry i of either array is the total weight of the
+    tokens that were the draft's guess number i. The last entry is the weight of the tokens that the
+    draft did not guess."""
 
     def __init__(self) -> None:
         self.recovery, self.bonus = np.zeros(RANKS_MAX + 1), np.zeros(RANKS_MAX + 1)
@@ -121,8 +121,8 @@ class Sample:
 
     def by_position(self, rule: Rule) -> tuple[float | None, ...]:
         """The chances that draft token 1, 2, ... of a chain is accepted, given that all earlier
-        draft tokens were accepted. They are means over chains that start at every token of the
-        answers. None for draft tokens that no chain reached. Not valid for the rule block."""
+        draft tokens were accepted. The chances are means over chains that start at every token of
+        the answers. None for draft tokens that no chain reached. Not valid for the rule block."""
         return conditional_acceptance(
             [np.minimum(text.steps(rule), 1.0).tolist() for text in self.texts]
         )
@@ -159,8 +159,8 @@ class ModelReader:
 
 
 class LookupReader:
-    """A look-up drafter, which is asked for one token at each place. So q is one-hot, or None where
-    the look-up finds nothing."""
+    """A look-up drafter, which is asked for one token at each place. q is one-hot. Where the
+    look-up finds nothing, q is None."""
 
     def __init__(self, drafter: Any) -> None:
         self._drafter = drafter
@@ -170,8 +170,8 @@ class LookupReader:
     def distributions(
         self, token_ids: Sequence[int], first: int, params: SamplingParams = SAMPLED
     ) -> list[DraftDistribution | None]:
-        # Every answer is a session with its own seed, as in a deployment. Each temperature is a
-        # tenant of its own, because look-ups copy from all earlier answers to a tenant.
+        # Every answer is a session with its own seed, as in a deployment. Each temperature has its
+        # own tenant, because look-ups copy from all earlier answers to a tenant.
         self._num_read += 1
         name = f"{_SEQUENCE}-{self._num_read}"
         rule = Rule.GREEDY if params.greedy else Rule.TOKEN
@@ -196,7 +196,7 @@ def decode(
     names = [f"{_SEQUENCE}-{i}" for i in range(len(asked))]
     new = {i: each.prompt_ids for i, each in enumerate(asked)}
     try:
-        # Several long prompts may not fit into one step, so each has a step of its own.
+        # Several long prompts may not fit into one step, so each prompt has its own step.
         for i, each in enumerate(asked if len(asked) > 1 else ()):
             if len(each.prompt_ids) > 1:
                 engine.forward([SequenceStep(names[i], each.prompt_ids[:-1], num_logits=0)])
@@ -337,9 +337,9 @@ class Reading:
         guessing: Mapping[Rule, Guessing],
     ) -> tuple[float, float, float]:
         """Returns ratio, overlap and match of one token. Also adds the token's rank among the
-        draft's guesses to `guessing`, once as a bonus, and once as a correction. A correction needs
-        a rejected token. Under greedy and coupled, the rejected token is the draft's own draw at
-        this place. Under the other rules, this function draws a rejected token."""
+        draft's guesses to `guessing`, once as a bonus, and once as a correction. For a correction,
+        a draft token must be rejected first. Under greedy and coupled, this is the draft's own draw
+        at this place. Under the other rules, this function draws the rejected token."""
         drafted, counts = (q.token_ids, q.counts) if q is not None else ((), ())
         rank = drafted.index(token_id) if token_id in drafted else None
         if params.greedy:

@@ -80,7 +80,7 @@ async def complete(client: Client, request: GenerateRequest) -> Completion:
 
 class HttpClient(BenchClient):
     """Calls a server with OpenAI's HTTP API. An async context manager. If `model` is empty,
-    entering asks the server for its models and takes the first, or raises `Unavailable`."""
+    `__aenter__` asks the server for its models and takes the first, or raises `Unavailable`."""
 
     def __init__(self, base_url: str, *, raw: bool, model: str = "", api_key: str = "") -> None:
         """`base_url` may end with `/v1`. `raw` requests text completions instead of chats. Raises
@@ -154,7 +154,8 @@ class HttpClient(BenchClient):
             "stream_options": {"include_usage": True},
         }
         if decoding.ignore_eos:
-            body["ignore_eos"] = True  # Omitted if false, as OpenAI's own servers refuse the field.
+            # OpenAI's own servers refuse this field, so it is sent only if needed.
+            body["ignore_eos"] = True
         if self._raw:
             return TEXT, body | {"prompt": prompt.text, "max_tokens": decoding.max_tokens}
         body["max_completion_tokens"] = decoding.max_tokens

@@ -1,5 +1,5 @@
-"""`outrider bench device`: how close a step at batch 1 comes to the limit of the memory bandwidth.
-`python -m benchmarks.device` measures the same, and needs neither Ray nor gRPC.
+"""`outrider bench device`: how close a step at batch size 1 comes to the limit that the memory
+bandwidth sets. `python -m benchmarks.device` measures the same without Ray and gRPC.
 
 | figure | meaning (times are medians) |
 | --- | --- |
@@ -175,8 +175,8 @@ def _question(logits: torch.Tensor, rule: Rule, index: int) -> Question:
 
 
 def _weight_bytes(module: Any) -> int:
-    """Bytes of all weights that a step reads. If embedding and head are separate tensors, a step
-    reads only a few rows of the embedding, so the embedding does not count."""
+    """Bytes of all weights that a step reads. If embedding and LM head are separate tensors, the
+    embedding does not count, because a step reads only a few of its rows."""
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
     whole = sum(parameter.nbytes for parameter in module.parameters())

@@ -9,8 +9,8 @@ modes       Each mode decodes one session under each of its rules, at the K that
 features    A head on the target drafts, and then a head on a draft replica, to which the target
             sends its hidden states. Each measurement is one session under the rule token.
 
-fraction_of_ideal    tokens a second, divided by those of ideal rounds; an ideal round takes one
-                     target step and commits the expected number of tokens
+fraction_of_ideal    tokens a second, divided by the tokens a second of ideal rounds; an ideal round
+                     takes one target step and commits the expected number of tokens
 look_ahead_hit_rate  share of rounds whose proposal was ready when the round began; null without
                      look-ahead
 overhead_ms_p50      median of a round's time minus its model steps, which are the target's step
@@ -41,14 +41,15 @@ PROMPT_TOKENS = 64
 TOKENS_MAX = 8_000
 """Maximum of `--tokens`. Prompt and answer must fit into the length of the emulated models."""
 SPARE_TOKENS = 16
-"""Tokens at the end of a session that are not measured, because the last rounds draft less."""
+"""Tokens at the end of a session that are not measured, because the last rounds draft fewer tokens.
+"""
 SWEEP_SHARE = 0.05
 """Length of the short sessions that determine the fastest K, as a share of `--tokens`."""
 SWEEP_TOKENS_MIN = 24
 DROPPED_SHARE = 0.05
 DROPPED_MIN = 4
-"""The first tokens of a session are not measured: `DROPPED_SHARE` of them, at least `DROPPED_MIN`.
-The first round has no draft, and the second waits until the draft has prefilled."""
+"""At the start of a session, this share of its tokens is not measured, but at least `DROPPED_MIN`
+tokens. The first round has no draft, and the second waits until the draft has prefilled."""
 MODES = {
     "plain": (Rule.TOKEN,),
     "synchronous": (Rule.TOKEN, Rule.COUPLED),
@@ -63,8 +64,8 @@ LAW = {
 }  # fmt: skip
 """The distributions of the emulated models. `EmulatedSpec` gets these parameters and `STEPS`."""
 ACCEPTANCE = {Rule.TOKEN: 0.8000, Rule.COUPLED: 0.7627}
-"""Chance that a draft token is accepted, given that all earlier draft tokens were accepted. It
-follows from `LAW`."""
+"""Chance that a draft token is accepted, given that all earlier draft tokens were accepted. The
+values follow from `LAW`."""
 NUM_DRAFT_TOKENS_MAX = 14
 ROUND_TRIP_MS = 5.0
 """Time by which the second measurement of `modes` lengthens the round trip between coordinator and
@@ -212,8 +213,8 @@ async def _features(options: EmulateOptions, progress: Progress) -> list[dict[st
 async def _measure_head(
     options: EmulateOptions, client: Client, coordinator: Process
 ) -> dict[str, Any]:
-    """Measures a session whose prompt has one token. The hidden states of a longer prompt would
-    count as bytes of the rounds."""
+    """Measures a session whose prompt has one token, because the hidden states of a longer prompt
+    would count as bytes of the rounds."""
     rates = options.acceptance_rates
     k = min(FEATURES_K, len(rates) or FEATURES_K)
     await _decode(client, Rule.TOKEN, k, SWEEP_TOKENS_MIN)
@@ -242,7 +243,7 @@ async def _measure(
     for count in range(1, most + 1) if mode != "plain" else ():
         num_tokens = max(SWEEP_TOKENS_MIN, round(options.tokens * SWEEP_SHARE))
         tried = window((await _decode(client, rule, count, num_tokens)).rounds, num_tokens)
-        # In so few rounds, the expected number of tokens varies less than the actual number.
+        # In so few rounds, the actual number of tokens varies much, so the expected number is used.
         expected = sum(expected_tokens(rule, one.num_draft_tokens, rates) for one in tried)
         speeds[count] = expected / sum(one.ms for one in tried)
     best = max(speeds, key=speeds.__getitem__)

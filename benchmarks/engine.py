@@ -15,7 +15,8 @@ steps
 All figures are medians. In the part `sessions`, each session has its own prompt of 256 tokens and
 decodes 128 tokens greedily, ignoring EOS. The time runs from the first request to the last token,
 so it includes prefill. A gap is the time between the arrivals of two successive tokens of a session
-at the client. Tokens of one message share the time until the next message equally.
+at the client. If a message has n tokens, they count as n gaps, each 1/n of the time until the next
+message.
 """
 
 import asyncio
@@ -54,8 +55,8 @@ PROMPT_TOKENS = 256
 NEW_TOKENS = 128
 GREEDY = SamplingParams(temperature=0.0)
 _STRIDE = 7
-"""The prompts of each measurement start this many tokens further on in the text, so that no prompt
-is cached."""
+"""In each measurement, the prompts start this many tokens later in the text, so that no prompt is
+cached."""
 
 PREFIX_TOKENS = 1_000
 OWN_TOKENS = 20
@@ -64,15 +65,15 @@ LONG_TOKENS = 4_000
 RUNNING_SESSIONS = 8
 """Sessions that decode while the long prompt is prefilled."""
 RUNNING_TOKENS = 256
-"""Length of the prompts of these sessions."""
+"""Length of the prompts of the running sessions, in tokens."""
 SETTLING_GAPS = 16
-"""Number of first gaps of each running session that are not measured, because other sessions are
-still starting."""
+"""Number of gaps at the start of each running session that are not measured, because other sessions
+are still starting."""
 GAPS_BEFORE = 64
 """Gaps of each session that are measured before the long prompt is sent."""
 _POLL_S = 0.005
 _REST_S = 0.5
-"""Wait after the answer to the long prompt. All gaps that overlap the prefill end within it."""
+"""Wait after the answer to the long prompt, so that all gaps that overlap the prefill end."""
 
 CACHED_TOKENS = 256
 STEP_TOKENS = 5
@@ -80,7 +81,7 @@ STEP_REPETITIONS = 50
 
 
 class Prompts:
-    """Cuts prompts from real text. Each call of `take` returns other prompts."""
+    """Cuts prompts from real text. Each call of `take` returns new prompts."""
 
     def __init__(self, token_ids: Iterable[int]) -> None:
         self._ids = tuple(token_ids)
@@ -102,7 +103,7 @@ async def run(options: EngineOptions, config: DeploymentConfig, progress: Progre
     prompts = Prompts(chain.from_iterable(text.encode(one.text) for one in built_in_prompts()))
     progress("loading the engine")
     num_threads = target.num_threads or available_cores()
-    # If `num_threads` is set, the engine leaves no core to other processes in small steps.
+    # With `num_threads` set, the engine uses all these threads in small steps, too.
     engine = build_engine(replace(target, num_threads=num_threads), num_threads)
     room = engine.info.max_model_len
     if room < PROMPT_TOKENS + NEW_TOKENS:
@@ -131,7 +132,7 @@ async def run(options: EngineOptions, config: DeploymentConfig, progress: Progre
 async def _rates(
     options: EngineOptions, prompts: Prompts, client: Client, engine: Engine, progress: Progress
 ) -> dict[str, object]:
-    """Rates of the services and of the engine alone. Both take turns after a warm-up."""
+    """Rates of the services and of the engine alone, which take turns after a warm-up."""
     found: dict[int, list[tuple[float, float]]] = {number: [] for number in SESSIONS}
     for index in range(-1, options.repetitions):
         for number in SESSIONS if index >= 0 else SESSIONS[:2]:
@@ -238,8 +239,8 @@ def gaps(arrivals: Sequence[Sequence[float]], start: float, end: float) -> list[
 
 
 def step_times(engine: Engine, config: TargetConfig, prompt: tuple[int, ...]) -> dict[str, float]:
-    """Times of a step of `STEP_TOKENS` new tokens after `CACHED_TOKENS` cached tokens. One is that
-    of the engine, the other that of transformers with its own cache."""
+    """Times of a step of `STEP_TOKENS` new tokens after `CACHED_TOKENS` cached tokens, in the
+    engine and in transformers with its own cache."""
     module: Any = load_model(
         Path(config.directory), name=config.model, dtype=config.dtype, device=config.device,
         num_threads=config.num_threads or available_cores(),

@@ -1,9 +1,10 @@
 """`outrider bench identity`: checks that answers are the same with drafts as without.
 
 Each prompt is decoded without drafts, then with each K alone, and then with each K beside other
-requests. With a long text before it, each prompt is decoded again without drafts, and with each K
-alone. Only the first answer to a prompt finds nothing cached. If `outrider status` shows `bit-equal
-rows`, answers with and without drafts must be equal under the rules greedy and coupled.
+requests. Then a long text is put before each prompt, and the longer prompt is decoded without
+drafts, and with each K alone. Only the first answer to a prompt finds nothing cached. If `outrider
+status` shows `bit-equal rows`, answers with and without drafts must be equal under the rules greedy
+and coupled.
 
 The check fails if any token differs, or if no draft token was accepted. Run it on a deployment with
 `--no-length-control --draft-model demo-drafter`, so that a model drafts K tokens in each round.

@@ -35,7 +35,8 @@ SWEEP_PROMPTS = 6
 SPARE_TOKENS = 16
 """Room in a library's context for draft tokens after the longest completion."""
 CONTEXT_STEP = 256
-"""A library's context is a multiple of this, as some caches hold only whole blocks of tokens."""
+"""A library's context is a multiple of this number of tokens, because some caches hold only whole
+blocks of tokens."""
 _PROGRAM = Path(__file__).with_name("library_process.py")
 
 
@@ -126,11 +127,11 @@ class Library:
     speculative: str = ""
     """Name of the library's speculative mode without a draft model; empty if there is none."""
     drafting: tuple[Setting, ...] = ()
-    """Settings that a sweep tries for the speculative mode, each together with the fastest of
-    `bindings`."""
+    """Settings that a sweep tries for the speculative mode. The sweep adds each of these settings
+    to the fastest of `bindings`."""
     preloads: tuple[str, ...] = ()
-    """Shared objects that the library's manual asks to preload. Each name is that of a file in the
-    virtual environment, or of an object that the system's linker finds."""
+    """Shared objects that the library's manual asks to preload. Each entry names a file in the
+    virtual environment, or an object that the system's linker finds."""
 
     def interpreter(self, environments: Path) -> str:
         return str(environments.absolute() / self.name / "bin" / "python")
@@ -254,10 +255,10 @@ class LibraryProcess(Process, BenchClient):
 async def fastest_settings(
     library: Library, inputs: TargetInputs, progress: Progress, *, again: bool
 ) -> dict[str, Setting]:
-    """Returns the fastest setting of each mode. If a sweep for the same model and number of threads
-    is stored, and not `again`, uses its result. Otherwise runs a sweep and stores its result. Omits
-    the speculative mode if none of its settings works. Raises `Unavailable` if plain decoding does
-    not work."""
+    """Returns the fastest setting of each mode. If the result of a sweep for the same model and
+    number of threads is stored, uses this result. Otherwise, or if `again`, runs a sweep and stores
+    its result. Omits the speculative mode if none of its settings works. Raises `Unavailable` if
+    plain decoding does not work."""
     if library.is_ours:
         return {PLAIN: library.bindings[0], library.speculative: library.drafting[0]}
     path = inputs.environments / library.name / "settings.json"
@@ -298,9 +299,9 @@ async def _rate(library: Library, setting: Setting, inputs: TargetInputs) -> flo
 
 def bfloat16_gguf(gguf: Path, cache: Path) -> Path:
     """Returns a cached copy of `gguf` whose weights are rounded to bfloat16, like the target's.
-    The copy stores matrices as float16, because not every library reads bfloat16. In float16, only
-    numbers below 2**-17 in magnitude lose bits. The copy stores vectors as float32, because
-    llama.cpp needs this. Metadata, names, shapes and the order of rows stay the same.
+    The copy stores matrices as float16, because not every library reads bfloat16. Only numbers
+    below 2**-17 in magnitude lose bits in float16. The copy stores vectors as float32, because
+    llama.cpp needs float32 vectors. Metadata, names, shapes and the order of rows do not change.
     """
     from outrider.models.sources import cached_path, made_once
 
@@ -324,9 +325,9 @@ def _write(gguf: Path, path: Path) -> None:
             of_entries = entry.types[-1] if kind == GGUFValueType.ARRAY else None
             writer.add_key_value(entry.name, entry.contents(), kind, of_entries)
     for tensor in reader.tensors:
-        # The array is copied, because torch takes no read-only (memory-mapped) array.
+        # `np.array` copies the memory-mapped array, because torch takes no read-only array.
         values = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type)))
-        if not tensor.name.startswith("rope_"):  # Tables of angles are no weights: not rounded.
+        if not tensor.name.startswith("rope_"):  # Tables of angles are not weights.
             rounded = values.to(torch.bfloat16)
             values = rounded.float() if rounded.dim() == 1 else rounded.to(torch.float16)
         writer.add_tensor(tensor.name, values.numpy())

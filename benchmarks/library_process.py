@@ -3,9 +3,9 @@
 The process runs in the library's own virtual environment, where Outrider is not installed. So this
 module imports Outrider only in `Engine` and `Transformers`, which run in Outrider's environment.
 
-The process reads JSON lines until its input ends. The first line says what to load, and is answered
-with `{}`. Each further line is a batch of prompts, and is answered with `{"completions": ...}`. If
-an error occurs, the answer is `{"error": ...}`.
+The process reads JSON lines until its input ends, and answers each line. The first line says what
+to load, and the answer is `{}`. Each further line is a batch of prompts, and the answer is
+`{"completions": ...}`. After an error, the answer is `{"error": ...}`.
 """
 
 import json
@@ -22,8 +22,8 @@ CACHE_GIB = 1
 """Size of a library's key-value cache, GiB."""
 
 Emit = Callable[[int, list[int]], None]
-"""Takes the index of a prompt in its batch, and the next tokens of the prompt's answer, as soon as
-the library returns them."""
+"""Called as soon as the library returns tokens of an answer, with these tokens and the index of the
+prompt in its batch."""
 
 
 class Decoder:
@@ -38,8 +38,8 @@ class Decoder:
         raise NotImplementedError
 
     def decode(self, prompts: list[list[int]], request: dict[str, Any], emit: Emit) -> None:
-        """Decodes all prompts, `request["concurrency"]` at a time. Temperature 0 is greedy; no
-        other sampling parameter applies."""
+        """Decodes all prompts, `request["concurrency"]` at a time. The only sampling parameter is
+        the temperature; 0 = greedy."""
         raise NotImplementedError
 
 
@@ -272,7 +272,7 @@ DECODERS = {
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # Text that a library prints goes to standard error, not into the answers.
+    os.dup2(2, 1)  # Text that a library prints now goes to standard error, not into the answers.
     library: Decoder | None = None
     for line in sys.stdin:
         request = json.loads(line)

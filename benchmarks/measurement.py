@@ -33,7 +33,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """How to decode a prompt. None = the server's default."""
+    """How to decode a prompt. A field of None stands for the server's default."""
 
     max_tokens: int
     temperature: float
@@ -67,7 +67,7 @@ class Completion:
     started_s: float
     """When the request was sent, on a clock that all completions of a side share."""
     seconds: float
-    """Time from sending the request to the end of the answer, so including prefill."""
+    """Time from sending the request to the end of the answer. Includes prefill."""
     num_rounds: int = 0
     num_draft_tokens: int = 0
     """Number of draft tokens of all rounds together."""
@@ -156,7 +156,7 @@ class SideResult:
 
     completions: tuple[Completion, ...]
     seconds: float
-    """Wall time. If several requests ran at a time, it is less than the sum of their times."""
+    """Wall time. If several requests ran at a time, less than the sum of the requests' times."""
 
     @property
     def num_tokens(self) -> int:
@@ -206,8 +206,8 @@ async def measure(
 
 
 async def _warm_up(contestant: Contestant) -> None:
-    """Decodes the warm-up prompts, with seeds that no measured prompt has, because the second
-    session with a seed may be drafted differently."""
+    """Decodes the warm-up prompts. Their seeds differ from those of all measured prompts, because
+    the second session with a seed may be drafted differently."""
     short = min(WARM_UP_TOKENS_MAX, contestant.decoding.max_tokens)
     for index, prompt in enumerate(WARM_UP_PROMPTS, start=1):
         decoding = replace(contestant.decoding.for_prompt(-index), max_tokens=short)
@@ -216,9 +216,9 @@ async def _warm_up(contestant: Contestant) -> None:
 
 def _blocks(num_prompts: int, concurrency: int) -> list[range]:
     """The indices of the prompts of each turn. With one request at a time, each turn has one
-    prompt. With several requests, there are only two turns, because fewer than `concurrency`
-    requests run at the end of a turn. Each turn has every second prompt. The sides' order differs
-    between the two turns, because a later side finds the beginnings of prompts cached."""
+    prompt. With several requests at a time, there are only two turns, each of every second prompt:
+    at the end of a turn, fewer than `concurrency` requests run. There are two turns and not one, so
+    that each side comes first once. A side that comes later finds beginnings of prompts cached."""
     if concurrency == 1:
         return [range(index, index + 1) for index in range(num_prompts)]
     return [range(turn, num_prompts, 2) for turn in range(min(2, num_prompts))]

@@ -204,7 +204,7 @@ async def measure_capacity(options: OverheadOptions, progress: Progress) -> dict
 
 async def measure_transports(_: OverheadOptions, progress: Progress) -> dict[str, Any]:
     """Calls a coordinator in this process by gRPC and HTTP in turn. Clients and coordinator share
-    an event loop. So the added time is that of their code, and of the kernel's loopback.
+    an event loop. So the added time is spent in their code, and in the kernel's loopback.
 
     `X_ttft_added_ms_p50` is a median: the time to the first token at a client of transport X, minus
     the coordinator's own time to the first token. `X_chunk_added_ms` is the median time from when
@@ -218,7 +218,7 @@ async def measure_transports(_: OverheadOptions, progress: Progress) -> dict[str
     ):
         clients: dict[str, BenchClient] = {"grpc": GrpcClient(client, raw=True), "http": http}
         gc.collect()
-        gc.freeze()  # Garbage collections during the measurement do not scan long-lived objects.
+        gc.freeze()  # Later garbage collections skip the objects that exist now.
         for turn in range(-WARM_UP_TURNS, TURNS):
             if turn % 10 == 0:
                 progress(f"turn {turn} of {TURNS}")

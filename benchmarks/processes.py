@@ -1,5 +1,5 @@
-"""Starts and calls the processes of a benchmark, and has the *roles* that these processes play.
-Some roles are the services of a deployment, which run without Ray here.
+"""Starts and calls the processes of a benchmark, and defines the *roles* of these processes. Some
+roles are the services of a deployment, which run without Ray here.
 
 A process reads JSON lines until its input ends, and answers each line with one line. The first line
 sets the process up, and its answer means that the process is ready. If the process refuses a line,
@@ -88,7 +88,8 @@ class Process:
     async def __aenter__(self) -> Self:
         self._process = await asyncio.create_subprocess_exec(
             *self._command, stdin=PIPE, stdout=PIPE, limit=LINE_BYTES_MAX, env=self._environment,
-            start_new_session=True,  # So Ctrl-C reaches only the caller, which closes the input.
+            # Ctrl-C then reaches only this process, which closes the other's input.
+            start_new_session=True,
         )  # fmt: skip
         try:
             self.ready = await self.ask(self._setup, START_TIMEOUT_S)
@@ -150,9 +151,9 @@ Opens = Callable[[dict[str, Any]], AbstractAsyncContextManager[Role]]
 
 
 def main(words: Sequence[str]) -> None:
-    """Plays a role until the input ends. The first word names the function that sets it up. With
-    `EXACT_TIMERS`, the event loop uses `select`, whose timers are exact to microseconds. Timers of
-    `epoll` may be 1 ms late."""
+    """Plays a role until the input ends. The first word names the function that sets up the role.
+    With `EXACT_TIMERS`, the event loop uses `select`, whose timers are exact to microseconds.
+    Timers of `epoll` may be 1 ms late."""
     output = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # Text that libraries print goes to standard error, not into the answers.
     module, _, name = words[0].partition(":")
@@ -190,8 +191,8 @@ _ACTORS: dict[str, tuple[str, str, Any]] = {
 
 @asynccontextmanager
 async def service(setup: dict[str, Any]) -> AsyncIterator[Role]:
-    """The role of a target, a draft or a coordinator. `setup` says which one as `service`, and has
-    its configuration as `config`. Each answer has the CPU time of the process as `cpu_s`. The
+    """The role of a target, a draft or a coordinator. In `setup`, `service` names the role, and
+    `config` is the configuration. Each answer has the CPU time of the process as `cpu_s`. The
     answers of a coordinator also have `wire_bytes`."""
     module, kind, make = _ACTORS[setup["service"]]
     actor = getattr(importlib.import_module(module), kind)()
@@ -309,9 +310,9 @@ class Replicas:
 async def running_pair(
     target: TargetConfig, draft: DraftConfig | None, coordinator: CoordinatorConfig
 ) -> AsyncIterator[Replicas]:
-    """Starts an embedded Redis, a target, and a draft replica if `draft` has a model. `coordinator`
-    has the settings of coordinators that use them. Raises `ConfigError`, and `Unavailable` if a
-    process ends."""
+    """Starts an embedded Redis and a target. If `draft` has a model, also starts a draft replica.
+    `coordinator` has the settings of later coordinators. Raises `ConfigError`, and `Unavailable` if
+    a process ends."""
     async with AsyncExitStack() as stack:
         redis_url = await stack.enter_async_context(embedded_redis())
         verifier = await stack.enter_async_context(service_process("target", target))

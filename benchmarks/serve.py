@@ -44,7 +44,7 @@ REQUESTS_MAX = 1_000_000
 LAG_PERIOD_S = 0.05
 """Time between two samples of the lag of this client's event loop."""
 LAG_MS_MAX = 10.0
-"""The report warns if the 99th percentile of the lag exceeds this."""
+"""The report warns if the 99th percentile of the lag is above this limit."""
 ERRORS_SHOWN = 3
 STATISTICS: Mapping[str, Any] = {
     "mean": np.mean, "median": np.median, "std": np.std, "p99": lambda ms: np.percentile(ms, 99),
@@ -75,7 +75,7 @@ class ServeOptions(PromptOptions):
     temperature: Temperature = 0.0
     """0 = greedy."""
     ignore_eos: bool = False
-    """Do not stop at the EOS token (OpenAI's own servers refuse this)."""
+    """Do not stop at the EOS token (OpenAI's own servers refuse this field)."""
     num_draft_tokens: Annotated[int | None, between(0, NUM_DRAFT_TOKENS_MAX)] = None
     """Maximum number of draft tokens of a round, for an Outrider deployment; 0 = plain decoding;
     unset = the deployment's default."""
@@ -116,7 +116,7 @@ class Record:
     """One finished request. Times are seconds since the load began."""
 
     due_s: float
-    """When the request arrived, by the schedule of the load."""
+    """When the request was due by the schedule of the load."""
     started_s: float
     """When the request was sent. This is later than `due_s` if the request waited because of
     `--max-concurrency`, or if this client was slow."""
@@ -133,7 +133,8 @@ class Load:
     records: Sequence[Record]
     """In the order in which the requests ended."""
     lags_s: Sequence[float]
-    """Samples of how late this client's event loop runs, and so reads chunks."""
+    """Samples of how late this client's event loop runs. The client reads chunks late by as much.
+    """
 
     @property
     def completed(self) -> list[tuple[Record, Completion]]:

@@ -42,8 +42,8 @@ class SpeedupOptions(DecodingOptions):
     """Do not measure the references, which are the engine alone and `generate` of transformers."""
 
     def levels(self) -> tuple[SpeedupOptions, ...]:
-        """The options of each concurrency. Only the first measures references, because these always
-        run one request at a time."""
+        """The options of each concurrency. Only the first options measure references, because
+        references always run one request at a time."""
         return tuple(
             replace(self, concurrency=(number,), no_reference=self.no_reference or index > 0)
             for index, number in enumerate(self.concurrency)

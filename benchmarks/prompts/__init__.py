@@ -67,7 +67,7 @@ def read_prompts(path: Path | None) -> tuple[BenchPrompt, ...]:
 
 def parse_prompts(text: str, source: str) -> tuple[BenchPrompt, ...]:
     """The prompts of a JSONL text. Ignores empty lines and unknown keys. Raises `SettingError` if a
-    line is wrong. In its message, `source` is the name of the text."""
+    line is wrong. The message calls the text `source`."""
     prompts: list[BenchPrompt] = []
     # Not `splitlines`, because a JSON string may contain other line separators than the line feed.
     for number, line in enumerate(text.split("\n"), start=1):

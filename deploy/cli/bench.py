@@ -77,7 +77,7 @@ MODEL_SETTINGS: Mapping[str, tuple[str, ...]] = {
     "emulate": (), "overhead": (), "device": (), "engine": TARGET_SETTINGS,
     "acceptance": TARGET_SETTINGS + DRAFT_SETTINGS,
 }  # fmt: skip
-"""For each benchmark that needs no deployment, the settings that it takes."""
+"""The settings of each benchmark that needs no deployment, by the benchmark's name."""
 
 
 def _load(name: str) -> Command:
@@ -108,8 +108,8 @@ def _load(name: str) -> Command:
 
 
 async def _speedup(module: Any, options: SpeedupOptions, arguments: Arguments) -> Report:
-    # If no deployment runs, each level starts a temporary one of its own. With a common deployment
-    # the later levels would be faster, because all levels send the same prompts.
+    # If no deployment runs, each level starts its own temporary deployment. In one deployment for
+    # all levels, the later levels would find their prompts cached and would be faster.
     levels = [await _measured(module, level, arguments) for level in options.levels()]
     report: Report = module.report(levels)
     return report
@@ -157,8 +157,8 @@ async def _two_tenants(arguments: Arguments, raw: bool) -> AsyncIterator[tuple[S
 
 
 def _subject(connection: Connection, client: Client, raw: bool) -> Subject:
-    """The deployment to measure. References and peers get as many threads as the target or the
-    draft, whichever has more, because target and draft take turns."""
+    """The deployment to measure. The engines with which it is compared get as many threads as the
+    target or the draft, whichever has more, because target and draft take turns."""
     from benchmarks.clients import GrpcClient
     from benchmarks.speedup import Subject
 
@@ -218,7 +218,7 @@ async def _serve(module: Any, options: ServeOptions, arguments: Arguments) -> An
             model = (await ours.describe()).model
             settings = options.settings("outrider-grpc", connection.address, model)
         gc.collect()
-        gc.freeze()  # Garbage collections during the measurement skip the present objects.
+        gc.freeze()  # Later garbage collections skip the objects that exist now.
         progress("sending requests")
         load = await module.measure(options, client, progress.update)
         progress.rest()

@@ -140,7 +140,7 @@ class Command(click.Command):
 
 
 class Group(click.Group):
-    """A group of subcommands. `purposes` has a line of help for each subcommand, by name. `load`
+    """A group of subcommands. `purposes` maps each subcommand's name to a line of help. `load`
     returns the subcommand with a given name."""
 
     def __init__(

@@ -132,7 +132,7 @@ keys = Group(
     ),
     option(
         "--force", is_flag=True,
-        help="replace the authority and all certificates; earlier ones are no longer trusted",
+        help="replace the authority and all certificates; the old ones are no longer trusted",
     ),
     option("--check", is_flag=True, help="only show how many days each certificate is still valid"),
     json_option(),

@@ -62,8 +62,8 @@ _SETTINGS = {
     option(
         "--measure", type=Path, metavar="FILE",
         help="JSONL file whose lines have `prompt`; also measure the acceptance in the target's "
-        "answers to these prompts. None of them may be in --prompts. Whether --corpus contains "
-        "them is not checked",
+        "answers to these prompts. None of these prompts may be in --prompts. The command does "
+        "not check whether --corpus contains them",
     ),
     option(
         "--corpus", type=Path, metavar="DIR",
@@ -93,7 +93,7 @@ def distill(arguments: Arguments) -> int:
     check_out(options.out)
     if options.corpus is not None:
         corpus_files(options.corpus)
-    use_threads(available_cores())  # Would have no effect after torch is imported.
+    use_threads(available_cores())  # This call must precede the import of torch.
     progress(f"loading {arguments.target}")  # Importing the libraries takes seconds.
     from draft_service.training.distilling import distill as make
     from outrider.models.sources import cache_dir, resolve_model
@@ -121,7 +121,7 @@ def distill(arguments: Arguments) -> int:
             f"acceptance, {name}: {rates['greedy']:.3f} at temperature 0, {rates['sampled']:.3f} "
             "at 1"
         )
-    # A student drafts in a hybrid, whose look-up drafts wherever it is confident.
+    # The printed command serves a small model in a hybrid with the look-up `suffix`.
     served = draft_model(options.kind, found.out)
     if options.kind == STUDENT:
         served = f"hybrid:{LookupKind.SUFFIX},{served}"
@@ -130,7 +130,7 @@ def distill(arguments: Arguments) -> int:
 
 
 def _check_start(name: str) -> None:
-    """Raises `SettingError` if `name` is a kind of drafter, such as `ngram`, and no model."""
+    """Raises `SettingError` if `name` is a kind of drafter, such as `ngram`, and not a model."""
     with suppress(SettingError):
         if parse_drafter(name) == DrafterChoice(None, DraftModel(name)):
             return

@@ -1,5 +1,5 @@
-"""`outrider gateway` serves HTTP in front of the coordinators. If a stream of a coordinator breaks,
-the gateway resumes the stream, so that its client need not."""
+"""`outrider gateway` serves HTTP in front of the coordinators. If a stream from a coordinator
+breaks, the gateway resumes the stream. The client does not notice the break."""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ def _running() -> DeploymentRecord:
 
 
 def _coordinators(arguments: Arguments, record: DeploymentRecord | None) -> Coordinators:
-    """The coordinators of the record, or without a record, those of `--coordinators`. Raises
-    `ConfigError`."""
+    """Returns the coordinators of `record`. If `record` is None, returns those of `--coordinators`.
+    Raises `ConfigError`."""
     from coordinator.http_api.gateway import Coordinators, open_transport
     from outrider.client.failover import EndpointPool
 

@@ -193,7 +193,7 @@ def flags_again(arguments: Arguments, without: Collection[str]) -> tuple[str, ..
     in `without`."""
     words = [] if arguments.config is None else ["--config", str(arguments.config)]
     given = {found.key: value for found, value, _ in translated_layers(arguments.settings, {})}
-    if given.pop(SPECULATIVE_CONFIG, None):  # `merge` adds these acceptance rates to `engine`.
+    if given.pop(SPECULATIVE_CONFIG, None):  # `merge` moves its acceptance rates into `engine`.
         given["engine"] = given_settings(arguments)["engine"]
     for key, value in given.items():
         if key in SECRETS or key in without:
@@ -209,7 +209,8 @@ def refuse_other_settings(arguments: Arguments, record: DeploymentRecord) -> Non
     """Raises `ConfigError` if a flag contradicts the settings of the running deployment."""
     given, running = arguments.settings, record.settings
     sources = {found.key: source for found, _, source in translated_layers(given, {})}
-    if synthetic := sources.pop(SPECULATIVE_CONFIG, ""):  # Its acceptance rates go into `engine`.
+    # `merge` moves the acceptance rates of `SPECULATIVE_CONFIG` into `engine`.
+    if synthetic := sources.pop(SPECULATIVE_CONFIG, ""):
         sources.setdefault("engine", synthetic)
         given = {"engine": str(running.get("engine")).partition(",acceptance_rates=")[0]} | given
     values = merge(given, {})
@@ -241,7 +242,7 @@ def error_line(error: OutriderError, arguments: Arguments) -> str:
 
 
 def error_message(error: OutriderError) -> str:
-    """The error's message. If the API key was refused, also how to give a key."""
+    """Returns the error's message. If the API key was refused, adds how to give a key."""
     if isinstance(error, Unauthenticated):
         return f"{error.message} (set {KEY_VARIABLE}, or give --api-key)"
     return error.message
@@ -255,7 +256,7 @@ def _setting_name(key: str, arguments: Arguments) -> str:
     try:
         given = translated_layers(arguments.settings, os.environ, arguments.config)
         return {found.key: source for found, _, source in given}.get(key, key)
-    except ConfigError:  # Another setting is wrong, too, so the source of this one is not known.
+    except ConfigError:  # A second setting is wrong. Then the source of `key` cannot be found.
         return key
 
 
@@ -284,7 +285,7 @@ class Connection:
     address: str
     """HOST:PORT of the coordinators, separated by commas."""
     target_directory: str = ""
-    """Directory of the target's files on this machine; empty = none, or not known."""
+    """Directory of the target's files on this machine; empty = no directory is known."""
     tokenizer_directory: str = ""
     settings: Mapping[str, Value] = field(default_factory=dict)
     """The deployment's settings by key; empty (unknown) with `--server`."""
@@ -364,9 +365,9 @@ def caller_trust_of(arguments: Arguments, settings: Mapping[str, Value]) -> Trus
 
 @asynccontextmanager
 async def connected(arguments: Arguments) -> AsyncIterator[Connection]:
-    """Yields the deployment to call: the one at `--server`, or the one on this machine. If none
-    runs, starts a temporary deployment, and stops it when the context ends. Raises `ConfigError` if
-    flags contradict the settings of a running deployment."""
+    """Yields the deployment to call: the one at `--server`, or the one on this machine. If no
+    deployment runs, starts a temporary one, and stops it when the context ends. Raises
+    `ConfigError` if flags contradict the settings of a running deployment."""
     state = state_directory(os.environ)
     if arguments.server:
         given = arguments.settings.keys() - set(OF_CALLERS)
@@ -469,9 +470,9 @@ async def _own_deployment(arguments: Arguments) -> AsyncIterator[Deployment]:
 
 
 def find_deployment(arguments: Arguments) -> DeploymentLocation:
-    """The deployment on this machine. If it does not run, or the settings name another address or
-    name, returns the deployment that `PLACE_KEYS` identify. Raises `Unavailable` if these are not
-    both set."""
+    """Returns the deployment on this machine. If no deployment runs here, or the settings name
+    another address or name, returns the deployment that the settings `PLACE_KEYS` identify. Raises
+    `Unavailable` if one of these settings is missing."""
     values = given_settings(arguments)
     address, name = (str(values.get(key) or "") for key in PLACE_KEYS)
     record = running_deployment(state_directory(os.environ))

@@ -56,7 +56,7 @@ class Progress:
                     self._thread.start()
 
     def begin(self, stage: str) -> None:
-        """If the current line does not begin with `stage`, begins this work."""
+        """Begins the work `stage`. If the current line begins with `stage`, does nothing."""
         if not self._doing.startswith(stage):
             self(stage)
 

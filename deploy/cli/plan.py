@@ -55,11 +55,11 @@ class PlanOptions(PromptOptions):
     concurrency: Concurrency = 1
     """Sessions at a time on one target replica."""
     separate_draft: bool = False
-    """Assume that drafts have a device of their own, even if they share one with targets here."""
+    """Assume that drafts have their own device, even if drafts and targets share a device here."""
     devices: str | None = None
     """Run no model. Instead compute the speed of a device with and without drafts, from the models'
-    sizes and the memory bandwidth. Give h200-8b or h200-70b-fp8, with changes PRESET,KEY=VALUE,..
-    [sessions=1,context=1024,target=16.06/32/131.1/1,draft=2.47/16/32.8/1,
+    sizes and the memory bandwidth. Give the preset h200-8b or h200-70b-fp8. PRESET,KEY=VALUE,..
+    changes its values [sessions=1,context=1024,target=16.06/32/131.1/1,draft=2.47/16/32.8/1,
     head=0.85/1/12.3/1,head_width=4096,link_gb=3,acceptance=0.65,head_acceptance=0.71,
     hit_rate=0.84,memory_gb=127,bandwidth_tb=3.6,compute_rows=206,layer_ms=0.07,session_ms=0.05,verdict_ms=0.07,round_ms=1.3,
     plain_ms=0.5]. A model is GB/LAYERS/KB/DEVICES: GB is the size of the weights, KB that of a
@@ -83,7 +83,8 @@ class SimulationOptions(Options):
     simulations."""
     from_report: Path | None = None
     """Run no model. Simulate the target and draft in this file, an output of `outrider plan
-    --json`. (With `--engine emulated:acceptance_rates=A/A/..`, the emulated pair is simulated.)"""
+    --json`. Without this file, `--engine emulated:acceptance_rates=A/A/..` gives a pair to
+    simulate."""
     sessions: Annotated[int | None, between(1, 10_000)] = None
     """Sessions at a time; when a session ends, the next begins."""
     rate: Annotated[float | None, between(0.001, 10_000)] = None

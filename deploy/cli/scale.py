@@ -178,8 +178,8 @@ async def _upgrade(
     wait_s: float,
     trial: tuple[float, float] | None,
 ) -> tuple[dict[str, Value], bool, Overview]:
-    """Requests the changes. Waits at most `wait_s` until no trial runs and no replica is still to
-    be replaced, be it by this upgrade or an earlier one. `trial` is a share of the sessions and a
+    """Requests the changes. Waits at most `wait_s` until no trial runs and this and earlier
+    upgrades have replaced their replicas. `trial` is a share of the sessions and a
     time in seconds; a share of 0 ends the running trial. Returns the changes, whether replicas are
     being replaced, and the last overview. Raises `ConfigError` if the changes are refused."""
     progress("asking the deployment", at_once=False)

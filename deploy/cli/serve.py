@@ -1,6 +1,6 @@
 """`outrider serve` starts a deployment, in the foreground or detached. `outrider stop` stops it.
-`outrider status` shows the deployment. It exits with code 0 if each role that requests need has a
-serving replica, otherwise with 1.
+`outrider status` shows the deployment. The exit code of `outrider status` is 0 if a coordinator and
+a target serve, otherwise 1.
 """
 
 from __future__ import annotations

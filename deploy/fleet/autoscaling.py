@@ -7,17 +7,19 @@
 | coordinator | each has more than `SESSIONS` sessions, is busy for more than `BUSY` of the time, |
 |  | or has an event loop that is late by more than `LAG_MS` |
 
-A role is calm if both of these are below `CALM`: its load, divided by this bound, and the busy
-share that its replicas would have if one of them were removed. For targets, the busy share is the
-share of busy time, multiplied by the share of taken places in a step.
+A role is calm if two numbers are below `CALM`. The first is the load divided by the bound in the
+table. The second is the busy share that the replicas would have if one of them were removed. For
+targets, the busy share is the share of busy time, multiplied by the share of taken places in a
+step.
 
 The number of a role's replicas grows at once, in proportion to the load, at most to `GROWTH_MAX`
 times the number. The number shrinks by one after the role has been calm for `autoscale_calm_s`. At
 least `COOLDOWN_S` pass between two changes of a role.
 
 While replicas are missing, the number does not grow, because the missing replicas may be enough.
-The number can shrink to the largest number that was present while the role was calm. It does not
-shrink if a replica is missing while another is leaving, or if no replica is present.
+Even then the number can shrink: to the largest number of replicas that were present while the role
+was calm. The number does not shrink if a replica is missing while another is leaving, or if no
+replica is present.
 """
 
 import asyncio

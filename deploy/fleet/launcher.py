@@ -73,7 +73,7 @@ class Deployment:
         config, self.api_key, self._passwords = without_secrets(config)
         self.config = self._given = config
         self.name = config.deployment_name or uuid.uuid4().hex[:12]
-        """The deployment's name in Redis. Several deployments may share one Redis."""
+        """The deployment's name in Redis, which several deployments may share."""
         self._state = state
         self._started_at = datetime.now(UTC).isoformat(timespec="seconds")
         self._report = report
@@ -83,7 +83,8 @@ class Deployment:
         self.redis: EmbeddedRedis | None = None
         """The embedded server; None if `redis_url` is set."""
         self._is_own = False
-        """Whether this process has started the replicas or taken them over. If so, it ends them."""
+        """Whether this process has started the replicas or taken them over. If so, it ends them in
+        `stop`."""
         self.overview = Overview({}, (), None)
         self._following: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
@@ -122,8 +123,8 @@ class Deployment:
         )  # fmt: skip
 
     async def start(self) -> None:
-        """Starts everything, and waits until the coordinators serve. After a failure, stops
-        everything and raises an `OutriderError`."""
+        """Starts the deployment, and waits until the coordinators serve. After a failure, stops
+        what was started and raises an `OutriderError`."""
         try:
             await self._start()
         except BaseException:
@@ -133,7 +134,7 @@ class Deployment:
     async def _start(self) -> None:
         verb = "starting" if self.ray.local else "connecting to"
         self._report(f"{verb} Ray and Redis, finding the models")
-        self._forget_secrets()  # An earlier deployment may have left secrets.
+        self._forget_secrets()  # A deployment that was killed may have left secrets.
         config = await self._prepare()
         for line in warnings(config):
             self._report(line)
@@ -152,7 +153,8 @@ class Deployment:
         self._is_own = True
         reconciler = start_reconciler(spec, self.ray.namespace)
         self._report(f"loading {config.target_name}, and {config.draft.model} as its draft")
-        # A `ReconcilerClient` would repeat a start that fails with `Unavailable`.
+        # This calls the actor itself: a `ReconcilerClient` would repeat a start that fails with
+        # `Unavailable`.
         await reconciler.call("start")
         await self._go_on()
 
@@ -163,7 +165,8 @@ class Deployment:
         self._report(f"deployment {self.name} already runs on the cluster: taking it over")
         self.api_key = ""  # The running coordinators do not know this key.
         before: FleetSpec = await self.reconciler.call("spec")
-        # `change` refuses new values of these two, because another Redis means another deployment.
+        # These two settings are compared, because another Redis means another deployment. `change`
+        # refuses new values of both.
         kept = {*FIXED, *BOUND_SETTINGS} - {"redis_url", "redis_key_prefix"}
         if changes := differing(before.given, self._given.values(), kept):
             self._report(f"replacing its replicas one by one, to change {', '.join(changes)}")
@@ -261,15 +264,15 @@ class Deployment:
 
     async def stop(self) -> None:
         """Gives running requests `stop_timeout_s` to end, and their last steps the same time again.
-        Then stops everything that was started. Idempotent. If the head of a cluster that is not
-        local does not answer, raises `Unavailable`, and replicas may still run."""
+        Then stops what `start` has started. Idempotent. If the cluster is not local and its head
+        does not answer, raises `Unavailable`, and replicas may still run."""
         for task in self._following:
             task.cancel()
         await asyncio.gather(*self._following, return_exceptions=True)
         async with AsyncExitStack() as ending:  # Runs all steps, even if one fails.
             ending.push_async_callback(self._stop_redis)
             ending.callback(self._forget_secrets)
-            # This ends the processes that use Redis before Redis stops.
+            # `disconnect` ends local replicas, which use Redis, before Redis stops.
             ending.push_async_callback(self.ray.disconnect)
             if not self._is_own:
                 return
@@ -303,7 +306,8 @@ class Deployment:
 
 
 async def _keep_running(redis: EmbeddedRedis) -> None:
-    """Restarts the embedded Redis server if it dies, with its data from disk. Rotates its log."""
+    """Restarts the embedded Redis server if it dies. The server then loads its data from disk.
+    Also rotates the server's log."""
     while True:
         await asyncio.sleep(REDIS_LOOK_PERIOD_S)
         redis.rotate_log()
@@ -319,7 +323,7 @@ async def _keep_running(redis: EmbeddedRedis) -> None:
 
 async def _all(*work: Awaitable[Any]) -> list[Any]:
     """Returns the results of all `work`. If a part fails or the caller is cancelled, still waits
-    for all other parts, because nothing may be starting when a stop begins. Raises like
+    for all other parts, because a stop must begin only after every start has ended. Raises like
     `raise_first`."""
     tasks = asyncio.gather(*work, return_exceptions=True)
     try:

@@ -1,9 +1,9 @@
 """The record of this user's deployment on this machine: its process and its addresses.
 
 The record is `deployment.json` in the state directory. The file is written when the deployment is
-ready, and removed when the deployment stops. If callers need a key, `cli.key` is written and
-removed with the record. The deployment's process locks `deployment.lock`, which contains the
-process id. So only one deployment can run.
+ready, and removed when the deployment stops. If callers need an API key, `cli.key` is written and
+removed with the record. The deployment's process locks `deployment.lock` and writes its process id
+there. Because of the lock, only one deployment can run.
 """
 
 import fcntl
@@ -79,7 +79,7 @@ class DeploymentLocation:
     """HOST:PORT of the Ray cluster."""
     deployment: str
     token: Path | None = None
-    """File of Ray's token; None = Ray looks for it, in RAY_AUTH_TOKEN_PATH for example."""
+    """File of Ray's token; None = Ray finds the token, for example by RAY_AUTH_TOKEN_PATH."""
 
 
 def namespace_of(deployment: str) -> str:
@@ -101,7 +101,7 @@ def state_directory(environment: Mapping[str, str]) -> Path:
 
 
 def recorded_deployment(directory: Path) -> DeploymentRecord | None:
-    """The recorded deployment. Its process may have died. Raises `ConfigError` for a damaged
+    """The recorded deployment, even if its process has died. Raises `ConfigError` for a damaged
     record."""
     path = directory / FILE_NAME
     try:
@@ -132,8 +132,8 @@ def logged_error(directory: Path) -> str | None:
 
 
 def publish(directory: Path, record: DeploymentRecord, key: str = "") -> None:
-    """Writes the API `key` for this machine's commands, if it is not empty. Then writes the record.
-    Each file is written atomically, and only its owner can read it."""
+    """Writes `key`, the API key for this machine's commands, unless `key` is empty. Then writes the
+    record. Each file is written atomically, and only its owner can read it."""
     if key:
         write_whole(directory / KEY_NAME, key, 0o600)
     write_whole(directory / FILE_NAME, json.dumps(asdict(record), indent=2) + "\n", 0o600)

@@ -1,5 +1,5 @@
-"""Checks key files, ports and models before a start, so mistakes are reported before models are
-loaded. Also finds or fetches the models' files."""
+"""Checks key files, ports and models before a start, so that mistakes are reported before models
+are loaded. Also finds or fetches the models' files."""
 
 import errno
 import logging
@@ -42,7 +42,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 def check_before_start(config: DeploymentConfig) -> None:
     """Checks the settings of a deployment on this machine. Raises `SettingError` for wrong files of
     keys, certificates or a chat template, for ports that collide, for a model that is certainly
-    missing, for a wrong emulated engine, and for vLLM if it cannot be used."""
+    missing, for a wrong emulated engine, and if vLLM is chosen but cannot be used."""
     check_security_files(config.coordinator)
     read_chat_template(config.coordinator.chat_template)
     listeners(config)
@@ -84,7 +84,7 @@ def check_ports(config: DeploymentConfig) -> None:
             reason = f"{host!r} is no address: {error.strerror or error}"
             raise SettingError("host", reason) from error
         with socket.socket(family, kind) as probe:
-            # Servers set this option too, so for them an address in TIME_WAIT is free.
+            # The services' servers set this option too, so they can bind an address in TIME_WAIT.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(address)
@@ -94,16 +94,16 @@ def check_ports(config: DeploymentConfig) -> None:
                     raise SettingError("host", reason) from error
                 flag = deployment_settings()[key].flag
                 raise SettingError(
-                    key, f"{reason}; give another port with {flag}, where 0 means any free one"
+                    key, f"{reason}; give another port with {flag} (0 = any free port)"
                 ) from error
 
 
 def check_names(config: DeploymentConfig) -> DeploymentConfig:
-    """Checks the names of the models, and fetches nothing. Returns the configuration. If the draft
-    model is a published head in a directory of this machine, imports torch, reads the kind of the
-    head from its weights, and adds this kind to the model's name. Raises `SettingError` for a model
-    that `resolve_models` would certainly refuse, and for a draft model whose name is probably
-    misspelt."""
+    """Checks the names of the models, and fetches nothing. If the draft model is a published head
+    in a directory of this machine, returns the configuration with the kind of the head in the draft
+    model's name. To find the kind, imports torch and reads the head's weights. Raises
+    `SettingError` for a model that `resolve_models` would certainly refuse, and for a draft model
+    whose name is probably misspelt."""
     drafter = config.draft.drafter
     name = drafter.on_target if drafter.model is None else drafter.model.name
     if name is not None and drafter.kind != MTP and not Path(name).expanduser().exists():
@@ -223,14 +223,15 @@ def _resolved(config: DeploymentConfig) -> DeploymentConfig:
 
 
 def _lookup_of(draft: DraftConfig) -> DraftConfig | None:
-    """Returns the settings of the coordinators' look-up, if there is one. Settings of draft
-    replicas are left out, because a change of these must not replace coordinators."""
+    """Returns the settings of the coordinators' look-up, if there is one. The result leaves out
+    settings of draft replicas, because a change of such a setting must not replace coordinators."""
     lookup = draft.drafter.lookup
     if lookup is None:
         return None
     prefixes = ("ngram_", "suffix_", "hybrid_")
     names = [one.name for one in fields(draft) if one.name.startswith(prefixes)]
-    # A hybrid's model is left out of the name, because another model must not replace coordinators.
+    # The name of a hybrid's model is replaced by `model`, because a change of this model must not
+    # replace coordinators.
     model = lookup.value if draft.drafter.is_lookup else f"hybrid:{lookup},model"
     return DraftConfig(model=model, **{name: getattr(draft, name) for name in names})
 
@@ -242,10 +243,10 @@ def emulated_spec(text: str) -> EmulatedSpec:
 
 
 def check_same_tokens(running: TargetConfig, other: TargetConfig) -> None:
-    """Raises `SettingError` if the `other` target has other token ids than the `running` target.
-    The coordinators would keep the tokenizer and the sessions of the running target. Both
-    configurations must have the directories of their models. If the running target's files are
-    gone, accepts any other target."""
+    """Raises `SettingError` if the targets `other` and `running` have different token ids: after
+    the change, the coordinators keep the tokenizer and the sessions of `running`. Both
+    configurations must have the directories of their models. If the files of `running` are gone,
+    accepts any other target."""
     if running.emulated == other.emulated and running.directory == other.directory:
         return
     try:
@@ -313,9 +314,9 @@ def warnings(config: DeploymentConfig) -> Iterator[str]:
 
 def without_secrets(config: DeploymentConfig) -> tuple[DeploymentConfig, str, Passwords]:
     """Returns the configuration without secrets, a new API key for this machine's commands, and the
-    passwords of Redis and its Sentinels. If callers need no key, the new key is empty. In place of
-    API keys, the configuration has their hashes, and that of the new key. So Ray and Redis get no
-    secrets. Raises `SettingError`."""
+    passwords of Redis and its Sentinels. If callers need no key, the new key is empty. The
+    configuration has the hashes of all keys in place of the keys. So Ray and Redis get no secrets.
+    Raises `SettingError`."""
     config = configuration(whole_paths(config.values()))
     front, key = config.coordinator, ""
     if front.asks_for_keys:
@@ -339,7 +340,7 @@ def whole_paths(values: Mapping[str, Value]) -> dict[str, Any]:
 
 
 def check_security_files(config: CoordinatorConfig) -> None:
-    """Reads the files of keys and certificates. Raises `SettingError` if one is wrong."""
+    """Reads the files of keys and certificates. Raises `SettingError` if a file is wrong."""
     from outrider.transport.tls import RoleFiles, check_pair
 
     if config.ssl_certfile:

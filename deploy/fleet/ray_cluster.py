@@ -42,7 +42,8 @@ _RANK = "-rank-"
 
 @contextmanager
 def asking_head() -> Iterator[None]:
-    """A context for calls to Ray's head (GCS). Raises `Unavailable` if the head does not answer."""
+    """A context for calls to Ray's head (GCS). If the head does not answer, raises `Unavailable`
+    in place of Ray's error."""
     from ray.exceptions import RayError
 
     try:
@@ -59,7 +60,7 @@ class Demand:
     num_cpus: float
     num_gpus: float
     num_ranks: int = 1
-    """Number of actors. Each needs these resources."""
+    """Number of actors. Each actor needs the resources of this demand."""
     resources: Mapping[str, float] = field(default_factory=dict)
     """Ray's custom resources by name."""
     name: str = ""
@@ -105,8 +106,8 @@ class Actor:
         self._handle = actor.remote(*arguments)
 
     async def find_place(self, timeout_s: float) -> bool:
-        """Waits until the actor runs, and sets `place`. Returns False if it does not run within
-        `timeout_s`. Raises `Unavailable` if it died."""
+        """Waits until the actor runs, and sets `place`. Returns False if the actor does not run
+        within `timeout_s`. Raises `Unavailable` if the actor died."""
         try:
             self.place = await self.call("ping", timeout_s=timeout_s)
         except Unavailable as error:
@@ -144,17 +145,17 @@ class Cluster:
     """The actors of a deployment on a Ray cluster."""
 
     namespace: str
-    """Ray's namespace of these actors. It belongs to the deployment alone."""
+    """The Ray namespace of these actors. No other deployment uses it."""
     local: bool
-    """Whether the cluster is this machine, and so cannot grow."""
+    """Whether the cluster is this machine only. Such a cluster cannot grow."""
 
     async def place(self, demands: Sequence[Demand], timeout_s: float) -> list[list[Actor]]:
-        """Starts the actors of all demands, and waits until all run. Returns the ranks of each
-        demand. Ray places the ranks of a replica as one group, on one machine if possible.
+        """Starts the actors of all demands, and waits until all run. Returns the actors of each
+        demand, by rank. Ray places the ranks of a replica as one group, on one machine if possible.
 
         Raises `ConfigError` if some actors find no place within `timeout_s`. If a local cluster is
-        too small, raises `ConfigError` at once. Raises `Unavailable` if an actor died. In all these
-        cases, no actor of the demands is left.
+        too small, raises `ConfigError` at once. Raises `Unavailable` if an actor died. After an
+        error, all actors of the demands have been removed.
         """
         if self.local and (too_much := beyond(demands, resources())):
             raise ConfigError(_no_place("there is no place", too_much, demands))
@@ -225,8 +226,8 @@ class Cluster:
         return "" if found is None else bytes(found).decode()
 
     async def save(self, text: str) -> None:
-        """Writes a text to the key-value store of Ray's head (GCS), for a restarted reconciler.
-        Fewer processes can write to this store than to Redis. Raises `Unavailable`."""
+        """Writes a text to the key-value store of Ray's head (GCS), for a restarted reconciler. The
+        text is not in Redis, because more processes can write to Redis. Raises `Unavailable`."""
         from ray.experimental.internal_kv import _internal_kv_put
 
         space = self.namespace.encode()
@@ -348,8 +349,8 @@ def one_line(error: BaseException) -> str:
 
 
 async def retried(what: str, work: Callable[[], Awaitable[T]]) -> T:
-    """Calls `work` until it raises neither an `OutriderError` nor a `ValueError`. Returns its
-    result. `what` names the result in the log."""
+    """Calls `work`, again and again while it raises `OutriderError` or `ValueError`. Returns the
+    result of `work`. `what` names this result in the log."""
     while True:
         try:
             return await work()
@@ -361,8 +362,8 @@ async def retried(what: str, work: Callable[[], Awaitable[T]]) -> T:
 OBJECT_STORE_BYTES = 100 * 2**20
 """Size of Ray's object store. It is small, because no large objects go through Ray."""
 _TEMPORARY_BYTES_MAX = 16
-"""Largest length of the temporary directory's path, in bytes. The path of a socket may have 107
-bytes, of which Ray appends about 85."""
+"""Largest length of the temporary directory's path, in bytes. Ray appends about 85 bytes to this
+path for its sockets, and the path of a socket may have at most 107 bytes."""
 _RAY_FOLDER = "r"
 """Name of Ray's directory inside a temporary directory. Ray makes its own directory accessible to
 all users (mode 0777), so the temporary directory around it has mode 0700."""
@@ -373,7 +374,7 @@ ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # Ray's default is a low priority, but these workers serve requests.
     "RAY_worker_niceness": "0",
-    # Without these two, the file of the workers' standard error has no size limit.
+    # Without the next two variables, the file of the workers' standard error has no size limit.
     "RAY_ROTATION_MAX_BYTES": str(LOG_BYTES_MAX),
     "RAY_ROTATION_BACKUP_COUNT": str(LOG_FILES_KEPT),
 }
@@ -385,8 +386,8 @@ _ANSWER_S = 5.0
 
 
 def hide(directory: Path, name: str, secret: str) -> Path:
-    """Writes a secret to a file of mode 0600 in a directory of mode 0700. All users could read the
-    secret in Ray's own directory, or in the arguments of a process."""
+    """Writes a secret to a file of mode 0600 in a directory of mode 0700. In Ray's own directory or
+    in the arguments of a process, all users could read the secret."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_whole(directory / name, secret, 0o600)
     return directory / name
@@ -399,9 +400,9 @@ class RayConnection:
         self, address: str, namespace: str, secrets_at: Path | None = None,
         token: Path | None = None,
     ) -> None:  # fmt: skip
-        """`address` is HOST:PORT; empty = a local cluster. The `namespace` belongs to the
-        deployment alone. A local cluster's token is written to the directory `secrets_at`. `token`
-        is the file of another cluster's token."""
+        """`address` is HOST:PORT; empty = a local cluster. No other deployment uses `namespace`.
+        A local cluster's token is written to the directory `secrets_at`. `token` is the file of
+        another cluster's token."""
         self.local = not address
         self.namespace = namespace
         self._secrets_at = secrets_at
@@ -413,13 +414,14 @@ class RayConnection:
         self.found = ""
         """HOST:PORT of the cluster, once connected."""
         self.token = token
-        """File of the token; None = Ray looks for it, in RAY_AUTH_TOKEN_PATH for example."""
+        """File of the token; None = Ray finds the token, for example by RAY_AUTH_TOKEN_PATH."""
 
     async def connect(self) -> None:
         """Starts a local cluster, or connects to the other cluster. Raises `ConfigError`."""
         await asyncio.to_thread(self._connect)
         if threading.current_thread() is threading.main_thread():
-            # Ray has installed a C handler that prints a stack trace. This call removes it.
+            # Ray has installed a C handler that prints a stack trace. This call replaces that
+            # handler by Python's.
             signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
     def _connect(self) -> None:
@@ -471,8 +473,8 @@ class RayConnection:
 
 @contextmanager
 def _without_secrets() -> Iterator[None]:
-    """While the context lasts, the environment lacks the variables that hold secrets. So Ray's
-    processes do not inherit them."""
+    """While the context lasts, the environment lacks the variables that hold secrets, so that Ray's
+    processes do not inherit these variables."""
     names = {one.variable for one in deployment_settings().values() if one.secret}
     hidden = {name: os.environ.pop(name) for name in names & os.environ.keys()}
     try:
@@ -508,7 +510,7 @@ def _set_variables(texts: dict[str, str]) -> None:
     for name in _VARIABLES:
         os.environ.pop(name, None)
     os.environ.update(texts)
-    if "ray" in sys.modules:  # Ray may have read other values, or another token, before.
+    if "ray" in sys.modules:  # Ray may have cached earlier values or another token.
         raylet: Any = importlib.import_module("ray._raylet")
         raylet.Config.initialize("")
         raylet.AuthenticationTokenLoader.instance().reset_cache()

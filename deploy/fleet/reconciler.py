@@ -10,8 +10,8 @@ takes over the existing replicas.
 | changed settings and bounds, and which trial ran | Ray's head (`Cluster.save`) |
 | the results of the trial | the coordinators |
 
-The reconciler reads only numbers from Redis. Settings change only by calls through Ray. Such a
-caller has the cluster's token, and so may run any code anyway.
+The reconciler reads only numbers from Redis. Settings change only by calls through Ray. A caller
+through Ray has the cluster's token, and so may run any code on the cluster anyway.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ FIXED = {
     "num_drafts": _SCALE,
     "num_coordinators": _SCALE,
 }
-"""Settings that cannot change while a deployment runs, each with the reason or with what to do
+"""Settings that cannot change while a deployment runs. The value is the reason, or what to do
 instead."""
 SHARING = frozenset({"device", "target_num_gpus", "draft_num_gpus", "tensor_parallel_size",
                             "draft_tensor_parallel_size"})  # fmt: skip
@@ -152,7 +152,8 @@ class Reconciler(PlacedActor):
         try:
             redis = with_password(redis)
         except SettingError as error:
-            # `start` raises this error, because Ray passes an error of a constructor as text only.
+            # `start` raises this error later. If the constructor raised the error, Ray would
+            # deliver only its text.
             self._no_password = error
         self._original = spec
         self._changes: Changes = {}, None, None
@@ -165,8 +166,8 @@ class Reconciler(PlacedActor):
         self._fleet = Fleet(self._cluster, spec, self._registry)
         self._autoscaler = Autoscaler(self._registry, spec.config.autoscale)
         self._keeps = asyncio.Event()
-        """Set once the fleet is supervised, or once its start has failed. After a restart of the
-        reconciler, the saved changes are applied first."""
+        """Set once the fleet is supervised, or once its start has failed. A restarted reconciler
+        applies the saved changes before it sets this event."""
         self._closing: asyncio.Task[None] | None = None
         self._upgrades = returns = ray.get_runtime_context().was_current_actor_reconstructed
         self._work: asyncio.Task[None] | None = None
@@ -191,9 +192,9 @@ class Reconciler(PlacedActor):
         await self._ready()
 
     async def _ready(self) -> None:
-        """Waits until the fleet is supervised. If its start failed, raises the error. In place of
-        `Unavailable` raises `OutriderError`, because a `ReconcilerClient` repeats calls that raise
-        `Unavailable`."""
+        """Waits until the fleet is supervised. If the fleet's start failed, raises the error. If
+        this error is `Unavailable`, raises `OutriderError` in its place, because a
+        `ReconcilerClient` repeats calls that raise `Unavailable`."""
         await self._keeps.wait()
         try:
             if self._work is not None and self._work.done() and not self._work.cancelled():
@@ -242,7 +243,7 @@ class Reconciler(PlacedActor):
         await self._save(*changes)
         try:
             self._use(spec)
-        except BaseException:  # The new spec may not fit replicas placed since it was checked.
+        except BaseException:  # Replicas placed after the check may leave no room for the new spec.
             await self._save(*before)
             raise
         if "draft" not in spec.demands:
@@ -250,10 +251,10 @@ class Reconciler(PlacedActor):
                 await self._registry.want({"draft": 0})
 
     async def begin_trial(self, values: dict[str, Value], share: float, seconds: float) -> None:
-        """Begins a trial. A further replica, with these settings, gets a share of the new sessions.
-        If its sessions are faster, all replicas get the settings. If the trial is of a head on the
-        target, the replica is a target. Otherwise it is a draft. Idempotent. Raises like `change`,
-        and `ConfigError` for settings that cannot be tried."""
+        """Begins a trial. One more replica, with the settings `values`, gets a share of the new
+        sessions. If these sessions are faster, all replicas get the settings. In a trial of a head
+        on the target, the new replica is a target, otherwise a draft. Idempotent. Raises like
+        `change`, and `ConfigError` for settings that cannot be tried."""
         await self._ready()
         async with self._changing:
             (changes, gpus, _), fleet = self._changes, self._fleet
@@ -279,7 +280,7 @@ class Reconciler(PlacedActor):
             _log.info("%s", self._report)
 
     async def end_trial(self) -> None:
-        """Ends the running trial, if there is one. Settings stay as they are."""
+        """Ends the running trial, if there is one, without a change of settings."""
         await self._ready()
         if (trial := self._fleet.trial) is not None:
             await self._decide(trial, False, "it was ended by `outrider upgrade --trial-share 0`")
@@ -359,9 +360,9 @@ class Reconciler(PlacedActor):
         self._changes = changes
 
     async def _restore(self) -> None:
-        """Applies the changes that a reconciler had saved before it died. If a trial was running,
-        the trial ends, and its replica leaves. Raises `ValueError` for a text that another release
-        saved."""
+        """Applies the changes that a reconciler saved before it died. If a trial was running, ends
+        the trial; the trial's replica leaves. Raises `ValueError` for a text that another release
+        has saved."""
         if text := await self._cluster.saved():
             values, gpus, tried = TypeAdapter(Changes).validate_json(text)
             self._use(await self._plan(values, gpus))
@@ -405,13 +406,13 @@ class Reconciler(PlacedActor):
         return found
 
     async def ends(self) -> bool:
-        """Whether `close` was called. `outrider serve` then waits for the deployment's end, instead
-        of taking it over."""
+        """Whether `close` was called. `outrider serve` then does not take the deployment over, but
+        waits for its end."""
         return self._closing is not None
 
     async def close(self) -> None:
-        """Stops supervising and ends all replicas, even if the caller dies meanwhile. Idempotent:
-        concurrent callers await the same end."""
+        """Stops supervising and ends all replicas, even if the caller dies meanwhile. Concurrent
+        calls wait for the same end."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
@@ -480,13 +481,14 @@ class ReconcilerClient:
 
     async def call(self, method: str, *arguments: object, timeout_s: float | None = AWAY_S) -> Any:
         """Calls a method, perhaps more than once. Raises the method's errors. Raises `Unavailable`
-        if there is no reconciler, if it does not answer within `timeout_s`, or if it is being
-        restarted for longer than `away_s`."""
+        if there is no reconciler, if the reconciler does not answer within `timeout_s`, or if its
+        restart takes longer than `away_s`."""
         loop = asyncio.get_running_loop()
         give_up_at = None
         while True:
             try:
-                found = await find_reconciler(self.namespace)  # Its handle may have changed.
+                # A restart may have changed the reconciler's handle.
+                found = await find_reconciler(self.namespace)
                 if found is not None:
                     return await found.call(method, *arguments, timeout_s=timeout_s)
             except Unavailable as error:

@@ -3,7 +3,7 @@
 | a replica | is | when |
 | --- | --- | --- |
 | that is missing | placed and started | at once; after failures, with growing delays |
-| of which a rank has died | removed; then it is missing | at once |
+| of which a rank has died | removed, and then counted as missing | at once |
 | that is surplus | drained and stopped | after `QUIET_S` without requests, or `stop_timeout_s` |
 
 Redis stores the wanted number of replicas of each role. Coordinators read these numbers too.
@@ -34,13 +34,13 @@ from .trial import PLAN, Trial, TrialReport
 _log = logging.getLogger(__name__)
 
 ERROR_GRACE_S = 2.0
-"""After one rank has failed to start, the errors of other ranks are awaited for this time. One of
-these errors may name the cause."""
+"""After one rank has failed to start, the fleet waits this long for errors of other ranks, because
+a later error may name the cause."""
 STOP_CALL_TIMEOUT_S = 5.0
 """Time that an actor may take to stop after its running requests have ended."""
 SILENCE_S = 30.0
-"""Time limit for an actor's answer about its state. Ray reports a dead actor at once, but says
-nothing about an actor on a paused machine."""
+"""Time limit for an actor's answer about its state. The limit is needed for actors on a paused
+machine: Ray reports only dead actors."""
 QUIET_S = 1.0
 """If a leaving replica has received no requests for this time, it counts as drained."""
 LOOK_PERIOD_S = 0.5
@@ -86,13 +86,13 @@ class Overview:
     wanted: Mapping[Role, int]
     replicas: tuple[ReplicaView, ...]
     hopeless: Role | None
-    """A role that requests need, that has no replica, and whose replicas fail to start."""
+    """A role, target or coordinator, that has no replica and whose replicas fail to start."""
     upgrades: bool = False
     """Whether an upgrade is running."""
     failures: tuple[str, ...] = ()
     """Errors of replicas that did not start."""
     trial: TrialReport | None = None
-    """Report of the running trial, or of the last one since the reconciler started."""
+    """Report of the running trial, or of the latest trial since the reconciler started."""
 
     def of(self, role: Role) -> list[ReplicaView]:
         """The replicas of a role."""
@@ -131,8 +131,8 @@ class Replica:
     """One replica. Its actor of rank 0 serves."""
 
     def __init__(self, role: Role, name: str, slot: int, plan: str) -> None:
-        """`name` is ROLE-AGE, where AGE is the number of replicas that the deployment had started
-        before. `slot` is the replica's number among the current replicas of the role. `plan`
+        """`name` is ROLE-N, where N is the number of replicas that the deployment started before
+        this one. `slot` is the replica's number among the current replicas of the role. `plan`
         identifies the replica's settings."""
         self.role: Role = role
         self.name = name
@@ -144,12 +144,12 @@ class Replica:
         self.http_address = ""
         self.leaves = False
         self.task: asyncio.Task[None] | None = None
-        """Starts and watches the replica, or ends it."""
+        """The task that starts and watches the replica, or that ends it."""
 
     @classmethod
     async def adopted(cls, name: str, ranks: Sequence[Actor]) -> Self | None:
-        """Returns a replica whose actors were started by a reconciler that has died. Returns None
-        if the replica does not serve, or lacks a rank."""
+        """Returns a replica whose actors were started by a reconciler that has died. If the replica
+        does not serve or lacks a rank, returns None."""
         if ranks[0].rank:
             return None
         found: Engagement
@@ -264,8 +264,8 @@ async def _stop(actor: Actor, grace_s: float) -> None:
 
 async def _all_or_error(*work: Awaitable[Any]) -> None:
     """Waits until all `work` succeeds or a part of it fails. After a failure, waits
-    `ERROR_GRACE_S` for further errors, and raises like `raise_first`. The first rank that fails may
-    only have lost its connection to the rank with the original error."""
+    `ERROR_GRACE_S` for further errors, because the first error may only say that the connection to
+    the rank with the original error was lost. Then raises like `raise_first`."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -295,14 +295,14 @@ def next_steps(
     is ordered by age, the oldest first.
 
     Missing replicas are started, except in roles that are `held_back`. Of surplus replicas, those
-    that do not serve yet leave first, then stale ones, then the youngest.
+    that do not serve yet leave first, then stale replicas, then the youngest.
 
     If no replica is missing, stale replicas are replaced one by one, role by role. A new replica is
-    started, and a stale one leaves when the new one serves. In a role `in_place`, the stale replica
-    leaves first, and the new one is started after the stale one has ended.
+    started, and a stale replica leaves when the new replica serves. In a role `in_place`, the stale
+    replica leaves first, and the new replica is started after the stale replica has ended.
 
     For a `crowded` role the cluster has no room for missing replicas. If a crowded role has several
-    replicas, a stale one leaves to make room."""
+    replicas, a stale replica leaves to make room."""
     starts: list[Role] = []
     leaves: list[str] = []
     stale = {one.role for one in fleet if one.stale and not one.leaves}
@@ -317,7 +317,7 @@ def next_steps(
             elif num_more > 0 and role in crowded and len(stay) > 1:
                 num_more = -1
         elif role == rolled and num_more < 0:
-            num_more += 1  # One surplus replica will replace a stale one when it serves.
+            num_more += 1  # Keep one surplus replica. It will replace a stale one when it serves.
         makes_room = any(one.role == role and one.stale and one.leaves for one in fleet)
         is_held = role in held_back or (role in in_place and makes_room)
         if num_more > 0 and not is_held:
@@ -334,14 +334,15 @@ class Trouble:
         self.num_failures = 0
         """Consecutive failed starts."""
         self.not_before = 0.0
-        """Earliest time of the next start."""
+        """Earliest time of the next start, by the event loop's clock."""
         self.reason = ""
         """Why the last start failed; empty if it succeeded."""
         self.crowded = False
-        """Whether the cluster had no room for another replica. Then a stale one must leave."""
+        """Whether the cluster had no room for another replica, so that a stale replica must leave
+        first."""
         self.made_way = False
-        """Whether a stale replica has left to make room, and no new replica has served since. While
-        this is true, no other stale replica leaves, because new ones may fail to start."""
+        """Whether a stale replica has left to make room, and no new replica has served since.
+        Meanwhile no other stale replica leaves, because new replicas may fail to start."""
 
 
 class Fleet:
@@ -360,7 +361,7 @@ class Fleet:
         self.trial_failure = ""
         """Why the trial's replica did not start, or how it died."""
         self._ports: dict[int, dict[str, int]] = {}
-        """By slot, the ports of the last coordinator in this slot (`FleetSpec.keeps_ports`)."""
+        """The ports of the last coordinator in each slot, by slot (see `FleetSpec.keeps_ports`)."""
         self._changed = asyncio.Event()
 
     @property
@@ -408,7 +409,7 @@ class Fleet:
 
     async def adopt(self) -> None:
         """Takes over the existing replicas after a restart of the reconciler. Ends replicas that do
-        not serve yet. Later `run` starts others in their place."""
+        not serve yet. Later, `run` starts new replicas in place of these."""
         there = await self._cluster.replicas()
         found = await asyncio.gather(*map(Replica.adopted, there, there.values()))
         by_age = {role_and_age(name)[1]: name for name in there}
@@ -430,8 +431,8 @@ class Fleet:
         _log.info("replicas taken over: %s", ", ".join(self._replicas) or "none")
 
     async def _recall(self) -> None:
-        """Reads the wanted numbers, and the number of replicas that were ever started. With this
-        number, new replicas get unique names."""
+        """Reads the wanted numbers, and how many replicas were ever started. The names of new
+        replicas contain the latter number, and so are unique."""
         wanted, num_started = await self._registry.wanted(), await self._registry.started()
         there = Counter(one.role for one in self.replicas if not one.on_trial)
         self.wanted = self.spec.bounded(self.wanted | there | wanted)
@@ -444,8 +445,8 @@ class Fleet:
         ])  # fmt: skip
 
     def use(self, spec: FleetSpec) -> None:
-        """Changes the spec. Replicas whose plan differs from the new one are replaced one by one.
-        Raises like `settled`."""
+        """Changes the spec. `run` then replaces replicas with an old plan, one by one. Raises like
+        `settled`."""
         self.spec = self.settled(spec)
         self._forget_troubles()
 
@@ -461,8 +462,9 @@ class Fleet:
         return next((one for one in self.replicas if one.plan == plan and not one.leaves), None)
 
     def _is_tried(self, one: Replica) -> bool:
-        """Whether a replica on trial stays. It stays while its trial runs. If the deployment then
-        adopts its settings, it stays until another replica with these settings serves."""
+        """Whether a replica on trial stays. The replica stays while its trial runs. If the
+        deployment then adopts the trial's settings, the replica stays until another replica with
+        these settings serves."""
         plan = self.spec.plans[one.role]
         is_taken = one.plan == PLAN + plan and self.wanted[one.role] > 0
         serves = any(other.address and other.plan == plan for other in self.of(one.role))
@@ -488,7 +490,7 @@ class Fleet:
         now = asyncio.get_running_loop().time()
         held_back = {role for role, trouble in self._troubles.items() if now < trouble.not_before}
         if not any(one.address for one in self.of("target")):
-            held_back.add("coordinator")  # Its start fails without a target.
+            held_back.add("coordinator")  # A coordinator does not start without a target.
         crowded = {role for role, one in self._troubles.items() if one.crowded}
         in_place = {role for role in ROLES if self.spec.replaced_in_place(role)} | crowded
         crowded = {role for role in crowded if not self._troubles[role].made_way}
@@ -560,7 +562,7 @@ class Fleet:
         ports: Mapping[str, int] = {}
         if spec.keeps_ports(one.role):
             ports = self._ports.get(one.slot, ports)
-            if not takes_over:  # If another program has these ports, the next attempt takes others.
+            if not takes_over:  # If another program has these ports, the next start uses new ones.
                 self._ports.pop(one.slot, None)
         config = spec.replica_config(
             one.role, one.name, one.slot, takes_over=takes_over, ports=ports
@@ -625,8 +627,8 @@ class Fleet:
         self._changed.set()
 
     async def _leave(self, one: Replica, life: asyncio.Task[None] | None) -> None:
-        """Drains and ends a replica. A replica that does not serve yet ends at once. `life` is the
-        task that has started or watched the replica."""
+        """Drains and ends a replica. If the replica does not serve yet, ends it at once. `life` is
+        the task that has started or watched the replica."""
         grace_s = self.spec.config.stop_timeout_s
         if life is not None:
             life.cancel()
@@ -650,8 +652,8 @@ class Fleet:
             self._changed.set()
 
     async def _hear_wanted(self) -> None:
-        """Reads the wanted numbers, and writes those that Redis lacks. Also writes how many
-        replicas were started, because Redis may have lost the latest number."""
+        """Reads the wanted numbers from Redis, and writes the numbers that Redis lacks. Also writes
+        how many replicas were started, because Redis may have lost this number."""
         try:
             wanted = await self._registry.wanted()
             if wanted.keys() != self.wanted.keys():

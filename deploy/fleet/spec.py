@@ -46,9 +46,9 @@ class FleetSpec:
     given: DeploymentConfig
     """The configuration as the user gave it."""
     cluster_gpus: float
-    """Number of the cluster's GPUs when they were distributed."""
+    """Number of GPUs that the cluster had when they were distributed among the replicas."""
     demands: Mapping[Role, Demand]
-    """Resources of each role's replicas. If the target or a look-up drafts, the role of drafts is
+    """Resources of each role's replicas. If the target or a look-up drafts, the role `draft` is
     missing."""
     plans: Mapping[Role, str]
     """A hash of the settings of each role's replicas. It does not depend on their machines."""
@@ -88,14 +88,14 @@ class FleetSpec:
             raise ConfigError(f"{role}={count}: it must be {LEAST[role]} to {REPLICAS_MAX}")
 
     def replaced_in_place(self, role: Role) -> bool:
-        """Whether a replica must end before its replacement starts. This is true for coordinators
-        on one machine with a port for metrics, because two processes cannot share this port."""
+        """Whether a replica must end before its replacement starts. This is so for coordinators on
+        one machine with a port for metrics, because two processes cannot share that port."""
         telemetry = self.config.coordinator.telemetry
         return self.keeps_ports(role) and bool(Destination.parse(telemetry).prometheus_port)
 
     def keeps_ports(self, role: Role) -> bool:
-        """Whether a replica gets the ports of the replica that it replaces. This is true for
-        coordinators on one machine, because callers know their ports."""
+        """Whether a replica gets the ports of the replica that it replaces. This is so for
+        coordinators on one machine, because clients know the ports of coordinators."""
         return role == "coordinator" and self.local
 
     def replica_config(
@@ -107,10 +107,10 @@ class FleetSpec:
         takes_over: bool = False,
         ports: Mapping[str, int] = MappingProxyType({}),
     ) -> Any:
-        """Returns the configuration of a replica. `slot` is its number among the replicas of its
-        role. `takes_over` is true if another replica still has this slot. If the setting of a port
-        is 0 (any free port), the replica uses the port that `ports` has under the setting's key.
-        Raises `SettingError` for a port above `PORT_MAX`."""
+        """Returns the configuration of a replica. `slot` is the replica's number among the replicas
+        of its role. `takes_over` says whether another replica still has this slot. If a port's
+        setting is 0 (any free port), the replica uses the port that `ports` has under the setting's
+        key. Raises `SettingError` for a port above `PORT_MAX`."""
         own: Any = getattr(self.config, role)
         slot = slot if self.local else 0
         member = Membership(
@@ -133,8 +133,8 @@ class FleetSpec:
 
     def settled(self, placed: Sequence[tuple[Role, str]]) -> FleetSpec:
         """Returns the spec with the settings that depend on the machines of actors. `placed` has
-        the role and the machine of each actor. Raises `SettingError` if one machine cannot reach
-        the servers of another."""
+        the role and the machine of each actor. Raises `SettingError` if the actors are on several
+        machines but their servers bind a loopback address."""
         config = self.config
         nodes = {node for _, node in placed}
         if len(nodes) > 1 and is_loopback(config.target.host):
@@ -234,8 +234,8 @@ def _preload(service: CoordinatorConfig | TargetConfig | DraftConfig) -> str:
 
 def are_apart(config: DeploymentConfig, *, same_node: bool, num_cores: int) -> bool:
     """Whether target and draft have separate cores or devices. `config` is `FleetSpec.config`.
-    `num_cores` is the number of cores of the machine that both share; 0 = unknown. If there are no
-    draft replicas, the coordinators count as drafts with one core each."""
+    `same_node` says whether both are on one machine, and `num_cores` is the number of its cores; 0
+    = unknown. If there are no draft replicas, coordinators count as drafts with one core each."""
     target, draft = config.target, config.draft
     if not same_node or target.emulated is not None:
         return True

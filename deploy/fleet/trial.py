@@ -1,6 +1,6 @@
 """The trial of a drafter. One draft replica with other settings, or one target with another head,
-gets a share of the sessions. If these sessions get more tokens per second of decoding than the
-others, the new drafter is better."""
+gets a share of the sessions. If these sessions decode more tokens a second than the other sessions,
+the new drafter is better."""
 
 import math
 from collections.abc import Iterable
@@ -38,7 +38,7 @@ class Trial:
     share: float
     """Share of the new sessions that the trial's replica gets."""
     seconds: float
-    """Duration of the trial from the time when its replica serves."""
+    """Longest duration of the trial, s. It begins when the trial's replica serves."""
     spec: FleetSpec
     """The spec of a whole deployment with these settings."""
 
@@ -121,7 +121,7 @@ def check_share(share: float, role: Role, num_replicas: int) -> None:
 
 def check_weights(records: Iterable[ReplicaRecord]) -> str:
     """Returns why sessions cannot move between the target on trial and the other targets, or an
-    empty text. `records` are those of all targets."""
+    empty text if they can. `records` are the records of all targets."""
     records = [*records]
     kept = {one.weights for one in records if not one.trial_share}
     for one in records:

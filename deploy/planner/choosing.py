@@ -17,7 +17,7 @@ from outrider.speculation.text_acceptance import NUM_DEPTHS
 from .rounds import Option, Rounds, ServiceTimes, scripted, stacked, total, weighted
 
 GAIN_MIN = 0.005
-"""A later option is preferred to an earlier one only if it is faster by this share."""
+"""An option replaces an earlier option only if it is faster by this share."""
 REPLICAS_LOSS_MAX = 0.05
 """Fewer drafts than sessions are chosen if at most this share of the speed is lost."""
 SWEEP = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -30,7 +30,8 @@ LEVEL = 0.9
 
 
 class Chooser:
-    """Computes the speed of ways to decode the same texts, with `sessions` at a time."""
+    """Computes the speeds of several ways to decode the same texts, with `sessions` sessions at a
+    time."""
 
     def __init__(
         self, times: ServiceTimes, sessions: int, prompt_tokens: Sequence[int], plain: Rounds,
@@ -59,9 +60,9 @@ class Chooser:
     def best_way(
         self, rule: Rule, num_draft_tokens: int, rounds: Rounds, hit_rates: Sequence[float] = ()
     ) -> Option:
-        """The fastest way to decode with this rule and K, with look-ahead for any of the `FAN_OUTS`
-        or without. `hit_rates` has the hit rates of look-ahead for 1, 2, ... outcomes. It is empty
-        if the drafter cannot look ahead."""
+        """The fastest way to decode with this rule and K, either with look-ahead for one of the
+        `FAN_OUTS` or without look-ahead. `hit_rates` has the hit rates of look-ahead for 1, 2, ...
+        outcomes; it is empty if the drafter cannot look ahead."""
         waits = Option(rule=rule, num_draft_tokens=num_draft_tokens)
         ahead = [
             replace(waits, look_ahead=number, hit_rate=hit_rates[number - 1])
@@ -86,7 +87,7 @@ class Chooser:
 
 
 def best(options: Iterable[Option]) -> Option:
-    """The fastest option. A later option must be faster than an earlier one by `GAIN_MIN`."""
+    """The fastest option. If two options differ by less than `GAIN_MIN`, the earlier one wins."""
     first, *others = options
     for option in others:
         if option.tokens_per_second > first.tokens_per_second * (1 + GAIN_MIN):
@@ -168,12 +169,12 @@ class Replays:
         self._looks_ahead = draft.drafter.lookup is None
 
     def chances(self, rule: Rule, k: int) -> list[float]:
-        """[K]: the chance that each draft token is accepted if all before it were."""
+        """[K]: the chance that each draft token is accepted if all draft tokens before it were."""
         return [chance or 0.0 for chance in total(self.rounds[rule, k]).by_position[:k]]
 
     def hit_rates(self, rule: Rule, k: int) -> tuple[float, ...]:
-        """The hit rates of look-ahead for 1, 2, ... outcomes. Empty for look-ups and for hybrids:
-        `plan` does not consider look-ahead with them."""
+        """The hit rates of look-ahead for 1, 2, ... outcomes. Empty for look-ups and for hybrids,
+        because `plan` considers look-ahead only with other drafters."""
         guessing = self.sample.guessing[rule]
         return guessing.hit_rates(self.chances(rule, k)) if self._looks_ahead else ()
 

@@ -4,8 +4,8 @@ A step reads the weights once, and the keys and values of each session once. Abo
 rows, computing takes longer than reading the weights. A step also takes `layer_ms` for each layer,
 and `session_ms` for each session after the first.
 
-In each round, a head on a draft device waits for hidden states from the target: for each committed
-token a row of `head_width` numbers of 2 bytes. The rows pass two links of `link_gb` each.
+In each round, a head on a draft device waits for hidden states from the target. Each committed
+token has a row of `head_width` numbers of 2 bytes. The rows pass two links of `link_gb` GB/s each.
 """
 
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ class _Devices(BaseModel, extra="forbid", validate_default=True, allow_inf_nan=F
     docs/performance.md has the sources of these numbers."""
 
     sessions: PositiveInt = 1
-    """Sessions of each target; only as many as fit into the memory are counted."""
+    """Sessions of each target. If fewer fit into the memory, only these are counted."""
     context: PositiveInt = 1024
     """Tokens of each session."""
     target: _Spec = "16.06/32/131.1"  # type: ignore[assignment]
@@ -99,7 +99,8 @@ class _Devices(BaseModel, extra="forbid", validate_default=True, allow_inf_nan=F
         self, way: str, model: _Model, acceptance: float, share: float, round_trip_s: float
     ) -> dict[str, Any] | None:
         """Figures for the fastest K and look-ahead, with `share` drafts for each target. None if no
-        session fits into the memory, or if a model on the target's devices needs more of them."""
+        session fits into the memory, or if a model that shares the target's devices needs more
+        devices than the target has."""
         seats = self.seats(self.target), self.seats(model) * (share or 1)
         sessions = int(min(self.sessions, *seats))
         if sessions < 1 or (not share and model.devices > self.target.devices):

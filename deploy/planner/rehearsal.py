@@ -91,7 +91,7 @@ async def rehearsed_plans(
             async with replicas.coordinator() as (client, _):
                 rehearsed = await _rehearsed(client, sample, progress, is_first=not times)
             found = fit(known, config.draft, sample.temperature, rehearsed)
-            # Only the first sample prefills whole prompts. For later samples they are cached.
+            # Only the first sample prefills whole prompts. For later samples, prompts are cached.
             times.append(replace(found, first=times[0].first) if times else found)
     return tuple(choose(sessions, *pair) for pair in zip(replays, times, strict=True))
 
@@ -152,7 +152,8 @@ def fit(
         if k > 0:
             drafted.setdefault(k, []).extend(_drafted_rounds(draft, temperature, session))
         elif len(rounds) > 1:
-            # Only the mean time of rounds is known: the target runs ahead and sends in bursts.
+            # Only the mean time of these rounds is known, because the target runs ahead and sends
+            # the verdicts of several rounds together.
             elapsed_s = rounds[-1].arrived_s - rounds[0].arrived_s
             table_s = step_seconds(1, 1, num_tokens + len(rounds) // 2)
             plain.append((table_s, elapsed_s / (len(rounds) - 1)))
@@ -177,8 +178,8 @@ def _drafted_rounds(
 ) -> Iterator[tuple[int, int, RoundReport, float]]:
     """Yields four values for each round with a draft: the number of steps of the draft model, the
     number of tokens before the round, the report, and the duration in seconds. Leaves out the first
-    such round, in which the draft may prefill the prompt, and rounds with another number of draft
-    tokens than expected."""
+    round with a draft, because the draft may prefill the prompt in it. Also leaves out rounds with
+    an unexpected number of draft tokens."""
     script, text = Script(draft, temperature), session.text
     for index, (before, now) in enumerate(pairwise(session.done.rounds)):
         start = now.tokens.first_index

@@ -27,7 +27,7 @@ class PlanReport:
     round_trip_ms: float
     plans: tuple[TemperaturePlan, ...]
     flags: tuple[str, ...] = ()
-    """Further words of the recommended `outrider serve` command."""
+    """Further command-line words of the recommended `outrider serve` command."""
 
     @property
     def pair(self) -> Pair:

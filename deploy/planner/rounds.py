@@ -1,9 +1,9 @@
-"""The rounds that a text of the target takes, and their times. The times come from engines' cost
-tables, corrected by lines that are fitted to measured rounds.
+"""The rounds in which the target commits a given text, and the times of these rounds. The times
+come from the engines' cost tables. Linear functions, fitted to measured rounds, correct them.
 
 A lossless verifier commits the target's own text x, whatever is drafted. So the rounds of a given
-text x are a Markov chain, and can be computed without running any. p and q are the distributions at
-each place of the text, after all transforms:
+text x are a Markov chain, and their expected numbers can be computed without decoding. p and q are
+the distributions at each place of the text, after all transforms:
 
 | rule | chance that the first n tokens of a proposal are accepted, given the text |
 | --- | --- |
@@ -14,9 +14,9 @@ each place of the text, after all transforms:
 
 Token: x_1..x_n is drafted and accepted with chance prod min(p, q). The text begins with x_1..x_n
 with chance prod p. The table has the quotient of the two chances. Block: x_1..x_n is drafted and
-accepted with chance q(x_1..x_n) pi_n (Sun et al., ICLR 2025, lemma 3). Divided by prod p, this
-telescopes to the minimum in the table. Coupled: `benchmarks.acceptance.matched` computes the
-chance.
+accepted with chance q(x_1..x_n) pi_n (Sun et al., ICLR 2025, lemma 3). The quotient of this chance
+and prod p telescopes to the minimum in the table. Coupled: `benchmarks.acceptance.matched` computes
+the chance.
 """
 
 import math
@@ -60,8 +60,8 @@ class Attempt(NamedTuple):
     num_steps: int
     """Steps of the draft model; 0 if a look-up proposes or nothing is proposed."""
     survival: Sequence[float]
-    """The chances that at least 1, 2, ... of the proposed tokens are accepted. Tokens behind the
-    end of the text are left out."""
+    """The chances that at least 1, 2, ... of the proposed tokens are accepted. The list ends where
+    the text ends."""
 
 
 _DEPTHS = NUM_DRAFT_TOKENS_MAX
@@ -69,8 +69,8 @@ _KINDS = _DEPTHS + 1
 
 
 class Rounds(NamedTuple):
-    """Expected rounds of one or more texts. The first round of each text has no draft. All other
-    rounds are *later* rounds."""
+    """Expected numbers about the rounds of one or more texts. The first round of each text has no
+    draft. All other rounds are *later* rounds."""
 
     num_texts: float
     num_tokens: float
@@ -99,8 +99,8 @@ class Rounds(NamedTuple):
 
     @property
     def by_position(self) -> tuple[float | None, ...]:
-        """For depth 1, 2, ..., the chance that a token is accepted if all tokens before it were;
-        None for depths that were not reached."""
+        """For depth 1, 2, ..., the chance that a draft token is accepted if all draft tokens before
+        it were; None for depths that were not reached."""
         pairs = zip(self.accepted.tolist(), self.reached.tolist(), strict=True)
         return tuple(accepted / reached if reached > 0 else None for accepted, reached in pairs)
 
@@ -158,8 +158,8 @@ def replay(num_tokens: int, attempt_at: Callable[[int], Attempt], prompt_tokens:
 
 
 class Script:
-    """Drafts for texts as if they were successive sessions of one drafter. So a look-up can copy
-    from the answers in earlier texts."""
+    """Drafts for texts as if the texts were successive sessions of one drafter. So a look-up can
+    copy from the answers in earlier texts."""
 
     def __init__(self, draft: DraftConfig, temperature: float) -> None:
         self._draft = draft
@@ -197,7 +197,7 @@ class Script:
         """The expected rounds of a text with this K."""
 
         def attempt_at(start: int) -> Attempt:
-            # The last token of a round is always drawn by the target, not drafted.
+            # A round with n draft tokens may commit n + 1 tokens: the last comes from the target.
             wanted = min(num_draft_tokens, text.max_tokens - start - 1)
             return self.attempt(text, start, wanted, rule) if wanted else Attempt(0, 0, ())
 
@@ -211,7 +211,7 @@ class Script:
 def scripted(
     draft: DraftConfig, sample: Sample, rule: Rule, num_draft_tokens: int
 ) -> tuple[Rounds, ...]:
-    """The expected rounds of each text. One drafter drafts for all of them."""
+    """The expected rounds of each text. One drafter drafts for all texts."""
     script = Script(draft, sample.temperature)
     return tuple(script.rounds(text, rule, num_draft_tokens) for text in sample.texts)
 
@@ -229,8 +229,8 @@ class Line:
 
 
 def fitted(pairs: Sequence[tuple[float, float]]) -> Line:
-    """The least-squares line through `pairs` of a time from a cost table and a measured time. An
-    uncertain factor is pulled towards 1 (ridge regression). Bounds of the factor are 0 and
+    """The least-squares line through `pairs`. A pair is a time from a cost table and a measured
+    time. An uncertain factor is pulled towards 1 (ridge regression). The factor is between 0 and
     `FACTOR_MAX`."""
     if not pairs:
         return Line()
@@ -254,7 +254,8 @@ class Option:
     draft_replicas: float = 0
     """Number of drafts for each target: below 1 if targets share a draft, 0 if no model drafts."""
     hit_rate: float | None = None
-    """Share of rounds whose proposal is ready at their start; None without look-ahead."""
+    """Share of the rounds whose proposal is ready when the round begins; None without look-ahead.
+    """
     tokens_per_second: float = 0.0
     """Speed of all sessions of a target replica together. Prefills are part of the time."""
     speedup: float = 1.0
@@ -346,8 +347,8 @@ class _SharedSteps:
         verifies (Kumar et al., arXiv 2603.03251, theorem 7). A round with a hit takes as long as
         the target's step or the draft's work for all outcomes, whichever is longer. After a miss,
         the proposal is drafted once the outcome is known. Each pass of the draft adds a token to as
-        many outcomes as fit into a step. There are K + 1 passes, because the first pass also
-        predicts the bonus, so outcomes with the bonus join only at the second pass."""
+        many outcomes as fit into a step. There are K + 1 passes: the first predicts the bonus, and
+        outcomes with the bonus need K more."""
         times, k = self.times, way.num_draft_tokens
         verify_s = self._verify_s(sessions, 1.0 + k) + times.rest_s
         branches = math.ceil(sessions / self.draft_replicas) * way.look_ahead

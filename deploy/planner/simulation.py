@@ -59,7 +59,8 @@ STEPPED_ROWS = 512
 SEARCH_S = 5.0
 """Longest measured time of a simulation in a search. The warm-up takes at most half as long."""
 TOLERANCE = 0.02
-"""The number of replicas found may exceed the smallest sufficient number by this share."""
+"""The search may return a number of replicas that exceeds the smallest sufficient number by this
+share."""
 GENEROUS = 4
 """A role's lower bound is the number of replicas that the load keeps fully busy. While the number
 of one role is searched, each later role has this many times its lower bound."""
@@ -145,7 +146,7 @@ class FleetFigures:
     rounds_per_second: float
     tokens_per_round: float
     num_requests: int
-    """Number of requests that ended, including refused ones."""
+    """Number of requests that ended, including refused requests."""
     num_refused: int
     """Number of requests that were refused or failed."""
     tpot_ms: tuple[float, float] | None
@@ -307,8 +308,8 @@ class _Coordinator:
 
     def _carrier(self, both_s: float, turn_s: float) -> Callable[[Callable[[], None]], None]:
         """Returns a function that delivers messages. A call has two messages, request and answer.
-        Each occupies the coordinator's thread, which handles one message at a time, for half of
-        `turn_s`. Then the message travels for half of `both_s`."""
+        Each message occupies the coordinator's only thread for half of `turn_s`. Then the message
+        travels for half of `both_s`."""
 
         def carry(message: Callable[[], None]) -> None:
             loop = asyncio.get_running_loop()
@@ -320,15 +321,15 @@ class _Coordinator:
 
 
 class _Request(NamedTuple):
-    """A request, as its client sees it. Times are seconds of the event loop's clock."""
+    """A request, as its client sees it. Times are of the event loop's clock, s."""
 
     began_at: float
     tokens: list[tuple[float, int]]
     """For each event, its time and its number of tokens."""
 
     def pace(self, begin: float) -> tuple[float, int] | None:
-        """The seconds per token, and the number of tokens, of the tokens that came after the time
-        `begin` and after the first event. None if no such token came."""
+        """The tokens that came after the time `begin` and after the first event: the seconds per
+        token, and the number of these tokens. None if no such token came."""
         start = max(sum(at < begin for at, _ in self.tokens) - 1, 0)
         num = sum(n for _, n in self.tokens[start + 1 :])
         return ((self.tokens[-1][0] - self.tokens[start][0]) / num, num) if num else None
@@ -430,8 +431,8 @@ class _Simulation:
         return asyncio.get_running_loop().time() >= self._scenario.warm_up_s
 
     def _measured(self, work: dict[Role, Any]) -> FleetFigures:
-        """The figures for the time after the warm-up. `work` has for each role the seconds of work,
-        the steps, and the sessions in the steps, all in this time."""
+        """The figures for the time after the warm-up. `work` has, for each role in this time, the
+        seconds of work, the number of steps, and the sessions in these steps."""
         begin, seconds = self._scenario.warm_up_s, self._scenario.seconds
         fleet, requests, num_rounds = self._scenario.fleet, self._requests, len(self._rounds)
         drafted = [report for report in self._rounds if report.proposed_token_ids]
@@ -521,7 +522,7 @@ def simulated(
 ) -> Report:
     """Simulates a scenario. The `free` roles get the smallest numbers of replicas that meet the
     goal `tpot_ms`. In the table, replicas and busy shares are in the order targets, drafts,
-    coordinators. Times are p50 and p99."""
+    coordinators. A pair of times is p50 and p99."""
     workload, pair, figures = scenario.workload, scenario.pair, None
     fleet = smallest(scenario, tpot_ms, free, progress) if free and tpot_ms else scenario.fleet
     if workload.sessions is None:
@@ -556,10 +557,10 @@ def smallest(
     free: Sequence[Role],
     progress: Callable[[str], None] = lambda line: None,
 ) -> Fleet | None:
-    """The smallest fleet that meets this time per token; None if no fleet does. First the number of
-    targets is minimised, then that of drafts, then that of coordinators, each within `TOLERANCE`.
-    Roles that are not `free` keep the scenario's numbers. While the number of one role is searched,
-    later roles have plenty of replicas."""
+    """The smallest fleet that meets `tpot_ms`; None if no fleet does. The search first minimises
+    the number of targets, then of drafts, then of coordinators, each within `TOLERANCE`. Roles that
+    are not `free` keep the scenario's numbers. While the number of one role is searched, later
+    roles have plenty of replicas (see `GENEROUS`)."""
     workload = scenario.workload
     tokens = (workload.rate or 0.0) * workload.answer_tokens
     if workload.sessions is not None:
@@ -588,7 +589,7 @@ def smallest(
 
 
 def _busy_s(scenario: Scenario, role: Role) -> float:
-    """The least time, s, for which a round occupies a replica of this role."""
+    """The shortest time, s, for which a round can occupy a replica of this role."""
     pair = scenario.pair
     if role == "coordinator":
         return scenario.coordinator_s

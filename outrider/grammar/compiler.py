@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 
 _SPACES: Any = {"whitespace_pattern": " "}
 """Allows one space where JSON allows any number of spaces, because some models would write spaces
-without end. The `x-guidance` of a schema takes precedence."""
-if version("llguidance").startswith("1.7."):  # Here the pattern would allow several spaces.
+without end. A schema's own `x-guidance` takes precedence."""
+if version("llguidance").startswith("1.7."):  # In this version the pattern allows several spaces.
     _SPACES = {"whitespace_flexible": False, "item_separator": " ?, ?", "key_separator": " ?: ?"}
 _REASON_CHARS_MAX = 400
 _Key = tuple[str, bytes]
@@ -71,8 +71,8 @@ class Grammar:
         return self.tenant, self.digest
 
     def is_used_up(self) -> bool:
-        """Whether the grammar can compute no more masks. All copies of its matcher share the
-        lexer's states, and the number of these states is limited."""
+        """Whether the grammar can compute no more masks. All copies of the grammar's matcher share
+        the lexer's states, whose number is limited."""
         copy = self.start.deep_copy()
         copy.compute_bitmask()
         return bool(copy.is_error())
@@ -83,11 +83,11 @@ class _Refusal:
     """The reason why a constraint has no grammar."""
 
     error: Callable[[], OutriderError]
-    """Makes a new error for each caller. One shared error would keep the stack frames of every
-    caller that raised it, and so their requests, in memory."""
+    """Makes a new error for each caller. A shared error would keep the stack frames of all callers
+    that raise it in memory, and with the frames their requests."""
     until_s: float = math.inf
-    """The time at which the refusal ends. Then the constraint is compiled again, because it may
-    have been slow by chance."""
+    """The time at which the refusal ends. A later request compiles the constraint again, because
+    the constraint may have been slow by chance."""
 
 
 class GrammarTokenizer:
@@ -123,7 +123,7 @@ class GrammarTokenizer:
             raise BadRequest(constraint.kind, reason) from None
         start = LLMatcher(self.tokens, text, log_level=0, limits=self._limits)
         if not start.is_error():
-            # Computes the first mask here, because it is slow. Later it would delay a step.
+            # The first mask is slow. It is computed here, so that it does not delay a step.
             first = start.deep_copy()
             first.compute_bitmask()
             if first.is_error():
@@ -148,13 +148,13 @@ def backend_json(tokenizer: Any) -> str:
 
 
 class Grammars:
-    """The grammars of one process: the most recent ones, and all that are still referenced. Any
-    thread may look up grammars and refusals. Each tenant has grammars of its own, so that times and
-    refusals reveal nothing about another tenant's requests."""
+    """The grammars of one process: the most recent grammars, and all grammars that are still
+    referenced. Any thread may look up grammars and refusals. Tenants share no grammars, so that
+    times and refusals reveal nothing about another tenant's requests."""
 
     def __init__(self, load: Callable[[], GrammarTokenizer]) -> None:
-        """Calls `load` before it compiles the first constraint. If `load` raises `ConfigError`, the
-        constraint is refused."""
+        """`load` is called before the first constraint is compiled. If `load` raises `ConfigError`,
+        the constraint is refused."""
         self._load = load
         self.clock: Callable[[], float] = time.thread_time
         """The CPU time of the thread, in seconds."""
@@ -169,12 +169,13 @@ class Grammars:
         self._slow: WeakSet[Grammar] = WeakSet()
         """Grammars that have delayed a step once."""
         self.slow_ahead: WeakSet[Grammar] = WeakSet()
-        """Grammars that were too slow after draft tokens. They are used after committed tokens
-        only. Only the thread that runs steps may use this set."""
+        """Grammars that were too slow after draft tokens. Such a grammar is only used after
+        committed tokens. Only the thread that runs steps may use this set."""
         self._calls: SharedCalls[_Key, Grammar | _Refusal] = SharedCalls(COMPILE_THREADS, "grammar")
 
     def find(self, digest: bytes, tenant: str = "") -> Grammar | OutriderError | None:
-        """The compiled grammar, or the error why there is none; None if the digest is unknown."""
+        """The compiled grammar, or the error that refused the constraint; None if the digest is
+        unknown."""
         found = self._look_up((tenant, digest))
         return found.error() if isinstance(found, _Refusal) else found
 
@@ -200,11 +201,11 @@ class Grammars:
         return _grammar_of(found)
 
     def renewed(self, used_up: Grammar) -> Grammar:
-        """A new grammar in place of one that can compute no more masks. If another session has
-        compiled the constraint again, returns that grammar. Otherwise compiles the constraint, on
-        this thread. But if the last compilation took longer than `MASK_S_MAX`, raises `BadRequest`,
-        because all sessions would have to wait. Then the next session with this constraint compiles
-        it before its first step."""
+        """A new grammar in place of `used_up`, which can compute no more masks. If another session
+        has compiled the constraint again, returns that grammar. Otherwise compiles the constraint
+        on this thread, while all sessions wait. If the last compilation took longer than
+        `MASK_S_MAX`, this wait would be too long, and a `BadRequest` is raised. The next session
+        with this constraint then compiles it before its first step."""
         key = used_up.key
         with self._lock:
             if self._known(key) is used_up:
@@ -378,12 +379,12 @@ class _Document:
 
     def _own(self, schema: dict[str, Any]) -> float:
         """The number of alternatives that a schema lists itself. If several parts of the schema
-        apply together, their alternatives can be combined. Then the number of combinations counts
-        if it is larger."""
+        apply together, their alternatives can be combined. If the number of combinations is larger,
+        returns that number."""
         found, parts = self._listed(schema), self._combined(schema)
         if len(parts) < 2:
             return found
-        # Each combination has the weight of an alternative that may be a list.
+        # A combination weighs as much as an alternative that may be a list.
         ways = prod(1 + part / LIST_ALTERNATIVE for part in parts) - 1
         return min(max(found, LIST_ALTERNATIVE * ways), _MANY)
 
@@ -446,15 +447,15 @@ class _Document:
         return found
 
     def _reach_by(self, reference: Any) -> float:
-        """`_reach` of the part that a reference names. If the document has no such part, the number
-        of all alternatives that the document lists."""
+        """`_reach` of the part that a reference names. If the document has no such part, returns
+        the number of all alternatives that the document lists."""
         if not isinstance(reference, str):
             return 0.0
         target = self._target(reference)
         return self._all_listed if target is None else self._reach(target)
 
     def _target(self, reference: Any) -> Any:
-        """The part of this document that a reference names; None if there is none."""
+        """The part of this document that a reference names; None if no part has this name."""
         if not isinstance(reference, str) or not reference.startswith("#"):
             return None
         found: Any = self._schema

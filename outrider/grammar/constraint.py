@@ -34,13 +34,13 @@ class ConstraintKind(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Constraint:
     """The text that the whole completion must match. To make a constraint, call `of_schema`,
-    `of_regex`, `of_choices`, `any_object` or `read`. None of them checks whether the constraint can
-    be compiled."""
+    `of_regex`, `of_choices`, `any_object` or `read`. These methods do not check whether the
+    constraint can be compiled."""
 
     kind: ConstraintKind
     text: str
-    """By `kind`: a schema as compact JSON, a regular expression, or a JSON list of choices. An
-    answer has its keys in the order of the schema's keys."""
+    """Depending on `kind`: a schema as compact JSON, a regular expression, or a JSON list of
+    choices. The keys of an answer have the order of the schema's keys."""
 
     @classmethod
     def of_schema(
@@ -171,8 +171,8 @@ def containers_in(value: Any) -> list[Any]:
 
 
 def _without_anchors(regex: str) -> str:
-    """Removes every ^ at the beginning and every unescaped $ at the end. Then a second call changes
-    nothing."""
+    """Removes every ^ at the beginning and every unescaped $ at the end. A second call for the
+    result changes nothing."""
     bare = regex.lstrip("^")
     while bare.endswith("$"):
         before = bare[:-1]

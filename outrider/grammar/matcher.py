@@ -3,7 +3,7 @@ only on the constraint and the completion. So the state can be rebuilt, and it c
 when tokens are discarded.
 
 If a text can continue in only one way, a mask allows only the token with which the tokenizer would
-begin this continuation. The grammar also accepts other tokens that begin it, but masks forbid them.
+begin this continuation. The grammar would also accept other tokens that begin the continuation.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _USED_UP = "it needs too many states"
 
 
 class PrefixMatcher:
-    """Follows one completion. The matcher itself keeps track of end tokens, because the grammar can
-    only tell whether the text may end. Once the text must end, the grammar rejects all tokens."""
+    """Follows one completion. This class, not the grammar, keeps track of end tokens, because the
+    grammar only tells whether the text may end. If the text must end, the grammar rejects all
+    tokens."""
 
     def __init__(self, grammar: Grammar, grammars: Grammars) -> None:
-        """`grammars` supplies another grammar if this one is used up, and records slow
-        grammars."""
+        """`grammars` replaces a grammar that is used up, and records slow grammars."""
         self.grammar = grammar
-        """The grammar in use. If it is used up, another one replaces it."""
+        """The grammar in use. A grammar that is used up is replaced by a new one."""
         self._grammars = grammars
         self._matcher: LLMatcher = grammar.start.deep_copy()
         self._is_broken = False
-        """Whether the matcher has failed and must start over."""
+        """Whether the grammar's matcher has failed and must be rebuilt."""
         self._is_ahead = False
         """Whether the current question is about draft tokens, which may be rejected."""
         self._tokens: list[int] = []
@@ -44,9 +44,9 @@ class PrefixMatcher:
         first end token."""
 
     def ask_ahead(self, is_ahead: bool) -> None:
-        """Sets whether the next question is about draft tokens. If it is, a slow answer does not
-        end the session. Raises `Incompatible` if the question is about draft tokens and the grammar
-        was too slow for such a question before."""
+        """Sets whether the next question is about draft tokens. A slow answer to such a question
+        does not end the session. But if the grammar was too slow for such a question before, raises
+        `Incompatible`."""
         self._is_ahead = is_ahead
         if is_ahead and self.grammar in self._grammars.slow_ahead:
             raise Incompatible(f"{self.grammar.constraint.kind}: is too slow after draft tokens")
@@ -112,8 +112,8 @@ class PrefixMatcher:
         return num_legal
 
     def _feed(self, words: Sequence[int]) -> int:
-        """Lets the grammar consume the tokens up to the first one that it does not allow. Returns
-        the number of consumed tokens."""
+        """Lets the grammar consume `words` up to the first token that the grammar does not allow.
+        Returns the number of consumed tokens."""
         if not words:
             return 0
         began = self._grammars.clock()
@@ -132,9 +132,9 @@ class PrefixMatcher:
             raise self._too_hard()
 
     def _mend(self) -> bool:
-        """Replaces the grammar if it is used up. Returns whether it was replaced; if so, the caller
-        must try again. Raises `Incompatible` if the constraint has no new grammar, or if the
-        matcher has failed for another reason."""
+        """If the grammar is used up, replaces it and returns True. The caller must then try again.
+        Raises `Incompatible` if the constraint gets no new grammar, or if the matcher has failed
+        for another reason."""
         if self.grammar.is_used_up():
             try:
                 self.grammar = self._grammars.renewed(self.grammar)
@@ -156,8 +156,8 @@ class PrefixMatcher:
         return not self._is_broken
 
     def _check_time(self, began: float, num_tokens: int) -> None:
-        """Reports the grammar if it took too long, because then all sessions of the step had to
-        wait. Raises `Incompatible` if the constraint is now refused."""
+        """If the grammar took too long, reports it, because all sessions of the step had to wait.
+        Raises `Incompatible` if the constraint is now refused."""
         allowed = MASK_S_MAX * -(-num_tokens // FOLLOWED_AT_ONCE)
         if self._grammars.clock() - began <= allowed:
             return
@@ -170,8 +170,8 @@ class PrefixMatcher:
             raise self._too_hard(error.reason) from error
 
     def _too_hard(self, reason: str = "") -> Incompatible:
-        """The error of a grammar that cannot be followed. Makes the matcher start over at the next
-        call."""
+        """Returns the error of a grammar that cannot be followed. At the next call, the matcher is
+        rebuilt."""
         self._is_broken = True
         said = " ".join((reason or self._matcher.get_error() or "it is too hard").split())[:200]
         kind, num_tokens = self.grammar.constraint.kind, self._num_fed
@@ -211,8 +211,9 @@ class Followed:
 
 
 class Matchers:
-    """The matchers of a replica's sessions. Keeps the `MATCHERS_MAX` most recent ones, and builds
-    others again when they are needed. Only the thread that runs steps may use this object."""
+    """The matchers of a replica's sessions. Keeps the `MATCHERS_MAX` most recently used matchers.
+    If another matcher is needed, builds it again. Only the thread that runs steps may use this
+    object."""
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
@@ -223,8 +224,8 @@ class Matchers:
     ) -> Followed:
         """Tells which tokens may follow a session's completion. The result is valid until the next
         call for this session. `compiled` is the grammar of the session's constraint, or the error
-        of its compilation. Raises `Incompatible` if `compiled` is an error, if the grammar has been
-        refused since, or if it does not allow the completion."""
+        of its compilation. Raises `Incompatible` if `compiled` is an error, if the constraint has
+        been refused since, or if the grammar does not allow the completion."""
         matcher = self._matchers.pop(session_id, None)
         if isinstance(compiled, OutriderError):
             raise Incompatible(compiled.message) from compiled

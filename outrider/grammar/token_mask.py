@@ -51,5 +51,5 @@ class Allowed(Protocol):
         ...
 
     def behind(self, committed: Sequence[int]) -> Allowed:
-        """The same object for the session after it has committed these tokens as well."""
+        """The object for the same session after it has also committed these tokens."""
         ...

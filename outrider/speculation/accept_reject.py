@@ -21,7 +21,7 @@ class Origin(StrEnum):
     CORRECTION = "correction"
     BONUS = "bonus"
     STORED = "stored"
-    """A resumed session has read the token from the store, which does not keep origins."""
+    """The token of a resumed session comes from the store, which does not keep origins."""
 
 
 @value(frozen=True, slots=True)
@@ -47,8 +47,8 @@ class Outcome:
 def count_accepted(rule: Rule, passes: Iterable[bool]) -> int:
     """The number of accepted draft tokens of a chain. `passes` has the result of each token's own
     test. Block accepts the longest prefix whose last token passes, even if earlier tokens fail (Sun
-    et al., ICLR 2025, algorithm 2). The other rules accept the tokens before the first failure.
-    They read no result after this failure."""
+    et al., ICLR 2025, algorithm 2). The other rules accept the tokens before the first failure, and
+    do not read later results."""
     if rule is Rule.BLOCK:
         return max((i for i, passed in enumerate(passes, start=1) if passed), default=0)
     num = 0
@@ -110,10 +110,9 @@ def ending_at(
     """A verdict under which a round commits the path up to draft token `index`, and nothing after
     this token. The draft token becomes the correction of the row that judges it.
 
-    This replaces the verdict of an outcome whose path contains the draft token, if no token can be
-    drawn after the draft token. The distribution of the committed tokens is unchanged, because
-    under every rule the probability of committing a path up to a token does not depend on later
-    rows.
+    This verdict is for an outcome whose path contains the draft token, if no token can be drawn
+    after the draft token. The distribution of the committed tokens is unchanged, because under
+    every rule the probability of committing a path up to a token does not depend on later rows.
     """
     tree = draft_tree(parents, len(proposal_ids))
     accept = [0.0] * len(proposal_ids)

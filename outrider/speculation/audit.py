@@ -2,17 +2,17 @@
 
 Let p_i be the target's distribution of token x_i, given all earlier tokens. If x_i is drawn from
 p_i, its surprise -log p_i(x_i) has the mean H(p_i), the entropy, and the variance of -log p_i under
-p_i. Both follow from p_i without x_i. So the sum of surprise minus entropy is a martingale, even
-though a session's tokens decide where it ends. For many tokens, this sum divided by the square root
-of the summed variances is approximately standard normal.
+p_i. Mean and variance follow from p_i without x_i. So the sum of surprise minus entropy is a
+martingale, even though a session's tokens decide where the session ends. For many tokens, this sum
+divided by the square root of the summed variances is approximately standard normal.
 
 If the tokens come from another distribution, the mean of surprise minus entropy is the cross
-entropy minus the entropy of p. This difference is negative for a sharper distribution and usually
-positive for others. If another distribution has the same mean surprise as p, the audit does not
-detect it.
+entropy minus the entropy of p. This difference is negative if the other distribution is sharper,
+and otherwise usually positive. The audit does not detect another distribution whose mean surprise
+equals that of p.
 
 Greedy tokens are compared with the likeliest token. An audit uses the same transforms as verdicts,
-in float64. So it detects wrong noise, acceptance or residuals, but no wrong transform.
+in float64. So an audit detects wrong noise, acceptance or residuals, but not a wrong transform.
 """
 
 from collections.abc import Sequence
@@ -33,9 +33,10 @@ from outrider.speculation.sampling_params import SamplingParams
 NEAR_TIE = 2.0**-6
 """A greedy token is a near tie if its logit is this close to the largest logit. The distance is
 relative to the largest logit, or absolute if the largest logit is below 1. Rounding to bfloat16 can
-move two logits this far apart, because neighbouring values differ by up to 2^-7 of themselves."""
+move two logits this far apart, because neighbouring bfloat16 numbers differ by up to 2^-7 of their
+size."""
 _P_MIN = 1e-300
-"""Replaces p = 0 where 0 is divided by p."""
+"""Replaces p = 0 in a division 0 / p."""
 
 
 def audit(

@@ -9,11 +9,11 @@ class AuditSums:
 
     num_tokens: int = 0
     num_impossible: int = 0
-    """Tokens with p = 0. They are left out of surprise, entropy and variance."""
+    """Tokens with p = 0. Surprise, entropy and variance leave these tokens out."""
     num_unlikely: int = 0
     """Greedy tokens that are neither the likeliest token nor a near tie."""
     num_near_ties: int = 0
-    """Greedy tokens that are a near tie of the likeliest one."""
+    """Greedy tokens that are a near tie of the likeliest token."""
     surprise: float = 0.0
     """Sum of -log p(x), nats; 0 for greedy tokens."""
     entropy: float = 0.0

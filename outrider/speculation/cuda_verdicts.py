@@ -32,14 +32,16 @@ _WARPS = 16
 
 
 Transforms = tuple[SamplingParams, TokenHistory, Sequence[TokenMask | None]]
-"""What changes the logits of one session. The masks are one for each row, or none at all."""
+"""The parameters, history and masks that change the logits of one session. There is one mask for
+each row, or no mask at all."""
 
 
 _FAILED: set[torch.device] = set()
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether the device is CUDA, Triton is installed, and no trial has failed on it."""
+    """Whether the device is CUDA, Triton is installed, and `give_up` was not called for this
+    device."""
     return device.type == "cuda" and device not in _FAILED and _has_compiler()
 
 
@@ -79,9 +81,9 @@ class RowJudge:
         sizes: IntArray,
         drafted: IntArray,
     ) -> None:
-        """`logits` [R, V] are float32 or narrower. `transforms` has an element for each session,
-        and `sizes` its number of rows. `drafted` [R] is the draft token that each row judges, or
-        -1."""
+        """`logits` [R, V] are float32 or narrower. `transforms` and `sizes` have an element for
+        each session; `sizes` has its number of rows. `drafted` [R] is the draft token that each row
+        judges, or -1."""
         from outrider.speculation.triton_kernels import change_rows
 
         num_rows, width = logits.shape
@@ -112,10 +114,10 @@ class RowJudge:
         blocks: npt.NDArray[np.bool_],
         q: Sequence[DraftDistribution | None],
     ) -> JudgedRows:
-        """`keys` has the noise of each row. `num_before` [R] is the number of draft tokens that
-        precede the one that a row judges in its chain, or -1 if the row judges none. `blocks` [R]
-        says whether the rule is block. `q` has the distribution of each judged draft token, or None
-        if its draw was certain."""
+        """`keys` has the noise of each row. If a row judges a draft token, `num_before` [R] is the
+        number of draft tokens before this token in its chain, otherwise -1. `blocks` [R] says
+        whether the rule is block. `q` has the distribution of each judged draft token, or None if
+        its draw was certain."""
         device = self._weights.device
         packed = [b"" if each is None else each.packed for each in q]
         words = np.zeros((len(keys), JUDGED_WORDS), dtype=np.int64)
@@ -194,7 +196,7 @@ def _changes(
 
 
 def send(parts: Sequence[npt.NDArray[Any]], device: torch.device) -> Tensor:
-    """Copies the bytes of all parts to a device by one copy, without waiting until it is done."""
+    """Copies the bytes of all parts to a device in one copy. Does not wait for the copy's end."""
     words = torch.from_numpy(np.concatenate([part.reshape(-1).view(np.uint8) for part in parts]))
     return words.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else words
 

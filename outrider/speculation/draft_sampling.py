@@ -1,10 +1,10 @@
 """Draws draft tokens.
 
 Under the rules token and block, a draft truncates its distribution, quantises it into counts, and
-draws from the counts. It sends the counts to the target, so q is exactly the distribution of the
-draw. To quantise, the cumulative distribution is multiplied by `COUNT_TOTAL` and rounded. The
+draws from the counts. The draft sends the counts to the target, so q is exactly the distribution of
+the draw. To quantise, the cumulative distribution is multiplied by `COUNT_TOTAL` and rounded. The
 differences of successive numbers are the counts, so each count is within 1 of its token's share. A
-draw takes one uniform u. It returns the first token at which the running sum of counts, in the
+draw takes one uniform u. The drawn token is the first at which the running sum of counts, in the
 order sent, exceeds u times their total. Siblings are drawn one after another, without replacement.
 
 Under the rule coupled, a draw is the race that the target runs (`gumbel_max.py`).
@@ -103,11 +103,11 @@ def draw_from_logits(
 ) -> tuple[list[DraftedToken], LikelyTokens | None]:
     """Draws the next token for each of B sessions. The sessions have the same rule and parameters,
     and the same `history` if there are penalties. Session b draws at depth `indices[b]` of its
-    round. `logits` [B, V] stay unchanged. With a `vocabulary` they are [B, N]. All other arguments
-    and results use the target's ids.
+    round. `logits` [B, V] stay unchanged. With a `vocabulary`, `logits` are [B, N]. All other
+    arguments and results use the target's ids.
 
-    Also returns the `likely_tokens` of the rows. They are None if the draws take each row's
-    likeliest token. Raises `InvariantError` for rows that `target_probabilities` refuses.
+    Also returns the `likely_tokens` of the rows, or None if the draws take each row's likeliest
+    token. Raises `InvariantError` for rows that `target_probabilities` refuses.
     """
     check(len(noises) == len(indices) == len(logits), "one noise and index for each row")
     if not noises:
@@ -137,9 +137,9 @@ def draw_siblings(
 ) -> list[DraftedGroup]:
     """Draws up to `counts[b]` siblings at one position of each of B sessions that have the same
     rule and parameters, without penalties. The first sibling is the token that `draw_from_logits`
-    draws. Under token, the others are drawn from the returned q without replacement. Under coupled,
-    they have the next highest scores in the race of the `DRAFT_SUPPORT_ENTRIES` likeliest tokens.
-    Under greedy, they are the next likeliest tokens."""
+    draws. Under token, further siblings are drawn from the returned q without replacement. Under
+    coupled, they have the next highest scores in the race of the `DRAFT_SUPPORT_ENTRIES` likeliest
+    tokens. Under greedy, they are the next likeliest tokens."""
     check(len(noises) == len(indices) == len(counts) == len(logits), "a count for each row")
     check(not params.penalised, "penalties would count siblings")
     rule = _shared_rule(noises)
@@ -276,8 +276,8 @@ def likely_by_weight(
 
 
 def _token_ids(columns: Tensor, vocabulary: DraftVocabulary | None) -> IntArray:
-    """The ids of the tokens of these columns. A column that pads a row gets an arbitrary id, as it
-    has no mass."""
+    """The ids of the tokens of these columns. A column that pads a row has no mass, and gets an
+    arbitrary id."""
     found: IntArray = columns.numpy()
     if vocabulary is None:
         return found
@@ -351,14 +351,15 @@ def _shared_rule(noises: Sequence[RoundNoise]) -> Rule:
 
 
 _ROW_WORDS = 16
-"""The int64 words of each row. 0..5 are for `weigh_rows`. 6 and 7 say whether the draw is coupled
-and whether it is quantised. 8..13 are for `settle_rows`. 14 is the drawn count, as a float64."""
+"""Number of the int64 words of a row. Words 0..5 are for `weigh_rows`. Words 6 and 7 say whether
+the draw is coupled, and whether it is quantised. Words 8..13 are for `settle_rows`. Word 14 is the
+drawn count, as a float64."""
 _COUPLED, _QUANTISED, _KEYS, _COUNT = 6, 7, 8, 14
 
 
 def can_draw_on_device(logits: Tensor, params: SamplingParams) -> bool:
-    """Whether `draw_on_device` can be used. It needs a device with kernels, logits narrower than
-    float64, and parameters without bias and penalties."""
+    """Whether `draw_on_device` can be used: the device has kernels, the logits are narrower than
+    float64, and there is no bias and no penalty."""
     is_narrow = logits.dtype != torch.float64
     return is_narrow and has_kernels(logits.device) and not (params.penalised or params.logit_bias)
 

@@ -3,7 +3,7 @@
 A row's seed, place and stream give four Philox words (`random_streams.py`), which form two 64-bit
 keys. From these keys, SplitMix64's finaliser (Steele, Lea, Flood: Fast Splittable Pseudorandom
 Number Generators, OOPSLA 2014) computes 64 random bits for each index i: number i of the row. The
-second key is xored in between the finaliser's two multiplications.
+second key is applied by XOR between the finaliser's two multiplications.
 
 A race draws the token v with the highest score w_v / t_v. The waits t_v are independent Exp(1). So
 v wins with probability w_v / sum w, and the weights w need not be normalised. This is the
@@ -43,8 +43,8 @@ _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _FIRST = 0xBF58476D1CE4E5B9 - 2**64
 _SECOND = 0x94D049BB133111EB - 2**64
 _FRACTION_BITS = 52
-"""A uniform is (n + 0.5) * 2^-52, where n has 52 bits. A float64 holds each uniform exactly. None
-is 0 or 1."""
+"""A uniform is (n + 0.5) * 2^-52, where n has 52 bits. A float64 holds each uniform exactly, and no
+uniform is 0 or 1."""
 IntArray: TypeAlias = npt.NDArray[np.int64]
 RealArray: TypeAlias = npt.NDArray[np.float64]
 _Ints = TypeVar("_Ints", IntArray, Tensor)
@@ -90,7 +90,7 @@ def race(weights: Tensor, keys: RowKeys) -> Tensor:
 
 
 def scores(weights: Tensor, token_ids: Tensor, keys: RowKeys) -> Tensor:
-    """The scores w / t of some tokens, on the CPU: [R, M], float64. `weights` [R, M] are those of
+    """The scores w / t of some tokens, on the CPU: [R, M], float64. `weights` [R, M] belong to
     `token_ids` ([R, M] or [1, M], int64, >= 0). In each row, the highest score wins the race."""
     low, high = map(torch.from_numpy, token_keys(keys))
     blocks = numbers((low, high), (token_ids >> _BLOCK_BITS) + _BLOCK_NUMBERS)
@@ -104,8 +104,8 @@ def _pruned_race(
     weights: npt.NDArray[Any], tops: npt.NDArray[Any], keys: tuple[IntArray, IntArray]
 ) -> IntArray:
     """Like `race`, for rows of whole blocks. `tops` [R, V / 128] has the largest weight of each
-    block. First computes the scores of the tokens with the shortest waits of their blocks. Then
-    computes only those other scores that could exceed the best of these.
+    block. First computes, for each block, the score of the token with the shortest wait. Then
+    computes only those other scores that could exceed the best of the first scores.
     """
     num_rows, num_blocks = tops.shape
     blocks = weights.reshape(-1, BLOCK)

@@ -1,5 +1,5 @@
 """Turns logits into the distribution that is sampled, on the CPU. Float64 logits are processed in
-float64, narrower ones in float32. Sums over a row are always in float64.
+float64, narrower logits in float32. Sums over a row are always in float64.
 
 Order: logit bias, penalties, temperature, min-p, top-k, top-p, renormalisation. A filter sees only
 what the filters before it kept. So top-p is a share of the mass that min-p and top-k kept.
@@ -26,15 +26,15 @@ from outrider.speculation.proposal import ROOT, Proposal
 from outrider.speculation.sampling_params import SamplingParams
 
 _HEAD_ENTRIES = 64
-"""Top-p first searches this number of largest weights. If their mass is too small, it searches all
-weights."""
+"""Top-p first searches this number of largest weights. If the mass of these is too small, top-p
+searches all weights."""
 _BUCKETS = {
     np.dtype(np.float32): (np.int32, 0x3F800000, 17),
     np.dtype(np.float64): (np.int64, 0x3FF0000000000000, 46),
 }
-"""For each type of float: the integer type of the same size, the bits of 1.0, and a shift. The
-shifted bits are the exponent and six bits of the fraction. So the weights between two neighbouring
-powers of 2 have 64 buckets."""
+"""For each type of float: the integer type of the same size, the bits of 1.0, and a shift. After
+the shift, the bits of a float are its exponent and six bits of its fraction. So the weights between
+two neighbouring powers of 2 have 64 buckets."""
 _NUM_BUCKETS = 64 * 64
 """Weights from 1 down to 2^-64 have these buckets. Smaller weights share the last bucket."""
 _BLOCK = 64
@@ -43,8 +43,8 @@ _BLOCK = 64
 
 @dataclass(frozen=True, slots=True)
 class TokenHistory:
-    """The tokens that penalties count. In row i of a verdict, these are the prompt, the output and
-    `drafted_ids[:i]`. A drafter appends its own draft tokens to `output_ids`."""
+    """The tokens that penalties count. In row i of a verdict, penalties count the prompt, the
+    output and `drafted_ids[:i]`. A drafter appends its own draft tokens to `output_ids`."""
 
     prompt_ids: Sequence[int] = ()
     output_ids: Sequence[int] = ()
@@ -94,8 +94,8 @@ def write_weights(
 
 
 def row_sums(weights: Tensor) -> Tensor:
-    """The sum of each row of `weights` [R, V]: [R], float64. The other rows do not change its
-    rounding."""
+    """The sum of each row of `weights` [R, V]: [R], float64. The rounding of a sum does not depend
+    on the other rows."""
     num_rows, width = weights.shape
     if weights.dtype == torch.float64 or width % _BLOCK:
         return weights.cumsum(dim=1, dtype=torch.float64)[:, -1]
@@ -108,8 +108,8 @@ def row_sums(weights: Tensor) -> Tensor:
 
 
 def joined_rows(parts: Sequence[Tensor]) -> Tensor:
-    """The rows [n, V] of all parts as [R, V]. Copies nothing if the parts are adjacent in memory,
-    as the parts of one pass are."""
+    """The rows [n, V] of all parts as [R, V]. If the parts are adjacent in memory, like the parts
+    of one pass, copies nothing."""
     first = parts[0]
     begin = end = first.data_ptr()
     for part in parts:
@@ -126,8 +126,8 @@ def joined_rows(parts: Sequence[Tensor]) -> Tensor:
 def likeliest(
     logits: Tensor, params: SamplingParams, history: TokenHistory = NO_HISTORY
 ) -> list[int]:
-    """The id of the largest logit of each row [R, V] after bias and penalties. Of equal logits, the
-    lowest id. Takes logits on any device. Raises `InvariantError` for rows that
+    """The id of the largest logit of each row [R, V] after bias and penalties. Of equal logits,
+    takes the lowest id. Takes logits on any device. Raises `InvariantError` for rows that
     `target_probabilities` refuses."""
     found, maxima = _largest(logits)
     check_maxima(maxima)
@@ -136,13 +136,13 @@ def likeliest(
 
 
 def _largest(logits: Tensor) -> tuple[list[int], list[float]]:
-    """The index of the largest value of each row, and the value. Of equal values, the lowest index.
-    NaN counts as larger than any number."""
+    """The index of the largest value of each row, and the value. Of equal values, takes the lowest
+    index. NaN counts as larger than any number."""
     if logits.device.type != "cpu":
         largest, ids = logits.max(dim=1)
         ids, largest = torch.stack([ids.double(), largest.double()]).tolist()
         return [*map(int, ids)], largest
-    # Here NumPy's argmax is about 20 times as fast as torch's.
+    # For these rows, NumPy's argmax is about 20 times as fast as torch's.
     floats = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
     found = torch.from_numpy(floats.detach().numpy().argmax(axis=1))[:, None]
     return found[:, 0].tolist(), logits.gather(1, found)[:, 0].tolist()
@@ -151,12 +151,12 @@ def _largest(logits: Tensor) -> tuple[list[int], list[float]]:
 def adjusted_logits(
     logits: Tensor, params: SamplingParams, history: TokenHistory = NO_HISTORY
 ) -> Tensor:
-    """`logits` [R, V] after bias and penalties: a float64 copy on the CPU, or `logits` itself if
-    neither applies.
+    """`logits` [R, V] after bias and penalties, as a float64 copy on the CPU. If there is no bias
+    and no penalty, returns `logits` itself.
 
-    The repetition penalty divides a positive logit and multiplies a negative one (Keskar et al.
-    2019), if the token is in the prompt or the output. Presence and frequency penalties are
-    subtracted, if the token is in the output.
+    If a token is in the prompt or the output, the repetition penalty divides its logit if positive,
+    and multiplies it if negative (Keskar et al. 2019). If a token is in the output, presence and
+    frequency penalties are subtracted from its logit.
     """
     if not (params.logit_bias or params.penalised):
         return logits
@@ -181,8 +181,8 @@ def changed_tokens(
     params: SamplingParams, history: TokenHistory, vocab_size: int
 ) -> npt.NDArray[np.int64]:
     """The E tokens that have a bias or that penalties count: [E, 3]. A row has the token's id, the
-    bits of its bias as a float64, and twice its count in the output, plus 1 if the prompt has the
-    token."""
+    bits of its bias as a float64, and a count. The count is twice the token's count in the output,
+    plus 1 if the prompt has the token."""
     biases, prompt = dict(params.logit_bias), set(history.prompt_ids)
     output = Counter(history.output_ids)
     known = prompt.union(biases, output, history.drafted_ids)
@@ -267,8 +267,8 @@ def _check_rows(logits: Tensor) -> None:
 def _keep_likely(row: Tensor, min_p: float, top_k: int, top_p: float) -> None:
     """Applies min-p, top-k and top-p to `row` [V], whose weights are at most 1. Dropped weights
     become 0. Of equal weights at the boundary, those with the lowest ids are kept. Only the largest
-    weights are sorted. If top-p keeps more than these, only the bucket at the boundary is
-    sorted."""
+    weights are sorted. If top-p keeps more weights than are sorted, one bucket is sorted in their
+    place: the bucket at the boundary."""
     if min_p > 0.0:
         _keep_from(row, float(row.amax() * min_p))
     is_cut = 0 < top_k < len(row)
@@ -301,8 +301,8 @@ def _keep_from(row: Tensor, least: float) -> None:
 
 
 def _drop_last_ties(row: Tensor, excess: int) -> None:
-    """Several ids may share the smallest positive weight of `row`. Sets the weights of the `excess`
-    highest of these ids to 0."""
+    """Finds the ids that share the smallest positive weight of `row`. Sets the weights of the
+    `excess` highest of these ids to 0."""
     if excess > 0:
         ties = (row == row[row > 0].amin()).nonzero()[:, 0]
         row[ties[-excess:]] = 0.0
@@ -310,7 +310,8 @@ def _drop_last_ties(row: Tensor, excess: int) -> None:
 
 def largest(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest weights of each row of `weights` [R, V], largest first, and their
-    indices: [R, count] each. Of equal weights at the end, any may be included.
+    indices: [R, count] each. If several weights equal the smallest included weight, any of them may
+    be included.
 
     On a CPU, only the `count` blocks with the largest maxima are searched. They contain the
     `count` largest weights.
@@ -332,8 +333,9 @@ def _long_head_end(row: npt.NDArray[Any], goal: float) -> tuple[float, int]:
     """Adds the weights of `row` [V], largest first, until their sum reaches `goal`. Returns the
     last weight added, and how many were added.
 
-    The leading bits of a positive float are its exponent and the start of its fraction. They divide
-    the weights into buckets by size. Only the bucket in which the sum reaches the goal is sorted.
+    The leading bits of a positive float are its exponent and the start of its fraction. These bits
+    divide the weights into buckets by size. Only the bucket in which the sum reaches the goal is
+    sorted.
     """
     integers, bits_of_one, shift = _BUCKETS[row.dtype]
     buckets = (bits_of_one - row.view(integers)) >> shift
@@ -352,7 +354,7 @@ class DraftVocabulary:
     """The tokens of a reduced draft vocabulary, one for each column of the draft's logits."""
 
     token_ids: npt.NDArray[np.int64]
-    """[N], ascending. So the lowest column of several is also the lowest id."""
+    """[N], ascending. So of several columns, the lowest has the lowest id."""
     _tables: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -403,8 +405,8 @@ def masked_logits(
     masks: Sequence[TokenMask | None],
     vocabulary: DraftVocabulary | None = None,
 ) -> Tensor:
-    """`logits` with -inf for each token that the mask of its row forbids: a copy, or `logits`
-    itself if no row has a mask. `logits` are [R, V], or [R, N] with a `vocabulary`."""
+    """A copy of `logits`, with -inf for each token that the mask of its row forbids. If no row has
+    a mask, returns `logits` itself. `logits` are [R, V], or [R, N] with a `vocabulary`."""
     wanted = [row for row, mask in enumerate(masks) if mask is not None]
     given = [mask for mask in masks if mask is not None]
     if not given:
@@ -423,8 +425,8 @@ class RowMasks:
     """The masks of a proposal's rows."""
 
     masks: list[TokenMask | None]
-    """[N + 1]: element 0 has the tokens that may follow the committed tokens, and element i + 1
-    those that may follow draft token i. Element i + 1 is None if draft token i is forbidden. The
+    """[N + 1]: element 0 has the tokens that may follow the committed tokens. Element i + 1 has the
+    tokens that may follow draft token i. If draft token i is forbidden, element i + 1 is None. The
     target then rejects draft token i, so no outcome uses the row after it."""
     untold: frozenset[int]
     """Rows whose mask cannot be computed, although the draft token before the row is allowed. An
@@ -433,8 +435,8 @@ class RowMasks:
 
 def row_masks(allowed: Allowed, proposal: Proposal) -> RowMasks:
     """The masks for the rows of a proposal. Raises `Incompatible` if the mask after the committed
-    tokens cannot be computed. If a mask after a draft token cannot be computed, raises no error,
-    because the token may be rejected, and a draft must not make a session fail."""
+    tokens cannot be computed. A mask after a draft token that cannot be computed raises no error,
+    because the draft token may be rejected, and a draft must not make a session fail."""
     masks = [allowed.after(())]
     untold: set[int] = set()
     paths: list[tuple[int, ...]] = []
@@ -455,8 +457,7 @@ def row_masks(allowed: Allowed, proposal: Proposal) -> RowMasks:
 
 @dataclass(frozen=True, slots=True)
 class AnyButEnds:
-    """Forbids the tokens `ends` at the next `num_left` positions, and no others. Implements
-    `Allowed`."""
+    """Forbids the tokens `ends` at the next `num_left` positions. Implements `Allowed`."""
 
     ends: frozenset[int]
     num_left: int

@@ -6,10 +6,9 @@ target's distribution, or over the residual after a rejection. The noise of this
 on the session's seed and the place, so the draft knows the noise. The draft runs the race over its
 own distribution q. Its guesses are the tokens with the highest log q + Gumbel noise.
 
-The acceptance of a draft token is predicted from noise, too. Under the rules coupled and greedy,
-the race decides. The larger the draft token's lead over the next token, the likelier is its
-acceptance. Under the rules token and block, a uniform u decides. The smaller u, the likelier is
-acceptance.
+The acceptance of a draft token is also predicted from noise. Under the rules coupled and greedy,
+the race decides: the larger the draft token's lead over the next token, the likelier is acceptance.
+Under the rules token and block, a uniform u decides: the smaller u, the likelier is acceptance.
 
 Predictions do not bias the output. Under token and block, the tokens that are drafted for an
 outcome have the next round's noise, which is independent of the noise that predictions use. Under
@@ -49,16 +48,16 @@ class OutcomeGuesses:
     probabilities."""
 
     corrections: list[list[int]]
-    """Row n has the guesses of the correction after n accepted tokens, best first. Draft token
-    n + 1 is not among them. Row K, for the bonus, may be missing."""
+    """Row n has the guesses of the correction after n accepted tokens, best first. The guesses do
+    not include draft token n + 1. Row K, for the bonus, may be missing."""
     scores: RealArray
-    """[K + 1, R], or [K, R] without the bonus. A score is log q + Gumbel noise of a guess, or its
+    """[K + 1, R], or [K, R] without the bonus. The score of a guess is log q + Gumbel noise, or the
     logit if the parameters are greedy, up to a constant for each row. Scores descend in each row.
-    They are -inf after the row's last guess."""
+    After the row's last guess, scores are -inf."""
     evidence: RealArray
     """[K]: the evidence that each draft token is accepted, within +-`EVIDENCE_MAX`. Under coupled
-    and greedy, it is the token's score minus the best other score of its row. Under token and
-    block, it is -log u."""
+    and greedy, the evidence is the token's score minus the best other score of its row. Under token
+    and block, the evidence is -log u."""
 
     @property
     def num_drafted(self) -> int:
@@ -98,8 +97,8 @@ def guess_outcomes(
 ) -> OutcomeGuesses:
     """Guesses up to `count` corrections after each number n of accepted tokens, for the round of
     `noise` with the draft tokens `drafted`. Row n of `rows` [K + 1] comes from `likely_rows`, for
-    the logits after n draft tokens. Unless `params` are greedy, `draw_from_logits` returns the same
-    row. If row K is missing, the bonus is not guessed."""
+    the logits after n draft tokens. If `params` are not greedy, the row may also come from
+    `draw_from_logits`. If row K is missing, the bonus is not guessed."""
     check(len(rows) in (len(drafted), len(drafted) + 1), "one row for each outcome")
     if params.greedy:
         ids, scores = rows.ids, rows.mass
@@ -208,7 +207,7 @@ class _Corrections(_Coefficient):
 
 
 class OutcomeModel:
-    """Learns from the outcomes of rounds under one rule, and predicts those of further rounds."""
+    """Learns from the outcomes of rounds under one rule, to predict outcomes of later rounds."""
 
     def __init__(self) -> None:
         self._weight = _Coefficient(_PRIOR_WEIGHT, 0.0, _WEIGHT_MAX)
@@ -221,14 +220,14 @@ class OutcomeModel:
         )
 
     def _acceptance(self, depth: int, evidence: float) -> float:
-        """The probability that a draft token of this depth and evidence is accepted if all draft
-        tokens before it are."""
+        """The probability that a draft token of this depth and evidence is accepted, given that all
+        draft tokens before it are accepted."""
         total = self._weight.value * evidence + self._offsets[depth].value
         return 1 / (1 + math.exp(-total))
 
     def note(self, guesses: OutcomeGuesses, num_accepted: int, rank: int | None) -> None:
         """Learns from a round with `num_accepted` accepted draft tokens. `rank` is the index of the
-        right guess of the correction. None if no guess was right."""
+        right guess of the correction, or None if no guess was right."""
         for depth in range(min(num_accepted + 1, guesses.num_drafted)):
             evidence = float(guesses.evidence[depth])
             chance = self._acceptance(depth, evidence)
@@ -266,14 +265,14 @@ class OutcomeModel:
 class OutcomeModels:
     """The models that the sessions of a draft replica share, by rule and temperature.
 
-    Under token and block, only the first session with a seed uses the shared models. These models
-    learn from the first session's outcomes, which depend on its noise. A later session with this
-    seed has the same noise, so it gets a model of its own.
+    Under token and block, only the first session with a seed uses the shared models. The shared
+    models learn from this session's outcomes, which depend on its noise. A later session with the
+    same seed has the same noise, so it gets its own model.
     """
 
     def __init__(self, seeds_max: int = DRAFTED_SEEDS_MAX) -> None:
-        """After `seeds_max` seeds, all seeds are forgotten, and also the shared models that have
-        learned from their sessions."""
+        """After `seeds_max` seeds, forgets all seeds, and the shared models that have learned from
+        sessions with these seeds."""
         self._seeds_max = seeds_max
         self._shared: dict[tuple[Rule, float], OutcomeModel] = {}
         self._first: dict[int, str] = {}
@@ -282,8 +281,8 @@ class OutcomeModels:
         """The models of sessions whose seed was used before."""
 
     def of(self, session_id: str, seed: int, rule: Rule, temperature: float) -> OutcomeModel:
-        """The model that a session uses. How well scores predict outcomes depends on the
-        temperature. So each temperature, rounded to one decimal, has its own model."""
+        """The model that a session uses. Each temperature, rounded to one decimal, has its own
+        model, because the temperature determines how well scores predict outcomes."""
         if not rule.absolute_noise:
             if seed not in self._first and len(self._first) >= self._seeds_max:
                 self._first.clear()

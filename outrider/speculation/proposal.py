@@ -26,9 +26,10 @@ class UnreadableQ(BadRequest):
     """Raised if the q of a group of siblings cannot be decoded."""
 
     def __init__(self, group: int, message: str, *, after_draw: bool = False) -> None:
-        """`group` is the index of the group, or the number of groups if bytes follow the last one.
-        `after_draw` says whether the fault may depend on the tokens that were drawn from this q, or
-        on later tokens. If not, q was faulty before its tokens were drawn."""
+        """`group` is the index of the group. If bytes follow the last group, `group` is the number
+        of groups. `after_draw` says whether the fault may depend on the tokens that were drawn from
+        this q, or on later tokens. If `after_draw` is False, q was faulty before its tokens were
+        drawn."""
         super().__init__("proposal.q", message)
         self.group = group
         self.after_draw = after_draw
@@ -54,8 +55,8 @@ class DraftDistribution:
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """Draft tokens that form a chain or a tree. The i-th group of siblings was drawn from `q[i]`
-    without replacement. `q[i]` is None if each of these draws was certain. In a chain, each token
-    is a group. If the rule does not use q, `q` is empty.
+    without replacement. If each draw of the group was certain, `q[i]` is None. In a chain, each
+    token is a group. If the rule does not use q, `q` is empty.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -127,9 +128,9 @@ class SealedProposal:
         return SealedProposal(self.token_ids, encode_q(q), self.parents)
 
     def readable(self) -> tuple[SealedProposal, bool]:
-        """The proposal, cut before the first q that cannot be decoded, and whether the draft is
-        broken. The draft is broken if the fault may depend on a token that is cut off, because
-        verifying the cut proposal is then not exact."""
+        """Returns the proposal, cut before the first q that cannot be decoded, and whether the
+        draft counts as broken. The draft counts as broken if the fault may depend on a token that
+        is cut off, because verifying the cut proposal is then not exact."""
         try:
             self.open()
         except UnreadableQ as error:
@@ -155,9 +156,9 @@ NOTHING_SEALED = SealedProposal()
 
 
 def require_q(proposal: SealedProposal, rule: Rule) -> None:
-    """Raises `BadRequest` if `rule` uses q and the proposal has none. To count its tokens as
-    certain draws would also be exact. But the target would accept fewer tokens, and no error would
-    say why."""
+    """Raises `BadRequest` if `rule` uses q and the proposal has no q. It would also be exact to
+    count the proposal's tokens as certain draws, but the target would accept fewer tokens, and no
+    error would say why."""
     if rule.needs_q and proposal.token_ids and not proposal.q:
         raise BadRequest(
             "proposal.q",
@@ -242,7 +243,7 @@ ROOT = -1
 
 @dataclass(frozen=True)
 class DraftTree:
-    """The structure of N draft tokens. A token is given by its index."""
+    """The structure of N draft tokens. All fields name a token by its index."""
 
     parents: tuple[int, ...]
     """[N]: the draft token that each token follows, or `ROOT`."""
@@ -272,7 +273,7 @@ class DraftTree:
         return max(self.depths, default=-1) + 1
 
     def shared_with_spine(self, path: Sequence[int]) -> int:
-        """How many tokens at its beginning a path has in common with the spine."""
+        """The number of tokens at the beginning of a path that are also on the spine."""
         num = 0
         for token, on_spine in zip(path, self.spine, strict=False):
             if token != on_spine:

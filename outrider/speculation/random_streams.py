@@ -6,13 +6,13 @@
 | coupled        | TARGET, position | -             | TARGET, position | TARGET, position     |
 | greedy         | -                | -             | -                | -                    |
 
-Under the rules token and block, a draft's draw uses one uniform number, the one for token id 0. The
-draw of sibling j uses the number for token id j. Every other draw is a race over the numbers of all
-tokens (`gumbel_max.py`). So a draft can predict a correction by running the same race.
+Under the rules token and block, a draft's draw uses one uniform number: the number for token id 0.
+The draw of sibling j uses the number for token id j. Every other draw is a race over the numbers of
+all tokens (`gumbel_max.py`). So a draft can predict a correction by running the same race.
 
 In a tree, i is the depth of a draft token. Tokens of the same depth have different numbers, because
 a token's rank at its depth is part of its place. The token after a draft token of depth i is drawn
-at i + 1. It is a RESIDUAL draw if the draft token has children, and a TARGET draw otherwise.
+at i + 1. This is a RESIDUAL draw if the draft token has children, otherwise a TARGET draw.
 
 A position is absolute: the committed length at the round's start plus the index. An index place
 holds these two numbers separately. No two rounds of a session start at the same committed length,
@@ -49,8 +49,8 @@ SIBLING_SHIFT = 16
 INDEX_MAX = 2**16 - 1
 SIBLING_MAX = 2**15 - 1
 NO_ACCEPT_NOISE = 0.5
-"""Takes the place of every uniform under coupled and greedy. There, acceptance probabilities are 0
-or 1, so every number in (0, 1) gives the same result."""
+"""Takes the place of every uniform under coupled and greedy. Acceptance probabilities are 0 or 1
+under these rules, so every number in (0, 1) gives the same result."""
 
 
 class Stream(IntEnum):
@@ -196,11 +196,12 @@ _KEY_STEP_HIGH = 0xBB67AE85
 _ROUNDS = 10
 _WORD_SCALE = 2.0**-32
 _FEW = 16
-"""Up to this number of rows, `row_words` computes each row by itself, with Python integers. The
-hundred array operations that compute all rows together would take longer."""
+"""Up to this number of rows, `row_words` computes each row with Python integers. For so few rows,
+the hundred array operations that compute all rows together would take longer."""
 
 WordArray: TypeAlias = npt.NDArray[Any]
-"""Arrays of 32-bit words, as uint64, so that a product of two words keeps its high half."""
+"""Arrays of 32-bit words. The type is uint64, so that a product of two words keeps its high half.
+"""
 _Words = TypeVar("_Words", int, WordArray)
 
 

@@ -53,8 +53,8 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token id, bias that is added to its logit), sorted by id."""
     min_tokens: int = 0
-    """While the completion has fewer tokens, EOS and stop tokens cannot be drawn, and stop strings
-    are ignored."""
+    """While the completion has fewer tokens than this, EOS and stop tokens cannot be drawn, and
+    stop strings are ignored."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the completion, like EOS."""
 
@@ -107,7 +107,7 @@ def check_sampling(
     `top_k` and token ids are not compared with the vocabulary."""
     for name, low, high, is_closed in _RANGES:
         value = getattr(params, name)
-        if not (low <= value <= high and (is_closed or value > low)):  # Refuses NaN, too.
+        if not (low <= value <= high and (is_closed or value > low)):  # Also refuses NaN.
             allowed = f"{low:g}..{high:g}" if is_closed else f"above {low:g}, at most {high:g}"
             raise BadRequest(f"{field}.{name}", f"got {value}; allowed: {allowed}")
     if params.top_k < -1 or (vocab_size is not None and params.top_k > vocab_size):

@@ -1,6 +1,6 @@
 """Three Triton kernels that compute verdicts on a CUDA device. This module is imported only where
-Triton is installed. Each program computes one row. The rows of other sessions do not change its
-results.
+Triton is installed. Each program computes one row, and its results do not depend on the rows of
+other sessions.
 
 `change_rows` applies masks, biases and penalties to logits. It runs only if a row has any of these.
 
@@ -40,7 +40,7 @@ JUDGED_WORDS = tl.constexpr(cuda_verdicts.JUDGED_WORDS)
 """Number of the int64 words of a row that `settle_rows` reads:
 
     0..4    the row's `RowKeys`
-    5       the number of draft tokens before the one that the row judges, or -1 if it judges none
+    5       the number of draft tokens before the row's draft token, or -1 if it judges none
     6       whether the rule is block
     7, 8    the byte offset of the draft token's `DraftDistribution.packed`, and the number of
             tokens in q, or 0 if the draw was certain
@@ -51,12 +51,14 @@ MAXIMUM, TOTAL, DRAFTED, ACCEPTED, LEFT, DRAWN = [tl.constexpr(i) for i in range
     MAXIMUM    the largest logit; NaN if any logit is NaN
     TOTAL      the sum of the weights
     DRAFTED    p of the draft token
-    ACCEPTED   its acceptance, or, under block, pi after it; NaN if its q does not contain it
+    ACCEPTED   the draft token's acceptance, or, under block, pi after the draft token; NaN if its q
+               does not contain the draft token
     LEFT       Z of block verification
     DRAWN      the drawn token
 
-Before `settle_rows`, ACCEPTED and LEFT have other numbers. There `change_rows` stores the largest
-changed logit of a row, as float64, and its token. `weigh_rows` reads them for greedy rows.
+Until `settle_rows` runs, ACCEPTED and LEFT have other numbers: the largest changed logit of a row,
+as float64, and its token. `change_rows` stores these numbers, and `weigh_rows` reads them for
+greedy rows.
 """
 BITS_OF_ONE = tl.constexpr(0x3F800000)
 COUNT_TOTAL = tl.constexpr(proposal.COUNT_TOTAL)
