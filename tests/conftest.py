@@ -18,14 +18,16 @@ import pytest
 from hypothesis import settings
 
 from outrider.clock import VirtualClockLoop
-from outrider.replica.process_setup import PACKAGES
+from outrider.replica.process_setup import PACKAGES, SPIN_COUNT
 
 # Hypothesis' deadlines for single examples would only measure how busy the machine is.
 settings.register_profile("outrider", deadline=None)
 settings.load_profile("outrider")
 
-# Set before torch is imported: tests share few cores with the processes that they start.
+# Set before torch is imported. Tests share few cores with other processes. So steps have one
+# thread, or threads that soon sleep while they wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
 
 # A shell starts what it runs in the background with SIGINT ignored, and every process that a test
 # starts and interrupts would inherit that.
