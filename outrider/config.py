@@ -181,8 +181,8 @@ class ModelServerConfig(ServerConfig):
     """Largest number of tokens in one step. Longer prompts are prefilled in chunks, so that other
     sessions continue meanwhile."""
     deterministic: bool = False
-    """Compute the logits of a token bit-identically, whatever other tokens are in its step. Then
-    seeded and greedy output (rules coupled and greedy) does not depend on `num_draft_tokens` or on
+    """Compute the same logits of a token, to the last bit, whatever other tokens are in its step.
+    So under the rules coupled and greedy, the output depends neither on `num_draft_tokens` nor on
     other sessions. The fused CPU kernels always compute this way. Other kernels become slower."""
     cpu_kernels: Literal["auto", "torch"] = "auto"
     """Kernels for steps on a CPU: `auto` = the fused kernels of amd-pace if it is installed and
@@ -206,8 +206,8 @@ class ModelServerConfig(ServerConfig):
     """CPUs that Ray reserves for a replica. They limit the number of replicas that Ray places on a
     machine."""
     num_gpus: Annotated[float | None, between(0, THREADS_MAX)] = None
-    """GPUs, or a fraction of one, that Ray reserves for a replica. If unset and the cluster has
-    GPUs, Ray reserves a share of one for each replica that runs a model."""
+    """Number of GPUs, or a fraction of a GPU, that Ray reserves for a replica. If unset, Ray
+    reserves an equal share of the cluster's GPUs, at most one GPU, for each rank of a model."""
     num_threads: Annotated[int, between(0, THREADS_MAX)] = 0
     """Number of threads that run a replica's steps; 0 = all cores for a target, half of the cores
     for a draft. While other processes slow a target down, its small steps use one thread fewer."""
@@ -289,8 +289,8 @@ class DraftConfig(ModelServerConfig):
     suffix_depth: Annotated[int, between(2, 64)] = 16
     """Longest match, in tokens, that suffix decoding looks for."""
     suffix_min_score: Annotated[float, between(0.01, 1)] = 0.1
-    """Suffix decoding stops a proposal where the product of the tokens' estimated probabilities
-    falls below this number."""
+    """Suffix decoding ends a proposal when the product of the tokens' estimated probabilities falls
+    below this number."""
     suffix_tokens_per_tenant: Annotated[int, between(0, 2**26)] = 2**17
     """Number of tokens of earlier outputs that suffix decoding keeps for each tenant; 0 = none. A
     token takes about 200 bytes. For all tenants together, suffix decoding keeps at most four times
@@ -298,8 +298,8 @@ class DraftConfig(ModelServerConfig):
     hybrid_min_score: Annotated[float, between(0.1, limits.NUM_DRAFT_TOKENS_MAX)] = (
         limits.HYBRID_SCORE_MIN
     )
-    """A hybrid drafter uses its look-up instead of its model if the expected number of accepted
-    tokens of the look-up is at least this."""
+    """If the look-up of a hybrid drafter expects at least this number of accepted tokens, the
+    hybrid uses the look-up, otherwise its model or head."""
     hybrid_model_tokens: Annotated[int, between(1, limits.NUM_DRAFT_TOKENS_MAX)] = (
         limits.HYBRID_MODEL_TOKENS
     )
@@ -352,8 +352,8 @@ class CoordinatorConfig(ServerConfig):
 
     api_key: str = Field(default="", repr=False)
     """API keys or their hashes, separated by commas. Callers must send one of the keys. The flag
-    may be given several times. Better set the variable, because other users of the machine can see
-    flags."""
+    may be given several times. Prefer the environment variable, because other users of the machine
+    can see flags."""
     api_key_file: str = ""
     """File of API keys, tenants and limits, as `outrider keys new` writes it. A changed file is
     read again."""
@@ -388,14 +388,14 @@ class CoordinatorConfig(ServerConfig):
     redis: Internal[RedisAddress] = RedisAddress()
     """Address of the session store."""
     redis_wait_replicas: Annotated[int, between(0, limits.REDIS_WAIT_REPLICAS_MAX)] = 0
-    """Number of Redis replicas that must have stored tokens before the client gets these tokens; 0
-    = only the primary. A failover cannot lose tokens that all replicas have."""
+    """Number of Redis replicas that must store a token before the client gets it; 0 = only the
+    primary must store it. A failover cannot lose tokens that all replicas have."""
     num_draft_tokens: Annotated[int, between(0, limits.NUM_DRAFT_TOKENS_MAX)] = 8
-    """Number of draft tokens in a round, for requests that do not set it; 0 = plain decoding. With
-    `length_control`, rounds may have fewer."""
+    """Number of draft tokens in a round, for requests that do not set this number; 0 = plain
+    decoding. With `length_control`, rounds may have fewer draft tokens."""
     length_control: bool = True
-    """Choose the number of draft tokens of each round by expected gain and cost. The request's
-    number is then the largest choice, and 0 the smallest."""
+    """Choose the number of draft tokens of each round by expected gain and cost, from 0 to the
+    request's number."""
     unseeded_rule: Literal["auto", "token", "block"] = "auto"
     """Acceptance rule for requests that set no rule and no seed and have a temperature above 0;
     `auto` = token if `draft_siblings` is above 0, otherwise block."""
@@ -404,11 +404,11 @@ class CoordinatorConfig(ServerConfig):
     target verifies; 0 = none. Unset = 16 if draft and target share neither cores nor a device,
     otherwise 0."""
     draft_siblings: Annotated[int, between(0, limits.SIBLINGS_MAX)] = 0
-    """Number of alternatives beside each token that a model drafts; 0 = chains. A tree has at most
-    32 tokens. Has no effect with look-ahead, penalties or the rule block. Cannot be combined with
-    `deterministic`."""
+    """Number of alternatives beside each token that a model drafts; 0 = proposals are chains
+    instead of trees. A tree has at most 32 tokens. With look-ahead, penalties or the rule block,
+    proposals are always chains. Cannot be combined with `deterministic`."""
     run_ahead_rounds: Annotated[int, between(0, limits.RUN_AHEAD_ROUNDS_MAX)] = 8
-    """Number of rounds of plain decoding that the target may run without waiting for the
+    """Largest number of rounds of plain decoding that the target may run without waiting for the
     coordinator."""
     max_sessions: Annotated[int, between(1, limits.SESSIONS_PER_COORDINATOR_MAX)] = (
         limits.SESSIONS_PER_COORDINATOR_MAX
@@ -436,8 +436,8 @@ class CoordinatorConfig(ServerConfig):
     scores the session's tokens again, and metrics compare these tokens with the target's
     distribution. One session is audited at a time. Without `telemetry` there are no audits."""
     trace_every_rounds: Annotated[int, between(0, 2**20)] = 64
-    """The first two rounds of a request have spans in a trace, and then every Nth round; 0 = no
-    round has spans. The request's totals include all rounds."""
+    """In a trace, the first two rounds of a request and then every Nth round have spans; 0 = no
+    round has spans. The totals in the request's span include all rounds."""
     trace_prompts: bool = False
     """Record prompts in traces."""
     vllm_metric_names: bool = False
@@ -514,14 +514,15 @@ class AutoscaleConfig:
     """Settings of autoscaling."""
 
     autoscale_targets: str = ""
-    """Bounds LEAST:MOST of the number of targets, which then follows the load; empty = a fixed
-    number."""
+    """Smallest and largest number of targets, as LEAST:MOST. The number follows the load within
+    these bounds. Empty = the number does not follow the load."""
     autoscale_drafts: str = ""
-    """The same for drafts."""
+    """Smallest and largest number of drafts, as `autoscale_targets` for targets."""
     autoscale_coordinators: str = ""
-    """The same for coordinators."""
+    """Smallest and largest number of coordinators, as `autoscale_targets` for targets."""
     autoscale_queue_steps: Annotated[float, between(0.1, 1000)] = 1.5
-    """Add targets if items wait in the queue for longer than this many steps."""
+    """Add targets if rounds and prompts wait in the queue for longer than this number of steps
+    takes."""
     autoscale_draft_waits: Annotated[float, between(0.01, 1)] = 0.25
     """Add drafts if more than this share of the rounds waits for a busy draft."""
     autoscale_calm_s: Annotated[float, between(1, WAIT_S_MAX)] = 120.0
@@ -571,14 +572,14 @@ class DeploymentConfig:
     """Ray resources that each rank of a target needs in addition to CPUs and GPUs, as NAME=AMOUNT,
     separated by commas. Ray places a rank only on a machine that has these resources."""
     draft_resources: str = ""
-    """The same for drafts."""
+    """Ray resources that each rank of a draft needs, as `target_resources` for targets."""
     coordinator_resources: str = ""
-    """The same for coordinators."""
+    """Ray resources that each coordinator needs, as `target_resources` for targets."""
     address: str = ""
     """Address of the Ray cluster on which the actors start; empty = a local cluster."""
     deployment_name: str = ""
     """Name of the deployment; empty = a new name each time. If a deployment of this name runs on
-    the cluster, it is taken over and upgraded to these settings."""
+    the cluster, `serve` takes it over and upgrades it to these settings."""
     startup_timeout_s: Annotated[float, between(0.1, WAIT_S_MAX)] = 20.0
     """Time for Ray to place all actors, s."""
     model_timeout_s: Annotated[float, between(0.1, WAIT_S_MAX)] = 900.0

@@ -42,8 +42,8 @@ class RedisAddress:
     username: str = ""
     """User name for the session store. A user name in the URL overrides it."""
     password: str = Field(default="", repr=False)
-    """Password for the session store. A password in the URL overrides it. Better set the variable,
-    because other users of the machine can see flags."""
+    """Password for the session store. A password in the URL overrides it. Prefer the environment
+    variable, because other users of the machine can see flags."""
     password_file: str = ""
     """File with the password, at the same path on each machine. A process reads it when it
     connects."""
@@ -51,8 +51,8 @@ class RedisAddress:
     """Certificate authority of servers reached by TLS (`rediss://`, `rediss+sentinel://`); empty =
     the system's."""
     sentinel_password: str = Field(default="", repr=False)
-    """Password of the Sentinels, if they need one. Better set the variable, because other users of
-    the machine can see flags."""
+    """Password of the Sentinels, if they need one. Prefer the environment variable, because other
+    users of the machine can see flags."""
     key_prefix: str = DEFAULT_KEY_PREFIX
     """Prefix of all keys in Redis."""
     sentinel_password_file: Internal[str] = ""
