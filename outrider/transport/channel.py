@@ -1,4 +1,4 @@
-"""Settings for both ends of every gRPC connection: sizes, keepalive, reconnection."""
+"""Options of gRPC servers and channels (message sizes, keepalive, reconnection), and channels."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,7 @@ from outrider import limits
 _BOTH_ENDS = (
     ("grpc.max_receive_message_length", limits.GRPC_MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", limits.GRPC_MESSAGE_BYTES_MAX),
-    # Both bounds equal: between the soft and the hard bound gRPC refuses at random.
+    # The soft and the hard bound are equal, because gRPC refuses calls at random between them.
     ("grpc.max_metadata_size", limits.GRPC_METADATA_BYTES_MAX),
     ("grpc.absolute_max_metadata_size", limits.GRPC_METADATA_BYTES_MAX),
     ("grpc.keepalive_time_ms", limits.KEEPALIVE_MS),
@@ -23,20 +23,20 @@ _BOTH_ENDS = (
 def server_options(
     *, shares_port: bool = False, age_ms: int | None = None
 ) -> list[tuple[str, int]]:
-    """Options of a server. A connection older than `age_ms`, give or take a tenth, takes no new
-    calls: the client opens another one for them. None = no such age. With `shares_port` another
-    such server, even of another program, may listen on the same port (SO_REUSEPORT). The kernel
-    then gives each new connection to one of the servers."""
+    """Options of a server. A connection older than `age_ms` (plus or minus 10 %) takes no new
+    calls, so the client opens another connection for its next call. None = no limit. With
+    `shares_port`, several servers, even of different programs, may listen on the same port
+    (SO_REUSEPORT). The kernel then gives each new connection to one of the servers."""
     return [
         *_BOTH_ENDS,
-        # Clients with these settings ping half as often, so jitter does no harm.
+        # Half of the clients' interval between pings, so that a ping may arrive early.
         ("grpc.http2.min_ping_interval_without_data_ms", limits.KEEPALIVE_MS // 2),
         ("grpc.server_handshake_timeout_ms", limits.GRPC_HANDSHAKE_MS),
         ("grpc.max_connection_idle_ms", limits.GRPC_IDLE_MS),
         ("grpc.so_reuseport", int(shares_port)),
         *(() if age_ms is None else (("grpc.max_connection_age_ms", age_ms),)),
         ("grpc.max_connection_age_grace_ms", limits.GRPC_AGE_GRACE_MS),
-        # Both bounds equal, as for metadata.
+        # Equal bounds here too, because gRPC refuses calls at random between them.
         ("grpc.server.max_pending_requests", limits.GRPC_PENDING_CALLS_MAX),
         ("grpc.server.max_pending_requests_hard_limit", limits.GRPC_PENDING_CALLS_MAX),
         ("grpc.server_max_unrequested_time_in_server", limits.GRPC_PENDING_S_MAX),
@@ -48,29 +48,29 @@ _CHANNEL = (
     ("grpc.initial_reconnect_backoff_ms", 2 * limits.LINK_BACKOFF_MS_MIN),
     ("grpc.min_reconnect_backoff_ms", limits.CONNECT_TIMEOUT_MS),
     ("grpc.max_reconnect_backoff_ms", limits.LINK_BACKOFF_MS_MAX),
-    # Links to one address fail and recover independently.
+    # Without this option, channels to the same address would share a connection.
     ("grpc.use_local_subchannel_pool", 1),
-    # gRPC's retry would repeat a stream that the link reopens with its own state.
+    # gRPC must not retry calls, because links and clients do it themselves.
     ("grpc.enable_retries", 0),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """How a channel authenticates its server, and itself; see `outrider.transport.tls`."""
+    """How a channel authenticates its server and itself."""
 
     credentials: grpc.ChannelCredentials | None = None
-    """TLS; None = plain text."""
+    """Credentials for TLS; None = no TLS."""
     server_name: str = ""
-    """Name that the server's certificate must have; empty = the host that is called."""
+    """Name that the server's certificate must contain; empty = the host of the address."""
 
 
 PLAIN = Trust()
 
 
 def open_channel(address: str, trust: Trust = PLAIN, *, blocking: bool = False) -> Any:
-    """A channel to host:port, for an event loop or for blocking calls; connects with the first
-    call."""
+    """Opens a channel to host:port. Its calls block if `blocking` is true; otherwise it is a
+    channel for asyncio. The channel connects at its first call."""
     options: list[tuple[str, int | str]] = [*_CHANNEL]
     if trust.server_name:
         options.append(("grpc.ssl_target_name_override", trust.server_name))

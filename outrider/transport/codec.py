@@ -1,7 +1,8 @@
 """Converts between protobuf messages and the values of `outrider.messages`.
 
-Fields of the same name correspond. Some messages have functions of their own. No peer is trusted:
-decoding raises `BadRequest` with the path of a field that exceeds its limit in `_LIMITS`."""
+A field of a message corresponds to the field of the same name of a dataclass. `OWN_CODECS` has
+functions for the messages that need other conversions. Because peers are not trusted, decoding
+raises `BadRequest`, with the field's path, for a field that exceeds its limit in `_LIMITS`."""
 
 import math
 import re
@@ -57,25 +58,25 @@ _LIMITS: Mapping[str, int] = {
     "DraftItem.look_ahead": limits.LOOK_AHEAD_MAX,
     "DraftItem.siblings": limits.NUM_DRAFT_TOKENS_MAX,
     "DraftItem.budget_us": 1000 * limits.DRAFT_DEADLINE_MS_MAX,
-    "ProposalAnswer.assumed": limits.NUM_DRAFT_TOKENS_MAX
-    + 1,  # Accepted ones, and the token after them.
+    # The accepted draft tokens, and the token after them.
+    "ProposalAnswer.assumed": limits.NUM_DRAFT_TOKENS_MAX + 1,
     "Refused.message": limits.ERROR_MESSAGE_CHARS_MAX,
 }
-"""Largest number, or most characters or entries, of a field."""
+"""Limit of each field: of a number's value, of a text's characters, or of a list's entries."""
 _AMOUNTS = ("Verdict", "ProposalAnswer", "AuditSums")
-"""Messages whose floating-point numbers must be finite and at least 0."""
+"""Messages whose floating-point fields must be finite and at least 0, except repeated fields."""
 _FLOATS = (FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE)
 _RANGES = {
     FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
     FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
     FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
 }
-"""Ranges of integer types."""
+"""Smallest and largest value of each integer type."""
 
 
 def to_proto(value: Any, kind: type[T], **others: Any) -> T:
-    """A message of this kind from `fields_to_proto`. Raises `BadRequest` for values that no message
-    can hold."""
+    """Builds a message of class `kind` from `fields_to_proto`. Raises `BadRequest` for a value that
+    the message cannot hold."""
     given = fields_to_proto(value, kind, **others)
     try:
         return kind(**given)
@@ -85,9 +86,10 @@ def to_proto(value: Any, kind: type[T], **others: Any) -> T:
 
 
 def fields_to_proto(value: Any, kind: type[Any], **others: Any) -> dict[str, Any]:
-    """Fields of a message of this kind: `others`, and for each remaining field the one of the same
-    name in the dataclass `value`. Omits None and default values. A nested message may be given as
-    its fields, which saves building it twice."""
+    """Returns the fields of a message of class `kind` by name. A field in `others` has its value
+    there. Any other field has the value of the same name in the dataclass `value`. Omits None and
+    protobuf's default values. A nested message may be a dictionary of its fields, because protobuf
+    would copy a message object."""
     for name, is_optional, encode in _encoders(kind, type(value)):  # type: ignore[arg-type]
         if name not in others:
             found = getattr(value, name)
@@ -100,7 +102,7 @@ def fields_to_proto(value: Any, kind: type[Any], **others: Any) -> dict[str, Any
 
 
 def _find_unsendable(kind: Any, given: Mapping[str, Any], path: str = "") -> None:
-    """Raises `BadRequest` for the first value that no message of this kind can hold."""
+    """Raises `BadRequest` for the first value that a message of class `kind` cannot hold."""
     for name, found in given.items():
         field = kind.DESCRIPTOR.fields_by_name[name]
         several = field.is_repeated and isinstance(found, list | tuple)
@@ -119,9 +121,11 @@ def _find_unsendable(kind: Any, given: Mapping[str, Any], path: str = "") -> Non
 
 
 def from_proto(message: Any, kind: type[T], path: str = "", **others: Any) -> T:
-    """The reverse of `fields_to_proto`. Unset fields keep their defaults. Raises `BadRequest` for a
-    value beyond `_LIMITS`, a missing value, an unknown enum member, or a value that the dataclass
-    refuses. The enum member 0 becomes None if the dataclass allows None."""
+    """Builds a dataclass `kind` from a message. Fields in `others` have their values there, and are
+    not read from the message. Unset fields get their defaults. An enum's member 0 becomes None if
+    the dataclass allows None. Raises `BadRequest` for a value beyond `_LIMITS`, a missing value, an
+    unknown enum member, or a value that the dataclass refuses. `path` is the message's path in such
+    errors."""
     decoders, unset, read_unset = _decoders(type(message), kind)  # type: ignore[arg-type]
     values, prefix = {**unset, **others}, f"{path}." if path else ""
     for field, found in message.ListFields():
@@ -139,13 +143,13 @@ def from_proto(message: Any, kind: type[T], path: str = "", **others: Any) -> T:
 
 
 Decode = Callable[[Any, str], Any]
-"""Reads the value of a field that is set. The second argument is its path, for errors."""
+"""Converts the value of a field. The second argument is the field's path, for errors."""
 
 
 @cache
 def _encoders(message: Any, kind: Any) -> list[tuple[str, bool, Callable[[Any], Any] | None]]:
-    """Fields that a message and a dataclass share: name, whether it is optional, and encoder (None
-    = the value is used as it is)."""
+    """For each field that a message and a dataclass share: its name, whether it can be unset, and
+    its encoder (None = the value is used as it is)."""
     return [
         (field.name, field.has_presence, _encoder(field)) for field, _ in _shared(message, kind)
     ]
@@ -155,9 +159,12 @@ def _encoders(message: Any, kind: Any) -> list[tuple[str, bool, Callable[[Any], 
 def _decoders(
     message: Any, kind: Any
 ) -> tuple[dict[str, Decode | None], dict[str, Any], dict[str, Decode]]:
-    """For the fields that a message and a dataclass share, by name: decoders (None = the value is
-    used as it is); values of unset fields; decoders of the other unset fields, which refuse a
-    missing field and an enum that must have a member."""
+    """Three dictionaries about the fields that a message and a dataclass share, by field name:
+
+    - The decoder of a set field; None = the value is used as it is.
+    - The value of an unset field.
+    - The decoder of an unset field that has no such value. It raises `BadRequest`, except for an
+      enum field that may be None."""
     decoders: dict[str, Decode | None] = {}
     unset, read_unset = dict[str, Any](), dict[str, Decode]()
     for field, ours in _shared(message, kind):
@@ -175,13 +182,13 @@ def _decoders(
 
 
 def _shared(message: Any, kind: Any) -> list[tuple[Any, Any]]:
-    """Fields that a message and a dataclass share."""
+    """Pairs of a message's field and the dataclass field of the same name."""
     ours = {field.name: field for field in fields(kind) if field.init}
     return [(field, ours[field.name]) for field in message.DESCRIPTOR.fields if field.name in ours]
 
 
 def _encoder(field: Any) -> Callable[[Any], Any] | None:
-    """None = the value is used as it is."""
+    """Encoder of a message's field; None = the value is used as it is."""
     encode: Callable[[Any], Any]
     if field.enum_type is not None:
         encode = {member: number for number, member in _members(field).items()}.__getitem__
@@ -194,7 +201,8 @@ def _encoder(field: Any) -> Callable[[Any], Any] | None:
 
 
 def _decoder(field: Any, ours: Any) -> Decode | None:
-    """For the dataclass field `ours`; None = the value is used as it is."""
+    """Decoder of a message's field for the dataclass field `ours`. It checks the field's limit.
+    None = the value is used as it is."""
     of = field.containing_type.name
     decode = _reader(field, may_be_none="None" in str(ours.type))
     limit: float | None = _LIMITS.get(f"{of}.{field.name}")
@@ -218,7 +226,7 @@ def _missing(_: Any, path: str) -> Any:
 
 
 def _reader(field: Any, may_be_none: bool) -> Callable[..., Any] | None:
-    """None = the value is used as it is."""
+    """Decoder of a message's field without a limit; None = the value is used as it is."""
     one: Callable[..., Any]
     if field.enum_type is not None:
         one = _enum_reader(field, may_be_none)
@@ -273,9 +281,9 @@ def session_id_from_wire(session_id: str, path: str = "session_id") -> str:
 def token_ids_from_wire(
     ids: Sequence[int], path: str, num_max: int = limits.SESSION_TOKENS_MAX
 ) -> tuple[int, ...]:
-    """Checks the number of token ids, and that each fits in 31 bits. Code that knows the vocabulary
-    checks whether the ids are in it."""
-    token_ids = tuple(ids[:])  # A slice of a repeated field is read twice as fast.
+    """Checks the number of token ids, and that each id fits in 31 bits. Does not check that the ids
+    are in the vocabulary, which is not known here."""
+    token_ids = tuple(ids[:])  # Iteration over a slice of a repeated field is twice as fast.
     if len(token_ids) > num_max:
         raise BadRequest(path, f"{len(token_ids)} tokens are more than {num_max}")
     if token_ids and (max(token_ids) > limits.TOKEN_ID_MAX or min(token_ids) < 0):
@@ -284,15 +292,15 @@ def token_ids_from_wire(
 
 
 def sampling_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
-    """All fields are set, defaults too."""
+    """Sets all fields, even those with default values."""
     return to_proto(params, types_pb2.SamplingParams, logit_bias=dict(params.logit_bias))
 
 
 def sampling_from_proto(
     message: types_pb2.SamplingParams, path: str = "sampling"
 ) -> SamplingParams:
-    """Unset fields take their defaults; each is checked against `outrider.limits`. Code that knows
-    the vocabulary checks whether `top_k` and biased tokens fit it."""
+    """Unset fields get their defaults. Raises `BadRequest` for a value beyond its limit. Does not
+    check `top_k` and biased tokens against the vocabulary, which is not known here."""
     if (size := len(message.logit_bias)) > limits.LOGIT_BIAS_ENTRIES_MAX:  # before they are sorted
         reason = f"got {size} entries; at most {limits.LOGIT_BIAS_ENTRIES_MAX}"
         raise BadRequest(f"{path}.logit_bias", reason)
@@ -303,7 +311,7 @@ def sampling_from_proto(
 
 
 def _proposal_to_proto(proposal: SealedProposal) -> dict[str, Any] | None:
-    """`q` stays empty under rules that do not use it, and `parents` for a chain."""
+    """The field `q` is empty under rules that do not use q. `parents` is empty for a chain."""
     if not proposal:
         return None
     parents = [parent + 1 for parent in proposal.parents]
@@ -311,7 +319,7 @@ def _proposal_to_proto(proposal: SealedProposal) -> dict[str, Any] | None:
 
 
 def _proposal_from_proto(message: types_pb2.Proposal, path: str = "proposal") -> SealedProposal:
-    """Checks the tree, the token ids and the size of q, which the target opens."""
+    """Checks the tree, the token ids and the size of q. Only the target decodes q."""
     parents = tuple([parent - 1 for parent in message.parents[:]])
     num_max = limits.TREE_TOKENS_MAX if parents else limits.NUM_DRAFT_TOKENS_MAX
     token_ids = token_ids_from_wire(message.token_ids, f"{path}.token_ids", num_max)
@@ -323,7 +331,7 @@ def _proposal_from_proto(message: types_pb2.Proposal, path: str = "proposal") ->
 
 
 def _features_from_proto(message: types_pb2.Features, path: str) -> Features:
-    """Checks that the bytes are whole rows, and not too many."""
+    """Checks the width of a row, and that the bytes are whole rows, at most `rows_max`."""
     if not 0 < message.width <= limits.FEATURES_WIDTH_MAX:
         raise BadRequest(
             f"{path}.width", f"{message.width} is not in 1..{limits.FEATURES_WIDTH_MAX}"
@@ -346,7 +354,7 @@ def _logprobs_from_proto(message: types_pb2.PositionLogprobs, path: str) -> Posi
         [one.token_id for one in message.top], path, limits.LOGPROBS_MAX
     )
     values = [one.logprob for one in message.top]
-    for value in (message.logprob, *values):  # An impossible token has minus infinity.
+    for value in (message.logprob, *values):  # Minus infinity is valid, for an impossible token.
         if not value < math.inf:
             raise BadRequest(path, f"{value!r} is no log-probability")
     return PositionLogprobs(message.logprob, tuple(zip(token_ids, values, strict=True)))
@@ -366,28 +374,31 @@ OWN_CODECS: dict[str, tuple[Callable[[Any], Any] | None, Callable[[Any, str], An
         lambda message, path: Constraint.read(message.kind, message.text, path),
     ),
 }  # fmt: skip
-"""Encoder (None = `to_proto`) and decoder by message name."""
+"""Encoder and decoder of each message that needs other conversions than `fields_to_proto` and
+`from_proto`, by the message's name. Encoder None = `fields_to_proto`."""
 VALUES: dict[str, Any] = {"Rule": Rule, "StepCosts": StepCosts, "AuditSums": AuditSums}
-"""Python type by the name of a message or enum."""
+"""Python type of each enum, and of each nested message that is not in `OWN_CODECS`, by name."""
 
 
 # Items
 
 
 def _head_to_proto(head: RoundHead, hashed: bool) -> dict[str, Any]:
-    """With parameters and constraint in full, or with their hashes."""
+    """The fields of a head. If `hashed`, they include the hashes of the sampling parameters and of
+    the constraint; otherwise these two in full."""
     if hashed:
         digest = head.constraint_hash or None
         return fields_to_proto(head, types_pb2.RoundHead, constraint=None, constraint_hash=digest)
     if head.sampling is None:
-        raise BadRequest("head.sampling", "the first item of a stream needs the parameters")
+        raise BadRequest("head.sampling", "a session's first item on a stream needs the parameters")
     given: Any = {"sampling_params": sampling_to_proto(head.sampling), "sampling_hash": None}
     return fields_to_proto(head, types_pb2.RoundHead, **given, constraint_hash=None)
 
 
 def head_from_proto(message: types_pb2.RoundHead, known: RoundHead | None = None) -> RoundHead:
-    """If only hashes were sent, `sampling` and `constraint` come from the `known` head if its
-    hashes are the same; else they are None."""
+    """Decodes and checks a head. If the message has only hashes, and the head `known` of the same
+    session has equal hashes, `sampling` and `constraint` are those of `known`. If the hashes
+    differ, `sampling` and `constraint` are None."""
     session_id_from_wire(message.session_id, "head.session_id")
     given: dict[str, Any] = {"sampling": None, "sampling_hash": message.sampling_hash}
     if message.HasField("sampling_params"):
@@ -408,7 +419,7 @@ def head_from_proto(message: types_pb2.RoundHead, known: RoundHead | None = None
         reason = f"has {len(head.constraint_hash)} bytes, not {DIGEST_BYTES}"
         raise BadRequest("head.constraint_hash", reason)
     if head.committed_length > limits.SESSION_TOKENS_MAX:
-        reason = f"a prefix of {head.committed_length} tokens is over {limits.SESSION_TOKENS_MAX}"
+        reason = f"{head.committed_length} tokens are more than {limits.SESSION_TOKENS_MAX}"
         raise BadRequest("head.base_length", reason)
     if not 1 <= head.prompt_length <= head.committed_length:
         reason = f"{head.prompt_length} is not in 1..{head.committed_length}, the committed length"
@@ -419,7 +430,7 @@ def head_from_proto(message: types_pb2.RoundHead, known: RoundHead | None = None
 
 
 def _check_tree(item: RoundItem) -> None:
-    """Checks the tree that an item asks for."""
+    """Checks the size of the tree that an item asks for."""
     if isinstance(item, VerifyItem):
         field, siblings, num = "next_siblings", item.next_siblings, item.num_next_draft_tokens
     else:
@@ -470,12 +481,12 @@ def _check_audit(sums: AuditSums, num_tokens: int) -> None:
 
 @cache
 def _kind_of(message: Any, field: str) -> Any:
-    """Class of the messages in a field."""
+    """Class of the messages in this field of a message."""
     return GetMessageClass(message.DESCRIPTOR.fields_by_name[field].message_type)
 
 
 def _frame(frame: Any, kind: Any, given: dict[str, Any]) -> bytes:
-    """A frame with one message of this kind, which has the `given` fields."""
+    """Serialises a frame with one message of class `kind`, which has the fields `given`."""
     try:
         return frame(items=[given]).SerializeToString()  # type: ignore[no-any-return]
     except (TypeError, ValueError):
@@ -485,7 +496,7 @@ def _frame(frame: Any, kind: Any, given: dict[str, Any]) -> bytes:
 
 @dataclass(frozen=True)
 class Codec:
-    """Names and conversions for one kind of replica. Protobuf messages are `Any` here."""
+    """Method names and conversions of messages for one kind of replica."""
 
     service: ServiceDescriptor
     stream_method: str
@@ -505,23 +516,23 @@ class Codec:
         return GetMessageClass(self.service.methods_by_name[self.stream_method].output_type)
 
     def item_frame(self, item: RoundItem, hashed: bool = False) -> bytes:
-        """A frame with one item; if `hashed`, with hashes in place of parameters and constraint.
-        Raises `BadRequest` for an item that no message can hold.
+        """Serialises a frame with one item. If `hashed`, the frame has hashes in place of sampling
+        parameters and constraint. Raises `BadRequest` for a value that no message can hold.
 
-        Joined frames are one frame with the items of all."""
+        Concatenated frames are a valid frame with the items of all of them."""
         kind = _kind_of(self.request, "items")
         given = fields_to_proto(item, kind, head=_head_to_proto(item.head, hashed))
         return _frame(self.request, kind, given)
 
     def item_from_proto(self, message: Any, known: RoundHead | None = None) -> RoundItem:
-        """`known` is the session's last head that came in full on this stream. Raises
-        `BadRequest`."""
+        """Decodes and checks an item. `known` is the last head of the same session on this stream
+        that had its parameters in full. Raises `BadRequest` for an invalid item."""
         item = from_proto(message, self.item, head=head_from_proto(message.head, known))
         _check_tree(item)
         return item
 
     def answer_frame(self, answer: VerifyAnswer | DraftAnswer) -> bytes:
-        """A frame with one answer and its key; frames may be joined, as for `item_frame`."""
+        """Serialises a frame with one answer and its key. Concatenated frames are a valid frame."""
         name, kind = _ANSWER_FIELDS[type(answer)], _kind_of(self.reply, "items")
         more: dict[str, Any] = {}
         if isinstance(answer, VerdictReply):
@@ -535,7 +546,7 @@ class Codec:
         return _frame(self.reply, kind, fields_to_proto(answer.key, kind, **{name: part}))
 
     def answer_from_proto(self, message: Any) -> VerifyAnswer | DraftAnswer:
-        """Raises `BadRequest`."""
+        """Decodes and checks an answer. Raises `BadRequest` for an invalid answer."""
         name = message.WhichOneof("answer")
         if name is None:
             raise BadRequest("answer", "is empty")

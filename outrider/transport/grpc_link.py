@@ -1,10 +1,10 @@
 """The coordinator's end of the stream to a replica, over gRPC.
 
-A link has one channel with up to two streams. One stream is for ordinary items. The other is for
-bulky items (long prompts), and for items with bulky answers (features of many tokens), so that they
-do not delay the rounds of other sessions. Sampling parameters travel once per session and stream.
-Later items have only their hash. After a `Resync` they travel in full again, as the replica may not
-know them."""
+A link has one channel with up to two streams. The bulk stream is for large items (long prompts),
+and for items with large answers (features of many tokens). All other items use the normal stream,
+so large messages do not delay them. On each stream, a session's first item has the sampling
+parameters and the constraint in full. Later items have only hashes of both. After a `Resync`, the
+next item has both in full again, because the replica may have lost them."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ logger = logging.getLogger(__name__)
 
 RELEASE_TIMEOUT_S = 5.0
 _END: Any = vars(grpc.aio)["EOF"]
-"""What a read returns at the end of a stream. The type stubs lack it."""
+"""`grpc.aio.EOF`, which a read returns at the end of a stream. The type stubs lack this name."""
 _ITEM_BYTES_MAX = (
     limits.GRPC_MESSAGE_BYTES_MAX - (limits.GRPC_MESSAGE_BYTES_MAX - limits.FRAME_BYTES_MAX) // 8
 )
-"""The longest frame of an item. The item's frame for the bulk stream may be longer, because it may
-have the parameters in full."""
+"""Largest size in bytes of an item's frame, as encoded for the normal stream. gRPC's own limit is
+higher. On the bulk stream the same item may be larger, if its parameters are sent in full there."""
 
 
 def target_link(address: str, trust: Trust = PLAIN) -> GrpcLink:
-    """A link to the target at host:port. Call it on the event loop that will use it."""
+    """Opens a link to the target at host:port. Must be called on the link's event loop."""
     return GrpcLink(open_channel(address, trust), VERIFY, address)
 
 
 def draft_link(address: str, trust: Trust = PLAIN) -> GrpcLink:
-    """A link to the draft at host:port. Call it on the event loop that will use it."""
+    """Opens a link to the draft at host:port. Must be called on the link's event loop."""
     return GrpcLink(open_channel(address, trust), DRAFT, address)
 
 
 class GrpcLink(Link):
-    """`Link` over a channel, which it owns and closes.
+    """A link over a gRPC channel. `close` also closes the channel.
 
-    After a break `send` raises `LinkLost` for a time. The first `send` after that time opens a new
-    stream. The time doubles with each failed attempt, from `LINK_BACKOFF_MS_MIN` to
+    After a stream breaks, `send` raises `LinkLost` for a time. The first `send` after that time
+    opens a new stream. With each failed attempt, the time doubles, from `LINK_BACKOFF_MS_MIN` up to
     `LINK_BACKOFF_MS_MAX`."""
 
     def __init__(self, channel: Any, codec: Codec, address: str) -> None:
@@ -65,15 +65,16 @@ class GrpcLink(Link):
         self._describe = self._channel.unary_unary(codec.path("Describe"))
         self._release = self._channel.unary_unary(codec.path("Release"))
         self._streams: dict[str, _Stream] = {}
-        """Open streams: "normal" for ordinary items, "bulk" for those over `BULK_ITEM_BYTES`, or
-        with bulky answers."""
+        """Open streams: "bulk" for items over `BULK_ITEM_BYTES` and for items with large answers,
+        "normal" for all other items."""
         self._failures = 0
         self._down_until = 0.0
         self._background: set[asyncio.Task[None]] = set()
         self._num_releases = 0
 
     def send(self, item: Any) -> None:
-        """See `Link.send`. Raises `BadRequest` for an item that no message can hold."""
+        """See `Link.send`. Also raises `BadRequest` if the item is too large for a message, or has
+        a value that no message can hold."""
         check(self._on_answer is not None, "listen before the first send")
         self._check_reachable()
         stream = self._stream("normal")
@@ -107,7 +108,7 @@ class GrpcLink(Link):
         except (BadRequest, DecodeError) as error:
             raise Unavailable(f"{self._address} is not a replica of this kind: {error}") from error
         except asyncio.CancelledError:
-            # Closing the channel also cancels its calls.
+            # `close` closes the channel, which cancels this call but not the task.
             task = asyncio.current_task()
             if self._closed and task is not None and not task.cancelling():
                 raise Unavailable(f"the link to {self._address} was closed") from None
@@ -160,7 +161,7 @@ class GrpcLink(Link):
         try:
             await self._release(request.SerializeToString(), timeout=RELEASE_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            # Best effort: the replica evicts unused sessions.
+            # A lost release does no harm, because the replica evicts unused sessions.
             logger.debug("release of %s at %s: %s", session_id, self._address, error.details())
         finally:
             self._num_releases -= 1
@@ -172,7 +173,7 @@ class GrpcLink(Link):
         self._on_answer(answer)
 
     def lost(self, stream: _Stream, reason: str) -> None:
-        """Gives up both streams after one broke; the listener is told once."""
+        """Stops both streams after `stream` broke, and tells the listener once."""
         if self._closed or stream not in self._streams.values():
             return
         self._stop_streams()
@@ -187,7 +188,8 @@ class GrpcLink(Link):
 
 
 class _Stream:
-    """One bidirectional call: a writer that sends all waiting items in one frame, and a reader."""
+    """One bidirectional call. A writer task joins queued items into frames and sends the frames. A
+    reader passes the answers to the link."""
 
     def __init__(self, link: GrpcLink, codec: Codec, call: Any) -> None:
         self._link = link
@@ -195,12 +197,13 @@ class _Stream:
         self._call = call
         self._outbox = SendQueue()
         self._sent: dict[str, tuple[int, bytes]] = {}
-        """Hashes of the parameters and the constraint that the replica has, by session."""
+        """By session, the hashes of the parameters and the constraint that this stream has sent in
+        full."""
         self._stopped = False
 
     def encode(self, item: RoundItem) -> bytes:
-        """The item as a frame: parameters and a constraint that were sent before are replaced by
-        their hashes."""
+        """Serialises the item as a frame. If this stream has sent the same parameters and
+        constraint before, the frame has only their hashes."""
         head = item.head
         return self._codec.item_frame(item, self._sent.get(head.session_id) == head.given_hashes)
 
@@ -220,7 +223,7 @@ class _Stream:
             self._call.cancel()
 
     async def run(self) -> None:
-        """Runs until the call ends; then reports why, unless the stream was stopped."""
+        """Runs until the call ends. Unless `stop` was called, then tells the link the reason."""
         writer = asyncio.create_task(self._write())
         try:
             reason = await self._read()
@@ -244,7 +247,7 @@ class _Stream:
                     self._link.num_bytes["sent"] += len(data)
                     await self._call.write(data)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            # The call has ended; the reader reports its status.
+            # The call has ended. The reader reports the call's status.
             return
         except Exception:
             logger.exception("the writer of a stream failed")
@@ -263,6 +266,6 @@ class _Stream:
         except DecodeError:
             return "the replica sent bytes that are not a frame of answers"
         except BadRequest as error:
-            # Ends the stream, so that waiting callers get an error. The peer cannot be trusted.
+            # This return ends the stream, so that callers that wait for an answer get an error.
             return f"the replica sent an invalid answer: {error}"
-        return "the replica closed it"
+        return "the replica closed the stream"

@@ -1,7 +1,8 @@
-"""Both ends of a multiplexed stream between a coordinator and a replica.
+"""Interfaces of both ends of a stream between a coordinator and a replica.
 
-Each end has two implementations: gRPC (`outrider.transport.grpc_link`,
-`outrider.transport.stream_server`) and in one process (here)."""
+A stream carries the items and answers of many sessions. `outrider.transport.grpc_link` and
+`outrider.transport.stream_server` are its two ends over gRPC. `MemoryLink` connects a coordinator
+to a replica in the same process."""
 
 import asyncio
 from collections import Counter
@@ -14,12 +15,14 @@ from outrider.messages import ReplicaDescription
 
 
 class Link:
-    """The coordinator's end. All methods are for the event loop's thread. Items and answers are
-    those of one kind of replica, see `outrider.messages`."""
+    """The coordinator's end of a stream. All methods must be called on the event loop's thread. To
+    a target, items are `VerifyItem` and answers are `VerifyAnswer`. To a draft, items are
+    `DraftItem` and answers are `DraftAnswer`."""
 
     def __init__(self) -> None:
         self.num_bytes = Counter(sent=0, received=0)
-        """Bytes of frames so far, 0 where nothing is serialised; may be read on any thread."""
+        """Numbers of bytes of sent and received frames; 0 within one process. Any thread may read
+        them."""
         self._on_answer: Any = None
         self._on_lost: Any = None
         self._closed = False
@@ -27,26 +30,27 @@ class Link:
     def listen(
         self, on_answer: Callable[[Any], None], on_lost: Callable[[Exception], None]
     ) -> None:
-        """Registers callbacks for answers and for a broken stream. Items that are unanswered at a
-        break get no answer later. Call it once, before the first `send`."""
+        """Registers the callbacks for answers and for a broken stream. After `on_lost`, items that
+        were sent earlier get no answer. Must be called once, before the first `send`."""
         check(self._on_answer is None, "a link has one listener")
         self._on_answer, self._on_lost = on_answer, on_lost
 
     def send(self, item: Any) -> None:
-        """Queues an item; never waits. Reopens a broken stream. Raises `Overloaded` when
-        `STREAM_QUEUE_ITEMS_MAX` items wait, `LinkLost` when the replica cannot be reached now."""
+        """Queues an item without waiting. Reopens a broken stream. Raises `Overloaded` if
+        `STREAM_QUEUE_ITEMS_MAX` items are queued already. Raises `LinkLost` if the replica cannot
+        be reached now."""
         raise NotImplementedError
 
     def release(self, session_id: str, epoch: int) -> None:
-        """Lets the replica forget the session; does not wait; best effort."""
+        """Tells the replica to forget a session. Does not wait, and ignores failures."""
         raise NotImplementedError
 
     async def describe(self, timeout_s: float) -> ReplicaDescription:
-        """Asks what the replica runs. Raises `Unavailable`."""
+        """Asks the replica what it runs. Raises `Unavailable` if the replica does not answer."""
         raise NotImplementedError
 
     async def close(self) -> None:
-        """Closes the stream; no callback is called afterwards."""
+        """Closes the stream. Afterwards, no callback is called."""
         raise NotImplementedError
 
 
@@ -54,33 +58,34 @@ class Connection(Protocol):
     """The replica's end of one stream."""
 
     def receive(self, items: Sequence[Any]) -> None:
-        """Takes items of one frame; answers go to the `send` given to `connect`. Never waits. The
-        answer to an item that it cannot take is `Refused`."""
+        """Takes the items of one frame without waiting. Answers go to the `send` given to
+        `connect`. An item that cannot be taken gets the answer `Refused`."""
 
     def close(self) -> None:
-        """The stream ended. Work whose answers only this stream awaited may be dropped."""
+        """Called when the stream has ended. May drop work whose answers no other stream awaits."""
 
 
 class ReplicaService(Protocol):
     """A draft or a target, without gRPC and Ray."""
 
     def connect(self, send: Callable[[Sequence[Any]], None]) -> Connection:
-        """Opens a stream. `send` gets the answers of one step in one call, on the loop's thread."""
+        """Opens a stream. The service calls `send` on the event loop's thread, once for all answers
+        of a step."""
 
     def describe(self) -> ReplicaDescription:
-        """What runs here."""
+        """Describes what the replica runs."""
 
     def release(self, session_id: str, epoch: int) -> None:
-        """Forgets a session unless a newer epoch of it is known."""
+        """Forgets a session, unless the replica knows a newer epoch of the session."""
 
 
 def deliver_soon(message: Callable[[], None]) -> None:
-    """Delivers messages in order, in the event loop's next turn."""
+    """Calls `message` in the event loop's next iteration."""
     asyncio.get_running_loop().call_soon(message)
 
 
 class MemoryLink(Link):
-    """The coordinator's end of a stream to a service in the same event loop."""
+    """A link to a service on the same event loop."""
 
     def __init__(
         self,
@@ -92,15 +97,15 @@ class MemoryLink(Link):
         self._deliver = deliver
         self._connection: Connection | None = None
         self._number = 0
-        """Number of the connection; grows when a connection begins or ends. Messages of earlier
-        connections are dropped."""
+        """Number of the current connection. It grows when a connection begins or ends. Messages
+        with an earlier number are dropped."""
 
     def trouble(self) -> str:
-        """Why the replica cannot be reached; empty if it can."""
+        """Why the replica cannot be reached; empty if it can be reached."""
         return "the link is closed" if self._closed else ""
 
     def send(self, item: Any) -> None:
-        """See `Link.send`. Never raises `Overloaded`: `deliver` bounds the items under way."""
+        """See `Link.send`. Never raises `Overloaded`, because this link has no queue."""
         if trouble := self.trouble():
             raise LinkLost(f"the replica cannot be reached: {trouble}")
         check(self._on_answer is not None, "listen before the first send")
@@ -115,7 +120,7 @@ class MemoryLink(Link):
             self._deliver(lambda: service.release(session_id, epoch))
 
     async def describe(self, timeout_s: float) -> ReplicaDescription:
-        """See `Link.describe`; the timeout is not needed."""
+        """See `Link.describe`. Needs no timeout, because the service answers at once."""
         await asyncio.sleep(0)
         if trouble := self.trouble():
             raise Unavailable(f"the replica cannot be reached: {trouble}")

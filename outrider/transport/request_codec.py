@@ -52,7 +52,8 @@ _EVENT_FIELDS = {
 
 
 def request_to_proto(request: GenerateRequest) -> pb.GenerateRequest:
-    """None stays unset. Raises `BadRequest` for values that no message can hold."""
+    """A field with the value None stays unset. Raises `BadRequest` for values that no message can
+    hold."""
     given: dict[str, Any] = {}
     if request.prompt_logprobs is not None:
         raise BadRequest("prompt_logprobs", "is only served by HTTP, as `echo` of completions")
@@ -69,7 +70,7 @@ def request_to_proto(request: GenerateRequest) -> pb.GenerateRequest:
     if isinstance(prompt, str):
         given["text"] = prompt
     elif len({type(part) for part in prompt}) > 1:
-        raise BadRequest("prompt", "mixes kinds; give text, chat messages or token ids")
+        raise BadRequest("prompt", "must be a text, only chat messages, or only token ids")
     elif prompt and isinstance(prompt[0], ChatMessage):
         if any(isinstance(turn, ChatMessage) and turn.more for turn in prompt):
             raise BadRequest(
@@ -83,8 +84,8 @@ def request_to_proto(request: GenerateRequest) -> pb.GenerateRequest:
 
 
 def request_from_proto(message: pb.GenerateRequest) -> GenerateRequest:
-    """Raises `BadRequest` for a sampling parameter out of its limits, an unknown rule, an invalid
-    constraint, or a missing prompt; the coordinator checks everything else."""
+    """Raises `BadRequest` for a sampling parameter outside its limits, an unknown rule, an invalid
+    constraint, or a missing prompt. The coordinator checks all other fields later."""
     prompt, constraint = _prompt_from_proto(message), _constraint_from_proto(message)
     return from_proto(message, GenerateRequest, prompt=prompt, constraint=constraint)
 
@@ -137,7 +138,6 @@ def resume_from_proto(message: pb.ResumeRequest) -> ResumeRequest:
 
 
 def event_to_proto(event: Event) -> pb.GenerateEvent:
-    """One event."""
     (name, kind), more = _EVENT_FIELDS[type(event)], {}
     if isinstance(event, RoundReport):
         more["proposed_parents"] = [parent + 1 for parent in event.proposed_parents]
@@ -146,7 +146,7 @@ def event_to_proto(event: Event) -> pb.GenerateEvent:
 
 
 def event_from_proto(message: pb.GenerateEvent) -> Event | None:
-    """None for an unknown kind of event. Raises `InvariantError` for an invalid one."""
+    """Returns None for an unknown kind of event. Raises `InvariantError` for an invalid event."""
     name = message.WhichOneof("event")
     if name is None:
         return None
@@ -158,12 +158,13 @@ def event_from_proto(message: pb.GenerateEvent) -> Event | None:
 
 
 def from_coordinator(message: Any, kind: type[T], path: str = "", **others: Any) -> T:
-    """As `from_proto`, but raises `InvariantError`: the caller is not at fault."""
+    """Calls `from_proto`. Raises `InvariantError` in place of `BadRequest`, because the fault is
+    the coordinator's and not the caller's."""
     try:
         return from_proto(message, kind, path, **others)
     except BadRequest as error:
         raise InvariantError(
-            f"the coordinator sent what this client cannot read: {error}"
+            f"the coordinator sent a message that this client cannot read: {error}"
         ) from error
 
 

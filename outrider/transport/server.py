@@ -1,15 +1,15 @@
 """gRPC servers. Every method, health and reflection included, goes through one guard, one decode
 step and one error map.
 
-gRPC passes bytes and this module decodes them, so that a malformed message is INVALID_ARGUMENT and
-not INTERNAL. A servicer is any object with a method per rpc, named in snake case (`GetSession` ->
-`get_session`):
+This module decodes messages itself, so that a malformed message ends its call with
+INVALID_ARGUMENT. If gRPC decoded messages, the status would be INTERNAL. A servicer is any object
+with a method for each rpc, named in snake case (`GetSession` -> `get_session`):
 
     unary -> unary      async def describe(self, request, context) -> Reply
     unary -> stream     def generate(self, request, context) -> AsyncIterator[Reply]
     stream -> stream    def verify(self, requests, context) -> AsyncIterator[Reply | bytes]
 
-It raises errors of `outrider.errors`; only this module calls `context.abort`."""
+A servicer raises errors of `outrider.errors`, and does not call `context.abort`."""
 
 import asyncio
 import errno
@@ -37,8 +37,9 @@ from outrider.transport.status import abort
 Context = grpc.aio.ServicerContext[Any, Any]
 Serving = health_pb2.HealthCheckResponse.ServingStatus
 Guard = Callable[[str, Context], None]
-"""Called with a method, `/package.Service/Method`, before the call's messages are read. Raises the
-caller's error if the call is not allowed."""
+"""Checks whether a call is allowed, before the call's messages are read. The first argument is the
+method, as `/package.Service/Method`. If the call is not allowed, raises the error for the
+caller."""
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 _REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
 HEALTH_PATH = f"/{_HEALTH.full_name}/"
@@ -57,27 +58,28 @@ class ServerOptions:
     """Where and how a server listens."""
 
     host: str = "127.0.0.1"
-    """Address to bind; the default is loopback, which only this machine can reach."""
+    """Host to listen on. The default is loopback, which only this machine can reach."""
     port: int = 0
     """0 = any free port."""
     reflection: bool = True
-    """Whether the server serves reflection."""
+    """Whether the server offers gRPC's reflection service."""
     credentials: grpc.ServerCredentials | None = None
-    """TLS; None = plain text."""
+    """Credentials for TLS; None = no TLS."""
     shares_port: bool = False
     """Whether a later server with `takes_over` may listen on the same port."""
     takes_over: bool = False
-    """Whether this server replaces one with `shares_port` that may still have the port. If not, a
-    port in use is an error."""
+    """Whether this server may listen on the port of a server with `shares_port`. Otherwise, a port
+    in use is an error."""
     connection_age_ms: int | None = None
-    """Age after which new calls get another connection, perhaps to another server; None = never."""
+    """Age from which a connection takes no new calls, so that the client connects again, perhaps to
+    another server; None = no limit."""
     guard: Guard | None = None
-    """None = all callers may call every method."""
+    """Checks each call; None = all callers may call every method."""
 
 
 class RpcServer:
-    """A grpc.aio server with health (overall and per service) and, if configured, reflection. It
-    reports NOT_SERVING until `set_serving(True)`."""
+    """A grpc.aio server with the health service (overall and per service) and, if configured,
+    reflection. The health is NOT_SERVING until `set_serving(True)`."""
 
     def __init__(self, services: Sequence[Service], options: ServerOptions | None = None) -> None:
         self._options = options or ServerOptions()
@@ -91,7 +93,7 @@ class RpcServer:
             options=server_options(
                 shares_port=self._options.shares_port, age_ms=self._options.connection_age_ms
             ),
-            # gRPC refuses further calls with RESOURCE_EXHAUSTED.
+            # gRPC refuses calls beyond this number with RESOURCE_EXHAUSTED.
             maximum_concurrent_rpcs=2 * SESSIONS_PER_COORDINATOR_MAX,
         )
         self._server.add_generic_rpc_handlers((_Methods(served, self._options.guard),))
@@ -103,7 +105,8 @@ class RpcServer:
         return _join(self._options.host, self._port)
 
     async def start(self) -> int:
-        """Listens, and returns the port. Raises `ConfigError` if it cannot listen."""
+        """Starts the server and returns its port. Raises `ConfigError` if the server cannot listen
+        on its address."""
         options = self._options
         address = _join(options.host, options.port)
         try:
@@ -126,7 +129,7 @@ class RpcServer:
         self._health.set(Serving.SERVING if serving else Serving.NOT_SERVING)
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Reports NOT_SERVING, takes no more calls, and ends running ones after `grace_s`
+        """Reports NOT_SERVING, takes no more calls, and ends running calls after `grace_s`
         seconds."""
         self._health.set(Serving.NOT_SERVING)
         await self._server.stop(grace_s)
@@ -162,7 +165,9 @@ class _Health:
     async def watch(
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> AsyncGenerator[Message]:
-        """Limits the number of watchers: they need no key, and must not take all calls."""
+        """Yields the status now and after each change. Raises `Overloaded` beyond
+        `HEALTH_WATCHES_MAX` watchers. Without this limit, watchers, which need no key, could use up
+        the server's number of calls."""
         if self._num_watches >= HEALTH_WATCHES_MAX:
             raise Overloaded(f"there are {HEALTH_WATCHES_MAX} health watchers already")
         self._num_watches += 1
@@ -182,7 +187,7 @@ def _join(host: str, port: int) -> str:
 
 
 class _Methods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
-    """Handlers of all methods, unknown ones included; a guard is called first."""
+    """Handles the calls of all methods, unknown methods included. Calls the guard first."""
 
     def __init__(self, services: Sequence[Service], guard: Guard | None) -> None:
         self._guard: Guard = guard or (lambda path, context: None)
@@ -198,8 +203,9 @@ class _Methods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         return grpc.stream_stream_rpc_method_handler(partial(self._answer, details.method))
 
     async def _answer(self, path: str, frames: AsyncIterator[bytes], context: Context) -> None:
-        """One call: bytes in, bytes out, errors as statuses. Every method is registered as a
-        stream, so that no message is read before the guard has passed the call."""
+        """Answers one call, and maps errors to statuses. Every method is registered as
+        stream -> stream. For a unary request, gRPC would read the message before the guard is
+        called."""
         is_known = path in self._methods
         try:
             self._guard(path, context)
@@ -209,7 +215,7 @@ class _Methods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
             raise
         except Exception as error:  # noqa: BLE001 - the one place that maps every error
             await abort(context, error, path[1:].replace("/", "."))
-        if not is_known:  # Outside `try`: gRPC raises here if the caller has left.
+        if not is_known:  # Outside `try`, because gRPC raises here if the call has ended.
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "there is no such method")
 
     async def _call(self, path: str, frames: AsyncIterator[bytes], context: Context) -> None:
@@ -226,7 +232,7 @@ class _Methods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         if not method.server_streaming:
             await context.write((await replies).SerializeToString())
             return
-        async with aclosing(replies):  # Runs its `finally` now, not later.
+        async with aclosing(replies):  # Runs the iterator's `finally` as soon as the call ends.
             async for reply in replies:
                 data = reply if isinstance(reply, bytes) else reply.SerializeToString()
                 await context.write(data)
@@ -251,9 +257,9 @@ def _decode(kind: Callable[[], Message], data: bytes) -> Message:
 
 
 def is_taken(host: str, port: int) -> bool:
-    """Whether an address of `host` has a listener on `port`. Needed because two servers with
-    SO_REUSEPORT share a port without an error. Binds each address for a moment. False if binding
-    fails for another reason."""
+    """Whether another server listens on `port` at an address of `host`. Tries to bind each address
+    for a moment without SO_REUSEPORT, because two servers that both set this option share a port
+    without an error. Returns False if binding fails for another reason."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError:
@@ -261,7 +267,7 @@ def is_taken(host: str, port: int) -> bool:
     for family, *_, address in found:
         try:
             with socket.socket(family, socket.SOCK_STREAM) as probe:
-                # As for the server, connections that have just ended do not count.
+                # Like the server, allows a port that has connections in TIME_WAIT.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)
         except OSError as error:

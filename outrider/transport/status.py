@@ -24,8 +24,9 @@ _INTERNAL = 13
 
 
 def error_to_status(error: OutriderError) -> status_pb2.Status:
-    """The google.rpc.Status of an error, with the field of a `BadRequest`, or the retry delay of a
-    retryable error. The message is cut at `ERROR_MESSAGE_CHARS_MAX` characters."""
+    """The google.rpc.Status of an error. Its details are the field of a `BadRequest`, or the retry
+    delay of an `Overloaded` or `Unavailable`. Texts are cut at `ERROR_MESSAGE_CHARS_MAX`
+    characters."""
     status = status_pb2.Status(
         code=error.grpc_code, message=error.message[:ERROR_MESSAGE_CHARS_MAX]
     )
@@ -43,8 +44,8 @@ def error_to_status(error: OutriderError) -> status_pb2.Status:
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, method: str) -> None:
-    """Ends a call with the status of `error`; logs the traceback of anything that is not an
-    `OutriderError` or is INTERNAL. Always raises."""
+    """Ends a call with the status of `error`. If the status is INTERNAL, as for any error that is
+    no `OutriderError`, logs the traceback. Always raises, because `context.abort` does."""
     if getattr(error, "grpc_code", _INTERNAL) == _INTERNAL:
         logger.error("%s failed", method, exc_info=error)
     if not isinstance(error, OutriderError):
@@ -54,14 +55,14 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, m
 
 
 def status_to_error(error: grpc.aio.AioRpcError) -> OutriderError:
-    """The error that a call's peer raised, or `Unavailable` if no peer answered."""
+    """The error that the server raised, or `Unavailable` if no server answered."""
     code: int = error.code().value[0]
     plain = error_from_code(code, error.details() or error.code().name)
-    call: Any = error  # It has the methods of a call.
+    call: Any = error  # It has the methods of a call that `from_call` uses.
     try:
         status = rpc_status.from_call(call)
     except (DecodeError, ValueError):
-        logger.warning("a peer sent status details that cannot be read")
+        logger.warning("a server sent status details that cannot be read")
         return plain
     for detail in () if status is None else status.details:
         bad_request, retry = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()

@@ -1,7 +1,8 @@
 """The replica's end of a stream: what the servicers of draft and target share.
 
-The caller decides how a stream ends. After a half-close (no more items) the last round of each
-session is still answered. After a cancel or a broken connection queued work is dropped."""
+If the caller half-closes the stream (it sends no more items), the last round of each session is
+still answered. If the caller cancels the stream, or the connection breaks, queued work is
+dropped."""
 
 import asyncio
 from collections import deque
@@ -34,7 +35,7 @@ class ReplicaServicer:
         self._service = service
         self._codec = codec
         self._readers: dict[asyncio.Task[None], SendQueue] = {}
-        """Reader task of each open stream, and the queue of its answers."""
+        """The queue of answers of each open stream, by the task that reads the stream's items."""
         self._ending: asyncio.Task[None] | None = None
         setattr(self, codec.stream_method.lower(), self.stream)
 
@@ -46,8 +47,9 @@ class ReplicaServicer:
         self, frames: AsyncIterator[Any], context: Any = None
     ) -> AsyncGenerator[bytes]:
         """Takes frames of items and yields frames of answers, until the caller ends the stream.
-        Raises errors of `frames`, and `Overloaded` when the caller does not read its answers. If a
-        write stays stuck, cancels the iterating task."""
+        Raises errors of `frames`. Raises `Overloaded` if the caller does not read its answers. If
+        the caller then reads nothing for `STUCK_WRITE_MS`, cancels the task that iterates over the
+        answers."""
         stream = _Stream(self._codec, asyncio.current_task())
         stream.connection = self._service.connect(stream.answer)
         reader = asyncio.create_task(stream.read(frames), name="stream reader")
@@ -77,9 +79,9 @@ class ReplicaServicer:
             stream.connection.close()
 
     def finish(self, drained: Coroutine[Any, Any, None]) -> None:
-        """Takes no more items. When `drained` returns, every stream sends its answers and ends with
-        `Unavailable`. They end at the same time, because a coordinator that loses one of its two
-        streams also gives up the other, and repeats its unanswered items."""
+        """Takes no more items. When `drained` returns, all streams send their queued answers and
+        end with `Unavailable`. The streams end at the same time, because a coordinator that loses
+        one of its two streams to this replica also cancels the other."""
         self._ending = asyncio.create_task(drained)
         self._ending.add_done_callback(self._wake_all)
         for reader in self._readers:
@@ -98,13 +100,14 @@ class ReplicaServicer:
     async def release(
         self, request: types_pb2.ReleaseRequest, context: Any
     ) -> types_pb2.ReleaseReply:
-        """Forgets a session unless a newer epoch of it is known."""
+        """Forgets a session, unless the replica knows a newer epoch of the session."""
         self._service.release(session_id_from_wire(request.session_id), request.epoch)
         return types_pb2.ReleaseReply()
 
 
 class _Stream:
-    """One stream: its outbox, parameters of its sessions, and unanswered items."""
+    """State of one stream: its queue of answers, its unanswered rounds, and the parameters of its
+    sessions."""
 
     connection: Connection
 
@@ -112,15 +115,16 @@ class _Stream:
         self._codec = codec
         self._task = task
         self.writing = False
-        """Whether a frame is being written. While the caller does not read, this stays true."""
+        """Whether a frame is being written. If the caller does not read, the write does not end."""
         self.outbox = SendQueue()
         self.failure: Exception | None = None
-        """Why the stream must end, if it must."""
+        """The error with which the stream must end; None = the stream goes on."""
         self.unanswered: Newest[str, ReplyKey] = Newest(SESSIONS_PER_COORDINATOR_MAX)
-        """The newest unanswered round of each session. Older rounds and repetitions need no answer.
-        A target that runs ahead also answers later rounds."""
+        """By session, the key of the newest round if that round is unanswered. After a half-close,
+        the stream ends once there is none. Older rounds need no answer. Answers to other rounds,
+        such as later rounds of a target that runs ahead, do not count."""
         self._known: Newest[str, RoundHead] = Newest(SESSIONS_PER_COORDINATOR_MAX)
-        """By session, the head with which its parameters came in full."""
+        """By session, the last head that had the sampling parameters in full."""
 
     async def read(self, frames: AsyncIterator[Any]) -> None:
         """Passes the items of each frame to the service in one call."""
@@ -137,13 +141,14 @@ class _Stream:
                 self.connection.receive(items)
 
     def answer(self, answers: Sequence[Any]) -> None:
-        """Queues answers of the service; ends the stream when the caller does not read."""
+        """Queues answers of the service. If the queue is full, ends the stream, because the caller
+        does not read."""
         for answer in answers:
             if self.unanswered.get(answer.key.session_id) == answer.key:
                 del self.unanswered[answer.key.session_id]
             try:
                 frame = self._codec.answer_frame(answer)
-            except Exception as error:  # noqa: BLE001 - raised by `serve`, for this stream alone
+            except Exception as error:  # noqa: BLE001 - `stream` raises it, and only this call ends
                 self._fail(error)
                 return
             if not self.outbox.put(frame):
@@ -154,7 +159,7 @@ class _Stream:
     def _await(self, key: ReplyKey) -> None:
         known = self.unanswered.get(key.session_id)
         if known is not None and (key.epoch, key.round) < (known.epoch, known.round):
-            return  # It will be refused as stale.
+            return  # The service refuses this older round as stale.
         self.unanswered[key.session_id] = key
 
     def _fail(self, error: Exception) -> None:
@@ -162,7 +167,7 @@ class _Stream:
             return
         self.failure = error
         self.outbox.wake()
-        if self.writing:  # The caller may soon read the reason.
+        if self.writing:  # If the caller reads again within this time, it gets the error.
             asyncio.get_running_loop().call_later(STUCK_WRITE_MS / 1e3, self._give_up)
 
     def _give_up(self) -> None:
@@ -170,8 +175,8 @@ class _Stream:
             self._task.cancel()
 
     def _decode(self, message: Any) -> RoundItem | None:
-        """The item with its parameters and constraint. If that is not possible, answers the item
-        and returns None."""
+        """Decodes an item and adds its parameters and constraint. If the item is invalid, or its
+        parameters are not known, answers it and returns None."""
         known = self._known.get(message.head.session_id)
         try:
             item = self._codec.item_from_proto(message, known)
@@ -182,7 +187,7 @@ class _Stream:
             return None
         head = item.head
         if head.sampling is None:
-            # The coordinator then sends tokens and parameters in full.
+            # After this answer, the coordinator sends tokens and parameters in full.
             self.answer([Resync(head.key, 0, EMPTY_DIGEST)])
             return None
         if known is None or head.sampling is not known.sampling:
@@ -191,15 +196,15 @@ class _Stream:
 
 
 class SendQueue:
-    """Frames of one message each, in order, at most `STREAM_QUEUE_ITEMS_MAX`. For the event loop's
-    thread."""
+    """A queue of at most `STREAM_QUEUE_ITEMS_MAX` frames, each with one message. All methods must
+    be called on the event loop's thread."""
 
     def __init__(self) -> None:
         self._waiting: deque[bytes] = deque()
         self._changed = asyncio.Event()
 
     def put(self, frame: bytes) -> bool:
-        """Queues a frame; False if the queue is full."""
+        """Queues a frame. Returns False if the queue is full."""
         if len(self._waiting) >= STREAM_QUEUE_ITEMS_MAX:
             return False
         self._waiting.append(frame)
@@ -207,17 +212,18 @@ class SendQueue:
         return True
 
     def wake(self) -> None:
-        """Makes `wait` return although nothing was put."""
+        """Makes `wait` return although no frame was put."""
         self._changed.set()
 
     async def wait(self) -> None:
-        """Returns once `put` or `wake` has been called since it last returned."""
+        """Waits for a call of `put` or `wake`. Returns at once if there was one since the last
+        `wait`."""
         await self._changed.wait()
         self._changed.clear()
 
     def gather(self) -> bytes:
-        """Joins waiting frames into one of at most `FRAME_BYTES_MAX` bytes; a longer one goes
-        alone. Empty if none waits."""
+        """Takes queued frames and joins them into one frame of at most `FRAME_BYTES_MAX` bytes. A
+        longer frame is taken alone. Returns no bytes if the queue is empty."""
         taken: list[bytes] = []
         total = 0
         while self._waiting and (not taken or total + len(self._waiting[0]) <= FRAME_BYTES_MAX):

@@ -1,17 +1,18 @@
-"""TLS for both ends of gRPC: between users and coordinators, and between services. Services
-recognise each other by role.
+"""TLS of gRPC servers and channels, between users and coordinators and between services.
 
-Servers read changed files again, for new connections. A channel keeps the contents that its files
-had when it was opened.
+If the files of a server change, new connections use the new contents. A channel uses the contents
+that the files had when its `Trust` was made.
 
-The certificate of each of a deployment's services names its role:
+Services of a deployment identify each other by role. Each role has a certificate:
 
     DIR/ca.pem, ca-key.pem              the authority that all of them trust, and its key
     DIR/<role>.pem, <role>-key.pem      certificate and key of all replicas of a role
 
 A replica's address is unknown when its certificate is made. So the certificate has the DNS name
-`<role>.outrider.internal`. A caller checks this name in place of the address, and a server looks
-for it in the caller's certificate. Importing this module is slow: do so only with TLS."""
+`<role>.outrider.internal`. A caller checks that the server's certificate has the name of the
+server's role. A server checks that the caller's certificate has the name of an admitted role.
+
+Import this module only if TLS is used, because the import of `cryptography` is slow."""
 
 from __future__ import annotations
 
@@ -45,16 +46,17 @@ DOMAIN = "outrider.internal"
 AUTHORITY_DAYS = 3650
 ROLE_DAYS = 397
 _BACKDATED = datetime.timedelta(hours=1)
-"""How far before now a certificate becomes valid, as clocks differ."""
+"""A new certificate is valid from this time before now, because the clocks of machines differ."""
 
 
 WARNED_DAYS = 30
-"""A service whose certificate ends sooner logs a warning when it starts."""
+"""If a service's certificate ends within this number of days, the service logs a warning when it
+starts."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoleFiles:
-    """Authority, certificate and key of a role."""
+    """Files with the authority, and with the certificate and key of a role."""
 
     authority: Path
     certificate: Path
@@ -62,14 +64,14 @@ class RoleFiles:
 
     @classmethod
     def of(cls, directory: Path, role: Role) -> RoleFiles:
-        """File names as of `outrider certs`."""
+        """The files in `directory`, under the names that `outrider certs` gives them."""
         return cls(
             directory / f"{AUTHORITY}.pem", directory / f"{role}.pem", directory / f"{role}-key.pem"
         )
 
     def check(self) -> None:
-        """Raises `ConfigError` for missing, invalid or mismatched files, and for a certificate that
-        has ended."""
+        """Raises `ConfigError` if a file is missing or invalid, if the files do not belong
+        together, or if the certificate has ended."""
         check_pair(self.certificate, self.key)
         check_authority(self.authority, self.certificate)
 
@@ -80,13 +82,13 @@ def name_of(role: Role) -> str:
 
 
 def make_authority(directory: Path, now: datetime.datetime) -> None:
-    """Makes a new authority. Only the owner of the key's file can read it."""
+    """Makes the key and certificate of a new authority. Only the file's owner can read the key."""
     _make(directory, AUTHORITY, "internal authority", now, AUTHORITY_DAYS)
 
 
 def make_role(directory: Path, role: Role, now: datetime.datetime, days: int = ROLE_DAYS) -> None:
     """Makes a new key and certificate of a role, signed by the authority in the directory. Raises
-    `ConfigError` where that is not possible."""
+    `ConfigError` if the authority cannot sign, or ends within a day."""
     files = RoleFiles.of(directory, role)
     authority = read_certificates(files.authority)[0]
     signer = _read_key(directory / f"{AUTHORITY}-key.pem")
@@ -94,7 +96,7 @@ def make_role(directory: Path, role: Role, now: datetime.datetime, days: int = R
         raise ConfigError(f"{files.authority}: does not belong to the key beside it")
     end = authority.not_valid_after_utc
     if now + datetime.timedelta(days=1) > end:
-        raise ConfigError(f"{files.authority}: ends {end:%Y-%m-%d}; make another one with --force")
+        raise ConfigError(f"{files.authority}: ends {end:%Y-%m-%d}; make a new one with --force")
     _make(directory, role, role, now, min(days, (end - now).days), authority.subject, signer)
 
 
@@ -125,7 +127,8 @@ def check_pair(certificate: Path, key: Path) -> None:
 
 
 def check_authority(authority: Path, certificate: Path) -> None:
-    """Raises `ConfigError` unless one of the authorities in a file has signed a certificate."""
+    """Raises `ConfigError` unless an authority in the file `authority` has signed the
+    certificate."""
     found = read_certificates(certificate)[0]
     for one in read_certificates(authority):
         with suppress(ValueError, TypeError, InvalidSignature):
@@ -135,11 +138,11 @@ def check_authority(authority: Path, certificate: Path) -> None:
 
 
 def _read_key(path: Path) -> ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey:
-    """Raises `ConfigError` that quotes nothing of the file."""
+    """Reads a private key. The text of a `ConfigError` quotes nothing of the file."""
     try:
         found = serialization.load_pem_private_key(read_file(path), password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm):
-        raise ConfigError(f"{path}: holds no private key in PEM that needs no password") from None
+        raise ConfigError(f"{path}: holds no private key in PEM without a password") from None
     if not isinstance(found, (ec.EllipticCurvePrivateKey, rsa.RSAPrivateKey)):
         raise ConfigError(f"{path}: holds a key that is neither RSA nor elliptic-curve")
     return found
@@ -154,8 +157,9 @@ def _make(
     issuer: x509.Name | None = None,
     signer: Any = None,
 ) -> None:
-    """Makes a key and a certificate: of an authority that signs itself, or of a role by its
-    issuer."""
+    """Makes a key and a certificate. With an `issuer`, the certificate is that of a role, and the
+    issuer's key `signer` signs it. Otherwise the certificate is that of an authority, and is
+    self-signed."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"Outrider {title}")])
     is_ca = issuer is None
@@ -187,7 +191,7 @@ def _make(
     certificate = builder.sign(signer or key, hashes.SHA256())
     pem, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
     private = key.private_bytes(pem, form, serialization.NoEncryption())
-    # The key first, so that a new certificate always has its key.
+    # The key is written first, so that a new certificate never lacks its key.
     write_whole(directory / f"{file}-key.pem", private.decode(), 0o600)
     write_whole(directory / f"{file}.pem", certificate.public_bytes(pem).decode(), 0o644)
 
@@ -195,8 +199,9 @@ def _make(
 def server_credentials(
     certificate: Path, key: Path, authority: Path | None = None
 ) -> grpc.ServerCredentials:
-    """Credentials of a server. Its certificate file may end with intermediate certificates. With an
-    `authority`, callers need certificates signed by it. Raises `ConfigError`."""
+    """Credentials of a server. In the file `certificate`, intermediate certificates may follow the
+    server's own. If `authority` is given, each caller needs a certificate signed by it. Raises
+    `ConfigError` for missing or invalid files."""
 
     def read() -> Any:
         check_pair(certificate, key)
@@ -217,8 +222,9 @@ def caller_trust(
     key: Path | None = None,
     server_name: str = "",
 ) -> Trust:
-    """TLS of a user. It checks the server's certificate by the `authority`, by default gRPC's own
-    list, and shows a `certificate` with its `key` to servers that ask. Raises `ConfigError`."""
+    """TLS of a user's channel. `authority` must have signed the server's certificate. Without
+    `authority`, gRPC's own list of authorities is used. The channel shows `certificate` to servers
+    that ask for a certificate. Raises `ConfigError` for missing or invalid files."""
     if (certificate is None) != (key is None):
         raise ConfigError("a certificate goes with its key; give both, or none")
     chain = private = None
@@ -230,13 +236,13 @@ def caller_trust(
 
 
 def pinned_trust(server: Path, certificate: Path | None = None, key: Path | None = None) -> Trust:
-    """As `caller_trust`, but accepts only the certificate `server`. Raises `ConfigError`."""
+    """Like `caller_trust`, but accepts only a server with the certificate in the file `server`."""
     return caller_trust(server, certificate, key, server_name=pinned_name(server))
 
 
 def pinned_name(server: Path) -> str:
-    """A host that the certificate names: a DNS name if there is one, else an IP address. Raises
-    `ConfigError` if there is none."""
+    """A host name in the certificate: a DNS name if there is one, otherwise an IP address. Raises
+    `ConfigError` if the certificate names no host."""
     names: list[str] = []
     for one in read_certificates(server)[0].extensions:
         if isinstance(one.value, x509.SubjectAlternativeName):
@@ -244,24 +250,27 @@ def pinned_name(server: Path) -> str:
             names += map(str, one.value.get_values_for_type(x509.IPAddress))
     if not names:
         raise ConfigError(f"{server}: names no host; it needs a subject alternative name")
-    # A wildcard matches any first label.
+    # A wildcard matches any first label of a name.
     return names[0].replace("*", "outrider", 1)
 
 
 def internal_server_credentials(directory: Path, role: Role) -> grpc.ServerCredentials:
-    """Credentials of a service that others of the deployment call. Raises `ConfigError`."""
+    """Credentials of a service of this role, for calls of the deployment's other services. Raises
+    `ConfigError` for missing or invalid files."""
     files = _checked(directory, role)
     return server_credentials(files.certificate, files.key, files.authority)
 
 
 def internal_trust(directory: Path, role: Role, peer: Role) -> Trust:
-    """TLS of a service that calls one of another role. Raises `ConfigError`."""
+    """TLS of a service of the role `role` that calls a service of the role `peer`. Raises
+    `ConfigError` for missing or invalid files."""
     files = _checked(directory, role)
     return caller_trust(files.authority, files.certificate, files.key, name_of(peer))
 
 
 def role_guard(*roles: Role) -> Guard:
-    """Admits callers whose certificate, which TLS has verified, names one of these roles."""
+    """A guard that admits only callers whose certificate names one of these roles. TLS has already
+    verified the certificate."""
     names = frozenset(name_of(role).encode() for role in roles)
 
     def check_role(method: str, context: Context) -> None:
