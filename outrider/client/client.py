@@ -1,4 +1,4 @@
-"""The client for an event loop, and the client for programs without one."""
+"""`Client` for asyncio, and `SyncClient` for blocking calls."""
 
 import math
 import sys
@@ -27,19 +27,20 @@ from outrider.transport.channel import PLAIN, Trust
 
 T = TypeVar("T")
 CALL_TIMEOUT_S = 10.0
-"""Timeout of a call that generates nothing."""
+"""Default timeout of a call that generates no tokens."""
 RESUMED_TIMEOUT_S = DEADLINE_MS_MAX / 1000 + GENERATE_SLACK_S
-"""Timeout of a call that resumes a generation, whose deadline only the coordinator knows."""
+"""Default timeout of a call that resumes a generation. It is the longest possible, because only the
+coordinator knows the generation's deadline."""
 
 
 class Client:
     """Calls one coordinator, or the coordinators of a deployment in turn. If a coordinator does not
-    answer, the client calls the next. Any number of calls may run at a time, on one event loop. A
-    generation whose stream breaks is resumed, at another coordinator if there is one. No token is
-    lost or repeated.
+    answer, the client calls the next. Any number of calls may run at a time, on one event loop. If
+    the stream of a generation breaks, the client resumes the generation, if possible at another
+    coordinator. No token is lost or repeated.
 
-    `timeout_s` limits a call that generates nothing, in seconds. A generation is limited by its
-    `deadline_ms`, or by the default, plus some seconds for its last event."""
+    `timeout_s` limits a call that generates no tokens, in seconds. A generation is limited by its
+    `deadline_ms`, or by the default deadline, plus some seconds for its last event."""
 
     def __init__(
         self,
@@ -54,13 +55,13 @@ class Client:
         - HOST:PORT, or several of them separated by commas.
         - A function that returns such a text, or an empty text while there are no coordinators. If
           a coordinator does not answer, the function is called again to find new ones.
-        - A transport. It has a key of its own. The client closes it.
+        - A transport, which has its own key. The client's `close` also closes the transport.
 
         Nothing is sent before the first call. `api_key` is sent with each call. Without TLS
-        (`trust`, see `caller_trust`), it is not encrypted. For up to `resume_timeout_s` seconds,
-        the client resumes broken streams and repeats requests that cannot be served now. 0 = it
-        does neither. If a function names the coordinators and none answers, the client repeats
-        other calls for that time, too."""
+        (`trust`, see `caller_trust`), the key is not encrypted. For up to `resume_timeout_s`
+        seconds, the client resumes broken streams and repeats requests that cannot be served now.
+        0 = the client does neither. If `server` is a function and no coordinator answers, the
+        client also repeats calls that generate no tokens, for the same time."""
         if isinstance(server, str) or callable(server):
             connect = partial(GrpcTransport, trust=trust, api_key=api_key)
             server = ResumingTransport(EndpointPool(server, connect), resume_timeout_s)
@@ -82,25 +83,27 @@ class Client:
         await self._transport.close()
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Event]:
-        """The events of one generation as they come. Leaving the iterator early (`aclose`) cancels
-        the session. Raises the coordinator's errors, and `DeadlineExceeded` if the last event does
-        not come in time. If a stream breaks and cannot be resumed, raises `StreamBroken`. A later
-        `resume` may then succeed."""
+        """Yields the events of one generation as they arrive. Closing the iterator early (`aclose`)
+        cancels the session. Raises the coordinator's errors, and `DeadlineExceeded` if the last
+        event does not arrive in time. If the stream breaks and cannot be resumed, raises
+        `StreamBroken`. A later `resume` may then succeed."""
         deadline_s = (request.deadline_ms or DEADLINE_MS_DEFAULT) / 1000
         return self._transport.events(request, deadline_s + GENERATE_SLACK_S)
 
     def resume(
         self, session_id: str, num_tokens: int = 0, timeout_s: float = RESUMED_TIMEOUT_S
     ) -> AsyncGenerator[Event]:
-        """The events of a generation whose stream broke, at this client or another one: `Started`
-        again, and then all events after the first `num_tokens` tokens, also if the session has
-        ended meanwhile. If an earlier stream of the session still runs, that stream ends with
-        `StaleEpoch`. Raises `NotFound`, `DataLoss` if the store has fewer tokens, and `Unavailable`
-        while another coordinator may still own the session (about two seconds)."""
+        """Continues a generation whose stream broke, in this client or another one. Yields
+        `Started` again, and then all events after the first `num_tokens` tokens. The session may
+        have ended meanwhile. If an earlier stream of the session is still open, that stream ends
+        with `StaleEpoch`. Raises `NotFound`. Raises `DataLoss` if the store has fewer than
+        `num_tokens` tokens. Raises `Unavailable` while another coordinator may still own the
+        session (about two seconds)."""
         return self._transport.events(ResumeRequest(session_id, num_tokens), timeout_s)
 
     async def complete(self, request: GenerateRequest) -> Completion:
-        """The whole answer. Raises as `generate` does, and `Unavailable` if the stream broke."""
+        """Returns the whole answer. Raises the errors of `generate`, and `Unavailable` if the
+        stream ends too early."""
         builder = CompletionBuilder()
         async with aclosing(self.generate(request)) as events:
             async for event in events:
@@ -137,9 +140,9 @@ class SyncClient:
     """A client whose calls block until they are answered. Any number of threads may share one
     `SyncClient`.
 
-    It runs the coroutines of a `Client` with a transport that blocks instead of suspending, so it
-    needs no event loop. A program with an event loop may use it, too. An interrupt (Ctrl-C) ends a
-    call at once."""
+    A `SyncClient` runs the coroutines of a `Client`. Its transport blocks instead of suspending, so
+    the coroutines need no event loop. A program with an event loop may use a `SyncClient`, too. An
+    interrupt (Ctrl-C) ends a call at once."""
 
     def __init__(
         self,
@@ -149,8 +152,8 @@ class SyncClient:
         trust: Trust = PLAIN,
         resume_timeout_s: float = RESUME_TIMEOUT_S,
     ) -> None:
-        """`address` is HOST:PORT, several of them separated by commas, or a function that returns
-        such a text. The other parameters are those of `Client`."""
+        """`address` is HOST:PORT, or several of them separated by commas, or a function that
+        returns such a text. The other parameters are those of `Client`."""
 
         async def sleep(seconds: float) -> None:
             time.sleep(seconds)  # noqa: ASYNC251 (run by `_run`)
@@ -206,9 +209,9 @@ class SyncClient:
 
 
 def _run(call: Awaitable[T]) -> T:
-    """Runs a coroutine that never suspends, because its calls block. Keeps generators in the
-    coroutine from being registered with an event loop of this thread, because the loop would close
-    them at its end."""
+    """Runs a coroutine that never suspends, because its calls block. Meanwhile removes the thread's
+    hooks for async generators. Otherwise an event loop of this thread would register the
+    coroutine's generators, and close them when the loop ends."""
     hooks = sys.get_asyncgen_hooks()
     sys.set_asyncgen_hooks(None, None)
     try:

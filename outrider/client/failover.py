@@ -27,25 +27,25 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 Endpoint = TypeVar("Endpoint")
 Server: TypeAlias = str | Callable[[], str]
-"""HOST:PORT, several of them separated by commas, or a function that returns such a text. The
+"""HOST:PORT, or several of them separated by commas, or a function that returns such a text. The
 function runs on the caller's thread or event loop, so it must be quick."""
 RESUME_TIMEOUT_S = 15.0
 """Default time for resuming a broken stream, or for repeating a request that no coordinator can
-serve now, perhaps because coordinators or the services behind them restart."""
+serve now. It is long enough for a restart of coordinators, drafts or targets."""
 LOOK_S = 0.5
-"""Least time between two calls of the function that names the coordinators."""
+"""Shortest time between two calls of the function that names the coordinators."""
 GONE_MAX = 16
-"""Largest number of connections that are kept to coordinators that are no longer named, because
+"""A pool keeps up to this number of connections to coordinators that are no longer named, because
 calls may still run on them."""
 AVOIDED_S = 5.0
-"""After a coordinator did not answer, no call begins there for this time. A coordinator that
-answers but cannot serve now states a time of its own."""
+"""If a coordinator does not answer, no call begins there for this time. If a coordinator answers
+that it cannot serve now, its error states the time (`retry_after_ms`)."""
 _WAIT_S = (0.05, 1.0)
-"""First and longest wait between two tries, for `backoff`."""
+"""Arguments of `backoff`: the first and the longest wait between two tries."""
 
 
 def addresses_of(server: object) -> list[str]:
-    """Each HOST:PORT of a comma-separated text. Raises `BadRequest` if `server` is no such text."""
+    """The addresses in a comma-separated text. Raises `BadRequest` if `server` is no such text."""
     each = [one.strip() for one in server.split(",")] if isinstance(server, str) else [""]
     if not all(each):
         raise BadRequest(
@@ -55,9 +55,9 @@ def addresses_of(server: object) -> list[str]:
 
 
 class EndpointPool(Generic[Endpoint]):
-    """Keeps one connection (or other object) for each named coordinator. Calls begin at each
-    coordinator in turn. So the sessions of a client are spread over all coordinators. Threads may
-    share a pool."""
+    """Keeps an endpoint for each named coordinator. An endpoint is a connection, or another object
+    that `connect` makes. New calls begin at each coordinator in turn, so that the sessions of a
+    client are spread over all coordinators. Threads may share a pool."""
 
     def __init__(
         self,
@@ -66,10 +66,10 @@ class EndpointPool(Generic[Endpoint]):
         clock: Callable[[], float] = time.monotonic,
         first: int | None = None,
     ) -> None:
-        """`connect` makes a connection to an address, and sends nothing. The first call begins at
+        """`connect` makes an endpoint for an address, and sends nothing. The first call begins at
         the address with index `first`, by default at a random address. If `server` is a function,
-        it may return an empty text at first, and its errors are raised. Raises `BadRequest` for
-        invalid addresses."""
+        it is called here. It may return an empty text, and its errors are raised. Raises
+        `BadRequest` for invalid addresses."""
         self._name = server if callable(server) else None
         self._connect = connect
         self.clock = clock
@@ -77,11 +77,11 @@ class EndpointPool(Generic[Endpoint]):
         named = server() if callable(server) else server
         self._named = [] if callable(server) and named == "" else addresses_of(named)
         self._open = {address: connect(address) for address in self._named}
-        """Connections by address, the oldest first. Some may be to coordinators that are no longer
-        named."""
+        """Endpoints by address, the oldest first. Some may belong to coordinators that are no
+        longer named."""
         self._next = secrets.randbelow(max(1, len(self._named))) if first is None else first
         self._avoided: dict[Endpoint, float] = {}
-        """Time until which an endpoint is avoided."""
+        """By endpoint, the time until which new calls avoid the endpoint."""
         self._changing = threading.Lock()
 
     @property
@@ -90,7 +90,7 @@ class EndpointPool(Generic[Endpoint]):
 
     @property
     def each(self) -> list[Endpoint]:
-        """Connections to the coordinators named last; empty until a function has named any."""
+        """Endpoints of the named coordinators; empty if a function has not named any yet."""
         return [self._open[address] for address in self._named]
 
     @property
@@ -98,8 +98,9 @@ class EndpointPool(Generic[Endpoint]):
         return list(self._open.values())
 
     def begin(self) -> Endpoint:
-        """The endpoint at which a new call begins: the next one that is not avoided or, if all are
-        avoided, the next one. Raises `StreamBroken` if there are no endpoints."""
+        """Returns the endpoint for a new call. This is the next endpoint that is not avoided. If
+        all endpoints are avoided, it is the next endpoint. Raises `StreamBroken` if there are no
+        endpoints."""
         each, now = self.each, self.clock()
         if not each:
             raise StreamBroken("no coordinator is named yet")
@@ -110,9 +111,9 @@ class EndpointPool(Generic[Endpoint]):
         return found
 
     def after(self, tried: Endpoint, avoided_s: float = AVOIDED_S) -> Endpoint | None:
-        """The endpoint after `tried`, for a call that failed at `tried`, so that a call tries all
-        endpoints in turn. None if `tried` is no longer named. For `avoided_s` seconds, no other
-        call begins at `tried`."""
+        """Returns the endpoint that follows `tried`, for a call that failed at `tried`. So a call
+        tries all endpoints in turn. Returns None if `tried` is no longer named. For `avoided_s`
+        seconds, new calls avoid `tried`."""
         each, now = self.each, self.clock()
         if tried not in each:
             return None
@@ -122,10 +123,9 @@ class EndpointPool(Generic[Endpoint]):
         return each[(each.index(tried) + 1) % len(each)]
 
     def renew(self) -> list[Endpoint]:
-        """Calls the function again that names the coordinators, after one did not answer. Returns
-        old connections to coordinators that are no longer named. The caller must close these. If
-        the function returns an empty text or fails, the named coordinators stay. A failure is
-        logged."""
+        """Calls the function that names the coordinators again. If the function returns an empty
+        text or fails, the named coordinators stay the same. A failure is logged. Returns the oldest
+        endpoints of coordinators that are no longer named, which the caller must close."""
         with self._changing:
             now = self.clock()
             if self._name is None or now - self._read_at < LOOK_S:
@@ -146,8 +146,8 @@ class EndpointPool(Generic[Endpoint]):
 
 
 class ResumingTransport(Transport):
-    """Calls the coordinators of a deployment by their transports, until one answers. A broken
-    stream continues at the next coordinator. The caller gets `Started` and each token once."""
+    """Calls one coordinator of a deployment after another until one answers. Continues a broken
+    stream at the same or another coordinator. The caller gets `Started` and each token once."""
 
     def __init__(
         self,
@@ -156,9 +156,9 @@ class ResumingTransport(Transport):
         random: Callable[[], float] = any_random,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """Closes the pool's transports at its own end. A `resume_timeout_s` of 0 = broken streams
-        are not resumed, and requests that cannot begin now are not repeated. `random` is for
-        `backoff`."""
+        """`close` also closes the transports in `pool`. If `resume_timeout_s` is 0, broken streams
+        are not resumed, and requests that cannot begin now are not repeated. `random` is the random
+        function for `backoff`."""
         self._pool = pool
         self._resume_timeout_s = resume_timeout_s
         self._random = random
@@ -186,9 +186,9 @@ class ResumingTransport(Transport):
         return self._tried(ask, tries, timeout_s)
 
     async def call(self, method: Method, timeout_s: float, session_id: str = "") -> Any:
-        """The answer of the first coordinator that answers. If all raise `Unavailable`, raises the
-        error of the last. If a function names the coordinators and none answers, calls them again
-        until the time is over."""
+        """Returns the answer of the first coordinator that answers. If all coordinators raise
+        `Unavailable`, raises the error of the last. If a function names the coordinators and none
+        of them answers, calls them again until the time is over."""
         if method == "healthy":
             for transport in self._pool.each:
                 with suppress(Unavailable, DeadlineExceeded):
@@ -238,8 +238,8 @@ class ResumingTransport(Transport):
 
 
 class Tries:
-    """State of one call: what its caller has received of a generation, and which coordinators were
-    tried."""
+    """State of one call: what the caller has received of the generation, and which coordinators
+    were tried."""
 
     def __init__(
         self,
@@ -249,7 +249,8 @@ class Tries:
         *,
         is_stream: bool = True,
     ) -> None:
-        """Only a stream waits for a coordinator that cannot serve now."""
+        """`is_stream` is false for calls that generate no tokens. Such a call does not wait for a
+        coordinator that cannot serve now."""
         self._pool = pool
         self._resume_timeout_s = resume_timeout_s
         self._random = random
@@ -257,14 +258,16 @@ class Tries:
         self.received: ResumeRequest | None = None
         self._is_started = False
         self._tried: set[Transport | None] = set()
-        """Coordinators tried since the last wait, while the call has not begun."""
+        """Coordinators that could not begin the call, since the last wait."""
         self._tried_until: float | None = None
         self._has_answer = False
-        """Whether a coordinator among `_tried` has answered, so that another try may succeed."""
+        """Whether a coordinator in `_tried` answered that it cannot serve now. A later try may then
+        succeed."""
         self._num_waits = 0
-        """Number of waits since the last token because a coordinator did not answer."""
+        """Number of waits since the last token, counting only those after a coordinator that did
+        not answer."""
         self._stayed = False
-        """Whether the call goes to the same coordinator a second time."""
+        """Whether the latest try repeats the one before at the same coordinator."""
 
     def remainder(self, left_s: float) -> ResumeRequest | None:
         """A request for the remaining events of the generation, within `left_s` seconds. None if
@@ -275,8 +278,8 @@ class Tries:
         return replace(self.received, deadline_ms=min(max(1, left_ms), DEADLINE_MS_MAX))
 
     def note(self, event: Event) -> bool:
-        """Notes an event. Returns whether the caller should get it: True for all events except a
-        second `Started`."""
+        """Records an event. Returns whether the caller should get the event. This is false only for
+        a second `Started`."""
         if isinstance(event, Started):
             is_first, self._is_started = not self._is_started, True
             self.received = self.received or ResumeRequest(
@@ -300,16 +303,19 @@ class Tries:
     def after(
         self, tried: Transport | None, error: Unavailable, deadline: float
     ) -> tuple[Transport | None, float]:
-        """The coordinator to call next (None = any), and the seconds to wait before the call.
+        """Returns the coordinator to call next (None = any), and the seconds to wait before the
+        call.
 
         Before a stream has begun, all coordinators are called without waiting. If a stream has just
-        broken, its coordinator is called a second time: it has the session, and perhaps only the
-        connection is lost. If a coordinator answered that it cannot continue the session now, it is
-        called again after the time that it gave, because no other coordinator could continue
-        sooner.
+        broken, its coordinator is called a second time, because this coordinator has the session,
+        and perhaps only the connection is lost. If a coordinator answered that it cannot continue
+        the session now, it is called again after the time that its error states. No other
+        coordinator could continue the session sooner.
 
-        Raises `error` if it ended a stream, or if the time is over. Also raises `error` if all
-        coordinators were asked to begin, none has answered, and no others will be named."""
+        Raises `error` if a coordinator ended a running stream with this error, or if the time is
+        over. If all coordinators have failed to begin the call, also raises `error`, except in two
+        cases: a function may name other coordinators, or one has answered a stream's request that
+        it cannot serve now."""
         pool, now = self._pool, self._pool.clock()
         answered, begins = not isinstance(error, StreamBroken), self.received is None
         may_stay = answered or self._tried_until is None
@@ -338,7 +344,8 @@ class Tries:
             wait_s = backoff(*_WAIT_S, self._num_waits, self._random)
             self._num_waits += 1
         elif wait_s > 0:
-            # All clients of a dead coordinator wait for its leases, and should not retry at once.
+            # All clients of a dead coordinator wait for the end of its lease. The random part keeps
+            # them from retrying at the same time.
             wait_s += LEASE_WAIT_SPREAD_MS / 1e3 * self._random()
         if now + wait_s >= min(self._tried_until, deadline):
             raise error

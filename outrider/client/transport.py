@@ -1,5 +1,5 @@
-"""Transports, which carry a client's calls by gRPC or to a coordinator in this process, and the
-values that the calls return."""
+"""Transports and the values that their calls return. A transport carries the calls of a client, by
+gRPC or to a coordinator in this process."""
 
 import asyncio
 import re
@@ -53,7 +53,7 @@ from outrider.v1 import coordinator_pb2_grpc, types_pb2
 CLOSED = "the client is closed"
 """Message of `Unavailable` on a closed transport."""
 GENERATE_SLACK_S = 10.0
-"""Time that a call may take beyond the deadline of its generation."""
+"""Time by which the timeout of a generating call exceeds the generation's deadline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,8 @@ class Completion:
     rule: Rule
     text: str
     token_ids: tuple[int, ...]
-    """Includes the EOS token and the token that completed a stop string. The text includes
-    neither."""
+    """Tokens of the answer, with the EOS token and the token that completed a stop string. `text`
+    includes neither."""
     origins: tuple[Origin, ...]
     logprobs: tuple[PositionLogprobs, ...]
     rounds: tuple[RoundReport, ...]
@@ -119,7 +119,7 @@ class CompletionBuilder:
 
     @property
     def session_id(self) -> str | None:
-        """None before the session is open."""
+        """None before the event `Started`."""
         return None if self._started is None else self._started.session_id
 
     def add(self, event: Event) -> None:
@@ -140,7 +140,7 @@ class CompletionBuilder:
                 self._finished = event
 
     def build(self) -> Completion:
-        """The completion. Raises `Unavailable` if its last event is missing."""
+        """Returns the completion. Raises `Unavailable` if the event `Finished` is missing."""
         started, finished = self._started, self._finished
         if started is None or finished is None:
             raise Unavailable("the stream ended before its last event")
@@ -169,29 +169,29 @@ Method = Literal["cancel", "get_session", "describe", "healthy"]
 
 class Transport(Protocol):
     """Carries calls to a coordinator. All methods must be called on one event loop. They end within
-    `timeout_s` seconds, and raise only errors of `outrider.errors`: `StreamBroken` if no
-    coordinator answers, `Unavailable`, `DeadlineExceeded`, and others."""
+    `timeout_s` seconds, and raise only errors of `outrider.errors`. If no coordinator answers, the
+    error is `StreamBroken`."""
 
     @property
     def address(self) -> str:
-        """The coordinator's HOST:PORT or, without one, a name to show."""
+        """HOST:PORT of the coordinator, or a description if there is no HOST:PORT."""
 
     def events(
         self, request: GenerateRequest | ResumeRequest, timeout_s: float
     ) -> AsyncGenerator[Event]:
-        """The events of one generation, or of a resumed one: `Started`, then only new tokens.
-        Closing the iterator early cancels its session."""
+        """Yields the events of a generation. A resumed generation begins with `Started`, and
+        continues with the tokens that the caller lacks. Closing the iterator early cancels the
+        session."""
 
     async def call(self, method: Method, timeout_s: float, session_id: str = "") -> Any:
-        """The result of the method of `Client` with the name `method`."""
+        """Returns the result of `Client`'s method with the name `method`."""
 
     async def close(self) -> None:
         """Ends running calls. Idempotent."""
 
 
 _STATUS_DETAILS = "grpc-status-details-bin"
-"""Key in the metadata of every `Unavailable` from a coordinator. Errors of gRPC itself lack this
-key."""
+"""Metadata key of every `Unavailable` from a coordinator. Errors of gRPC itself lack this key."""
 _ERROR_NUMBER = re.compile(r" \(\d+\)$")
 _VISIBLE = re.compile("[!-~]+")
 
@@ -222,7 +222,7 @@ class GrpcTransport(Transport):
         return self._events(self._stub.Generate, request_to_proto(request), timeout_s)
 
     async def call(self, method: Method, timeout_s: float, session_id: str = "") -> Any:
-        """See `Transport.call`. `healthy` may ask any server of Outrider, replicas included."""
+        """See `Transport.call`. `healthy` also works at the address of a draft or target."""
         match method:
             case "cancel":
                 asked: Any = pb.CancelRequest(session_id=session_id)
@@ -265,8 +265,9 @@ class GrpcTransport(Transport):
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:
-        """Converts errors of the call inside. Closing a channel raises CancelledError in its calls.
-        This error becomes `Unavailable`. The CancelledError of a cancelled task is raised again."""
+        """Converts errors of the call in the `with` block. If the transport is closed, gRPC raises
+        CancelledError in running calls, and this error becomes `Unavailable`. If the task itself is
+        cancelled, CancelledError stays as it is."""
         if self._closed:
             raise Unavailable(CLOSED)
         try:
@@ -282,8 +283,8 @@ class GrpcTransport(Transport):
 
 
 class BlockingGrpcTransport(GrpcTransport):
-    """`GrpcTransport` over a blocking channel. Its coroutines never suspend, so they need no event
-    loop. Threads may share it."""
+    """A `GrpcTransport` over a blocking channel. Its coroutines never suspend, so they need no
+    event loop. Threads may share the transport."""
 
     blocking = True
 
@@ -313,8 +314,8 @@ def call_error(error: Any, address: str) -> OutriderError:
 
 
 def key_metadata(api_key: str) -> tuple[tuple[str, str], ...]:
-    """Metadata with a key; empty without a key. Raises `BadRequest` for an invalid key, without
-    quoting it."""
+    """Metadata with a key; empty without a key. Raises `BadRequest` for an invalid key. The error
+    does not quote the key."""
     if not api_key:
         return ()
     if not _VISIBLE.fullmatch(api_key) or len(api_key) > API_KEY_CHARS_MAX:
@@ -328,14 +329,14 @@ class InProcessTransport(Transport):
     """Calls a coordinator in this process."""
 
     def __init__(self, service: Any, tenant: str = "") -> None:
-        """`service` is a `coordinator.service.CoordinatorService`. It continues when the transport
-        is closed. Sessions belong to `tenant`."""
+        """`service` is a `coordinator.service.CoordinatorService`, and continues after the
+        transport is closed. Sessions belong to `tenant`."""
         self._service = service
         self._tenant = tenant
         self._waiting: set[asyncio.Timeout] = set()
         """Timeouts of all calls that wait for the service."""
         self._idle: set[AsyncGenerator[Event]] = set()
-        """Streams whose reader has got an event and has not asked for the next one."""
+        """Streams whose caller has received an event and has not asked for the next event yet."""
         self._closed = False
 
     @property

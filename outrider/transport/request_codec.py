@@ -138,6 +138,7 @@ def resume_from_proto(message: pb.ResumeRequest) -> ResumeRequest:
 
 
 def event_to_proto(event: Event) -> pb.GenerateEvent:
+    """Converts an event of any kind."""
     (name, kind), more = _EVENT_FIELDS[type(event)], {}
     if isinstance(event, RoundReport):
         more["proposed_parents"] = [parent + 1 for parent in event.proposed_parents]
