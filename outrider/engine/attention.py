@@ -3,8 +3,8 @@
 If a module's attention is set to `PAGED`, the module passes each layer's queries, keys and values
 to `_paged_attention`, and builds no mask. The current step is in a context variable, because not
 every model passes extra arguments down to its layers. `find_layers` does not rely on the model's
-configuration. It runs one token through the module, and records each block that calls attention,
-with the block's mask and the shapes of its tensors.
+configuration. Instead, it runs one token through the module. It records each block that calls
+attention, with the block's mask and the shapes of its tensors.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,9 +24,9 @@ from outrider.kv_cache.storage import KeysAndValues, LayerShape
 PAGED = "outrider_paged"
 """Name of the attention that reads and writes pages."""
 _FINDING = "outrider_finding"
-"""Name of the attention that only records which block calls it."""
+"""Name of an attention function that only records which block calls it."""
 _UNKNOWN_ARGUMENTS = ("s_aux", "position_bias")
-"""Arguments that change the result of attention, and are not supported here."""
+"""Arguments of attention functions that change the result, and that `_paged_attention` ignores."""
 _Allows = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """A mask function of transformers. Takes the indices of batch, head, query and key. Returns whether
 the query sees the key."""
@@ -42,9 +42,10 @@ class AttentionLayer:
     window: int | None
     """How many tokens a token sees, itself included. None = itself and all tokens before it."""
     scaling: float
-    """Factor of attention scores."""
+    """The factor by which attention scores are multiplied."""
     softcap: float | None
-    """Bound on attention scores: s becomes softcap * tanh(s / softcap). None = no bound."""
+    """The bound on attention scores. A score s becomes softcap * tanh(s / softcap). None = no
+    bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +86,8 @@ def find_layers(module: Any, max_model_len: int) -> list[AttentionLayer]:
     """The module's attention layers, in the order in which they run. Afterwards the attention of
     the module is `PAGED`.
 
-    Raises `ConfigError` if the attention cannot be replaced. Raises it also for a model with
-    attention sinks, with a mask that is neither causal nor a sliding window, or with a layer that
-    runs twice."""
+    Raises `ConfigError` if the attention cannot be replaced, or if the model has attention sinks, a
+    mask that is neither causal nor a sliding window, or a layer that runs twice."""
     set_attention(module, _FINDING)
     found: list[AttentionLayer] = []
     token = _FOUND.set((found, max_model_len))
@@ -186,7 +186,9 @@ def _window(allows: _Allows, length: int) -> int | None:
         if 0 <= query < length:
             expected = (keys <= query) & (keys > query - window)
             if not torch.equal(row(query), expected):
-                raise ConfigError("one of its layers has a mask that is no sliding window")
+                raise ConfigError(
+                    "one of its layers has a mask that is neither causal nor a sliding window"
+                )
     return None if window == length else window
 
 

@@ -1,9 +1,9 @@
 """Attention over gathered slots of a paged cache, on any device.
 
 The attention uses plain matrix products, with scores in the model's dtype. It rounds like the
-`eager` attention of transformers. On most CPUs it is faster than the fused
-`scaled_dot_product_attention`. These are times of a layer divided by the times with that function,
-in bfloat16 on one thread, with 9 query heads and 3 key heads of width 64:
+`eager` attention of transformers. On most CPUs it is faster than PyTorch's fused function
+`scaled_dot_product_attention`. The table shows a layer's time divided by its time with that
+function, in bfloat16 on one thread, with 9 query heads and 3 key heads of width 64:
 
     0.5    16 sequences of 300 slots, with one or five new tokens each
     0.4    128 tokens of a prompt over 1,000 slots
@@ -25,8 +25,8 @@ from outrider.kv_cache.storage import KeysAndValues
 def attend(query: Tensor, layer: LayerPages, groups: Sequence[Group]) -> Tensor:
     """Attention output [1, T, query heads, value width] of queries [1, query heads, T, key width].
     Keys and values are in the cache. The output of rows that are in no group is 0. With Hq query
-    heads and Hkv key heads, query head h reads key head h * Hkv // Hq. Keys are not repeated: the
-    query heads that share a key head become rows of one matrix."""
+    heads and Hkv key heads, query head h reads key head h * Hkv // Hq. Keys need not be repeated,
+    because the query heads that share a key head become rows of one matrix."""
     queries = query[0]
     if len(groups) == 1 and isinstance(groups[0].rows, slice):
         return _attend_group(queries, layer, groups[0])[None]
@@ -84,8 +84,9 @@ def _attend_group(queries: Tensor, layer: LayerPages, group: Group) -> Tensor:
 
 
 def _attend_group_in_splits(queries: Tensor, layer: LayerPages, group: Group) -> Tensor:
-    """Like `_attend_group`, for a group with fixed shapes. Adds up the slots of each split, then
-    the splits in order. So the result does not depend on how many masked splits follow."""
+    """Like `_attend_group`, for a group with fixed shapes. Sums over the slots of each split, and
+    then over the splits in order. So the result does not depend on how many masked splits
+    follow."""
     num, size = group.num_segments, group.num_tokens
     key_heads, _, key_width = layer.cache.keys.shape
     value_width = layer.cache.values.shape[2]

@@ -1,10 +1,9 @@
 """The engine that runs vLLM's models and kernels on Outrider's own pages.
 
-vLLM is used as a library. The engine uses vLLM's loader with all quantisations that it reads, its
-tensor parallelism, its attention backends and their caches. vLLM's scheduler, block manager and
-engine core do not run. Instead, `PagedSequences` manages sequences and pages. A page is one block
-of every layer, even if the layer has a sliding window. So all layers of a sequence have the same
-page table.
+vLLM is used as a library. The engine uses vLLM's loader with all its quantisations, its tensor
+parallelism, its attention backends and their caches. vLLM's scheduler, block manager and engine
+core do not run. Instead, `PagedSequences` manages sequences and pages. A page is one block of every
+layer, even of layers with a sliding window. So all layers of a sequence have the same page table.
 
 All imports of vLLM are in this file. vLLM's modules move between releases, so one minor version is
 supported at a time. `tests/vllm` compares every use of vLLM with the next release.
@@ -92,15 +91,16 @@ from outrider.models.loading import LoadOptions, describe_files, refusing, use_d
 _CAPTURED_BYTES = 2**30
 """Device memory that is reserved for CUDA graphs, besides the model and its pages."""
 _PAGE_SIZES = {"cpu": 32, "cuda": 16}
-"""Tokens of a page by type of device. Some kinds of attention require another number."""
+"""The number of tokens of a page, by type of device. For some kinds of attention, vLLM changes this
+number."""
 _PADDING_SLOT = -1
 _CAPTURED_MAX = 512
-"""The most tokens of a step that is captured as a CUDA graph. For more tokens the kernels take so
-long that a graph saves nothing."""
+"""Only steps of at most this many tokens are captured as CUDA graphs. For more tokens the kernels
+take so long that a graph saves nothing."""
 _NAME_BITS = 62
 _RUNNING = Lock()
-"""Held during a step. A process has only one forward context and one CPU scratch memory of vLLM,
-but it may run several engines, each on its own thread."""
+"""Held during a step, because a process has only one forward context and one CPU scratch memory of
+vLLM, but may run several engines, each on its own thread."""
 
 
 class VllmEngine(PagedSequences):
@@ -128,11 +128,11 @@ class VllmEngine(PagedSequences):
         what `memory_budget` returns. If `deterministic`, a token's logits do not depend on the
         other tokens of its step. If `enforce_eager` or `deterministic`, the model is not compiled.
         On a CUDA device, steps of a compiled model are captured as CUDA graphs.
-        `draft_layer` is a drafting head on this model. Of several ranks only rank 0 has one, but
+        `draft_layer` is a drafting head on this model. Of several ranks only rank 0 has a head, but
         every rank needs the `draft_check`. If `draft_reads_output`, the head reads the model's
-        output, otherwise the inputs of its layers.
+        output, otherwise the inputs of the model's layers.
         Raises `ConfigError` if vLLM cannot load the model, if tokens cannot be removed from the
-        model's state, or if the model does not return what the head reads."""
+        model's state, or if the model does not return the hidden states that the head reads."""
         self._device, self._ranks = use_device(**options), ranks
         self._deterministic = deterministic
         name, compiles = options.get("name", str(path)), not (enforce_eager or deterministic)
@@ -166,7 +166,8 @@ class VllmEngine(PagedSequences):
             torch.zeros(most, dtype=torch.int64, device=self._device) for _ in range(2)
         )
         self._sizes: list[int] = []
-        """Numbers of tokens of captured steps, ascending. Other steps are padded to one of them."""
+        """The numbers of tokens for which a step is captured, ascending. A step with another number
+        is padded to the next larger one. Steps beyond the largest are not padded."""
         self._skips_compiled = False
         with refusing(f"model {name}:"):
             if draft_check is not None:
@@ -201,9 +202,9 @@ class VllmEngine(PagedSequences):
         ).create_engine_config()  # fmt: skip
 
     def _set_operators(self) -> None:
-        """Chooses the implementation of each operator, as vLLM's worker does. Otherwise norms would
-        be Python functions outside of the compiled code. This costs the demo target 4 ms for each
-        step."""
+        """Chooses the implementation of each operator, as vLLM's worker does. Without this choice,
+        norms would be Python functions outside of the compiled code. A step of the demo target
+        would then take 4 ms longer."""
         self._config.kernel_config.ir_op_priority.set_default()
         set_default_torch_wrap(self._config.compilation_config.ir_enable_torch_wrap)
 
@@ -214,7 +215,7 @@ class VllmEngine(PagedSequences):
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         if self._ranks is not None and self._device.type == "cpu":
-            # The name of the memory that the ranks of one machine share; equal on all ranks.
+            # The ranks of one machine share memory under this name, so all must have the same name.
             name = least(self._ranks, secrets.randbits(_NAME_BITS), self._device)
             os.environ["VLLM_DIST_IDENT"] = str(name)
         init_batch_invariance()
@@ -285,9 +286,9 @@ class VllmEngine(PagedSequences):
     def _take_head(
         self, draft_layer: LoadedDraftHead | None, name: str, reads_output: bool
     ) -> None:
-        """Converts a head to the model's dtype. If a weight of the head equals one of the model,
-        both share one tensor. Raises `ConfigError` about the model `name` if the model does not
-        return what a head reads. Ranks without a head raise this error too."""
+        """Converts a head to the model's dtype. If a weight of the head equals a weight of the
+        model, both share one tensor. If the model does not return the hidden states that the head
+        reads, raises `ConfigError` about the model `name`, also on ranks without a head."""
         if not reads_output and not supports_eagle3(self._model):
             raise ConfigError(
                 f"model {name}: an EAGLE-3 head needs the inputs of the model's layers, but vLLM's "
@@ -314,8 +315,8 @@ class VllmEngine(PagedSequences):
         self._skips_compiled = False
         if not reads_output:
             self._show(self._read_by_leader(num_layers))
-        # No sequence may begin with cached pages of the check's text, because the head has written
-        # no pairs on them.
+        # Forgets the cached pages of the check's text, because the head has written no pairs to
+        # them.
         self._use_pool(BlockPool(self._pool.num_pages, self._page_size), self._cache, max_num_seqs)
         if self.draft_layer is not None:
             head = self.draft_layer.module
@@ -336,14 +337,14 @@ class VllmEngine(PagedSequences):
         return layer_ids
 
     def _show(self, layer_ids: Sequence[int]) -> None:
-        """From now on the model also returns the inputs of these layers, which are in ascending
-        order. The number of layers stands for the output of the last layer."""
+        """From now on the model also returns the inputs of these layers. `layer_ids` must ascend.
+        The number of layers, as an id, means the output of the last layer."""
         self._model.set_aux_hidden_state_layers(tuple(layer_ids))
-        # This becomes a part of the key under which vLLM caches compiled models.
+        # vLLM caches compiled models under a key that includes `additional_config`.
         self._config.additional_config["shown_layers"] = list(layer_ids)
 
     def _read(self, prompt: Sequence[int]) -> Reading:
-        """A `Reader`. At this time the model returns the inputs of all layers or of none."""
+        """A `Reader`. Call this while the model returns the inputs of all layers, or of none."""
         texts, likeliest, shown = [], [], []
         new = torch.tensor(prompt, device=self._device)
 
@@ -362,9 +363,9 @@ class VllmEngine(PagedSequences):
 
     def _warm_up(self, is_shown: bool) -> None:
         """Compiles the model. Raises `ConfigError` if logits depend on how a text is cut into
-        steps, as with MLA on CPUs. `is_shown` says that the model returns inputs of its layers.
-        Then the compiled model must also give the logits and features of the uncompiled one,
-        because vLLM may have loaded the compiled model from files."""
+        steps, as with MLA on CPUs. If the model returns inputs of its layers (`is_shown`), also
+        compares logits and features of the compiled and the uncompiled model, because vLLM may have
+        loaded the compiled model from files."""
         ids = trial_tokens(self.info)
         self._skips_compiled = is_shown
         [expected] = self.forward([SequenceStep("first", ids, len(ids))])
@@ -439,10 +440,10 @@ class VllmEngine(PagedSequences):
         return hidden.new_empty((len(hidden), 0)) if logits is None else logits
 
     def _hidden_of(self, step: HeldStep) -> tuple[Tensor, list[Tensor]]:
-        """Runs the model without its LM head. Returns the head's input [L, D] for the rows whose
+        """Runs the model without its LM head. Returns the LM head's input [L, D] for the rows whose
         logits are wanted, and the inputs of layers as `_call` does."""
         if self._deterministic and len(step.rows.token_ids) == 1:
-            # A spare token is added, because matrix products of a single row use other kernels.
+            # Adds a spare token, because matrix products of a single row use other kernels.
             spare = HeldSequence(SequenceStep("", (0,), 0), 0, (self._pool.num_pages,))
             step = HeldStep([*step.sequences, spare], self._page_size)
         sequences, (ids, positions, slots, wanted) = step.sequences, step.rows
@@ -529,8 +530,8 @@ class _Blocks:
 
 @contextmanager
 def _without_accelerator(device: torch.device) -> Iterator[None]:
-    """On a CPU, replaces `torch.accelerator.empty_cache` by a mock. vLLM's loader calls this
-    function, which fails without a CUDA device."""
+    """On a CPU, replaces `torch.accelerator.empty_cache` by a mock, because vLLM's loader calls
+    this function, and the function fails without a CUDA device."""
     is_cpu = device.type == "cpu"
     with patch.object(torch.accelerator, "empty_cache") if is_cpu else nullcontext():
         yield

@@ -1,10 +1,10 @@
 """Decides whether a paged engine can run a model, by the model's configuration and by a trial.
 
 A model is refused if one of its layers keeps more for a token than one key and one value. It is
-also refused if the logits of a sequence depend on the other sequences of a step. The trial runs a
-few tokens as two sequences, one of them in two steps. Their logits must equal those of the module's
-own dense attention, up to rounding. A deterministic engine also compares steps of several sizes
-with each other (`dependent_at`).
+also refused if the logits of a sequence depend on the other sequences of a step. The trial runs the
+same tokens as two sequences, one of them in two steps. The logits of both sequences must equal
+those of the module's own dense attention, up to rounding. A deterministic engine also compares
+steps of several sizes with each other (`dependent_at`).
 """
 
 import inspect
@@ -31,11 +31,11 @@ _TRIAL_CHUNK = 13
 """The first step of the trial runs this many tokens of one sequence. The second step runs the other
 tokens of both sequences."""
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
-"""Largest difference between two results of the trial, divided by their norm, that rounding in
-another order may cause. Attention to wrong slots, or at wrong positions, makes a difference of
-about 1."""
+"""For each dtype, the largest difference between two results of the trial, divided by their norm,
+that rounding in another order may cause. Attention to wrong slots, or at wrong positions, makes a
+difference of about 1."""
 _HALF_TOLERANCE = 0.2
-"""The same for dtypes of 16 bits."""
+"""The same limit for dtypes of 16 bits."""
 _LONG_TRIAL_TOKENS = 136
 """Length of the sequence that `dependent_at` runs. Attention in fixed shapes divides a sequence of
 this length into more than one split."""
@@ -44,8 +44,8 @@ _ALONE_TOKENS = 5
 _CROWDED_ROWS = (8, 16, 32, 64, 128, 256, 512)
 """`dependent_at` then runs the sequence in steps of these sizes, in tokens of all sequences."""
 CROWD_SLOTS = 1024
-"""Slots of the cache for `dependent_at`. They suffice for the sequences of the largest step, even
-if each of these leaves its last page partly empty."""
+"""The number of slots of the cache for `dependent_at`. It suffices for the sequences of the largest
+step, even if the last page of each sequence is partly empty."""
 _Model = Any
 
 
@@ -129,9 +129,9 @@ def check_features(engine: DraftingEngine, expected: Tensor) -> None:
 
 def _check_close(found: Tensor, expected: Tensor, what: str) -> None:
     """Raises `ConfigError`, with the message `what`, if the two differ. Compares the norm over all
-    rows, because in 16 bits a single row may be far off. For example, in bfloat16 the input of the
-    demo target's layer 15 is off by 0.57 of its norm at the trial's second token. At any other
-    token it is off by at most 0.03."""
+    rows, because in 16 bits a single row may differ much. For example, in bfloat16 the input of the
+    demo target's layer 15 differs by 0.57 of its norm at the trial's second token, but by at most
+    0.03 at all other tokens."""
     exact = expected.double()
     difference = (found.double() - exact).norm() / exact.norm()
     tolerance = _TOLERANCES.get(expected.dtype, _HALF_TOLERANCE)
@@ -140,10 +140,11 @@ def _check_close(found: Tensor, expected: Tensor, what: str) -> None:
 
 
 def dependent_at(engine: Engine, max_num_seqs: int) -> int | None:
-    """Compares the logits of a sequence that runs alone with its logits in steps with others.
-    Returns the size in tokens of the smallest step in which any bit differs; None if there is none.
-    Does not try sizes for which the engine has too few pages. Afterwards no sequence is held. Runs
-    all steps even after a difference, because all ranks of a model must run the same steps."""
+    """Compares the logits of a sequence that runs alone with its logits in steps together with
+    other sequences. Returns the size in tokens of the smallest step in which any bit differs. None
+    if no bit differs. Does not try sizes for which the engine has too few pages. Afterwards no
+    sequence is held. Runs all steps even after a difference, because all ranks of a model must run
+    the same steps."""
     ids = _varied_tokens(min(_LONG_TRIAL_TOKENS, engine.info.max_model_len), engine.info)
     alone = _logits_in_parts(engine, ids, _ALONE_TOKENS, _ALONE_TOKENS, max_num_seqs)
     differ = []
@@ -158,9 +159,9 @@ def dependent_at(engine: Engine, max_num_seqs: int) -> int | None:
 def _logits_in_parts(
     engine: Engine, ids: tuple[int, ...], part: int, num_rows: int, max_num_seqs: int
 ) -> Tensor:
-    """Logits [T, V] of `ids`, which run in parts of `part` tokens, one part a step. Other sequences
-    come first in each step and fill it up to `num_rows` tokens. If the engine has too few pages for
-    them, the part runs alone."""
+    """Logits [T, V] of `ids`, which run in parts of `part` tokens, one part in each step. Other
+    sequences precede the part in its step, and fill the step up to `num_rows` tokens. If the engine
+    has too few pages for the other sequences, the part runs alone."""
     rows = []
     for start in range(0, len(ids), part):
         chunk = ids[start : start + part]

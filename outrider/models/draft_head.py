@@ -15,21 +15,22 @@ value width]. Returns [N, heads, value width]."""
 
 
 OUTPUT = -1
-"""In `DraftHead.layer_ids`, the output of the norm after the target's last layer."""
+"""The entry of `DraftHead.layer_ids` that means the output of the norm after the target's last
+layer."""
 
 
 class DraftHead(nn.Module):
-    """A draft head of width D. Its input is a pair: a feature g of one token, and the id of the
+    """A draft head of width D. Its input is a pair of a feature g of one token and the id of the
     next token. The feature is computed from the taps, which are the inputs of some of the target's
     layers at the feature's token. The output for a pair is the hidden state h. In shapes, `..`
-    stands for any leading sizes."""
+    means any leading sizes."""
 
     width: int
     num_kv_heads: int
     key_width: int
     value_width: int
     scaling: float
-    """Factor of attention scores."""
+    """The factor by which attention scores are multiplied."""
     layer_ids: tuple[int, ...]
     """The target's layers whose inputs are the taps, counted from 0. An entry that equals the
     number of layers means the input of the norm after the last layer. If the only entry is
@@ -38,16 +39,16 @@ class DraftHead(nn.Module):
     """The norm that is applied to h before `lm_head`."""
     lm_head: Any
     carries_normed = True
-    """Whether the feature of a drafted pair is norm(h). If not, it is h."""
+    """Whether the feature of a drafted pair is norm(h). Otherwise the feature is h."""
 
     def ways(self, num_layers: int) -> dict[str, Any]:
-        """All ways in which this head may have been trained to read a target of `num_layers`
-        layers. Maps a name for messages to an argument of `read_as`. The first way is the one that
-        the head's files state."""
+        """The ways in which this head may have been trained to read a target of `num_layers`
+        layers. Maps a way's name, for messages, to an argument of `read_as`. The first way is that
+        of the head's files."""
         raise NotImplementedError
 
     def read_as(self, way: Any) -> None:
-        """From now on reads the target in this way."""
+        """From now on the head reads the target in this way, a value of `ways`."""
         raise NotImplementedError
 
     def fuse(self, hidden: Tensor) -> Tensor:
@@ -80,9 +81,9 @@ class DraftHead(nn.Module):
 
     def unroll(self, features: Tensor, token_ids: Tensor, num_depths: int) -> Iterator[Tensor]:
         """Runs a chain of `num_depths` pairs from each of L places of B texts, and yields h
-        [B, L, D] of each depth, with gradients. Takes the features [B, L, D] of these places and
-        the tokens [B, L + num_depths - 1] that follow. All tokens of a chain are the text's. A
-        chain attends to the text's pairs up to its start, then to its own pairs."""
+        [B, L, D] of each depth, with gradients. `features` [B, L, D] are those of the places.
+        `token_ids` [B, L + num_depths - 1] are the text's tokens after each place. A chain attends
+        to the text's pairs up to the chain's start, then to its own pairs."""
         num_pairs = features.shape[1]
         pairs: list[tuple[Tensor, Tensor]] = []
 
@@ -106,13 +107,13 @@ class LoadedDraftHead:
     token_ids: tuple[int, ...]
     """The target's token id of each logit [draft vocabulary], in ascending order."""
     note: str = ""
-    """A warning about how the head reads its target; empty if there is none."""
+    """A warning about how the head reads its target; empty if there is no warning."""
 
 
 def _attend_in_chains(queries: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """Attention [B, L, heads, E] of the newest query of each chain. The `queries` are scaled
-    already. The first of `pairs` has the keys and values [B, L, kv heads, E] of the text. A chain
-    sees these up to its start. Each further entry has one key and value of every chain."""
+    already. The first of `pairs` has the keys and values [B, L, kv heads, E] of the text, which a
+    chain sees up to its start. Each further entry has one key and one value of every chain."""
 
     def by_head(vectors: Tensor) -> Tensor:
         """[B, heads, L, E]"""

@@ -3,15 +3,15 @@
 A head's files may number layers differently, or not name them at all. A head that reads wrong
 layers raises no error, but drafts badly. For the check, the target writes a short text. At each
 place the head's likeliest token is compared with the target's, once after the text itself and once
-after one drafted pair. This is done for each way to read the target:
+after one drafted pair. This is repeated for each way to read the target:
 
 way                    feature of the pair that ends at token j
 stated                 inputs of the stated layers at token j - 1
-one layer up or down   inputs of the layers after or before the stated ones at token j - 1
-before a norm          for MTP layers: the input of the target's last norm at token j - 1, in place
-                       of its output; in the drafted pair, the input of the layer's own norm
-pairs one off          inputs of the stated layers at token j. Never chosen, because in use token j
-                       has not run yet; its result is only logged
+one layer up or down   inputs of the layers after or before the stated layers at token j - 1
+before a norm          for MTP layers: the input, not the output, of the target's last norm at token
+                       j - 1; in the drafted pair, the input of the layer's own norm
+pairs one off          inputs of the stated layers at token j; only logged, because in use the
+                       target has not run token j when the head drafts
 """
 
 import logging
@@ -33,11 +33,11 @@ from outrider.tokenizer import TokenizerText
 
 TOKENS_WRITTEN = 64
 AGREEMENT_MIN = 0.2
-"""If a head agrees with its target at a smaller share of places, a warning is logged. Published
-heads agree at 0.6 or more of the places, but only at 0.1 if they read a wrong layer."""
+"""If a head agrees with its target at a smaller share of places than this, a warning is logged.
+Published heads agree at 0.6 or more of the places, but only at 0.1 if they read a wrong layer."""
 _GAIN_MIN = 0.1
-"""Another way to read is chosen if its share is higher than that of the stated way by at least
-this. Chance causes smaller differences."""
+"""Another way to read is chosen if its share of places is higher than that of the stated way by at
+least this number. Chance causes smaller differences."""
 _DEPTHS = 2
 _PROMPT = "Explain in a few sentences why the sky is blue."
 _log = logging.getLogger(__name__)
@@ -50,8 +50,8 @@ class Reading:
     token_ids: Tensor
     """[T]: the prompt, then the `TOKENS_WRITTEN` tokens of the text."""
     hidden: Sequence[Tensor]
-    """The input [T, D] of each layer, then that of the norm after the last layer, if the target has
-    this norm."""
+    """The input [T, D] of each layer. If the target has a norm after the last layer, also the input
+    of this norm."""
     likeliest: Tensor
     """[T]: the target's likeliest token after each token."""
     num_layers: int
@@ -66,10 +66,10 @@ DraftCheck = Callable[[LoadedDraftHead | None, Reader, ModelInfo], LoadedDraftHe
 def checked_head(
     loaded: LoadedDraftHead | None, read: Reader, info: ModelInfo, tokenizer: Any | None, name: str
 ) -> LoadedDraftHead | None:
-    """Returns the head, set to the way of reading that is chosen (`_GAIN_MIN`). The result has a
-    `note` if that is not the stated way, or if the head agrees with its target too rarely. `name`
-    is for this note. A rank without a head calls this with None, to take part in the reading of the
-    leader."""
+    """Chooses a way to read (see `_GAIN_MIN`), and returns the head set to this way. If this is not
+    the stated way, or if the head agrees with its target too rarely, the result has a `note`.
+    `name` is for this note. A rank without a head passes None, because all ranks must run the
+    target for the leader's `Reading`."""
     note = ""
     try:
         with torch.inference_mode():
@@ -88,8 +88,8 @@ def checked_head(
 
 
 def _prompt(info: ModelInfo, tokenizer: Any | None) -> Sequence[int]:
-    """A prompt in the target's chat format, because heads are trained on that format. Without such
-    a format, the prompt is plain text."""
+    """A prompt in the target's chat format, because heads are trained on that format. If the target
+    has no chat format, the prompt is plain text."""
     if tokenizer is None:
         return trial_tokens(info)
     text = TokenizerText(tokenizer, info.name)
@@ -168,8 +168,8 @@ def _read(target: Any, ranks: Ranks | None, prompt: Sequence[int]) -> Reading:
 
 
 def likeliest_tokens(logits: Tensor, ranks: Ranks | None) -> Tensor:
-    """The likeliest tokens [..] by logits [.., V]. Of several ranks, only the leader has logits;
-    the others get its tokens."""
+    """The likeliest tokens [..] by logits [.., V]. Of several ranks, only the leader has logits.
+    The other ranks get the leader's tokens."""
     if ranks is None:
         return logits.argmax(-1)
     return of_leader(ranks, logits.argmax(-1) if ranks.rank == 0 else logits.sum(-1).long())

@@ -7,16 +7,17 @@
     h_j    = y_j + MLP(norm(y_j))
     logits of the token after token j = lm_head(norm(h_j))
 
-r_j is g_{j-1}; with `norm_before_residual`, the norm of g_{j-1}. In a drafted pair, h takes the
-place of g; with `norm_output`, norm(h) does. With `fc_norm`, each tap is normed before `fc`. With
-`norm_before_fc`, the concatenation of all taps is normed before `fc`.
+r_j is g_{j-1}, or norm(g_{j-1}) with `norm_before_residual`. A drafted pair has h in place of g, or
+norm(h) with `norm_output`. With `fc_norm`, each tap t is normed before `fc`. With `norm_before_fc`,
+the concatenation of all taps is normed before `fc`.
 
 form         sizes in config.json         ids of tapped layers     tensors
 speculators  `transformer_layer_config`   as in `hidden_states`    `layers.0.*`
 raw          at the top, as for a Llama   the same, or one lower   `midlayer.*`, `layers.0.*`
 
-Both forms have `fc`, `norm`, `lm_head` and `embed_tokens`. If the last two are not stored, those of
-the target are used. There is also a `d2t` if the draft vocabulary is a part of the target's.
+Both forms have `fc`, `norm`, `lm_head` and `embed_tokens`. If a file lacks `lm_head` or
+`embed_tokens`, those of the target are used. If the draft vocabulary is a part of the target's
+vocabulary, there is also a `d2t`.
 """
 
 import json
@@ -55,11 +56,11 @@ _LAYER_IDS = (
     "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids",
 )  # fmt: skip
 _NEUTRAL_AT_ONE = ("logit_scale", "partial_rotary_factor")
-"""Factors that the formulas above lack. Only 1 is accepted, because this value changes nothing."""
+"""Factors that the formulas above lack. So they must be 1, which changes nothing."""
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Types of rotary embeddings whose angles depend only on the position."""
 _OUTPUT_BIAS = "layers.0.self_attn.o_proj.bias"
-"""If it is missing, the bias is zero. Some files have biases only for queries, keys and values."""
+"""Some files have biases only for queries, keys and values. Then this bias is zero."""
 _EMBEDDINGS, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _NOT_WEIGHTS = ("inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
 """Suffixes of tensors that are ignored. Some checkpoints have them, but no head uses them."""
@@ -89,7 +90,7 @@ class Eagle3LayerConfig(LlamaConfig):  # type: ignore[misc]
     """The configuration of a layer whose width need not be a multiple of its number of heads."""
 
     def validate_architecture(self) -> None:
-        """Does nothing. The method of transformers requires such a multiple."""
+        """Does nothing. The overridden method would require that the width is such a multiple."""
 
 
 class _Attention(nn.Module):
@@ -154,7 +155,7 @@ class Eagle3Head(DraftHead):
         self.rotary_emb = LlamaRotaryEmbedding(layer)
 
     def ways(self, num_layers: int) -> dict[str, Any]:
-        """The stated layers, the layers one higher, and the layers one lower."""
+        """The ways are the stated layers, the layers after them, and the layers before them."""
         found = [tuple(index + by for index in self.layer_ids) for by in (0, 1, -1)]
         return {
             f"layers {', '.join(map(str, layer_ids))}": layer_ids
@@ -280,9 +281,9 @@ def _require(fits: bool, field: str, given: Any, allowed: str) -> None:
 def _draft_vocabulary(
     tensors: Mapping[str, Tensor], target: Any, target_name: str
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the token ids [N] of the head's logits, in ascending order, and the weights. The rows
-    of `lm_head` are in the same order. If the files lack `lm_head` or `embed_tokens`, the weights
-    have those of the target."""
+    """Returns the token ids [N] of the head's logits, in ascending order, and the weights, with the
+    rows of `lm_head` in the same order. If the files lack `lm_head` or `embed_tokens`, takes those
+    of the target."""
     weights = {key: values for key, values in tensors.items() if key not in ("d2t", "t2d")}
     weights.setdefault(_EMBEDDINGS, target.get_input_embeddings().weight)
     rows = target.get_output_embeddings().weight
@@ -316,7 +317,8 @@ def _head_config(
     target: Any,
     target_name: str,
 ) -> Eagle3Config:
-    """The configuration of a head, from its files. Raises `ConfigError` if it is not served."""
+    """The configuration of a head, from its files. Raises `ConfigError` if Outrider cannot serve
+    such a head."""
     places = (stated, stated.get("eagle_config") or {})
 
     def find(*keys: str) -> Any:

@@ -23,8 +23,8 @@ _BLOCKS_PER_TENSOR = 4
 _HEADER_BYTES_MAX = 100 * 2**20
 """The largest header that the safetensors format allows."""
 PICKLED_FILE = "pytorch_model.bin"
-"""Torch's own file. Many published EAGLE-3 heads have no other one. Only its tensors are read, and
-only if there are no safetensors."""
+"""The file in PyTorch's own format, in which many published EAGLE-3 heads are stored. Outrider
+reads only the tensors of this file, and only if there are no safetensors."""
 _digest = partial(hashlib.blake2b, digest_size=16)
 _COUNTS = frozenset({"cpu_name", "num_logical_cores", "num_physical_cores", "num_sockets"})
 """Entries of `torch.cpu.get_capabilities` that describe neither instructions nor caches."""
@@ -34,9 +34,9 @@ _VOLATILE_CONFIG_KEYS = frozenset(
 
 
 def numerics_fingerprint(device: torch.device, *details: object) -> str:
-    """A fingerprint of all that seeded output depends on, except the weights. It covers the
-    versions of torch, transformers and outrider, the name of the GPU or the instructions and caches
-    of the CPU, and `details`."""
+    """A fingerprint of everything except the weights on which seeded output depends. It covers the
+    versions of torch, transformers and outrider, the machine, and `details`. The machine is the
+    name of the GPU, or the instructions and caches of the CPU."""
     import torch
 
     if device.type == "cuda":
@@ -51,7 +51,7 @@ def numerics_fingerprint(device: torch.device, *details: object) -> str:
 
 def file_fingerprint(path: Path) -> str:
     """A fingerprint of a file's size and of some blocks that are spread evenly over the file. It is
-    fast for files of any size. It tells ordinary files apart, but can be forged."""
+    fast for files of any size. Another file with the same fingerprint can be forged."""
     digest = _digest()
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -69,9 +69,9 @@ def weights_fingerprint(directory: Path) -> str:
 
 
 def tensors_fingerprint(directory: Path) -> str:
-    """A fingerprint of the names, types, shapes and sampled blocks of all tensors. It depends
-    neither on the configuration nor on which tensor is in which safetensors file. If there are no
-    safetensors, it is the fingerprint of torch's own file."""
+    """A fingerprint of the names, dtypes, shapes and sampled blocks of all tensors. It depends
+    neither on the configuration nor on how the tensors are divided among safetensors files. If
+    there are no safetensors, the result is the fingerprint of the file `PICKLED_FILE`."""
     entries: dict[str, bytes] = {}
     paths = sorted(directory.glob("*.safetensors"))
     if not paths and (pickled := directory / PICKLED_FILE).is_file():
@@ -107,11 +107,11 @@ def _add_range(
 
 
 TokenizerTable = dict[str, str]
-"""The meaning of a tokenizer's ids. "id N" maps to the spelling of token N; this includes added and
+"""The meaning of a tokenizer's ids. "id N" maps to the spelling of token N, also for added and
 special tokens. "merge N" maps to the N-th pair that a byte-pair encoding merges.
 
 The table does not say which tokens begin, end or pad a text. So a base model may draft for its
-instruction-tuned variant, which has the same tokens but ends texts with another one.
+instruction-tuned variant, which has the same tokens but ends texts with another token.
 """
 
 
@@ -141,8 +141,8 @@ def compare_tokenizers(
 ) -> None:
     """Raises `ConfigError`, with both names and one difference, unless both tables are equal.
 
-    The two models may have logits of different widths, because padding at the end has no tokens.
-    Two models without tokenizers (None) are accepted.
+    The models' logits may have different widths, because columns that pad the vocabulary have no
+    tokens in the table. Two models without tokenizers (None) are accepted.
     """
     if target == draft:
         return

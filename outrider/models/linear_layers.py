@@ -13,7 +13,8 @@ from outrider.engine.cpu.kernels import PaceKernels
 _PACKED_FOR_ROWS = 16
 """oneDNN chooses the layout of a weight for products with this number of rows. All numbers from 5
 to 64 give the same layout. With that layout, products of 1 to 256 rows take at most 2 % longer than
-with the best one. The layout for 1 row makes larger products in float32 up to twice as slow."""
+with the best layout. With the layout for 1 row, larger products in float32 take up to twice as
+long."""
 
 
 class InferenceLinear(nn.Module):
@@ -27,7 +28,8 @@ class InferenceLinear(nn.Module):
         """`weight` is [out, in], `bias` [out]."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        # Not a parameter, because each lookup of a parameter takes as long as a small operator.
+        # The bias is no `nn.Parameter`, because reading a parameter takes as long as a small
+        # operator.
         self.bias = None if bias is None else bias.detach().contiguous()
 
     @property
@@ -84,15 +86,15 @@ class PackedLinear(InferenceLinear):
 
 
 _ROWS_MIN = 4
-"""For fewer rows, `WidenedLinear` multiplies in bfloat16."""
+"""`WidenedLinear` multiplies fewer rows than this in bfloat16."""
 _BLOCK_WEIGHTS = 2**20
-"""Size of a block in `WidenedLinear`, in weights. A block has at least the weights of one output,
-even if these are more."""
+"""`WidenedLinear` converts blocks of at most this many weights. If one output has more weights, a
+block has the weights of one output."""
 
 
 class WidenedLinear(InferenceLinear):
-    """Multiplies bfloat16 on a CPU without instructions for it: converts the weight to float32,
-    one block at a time."""
+    """Multiplies in float32, for weights in bfloat16 on a CPU without bfloat16 instructions.
+    Converts the weight to float32 one block at a time."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """Shares the memory of `weight` if it is contiguous."""
@@ -115,8 +117,8 @@ class WidenedLinear(InferenceLinear):
 def quick(
     weight: Tensor, bias: Tensor | None, kernels: PaceKernels | None = None
 ) -> InferenceLinear | None:
-    """The fastest layer on this machine for a weight [out, in]; None if that is transformers' own
-    layer. Uses the `kernels` if they can pack the weight."""
+    """The fastest layer on this machine for a weight [out, in]. None if the layer of transformers
+    is the fastest. Uses the `kernels` if they can pack the weight."""
     if weight.device.type != "cpu" or weight.dim() != 2 or weight.numel() == 0:
         return None
     if kernels is not None and weight.dtype == kernels.dtype and kernels.can_pack(*weight.shape):
@@ -129,9 +131,9 @@ def quick(
 
 
 _BLOCK_ROWS = 16
-"""Largest number of rows that `BlockedLinear` multiplies at a time. With so few rows, a row's
-result does not depend on the other rows. In tests in bfloat16, oneDNN used AMX tiles only for more
-than 32 rows."""
+"""The largest number of rows that `BlockedLinear` multiplies at a time. With so few rows, a row's
+result does not depend on the other rows. In tests in bfloat16, oneDNN changed to AMX tiles, which
+round differently, at more than 32 rows."""
 
 
 class BlockedLinear(nn.Module):
@@ -160,7 +162,7 @@ def block_rows(module: nn.Module) -> None:
 
 
 _ACTIVATION_ELEMENTS = 2**14
-"""For more elements than this, torch computes GELU on several threads. For other functions, the
+"""PyTorch computes GELU of more elements than this on several threads. For other functions, the
 limit is twice as high."""
 _LANES = 64
 """A multiple of the number of elements in a CPU's vector register."""

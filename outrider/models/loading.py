@@ -73,9 +73,10 @@ DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
-"""Values of `--dtype`. There is also `auto`, the dtype in which the weights are stored."""
+"""The values of `--dtype`, besides `auto`, which means the dtype in which the weights are stored.
+"""
 MAX_MODEL_LEN_DEFAULT = 2048
-"""For models whose configuration states no length."""
+"""The length of models whose configuration states no length."""
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
@@ -85,7 +86,7 @@ _LOADING_ERRORS = (
     ValueError, OSError, ImportError, KeyError, TypeError, RuntimeError, AssertionError,
     SafetensorError,
 )  # fmt: skip
-"""Errors that loading raises for broken or unknown files."""
+"""Errors that libraries raise when they load broken or unknown files."""
 
 _log = logging.getLogger(__name__)
 
@@ -101,7 +102,8 @@ def refusing(what: str, quantization: str = "") -> Iterator[None]:
 
 
 def quantization_of(config: Any) -> str:
-    """The quantisation of a checkpoint's weights, by its configuration; empty if they have none."""
+    """The quantisation of a checkpoint's weights, by its configuration. Empty if the weights are
+    not quantised."""
     stated = getattr(config, "quantization_config", None) or {}
     stated = stated if isinstance(stated, dict) else stated.to_dict()
     return str(stated.get("quant_method", "unnamed")) if stated else ""
@@ -124,7 +126,7 @@ class LoadOptions(TypedDict, total=False):
     num_threads: int | None
     """Torch's number of threads, set for the whole process; None = unchanged."""
     max_model_len: int | None
-    """At most the length that the model states; None = that length."""
+    """At most the length that the model's configuration states; None = that length."""
     trust_remote_code: bool
 
 
@@ -151,7 +153,8 @@ def load_model(path: Path, **options: Unpack[LoadOptions]) -> tuple[nn.Module, M
             local_files_only=True,
             trust_remote_code=remote,
             output_loading_info=True,
-            # Layers with quantised weights are chosen for a device, and some cannot be moved.
+            # transformers chooses layers for quantised weights by the device. Some of these layers
+            # cannot be moved to another device later.
             **({"device_map": {"": str(where)}} if quantization and where.type != "cpu" else {}),
         )
     wrong = ""
@@ -168,8 +171,8 @@ def load_model(path: Path, **options: Unpack[LoadOptions]) -> tuple[nn.Module, M
 
 
 def describe(module: Any, path: Path, **options: Unpack[LoadOptions]) -> ModelInfo:
-    """The description of the model `module` of `path`. Its parameters need no values. Raises
-    `ConfigError`."""
+    """The description of the model in `path`, of which `module` is an instance. The module's
+    parameters need no values. Raises `ConfigError`."""
     head = getattr(module.get_output_embeddings(), "weight", None)
     vocab_size = module.config.get_text_config().vocab_size if head is None else len(head)
     return describe_files(path, module.config, vocab_size, str(module.dtype), **options)
@@ -178,7 +181,7 @@ def describe(module: Any, path: Path, **options: Unpack[LoadOptions]) -> ModelIn
 def describe_files(
     path: Path, config: Any, vocab_size: int, loaded_dtype: str, **options: Unpack[LoadOptions]
 ) -> ModelInfo:
-    """The description of the model of `path`, by its configuration. Raises `ConfigError`."""
+    """The description of the model in `path`, by its configuration. Raises `ConfigError`."""
     name = options.get("name", str(path))
     tokenizer = load_tokenizer(path, trust_remote_code=options.get("trust_remote_code", False))
     stated, length = _stated_length(config), options.get("max_model_len")
@@ -214,8 +217,8 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any | None
 
 
 def stated_length(path: Path, *, trust_remote_code: bool = False) -> int | None:
-    """The greatest length that a model's configuration allows; None if it states none. Reads no
-    weights. Raises `ConfigError` if the configuration cannot be read."""
+    """The greatest length that a model's configuration allows. None if the configuration states no
+    length. Reads no weights. Raises `ConfigError` if the configuration cannot be read."""
     return _stated_length(_config(path, trust_remote_code))
 
 
@@ -326,9 +329,9 @@ def _eos_in(sources: Iterable[Any]) -> tuple[int, ...]:
 def empty_model(
     path: Path, *, takes_quantised: bool = False, **options: Unpack[LoadOptions]
 ) -> Any:
-    """A model whose parameters have no values yet. Its buffers (such as rotary frequencies), which
-    are in no file, have values. Raises `ConfigError` for quantised files, unless `takes_quantised`
-    is set. Then it ignores the quantisation."""
+    """A model whose parameters have no values yet. Its buffers, such as rotary frequencies, already
+    have values, because no file contains them. If the files are quantised, ignores the quantisation
+    with `takes_quantised`, and otherwise raises `ConfigError`."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     name, remote = options.get("name", str(path)), options.get("trust_remote_code", False)
@@ -353,8 +356,8 @@ def empty_model(
 
 
 def _resolve_stored_dtype(config: Any, dtype: str, path: Path) -> torch.dtype:
-    """The dtype for a value of `--dtype`. `auto` means the dtype in the configuration, or, if it
-    states none, that of the first stored tensor."""
+    """The dtype for a value of `--dtype`. `auto` means the dtype in the configuration. If the
+    configuration states no dtype, `auto` means the dtype of the first stored tensor."""
     if dtype != "auto":
         return DTYPES[dtype]
     stated = getattr(config.get_text_config(), "dtype", None)
@@ -369,14 +372,15 @@ def _resolve_stored_dtype(config: Any, dtype: str, path: Path) -> torch.dtype:
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
     """Until the context ends, every new parameter moves to the meta device as soon as a module
-    registers it. That is before the parameter's memory is written to."""
+    registers the parameter. At that time, the parameter's memory is not written yet."""
 
     def emptied(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta:
             return None
         return nn.Parameter(parameter.to("meta"), requires_grad=False)
 
-    # By torch's documentation the hook may return a parameter. The annotation does not say so.
+    # The hook's annotation does not allow it to return a parameter, but PyTorch's documentation
+    # does.
     hook = nn.modules.module.register_module_parameter_registration_hook(emptied)  # type: ignore[arg-type]
     try:
         yield
@@ -391,9 +395,10 @@ def put_weights(
     drafter: str,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Gives all parameters of a drafter's module their values from `tensors`, on the device. They
-    get the dtype `dtype`; None = each keeps its own. `drafter` is the drafter's name, for messages.
-    Raises `ConfigError` if weights are missing, do not fit, or are not finite."""
+    """Gives all parameters of a drafter's module their values from `tensors`, on the device, and
+    the dtype `dtype`. If `dtype` is None, each parameter keeps its own dtype. `drafter` is the
+    drafter's name, for messages. Raises `ConfigError` if weights are missing, do not fit, or are
+    not finite."""
     found: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
         if name not in tensors:

@@ -1,10 +1,10 @@
 """Probes that compare a module with its replacement by calling both.
 
 The names and shapes of a module's parts suggest a replacement. Only a call shows whether the module
-also clamps, adds an offset or rotates in another way. A probe calls both with a few random rows of
-different magnitudes. Large rows show a clamp, small rows show an epsilon. If the results differ,
-the module is not replaced. A probe of a block leaves out the block's last layer, because the
-replacement uses the same layer, and because this layer may wait for other ranks.
+also clamps, adds an offset or rotates in another way. A probe calls module and replacement with a
+few random rows of different magnitudes. Large rows show a clamp, and small rows show an epsilon. If
+the results differ, the module is not replaced. A probe of a block leaves out the block's last
+layer, because the replacement uses the same layer, and because this layer may wait for other ranks.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,11 +21,11 @@ PROBE_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, LookupError
 _SIZES = (1e-3, 1.0, 1.0, 1e2)
 """Magnitudes of the rows of a probe."""
 _ROUNDINGS = 64
-"""Largest allowed difference of two results, as a multiple of the machine epsilon times the largest
-value of the row."""
+"""The largest allowed difference of two results, as a multiple of the machine epsilon times the
+largest value of the row."""
 _ROUNDINGS_SHORT = 8
-"""The same for dtypes under 32 bits. It is smaller because sums are computed in 32 bits, and only
-their results are rounded to the dtype."""
+"""The same limit for dtypes under 32 bits. This limit is smaller, because sums are computed in 32
+bits, and only their results are rounded to the dtype."""
 _PROBE = "outrider_probe"
 
 
@@ -51,8 +51,8 @@ def agree(one: Tensor, other: Tensor) -> bool:
 def same_rows(
     original: nn.Module, replacement: nn.Module, width: int, like: Tensor, last: str = ""
 ) -> bool:
-    """Whether two modules map a probe [1, 4, width] to the same rows. A layer with the name `last`
-    is left out of both."""
+    """Whether two modules map a probe [1, 4, width] to the same rows. The layer with the name
+    `last` is left out of both modules."""
     rows = probe_rows(width, like)
     replaced = {last: nn.Identity()} if last else {}
     try:
@@ -63,9 +63,9 @@ def same_rows(
 
 
 def same_wiring(layer: nn.Module, replacement: Callable[[Any], nn.Module]) -> bool:
-    """Whether a layer and its replacement connect their blocks in the same way. For the call, the
-    blocks are replaced by simple functions. Both must return the same output and pass the same
-    arguments to attention."""
+    """Whether a layer and its replacement connect their blocks in the same way. Replaces the blocks
+    by simple functions, and calls layer and replacement. Both must return the same output and pass
+    the same arguments to attention."""
     called: list[dict[str, Any]] = []
 
     def attend(hidden_states: Tensor, **given: Any) -> tuple[Tensor, None]:
@@ -108,7 +108,7 @@ def call_attention(
     calls: list[Any] = []
     mask, given = object(), {"position_ids": angles[..., 0].long(), "calls": calls}
     try:
-        # A deep copy, because setting the attention also changes sub-configurations.
+        # Copies deeply, because setting the attention also changes nested configurations.
         config = deepcopy(block.config)
         config._attn_implementation = _PROBE
         with _replaced(block, config=config, o_proj=nn.Identity()):

@@ -1,19 +1,19 @@
 """Replaces modules of a loaded model by faster ones. A replacement has the same call signature, and
 the same result up to rounding.
 
-replacement                   of                                     where
-`NativeRMSNorm`               root mean square norms                 everywhere
-`FusedMLP`                    gated MLPs                             everywhere
-`FusedAttention`              attention with rotary positions        everywhere
-`DirectLayer`                 layers of norm, attention, norm, MLP   everywhere
-`FusedLinear`                 linear layers, also of replacements    CPU with fused kernels
-`PackedLinear`                the same layers                        CPU, bfloat16 and float32
-`WidenedLinear`               the same layers                        CPU that has no bfloat16
+replacement        replaces                               where
+`NativeRMSNorm`    root mean square norms                 everywhere
+`FusedMLP`         gated MLPs                             everywhere
+`FusedAttention`   attention with rotary positions        everywhere
+`DirectLayer`      layers of norm, attention, norm, MLP   everywhere
+`FusedLinear`      linear layers, also of replacements    CPU with fused kernels
+`PackedLinear`     linear layers, also of replacements    CPU, bfloat16 and float32
+`WidenedLinear`    linear layers, also of replacements    CPU without bfloat16 instructions
 
-A module is not replaced if it is built in another way, or if its replacement fails a probe
-(`module_probes.py`). Its linear layers are replaced nevertheless. A module with hooks, or with a
-`forward` that is set on the instance, is not replaced either. Replacements support no hooks:
-`__call__` is `forward`. This saves a millisecond in a step of 30 layers.
+If a module is built in another way, or if its replacement fails a probe (`module_probes.py`), the
+module is not replaced, but its linear layers are. A module with hooks, or with a `forward` that is
+set on the instance, is not replaced either. In a replacement, `__call__` is `forward`. So it
+supports no hooks. This saves a millisecond in a step of 30 layers.
 """
 
 import inspect
@@ -44,8 +44,8 @@ class NativeRMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * (weight + offset) over the last axis, computed at least in
     float32: [..., D] -> [..., D].
 
-    On a CPU it runs five operators. transformers' norm runs eight, `functional.rms_norm` nine. The
-    five compute sqrt(mean(x^2) + eps) as hypot(|x|, sqrt(D eps)) / sqrt(D).
+    On a CPU it runs five operators. The norm of transformers runs eight, and `functional.rms_norm`
+    runs nine. sqrt(mean(x^2) + eps) is computed as hypot(|x|, sqrt(D eps)) / sqrt(D).
     """
 
     def __init__(self, weight: nn.Parameter, eps: float, offset: float) -> None:
@@ -74,7 +74,7 @@ class NativeRMSNorm(nn.Module):
 
 class FusedMLP(nn.Module):
     """A gated MLP, down(act(gate(x)) * up(x)): [..., D] -> [..., D]. Computes gate and up in one
-    product. Replaces transformers' `block`."""
+    product. Replaces the module `block` of transformers."""
 
     def __init__(self, block: Any) -> None:
         super().__init__()
@@ -95,9 +95,9 @@ class FusedMLP(nn.Module):
 class DirectLayer(nn.Module):
     """A decoder layer with less overhead between its blocks: [..., D] -> [..., D].
 
-    h' = h + attention(norm(h)); output = h' + mlp(norm(h')). A layer with four norms (as in Gemma)
-    also norms the outputs of attention and MLP. The blocks and attributes are those of
-    transformers' `layer`. Further arguments of a call are passed to attention.
+    With h' = h + attention(norm(h)), the output is h' + mlp(norm(h')). A layer with four norms (as
+    in Gemma) also norms the outputs of attention and MLP. The blocks and attributes are those of
+    the module `layer` of transformers. Further arguments of a call are passed to attention.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -132,9 +132,10 @@ class DirectLayer(nn.Module):
 class FusedAttention(nn.Module):
     """Attention with rotary positions. Computes queries, keys and values in one product.
 
-    Keeps the attributes of transformers' `block` (`config`, `layer_idx`, `num_key_value_groups`,
-    ...), because attention functions read them. `interface_options` are the options that the block
-    passes to attention functions. `eager` is the block's default attention function.
+    Keeps the attributes of the module `block` of transformers (`config`, `layer_idx`,
+    `num_key_value_groups`, ...), because attention functions read these attributes.
+    `interface_options` are the options that the block passes to attention functions. `eager` is the
+    block's default attention function.
     """
 
     config: Any
@@ -169,7 +170,7 @@ class FusedAttention(nn.Module):
         are the positions' cosines and sines, each [B or 1, T, head width]. The attention function
         stores keys and values, so there must be no `past_key_values`."""
         if past_key_values is not None:
-            raise InvariantError("a model that was sped up takes no cache of transformers")
+            raise InvariantError("a model with replaced modules takes no cache of transformers")
         shape = hidden_states.shape[:-1]
         # [B, T, all heads, head width]
         heads = self.qkv_proj(hidden_states).view(*shape, -1, 2 * self._half)
@@ -200,7 +201,7 @@ class FusedAttention(nn.Module):
 
 
 def _own_attributes(block: nn.Module) -> dict[str, Any]:
-    """The attributes of a transformers block, without those that every module has."""
+    """The attributes of a block of transformers, without those that every module has."""
     return {name: value for name, value in vars(block).items() if name not in _OF_EVERY_MODULE}
 
 
@@ -232,10 +233,10 @@ def speed_up(module: nn.Module, kernels: PaceKernels | None = None) -> None:
     """Replaces modules of a causal language model that is in evaluation mode. Afterwards the model
     can only be used for inference. Linear layers use the `kernels` if these can pack their weights.
 
-    Replacements copy weights, and the old weights are freed block by block. So this needs the
-    memory of the model and one block. If the head shares its weight with the embedding, this weight
-    is in memory twice afterwards. Call `to` and `load_state_dict` before this, because they do not
-    change the weights of replacements.
+    Replacements copy weights, and the old weights are freed block by block. So this function needs
+    memory for the model and one more block. If the head shares its weight with the embedding, this
+    weight is in memory twice afterwards. Call `to` and `load_state_dict` before this function,
+    because they do not change the weights of replacements.
     """
     check(not module.training, "only a model in evaluation mode can be sped up")
     swapped: Counter[str] = Counter()

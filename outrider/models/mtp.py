@@ -7,9 +7,9 @@
     logits of the token after token j = head(norm(h_j))
 
 A drafted pair has norm(h) in place of g, and runs through the same layer, as in transformers and
-`speculators`. For DeepSeek and GLM, vLLM differs in two things. In a drafted pair it uses h in
-place of norm(h); `MtpHead.ways` has this way, too. In the first pair it uses zeros in place of the
-embedding; Outrider does not.
+`speculators`. For DeepSeek and GLM, vLLM differs in two things. In a drafted pair, vLLM uses h in
+place of norm(h). This is one of `MtpHead.ways`. In the first pair, vLLM uses zeros in place of the
+embedding, but Outrider uses the embedding.
 
 family                  tensors in the target's files (N is the target's number of layers)
 deepseek_v3, glm4_moe   `model.layers.N.*`: `enorm`, `hnorm`, `eh_proj`, `shared_head.norm`, those
@@ -18,8 +18,7 @@ deepseek_v3, glm4_moe   `model.layers.N.*`: `enorm`, `hnorm`, `eh_proj`, `shared
 qwen3_next              `mtp.*`: `pre_fc_norm_embedding`, `pre_fc_norm_hidden`, `fc`, `norm`, and
                         those of a decoder layer at `layers.0.*`
 
-If a target has several MTP layers, only the first is used. vLLM does the same if it drafts more
-tokens than there are layers.
+If a target has several MTP layers, only the first layer is used, for all draft tokens.
 """
 
 from collections.abc import Mapping
@@ -57,8 +56,8 @@ _EMBEDDINGS, _HEAD = "embed_tokens.weight", "shared_head.head.weight"
 _LATER = "mtp.layers."
 """Prefix of the tensors of numbered MTP layers in the files of `qwen3_next`."""
 _SCALE, _BLOCK = "_scale_inv", (128, 128)
-"""The suffix of a float8 weight's scales, and the rows and columns of a block that shares a
-scale."""
+"""The suffix of the name of a float8 weight's scales, and the numbers of rows and columns of a
+block with one scale."""
 _ATTENTION = "outrider_mtp"
 """Name of the attention function that calls its argument `attend`."""
 _OWN = " (and the layer's output before the layer's norm)"
@@ -67,14 +66,13 @@ _WAYS = {
     for own in ("", _OWN)
     for side in ("after", "before")
 }
-"""For each way to read the target: whether the target's last norm is applied to the hidden states
-that are read, and whether the layer's own norm is applied to h in a drafted pair."""
+"""Maps each way to read the target to two values: whether the target's last norm is applied to the
+hidden states that are read, and whether the layer's own norm is applied to h in a drafted pair."""
 
 
 class MtpHead(DraftHead):
-    """transformers' MTP layer, `layer`, of a target with `num_layers` layers. `norm` is the
-    target's last norm. It is None if it has been applied already to the hidden states that the head
-    reads."""
+    """The MTP layer `layer`, a module of transformers, of a target with `num_layers` layers. `norm`
+    is the target's last norm. If the head reads the output of that norm, `norm` is None."""
 
     def __init__(
         self,
@@ -108,14 +106,14 @@ class MtpHead(DraftHead):
         self.value_width = values.shape[-1]
 
     def ways(self, num_layers: int) -> dict[str, Any]:
-        """The hidden states that the layer reads may be those after or before the target's last
-        norm. In a drafted pair, they may be those after or before the layer's own norm. The
-        programs that train MTP layers differ in this."""
+        """The layer may read hidden states after or before the target's last norm. In a drafted
+        pair, it may read h after or before the layer's own norm. Programs that train MTP layers
+        differ in these choices."""
         return {name: way for name, way in _WAYS.items() if way[0] or self.target_norm is not None}
 
     def read_as(self, way: tuple[bool, bool]) -> None:
-        """`way` says for each of the two norms whether its output is read. If not, its input
-        is."""
+        """`way` says for the target's last norm and for the layer's own norm whether the head reads
+        the norm's output. Otherwise, it reads the norm's input."""
         self._is_normed, self.carries_normed = way
 
     def fuse(self, hidden: Tensor) -> Tensor:
@@ -129,7 +127,7 @@ class MtpHead(DraftHead):
     def keys_and_values(
         self, features: Tensor, token_ids: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Runs nothing after the layer's attention."""
+        """See `DraftHead.keys_and_values`. Runs the layer only up to its attention."""
         found: list[Tensor] = []
 
         def note(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -276,8 +274,8 @@ def _own_or_shared(own: Tensor | None, shared: Tensor, name: str) -> Tensor:
 
 
 def _with_weights(target: Any, tensors: dict[str, Tensor]) -> Any:
-    """transformers' model of one MTP layer for `target`, with these weights."""
-    like = copy(target)  # Its configuration is changed below.
+    """The model of transformers with one MTP layer for `target`, with these weights."""
+    like = copy(target)  # The code below changes the configuration of the copy.
     like.config = deepcopy(target.config)
     sizes = like.config.get_text_config()
     sizes.num_mtp_layers = 1
@@ -287,7 +285,7 @@ def _with_weights(target: Any, tensors: dict[str, Tensor]) -> Any:
         for context in MtpModel.get_init_context(target.dtype, False, False, None):
             stack.enter_context(context)
         model = MtpModel(like, 1)
-    # transformers 5.23 has a method that returns these conversions.
+    # With transformers 5.23 or newer, a method of transformers could return these conversions.
     first = f"layers.{sizes.num_hidden_layers}."
     conversions = [
         WeightRenaming(source_patterns=first, target_patterns="layers.0.mtp_block."),

@@ -2,11 +2,11 @@
 
 kind     recognised by
 eagle3   `speculators_model_type`; or a tensor `fc` and a layer with a `hidden_norm`
-mtp      `speculators_model_type`; or tensors of MTP layers, but none of a layer 0
+mtp      `speculators_model_type`; or tensors of MTP layers without tensors of a layer 0
 pard     `pard_token` in the configuration of a causal language model
 
-Other known kinds are refused, and the error names the kind. If no kind is recognised, the directory
-may hold a model.
+Other known kinds are refused with an error that names the kind. If no kind is recognised, the
+directory may hold a model.
 """
 
 import json
@@ -25,8 +25,8 @@ from outrider.models.student import is_student
 
 
 class DrafterFormat(StrEnum):
-    """A kind of published drafter that `recognise` accepts. MTP layers in a directory of their own
-    are recognised, but a deployment refuses them. It loads MTP layers from their target's files."""
+    """A kind of published drafter that `recognise` accepts. If MTP layers are in a directory of
+    their own, a deployment refuses them, because it loads MTP layers from their target's files."""
 
     EAGLE3 = "eagle3"
     MTP = "mtp"
@@ -60,11 +60,12 @@ _SHAPES: dict[str, tuple[Any, str]] = {
     "eagle_config": (dict | None, "an object is allowed"),
     "pard_token": (int, "a token's number is allowed"),
 }
-"""The type that each key of `config.json` must have if it is stated, and that type in words."""
+"""Maps keys of `config.json` to the type that the key's value must have, and to that type in words.
+A file may lack these keys."""
 
 
 def recognise(directory: Path) -> DrafterFormat | None:
-    """The kind of the published drafter in `directory`. None if `directory` holds a student, or no
+    """The kind of the published drafter in `directory`. None if `directory` holds a student or no
     known drafter. Raises `ConfigError` for kinds that are not served, and for files that cannot be
     read."""
     if is_student(directory) or not (directory / CONFIG_FILE).is_file():
@@ -87,7 +88,7 @@ def recognise(directory: Path) -> DrafterFormat | None:
 
 
 def _unserved_kind(stated: dict[str, Any], names: set[str]) -> str:
-    """The name of the drafter's kind if that is not served; else empty."""
+    """The name of the drafter's kind if that kind is not served; else empty."""
     declared = stated.get("speculators_model_type")
     if declared is not None and declared not in (DrafterFormat.EAGLE3, DrafterFormat.MTP):
         return str(declared)
@@ -136,8 +137,9 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Every tensor of a published drafter, by name. Reads safetensors. If there are none, reads
-    torch's own file, but runs no code in it. Raises `ValueError` or an error of the libraries."""
+    """Every tensor of a published drafter, by name. Reads safetensors. If there are no safetensors,
+    reads the tensors in `PICKLED_FILE`, but runs no code in this file. Raises `ValueError` or an
+    error of the libraries."""
     pickled = path / PICKLED_FILE
     if any(path.glob("*.safetensors")) or not pickled.is_file():
         return read_weights(path)

@@ -40,8 +40,8 @@ def cache_dir() -> Path:
 
 def resolve_model(name: str, *, trust_remote_code: bool = False, drafts: bool = False) -> Path:
     """The local directory of the model `name` (see the table above). With `drafts`, the model may
-    also be a published head in torch's own file. The first call for a model may take minutes.
-    Raises `ConfigError` if there is no such model, or if its weights are not safetensors."""
+    also be a published head in `PICKLED_FILE`. The first call for a model may take minutes. Raises
+    `ConfigError` if there is no such model, or if its weights are not safetensors."""
     check_name(name, drafts=drafts)
     gguf = gguf_file(name)
     if gguf is not None:
@@ -68,8 +68,8 @@ def gguf_file(name: str) -> Path | None:
 
 
 def check_name(name: str, *, drafts: bool = False) -> None:
-    """Raises `ConfigError` if it is certain that `resolve_model` would raise it. Fetches nothing
-    and reads little."""
+    """Raises `ConfigError` if `resolve_model` would certainly raise it. Fetches nothing and reads
+    little."""
     if not name:
         raise ConfigError("the model's name is empty; give a directory, a .gguf file or a hub id")
     if name == DEMO:
@@ -93,8 +93,8 @@ def check_name(name: str, *, drafts: bool = False) -> None:
 
 def check_weights(directory: Path, name: str, *, drafts: bool = False) -> None:
     """Raises `ConfigError` unless the directory holds a configuration and safetensors. With
-    `drafts`, a published head may have torch's own file in place of safetensors, because only
-    tensors are read from it."""
+    `drafts`, a published head may have `PICKLED_FILE` in place of safetensors, because Outrider
+    reads only tensors from this file."""
     if not (directory / CONFIG_FILE).is_file():
         raise ConfigError(f"model {name}: no {CONFIG_FILE} in {directory}")
     if any(directory.glob("*.safetensors")):
@@ -151,7 +151,7 @@ def _snapshot(name: str, trust_remote_code: bool, drafts: bool) -> Path:
         if drafts and not any(path.glob("*.safetensors")) and _has_draft_vocabulary(path):
             path = Path(snapshot_download(name, allow_patterns=[*patterns, PICKLED_FILE]))
         return path
-    # The hub client raises errors of many libraries. All mean that the model is not available.
+    # The hub client raises errors of many libraries. Each means that the model is not available.
     except Exception as error:
         reason = " ".join(str(error).split()).rstrip(".")
         raise ConfigError(
@@ -161,7 +161,8 @@ def _snapshot(name: str, trust_remote_code: bool, drafts: bool) -> Path:
 
 
 CONVERSION_VERSION = 1
-"""Increased whenever the conversion changes, so that results of the old conversion are ignored."""
+"""Increase this number if you change the conversion, so that results of the old conversion are
+ignored."""
 
 
 def converted(gguf: Path, cache: Path) -> Path:
@@ -186,7 +187,7 @@ def made_once(path: Path, make: Callable[[Path], None]) -> Path:
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path.with_name(f"{path.name}.lock")):
-        if not path.exists():  # Another process may have made it meanwhile.
+        if not path.exists():  # Another process may have made the result meanwhile.
             with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as work:
                 made = Path(work) / path.name
                 make(made)

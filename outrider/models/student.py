@@ -2,12 +2,14 @@
 head.
 
 file                what it holds
-`config.json`       the student's architecture; its vocabulary is the target's
-`drafter.json`      the target for which it was trained (`StudentDescription`)
-`model.safetensors` all weights except embeddings and head, matrices as int8 with one scale for each
-                    row (`NAME.scale`); `draft_token_ids`, the tokens that the student may propose,
-                    in ascending order. Its head has only these tokens' rows of the target's head
+`config.json`       the student's architecture, with the target's vocabulary
+`drafter.json`      the target for which the student was trained (`StudentDescription`)
+`model.safetensors` all weights except embeddings and head, and `draft_token_ids`, the tokens that
+                    the student may propose, in ascending order. Matrices are stored as int8 with
+                    one scale for each row (`NAME.scale`)
 `README.md`         the model card
+
+The student's head has only the rows of `draft_token_ids` of the target's head.
 """
 
 import json
@@ -117,10 +119,10 @@ def check_target(
 def load_student(
     path: Path, target_directory: Path, *, target: str, **options: Unpack[LoadOptions]
 ) -> tuple[nn.Module, ModelInfo]:
-    """Loads the student in `path`, with embeddings and head of the target in `target_directory`.
-    Otherwise does the same as `load_model`. The student's logits are [.., N], for the N
-    `logit_token_ids` of the returned description. Raises `ConfigError`, also if the student was
-    trained for another target."""
+    """Loads the student in `path` as `load_model` loads a model, with embeddings and head of the
+    target in `target_directory`. The student's logits are [.., N], for the N `logit_token_ids` of
+    the returned description. Raises `ConfigError`, also if the student was trained for another
+    target."""
     name = options.get("name", str(path))
     description = check_target(
         path, name=name, target_directory=target_directory, target_name=target
@@ -155,7 +157,7 @@ def load_student(
 
 
 def narrow_head(module: Any, num_rows: int) -> nn.Linear:
-    """Replaces the model's head by a new one with `num_rows` rows, which have no values yet.
+    """Replaces the model's head by a new head with `num_rows` rows, which have no values yet.
     Returns the new head."""
     head = module.get_output_embeddings()
     check(isinstance(head, nn.Linear), "the head of a student is a linear layer")
@@ -170,8 +172,8 @@ def narrow_head(module: Any, num_rows: int) -> nn.Linear:
 def save_student(
     directory: Path, module: Any, token_ids: Tensor, description: StudentDescription
 ) -> None:
-    """Writes the configuration, description and weights of a student. Its head must have the
-    target's rows of `token_ids` [N]. Embeddings and head are not written."""
+    """Writes the configuration, description and weights of a student, without embeddings and head.
+    The student's head must have the target's rows of `token_ids` [N]."""
     module.config.save_pretrained(directory)
     tensors, shared = {_TOKEN_IDS: token_ids.to(torch.int32)}, _shared_with_target(module)
     for name, weight in module.named_parameters():
@@ -222,7 +224,7 @@ def _checked_token_ids(tensors: Mapping[str, Tensor], description: StudentDescri
 
 def target_ends(directory: Path, *, drafter: str, **options: Unpack[LoadOptions]) -> Any:
     """The model in `directory`, in which only embeddings and head have values. `drafter` is the
-    drafter that needs them, for messages. Raises `ConfigError`."""
+    name of the drafter that needs the model, for messages. Raises `ConfigError`."""
     where = use_device(**options)
     empty = empty_model(directory, takes_quantised=True, **options)
     check(empty.get_output_embeddings().bias is None, "drafters are made for heads without a bias")
@@ -235,9 +237,9 @@ def target_ends(directory: Path, *, drafter: str, **options: Unpack[LoadOptions]
 
 
 def target_weights(module: Any, target_directory: Path, name: str) -> tuple[Tensor, Tensor]:
-    """Embeddings [V, D] and head [V, D] from the target's files, for the drafter called `name`.
-    `module` is the target's, or a student's of the same architecture; its parameters need no
-    values. Raises `ConfigError`."""
+    """Embeddings [V, D] and head [V, D] from the target's files. `name` is the drafter's name, for
+    messages. `module` is a model of the target's architecture, the target or a student. Its
+    parameters need no values. Raises `ConfigError`."""
     embeddings, head = _shared_with_target(module)
     with open_weights(target_directory) as files:
         names = stored_names(module, dict(module.named_parameters()), files)

@@ -38,8 +38,8 @@ class Watched(nn.Module):
         self.train(inner.training)
 
     def __getattr__(self, name: str) -> Any:
-        """Returns an attribute of the inner module. A base model may read such attributes, for
-        example a layer's kind."""
+        """Returns an attribute of the inner module, because a base model may read attributes of its
+        layers, for example a layer's kind."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -56,14 +56,14 @@ class Watched(nn.Module):
         `ConfigError` if there was no call with a positional argument."""
         if self.read is None:
             kind = type(self.inner).__name__
-            raise ConfigError(f"the model does not call its {kind}, so the input is not known")
+            raise ConfigError(f"the model does not call its {kind}, so that input is not known")
         rows: Tensor = self.read[0]
         return rows
 
 
 def watch_layers(module: Any, indices: Sequence[int]) -> list[Watched]:
     """Wraps the layers with these indices. The number of layers, as an index, means the norm after
-    the last layer. Raises `ConfigError` if the model lacks one of them."""
+    the last layer. Raises `ConfigError` if the model lacks one of these layers, or the norm."""
     num_layers = len(layers_of(module))
     wrong = [index for index in indices if not 0 <= index <= num_layers]
     if wrong:
@@ -77,8 +77,8 @@ def watch_layers(module: Any, indices: Sequence[int]) -> list[Watched]:
 
 
 def _place_of(module: Any, index: int) -> tuple[nn.Module, str]:
-    """The parent module of a layer, or of the norm after the layers, and the name in this
-    parent."""
+    """The parent module of a layer, or of the norm after the layers, and the attribute's name in
+    this parent."""
     layers = layers_of(module)
     if index < len(layers):
         return layers, str(index)

@@ -2,13 +2,13 @@
 
 `outrider/models/module_replacement.py` has already replaced and probed the model's layers, so their
 computation is known. A layer has RMS norms, one matrix product for queries, keys and values, rotary
-positions, causal attention, an output product and a gated MLP. There are two norms (Llama, Mistral,
-Qwen 2 and 3) or four (Gemma 3).
+positions, causal attention, an output product and a gated MLP. Layers have two norms (Llama,
+Mistral, Qwen 2 and 3) or four (Gemma 3).
 
-To learn the rest of the computation, `FusedDecoder` runs the model with placeholders for its
-layers. This shows what the first layer reads, which rotation each layer gets, and how the output of
-the last layer is used. If a model computes anything else, `CannotFuse` is raised. Such a model runs
-on the code of transformers.
+To learn what the model computes outside of its layers, `FusedDecoder` runs the model with
+placeholders for the layers. This shows what the first layer reads, which rotation each layer gets,
+and how the output of the last layer is used. If any of this differs from a Llama, `FusedDecoder`
+raises `CannotFuse`. Then the code of transformers runs the model.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from outrider.models.target_layers import layers_of
 _POSITIONS_AT_ONCE = 4096
 _OBSERVED_TOKENS = 4
 _CHANGING_ROTATIONS = frozenset({"dynamic", "longrope"})
-"""Types of rotary positions whose angles change if a sequence exceeds some length."""
+"""Types of rotary positions whose angles depend on the length of the sequence."""
 _Rotation = tuple[Tensor, Tensor]
 """Cosines and sines [positions, width / 2]."""
 
@@ -139,8 +139,9 @@ def _sizes(block: Any, layer: AttentionLayer, kernels: PaceKernels, eps: float) 
 
 
 def _activation(function: Any, kernels: PaceKernels) -> str | None:
-    """The kernels' name for an activation function; None if they lack it. Small differences are
-    allowed: the tanh approximation of GELU equals GELU within the precision of bfloat16."""
+    """The kernels' name for an activation function. None if the kernels lack the function. Small
+    differences are allowed, because the tanh approximation of GELU equals GELU within the precision
+    of bfloat16."""
     rows = torch.linspace(-8, 8, 1025, dtype=kernels.dtype)
     for name in kernels.activations:
         expected = getattr(functional, name)(rows)
@@ -151,7 +152,8 @@ def _activation(function: Any, kernels: PaceKernels) -> str | None:
 
 
 def _norm(norm: Any, kernels: PaceKernels) -> Tensor:
-    """The factors of a norm, in the kernels' dtype if this dtype represents them exactly."""
+    """The factors of a norm. Their dtype is that of the kernels if it represents the factors
+    exactly, otherwise their own."""
     if not isinstance(norm, NativeRMSNorm):
         raise CannotFuse(f"it has a norm of another build, {type(norm).__name__}")
     weight = norm.factor.to(kernels.dtype)

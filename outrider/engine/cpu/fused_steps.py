@@ -1,8 +1,8 @@
 """Runs steps on a fused decoder.
 
 The new tokens of a step are cut into *spans*. A span is a run of consecutive tokens of one
-sequence. Each token sees the slots of its sequence up to its own slot. Spans have a greatest
-length. Up to this length, a token's attention is bit-equal in spans of all lengths.
+sequence. Each token sees the slots of its sequence up to its own slot. Spans have a maximum length.
+Up to this length, a token's attention is bit-equal in spans of any length.
 
 The kernels' attention is causal, so it cannot run a tree, which has several paths. Therefore each
 layer copies the pages of a sequence with a tree. On the copies, each path of the tree is a sequence
@@ -28,8 +28,8 @@ from outrider.kv_cache.storage import BlockedKeysAndValues, LayerShape
 from outrider.limits import PAGE_SIZE
 
 _ONE_STEP = Lock()
-"""Held during a step. The kernels' attention has one working memory for the whole process, and a
-process may run two engines."""
+"""Held during a step, because a process may run two engines, and the kernels' attention has only
+one working memory for the whole process."""
 
 
 SPAN_TOKENS_MAX = 16
@@ -87,7 +87,7 @@ class FusedSteps(Steps):
             for tables in zip(*decoder.rotations, strict=True)
         )
         has_trees = bool(copies.pages)
-        # Optimized execution would compile during the first steps of each shape, and gain nothing.
+        # Optimized execution compiles during the first steps of each shape, but is no faster.
         with _ONE_STEP, torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
             found, residual, tapped = self._layers(
                 decoder.embed(ids[None]), cos, sin, slots, self._keys, self._values,
@@ -114,8 +114,8 @@ class _Spans:
         self._pages: list[Sequence[int]] = []
 
     def add(self, length: int, rows: Sequence[int], pages: Sequence[int]) -> None:
-        """Adds consecutive tokens of a sequence. `rows` are their rows in the step. Before them the
-        sequence has `length` other tokens."""
+        """Adds consecutive tokens of a sequence. `rows` are the tokens' rows in the step. The
+        sequence has `length` other tokens before them."""
         for done in (*range(self._size, len(rows), self._size), len(rows)):
             self._starts.append(len(self._rows) + done)
             self._ends.append(length + done)
@@ -193,10 +193,10 @@ _NUM_PAGES = 257
 def find_span_tokens(
     decoder: FusedDecoder, max_model_len: int, thread_counts: Sequence[int]
 ) -> int | None:
-    """The greatest length of spans, in tokens, with which rows are bit-equal in steps with any
-    number of rows. None if rows differ even in spans of one token. The trial runs the last tokens
-    of short and of long sequences, on each number of threads. It runs only as many of the first
-    layers as are needed to include every kind, because layers of one kind compute alike."""
+    """The greatest maximum length of spans, in tokens, with which rows are bit-equal in steps with
+    any number of rows. None if rows differ even in spans of one token. The trial runs the last
+    tokens of short and of long sequences, on each of the `thread_counts`. Layers of one kind
+    compute alike, so the trial runs only the first layers, until every kind is included."""
     kinds = [layer.kind for layer in decoder.layers.weights]
     sizes, kernels = decoder.sizes, decoder.kernels
     shape = LayerShape(

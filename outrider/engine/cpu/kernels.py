@@ -1,8 +1,8 @@
 """The fused CPU kernels of `amd-pace`: bfloat16, on processors with AVX-512 BF16.
 
-`amd-pace` pins versions of packages that only its own server needs. So `amd-pace` is installed
-without dependencies, and its Python package is not imported. Only its shared library is loaded.
-The library registers the operators `torch.ops.pace`. It is built for one version of torch.
+`amd-pace` requires exact versions of packages that only its own server needs. So `amd-pace` is
+installed without dependencies, and its Python package is not imported. Only its shared library is
+loaded. The library registers the operators `torch.ops.pace`. It is built for one version of torch.
 """
 # Without `from __future__ import annotations`: TorchScript reads the annotations of `FusedLayers`.
 
@@ -43,9 +43,9 @@ class Attention(NamedTuple):
     """[S], int32: how many slots the span's sequence has up to and including the span's last
     token."""
     pages: Tensor
-    """[S, any], int32: the page table of the span's sequence."""
+    """[S, any], int32: the page table of each span's sequence."""
     schedules: list[Tensor]
-    """For each `LayerWeights.kind`: how threads share the work."""
+    """Has, for each `LayerWeights.kind`, the result of `PaceKernels.schedule`."""
 
 
 class Copies(NamedTuple):
@@ -54,7 +54,7 @@ class Copies(NamedTuple):
     pages: Tensor
     """[P]: the page from which each copy is made."""
     rows: Tensor
-    """[W]: rows of the step. Their keys and values are also written to the copies."""
+    """[W]: the rows of the step whose keys and values are also written to the copies."""
     slots: Tensor
     """[W]: the slot in the copies to which each of `rows` is written."""
 
@@ -83,7 +83,7 @@ class LayerWeights(NamedTuple):
     """The index of the layer's window in `FusedDecoder.windows`."""
     scaling: float
     softcap: float
-    """Bound on attention scores; 0 = no bound."""
+    """See `AttentionLayer.softcap`; 0 = no bound."""
     window: int
     """How many earlier tokens a token sees; -1 = all earlier tokens."""
 
@@ -102,10 +102,10 @@ class LayerSizes(NamedTuple):
 class FusedLayers(nn.Module):
     """All layers of a decoder. Rows are [1, T, D], contiguous.
 
-    A step of 30 layers calls more than 300 operators. In Python, each call would take the GIL
-    again, for which other threads compete. TorchScript runs all calls without the GIL. This saves
-    1 ms for each step. TorchScript is deprecated, but the torch version for which the operators are
-    built still has it.
+    A step of 30 layers calls more than 300 operators. After each call, Python code would have to
+    take the GIL again, for which other threads compete. TorchScript makes all calls without the
+    GIL, which saves 1 ms for each step. TorchScript is deprecated, but still part of the torch
+    version for which the operators are built.
     """
 
     weights: list[LayerWeights]
@@ -223,9 +223,9 @@ class FusedLayers(nn.Module):
         )
 
     def norm(self, rows: Tensor, weight: Tensor) -> Tensor:
-        """rows / sqrt(mean(rows^2) + eps) * weight, over the last axis. The weight has a wider
-        dtype than the rows if their dtype cannot represent it exactly, as with Gemma's 1 + w in
-        bfloat16."""
+        """rows / sqrt(mean(rows^2) + eps) * weight, over the last axis. The weight has the dtype of
+        the rows, or a wider dtype. A wider one is needed for Gemma's 1 + w, which bfloat16 cannot
+        represent exactly."""
         if weight.dtype == rows.dtype:
             return torch.ops.pace.rmsnorm(rows, weight, self.eps)  # type: ignore[no-any-return]
         wide = rows.to(weight.dtype)
@@ -296,7 +296,7 @@ class PaceKernels:
         return tiles.permute(0, 2, 3, 1, 4).contiguous()
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """The weight [out, in] again."""
+        """The weight [out, in] that `pack` has packed."""
         num_out, num_in = packed.shape[0] * _OUT_UNIT, packed.shape[1] * _IN_UNIT
         return packed.permute(0, 3, 1, 2, 4).reshape(num_out, num_in)
 
@@ -308,10 +308,10 @@ class PaceKernels:
         self, starts: Tensor, ends: Tensor, sizes: LayerSizes, window: int | None
     ) -> Tensor:
         """How threads share the work of attention, for all layers with this window. Contexts are
-        never split. Otherwise the number of splits would depend on the other rows of the step, and
-        so would the order in which a row's terms are added."""
-        # The kernels ask OpenMP for the number of threads. In a new thread, torch tells OpenMP this
-        # number only when `get_num_threads` is called there for the first time.
+        never split, because the number of splits would depend on the other rows of the step. Then
+        the order in which a row's terms are added would depend on them too."""
+        # The kernels ask OpenMP for the number of threads. OpenMP does not know this number in a
+        # new thread until the thread calls `torch.get_num_threads`.
         torch.get_num_threads()
         found: Tensor = torch.ops.pace.get_paged_attention_scheduler_metadata(
             len(ends), sizes.query_heads, sizes.key_heads, sizes.width, ends, self.dtype, starts,

@@ -43,11 +43,11 @@ _WIDE = 128
 """If heads are wider than this, a program loads only half as many slots at a time, because more do
 not fit into shared memory."""
 _SPLITS = (16, 4, 1)
-"""A context is cut into one of these numbers of splits. There are few, because the kernel is
-compiled for each."""
+"""A context is cut into one of these numbers of splits. The list is short, because the kernel is
+compiled for each number."""
 _SPLIT_SLOTS_MIN = 256
-"""The longest context of a step is not cut into splits with fewer slots than this. Shorter splits
-save less time than it takes to merge them."""
+"""The longest context of a step is not cut into splits with fewer slots than this, because merging
+shorter splits takes more time than they save."""
 _WARPS = 4
 _STAGES = 2
 """Triton's number of pipeline stages. With three stages, wide heads in float32 do not fit into
@@ -87,8 +87,8 @@ class TableStep:
     """The page tables of all sequences, one after another."""
     page_size: int
     ancestors: Tensor | None
-    """[R, W], uint8: column i says whether the row sees the i-th new token of its tree. For a chain
-    the columns are 0 and are not read. None if the step has no trees."""
+    """[R, W], uint8: column i is 1 if the row sees the i-th new token of its tree, else 0. The rows
+    of chains are not read. None if the step has no trees."""
 
     @classmethod
     def of(cls, step: HeldStep, form: KernelForm, device: torch.device) -> TableStep:
@@ -237,7 +237,7 @@ class DeviceBackend:
 
     attend: TableAttention
     num_programs: int
-    """How many programs of a kernel the device runs at a time."""
+    """The number of programs that a kernel should have, so that the device is busy."""
 
 
 def find_backend(device: torch.device, dtype: torch.dtype) -> DeviceBackend | None:
@@ -283,9 +283,9 @@ class TableSteps(Steps):
 
     def try_kernel(self) -> None:
         """Runs every form of the kernel on every layer, for a chain and a tree, so that no form is
-        compiled while requests wait. Writes to page 0, which no sequence may hold. If a form fails,
-        this rank still runs all layers, because the other ranks of the model wait for its part of
-        each layer. After the last layer, the first error is raised."""
+        compiled while requests wait. Writes to page 0, so no sequence may hold pages yet. If a form
+        fails, this rank still runs all layers, because the other ranks of the model wait for its
+        part of each layer. After the last layer, raises the first error."""
         powers = range(_block_tokens_max(self._shared_heads).bit_length())
         forms = [KernelForm(1 << power, splits) for power in powers for splits in _SPLITS]
         tokens = [HeldSequence(SequenceStep("", (0,), 1, tree), 0, (0,)) for tree in ((), (-1,))]

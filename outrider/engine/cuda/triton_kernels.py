@@ -2,11 +2,12 @@
 Import this module only if Triton is installed.
 
 `attend_blocks` has one program for each combination of a block of new tokens, a key head and a
-split of the context. The program goes through its split `BLOCK_SLOTS` slots at a time. For every
-row it keeps the largest score, the sum of the weights relative to that score, and the weighted sum
-of the values (Milakov and Gimelshein, 2018; Dao et al., 2022). If there is only one split, the
-program writes the output. If there are several splits, each program writes these three results, and
-`merge_splits` combines those of all splits (Dao et al., 2023).
+split of the context. The program loads `BLOCK_SLOTS` slots of its split at a time. For every row,
+the program keeps three results: the largest score, the sum of the weights relative to that score,
+and the weighted sum of the values (Milakov and Gimelshein, 2018; Dao et al., 2022). If there is
+only one split, the program computes the output from these results. If there are several splits,
+each program writes its three results, and `merge_splits` combines the results of all splits (Dao et
+al., 2023).
 
 A block has one row for each token and each query head that shares the key head. So each key is read
 once for all these query heads.
@@ -19,7 +20,7 @@ import triton
 import triton.language as tl
 
 
-# Triton must not compile again when these values change, because a request would have to wait.
+# If Triton specialised on these values, it would compile again while a request waits.
 @triton.jit(
     do_not_specialize=["ancestor_width", "num_rows_of_step"],
     do_not_specialize_on_alignment=["positions", "blocks", "pages", "ancestors"],
@@ -28,7 +29,7 @@ def attend_blocks(
     output,  # [R, query heads, value width]
     parts,  # [splits, R, query heads, value width], float32; unused if there is one split
     maxima,  # [splits, R, query heads], float32; unused if there is one split
-    sums,  # as maxima
+    sums,  # has the shape of maxima
     queries,  # [query heads, R, key width] with these strides
     query_head_stride,
     query_row_stride,
@@ -160,7 +161,7 @@ def attend_blocks(
 
 @triton.jit(do_not_specialize=["num_outputs"])
 def merge_splits(
-    output,  # this and the next three: as in `attend_blocks`
+    output,  # output, parts, maxima and sums are those of `attend_blocks`
     parts,
     maxima,
     sums,

@@ -1,9 +1,9 @@
 """Collective operations of the ranks of one model.
 
 They use `torch.distributed`, with a timeout. If every rank has a GPU of its own, the backend is
-NCCL. On CPUs the backend is Gloo. It is also Gloo if ranks share a GPU, because NCCL refuses this.
-On one machine, sums of small tensors go through sockets, which is faster than Gloo
-(`SocketAllReduce`). The leader's calls reach the followers as frames (`rank_rpc.py`).
+NCCL. On CPUs the backend is Gloo. If ranks share a GPU, the backend is also Gloo, because NCCL does
+not allow this. On one machine, sums of small tensors on the CPU go through sockets, which is faster
+than Gloo (`SocketAllReduce`). The leader's calls reach the followers as frames (`rank_rpc.py`).
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ class RankGroup(Ranks):
         in_order: bool,
     ) -> None:
         """Returns when every rank has joined. Ranks may take `timeout_s` to load, and
-        `step_timeout_s` for each collective. If `in_order`, sums of tensors of any size are added
-        in the order of the ranks. Raises `Unavailable` if a rank does not join in time."""
+        `step_timeout_s` for each collective. If `in_order`, all sums are added in the order of the
+        ranks. Otherwise, sums of large tensors may be added in another order. Raises `Unavailable`
+        if a rank does not join in time."""
         self.rank = rank
         self.size = size = rendezvous.num_ranks
         self._store = store
@@ -59,8 +60,8 @@ class RankGroup(Ranks):
         self._sockets: SocketAllReduce | None = None
         self._in_order = in_order and size > 2  # For two ranks the order does not matter.
         if rendezvous.host == LOOPBACK:
-            # Other machines must not reach these ranks. By default, Gloo and NCCL would listen on
-            # the address of the host name, or on an interface that is set for several machines.
+            # Without these variables, Gloo and NCCL may listen on an address that other machines
+            # can reach.
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 os.environ[name] = _loopback_interface()
             self._sockets = _sockets(store, rendezvous, rank, step_timeout_s)
@@ -235,14 +236,14 @@ def _together(collective: Callable[..., Any], *arguments: Any) -> None:
 
 
 SUM_BYTES_MAX = 64 * 2**10
-"""Size of the largest tensor that is summed through sockets. A rank may be one sum ahead of another
-rank, so the buffers between the two must hold two such tensors."""
+"""The size of the largest tensor that is summed through sockets. One rank may be one sum ahead of
+another rank, so the buffers of a connection must hold two tensors of this size."""
 _BUFFER_BYTES = 4 * SUM_BYTES_MAX
 
 
 def added_up(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of two or more tensors, added from first to last. `torch.sum` over a dimension would
-    add some elements in another order, which depends on the number of elements."""
+    """The sum of two or more tensors, added from first to last. `torch.sum` is not used, because
+    its order depends on the number of elements."""
     if len(parts) == 2:
         return parts[0] + parts[1]
     total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
@@ -257,7 +258,8 @@ class SocketAllReduce:
     def __init__(
         self, rank: int, connections: Mapping[int, socket.socket], timeout_s: float
     ) -> None:
-        """`connections` are by rank. Each send or receive may take `timeout_s`."""
+        """`connections` maps each other rank to its connection. Each send or receive may take
+        `timeout_s`."""
         self._rank = rank
         self._connections = dict(sorted(connections.items()))
         for connection in self._connections.values():

@@ -36,10 +36,10 @@ class ParallelEngine:
     """An `Engine` of a model on several ranks. It makes each call on the leader's engine, and sends
     the call to the followers.
 
-    A call that changes state is made on the leader first. If the call succeeds, it is sent together
+    A call that is not a step runs on the leader first. If the call succeeds, it is sent together
     with the next step. An engine's state depends on its calls alone, so all ranks hold the same
-    pages. A step that the leader refuses is not sent. If a step fails after it was sent, or if
-    another call fails unexpectedly, the ranks may hold different states. From then on every step
+    pages. If the leader refuses a step, the step is not sent. If a step fails after it was sent, or
+    if another call fails unexpectedly, the ranks may hold different states. From then on every step
     raises `EngineLost`.
     """
 
@@ -121,9 +121,9 @@ class ParallelEngine:
         return result
 
     def _changed(self, name: str, *arguments: Any) -> Any:
-        """Makes a call on the leader's engine. If the call raises an `OutriderError`, the ranks can
-        go on: the state is unchanged, or the caller handles `StepUndone`. After another exception
-        the ranks may hold different states, so no further step may run."""
+        """Makes a call on the leader's engine. After an `OutriderError` the ranks can continue,
+        because the call has changed nothing, or the caller handles `StepUndone`. After another
+        exception the ranks may hold different states, so no further step may run."""
         try:
             return getattr(self._engine, name)(*arguments)
         except OutriderError:
@@ -142,7 +142,7 @@ class ParallelEngine:
                 try:
                     self._followers.send(frame)
                 except Unavailable as error:
-                    self._break(error)  # The next step raises it.
+                    self._break(error)  # The next step raises `EngineLost`.
 
     def _taken(self) -> bytes:
         frame, self._unsent = bytes(self._unsent), bytearray()

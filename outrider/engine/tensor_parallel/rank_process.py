@@ -86,8 +86,9 @@ def engine_of_a_replica(
     otherwise in this process alone. Raises what `build_engine` and `RankLeader.engine` raise.
 
     Call this on a short-lived thread. Without ranks, this function lowers the priority of the
-    calling thread, so that replicas on the same cores can serve meanwhile. With ranks, the priority
-    stays, because threads that this thread starts for collectives would inherit a lower one."""
+    calling thread, so that other replicas on the same cores are not slowed down. With ranks, the
+    priority stays, because the thread starts other threads for collectives, which would inherit the
+    lower priority."""
     if leadership is None:
         give_way(LOADING_NICENESS)
         return build_engine(config, num_threads)
@@ -134,8 +135,7 @@ class RankHost(PlacedActor):
         self._following = asyncio.create_task(self._follow(engine))
 
     async def wait(self) -> None:
-        """Returns when this rank has ended, normally because the leader has ended. If an error
-        ended this rank, raises that error."""
+        """Returns when this rank has ended. If an error ended this rank, raises that error."""
         await self._ended.wait()
         if self._following is not None:
             await self._following
@@ -197,5 +197,5 @@ class RankHost(PlacedActor):
 
 
 def _loaded_by(engine: Engine) -> str:
-    """A text of what must be equal on all ranks: the model, and the number of pages."""
+    """A text of the values that must be equal on all ranks: the model, and the number of pages."""
     return f"{engine.info!r} {engine.page_counts().num_pages}"

@@ -25,7 +25,8 @@ _TOKEN_BYTES = 32
 _HELLO = struct.Struct(f"{_TOKEN_BYTES}sq")
 """What a rank sends first on a connection: the secret token and the rank's number."""
 _HELLO_TIMEOUT_S = 5.0
-"""Time that a new connection has to name its rank. The time limit of `accept` applies too."""
+"""A new connection is closed if it has not named its rank after this time, or when the time limit of
+`accept` is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +146,8 @@ _KEEPALIVE_PROBES = 3
 
 def tune(connection: socket.socket, timeout_s: float | None) -> socket.socket:
     """Makes a connection send small frames at once, and notice if the peer's machine is gone. Each
-    call on the connection may take `timeout_s`; None = any time. The operating system enforces this
-    limit, because a timeout of Python would add a system call to each call."""
+    send or receive may take `timeout_s`; None = any time. The operating system enforces this limit,
+    because a timeout of Python would add a system call to each send or receive."""
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -168,12 +169,13 @@ class FrameSender:
     """The leader's connections to its followers."""
 
     def __init__(self, connections: dict[int, socket.socket]) -> None:
-        """`connections` are by the follower's rank. They must have a timeout for sending."""
+        """`connections` maps the rank of each follower to its connection, which must have a timeout
+        for sending."""
         self._connections = connections
 
     def send(self, frame: bytes) -> None:
-        """Sends a frame to every follower. Raises `Unavailable` if a follower is gone. The message
-        names its rank."""
+        """Sends a frame to every follower. If a follower is gone, raises `Unavailable` with that
+        follower's rank in the message."""
         check(len(frame) <= FRAME_OF_CALLS_BYTES_MAX, f"a frame of {len(frame)} bytes")
         frame = _HEADER.pack(len(frame)) + frame
         for rank, connection in self._connections.items():
@@ -216,8 +218,8 @@ class FrameReceiver:
 def read_exactly(
     connection: socket.socket, num_bytes: int, end: float | None = None
 ) -> bytes | None:
-    """Reads the next `num_bytes`. Returns None if the connection ends before they have come. Raises
-    `TimeoutError` at `end` of the monotonic clock; None = waits for any time."""
+    """Reads the next `num_bytes`. Returns None if the connection ends before all bytes are read.
+    Raises `TimeoutError` at `end` of the monotonic clock; None = waits for any time."""
     parts = bytearray()
     while len(parts) < num_bytes:
         try:
@@ -235,8 +237,8 @@ def read_exactly(
 
 
 def _check_open(connection: socket.socket) -> None:
-    """Raises `ConnectionError` if a follower has ended. A follower that has joined sends nothing.
-    So if `recv` finds data or the end of the stream, the follower has ended."""
+    """Raises `ConnectionError` if a follower has ended. A follower that has joined sends nothing,
+    so `recv` finds something only if it finds the end of the stream."""
     try:
         connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:

@@ -2,8 +2,9 @@
 tensors.
 
 A rank's weights have fewer attention heads and columns than the whole model. The code of a decoder
-layer computes with any number of them, so this code is not changed. Ranks exchange tensors only in
-some linear layers (`RowwiseLinear`, `GatheredLinear`), in the embedding, and in the head.
+layer works with any number of heads and columns, so this code is not changed. Ranks exchange
+tensors only in some linear layers (`RowwiseLinear`, `GatheredLinear`), in the embedding, and in the
+head.
 """
 
 from __future__ import annotations
@@ -39,16 +40,16 @@ ROWWISE_SPLIT = "rowwise_split_input"
 _BY_COLUMNS = {ROWWISE, ROWWISE_SPLIT}
 _SHARED = {COLWISE, COLWISE_GATHERED, *_BY_COLUMNS}
 _WITHOUT_EFFECT = {"replicated_with_grad_allreduce", "embedding_rowwise"}
-"""Styles without an effect here. The first concerns only gradients. The second concerns the
-embedding, which is always divided among ranks."""
+"""Styles that are ignored. The first concerns only gradients. The second concerns the embedding,
+which is always divided among ranks."""
 _LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _ATTENTION = re.compile(r"(^|\.)(self_)?(attn|attention)\.")
 _log = logging.getLogger(__name__)
 
 
 def plan_for(module: Any, size: int, name: str, key: str) -> dict[str, str]:
-    """How each linear layer is divided among `size` ranks: its style in the plan of transformers,
-    by the layer's path.
+    """Maps the path of each linear layer that is divided among `size` ranks to its style in the
+    plan of transformers.
 
     Raises `SettingError` about the setting `key` if the model has no plan, if the plan has an
     unknown style, or if `size` ranks would get unequal shares. In the last case the message lists
@@ -82,7 +83,7 @@ def plan_for(module: Any, size: int, name: str, key: str) -> dict[str, str]:
 
 
 def _widths(module: Any, plan: Mapping[str, str]) -> Iterator[tuple[str, int]]:
-    """(number, name) of everything that must be divided into equal parts, attention heads first."""
+    """The numbers that `size` must divide, each as (number, name), attention heads first."""
     config = module.config.get_text_config()
     if any(style == COLWISE and _ATTENTION.search(path) for path, style in plan.items()):
         for attribute, what in (
@@ -107,8 +108,8 @@ class Ranks(Protocol):
     size: int
 
     def wait_for_all(self) -> None:
-        """Returns once every rank has called this. Waits long enough for the ranks to load. Other
-        calls wait at most as long as a step may take."""
+        """Returns once every rank has called this method. Waits long enough for the ranks to load.
+        The other methods wait at most as long as a step may take."""
         ...
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -120,7 +121,7 @@ class Ranks(Protocol):
         ...
 
     def gather(self, tensor: Tensor) -> Tensor | None:
-        """Like `all_gather`, but only the leader gets the result. The others get None."""
+        """Like `all_gather`, but only the leader gets the result. The other ranks get None."""
         ...
 
 
@@ -147,7 +148,8 @@ class RowwiseLinear(nn.Module):
     """A linear layer. Each rank has some columns of the weight. The ranks sum their products."""
 
     def __init__(self, local: nn.Linear, ranks: Ranks, cut: slice | None) -> None:
-        """`cut` selects this rank's columns of the input. None if the input has only these."""
+        """`cut` selects this rank's columns of the input. None if the input has only this rank's
+        columns."""
         super().__init__()
         self.local, self.bias = local, local.bias
         local.bias = None  # type: ignore[assignment]
@@ -180,7 +182,7 @@ class VocabularyEmbedding(nn.Module):
     def __init__(self, embedding: nn.Embedding, share: Share, ranks: Ranks) -> None:
         super().__init__()
         self._share, self._ranks = share, ranks
-        # The instance is kept, because its class may do more than a look-up: Gemma's scales rows.
+        # Keeps the instance, because its class may do more than a look-up. Gemma's scales the rows.
         embedding.num_embeddings, embedding.padding_idx = share.size, None
         self.local = embedding
 
@@ -193,8 +195,8 @@ class VocabularyEmbedding(nn.Module):
 
 
 class VocabularyHead(nn.Module):
-    """An LM head. Each rank has some rows of the weight. The leader gets the logits. The others get
-    an empty tensor [..., 0]."""
+    """An LM head. Each rank has some rows of the weight. The leader gets the logits. The other
+    ranks get an empty tensor [..., 0]."""
 
     def __init__(self, local: nn.Linear, vocab_size: int, ranks: Ranks) -> None:
         super().__init__()
@@ -220,8 +222,8 @@ def of_leader(ranks: Ranks, tensor: Tensor) -> Tensor:
 
 
 def _cut_to_share(module: Any, plan: Mapping[str, str], ranks: Ranks) -> dict[str, Share]:
-    """Replaces each parameter that is divided among ranks by one of this rank's size, on the meta
-    device. Returns this rank's shares by the names of the parameters."""
+    """Replaces each parameter that is divided among ranks by a parameter on the meta device that
+    has the size of this rank's share. Returns the shares by the names of the parameters."""
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     check(isinstance(embedding, nn.Embedding), "the model's embedding is no nn.Embedding")
     check(isinstance(head, nn.Linear), "the model's head is no linear layer")

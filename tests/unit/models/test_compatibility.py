@@ -35,7 +35,7 @@ EXPERTS = {"num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 16, "nu
             "Llama4Text",
             {**SMALL, **EXPERTS, "intermediate_size_mlp": 16, "attention_chunk_size": 8,
              "layer_types": ["chunked_attention"]},
-            "no sliding window",
+            "neither causal nor a sliding window",
         ),
     ],
 )  # fmt: skip
