@@ -115,7 +115,7 @@ class PagedEngine(PagedSequences):
         """Maps numbers of layers, in the order of `DraftHead.layer_ids`, to the inputs of these
         layers, which the draft layer reads. With fused kernels only the numbers are used."""
         self.rows_are_equal = False
-        """Whether a row's logits are bit-equal with any other rows in its step."""
+        """Whether all bits of a row's logits are independent of the other rows of its step."""
         self._draft_shapes: list[LayerShape] = []
         self._selects_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
         try:

@@ -78,10 +78,10 @@ of one session."""
 CONTEXTS_SHARE = 0.3
 """After this share of the time limit, the measurement of contexts adds no more sessions."""
 TRIES = 3
-"""Each measurement is repeated up to this many times. The shortest time is used, because other
-processes can only make steps slower."""
+"""Each measurement runs up to this many times. The shortest time is used, because other processes
+can only make steps slower."""
 TRIES_SHARE = 0.05
-"""After this share of the time limit, a measurement is not repeated again."""
+"""After this share of the time limit, a measurement is no longer repeated."""
 MANY_ROWS = 64
 _TOKEN_ID = 0
 

@@ -137,8 +137,8 @@ class VllmEngine(PagedSequences):
         self._deterministic = deterministic
         name, compiles = options.get("name", str(path)), not (enforce_eager or deterministic)
         captures = compiles and self._device.type == "cuda"
-        # A step of a draft has drafted tokens beside the batched ones. A step of a trial has up to
-        # `BATCHED_TOKENS_DEFAULT` tokens.
+        # Besides batched tokens, a step on a draft replica has drafted tokens. A step of a trial
+        # has up to `BATCHED_TOKENS_DEFAULT` tokens.
         drafted = max_num_seqs * (NUM_DRAFT_TOKENS_MAX + 2)
         most = max(max_num_batched_tokens + drafted, BATCHED_TOKENS_DEFAULT)
         with refusing(f"model {name}:"):
@@ -299,7 +299,8 @@ class VllmEngine(PagedSequences):
         theirs = [parameter for parameter in self._model.parameters() if parameter.dim() == 2]
         for own in () if draft_layer is None else draft_layer.module.parameters():
             own.data = own.data.to(self._config.model_config.dtype)
-            rows = [one[: len(own)] for one in theirs if one.dtype == own.dtype]  # Some are padded.
+            # Some weights of the model are padded to more rows.
+            rows = [one[: len(own)] for one in theirs if one.dtype == own.dtype]
             own.data = next((one for one in rows if torch.equal(one, own)), own.data)
 
     def _use_draft_layer(

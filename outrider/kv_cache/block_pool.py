@@ -141,7 +141,7 @@ class BlockPool:
         Evicts remembered pages as needed. If there is still no room, raises `OutOfPages` and
         changes nothing. If `whole` is False, the new slots are shallow (see `prefix_cache.py`).
         Other slots cannot follow shallow slots. So before a call with `whole`, call `keep` to drop
-        the shallow slots. Otherwise raises `InvariantError`."""
+        the shallow slots. If a sequence still has shallow slots, raises `InvariantError`."""
         for step in steps if whole else ():
             sequence = self._sequences.get(step.sequence_id)
             is_whole = sequence is None or not sequence.num_shallow

@@ -59,10 +59,9 @@ def memory_budget(
     num_others: int = 0,
 ) -> int:
     """The number of bytes for keys and values. Call this after the model is loaded. On a GPU, the
-    process may use `gpu_memory_utilization` times `num_gpus` (None = 1) of the GPU's memory. Of
-    this, the memory that the process does not use yet is for keys and values, but at most the GPU's
-    free memory. `num_others` bytes of that are reserved for other uses. On a CPU, the result is
-    fixed."""
+    process may use `gpu_memory_utilization` times `num_gpus` (None = 1) of the GPU's memory. The
+    result is the part of this memory that the process does not use yet, but at most the GPU's free
+    memory, less `num_others` bytes for other uses. On a CPU, the result is fixed."""
     if device.type != "cuda":
         return KV_CACHE_BYTES_DEFAULT
     # Some weights were copied after loading. PyTorch still reserves the memory of the originals,

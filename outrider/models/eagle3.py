@@ -2,7 +2,7 @@
 
     g_i    = fc [t_a, t_b, ..]           t_a is the input of the target's layer a at position i
     pair j = (g_{j-1}, token j), from 1; its rotary position is j - 1
-    x_j    = [norm(embedding of token j), norm(g_{j-1})];  q, k and v are linear in it
+    x_j    = [norm(embedding of token j), norm(g_{j-1})];  q, k and v are linear in x
     y_j    = r_j + O attention(q_j, keys and values of the pairs 1 .. j)
     h_j    = y_j + MLP(norm(y_j))
     logits of the token after token j = lm_head(norm(h_j))

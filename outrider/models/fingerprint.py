@@ -34,7 +34,7 @@ _VOLATILE_CONFIG_KEYS = frozenset(
 
 
 def numerics_fingerprint(device: torch.device, *details: object) -> str:
-    """A fingerprint of everything except the weights on which seeded output depends. It covers the
+    """A fingerprint of everything on which seeded output depends, except the weights. It covers the
     versions of torch, transformers and outrider, the machine, and `details`. The machine is the
     name of the GPU, or the instructions and caches of the CPU."""
     import torch

@@ -254,7 +254,7 @@ def check_same_tokenizer(target: str, draft: str, *, trust_remote_code: bool = F
 
 def use_device(**options: Unpack[LoadOptions]) -> torch.device:
     """Returns the model's device, and sets torch's number of threads. If the device is a CUDA
-    device, makes it the calling thread's current one. Raises `SettingError`."""
+    device, makes it the calling thread's current device. Raises `SettingError`."""
     where = resolve_device(options.get("device", "auto"))
     if where.type == "cuda":
         torch.cuda.set_device(where)

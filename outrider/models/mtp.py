@@ -117,8 +117,8 @@ class MtpHead(DraftHead):
         self._is_normed, self.carries_normed = way
 
     def fuse(self, hidden: Tensor) -> Tensor:
-        """The feature g [.., D] of the target's hidden states [.., D] before its last norm. If
-        `norm` was None, `hidden` is the output of that norm."""
+        """The feature g [.., D] of the target's hidden states [.., D]. They are the input of the
+        target's last norm, or its output if the head was made without that norm."""
         if self.target_norm is None or not self._is_normed:
             return hidden
         normed: Tensor = self.target_norm(hidden)
@@ -242,7 +242,8 @@ def load_mtp(
 def _dequantized(
     tensors: dict[str, Tensor], stated: Mapping[str, Any], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """The tensors. Float8 weights are multiplied by their scales and converted to `dtype`."""
+    """Returns the tensors without scales. Multiplies float8 weights by their scales, and converts
+    these weights to `dtype`."""
     quantization = stated.get("quantization_config") or {}
     rows, columns = quantization.get("weight_block_size") or _BLOCK
     found = {}
@@ -263,8 +264,8 @@ def _dequantized(
 
 
 def _own_or_shared(own: Tensor | None, shared: Tensor, name: str) -> Tensor:
-    """`own`, the layer's weight, if there is one that differs from the target's. Otherwise
-    `shared`, the target's weight, so that only one copy is in memory."""
+    """Returns `own`, the layer's weight. If `own` is None or equals `shared`, the target's weight,
+    returns `shared`, so that only one copy is in memory."""
     if own is None:
         return shared
     if own.shape != shared.shape:

@@ -173,8 +173,8 @@ def converted(gguf: Path, cache: Path) -> Path:
 
 
 def cached_path(gguf: Path, cache: Path, suffix: str = "") -> Path:
-    """The path in the cache for a result that is made from a GGUF file. It contains the file's
-    fingerprint, so a changed file is converted again."""
+    """The path in the cache for a result that is made from a GGUF file. The path contains the
+    file's fingerprint, so a changed file is converted again."""
     fingerprint = file_fingerprint(gguf)[:16]
     return cache / "models" / f"{gguf.stem}-{fingerprint}-bf16-v{CONVERSION_VERSION}{suffix}"
 

@@ -244,7 +244,7 @@ def find_backend(device: torch.device, dtype: torch.dtype) -> DeviceBackend | No
     """The kernels for a model of this dtype on the device; None if there are none."""
     if device.type != "cuda" or dtype not in KERNEL_DTYPES:
         return None
-    if importlib.util.find_spec("triton") is None:  # the kernel's compiler
+    if importlib.util.find_spec("triton") is None:
         _log.warning("triton is not installed, so attention uses slower kernels of torch")
         return None
     properties = torch.cuda.get_device_properties(device)

@@ -25,8 +25,8 @@ _TOKEN_BYTES = 32
 _HELLO = struct.Struct(f"{_TOKEN_BYTES}sq")
 """What a rank sends first on a connection: the secret token and the rank's number."""
 _HELLO_TIMEOUT_S = 5.0
-"""A new connection is closed if it has not named its rank after this time, or when the time limit of
-`accept` is over."""
+"""If a new connection has not named its rank after this time, or when the time limit of `accept` is
+over, it is closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +128,7 @@ def _seconds_until(end: float) -> float:
 
 
 def _greet(connection: socket.socket, token: bytes, end: float) -> int | None:
-    """The rank that a new connection names. None if it does not send the right token until
-    `end`."""
+    """The rank that a new connection names. None if the right token has not come by `end`."""
     try:
         hello = read_exactly(connection, _HELLO.size, end)
     except TimeoutError:

@@ -212,7 +212,7 @@ class VocabularyHead(nn.Module):
 
 
 def least(ranks: Ranks, number: int, device: torch.device) -> int:
-    """The least of the numbers that the ranks pass. They exchange the numbers on `device`."""
+    """The least of the numbers that the ranks pass. The ranks exchange the numbers on `device`."""
     return int(ranks.all_gather(torch.tensor([number], device=device)).min())
 
 
