@@ -166,8 +166,7 @@ class VllmEngine(PagedSequences):
             torch.zeros(most, dtype=torch.int64, device=self._device) for _ in range(2)
         )
         self._sizes: list[int] = []
-        """The numbers of tokens for which a step is captured, ascending. A step with another number
-        is padded to the next larger one. Steps beyond the largest are not padded."""
+        """The numbers of tokens for which steps are captured, ascending (see `_padded`)."""
         self._skips_compiled = False
         with refusing(f"model {name}:"):
             if draft_check is not None:
@@ -477,6 +476,8 @@ class VllmEngine(PagedSequences):
         return hidden.index_select(0, wanted_), tapped
 
     def _padded(self, num_tokens: int) -> int:
+        """The least number of tokens of a captured step that is at least `num_tokens`. If there is
+        no such step, `num_tokens`."""
         place = bisect_left(self._sizes, num_tokens)
         return num_tokens if place == len(self._sizes) else self._sizes[place]
 
