@@ -77,8 +77,8 @@ class WrittenCorpus:
     def documents(self) -> list[Document]:
         """The written conversations. If a number of tokens is wanted, only as many of the first
         conversations as it needs. A hash of the prompt decides whether a conversation is held out,
-        because answers to the same prompt are alike. If the target wrote no part of the prompt, the
-        hash includes the beginning of the answer."""
+        because answers to the same prompt are alike. Texts that the target wrote without a user's
+        turn share their prompt, so their hash includes the beginning of the answer."""
         records = list(self._records.values())
         if self._tokens is not None:
             missing, records = self._tokens, []
@@ -91,7 +91,8 @@ class WrittenCorpus:
             is_given = record["index"] < len(self._prompts)
             first = max(1, len(prompt if is_given else self.template.before))
             token_ids = np.array([*prompt, *answer], dtype=np.int32)
-            held = is_kept_back(prompt if len(prompt) > first else token_ids[: first + _BEGINNING])
+            has_own_prompt = is_given or len(prompt) > first
+            held = is_kept_back(prompt if has_own_prompt else token_ids[: first + _BEGINNING])
             found.append(Document(token_ids, first, len(prompt), record["temperature"], held))
         return found
 

@@ -78,17 +78,20 @@ def test_prompts_are_answered_first(tmp_path: Path) -> None:
 
 
 def test_answers_to_one_prompt_are_held_out_together(tmp_path: Path) -> None:
-    """One prompt in 32 is held out (of 200 or so, 6 expected). What begins any text says nothing:
-    then the beginning of the answer decides."""
+    """One prompt in 32 is held out (of 200 or so, 6 expected), whether it was given or written.
+    What begins any text says nothing: then the beginning of the answer decides."""
+    prompts = [(0, 1, index % 200, 2, 3, 4) for index in range(400)]
     (tmp_path / "conversations.jsonl").write_text(
         "".join(
-            json.dumps({"index": index, "prompt": [0, 1, index % 200, 2, 3, 4], "temperature": 1.0,
+            json.dumps({"index": index, "prompt": prompts[index], "temperature": 1.0,
                         "answer": [index] * 3}) + "\n"
             for index in range(400)
         )
     )  # fmt: skip
-    for template, are_equal in ((TEMPLATE, True), (Template((0,) * 6, ()), False)):
-        held = [one.is_held_out for one in corpus(tmp_path, template=template).documents()]
+    for changes, are_equal in (
+        ({}, True), ({"prompts": prompts}, True), ({"template": Template((0,) * 6, ())}, False)
+    ):  # fmt: skip
+        held = [one.is_held_out for one in corpus(tmp_path, **changes).documents()]
         assert (held[:200] == held[200:]) is are_equal
         assert 1 <= sum(held[:200]) <= 14
 
