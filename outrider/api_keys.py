@@ -42,8 +42,7 @@ class Caller:
     requests_per_minute: int = 0
     """0 = unlimited."""
     concurrency: int = 0
-    """Largest number of generations at a time; 0 = unlimited. One request may have several
-    generations."""
+    """Largest number of generations at a time; 0 = unlimited. One request may have several."""
     admin: bool = False
     """Whether the caller may read and cancel sessions of all tenants."""
 
@@ -155,7 +154,7 @@ def check_key_name(name: str) -> str:
 def given_keys(text: str) -> tuple[KeyEntry, ...]:
     """Parses the setting `api_key`: keys or hashes, separated by commas. These keys have no limits.
     Each key has its own tenant, so its caller cannot see sessions of other keys. Raises
-    `ConfigError`, which has the number of the wrong key but not the key's text."""
+    `ConfigError`. This error has the number of the wrong key, but not the key's text."""
     entries = []
     for number, word in enumerate(text.split(",") if text else (), start=1):
         word = word.strip()
@@ -171,7 +170,7 @@ def given_keys(text: str) -> tuple[KeyEntry, ...]:
             )
         else:
             found = KeyHash.of(word)
-        # The name is a hash of the hash, because names are shown and must not reveal the hash.
+        # Names are shown and must not reveal the key's hash, so the name is a hash of this hash.
         name = "key-" + hashlib.sha256(b"name of a key" + found.digest).hexdigest()[:12]
         entries.append(KeyEntry(found, Caller(name, name)))
     return tuple(entries)
@@ -183,7 +182,7 @@ def hashed_keys(text: str) -> str:
 
 
 def read_entries(text: str) -> list[KeyEntry]:
-    """Parses the text of a key file. Raises `ConfigError`, which names the line and quotes no
+    """Parses the text of a key file. Raises `ConfigError`. This error names the line, but quotes no
     hash."""
     entries = []
     for number, line in enumerate(text.splitlines(), start=1):

@@ -3,8 +3,8 @@
 Simulated code reads the time only from `asyncio.get_running_loop().time()` and waits only with
 asyncio, so the same code runs on the real clock. When every task waits, the virtual clock jumps to
 the next timer. The loop never waits for sockets. `run_in_executor` calls its function on the loop's
-thread, in no virtual time. On another thread, the function's real duration would change the order
-of events."""
+thread, and the virtual clock does not advance. On another thread, the function's real duration
+would change the order of events."""
 
 import asyncio
 import selectors
@@ -33,8 +33,8 @@ class _VirtualSelector(selectors.DefaultSelector):
         return ready
 
     def wait(self, timeout: float | None) -> None:
-        """Advances the clock. Raises `InvariantError` without a `timeout`, because all tasks would
-        wait forever."""
+        """Advances the clock by `timeout`. If `timeout` is None, raises `InvariantError`, because
+        all tasks would wait forever."""
         if timeout is None:
             raise InvariantError("every task waits, and no timer is set: the program hangs")
         self.now += max(timeout, 0.0)
@@ -66,7 +66,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtually(main: Coroutine[Any, Any, T]) -> T:
-    """Runs `main` on a virtual clock, as `asyncio.run` does on the real one."""
+    """Runs `main` like `asyncio.run`, but on a virtual clock."""
     with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
         return runner.run(main)
 

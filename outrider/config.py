@@ -48,7 +48,7 @@ PATHS = (
     "internal_tls_dir", "api_key_file", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs",
     "redis_password_file", "redis_ca_file",
 )  # fmt: skip
-"""Settings that are paths of files or directories. Replicas read these."""
+"""Settings that are paths of files or directories which replicas read."""
 
 Port = Annotated[int, between(0, PORT_MAX)]
 Cpus = Annotated[float, between(0, THREADS_MAX)]
@@ -81,13 +81,12 @@ class ServerConfig:
     internal_tls_dir: str = ""
     """Directory of the certificates that `outrider certs` made. Every machine needs a copy at the
     same path. Coordinators, targets and drafts authenticate each other by these certificates. Empty
-    = plain text without authentication between these services."""
+    = these services use plain text and no authentication among themselves."""
     telemetry: str = ""
     """Where to send traces and metrics: `otlp=http://HOST:PORT`, `prometheus=PORT`, or both with a
-    comma between them. The coordinator serves its metrics on PORT, the target on PORT + 1, the
-    draft on PORT + 2. Each further replica of a role on the same machine uses a port that is 3
-    higher. Empty = nowhere. A coordinator with HTTP always serves its own metrics by `GET
-    /metrics`."""
+    comma between them; empty = nowhere. The coordinator serves its metrics on PORT, the target on
+    PORT + 1, the draft on PORT + 2. Each further replica of a role on the same machine uses a port
+    that is 3 higher. A coordinator with HTTP always serves its own metrics by `GET /metrics`."""
 
     log_level: Literal["debug", "info", "warning"] = "info"
     """Log level; `debug` adds a line for each session that ends or moves."""
@@ -95,7 +94,8 @@ class ServerConfig:
     role: ClassVar[Role]
     """The role of the service that is configured."""
     membership: Internal[Membership | None] = None
-    """The registry in which the replica announces itself; None = it does not announce itself."""
+    """The registry in which the replica announces itself; None = the replica announces itself
+    nowhere."""
 
     @property
     def slot(self) -> int:
@@ -115,8 +115,8 @@ class ServerConfig:
 
     @property
     def metrics_host(self) -> str:
-        """Address on which metrics are served to Prometheus. It is loopback unless `insecure` is
-        set, because metrics are served without authentication."""
+        """Address on which metrics are served to Prometheus. Without `insecure`, this is a loopback
+        address, because metrics are served without authentication."""
         return self.host if self.insecure or is_loopback(self.host) else LOOPBACK
 
     def __post_init__(self) -> None:
@@ -174,7 +174,7 @@ class ModelServerConfig(ServerConfig):
     """Largest number of sessions in one step of a target or of a draft."""
     gpu_memory_utilization: Annotated[float, between(0.01, 1)] = 0.9
     """Fraction of GPU memory that a replica uses for weights, keys and values. If replicas share a
-    GPU, it is a fraction of the replica's share."""
+    GPU, this is a fraction of the replica's share of the memory."""
     max_num_batched_tokens: Annotated[int, between(limits.BATCHED_TOKENS_MIN, 2**20)] = (
         limits.BATCHED_TOKENS_DEFAULT
     )
@@ -200,11 +200,11 @@ class ModelServerConfig(ServerConfig):
     `gpu_memory_utilization` allows, less the weights. A replica allocates no more than
     `max_num_seqs` sequences of full length need."""
     port: Port = 0
-    """The replica's gRPC port; 0 = any free port. Set it if a firewall between machines allows only
-    some ports."""
+    """The replica's gRPC port; 0 = any free port. Set a port if a firewall between machines allows
+    only some ports."""
     num_cpus: Cpus = 0.5
-    """CPUs that Ray reserves for a replica. They limit the number of replicas that Ray places on a
-    machine."""
+    """CPUs that Ray reserves for a replica. This limits how many replicas Ray places on a machine,
+    not how many cores they use."""
     num_gpus: Annotated[float | None, between(0, THREADS_MAX)] = None
     """Number of GPUs, or a fraction of a GPU, that Ray reserves for a replica. If unset, Ray
     reserves an equal share of the cluster's GPUs, at most one GPU, for each rank of a model."""
@@ -217,7 +217,8 @@ class ModelServerConfig(ServerConfig):
     """Directory of the model's files, set when the model's name is resolved; empty without a
     model."""
     tokenizer_directory: Internal[str] = ""
-    """Directory of the target's tokenizer; empty without one. Constraints need the tokenizer."""
+    """Directory of the target's tokenizer; empty without a tokenizer. Constraints need the
+    tokenizer."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -234,7 +235,7 @@ class ModelServerConfig(ServerConfig):
 
     @property
     def model_engine(self) -> str:
-        """The engine of this replica's model: one of `ENGINES`, or an emulated one."""
+        """The engine of this replica's model: one of `ENGINES`, or an emulated engine."""
         return self.engine
 
     @property
@@ -282,8 +283,8 @@ class DraftConfig(ModelServerConfig):
     """Engine that runs the draft's model; empty = the value of `engine`."""
     num_cpus: Cpus = 0.25
     eagle3_on: Literal["target", "draft"] = "target"
-    """Where an EAGLE-3 head runs: on the target, or on draft replicas. If the head runs on draft
-    replicas, the target sends them a row of hidden states for each token."""
+    """Where an EAGLE-3 head runs: on the target, or on draft replicas. In the second case, the
+    target sends a row of hidden states for each token to the draft."""
     ngram_min: NgramMin = 1
     ngram_max: NgramMax = 16
     suffix_depth: Annotated[int, between(2, 64)] = 16
@@ -308,7 +309,7 @@ class DraftConfig(ModelServerConfig):
     target: Internal[str] = ""
     """If the drafter was made for a particular target, the name of this target; otherwise empty."""
     target_directory: Internal[str] = ""
-    """Directory of the files of `target`; empty without one."""
+    """Directory of the files of `target`; empty without a `target`."""
 
     @property
     def model_engine(self) -> str:
@@ -355,8 +356,8 @@ class CoordinatorConfig(ServerConfig):
     may be given several times. Prefer the environment variable, because other users of the machine
     can see flags."""
     api_key_file: str = ""
-    """File of API keys, tenants and limits, as `outrider keys new` writes it. A changed file is
-    read again."""
+    """File of API keys, tenants and limits, written by `outrider keys new`. A changed file is read
+    again."""
     ssl_certfile: str = ""
     """Certificate of the coordinators, in PEM, followed by intermediate certificates. If set,
     callers must use TLS. A changed file is read again."""
@@ -415,13 +416,13 @@ class CoordinatorConfig(ServerConfig):
     )
     """Largest number of sessions at a time. Further requests are refused."""
     deadline_ms: Annotated[int, between(1, limits.DEADLINE_MS_MAX)] = limits.DEADLINE_MS_DEFAULT
-    """Deadline of requests that do not set one, ms."""
+    """Deadline of requests that set no deadline, ms."""
     resume_grace_ms: Annotated[int, between(0, WAIT_MS_MAX)] = 10_000
     """Time in which a client may resume a session whose stream broke, ms. During this time nothing
     is decoded. Afterwards the session is cancelled."""
     draft_timeout_ms: WaitMs = 1_000
     """Time limit for drafting in a round, ms. At the limit, the draft returns the tokens that it
-    has drawn. Length control sets a shorter limit if drafting for longer would not pay."""
+    has drawn so far. If drafting for so long would not pay, length control sets a shorter limit."""
     target_gone_ms: WaitMs = 60_000
     """A request fails if its target cannot be reached for this time, ms."""
     ngram_min: NgramMin = 1
@@ -432,7 +433,7 @@ class CoordinatorConfig(ServerConfig):
     num_cpus: Annotated[Cpus, Field(alias="coordinator_num_cpus")] = 0.25
     """CPUs that Ray reserves for a coordinator."""
     audit_share: Annotated[float, between(0, 1)] = 0.001
-    """Fraction of the sessions that are audited at their end; 0 = none. In an audit the target
+    """Fraction of the sessions that are audited at their end; 0 = no audits. In an audit the target
     scores the session's tokens again, and metrics compare these tokens with the target's
     distribution. One session is audited at a time. Without `telemetry` there are no audits."""
     trace_every_rounds: Annotated[int, between(0, 2**20)] = 64
@@ -451,9 +452,9 @@ class CoordinatorConfig(ServerConfig):
     """Whether drafting slows the target down because draft and target share cores or a device."""
     shares_ports: Internal[bool] = False
     """Whether a replacement of this coordinator may listen on the same ports while this coordinator
-    still does."""
+    still listens on them."""
     takes_over_ports: Internal[bool] = False
-    """Whether the coordinator that this one replaces may still listen on the same ports. If false,
+    """Whether this coordinator replaces another that may still listen on the same ports. If False,
     a port in use is an error."""
     target_address: Internal[str] = ""
     """HOST:PORT of a target that does not announce itself in the registry; empty = none."""
@@ -561,12 +562,12 @@ class DeploymentConfig:
     coordinator: Internal[CoordinatorConfig] = CoordinatorConfig()
     autoscale: Internal[AutoscaleConfig] = AutoscaleConfig()
     num_targets: Annotated[int, between(1, limits.REPLICAS_MAX)] = 1
-    """Number of target replicas at the start. `outrider scale` changes it."""
+    """Number of target replicas at the start. `outrider scale` changes the number later."""
     num_drafts: Annotated[int, between(0, limits.REPLICAS_MAX)] = 1
-    """Number of draft replicas at the start. There are none if the target drafts for itself or a
-    look-up drafts alone."""
+    """Number of draft replicas at the start. If the target drafts for itself, or a look-up drafts
+    alone, there are no draft replicas."""
     num_coordinators: Annotated[int, between(1, limits.REPLICAS_MAX)] = 1
-    """Number of coordinators at the start. On one machine, each further coordinator uses ports that
+    """Number of coordinators at the start. On one machine, the ports of each further coordinator
     are 1 higher."""
     target_resources: str = ""
     """Ray resources that each rank of a target needs in addition to CPUs and GPUs, as NAME=AMOUNT,
@@ -599,7 +600,7 @@ class DeploymentConfig:
         on_vllm = self.target.engine == VLLM
         look_ahead, siblings = self.coordinator.look_ahead, self.coordinator.draft_siblings
         apart = self.draft.eagle3_on == "draft" and drafter.kind == EAGLE3
-        # Other heads run on the leading rank.
+        # Heads of other kinds run on the leading rank.
         on_one_rank = apart or (drafter.kind == MTP and not on_vllm)
         reads = f"{self.draft.model} drafts from what its target computes"
         or_vllm = ", or --engine vllm" if drafter.kind == MTP else ""
@@ -675,8 +676,8 @@ def merge(
 ) -> dict[str, Value]:
     """The values of settings by key, from a YAML `file`, from the `environment` (`OUTRIDER_*`) and
     from `flags` (texts or values). Flags override the environment, which overrides the file. Raises
-    `ConfigError` for a bad value, even if it is overridden. The error names where the value was
-    set."""
+    `ConfigError` for a bad value, even if another value overrides it. The error names where the bad
+    value was set."""
     given = translated_layers(flags, environment, file)
     values = {found.key: found.parse(raw, source) for found, raw, source in given}
     if rates := values.pop(SPECULATIVE_CONFIG, None):
@@ -695,9 +696,9 @@ def merge(
 def translated_layers(
     flags: Mapping[str, object], environment: Mapping[str, str], file: Path | None = None
 ) -> list[tuple[Setting, object, str]]:
-    """Returns what `layers` does, with each `speculative_config` replaced by the settings that it
-    stands for. If several layers have a `speculative_config`, only the last one counts. Raises
-    `ConfigError` if a layer has a `speculative_config` and also a setting that it stands for."""
+    """Returns the result of `layers`, but with each `speculative_config` replaced by the settings
+    that it stands for. If several layers have a `speculative_config`, only the last one counts.
+    Raises `ConfigError` if a layer also has a setting that its `speculative_config` stands for."""
     settings = deployment_settings()
     found: list[tuple[Setting, object, str]] = []
     translated: list[tuple[Setting, object, str]] = []

@@ -18,7 +18,8 @@ class DecayedSums:
         from call to call."""
         if now - self._at > self._seconds:
             self._fade(now)
-        # The sums are as of the time `_at`. Scaling new amounts is faster than decaying all sums.
+        # The sums have decayed up to the time `_at`. Instead of decaying all sums up to `now`, this
+        # scales the new amounts, which is faster.
         weight = math.exp((now - self._at) / self._seconds)
         for name, amount in amounts.items():
             if amount:
@@ -36,7 +37,7 @@ class DecayedSums:
 
     def rate(self, now: float, name: str) -> float:
         """The amount of `name` per second: its sum, divided by the time since the start. This time
-        decays as the sum does."""
+        is decayed in the same way as the sum."""
         self._fade(now)
         lasted = self._seconds * -math.expm1(-(now - self._since) / self._seconds)
         return self._sums.get(name, 0.0) / lasted if lasted > _NOTHING else 0.0

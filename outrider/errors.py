@@ -88,7 +88,7 @@ class DataLoss(OutriderError, grpc_code=15, http_status=500):
 
 
 class OtherTokens(DataLoss):
-    """A client resumes a session with tokens that differ from the stored ones."""
+    """A client resumes a session with tokens that differ from the stored tokens."""
 
 
 class _Retryable(OutriderError):
@@ -120,8 +120,8 @@ class EngineLost(Unavailable):
 
 
 class LinkLost(Unavailable):
-    """The stream to a replica broke. Requests on the stream may or may not have been carried
-    out."""
+    """The stream to a replica broke. The replica may or may not have handled requests on this
+    stream."""
 
 
 class StoreUnavailable(Unavailable):
@@ -146,7 +146,7 @@ class SettingError(ConfigError):
         self.reason = reason
 
     def __reduce__(self) -> tuple[type[Self], tuple[str, str]]:
-        # Lets `pickle` restore the error: an actor's start-up sends it to another process.
+        # Lets `pickle` restore the error, because Ray sends an actor's errors to other processes.
         return type(self), (self.key, self.reason)
 
 
@@ -166,7 +166,7 @@ def check(condition: bool, message: str) -> None:
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """The hint `; did you mean X?`, for the end of an error about an unknown word. Empty if no
-    `known` word is similar. `cutoff` is that of `difflib.get_close_matches`. Ignores case."""
+    `known` word is similar. Ignores case. `difflib.get_close_matches` explains `cutoff`."""
     by_lower = {one.lower(): one for one in known}
     near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
     return f"; did you mean {by_lower[near[0]]}?" if near else ""

@@ -42,7 +42,7 @@ def read_file(path: Path) -> bytes:
 
 
 def write_whole(path: Path, text: str, mode: int | None = None) -> None:
-    """Writes a file atomically. Without a `mode`, an existing file keeps its mode, and a new file
+    """Writes a file atomically. If `mode` is None, an existing file keeps its mode, and a new file
     can be read only by its owner."""
     if mode is None:
         mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
@@ -79,10 +79,10 @@ class FileWatch(Generic[Found]):
         self._trouble = ""
 
     def current(self) -> Found:
-        """The last result of `read`. Reads again if a file has changed and no file is missing. A
-        missing file is probably being replaced. If `read` fails, logs the error once, keeps the
-        earlier result, and reads again at the next check, because a file may become readable
-        without a change."""
+        """The last result of `read`. Reads again if a file has changed. While a file is missing,
+        does not read, because the file is probably being replaced. If `read` fails, logs the error
+        once, keeps the earlier result, and reads again at the next check, because a file may become
+        readable without a change."""
         now = self._clock()
         if now - self._looked_at < KEY_FILE_LOOK_MS / 1e3:
             return self._found

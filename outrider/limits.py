@@ -4,7 +4,7 @@ NUM_DRAFT_TOKENS_MAX = 16  # of a chain, or of a path of a tree
 TREE_TOKENS_MAX = 32  # draft tokens of a tree
 SIBLINGS_MAX = 8  # alternative candidates beside a draft token
 TEMPERATURE_MAX = 2.0
-GREEDY_TEMPERATURE = 1e-5  # a request with a lower temperature is greedy: one-hot q, no noise
+GREEDY_TEMPERATURE = 1e-5  # a request with a lower temperature is greedy
 PENALTY_MAX = 2.0
 REPETITION_PENALTY_MAX = 10.0
 SEED_BITS = 64
@@ -21,7 +21,7 @@ DEADLINE_MS_MAX = 3_600_000
 CHAT_MESSAGES_MAX = 4096
 ROLE_CHARS_MAX = 64
 DRAFT_DEADLINE_MS_MAX = 600_000  # largest time limit for drafting in a round
-SILENT_DRAFT_S = 5.0  # a draft that is silent this long after a time limit counts as lost
+SILENT_DRAFT_S = 5.0  # a draft that sends nothing for this time after a time limit counts as lost
 UNTIMED_DRAFT_S = 20  # assumed time limit for drafting in a round that has none
 
 CONSTRAINT_BYTES_MAX = 64 * 2**10  # of a JSON schema, or of all choices together
@@ -29,8 +29,8 @@ SCHEMA_DEPTH_MAX = 32
 REGEX_BYTES_MAX = 16 * 2**10
 CHOICES_MAX = 1024
 ALTERNATIVES_MAX = 256
-"""Lists or objects among the alternatives of a JSON schema. With n of them, the time for a mask may
-grow as n^3."""
+"""Number of lists and objects among the alternatives of a JSON schema. The time for a mask may grow
+with the cube of this number."""
 LIST_ALTERNATIVE = 4
 """Weight of an alternative that may be a list. Lists are slower than other alternatives."""
 COMPILE_S_MAX = 2.0  # constraints that take longer to compile are refused
@@ -41,10 +41,10 @@ COMPILE_BYTES_MAX = 2**30  # memory for compiling a constraint, in addition to t
 COMPILE_THREADS = 2  # constraints that are compiled at the same time in one process
 COMPILE_WAIT_S_MAX = 20  # how long a request waits for its constraint
 COMPILATIONS_MAX = 256  # constraints of a process that wait to be compiled
-COMPILATIONS_PER_TENANT_MAX = 64  # the same for one tenant; tenants take turns
+COMPILATIONS_PER_TENANT_MAX = 64  # constraints of a tenant that wait; tenants take turns
 CHECKED_CONSTRAINTS_MAX = 4096  # checked constraints that a coordinator remembers
 GRAMMARS_MAX = 64  # unused compiled constraints that are kept; the least recently used goes first
-LEXER_STATES_MAX = 2**15  # 1 to 2 KB each; a constraint that reaches this is compiled again
+LEXER_STATES_MAX = 2**15  # 1 to 2 KB each; at the limit, the constraint is compiled again
 MATCHERS_MAX = 1024  # sessions with a matcher state in a replica
 
 GRPC_MESSAGE_BYTES_MAX = 8 * 2**20
@@ -54,7 +54,7 @@ GRPC_PENDING_S_MAX = 60  # gRPC drops a call that has not begun after this time
 GRPC_HANDSHAKE_MS = 10_000  # for TLS and the first HTTP/2 frame of a connection
 GRPC_IDLE_MS = 300_000  # after which a connection without calls is closed
 GRPC_AGE_MS = 300_000  # after which a connection takes no new calls, so clients connect anew
-GRPC_AGE_GRACE_MS = DEADLINE_MS_MAX + 60_000  # for running calls of a connection of that age
+GRPC_AGE_GRACE_MS = DEADLINE_MS_MAX + 60_000  # then for the connection's running calls to end
 BULK_ITEM_BYTES = 32 * 2**10  # larger items travel on the bulk stream
 
 SESSIONS_PER_COORDINATOR_MAX = 4096
@@ -71,7 +71,7 @@ FEATURES_WIDTH_MAX = 2**15  # numbers in the features of a token
 HYBRID_SCORE_MIN = 0.6  # expected tokens at which a look-up replaces the model
 HYBRID_MODEL_TOKENS = 1  # draft tokens of a hybrid's model in a round
 LOOK_AHEAD_MAX = 64  # outcomes of a round that a draft may predict
-LOOK_AHEAD_DEFAULT = 16  # default for these if drafting does not slow down the target
+LOOK_AHEAD_DEFAULT = 16  # such outcomes by default if drafting does not slow down the target
 LOOK_AHEAD_BYTES_MAX = 256 * 2**10  # of the proposals that a draft pushes for one round
 SUFFIX_TENANTS = 4  # tenants for whose full histories suffix decoding has room
 SUFFIX_SEEDS_MAX = 65_536  # seeds for which suffix decoding remembers the first session
@@ -97,13 +97,13 @@ DRAFT_SUPPORT_ENTRIES = 64  # entries of a draft distribution on the wire, by de
 DRAFT_SUPPORT_ENTRIES_MAX = 4096  # of a draft distribution, accepted from a peer
 RUN_AHEAD_ROUNDS_MAX = 16  # rounds that a target may decode without the coordinator's answer
 ANSWERS_HELD_MS = 40  # how long verdicts of run-ahead rounds are collected into one message
-LOOP_LAG_MS_MAX = 500  # a coordinator whose event loop is delayed by more refuses requests
+LOOP_LAG_MS_MAX = 500  # if its event loop is delayed by more, a coordinator refuses requests
 LOOP_LAG_LOOKS = 4  # checks in a row, 0.25 s apart, that must find this delay
 MAILBOX_REPLIES_MAX = 64  # replies that may wait for one session on one side
 
 HTTP_BODY_BYTES_MAX = 4 * 2**20
 HTTP_BODIES_BYTES_MAX = 64 * HTTP_BODY_BYTES_MAX  # of all bodies being read by a coordinator
-HTTP_TENANT_BODIES_BYTES_MAX = HTTP_BODIES_BYTES_MAX // 4  # the same for one tenant
+HTTP_TENANT_BODIES_BYTES_MAX = HTTP_BODIES_BYTES_MAX // 4  # of all such bodies of one tenant
 HTTP_BODY_S_MAX = 60  # for a body to arrive
 HTTP_BODY_PART_S_MAX = 10  # for each part of a body to arrive
 HTTP_VALUES_MAX = 2**19  # values and keys of a body, most of them a prompt's tokens
@@ -112,8 +112,8 @@ HTTP_FIELDS_MAX = 128  # of one object of a body, known or not
 CHAT_PARTS_MAX = 8192  # text parts of all messages of a body
 HTTP_CONNECTIONS_MAX = 2 * SESSIONS_PER_COORDINATOR_MAX
 """Connections of a coordinator, at most half of its file descriptors. At the limit, a new
-connection replaces the connection that has been idle longest. If no connection is idle, the new one
-is refused."""
+connection replaces the connection that has been idle longest. If no connection is idle, the
+coordinator refuses the new connection."""
 HTTP_HEADERS_S = 10  # for the headers of a request, TLS included
 HTTP_KEEP_ALIVE_S = 75  # how long a connection without a request is kept
 HTTP_LAST_REQUEST_S = 1  # for requests on a stopping server's open connections
@@ -135,7 +135,7 @@ SESSION_TTL_S = DEADLINE_MS_MAX // 1000 + 900
 """Time that an unfinished session is kept after its last write. It covers the largest deadline,
 `resume_grace_ms` (at most 600 s), and a reserve."""
 TAKE_OVERS_MAX = 32  # sessions that a coordinator takes over at a time
-TAKE_OVER_RETRY_MS = 100  # delay before a client retries a take-over that is not possible now
+TAKE_OVER_RETRY_MS = 100  # delay before a client retries a take-over that is not possible yet
 LEASE_WAIT_SPREAD_MS = 250  # longest random delay added to a client's next try
 FINISHED_TTL_S = 600  # time that a finished session is kept
 UNCOMMITTED_TOKENS_MAX = 256  # a session with more decided but uncommitted tokens waits for Redis

@@ -67,8 +67,8 @@ class RoundHead:
 
     @property
     def given_hashes(self) -> tuple[int, bytes]:
-        """Hashes of the sampling parameters and of the constraint. Once per session, each stream
-        carries these in full."""
+        """Hashes of the sampling parameters and of the constraint. Each stream carries parameters
+        and constraint in full once for a session."""
         return self.sampling_hash, self.constraint_hash
 
     @property
@@ -104,7 +104,7 @@ class ReplyKey:
 
 @value(frozen=True, slots=True)
 class VerifyItem:
-    """Asks a target to verify a proposal. If the proposal is empty, asks it to decode one token."""
+    """Asks a target to verify a proposal, or if the proposal is empty, to decode one token."""
 
     head: RoundHead
     proposal: SealedProposal = NOTHING_SEALED
@@ -140,13 +140,13 @@ class VerifyItem:
 
     awaits_answer: ClassVar[bool] = True
     gives_way: ClassVar[bool] = False
-    """Whether a newer item of the session may begin before this one ends. False, because the
+    """Whether a newer item of the session may begin before this item ends. False, because the
     session waits for every verdict."""
 
 
 @value(frozen=True, slots=True)
 class DraftItem:
-    """Asks a draft for up to `num_draft_tokens` tokens after the committed ones."""
+    """Asks a draft for up to `num_draft_tokens` tokens after the committed tokens."""
 
     head: RoundHead
     num_draft_tokens: int
@@ -180,8 +180,8 @@ class DraftItem:
 
     @property
     def gives_way(self) -> bool:
-        """Whether the item asks only for look-ahead. A newer item of its session may then begin
-        before this one ends."""
+        """Whether the item asks only for look-ahead. A newer item of the session may then begin
+        before this item ends."""
         return self.held is not None and self.look_ahead > 0
 
 
@@ -219,8 +219,8 @@ class VerdictReply:
     next_out_of_time: bool = False
     """Whether `next_proposal` is short because its time limit ended."""
     features: Features | None = None
-    """Features of the tokens from `features_from` on, as many as fit in a message. Tokens that this
-    verdict commits are included, except the last one, which the target has not run yet. None unless
+    """Features of the tokens from `features_from` on, as many as fit in a message. The last token
+    that this verdict commits has no features yet, because the target has not run it. None unless
     asked for."""
     audit: AuditSums | None = None
     """Result of an audit; None for other items."""
@@ -302,14 +302,13 @@ class ReplicaDescription:
     reads_features: bool = False
     """Whether a draft reads features of the target's layers."""
     features: str = ""
-    """Identifies the target's weights and the head. It must be equal in a target and a draft that
-    exchange features."""
+    """Identifies the target's weights and the head. If a target and a draft exchange features, both
+    must have the same value."""
     numerics: str = ""
     """Identifies how logits are computed. Replicas with equal `numerics` and weights compute
     bit-identical logits. Empty if a token's logits depend on the other tokens of its step."""
     draft_note: str = ""
-    """Note for operators about the drafting of a target that drafts for itself; empty if all is
-    well."""
+    """Note for operators about the drafting of a target that drafts for itself; empty = no note."""
 
     @property
     def weights(self) -> str:

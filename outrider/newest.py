@@ -8,8 +8,8 @@ Value = TypeVar("Value")
 
 
 class Newest(OrderedDict[Key, Value]):
-    """Keeps the `num_max` entries that were set last. An entry that is set again moves to the
-    end."""
+    """Keeps the `num_max` entries that were set last. If an entry is set again, it becomes the
+    newest."""
 
     def __init__(self, num_max: int) -> None:
         super().__init__()

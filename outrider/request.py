@@ -53,7 +53,8 @@ class GenerateRequest:
     """Time limit for drafting in a round. At the limit, the draft returns the tokens that it has
     drawn."""
     constraint: Constraint | None = None
-    """The whole completion must match this. The completion ends when no further token can match."""
+    """The whole completion must match this constraint. The completion ends when no further token
+    can match."""
     # Only HTTP requests set the following fields. gRPC does not carry them.
     prompt_logprobs: int | None = None
     """How many of the likeliest tokens to report at each position of the prompt; None = no
@@ -79,15 +80,16 @@ class ResumeRequest:
 
     session_id: str
     num_tokens: int = 0
-    """Number of completion tokens that the client has. They are not sent again."""
+    """Number of completion tokens that the client has. The coordinator does not send these again.
+    """
     num_characters: int | None = None
     """Number of characters (code points) of the text that the client has; None = the whole text of
     these tokens."""
     deadline_ms: int | None = None
     """The remaining time; None = the deadline of the original request."""
     tokens_digest: int | None = None
-    """Digest of the tokens that the client has, see `TokenSequence`; None = their ids are not
-    checked."""
+    """Digest of the tokens that the client has (see `TokenSequence`); None = the coordinator does
+    not check their ids."""
     cuts: tuple[int, ...] = ()
     """If set, all tokens are sent again, and an event ends after each of these numbers of tokens.
     gRPC does not carry this field."""
@@ -106,7 +108,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """Some tokens of the prompt. These events come before those with tokens of the completion."""
+    """Some tokens of the prompt. Such events come before the events with completion tokens."""
 
     token_ids: tuple[int, ...]
     """[n]"""

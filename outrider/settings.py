@@ -1,9 +1,9 @@
 """Settings: typed values with names and bounds, from four sources.
 
-A configuration is a pydantic dataclass (`checked`). Its fields are settings, unless they are
-`Internal`. A flag overrides an `OUTRIDER_*` variable, which overrides the YAML file, which
-overrides the default. Each of these layers is checked by itself, so that an error can name the
-source of a bad value."""
+A configuration is a pydantic dataclass (`checked`). Its fields are settings, except the `Internal`
+fields. A flag overrides an `OUTRIDER_*` variable, which overrides the YAML file, which overrides
+the default. Each layer is checked separately, so that an error can name the source of a bad value.
+"""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,8 +26,8 @@ T = TypeVar("T")
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(Field,))
 def checked(prefix: str = "", fields: Collection[str] = ()) -> Any:
     """Makes a class a frozen dataclass of settings, which checks their values. The key of a setting
-    is the alias of its field, or else the field's name. The given `fields` have `prefix` before
-    their name in the key."""
+    is the alias of its field. Without an alias, the key is the field's name, with `prefix` before
+    it if the field is one of `fields`."""
     names = {name: prefix + name for name in fields}
     config = ConfigDict(
         strict=True, extra="forbid", use_attribute_docstrings=True,
@@ -50,8 +50,8 @@ NOT_SETTINGS = (
     "OUTRIDER_CACHE", "OUTRIDER_STATE_DIR", "OUTRIDER_TEST_DATA", "OUTRIDER_CA_CERT",
     "OUTRIDER_CLIENT_CERT", "OUTRIDER_CLIENT_KEY",
 )  # fmt: skip
-"""Variables that begin with `OUTRIDER_` but are no settings of a deployment. They are paths of
-local files, or credentials of clients."""
+"""Variables that begin with `OUTRIDER_` but are not settings of a deployment. These variables are
+paths of local files, or credentials of clients."""
 
 _KIND_NAMES = {
     "string": "a string", "integer": "a whole number", "number": "a number",
@@ -68,7 +68,7 @@ class Setting:
     """Key of the setting in a YAML file. The names of its flag and variable are derived from it."""
     doc: str
     group: str
-    """Docstring of the setting's class. Help texts are grouped by it."""
+    """Docstring of the setting's class. The help shows settings under this heading."""
     default: Value
     secret: bool
     """Whether the value is hidden everywhere, even in errors."""
@@ -82,8 +82,8 @@ class Setting:
 
     @cached_property
     def schema(self) -> Any:
-        """JSON schema of the values other than None. If values are lists, the schema of their
-        entries."""
+        """JSON schema of the values other than None. If values are lists, returns the schema of
+        their entries."""
         found = self.adapter.json_schema()
         found = found.get("items", found)
         return found.get("anyOf", [found])[0]
@@ -126,8 +126,8 @@ class Setting:
 
     def parse(self, raw: object, source: str) -> Value:
         """Converts `raw`, which is text or a value from YAML, to the setting's value. The text of a
-        list has commas between the entries. Raises `ConfigError`, which names `source`, for a bad
-        value."""
+        list has commas between the entries. For a bad value, raises a `ConfigError` that names
+        `source`."""
         try:
             if not isinstance(raw, str):
                 return self.adapter.validate_python(raw, strict=True)
@@ -203,9 +203,9 @@ def layers(
     environment: Mapping[str, str],
     flags: Mapping[str, object],
 ) -> Iterator[tuple[Setting, object, str]]:
-    """Yields all that a YAML file, the environment and flags set, in this order. Each item is a
-    setting, its raw value, and the source to name in errors. If a setting comes several times, its
-    last value counts. Raises `ConfigError` for an unknown key."""
+    """Yields the settings that a YAML file, the environment and flags set, in this order. Each item
+    is a setting, its raw value, and the source to name in errors. If a setting comes several times,
+    its last value counts. Raises `ConfigError` for an unknown key."""
     if file is not None:
         for key, raw in _read_yaml(file).items():
             yield _known(settings, key, f"{file}: {key}"), raw, f"{file}: {key}"

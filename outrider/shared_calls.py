@@ -11,12 +11,12 @@ Result = TypeVar("Result")
 
 
 class SharedCalls(Generic[Key, Result]):
-    """Runs one call per key for all callers that wait for its result. When no caller waits any
-    more, cancels the call. A call that already runs on a thread still runs to its end. To be used
-    only on the event loop's thread."""
+    """Runs one call for each key, for all callers that wait for its result. When no caller waits
+    any more, cancels the call. A call that already runs on a thread still runs to its end. Must be
+    used on the event loop's thread only."""
 
     def __init__(self, num_threads: int = 1, name: str = "") -> None:
-        """At most `num_threads` calls of `result` run at the same time; others wait."""
+        """At most `num_threads` calls of `result` run at the same time. Further calls wait."""
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._running: dict[Key, asyncio.Future[Result]] = {}
         self._num_waiting: Counter[Key] = Counter()
@@ -29,14 +29,13 @@ class SharedCalls(Generic[Key, Result]):
         return key in self._running
 
     async def result(self, key: Key, call: Callable[[], Result]) -> Result:
-        """Returns the result of the running call with this key, or raises its error. If there is no
-        such call, runs `call` on a thread."""
+        """Returns the result of the call with this key, or raises its error. If no such call runs,
+        runs `call` on a thread."""
         loop = asyncio.get_running_loop()
         return await self.share(key, lambda: loop.run_in_executor(self._threads, call))
 
     async def share(self, key: Key, begin: Callable[[], asyncio.Future[Result]]) -> Result:
-        """Does the same as `result`, but waits for a future that `begin` returns instead of a
-        thread."""
+        """Like `result`, but `begin` starts the call and returns its future."""
         if key not in self._running:
             self._running[key] = begin()
         running = self._running[key]

@@ -22,8 +22,8 @@ class SpeculativeConfig:
     """Settings of vLLM."""
 
     speculative_config: Annotated[str, WithJsonSchema({"type": "string", "format": "json"})] = ""
-    """JSON as for `vllm serve --speculative-config`. It replaces `draft_model`, `num_draft_tokens`
-    and other settings, which docs/drafters.md lists."""
+    """JSON as for `vllm serve --speculative-config`. This setting replaces `draft_model`,
+    `num_draft_tokens` and other settings, which docs/drafters.md lists."""
 
 
 _SETTINGS = {
@@ -35,13 +35,13 @@ _SETTINGS = {
     "suffix_decoding_max_tree_depth": "suffix_depth",
     "suffix_decoding_min_token_prob": "suffix_min_score",
 }
-"""For each of these keys of vLLM, the corresponding setting."""
+"""The settings that correspond to these keys of vLLM."""
 _METHODS = {
     "ngram": "ngram", "[ngram]": "ngram", "ngram_gpu": "ngram", "suffix": "suffix",
     "draft_model": "{}", "eagle3": "eagle3:{}",
     "mtp": MTP, "deepseek_mtp": MTP, "glm4_moe_mtp": MTP, "qwen3_next_mtp": MTP,
 }  # fmt: skip
-"""For each `method`, the value of `draft_model`. {} stands for the value of the key `model`."""
+"""The value of `draft_model` for each `method`. {} stands for the value of the key `model`."""
 _NGRAM = ("ngram", "[ngram]")
 """Methods that may also be given as `model`."""
 _NGRAM_TOKENS = 5
@@ -78,7 +78,7 @@ _FIXED: dict[str, tuple[Value, str]] = {
     "use_local_argmax_reduction": (False, _ONLY_VLLM),
     "dspark_draft_topk": (None, _ONLY_VLLM),
 }
-"""For each of these keys, the only allowed value, and the reason. The value describes what Outrider
+"""The only allowed value of each of these keys, and the reason. The value describes what Outrider
 does. None = the key must be left out."""
 _UNDERSTOOD = (
     "method", "model", "parallel_drafting", *_SETTINGS, "rejection_sample_method", *_RATES
@@ -134,8 +134,8 @@ class _Said:
                 self.values[key] = value
         bounds = ("prompt_lookup_min", "prompt_lookup_max")
         if _METHODS.get(str(self.values.get("method", self.values.get("model")))) == "ngram":
-            # As in vLLM, a missing bound gets the value of the other. The given key stays first in
-            # `values`, so that errors name it.
+            # As in vLLM, a missing bound gets the value of the other bound. The given bound stays
+            # first in `values`, so that errors name the given bound.
             one = next((self.values[key] for key in bounds if key in self.values), _NGRAM_TOKENS)
             for key in bounds:
                 self.values.setdefault(key, one)

@@ -17,8 +17,8 @@ from outrider.models.loading import load_tokenizer
 
 _REPLACEMENT = "\ufffd"
 _HELD_TOKENS_MAX = 8
-"""Largest number of tokens that are held back because a character may be incomplete. A UTF-8
-character has at most four bytes, and each token at least one, so no character needs more tokens."""
+"""Largest number of tokens that are held back because a character may be incomplete. No character
+needs more tokens, because a UTF-8 character has at most four bytes."""
 _SOME_TURN = {"role": "user", "content": "x"}
 _SOME_TOOL = "a_tool_that_is_looked_for"
 UNKNOWN_BYTES_MAX = 256
@@ -26,8 +26,8 @@ UNKNOWN_BYTES_MAX = 256
 
 
 class TokenizerText:
-    """The tokenizer of a model. It recognises special tokens in prompts, and leaves special tokens
-    out of decoded text unless a caller asks for them."""
+    """The tokenizer of a model. It recognises special tokens in prompts. Decoded text has no
+    special tokens unless a caller asks for them."""
 
     def __init__(self, tokenizer: Any, name: str) -> None:
         self._tokenizer = tokenizer
@@ -49,8 +49,8 @@ class TokenizerText:
         """The bytes of the tokens `<0x00>` to `<0xFF>`, by token id. Some tokenizers spell unknown
         text with these tokens. Empty for other tokenizers."""
         self._marks: dict[tuple[str, ...], dict[int, str]] = {(): {}}
-        """For each tuple of names that `stream` was called with, the special tokens with these
-        names, by id. Few different tuples occur."""
+        """Special tokens by id, for each tuple of names that `stream` was called with. Only a few
+        different tuples occur."""
         longest = max((len(token.encode()) for token in vocabulary), default=0)
         self.token_bytes_max = max(longest, UNKNOWN_BYTES_MAX)
         """Largest number of bytes of text that one token stands for."""
@@ -82,8 +82,8 @@ class TokenizerText:
 
     @property
     def chat_template(self) -> str:
-        """The chat template, or the one for tools if there are several; empty if the model has
-        none."""
+        """The chat template. If the model has several, this is the template for tools. Empty if the
+        model has no chat template."""
         found = getattr(self._tokenizer, "chat_template", None)
         if isinstance(found, dict):
             found = found.get("tool_use") or found.get("default")
@@ -236,8 +236,8 @@ class _ByteStream:
 
 
 class _WindowStream:
-    """Converts tokens of any tokenizer. Decodes the pending tokens after some shown ones, because
-    the first token of a text may lose its leading space.
+    """Converts tokens of any tokenizer. Decodes the pending tokens together with some shown tokens
+    before them, because the first token of a text may lose its leading space.
 
         ids      ... | context: shown | pending: not yet shown |
         decoded        `_shown`         what push returns
@@ -294,8 +294,8 @@ class _WindowStream:
 
 @cache
 def _not_for_templates() -> frozenset[str]:
-    """Names that template variables may not have, because the library sets them or they control
-    rendering."""
+    """Names that template variables must not have, because the library sets these variables, or
+    because these names control rendering."""
     from transformers import PreTrainedTokenizerBase
 
     names = signature(PreTrainedTokenizerBase.apply_chat_template).parameters
@@ -303,7 +303,7 @@ def _not_for_templates() -> frozenset[str]:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The byte that each character of byte-level vocabularies stands for (Radford et al. 2019).
+    """Maps each character of byte-level vocabularies to its byte (GPT-2, Radford et al. 2019).
     Printable Latin-1 characters stand for their own bytes. The characters from U+0100 on stand for
     the other bytes, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

@@ -34,8 +34,8 @@ class TokenSequence:
 
     @property
     def ids(self) -> Sequence[int]:
-        """All ids. The list is not a copy, so callers must not change it, and it changes with the
-        sequence."""
+        """All ids. The list is not a copy: callers must not change the list, and the list changes
+        with the sequence."""
         return self._ids
 
     def extend(self, token_ids: Iterable[int]) -> None:
@@ -61,6 +61,6 @@ class TokenSequence:
         return tuple(self._ids[start:stop])
 
     def holds(self, length: int, digest: int) -> bool:
-        """Whether there are at least `length` tokens, of which the first `length` have this
+        """Whether there are at least `length` tokens, and the first `length` tokens have this
         digest."""
         return 0 <= length <= len(self) and self._digests[length] == digest

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 else:
 
     def value(*, frozen: bool, slots: bool) -> Any:
-        """Does the same as `dataclass`, but only the type checker enforces `frozen`. Enforced at
-        run time, `frozen` makes `__init__` set each field by a function call. For 16 fields,
-        `__init__` then takes 1.7 us instead of 0.3 us."""
+        """Does the same as `dataclass`, but only the type checker enforces `frozen`. If Python
+        enforces `frozen`, `__init__` sets each field by a function call, which takes 1.7 us instead
+        of 0.3 us for 16 fields."""
         return dataclass(slots=slots, unsafe_hash=frozen)

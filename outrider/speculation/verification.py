@@ -1,5 +1,5 @@
-"""The target's verdict on a proposal of K tokens. It is computed from K + 1 rows of probabilities.
-Row n = 0..K is p_{n+1}, the target's distribution after n draft tokens.
+"""Computes the target's verdict on a proposal of K tokens, from K + 1 rows of probabilities. Row
+n = 0..K is p_{n+1}, the target's distribution after n draft tokens.
 
 | rule    | acceptance probability of x_i       | law of correction n < K     | source         |
 | ------- | ----------------------------------- | --------------------------- | -------------- |
@@ -9,8 +9,8 @@ Row n = 0..K is p_{n+1}, the target's distribution after n draft tokens.
 | coupled | 1 if x_i is the target's own draw   | the target's own draw       | Daliri 2024    |
 | greedy  | 1 if x_i is the likeliest token     | the likeliest token         |                |
 
-Here pos(z) = max(z, 0), pi_0 = 1, and pi_i = min(1, pi_{i-1} p_i(x_i) / q_i(x_i)). Laws are stated
-up to a factor. Correction K is a draw from p_{K+1} under every rule.
+Here pos(z) = max(z, 0), pi_0 = 1, and pi_i = min(1, pi_{i-1} p_i(x_i) / q_i(x_i)). A law is a
+distribution up to a factor. Correction K is a draw from p_{K+1} under every rule.
 
 In a tree, row 0 follows the last committed token, and row i + 1 follows draft token i. A row judges
 the draft tokens that follow the same token as the row. Under the rules coupled and greedy, a draft
@@ -23,10 +23,9 @@ q^{j+1} = norm(q^j without s_j), where norm(z) is z / sum z. If all siblings are
 token is drawn from the last p^{j+1}. After a leaf, the next token is drawn from p. (Recursive
 rejection: SpecInfer, arXiv 2305.09781. Draws without replacement: Sequoia, arXiv 2402.12374.)
 
-In the code, rows are weights, which are p up to a factor, and the sums of the weights. A token
-beyond the width of p has p = 0, and a token outside q's support has q = 0. So the vocabularies of
-draft and target may be padded differently, and a residual always covers the target's whole
-vocabulary.
+The code represents a row by weights, which are p up to a factor, and by their sum. A token beyond
+the width of p has p = 0, and a token outside q's support has q = 0. So the vocabularies of draft
+and target may be padded differently, and a residual always covers the target's whole vocabulary.
 """
 
 from __future__ import annotations
@@ -66,7 +65,8 @@ _NEARLY_EMPTY = 1e-4
 """A row that keeps more than this share of its mass after a subtraction is certainly not empty."""
 
 _PI_MIN = 1e-290
-"""A path with a smaller pi counts as impossible. Any mass divided by this number is finite."""
+"""A path with a smaller pi counts as impossible. A mass divided by a number from this one up is
+finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +86,14 @@ class Question:
     """The data that determine a verdict."""
 
     logits: Tensor
-    """[N + 1, V] of any float type, on any device. They stay unchanged."""
+    """[N + 1, V] of any float type, on any device. Verification does not change them."""
     params: SamplingParams
     history: TokenHistory
     """The tokens that penalties count. Penalties need a chain."""
     proposal: Proposal
     noise: RoundNoise
     masks: Sequence[TokenMask | None] = ()
-    """The mask of each row, which is applied before all transforms. Empty = no masks."""
+    """The mask of each row. Masks are applied before all transforms. Empty = no masks."""
 
     def check(self) -> None:
         """Raises `InvariantError` if the fields do not fit together."""
@@ -108,8 +108,8 @@ class Question:
 
 
 def verdicts_from_logits(questions: Sequence[Question]) -> list[Verdict]:
-    """Verdicts on the proposals of several sessions. Their logits must have the same width, type
-    and device. The other questions do not change a verdict, not even its rounding. Raises
+    """Verdicts on the proposals of several sessions. All logits must have the same width, type and
+    device. A verdict does not depend on the other questions, not even in its rounding. Raises
     `InvariantError` if the rule needs a q that is missing, if a draft token is outside its q, and
     for rows that `target_probabilities` refuses."""
     for question in questions:
@@ -131,8 +131,8 @@ def _suits_kernels(question: Question) -> bool:
 
 
 def try_kernels(logits: Tensor, token_ids: Sequence[int] = ()) -> None:
-    """Compiles and tries the kernels of the device of `logits`. These are [2, V], or [2, N] for a
-    drafter with the reduced vocabulary `token_ids` [N]. If the kernels fail, or draw other tokens
+    """Compiles and tries the kernels of the device of `logits`. `logits` are [2, V], or [2, N] for
+    a drafter with the reduced vocabulary `token_ids` [N]. If the kernels fail, or draw other tokens
     than the CPU, verdicts and draws on this device use no kernels from now on."""
     if not has_kernels(logits.device):
         return
@@ -356,9 +356,9 @@ class _Places:
         self, weights: Tensor, sums: RealArray, rows: IntArray, amounts: RealArray
     ) -> RealArray:
         """Subtracts `amounts` [B, K] times q from the rows. Weights that would be negative become
-        0. Returns the sums of the rows after this: [B, K]. If a row would become empty, it stays
-        unchanged and its returned sum is 0. Apart from rounding errors, no outcome uses such a row:
-        its draft token is always accepted, or the path to the row is impossible."""
+        0. Returns the new sums of the rows: [B, K]. A row that would become empty stays unchanged,
+        and its returned sum is 0. Apart from rounding errors, no outcome uses such a row, because
+        its draft token is always accepted, or because the path to the row is impossible."""
         change = np.maximum(self.before - self.mass * amounts[..., None], 0.0) - self.before
         self._add(weights, change)
         left: RealArray = np.maximum(sums[rows] + change.sum(axis=2), 0.0)
@@ -421,7 +421,8 @@ def _block_acceptance(pi: RealArray, z: RealArray) -> RealArray:
 
 
 def _drafts(proposals: Sequence[Proposal]) -> DraftRows:
-    """Turns chains of the same length into arrays. A q that is None has only the draft token."""
+    """Turns chains of the same length into arrays. If a q is None, its only entry is the draft
+    token."""
     supports, counts, sizes = [], [], []
     for proposal in proposals:
         for token_id, entry in zip(proposal.token_ids, proposal.q, strict=True):

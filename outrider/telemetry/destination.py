@@ -19,14 +19,15 @@ class Destination:
     """Value of the `telemetry` setting."""
 
     otlp_endpoint: str = ""
-    """`http://HOST:PORT`, or https, of a collector that takes OTLP over gRPC; empty = none."""
+    """URL (http or https) of a collector that takes OTLP over gRPC; empty = no collector."""
     prometheus_port: int | None = None
-    """Port of the coordinator's metrics; 0 = any, None = no metrics for Prometheus. Other roles use
-    the next ports, in the order of `ROLES`."""
+    """Port of the coordinator's metrics; 0 = any free port, None = no metrics for Prometheus. Other
+    roles use the next ports, in the order of `ROLES`."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parses `otlp=URL,prometheus=PORT`; "" is nowhere. Raises `SettingError`."""
+        """Parses `otlp=URL,prometheus=PORT`, one of the two, or an empty text. Raises
+        `SettingError`."""
         found: dict[str, str] = {}
         for part in filter(None, map(str.strip, text.split(","))):
             key, _, value = part.partition("=")

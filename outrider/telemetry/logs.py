@@ -1,4 +1,4 @@
-"""Log lines as JSON objects with session and trace ids; log files and directories of bounded
+"""Log lines as JSON objects with session and trace ids. Log files and directories of bounded
 size."""
 
 import fcntl
@@ -19,8 +19,8 @@ _identity: ContextVar[tuple[str, str]] = ContextVar("outrider_log_identity", def
 
 
 def identify(session_id: str, trace_id: str = "") -> None:
-    """Adds a session's id to all later log lines of this task and of the tasks that it starts. To
-    be called in a task that serves only this session."""
+    """Adds the ids to all later log lines of this task and of the tasks that it starts. Must be
+    called in a task that serves only this session."""
     _identity.set((session_id, trace_id))
 
 
@@ -71,7 +71,7 @@ class LogFile(RotatingFileHandler):
                 fcntl.flock(stream, fcntl.LOCK_SH)
             if os.path.exists(self.baseFilename):
                 return stream
-            stream.close()  # `make_room` removed it before the lock.
+            stream.close()  # `make_room` has removed the file before it was locked.
 
     def doRollover(self) -> None:  # noqa: N802 (the library's name)
         super().doRollover()
@@ -117,7 +117,7 @@ def _is_open(path: Path) -> bool:
 
 def rotate(path: Path) -> None:
     """If a file is larger than `LOG_BYTES_MAX`, appends `.1` to its name, and replaces an earlier
-    file of that name. For programs that open their log anew for each line, such as Redis."""
+    file of that name. Suits only programs that open their log for each line, such as Redis."""
     with suppress(FileNotFoundError):
         if path.stat().st_size > LOG_BYTES_MAX:
             path.replace(path.with_name(f"{path.name}.1"))

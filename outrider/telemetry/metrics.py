@@ -33,7 +33,7 @@ REQUEST_COUNTERS: dict[str, tuple[Any, ...]] = {
         "num_draft_tokens",
     ),
     "unreadable_proposals": ("Proposals whose distributions the target could not read.",),
-    "look_ahead_hits": ("Rounds whose proposal had come before they began.",),
+    "look_ahead_hits": ("Rounds whose proposal was ready when the round began.",),
     "look_ahead_misses": (
         "Rounds whose proposal was not ready, although the draft had looked ahead.",
     ),
@@ -42,30 +42,30 @@ REQUEST_COUNTERS: dict[str, tuple[Any, ...]] = {
         "Requests that got a last event.", "finished_reason",
         tuple(reason.value for reason in FinishReason),
     ),
-    "request_failure": ("Requests that got an error instead.", "error_type"),
+    "request_failure": ("Requests that ended with an error.", "error_type"),
     "resyncs": ("Answers of a replica that lacked the stated prefix.", "side", _SIDES),
-    "session_moves": ("Sessions that went on to another replica.", "side", _SIDES),
+    "session_moves": ("Sessions that moved to another replica.", "side", _SIDES),
     "audits": (
-        "Sessions chosen for an audit, by its outcome.", "outcome", get_args(AuditOutcome),
+        "Sessions chosen for an audit, by the audit's outcome.", "outcome", get_args(AuditOutcome),
     ),
     "audit_tokens": ("Tokens audited.", "rule", _RULES),
     "audit_impossible_tokens": (
         "Audited tokens that the target gives no probability.", "rule", _RULES,
     ),
     "audit_unlikely_tokens": (
-        "Audited greedy tokens that are neither the likeliest nor a near tie of it.", "rule",
+        "Audited greedy tokens that are neither the likeliest token nor a near tie.", "rule",
         (Rule.GREEDY.value,),
     ),
     "audit_near_ties": (
-        "Audited greedy tokens that are a near tie of the likeliest.", "rule", (Rule.GREEDY.value,),
+        "Audited greedy tokens that are a near tie.", "rule", (Rule.GREEDY.value,),
     ),
     "audit_surprise_nats": ("Sum of -log p of audited tokens that were drawn.", "rule", _RULES),
     "audit_entropy_nats": ("Expected value of audit_surprise_nats.", "rule", _RULES),
     "audit_variance_nats2": ("Variance of audit_surprise_nats.", "rule", _RULES),
 }  # fmt: skip
 """Counters of a coordinator, by name: description, label, and label values that are exported from
-the start. With the increases of the audit counters during a period, the mean drift of a token is
-(surprise - entropy) / tokens, and the z value of all tokens is (surprise - entropy) /
+the start. The increases of the audit counters during a period give the mean drift of a token,
+(surprise - entropy) / tokens, and the z value of all tokens, (surprise - entropy) /
 sqrt(variance)."""
 CONTEXT_BOUNDS = (1024, 4096, 16_384, 65_536)
 CONTEXTS = ("0-1k", "1k-4k", "4k-16k", "16k-64k", "64k+")
@@ -81,8 +81,8 @@ class Proposed(NamedTuple):
     num_accepted: int
 
     def by_position(self, num: int) -> dict[tuple[str, str], int]:
-        """For each position of the proposal, 1 if it is among the first `num`, otherwise 0. Because
-        of the zeros, positions without accepted tokens also have a series."""
+        """For each position of the proposal, 1 if the position is among the first `num`, otherwise
+        0. Because of the zeros, positions without accepted tokens also have a series."""
         return {(str(at), self.context): int(at < num) for at in range(self.num_depths)}
 
 
@@ -116,7 +116,7 @@ REQUEST_TIMES = {
     "outrider.inter_token_latency_seconds":
         "Time between two events at the client, divided by the tokens of the second.",
     "outrider.e2e_request_latency_seconds":
-        "From arrival to the last event, of completions that were sent whole.",
+        "From arrival to the last event, for requests that got a last event.",
     "gen_ai.server.time_to_first_token": "From arrival to the first token.",
     "gen_ai.server.time_per_output_token": "Mean time of a token after the first.",
     "gen_ai.server.request.duration": "From arrival to the last event or error.",
@@ -127,10 +127,10 @@ READINGS: dict[str, tuple[Any, ...]] = {
     "num_requests_waiting": ("Requests whose session is not open yet.",),
     "loop_lag_seconds": ("Delay of callbacks on the event loop, mean over some seconds.",),
     "target_available": (
-        "1 if a target answers, 0 if none does and no session makes progress.",
+        "1 if a target answers; 0 if no target answers, so no session makes progress.",
     ),
     "store_available": (
-        "1 if the session store answers, 0 if it does not and sessions pause.",
+        "1 if the session store answers; 0 if it does not answer, so sessions pause.",
     ),
     "replicas_wanted": (
         "Replicas that the deployment should have; the same at every coordinator.", "role",
@@ -150,8 +150,8 @@ grow."""
 
 
 class ObservedCounter:
-    """Numbers that only grow, one per label value. The SDK reads the numbers when it collects. So
-    `add`, which runs many times in a round, takes no longer than with plain numbers."""
+    """Numbers that only grow, one for each label value. The SDK reads the numbers when it collects,
+    so that `add`, which runs many times in a round, is fast."""
 
     def __init__(
         self, meter: Meter, name: str, about: str, label: str = "", known: Iterable[str] = ()
@@ -160,7 +160,7 @@ class ObservedCounter:
         start at 0, because Prometheus does not count the first event of a series that did not exist
         before."""
         self._values: dict[str, float] = dict.fromkeys(known if label else ("",), 0.0)
-        # A copy: the SDK collects on a thread of its own.
+        # The SDK collects on its own thread, so it gets a copy.
         watch(meter, name, lambda: dict(self._values), about, label, grows=True)
 
     def add(self, amount: float, value: str = "") -> None:
@@ -202,9 +202,9 @@ def watch(
     label: str | tuple[str, ...] = "",
     grows: bool = False,
 ) -> None:
-    """Exports the numbers that `read` returns, as a counter if it `grows`, otherwise as a gauge.
-    The numbers are by label value: "" without a label, a tuple for several labels. `read` is called
-    on any thread."""
+    """Exports the numbers that `read` returns. `grows` makes the metric a counter, otherwise it is
+    a gauge. `read` returns numbers by label value. Without a label, this value is ""; for several
+    labels, it is a tuple. `read` is called on any thread."""
 
     def attributes(key: Any) -> dict[str, str] | None:
         if isinstance(label, tuple):

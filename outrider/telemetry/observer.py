@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Literal
 
 Side = Literal["draft", "target"]
 AuditOutcome = Literal["audited", "busy", "repeated", "failed"]
-"""What became of a session that was chosen for an audit. busy: too many audits or sessions ran.
-repeated: an earlier session had the same seed, so the tokens of the two are not independent."""
+"""The outcome of an audit. busy: no audit, because too many audits or sessions ran. repeated: no
+audit, because an earlier session had the same seed, so their tokens are not independent."""
 
 
 def _ignore(self: Any, *_: Any, **__: Any) -> None:
@@ -42,8 +42,8 @@ Readings = Callable[[], Mapping[str, Mapping[str, float]]]
 
 
 class Observation:
-    """Makes an observer for each request. The observers ignore all events. The observers that
-    `ObservedRequests` makes handle the events."""
+    """Makes an observer for each request, which ignores all events. The subclass `ObservedRequests`
+    makes observers that handle the events."""
 
     listens: ClassVar[bool] = False
 

@@ -119,7 +119,7 @@ class ObservedRequest(RequestObserver):
         """Spans of sampled rounds that are not committed, by round index."""
         self._index = 0
         self._times: list[tuple[str, float]] = []
-        """Phases and their seconds that the histograms still lack."""
+        """Pairs of a phase and its seconds that are not in the histograms yet."""
         self._seconds = dict.fromkeys(PHASES, 0.0)
         """Totals of all rounds, by phase."""
         self._totals = dict.fromkeys(("resyncs", "fallback_rounds", "sampled_rounds"), 0)
@@ -158,7 +158,7 @@ class ObservedRequest(RequestObserver):
             "gen_ai.response.id": session_id,
             "gen_ai.response.model": self._genai["gen_ai.request.model"],
             "gen_ai.conversation.id": session_id,
-            # An attribute is a signed 64-bit number; a larger seed is given as text.
+            # A number in an attribute has 64 bits and a sign. A larger seed is given as text.
             "gen_ai.request.seed": seed if seed < 2**63 else str(seed),
             "gen_ai.usage.input_tokens": num_prompt_tokens,
         })  # fmt: skip
@@ -183,9 +183,9 @@ class ObservedRequest(RequestObserver):
     def answered(
         self, side: Side, seconds: float, queue_ms: float, compute_ms: float, asked: bool = True
     ) -> None:
-        """A proposal or verdict came, `seconds` after the question. Times in ms are the replica's.
-        If the replica was not `asked`, histograms leave these times out: the replica ran the round
-        in advance, and no request waited for it."""
+        """A proposal or verdict came, `seconds` after the question. The replica reported the times
+        in ms. If the replica was not `asked`, it ran the round in advance. Then histograms leave
+        these times out, because no request waited for the round."""
         queue_s, compute_s = queue_ms / 1e3, compute_ms / 1e3
         wire_s = max(0.0, seconds - queue_s - compute_s)
         times = {"wire": wire_s, "queue": queue_s, "verify": compute_s}
@@ -255,8 +255,8 @@ class ObservedRequest(RequestObserver):
         self._end(event.finish_reason)
 
     def failed(self, error: BaseException) -> None:
-        """The request ends without a last event. Does nothing after `finished`. A client that
-        disconnects counts as a cancellation, not a failure."""
+        """The request ends without a last event. Does nothing after `finished`. If the client
+        disconnects, the request counts as cancelled, not as failed."""
         if self._ended:
             return
         if not isinstance(error, Exception):
@@ -267,7 +267,7 @@ class ObservedRequest(RequestObserver):
         self.count("request_failure", kind)
         self._genai["error.type"] = kind
         self._span.set_attribute("error.type", kind)
-        # The text of another error might quote the prompt.
+        # The texts of other errors may quote the prompt.
         message = error.message if isinstance(error, OutriderError) else kind
         self._span.set_status(StatusCode.ERROR, message)
         self._end()
@@ -282,8 +282,8 @@ class ObservedRequest(RequestObserver):
             self._times += times.items()
 
     def _record_times(self) -> None:
-        """Records the times since the last call. Called while the next round is under way, so that
-        the request does not wait for it."""
+        """Records the times since the last call. Called while the next round runs, so that the
+        request does not wait for the recording."""
         for phase, seconds in self._times:
             self._shared.phases[phase].record(seconds)
         self._times.clear()

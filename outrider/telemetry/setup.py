@@ -1,5 +1,5 @@
 """Starts and ends a process's OpenTelemetry SDK, and passes traces between processes. Sets no
-global providers, because Ray has an SDK of its own in the process."""
+global providers, because Ray uses its own SDK in the process."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ _log = logging.getLogger(__name__)
 
 class _VllmNames:
     """Collects the metrics of a registry, and copies of the speculation counters under vLLM's
-    names. The copies are made here because OpenTelemetry allows no colon in an instrument's
-    name."""
+    names. The copies are not OpenTelemetry instruments, because the name of an instrument must not
+    contain a colon."""
 
     def __init__(self, registry: CollectorRegistry, model: str) -> None:
         self._registry = registry
@@ -97,7 +97,7 @@ class Scrape:
         """HOST:PORT of the HTTP server; empty until `serve`."""
 
     def serve(self, host: str, port: int) -> None:
-        """Serves the metrics by HTTP at any path; port 0 = any. Raises `SettingError`."""
+        """Serves the metrics by HTTP at any path; port 0 = any free port. Raises `SettingError`."""
         from prometheus_client import start_http_server
 
         try:
@@ -114,7 +114,7 @@ class Scrape:
         _log.info("metrics are served on %s", self.address)
 
     def render(self, accept: str) -> tuple[bytes, str]:
-        """The metrics, and their content type, which fits the scraper's header `accept`. Blocks."""
+        """The metrics, and their content type, chosen by the scraper's header `accept`. Blocks."""
         from prometheus_client.exposition import choose_encoder
 
         encode, content_type = choose_encoder("" if self._plain_text else accept)
@@ -154,7 +154,7 @@ class Exports:
         self.meter: Meter = self._meters.get_meter(SCOPE, version("outrider"))
 
     async def close(self) -> None:
-        """Exports all that is not exported yet, in at most `EXPORT_TIMEOUT_S`."""
+        """Exports the remaining traces and metrics, in at most `EXPORT_TIMEOUT_S`."""
         try:
             async with asyncio.timeout(EXPORT_TIMEOUT_S):
                 await asyncio.to_thread(self.shut_down)
@@ -162,7 +162,7 @@ class Exports:
             _log.warning("the last traces and metrics were not exported in time")
 
     def shut_down(self) -> None:
-        """Exports all that is not exported yet. Blocks."""
+        """Exports the remaining traces and metrics. Blocks."""
         if self._tracers is not None:
             self._tracers.shutdown()
         self._meters.shutdown()
@@ -179,10 +179,10 @@ def start_exports(
     scraped: bool = False,
     vllm_model: str | None = None,
 ) -> Exports | None:
-    """Starts the exports of the `telemetry` setting in a role's process. `scraped`: the process
-    serves `Exports.scrape` itself. Returns None if `telemetry` is empty and `scraped` is false.
-    Serves Prometheus on `host`. `slot` is as for `Destination.port`, `vllm_model` as for `Scrape`.
-    Raises `SettingError` if the port is taken."""
+    """Starts the exports of the `telemetry` setting in a role's process. `scraped` says whether the
+    process serves `Exports.scrape` itself. Returns None if `telemetry` is empty and `scraped` is
+    False. Serves Prometheus on `host`. `slot` is as for `Destination.port`, `vllm_model` as for
+    `Scrape`. Raises `SettingError` if the port is taken."""
     destination = Destination.parse(telemetry)
     endpoint, port = destination.otlp_endpoint, destination.port(role, slot)
     if not endpoint and port is None and not scraped:
@@ -208,8 +208,8 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 def write_traceparent(span: Span, *, sampled: bool = True) -> str:
-    """The W3C `traceparent` with `span` as the parent; empty for an invalid span. Without
-    `sampled`, receivers make no spans of their own."""
+    """The W3C `traceparent` with `span` as the parent; empty for an invalid span. If `sampled` is
+    False, receivers make no spans."""
     context = span.get_span_context()
     if not context.is_valid:
         return ""

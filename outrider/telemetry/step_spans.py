@@ -105,7 +105,7 @@ class ObservedSteps:
         context = read_sampled(head.traceparent)
         if context is None:
             return
-        # Loop time has no date. So the date of a moment is computed from how long ago it was.
+        # The loop's clock has no date, so the date of a moment is computed from its age.
         now, now_ns = asyncio.get_running_loop().time(), time.time_ns()
         arrived_ns, start_ns, end_ns = (
             now_ns - int((now - moment) * 1e9) for moment in (work.arrived_at, start, end)

@@ -1,4 +1,4 @@
-{{/* The pod of the Ray head, in which `outrider serve` runs beside it. */}}
+{{/* The pod of the Ray head. `outrider serve` runs in the same pod. */}}
 {{- define "outrider.head" -}}
 metadata:
   labels:
@@ -8,7 +8,8 @@ metadata:
     {{- toYaml . | nindent 4 }}
     {{- end }}
   annotations:
-    # So a change of the configuration changes the specification of the pod; see ray.upgradeStrategy.
+    # With this checksum, a change of the configuration changes the specification of the pod. The value
+    # ray.upgradeStrategy decides what follows.
     checksum/config: {{ include "outrider.config" . | sha256sum }}
     {{- with .Values.head.podAnnotations }}
     {{- toYaml . | nindent 4 }}

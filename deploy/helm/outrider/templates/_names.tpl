@@ -64,7 +64,7 @@ app.kubernetes.io/component: {{ .component }}
 {{- dict "name" $name "key" $key | toJson -}}
 {{- end -}}
 
-{{/* The same for the Redis that stores the state of Ray's head. */}}
+{{/* Name and key of the Secret for the Redis that stores the state of Ray's head, as JSON. */}}
 {{- define "outrider.gcsSecret" -}}
 {{- $gcs := .Values.ray.gcsFaultTolerance -}}
 {{- if $gcs.external.address -}}

@@ -47,8 +47,8 @@ priorityClassName: {{ . }}
 {{- with .group.runtimeClassName }}
 runtimeClassName: {{ . }}
 {{- end }}
-# Otherwise Kubernetes sets variables for the release's services that begin with OUTRIDER_, and
-# `outrider serve` refuses them as unknown settings.
+# With service links, Kubernetes would set variables that begin with OUTRIDER_. `outrider serve`
+# refuses such variables as unknown settings.
 enableServiceLinks: false
 {{- end -}}
 
@@ -63,7 +63,7 @@ enableServiceLinks: false
 # By default Ray's workers have a low priority. These workers serve requests.
 - name: RAY_worker_niceness
   value: "0"
-# Without these two, the file of the workers' standard error has no size limit.
+# Without the next two variables, the file of the workers' standard error has no size limit.
 - name: RAY_ROTATION_MAX_BYTES
   value: "16777216"
 - name: RAY_ROTATION_BACKUP_COUNT
@@ -96,7 +96,7 @@ enableServiceLinks: false
 - name: HF_HOME
   value: {{ .Values.cache.mountPath }}/huggingface
 {{- end }}
-# A model may bring code of its own. If the settings trust the code, it is copied to this directory.
+# A model may come with Python code. If the settings trust this code, it is copied to this directory.
 - name: HF_MODULES_CACHE
   value: /home/outrider/huggingface-modules
 {{- end -}}
@@ -151,8 +151,8 @@ models are read-only. */}}
 {{- end }}
 {{- end -}}
 
-{{/* The API keys of callers, and the certificate of a role. Take the root and the role's name. They
-mount whole directories, so that running pods see changes of a Secret. */}}
+{{/* The API keys of callers, and the certificate of a role. Takes the root and the role's name. The
+mounts are whole directories, so that running pods see changes of a Secret. */}}
 {{- define "outrider.lockMounts" -}}
 {{- if and .root.Values.security.keysSecret (eq .name "coordinator") }}
 - {name: keys, mountPath: /etc/outrider/keys, readOnly: true}
