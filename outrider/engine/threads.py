@@ -138,7 +138,7 @@ class ContendedThreads:
             self._until = self._clock() + RETREAT_S
             _log.info(
                 "other processes use the cores: short steps take %.0f ms on %d threads and %.0f ms "
-                "on %d. They run on %d for the next %g s",
+                "on %d. Short steps run on %d threads for the next %g s",
                 all_s * 1e3, self._every, fewer_s * 1e3, self._fewer, self._fewer, RETREAT_S,
             )  # fmt: skip
         else:

@@ -259,7 +259,7 @@ class BlockPool:
         `OutOfPages` and evicts nothing."""
         missing = num_free - len(self._free) - len(self._remembered)
         if missing > 0:
-            raise OutOfPages(f"the sequences in use leave {missing} pages too few")
+            raise OutOfPages(f"{missing} more pages are needed, but sequences hold all others")
         while len(self._free) < num_free:
             self._forget(next(iter(self._remembered)))
 
@@ -329,7 +329,8 @@ class BlockPool:
         size, pages, start = self.page_size, sequence.pages, sequence.length
         missing = -(-(start + len(token_ids)) // size) - len(pages)
         if missing:
-            check(missing <= len(self._free), f"{missing} pages are wanted")
+            num_free = len(self._free)
+            check(missing <= num_free, f"{missing} pages are needed; {num_free} are free")
             for _ in range(missing):
                 pages.append(self._free.pop())
                 self._hold(pages[-1])

@@ -298,7 +298,7 @@ def _draft_vocabulary(
         num_distinct = len({*token_ids.tolist()})
         _require(
             num_distinct == len(d2t), "d2t: number of distinct tokens", num_distinct,
-            f"its {len(d2t)} rows need as many",
+            f"its {len(d2t)} rows must mean different tokens",
         )  # fmt: skip
     own = weights.get(_HEAD)
     if own is None:
@@ -376,7 +376,8 @@ def _layer_config(stated: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> L
     num_layers, heads = stated.get("num_hidden_layers", 1), stated.get("num_attention_heads", 0)
     kv_heads = values.get("num_key_value_heads", heads)
     _require(num_layers == 1, "num_hidden_layers", num_layers, "only 1 layer is served")
-    _require(isinstance(heads, int) and heads > 0, "num_attention_heads", heads, "1 is the least")
+    at_least_1 = isinstance(heads, int) and heads > 0
+    _require(at_least_1, "num_attention_heads", heads, "at least 1 is needed")
     divides = isinstance(kv_heads, int) and kv_heads > 0 and heads % kv_heads == 0
     _require(divides, "num_key_value_heads", kv_heads, f"only divisors of {heads} are served")
     kinds = stated.get("layer_types") or []

@@ -79,7 +79,7 @@ def check_name(name: str, *, drafts: bool = False) -> None:
     if path.is_dir():
         check_weights(path, name, drafts=drafts)
     elif path.exists() and path.suffix != ".gguf":
-        raise ConfigError(f"model {name}: a file, but not a .gguf; give a directory or a .gguf")
+        raise ConfigError(f"model {name}: this file is not a .gguf; give a directory or a .gguf")
     elif not path.exists():
         if _looks_like_path(name):
             raise ConfigError(f"model {name}: no such file or directory")
@@ -223,7 +223,7 @@ def _convert(gguf: Path, directory: Path) -> None:
     wrong = [*(key for key in result.missing_keys if key not in tied), *result.unexpected_keys]
     if wrong:
         raise ConfigError(
-            f"model {gguf}: its tensors do not fit its architecture, first at {wrong[0]}"
+            f"model {gguf}: its architecture and its tensors do not match in {wrong[0]}"
         )
     module.tie_weights()
     if hasattr(module.config, "quantization_config"):

@@ -253,7 +253,7 @@ def target_weights(module: Any, target_directory: Path, name: str) -> tuple[Tens
         if tensor.dtype not in DTYPES.values():
             raise ConfigError(
                 f"drafter {name}: the target's files have {key} as {tensor.dtype}; a drafter needs "
-                "it in floating point of 16 bits or more"
+                "floating point of 16 bits or more"
             )
     return values[found[0]], values[found[1]]
 

@@ -121,16 +121,16 @@ def _sizes(block: Any, layer: AttentionLayer, kernels: PaceKernels, eps: float) 
         (getattr(block, "mlp", None), FusedMLP, "an MLP"),
     ):
         if not isinstance(found, kind):
-            raise CannotFuse(f"it has {what} of another build, {type(found).__name__}")
+            raise CannotFuse(f"it has {what} of the class {type(found).__name__}")
     attention, mlp, shape = block.self_attn, block.mlp, layer.shape
     linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
     wrong = [linear for linear in linears if not isinstance(linear, FusedLinear)]
     if wrong:
-        raise CannotFuse(f"a linear layer's shape or build does not fit ({wrong[0]})")
+        raise CannotFuse(f"the kernels cannot run its linear layer {wrong[0]}")
     if shape.key_width != shape.value_width or shape.dtype != kernels.dtype:
         raise CannotFuse(
-            f"its keys and values are of {shape.key_width} and {shape.value_width} numbers in "
-            f"{shape.dtype}"
+            f"its keys and values have the widths {shape.key_width} and {shape.value_width}, and "
+            f"the dtype {shape.dtype}"
         )
     activation = _activation(mlp.act_fn, kernels)
     if activation is None or mlp.gate_up_proj.bias is not None or mlp.down_proj.bias is not None:
@@ -155,7 +155,7 @@ def _norm(norm: Any, kernels: PaceKernels) -> Tensor:
     """The factors of a norm. Their dtype is that of the kernels if it represents the factors
     exactly, otherwise their own."""
     if not isinstance(norm, NativeRMSNorm):
-        raise CannotFuse(f"it has a norm of another build, {type(norm).__name__}")
+        raise CannotFuse(f"it has a norm of the class {type(norm).__name__}")
     weight = norm.factor.to(kernels.dtype)
     return weight if torch.equal(weight.to(norm.factor.dtype), norm.factor) else norm.factor
 

@@ -154,7 +154,8 @@ def kernel_form(
     sequences: Sequence[HeldSequence], shared_heads: int, key_heads: int, num_programs: int
 ) -> KernelForm:
     """Chooses the form for a step. There are `key_heads` key heads, and `shared_heads` query heads
-    share each of them. The device runs `num_programs` programs at a time."""
+    share each key head. Contexts are split only if the kernel then has at most `num_programs`
+    programs."""
     counts = [len(held.step.token_ids) for held in sequences]
     block_tokens = min(_padded_power(max(counts)), _block_tokens_max(shared_heads))
     num_blocks = sum(-(-num // block_tokens) for num in counts)
@@ -237,7 +238,7 @@ class DeviceBackend:
 
     attend: TableAttention
     num_programs: int
-    """The number of programs that a kernel should have, so that the device is busy."""
+    """How many programs of a kernel the device should run at a time."""
 
 
 def find_backend(device: torch.device, dtype: torch.dtype) -> DeviceBackend | None:
