@@ -14,8 +14,8 @@ from outrider.models.published_drafters import DrafterFormat, read_config, recog
 
 
 def parallel_token(config: DraftConfig) -> int | None:
-    """The token that a PARD model reads in place of each token that is not drawn yet. None if the
-    draft is no PARD model. Raises what `recognise` raises."""
+    """Returns the token that a PARD model reads in place of each token that is not drawn yet. If
+    the draft is not a PARD model, returns None. Raises the errors of `recognise`."""
     model, directory = config.drafter.model, Path(config.directory)
     if not config.directory or model is None:
         return None
@@ -68,7 +68,8 @@ class ParallelDrafter(ModelDrafter):
             self._sampler.draw([branch for branch, _ in left], next_rows)
             left = [(branch, own[1:]) for branch, own in left if branch.goes_on()]
         for branch in branches:
-            # No drafted token has been run. With look-ahead, the session's next pass runs them.
+            # The drafted tokens have not been run. With look-ahead, the session's next pass runs
+            # them.
             branch.unseen = tuple(branch.token_ids)
             branch.rows.clear()
         return [branch for branch in branches if branch.token_ids]

@@ -29,11 +29,11 @@ class DraftService(SteppedService):
         costs: StepCosts | None = None,
         grammars: Grammars | None = None,
     ) -> None:
-        """A step has at most `max_num_seqs` sessions and `max_num_batched_tokens` tokens. It has
-        fewer if `costs` show that other sessions would notice the longer step. `grammars`, for the
-        engine's tokenizer, let drafts obey constraints. If the drafter drafts `in_one_pass`, the
-        service's description omits `costs`, because coordinators would count a pass for each draft
-        token."""
+        """A step has at most `max_num_seqs` sessions and `max_num_batched_tokens` tokens. A step
+        has fewer tokens if `costs` show that other sessions would notice the longer step.
+        `grammars`, for the engine's tokenizer, let drafts obey constraints. If the drafter drafts
+        `in_one_pass`, the service's description omits `costs`, because coordinators would count a
+        pass for each draft token."""
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
         self._proposer, self._engine = Proposer(drafter, budget, grammars), drafter.engine
         told = None if drafter.in_one_pass else costs
@@ -47,7 +47,7 @@ class DraftService(SteppedService):
         """Starts the time limit of an item's draft. The limit's clock includes the time that an
         emulated engine states for the running step. If nothing is drawn when the time is over, a
         timer reports an empty draft. A session that looks ahead has no such timer, because the
-        round's tokens may already be drawn. There, only steps check the limit."""
+        round's tokens may already be drawn. For such a session, only steps check the limit."""
         time, engine = asyncio.get_running_loop().time, self._engine
         deadline = DraftDeadline.after(
             item.budget_us, lambda: time() + engine.stated_seconds, time()

@@ -33,7 +33,7 @@ class _Drafting(Work):
     num_recorded: int
     """How many of the session's tokens the session table has recorded."""
     is_whole: bool
-    """Whether the step runs all missing tokens of the prefix. If not, it proposes nothing yet."""
+    """Whether the step runs all missing tokens of the prefix. If not, the step proposes nothing."""
 
     def __init__(self, item: DraftItem, drafter: ModelDrafter) -> None:
         super().__init__(item)
@@ -89,9 +89,9 @@ class Proposer(StepWorker):
         return wants and self._look_ahead is not None
 
     def step(self, items: Sequence[DraftItem]) -> list[Any]:
-        """Like `StepWorker.step`. With look-ahead, new rounds begin first. If some of them have
-        answers without a pass, the step ends here, because answers are sent after a step. Otherwise
-        one pass advances all rounds."""
+        """Like `StepWorker.step`. With look-ahead, new rounds begin first. If a new round is
+        answered without a pass, the step ends, because answers are sent only after a step.
+        Otherwise one pass advances all rounds."""
         works = [self._work(item) for item in items]
         ahead = self._look_ahead
         if ahead is None:
@@ -112,8 +112,8 @@ class Proposer(StepWorker):
         return [work.answer for work in works]
 
     def _work(self, item: DraftItem) -> _Drafting:
-        """The unfinished work of an item, or new work. If an earlier item of the session has an
-        unfinished draft, ends this draft."""
+        """Returns the unfinished work of an item, or new work. If an earlier item of the session
+        has an unfinished draft, ends this draft."""
         name = item.head.session_id
         work = self._unfinished.pop(name, None)
         if work is not None and work.item is item:
@@ -212,7 +212,7 @@ class Proposer(StepWorker):
         key, deadline = work.head.key, work.item.deadline
         held = self._record(work, proposal.spine_ids)
         if work.is_whole or held < len(work.request.token_ids):
-            # The model cannot run the first token that is not held, so it drafts nothing after it.
+            # If the engine could not run tokens of the prefix, the proposal is empty.
             sealed, length = SealedProposal.of(proposal), work.head.committed_length
             work.answer = ProposalReply(key, sealed, length, held, out_of_time=deadline.has_cut)
         elif deadline.is_over and deadline.close_undrawn():

@@ -21,7 +21,7 @@ class SelfDrafter:
     pages. Each pass of that layer drafts one token of every proposal."""
 
     def __init__(self, layer: LoadedDraftHead, engine: DraftingEngine) -> None:
-        """`engine` is the target's."""
+        """`engine` is the target's engine."""
         self.engine = engine
         self._head = layer.module
         self._sampler = DraftSampler(DraftVocabulary.of(layer.token_ids))
@@ -29,20 +29,20 @@ class SelfDrafter:
     def propose(
         self, requests: Sequence[DraftRequest], hidden_states: Sequence[Tensor]
     ) -> list[Proposal]:
-        """Returns a proposal for each request, in order. It has at most the requested number of
-        tokens. The target's sequence of a request must hold all committed tokens but the newest.
-        Without penalties, the request's `token_ids` has only the newest token. `hidden_states` are
-        the engine's features [D] at the token before the newest. The sequences stay unchanged.
+        """Returns a proposal for each request, in order. Each proposal has at most the requested
+        number of tokens. The target's sequence of a request must hold all committed tokens but the
+        newest. Without penalties, the request's `token_ids` has only the newest token.
+        `hidden_states` are the engine's features [D] at the token before the newest. The sequences
+        stay unchanged.
 
-        A proposal depends on no uncommitted token of earlier drafts, and on the random numbers of
-        its own round alone. If a pass fails, or no token can be drawn from its logits, the tokens
-        drawn so far are proposed. They are not dropped, because dropping a token because of its
-        value would bias the output.
-        """
+        A proposal depends on no uncommitted token of earlier drafts. The only random numbers that
+        it depends on are those of its own round. If a pass fails, or no token can be drawn from its
+        logits, the tokens drawn so far are proposed. If the failure dropped these tokens, it could
+        drop them because of their values, and so bias the output."""
         drafts = [AutoregressiveDraft(request) for request in requests]
         features, engine = list(hidden_states), self.engine
         lengths = {draft.sequence_id: engine.length(draft.sequence_id) for draft in drafts}
-        # After any other length, the draft would continue from wrong or uncommitted tokens.
+        # If the engine holds another number of tokens, the draft would be wrong.
         for draft in drafts:
             if lengths[draft.sequence_id] != draft.request.noise.committed_length - 1:
                 draft.stop()
@@ -63,7 +63,8 @@ class SelfDrafter:
     def _fitting(
         self, drafts: Sequence[AutoregressiveDraft], active: Sequence[int]
     ) -> dict[int, SequenceStep]:
-        """A step for each of the `active` drafts that finds pages. Ends the other active drafts."""
+        """Returns a step for each of the `active` drafts for which there are pages. Ends the other
+        active drafts."""
         steps = {
             index: SequenceStep(drafts[index].sequence_id, (drafts[index].newest,), 1)
             for index in active
@@ -79,8 +80,8 @@ class SelfDrafter:
         return fitting
 
     def _logits(self, steps: Mapping[int, SequenceStep], features: list[Tensor]) -> Tensor:
-        """The logits [R, N] after each of R steps. The keys of `steps` are indices of drafts.
-        Replaces the `features` of these drafts by those that their next step reads."""
+        """Returns the logits [R, N] after R steps. The keys of `steps` are indices of drafts.
+        Replaces the `features` of these drafts by the features that their next steps read."""
         given = [features[index] for index in steps]
         hidden = torch.cat(self.engine.forward_draft([*steps.values()], given))
         for index, row in zip(steps, self._head.carry(hidden), strict=True):

@@ -41,9 +41,9 @@ class TargetService(SteppedService):
         grammars: Grammars | None = None,
     ) -> None:
         """A step has at most `max_num_seqs` sessions and `max_num_batched_tokens` tokens. With
-        `costs`, the time of a step is limited as well, and a step waits for sessions that are
-        expected soon if waiting pays. A `self_drafter` must use this engine. `clock` measures the
-        time of drafting, in seconds. Without `grammars`, sessions with a constraint are refused."""
+        `costs`, the time of a step is limited, too, and a step waits for sessions that are expected
+        soon (`BatchingDelay`). A `self_drafter` must use this engine. `clock` measures the time of
+        drafting, in seconds. Without `grammars`, sessions with a constraint are refused."""
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
         verifier = Verifier(engine, budget, self_drafter, clock, grammars)
         layer = getattr(engine, "draft_layer", None)
@@ -58,7 +58,8 @@ class TargetService(SteppedService):
         self._ahead: OrderedDict[str, RunAhead] = OrderedDict()
 
     def submit(self, work: StepRequest) -> None:
-        """If the item allows run-ahead, starts or extends it. Queues any other item."""
+        """If the item allows run-ahead, starts or extends the session's run-ahead. Queues any other
+        item."""
         item, [sender] = work.item, work.senders
         session_id = item.head.session_id
         ahead = self._ahead.get(session_id)
@@ -142,10 +143,11 @@ class RunAhead:
         return self._item.head.round + self._item.run_ahead
 
     def continues(self, item: VerifyItem) -> bool:
-        """Whether `item` asks for one of these rounds or for the next one, with the same prefix and
-        parameters, and allows all rounds that this run-ahead allows. An item that allows fewer
-        rounds is from another coordinator, which may want to draft earlier. It must not get
-        verdicts of rounds for which it did not ask."""
+        """Whether this run-ahead can answer `item`. The item must ask for a round with a known
+        verdict or for the next round, with the same prefix and parameters. The item must also allow
+        all rounds that this run-ahead allows. An item that allows fewer rounds is from another
+        coordinator, which may want to draft earlier. This coordinator must not get verdicts for
+        which it did not ask."""
         mine, asked = self._item.head, item.head
         offset = asked.base_length - mine.base_length
         rounds = asked.round - mine.round
@@ -165,9 +167,9 @@ class RunAhead:
 
     def extend(self, item: VerifyItem, sender: AnswerSender) -> list[VerdictReply]:
         """Makes `item` the item of this run-ahead, and drops the rounds before it. The item must
-        satisfy `continues`. Returns the known verdicts from its round on if the coordinator may
-        lack them, because the item has come again or over another connection. Otherwise returns
-        none."""
+        satisfy `continues`. If the item has come again or over another connection, the coordinator
+        may lack verdicts. In this case, returns the known verdicts from the item's round on.
+        Otherwise returns an empty list."""
         rounds = item.head.round - self._item.head.round
         may_be_lost = rounds == 0 or sender is not self.sender
         offset = item.head.base_length - self._item.head.base_length
@@ -188,10 +190,10 @@ class RunAhead:
         self._digests.append(extend_digest(self._digests[-1], token_id))
 
     def next_item(self, length_max: int) -> VerifyItem | None:
-        """The next round to run. None if all allowed rounds have run, or if the prefix would be
-        longer than `length_max` tokens. The first round is `item` itself. Each later round extends
-        the prefix that the round before has left in the cache by the token of that round. Only the
-        first round asks for features."""
+        """Returns the next round to run. If all allowed rounds have run, or if the prefix would be
+        longer than `length_max` tokens, returns None. The first round is `item` itself. Each later
+        round appends the token of the round before to the cached prefix. Only the first round asks
+        for features."""
         head = self._item.head
         rounds = len(self.replies)
         if rounds == 0:
@@ -205,6 +207,6 @@ class RunAhead:
             base_length=held,
             prefix_digest=self._digests[held - head.base_length],
             append=(self._tokens[-1],),
-            traceparent="",  # The trace is that of the first round alone.
+            traceparent="",  # Only the first round is traced.
         )
         return replace(self._item, head=own, features_from=None)

@@ -52,7 +52,7 @@ has p = 0 and is never accepted, so the logits after it are never used."""
 _ROWS_AT_ONCE = {"cpu": 64, "cuda": 256}
 """The largest number of rows of logits from which verdicts are computed together, by device. Larger
 batches are no faster and take more memory. On a GPU, 256 rows of 128,000 tokens take 125 MiB. If
-the rows of several sessions are copied into one tensor, they take up to twice that."""
+the rows of several sessions are copied into one tensor, they take up to twice this memory."""
 
 
 class _Round(Work):
@@ -62,8 +62,8 @@ class _Round(Work):
     sampling: SamplingParams
     proposal: Proposal
     step: SequenceStep
-    """The item's part of the forward pass. If it asks for no logits, it only runs a part of the
-    prefix."""
+    """The item's part of the forward pass. If the step asks for no logits, it runs only a part of
+    the prefix."""
     question: Question
     """The input of the verdict's computation."""
     features: Tensor
@@ -97,9 +97,9 @@ class _Round(Work):
         return decide(verdict, proposal.token_ids, head.rule, uniforms, proposal.parents)
 
     def within(self, verdict: Verdict) -> Verdict:
-        """Returns `verdict`, unless its outcome reaches a row in `untold`. Then returns a verdict
-        that ends with the draft token before this row. So the next round fails after this token, as
-        plain decoding would."""
+        """If the outcome of `verdict` reaches no row in `untold`, returns `verdict`. Otherwise
+        returns a verdict that ends with the draft token before the first such row. So the next
+        round fails after this token, as plain decoding would."""
         path = self.outcome(verdict).path if self.untold else ()
         last = next((index for index in path if index + 1 in self.untold), None)
         if last is None:
@@ -200,7 +200,7 @@ class Verifier(StepWorker):
         for one in rounds:
             if not one.step.parents:
                 self._table.record(one.step.sequence_id, one.step.token_ids)
-        # With so few rows, more threads would gain little, and might wait for busy cores.
+        # Verdicts take little work. More threads would gain little, and might wait for busy cores.
         with on_threads(1):
             self._judge(rounds, logits)
         if self.keeper is not None:
@@ -227,7 +227,7 @@ class Verifier(StepWorker):
                 self._fail(one, error)
 
     def _reply(self, one: _Round, verdict: Verdict | OutriderError) -> VerdictReply:
-        """The answer with this verdict. Raises `verdict` if it is an error."""
+        """Returns the answer with this verdict. If `verdict` is an error, raises it."""
         if isinstance(verdict, OutriderError):
             raise verdict
         item, proposal = one.item, one.proposal
@@ -256,7 +256,8 @@ class Verifier(StepWorker):
 
     def _add_features(self, rounds: Sequence[_Round], keeper: FeatureKeeper) -> None:
         """Adds hidden states of committed tokens to the verdicts of items that ask for them. Copies
-        all of them from the device together. If this fails, a later verdict brings them."""
+        all of them from the device together. If this fails, later verdicts bring these hidden
+        states."""
         width = keeper.feature_width
         wanting: list[tuple[_Round, int, int]] = []
         try:
@@ -313,8 +314,8 @@ class Verifier(StepWorker):
             )
 
     def _next_request(self, one: _Round, outcome: Outcome) -> DraftRequest | None:
-        """The request for the proposal after an outcome. None if the session has reached the
-        model's length."""
+        """Returns the request for the proposal after an outcome. If the session has reached the
+        model's length, returns None."""
         item, history = one.item, one.history
         length = one.head.committed_length + len(outcome.token_ids)
         room = self._engine.info.max_model_len - length - sum(item.next_siblings)
@@ -340,7 +341,7 @@ def _answered(rounds: Sequence[_Round]) -> list[_Round]:
 def _features_wanted(rounds: Sequence[_Round], width: int) -> list[tuple[_Round, int, int]]:
     """The rounds whose verdicts get features, each with the range (first, end) of positions. The
     rows are limited for each message and for the step. Rounds that lack the fewest rows come first,
-    because a draft proposes only when it lacks none. Later verdicts bring the other rows."""
+    because a draft proposes only when it lacks no rows. Later verdicts bring the other rows."""
     lacking: list[tuple[_Round, int, int]] = []
     for one in _answered(rounds):
         first = one.item.features_from
@@ -378,9 +379,9 @@ def _verdicts(questions: Sequence[Question]) -> list[Verdict | OutriderError]:
 def _logprobs(
     logits: Tensor, proposal: Proposal, num_logprobs: int, verdict: Verdict
 ) -> tuple[PositionLogprobs, ...]:
-    """2K+1 log-probabilities from the raw logits [K+1, V]. The first K are those of the draft
-    tokens, each from the row after its parent. Those of the corrections n = 0..K follow, each from
-    row n."""
+    """Returns 2K+1 log-probabilities from the raw logits [K+1, V]. The first K are of the draft
+    tokens, each from the row after its parent. The others are of the corrections n = 0..K, each
+    from row n."""
     entries = raw_logprobs(
         logits,
         (*proposal.token_ids, *verdict.correction),

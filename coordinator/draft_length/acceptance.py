@@ -1,7 +1,6 @@
 """Averages of the length of proposals and of their acceptance, over verified rounds.
 
-A sibling costs the target one more row, and the draft almost nothing. After an accepted sibling,
-the next token is the target's own.
+Siblings have their own average, because no draft token follows an accepted sibling.
 """
 
 from collections.abc import Sequence
@@ -13,9 +12,9 @@ import numpy.typing as npt
 from outrider.limits import NUM_DRAFT_TOKENS_MAX
 
 FIRST_ACCEPTED = 0.7
-"""Assumed chance that a first draft token is accepted. It is so high that drafting is tried."""
+"""Assumed chance that the first draft token of a round is accepted, before any measurement. It is this high so that drafting is tried."""
 FIRST_TAKEN = 0.3
-"""Assumed chance that a sibling of a refused draft token is accepted."""
+"""Assumed chance that a sibling of a refused draft token is accepted, before any measurement."""
 Array = npt.NDArray[np.float64]
 
 
@@ -32,9 +31,10 @@ class Prospects(NamedTuple):
 
 
 def observed(num_asked: int, survival: Sequence[float]) -> Array:
-    """Counts of a round that asked for K = `num_asked` tokens and got `len(survival)`, [5, K]. A
-    token is due at a depth if it was asked for and all tokens before it were proposed. `survival`
-    is that of `outrider.speculation.accept_reject`. The rows, by depth, are:
+    """Returns the counts [5, K] of a round that asked for K = `num_asked` tokens and got
+    `len(survival)` tokens. A token is *due* at a depth if it was asked for and all tokens before it
+    were proposed. `survival` is the result of `outrider.speculation.accept_reject.survival`. Each
+    column is a depth. The rows are:
 
         0  the chance that all earlier tokens were accepted, if a token was due
         1  the same chance, if a token was proposed
@@ -52,10 +52,10 @@ def observed(num_asked: int, survival: Sequence[float]) -> Array:
 
 
 class DepthAverages:
-    """Averages of the acceptance and length of proposals by depth, over one session or several.
-    They come from exponentially weighted sums of the counts of `observed`. If a depth was rarely
-    reached, its rates are close to the prior. Without a prior, its rate of acceptance is close to
-    that of the depth before."""
+    """Averages of the acceptance and length of proposals by depth, over one session or several. The
+    averages come from exponentially weighted sums of the counts of `observed`. If a depth was
+    rarely reached, its rates are close to the prior. Without a prior, the acceptance rate of such a
+    depth is close to the rate of the depth before."""
 
     def __init__(
         self, memory_rounds: float, prior_rounds: float, prior: Self | None = None
@@ -68,7 +68,7 @@ class DepthAverages:
         self._sums = np.zeros((5, NUM_DRAFT_TOKENS_MAX))
 
     def note(self, counts: Array) -> None:
-        """Counts a round with a draft, from `observed`."""
+        """Adds the counts of a round with a draft, which `observed` returned."""
         self._sums *= self._keep
         self._sums[:, : counts.shape[1]] += counts
 
@@ -81,9 +81,10 @@ class DepthAverages:
         return Prospects(committed, np.cumprod(proposed), offered - committed)
 
     def _rates(self, num_depths: int) -> list[tuple[float, float, float]]:
-        """Returns three chances for each depth. The first two apply if all earlier tokens were
-        accepted: that the proposal has another token, and that this token is accepted. The third
-        applies to any proposal: that it has another token."""
+        """Returns three chances for each depth. If all earlier tokens were accepted, the first is
+        the chance that the proposal has a token of this depth, and the second is the chance that
+        this token is accepted. If all earlier tokens were proposed, the third is the chance that
+        the proposal has a token of this depth."""
         pull, rate, before = self._pull, FIRST_ACCEPTED, 0.0
         prior = None if self._prior is None else self._prior._rates(num_depths)
         rates = []

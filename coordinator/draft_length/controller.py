@@ -60,7 +60,7 @@ PLAIN_ROUNDS = 16
 PLAIN_ROUNDS_MAX = 128
 """Largest number of rounds of a plain phase."""
 GAIN_ROUNDS = 32
-"""Number of drafting rounds whose gain must cover the cost of a change from plain decoding."""
+"""The gain of this many drafting rounds must cover the cost of a change from plain decoding."""
 TRIAL_SHARE = 0.01
 """Share of all committed tokens that trials may lose."""
 CREDIT_TOKENS = 8.0
@@ -76,7 +76,8 @@ PLAIN_TRIED_ROUNDS = 6
 PLAIN_KNOWN_ROUNDS = 2.0
 """The time of a plain round counts as known if the measured plain rounds have this total weight."""
 DRAFT_BUDGET_MIN_S = 0.02
-"""Shortest time limit of a proposal, because processes that share cores may be scheduled late."""
+"""Shortest time limit of a proposal. Processes that share cores may be scheduled late, so even a
+fast draft would miss a shorter limit."""
 _ENDLESS = sys.maxsize
 """A number of rounds that no session reaches."""
 
@@ -129,7 +130,7 @@ class _Shared:
         self.seeds: set[int] = set()
         """Seeds of sessions under the rules token and block."""
         self.running: dict[int, LengthControl] = {}
-        """By seed, the first session with this seed, while that session runs."""
+        """Maps each seed to the first session with this seed. Ended sessions are removed."""
 
     def make_room(self) -> None:
         """If there is no room for another seed, forgets the seeds of ended sessions and everything
@@ -209,8 +210,9 @@ class LengthControls:
         siblings_max: int = 0,
     ) -> LengthControl:
         """Begins a session. Its rounds ask for at most `num_draft_tokens` tokens, and for at most
-        `siblings_max` siblings of each. Under the rules token and block, a repeated seed fixes the
-        lengths of this session, and of the first session with this seed if that still runs."""
+        `siblings_max` siblings of each. Under the rules token and block, a session with a repeated
+        seed gets fixed lengths. If the first session with this seed still runs, its lengths are
+        fixed from now on, too."""
         self.load.num_sessions += 1
         bounds, shared = (num_draft_tokens, prompt_length, siblings_max), self._shared
         if rule.absolute_noise:
@@ -228,7 +230,8 @@ class LengthControls:
         return first
 
     def close(self, seed: int | None) -> None:
-        """Ends a session. `seed` is that of a session in `_Shared.running`, otherwise None."""
+        """Ends a session. If the session is in `_Shared.running`, `seed` is its seed, otherwise
+        None."""
         self.load.num_sessions -= 1
         if seed is not None:
             self._shared.running.pop(seed, None)
@@ -410,15 +413,16 @@ class LengthControl:
 
     def note_watched(self, num_asked: int, survival: tuple[float, ...]) -> None:
         """Learns how many tokens of a proposal were accepted. `num_asked` tokens were asked for,
-        and `survival` is that of `PlayedRound`. In a plain round, the proposal is that of a look-up
-        and is only compared with the committed tokens."""
+        and `survival` is that of `PlayedRound`. In a plain round, the proposal comes from a
+        look-up. The target does not verify this proposal, so it is compared with the committed
+        tokens."""
         if self.adapts:
             counts = observed(num_asked, survival)
             for averages in (self._averages, *self._shared_averages):
                 averages.note(counts)
 
     def close(self) -> None:
-        """Call when the session ends."""
+        """Ends the session."""
         self._controls.close(self._seed)
 
     def _plan(self) -> tuple[_Option, int]:

@@ -64,7 +64,7 @@ class PlayedRound:
     queue_s: float = 0.0
     """The part of `target_s` spent in the queue."""
     num_siblings: int = 0
-    """Number of proposed siblings. The tokens of `survival` are not counted."""
+    """Number of proposed siblings. Tokens of the spine are not counted."""
     sibling_taken: bool | None = None
     """Whether a sibling of the first refused draft token was accepted. None if no draft token with
     siblings was refused."""

@@ -29,11 +29,12 @@ OUTLIER = 8.0
 NOISE = 0.15
 """Assumed standard deviation of a measured time, as a share of this time."""
 TABLE_SPREAD = 0.5
-"""The ratio of the measured time per draft token to that of the draft's table has a prior with mean
-1 and this standard deviation."""
+"""The measured time per draft token, divided by the time in the draft's table, has a prior with
+mean 1 and this standard deviation."""
 STEP_SPREAD = 0.2
-"""Like `TABLE_SPREAD`, for the target's time per row. It is smaller, because measured slopes are
-too low: only the mean number of other sessions' rows is known."""
+"""Like `TABLE_SPREAD`, for the target's time per row. It is smaller than `TABLE_SPREAD`, so that
+measured slopes count less. They are too low, because only the mean number of other sessions' rows
+is known."""
 ROW_SHARE = 0.3
 """Without a table, the prior time of a further row of the target has this mean, as a share of the
 step's mean time per row."""

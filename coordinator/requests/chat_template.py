@@ -21,7 +21,7 @@ def read_chat_template(name: str) -> str:
     try:
         with Path(name).open("rb") as file:
             data = file.read(FILE_BYTES_MAX + 1)
-        # The size goes first, because a cut text may be invalid UTF-8.
+        # A file that is too large is not decoded, because its cut text may be invalid UTF-8.
         text = "" if len(data) > FILE_BYTES_MAX else data.decode("utf-8")
     except (OSError, ValueError) as error:
         reason = f"{name} cannot be read: {error}; allowed: a file, or {HERMES}"

@@ -1,5 +1,6 @@
 """A child process in which a coordinator compiles constraints, one at a time. The compiler has no
-time limit, and may need minutes for a schema of 50 bytes. A process can be killed.
+time limit, and may need minutes for a schema of 50 bytes. So it runs in a process of its own, which
+can be killed.
 
 The process needs about 30 MB besides the tokenizer. It reads JSON from standard input: a line with
 the tokenizer, and then a line for each constraint. It answers each constraint with a line on

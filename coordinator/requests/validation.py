@@ -32,8 +32,8 @@ _NOT_STORED = {"prompt", "model", "default_max_tokens", "tools", "template_varia
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationParameters(GenerateRequest):
-    """A checked request with every default filled in. This is all that is needed to run the
-    request, or to resume it after a failure."""
+    """A checked request with every default filled in. These parameters suffice to run the request,
+    or to resume it after a failure."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -191,7 +191,8 @@ def check_roles(prompt: Prompt) -> None:
 
 
 def check_stop(stop: tuple[str, ...]) -> None:
-    """Raises `BadRequest` for too many stop strings, and for one that is empty or too long."""
+    """Raises `BadRequest` for too many stop strings, or for a stop string that is empty or too
+    long."""
     if len(stop) > limits.STOP_STRINGS_MAX:
         most = limits.STOP_STRINGS_MAX
         raise BadRequest("stop", f"got {len(stop)} strings; allowed: up to {most}")
@@ -204,7 +205,8 @@ def check_stop(stop: tuple[str, ...]) -> None:
 
 
 TOKENIZER_THREADS = 2
-"""Most prompts that are tokenized at the same time. Further prompts wait until their deadline."""
+"""At most this many prompts are tokenized at the same time. Further prompts wait until their
+deadline."""
 
 
 class PromptEncoder:
