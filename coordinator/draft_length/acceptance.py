@@ -12,7 +12,8 @@ import numpy.typing as npt
 from outrider.limits import NUM_DRAFT_TOKENS_MAX
 
 FIRST_ACCEPTED = 0.7
-"""Assumed chance that the first draft token of a round is accepted, before any measurement. It is this high so that drafting is tried."""
+"""Assumed chance that the first draft token of a round is accepted, before any measurement. It
+is this high so that drafting is tried."""
 FIRST_TAKEN = 0.3
 """Assumed chance that a sibling of a refused draft token is accepted, before any measurement."""
 Array = npt.NDArray[np.float64]
