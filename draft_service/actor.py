@@ -36,8 +36,8 @@ class DraftActor(ReplicaHost):
                     head, info, max_num_seqs=config.max_num_seqs, kv_cache_memory_bytes=num_bytes
                 )
             if head is not None:
-                # A head's pass over committed tokens runs attention only for the last of them, so
-                # the measured costs of passes do not describe it.
+                # For a head, a pass over committed tokens runs attention only for the last token.
+                # So the measured costs of passes do not apply to a head.
                 drafter, costs = FeatureDrafter(head, engine), None
             elif (token := parallel_token(config)) is not None:
                 drafter = ParallelDrafter(engine, token)

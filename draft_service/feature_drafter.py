@@ -25,8 +25,8 @@ from outrider.speculation.proposal import Proposal
 
 
 class HeadEngine(PagedSequences):
-    """An engine that runs a head. A slot is for a pair of a token and the feature of the token
-    before it, so passes need features besides tokens."""
+    """An engine that runs a head. A slot holds a pair of a token and the feature of the token
+    before it. So passes need features besides tokens."""
 
     def __init__(
         self, head: LoadedEagle3, info: ModelInfo, *, max_num_seqs: int, kv_cache_memory_bytes: int
@@ -66,21 +66,21 @@ class HeadEngine(PagedSequences):
         return self._run(run, steps)[0]
 
     def draft(self, steps: Sequence[SequenceStep], features: Sequence[Tensor]) -> Tensor:
-        """The head's output [N, D] for one draft token of each of N sequences. `features` are [D]
-        each. Sequences never share the slots of draft tokens. `keep` must drop these slots before
-        the next `run`."""
+        """Returns the head's output [N, D] for one draft token of each of N sequences. `features`
+        are [D] each. Sequences never share the slots of draft tokens. `keep` must drop these slots
+        before the next `run`."""
         rows, _ = self._run(lambda held: self._layer.draft(held, features), steps, whole=False)
         return rows
 
 
 def _but_last(held: HeldSequence) -> HeldSequence:
-    """The step without its last token."""
+    """Returns the step without its last token."""
     step = SequenceStep(held.step.sequence_id, held.step.token_ids[:-1], 0)
     return replace(held, step=step)
 
 
 def _last(held: HeldSequence) -> HeldSequence:
-    """The step's last token alone."""
+    """Returns a step with the last token alone."""
     *before, newest = held.step.token_ids
     step = SequenceStep(held.step.sequence_id, (newest,), 1)
     return HeldSequence(step, held.length + len(before), held.pages)
@@ -95,8 +95,8 @@ class _HeadDraft(AutoregressiveDraft):
 
 
 class FeatureDrafter(ModelDrafter):
-    """A `ModelDrafter` with a head. After a finished proposal, its engine holds only committed
-    tokens, as many as have features. If the features of some committed tokens are missing, the
+    """A `ModelDrafter` with a head. After a finished proposal, the engine holds only committed
+    tokens whose features are known. If the features of some committed tokens are missing, the
     proposal is empty. There is no look-ahead."""
 
     looks_ahead = False

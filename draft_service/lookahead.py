@@ -11,9 +11,10 @@ continued. If there is none, a new draft begins. Every pass adds a token to each
 Drafts that a coordinator waits for come first. Then come the likeliest outcomes of all sessions, as
 many as fit into a pass.
 
-The sequence that drafted a proposal has already run all its tokens but x_K. If the distributions of
-all x_i were kept, they predict the outcomes in which a token is rejected. Drafts of these outcomes
-begin at once. They run in the same pass that runs x_K to predict the outcomes with a bonus.
+The sequence that drafted a proposal has already run all tokens of the proposal but x_K. If the
+distributions of all x_i were kept, they predict the outcomes in which a token is rejected. Drafts
+of these outcomes begin at once. They run in the same pass that runs x_K to predict the outcomes
+with a bonus.
 """
 
 import logging
@@ -108,8 +109,8 @@ class RoundAhead:
 
     @property
     def reading(self) -> SequenceStep:
-        """The step that reads the round. It wants a row of logits for each number of accepted
-        tokens, or, if there is a `basis`, only the row of the bonus."""
+        """The step that reads the round. Without a `basis`, the step wants a row of logits for each
+        number of accepted tokens. With a `basis`, it wants only the row of the bonus."""
         num_logits = 1 if self.basis is not None else len(self.drafted) + 1
         return SequenceStep(self.session_id, self.to_read, num_logits)
 
@@ -149,8 +150,8 @@ class LookAhead:
         return found is not None and found.item is item
 
     def progress(self, item: DraftItem) -> Answers:
-        """`Answers` without an answer, which say whether more answers to this item will follow.
-        `works_on` must be true for the item."""
+        """Returns `Answers` without an answer. They say whether more answers to this item will
+        follow. `works_on` must be true for the item."""
         return self._advanced(self._rounds[item.head.session_id], ())
 
     def begin(
@@ -180,7 +181,7 @@ class LookAhead:
 
     def advance(self, items: Sequence[DraftItem]) -> list[Answers]:
         """Runs one pass for the rounds of these items. `works_on` must be true for all items.
-        Raises what the engine raises."""
+        Raises the errors of the engine."""
         rounds = [self._rounds[item.head.session_id] for item in items]
         for now in rounds:
             self._drop_evicted(now)
@@ -239,9 +240,9 @@ class LookAhead:
         return Answers(tuple(answers), not is_over, now.wanted is not None)
 
     def _come_true(self, before: RoundAhead, committed: tuple[int, ...]) -> Outcome:
-        """The actual outcome of the round `before`, which is also reported to the outcome model.
-        Empty if nothing was guessed, or if `committed` shows that the next round is not the one
-        right after `before`."""
+        """Returns the actual outcome of the round `before`, and reports it to the outcome model. If
+        nothing was guessed, or if `committed` shows that the next round does not directly follow
+        `before`, returns an empty outcome."""
         length, guesses = len(before.committed), before.guesses
         outcome = committed[length:]
         num_accepted = len(outcome) - 1
@@ -262,8 +263,8 @@ class LookAhead:
         """Begins the draft that a coordinator waits for. Continues `taken`, the draft of the
         outcome that came true, or begins a new draft. If `taken` has at least half of its tokens,
         it is proposed as it is, because each further token takes a pass, and the last tokens are
-        the least likely to be accepted. How many tokens `taken` has depends on when the item came,
-        and on no token's value. So the output stays exact."""
+        the least likely to be accepted. How many tokens `taken` has depends only on when the item
+        came, not on any token's value. So the output stays exact."""
         if taken is not None:
             num_held = len(taken.token_ids)
             taken.num_wanted = min(taken.num_wanted, now.item.num_draft_tokens)
@@ -282,8 +283,8 @@ class LookAhead:
     def _answer(
         self, now: RoundAhead, proposal: SealedProposal, out_of_time: bool = False
     ) -> ProposalReply:
-        """The answer with the requested proposal. Cuts the proposal to the requested K, because it
-        may have been drafted for a larger K."""
+        """Returns the answer with the requested proposal. Cuts the proposal to the requested K,
+        because it may have been drafted for a larger K."""
         proposal = proposal.cut(now.item.num_draft_tokens)
         now.drafted = proposal.token_ids
         held = self._engine.length(now.session_id)
@@ -307,8 +308,8 @@ class LookAhead:
     def _likely_rows(
         self, rounds: Sequence[RoundAhead], logits: Sequence[torch.Tensor]
     ) -> list[LikelyTokens | None]:
-        """The likely tokens of each round's rows. None if a row of the round is not a distribution.
-        Processes rounds with equal parameters together."""
+        """Returns the likely tokens of each round's rows, or None for a round with a row that is
+        not a distribution. Processes rounds with equal parameters together."""
         groups: dict[SamplingParams, list[int]] = {}
         for index, now in enumerate(rounds):
             groups.setdefault(now.sampling, []).append(index)
@@ -401,8 +402,8 @@ class LookAhead:
         return answers
 
     def _answer_wanted(self, now: RoundAhead, branch: AutoregressiveDraft) -> DraftAnswer:
-        """The answer with the requested proposal, which is finished. After this call, the round can
-        be read."""
+        """Returns the answer with the requested proposal, which is finished. After this call, the
+        round can be read."""
         now.wanted = None
         is_own = branch.sequence_id == now.session_id
         if branch.error is not None:
@@ -414,7 +415,7 @@ class LookAhead:
             now.basis = branch
         elif not is_own:
             self._release([branch])
-        elif branch.token_ids or not branch.deadline.has_cut:  # Otherwise no pass ran it.
+        elif branch.token_ids or not branch.deadline.has_cut:  # Otherwise no pass ran the draft.
             rewound = self._table.rewind(now.session_id)
             now.unseen = () if rewound is None else rewound.new_tokens
         return answer
@@ -435,10 +436,10 @@ class LookAhead:
 
     def _recover(self, wanted: Sequence[AutoregressiveDraft], error: Exception) -> bool:
         """Recovers from a failed pass. Drops the drafts of all outcomes. A `wanted` draft that has
-        tokens ends with these tokens. The other `wanted` drafts run again, each alone. But if the
-        engine may have caused the error, these others end with the error. If the engine may have
-        caused it and no `wanted` draft has tokens, returns False, and the caller must raise the
-        error."""
+        tokens ends with these tokens. If a draft caused the error, each other `wanted` draft runs
+        again alone. If the engine may have caused the error, each other `wanted` draft ends with
+        the error. If, in this second case, no `wanted` draft has tokens, returns False, and the
+        caller must raise the error."""
         _log.info("a pass of the draft failed: %r", error)
         self.give_way()
         is_own = isinstance(error, OutriderError) and not isinstance(error, EngineLost)

@@ -21,12 +21,11 @@ class ModelDrafter:
     tokens except the last one, which was drawn but never run.
 
     A proposal is empty if the prefix has a token outside the model's vocabulary or is longer than
-    `max_model_len`. It has fewer tokens than requested near `max_model_len`, or if there is no time
-    for another draw. The drafter checks the time before each pass. If a pass also runs the prefix,
-    the drafter checks the time after this pass instead. If a pass fails after the first draw, the
-    drawn tokens are still proposed. One of them may be the cause of the failure, and to drop a
-    token because of its value would bias the output.
-    """
+    `max_model_len`. A proposal has fewer tokens than requested if more tokens would exceed
+    `max_model_len`, or if there is no time for another draw. The drafter checks the time before
+    each pass. If a pass also runs the prefix, the drafter checks the time after this pass instead.
+    If a pass fails after the first draw, the drawn tokens are still proposed. One of them may be
+    the cause of the failure, and to drop a token because of its value would bias the output."""
 
     looks_ahead = True
     """Whether look-ahead works with this drafter."""
@@ -53,9 +52,8 @@ class ModelDrafter:
         after this call.
 
         The engine must hold a proper prefix of each request's tokens, or all tokens that were run
-        for an unfinished draft. A request for no tokens also runs the prefix. Raises what the
-        engine's first pass raises, unless this pass extended a draft that had tokens.
-        """
+        for an unfinished draft. A request for no tokens also runs the prefix. If the engine's first
+        pass fails and no draft in this pass has tokens yet, raises the error."""
         kept = [one for one in requests if isinstance(one, AutoregressiveDraft)]
         for branch in kept:
             if not self.holds(branch):  # A draft without pages ends with the tokens that it has.
@@ -77,7 +75,7 @@ class ModelDrafter:
         return self.engine.length(branch.sequence_id) == length
 
     def begin(self, request: DraftRequest) -> AutoregressiveDraft | None:
-        """A draft without tokens. None if the model cannot continue the prefix."""
+        """Returns a draft without tokens. If the model cannot continue the prefix, returns None."""
         info = self.engine.info
         committed = request.token_ids
         held = self.engine.length(request.session_id)
@@ -94,7 +92,7 @@ class ModelDrafter:
     ) -> list[Tensor]:
         """Runs one pass, in which each of these unfinished drafts gets one more token, or an error.
         The same pass runs the steps `beside` of other sequences. Returns the logits of these steps.
-        Raises what the engine's pass raises."""
+        Raises the errors of the engine."""
         if not (branches or beside):
             return []
         with torch.inference_mode():
@@ -105,7 +103,8 @@ class ModelDrafter:
     def _pass(
         self, branches: Sequence[AutoregressiveDraft], beside: Sequence[SequenceStep] = ()
     ) -> list[Tensor]:
-        """The logits of the steps `beside`, and then those from which the branches draw."""
+        """Returns the logits of the steps `beside`, and then the logits from which the branches
+        draw."""
         return self.engine.forward([*beside, *map(self._step, branches)])
 
     def _step(self, branch: AutoregressiveDraft) -> SequenceStep:
@@ -116,8 +115,8 @@ class ModelDrafter:
         self, active: list[AutoregressiveDraft], together: Sequence[AutoregressiveDraft]
     ) -> None:
         """Extends the `active` drafts until none lacks a token. Each pass adds a token to every
-        draft that lacks one. Returns earlier if the time limit of a finished draft in `together` is
-        over, because its answer is sent only after this step."""
+        draft that lacks one. If the time limit of a finished draft in `together` is over, returns
+        earlier, because this draft is sent only after the step."""
         while active:
             self.num_passes += 1
             try:
@@ -141,7 +140,7 @@ class ModelDrafter:
         self, branches: Sequence[AutoregressiveDraft], rows: Sequence[Tensor]
     ) -> list[AutoregressiveDraft]:
         """Draws the next token of each branch from its row of logits [1, V]. Returns the branches
-        that got one."""
+        that got a token."""
         drawn = self._sampler.draw(branches, rows)
         if len(drawn) < len(branches):
             for branch in branches:

@@ -18,8 +18,9 @@ def render_card(
     seconds: Mapping[str, float],
     measured: Mapping[str, Measured],
 ) -> str:
-    """The card of a drafter for `target`. `fingerprint` is that of the target's tensors. `seconds`
-    has the time of each stage. The keys of `measured` name the measured texts."""
+    """Returns the card of a drafter for `target`. `fingerprint` is the fingerprint of the target's
+    tensors. `seconds` has the time of each stage. The keys of `measured` name the measured
+    texts."""
     learner, now = trainer.learner, trainer.progress
     times = ", ".join(f"{stage} {spent / 60:.1f} min" for stage, spent in seconds.items())
     start = ""

@@ -158,7 +158,8 @@ class _Run:
         return Distilled(options.out, [*measured.values()], num_steps, sum(spent.values()))
 
     def _ask_to_measure(self) -> TeacherCache:
-        """The target's answers to the prompts to measure with, and its distributions along them."""
+        """Returns the target's answers to the prompts to measure with, and its distributions along
+        these answers."""
         options, info = self._options, self._info
         prompts = [prompt for prompt in options.measure for _ in MEASURED_TEMPERATURES]
         tokens_max = min(max(map(len, prompts)) + MEASURED_TOKENS_MAX, info.max_model_len)
@@ -212,7 +213,7 @@ class _Run:
 
     def _ask(self, corpus: WrittenCorpus, seconds: float) -> TeacherCache:
         """Asks the target for its distributions along the written and the given texts. Holds out
-        conversations whose prompt is one to measure with."""
+        conversations whose prompt is also a prompt to measure with."""
         measured = set(self._options.measure)
         written = [
             replace(document, is_held_out=document.is_held_out or document.prompt in measured)
@@ -253,8 +254,8 @@ class _Run:
 
 
 def _long_enough(documents: Sequence[Document]) -> list[Document]:
-    """The documents with at least two learned tokens. Some drafters draft no earlier token than the
-    second learned one."""
+    """Returns the documents with at least two learned tokens. Some drafters cannot draft the first
+    learned token."""
     return [document for document in documents if document.num_learned >= 2]
 
 

@@ -26,7 +26,7 @@ CORPUS_FILES_MAX = 100_000
 _SUFFIXES = (".txt", ".md", ".jsonl")
 Array = npt.NDArray[Any]
 Encode = Callable[[str], Sequence[int]]
-"""Text to token ids."""
+"""Turns a text into token ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +75,14 @@ def is_kept_back(token_ids: npt.ArrayLike) -> bool:
 
 
 def shuffled(documents: Sequence[Document]) -> list[Document]:
-    """The documents in a random order that depends only on their number. If time ends before all
-    are read, the documents that were read are a fair sample."""
+    """Returns the documents in a random order that depends only on their number. If time ends
+    before all documents are read, those that were read are a fair sample."""
     order = np.random.default_rng(0).permutation(len(documents))
     return [documents[index] for index in order]
 
 
 def corpus_files(directory: Path) -> list[Path]:
-    """The files to read, sorted. Raises `SettingError` if there are none or too many."""
+    """Returns the files to read, sorted. Raises `SettingError` if there are none or too many."""
     if not directory.is_dir():
         raise SettingError("corpus", f"{directory} is not a folder")
     found = sorted(
@@ -98,8 +98,9 @@ def corpus_files(directory: Path) -> list[Path]:
 
 
 def read_corpus(paths: Sequence[Path], encode: Encode | None, tokens_max: int) -> list[Document]:
-    """The texts of these files, in order, in pieces of at most `tokens_max` tokens. `encode` is
-    None for a target without a tokenizer. Raises `SettingError`, which names file and line."""
+    """Returns the texts of these files, in order, in pieces of at most `tokens_max` tokens.
+    `encode` is None for a target without a tokenizer. Raises `SettingError`, which names file and
+    line."""
     found: list[Document] = []
     for text in (text for path in paths for text in _texts(path)):
         if encode is None:

@@ -50,7 +50,8 @@ from .teacher import Batch, Target
 NUM_DEPTHS = 3
 """Length of the chains that train and measure an EAGLE-3 head."""
 _LAYERS_WITH_TAPS = 7
-"""A target of n layers needs this many, so that its layers 2, n // 2 and n - 3 are distinct."""
+"""A target of n layers needs at least this many layers, so that 2, n // 2 and n - 3 are
+distinct."""
 _EAGLE3_INNER_WIDTHS = 4
 """Inner width of a new EAGLE-3 head, as a multiple of the target's width."""
 _EPS, _ROPE_THETA = 1e-5, 10_000.0
@@ -132,7 +133,7 @@ class Learner:
         raise NotImplementedError
 
     def as_stored(self, weight: Tensor) -> Tensor:
-        """A weight as it is after saving and loading."""
+        """Returns a weight as it is after saving and loading."""
         raise NotImplementedError
 
     def save(self, directory: Path, target: Target, fingerprint: str) -> None:
@@ -140,7 +141,7 @@ class Learner:
         raise NotImplementedError
 
     def _load(self, start: Path, target: Target, name: str) -> tuple[Any, Sequence[int]]:
-        """The module of the drafter in `start`, and the tokens of its logits."""
+        """Returns the module of the drafter in `start`, and the tokens of its logits."""
         raise NotImplementedError
 
     def _make(self, token_ids: Tensor) -> Any:
@@ -207,7 +208,7 @@ class Eagle3(Learner):
         return found
 
     def as_stored(self, weight: Tensor) -> Tensor:
-        """The same weight, because it is not quantised."""
+        """Returns the weight itself, because it is stored without quantisation."""
         return weight
 
     def save(self, directory: Path, target: Target, fingerprint: str) -> None:
@@ -226,9 +227,9 @@ class Eagle3(Learner):
         return found.module, found.token_ids
 
     def _make(self, token_ids: Tensor) -> Any:
-        """A layer that at first passes on what the target's third-last layer reads. It has the
-        target's width and number of heads. The layer's inputs are normalised, so that the weights
-        need not learn the scale of the inputs."""
+        """Returns a layer that at first passes on what the target's third-last layer reads. It has
+        the target's width and number of heads. The layer's inputs are normalised, so that the
+        weights need not learn the scale of the inputs."""
         sizes, width = self._target.config.get_text_config(), self._width
         heads = sizes.num_attention_heads
         rope = getattr(sizes, "rope_parameters", None) or {}
@@ -370,8 +371,8 @@ LEARNERS: dict[str, type[Learner]] = {learner.kind: learner for learner in (Stud
 
 
 def _norm_weight(norm: nn.Module, width: int) -> Tensor:
-    """[D]: the factors of an RMS or layer norm. They are measured, because model families store
-    them in different ways."""
+    """[D]: the factors of an RMS or layer norm. These factors are measured, because model families
+    store them in different ways."""
     like = next(norm.parameters(), torch.empty(0))
     ones = torch.ones(width, dtype=like.dtype, device=like.device)
     ones[1::2] = -1
@@ -398,10 +399,11 @@ _SCORE_MIN = 0.2
 def kept_layers(
     num_wanted: int, num_layers: int, copying: tuple[int, int] | None = None
 ) -> list[int]:
-    """The layers of the target that a student gets, in ascending order. It gets the last layer, the
-    two layers of `copying` if at least four layers are wanted, and as many of the first layers as
-    are still missing. (Layers that are spread evenly, or two at each end, gave students of the demo
-    target less acceptance.) Raises `SettingError` if the target has too few layers."""
+    """Returns the layers of the target that a student gets, in ascending order. It gets the last
+    layer. If at least four layers are wanted, it gets the two layers of `copying`. The first layers
+    of the target make up the rest. (Layers that are spread evenly, or two at each end, gave
+    students of the demo target less acceptance.) Raises `SettingError` if the target has too few
+    layers."""
     if num_wanted > num_layers:
         raise SettingError("layers", f"{num_wanted} is more than the target's {num_layers}")
     kept = {num_layers - 1} if num_wanted > 1 else set()
@@ -412,10 +414,10 @@ def kept_layers(
 
 
 def copying_layers(target: Any) -> tuple[int, int] | None:
-    """The two layers with which the target copies from earlier text (an induction head). A head of
-    the first layer attends to the previous token. A head of the second, later layer attends to the
-    token that followed an earlier occurrence of the current token. None if no heads attend enough,
-    as in an untrained model, or if the library does not return attention."""
+    """Returns the two layers with which the target copies from earlier text (an induction head). A
+    head of the first layer attends to the previous token. A head of the second, later layer attends
+    to the token that followed an earlier occurrence of the current token. If no heads attend
+    enough, as in an untrained model, or if the library does not return attention, returns None."""
     before, after = _scores(target)
     pairs = [
         (first, max(range(first + 1, len(after)), key=lambda layer: after[layer]))
@@ -426,9 +428,9 @@ def copying_layers(target: Any) -> tuple[int, int] | None:
 
 
 def _scores(target: Any) -> tuple[list[float], list[float]]:
-    """Two scores of each layer. The first is the largest share of attention that a head gives to
-    the previous token. The second is the largest share that a head gives to the token that followed
-    the current token's earlier occurrence. Shares are means over random texts."""
+    """Returns two scores of each layer. The first is the largest share of attention that a head
+    gives to the previous token. The second is the largest share that a head gives to the token that
+    followed the current token's earlier occurrence. Shares are means over random texts."""
     embeddings = target.get_input_embeddings().weight
     generator = torch.Generator().manual_seed(0)
     texts = torch.randint(embeddings.shape[0], (_NUM_TEXTS, _NUM_TOKENS), generator=generator)

@@ -16,7 +16,8 @@ from .teacher import Batch, Dataset
 MEASURED_TEMPERATURES = (0.0, 1.0)
 """The target answers each prompt to measure with once at each of these temperatures."""
 MEASURED_TOKENS_MAX = 128
-"""Largest number of tokens of such an answer. `outrider bench acceptance` has the same default."""
+"""Largest number of tokens of an answer to such a prompt. `outrider bench acceptance` has the same
+default."""
 MEASURED_PROMPT_TOKENS_MAX = 4096
 """Largest number of tokens of a prompt to measure with. One pass reads a prompt and its answer. In
 this pass over T tokens, attention holds up to three tensors [heads, T, T]. For 9 heads in half
@@ -41,7 +42,7 @@ class Measured:
     texts."""
     by_position: tuple[float | None, ...]
     """At temperature 1: for each draft token, the probability that it is accepted if all draft
-    tokens before it are."""
+    tokens before it are accepted."""
 
 
 def measure(learner: Learner, dataset: Dataset) -> Measured:
@@ -65,7 +66,7 @@ def measure(learner: Learner, dataset: Dataset) -> Measured:
                 texts.append([part[:, 2] for part in parts])
             first = end
     everything = np.concatenate([part for parts in firsts.values() for part in parts])
-    if learner.num_depths is None:  # The text's next tokens have the ratios of a longer chain.
+    if learner.num_depths is None:  # Consecutive tokens of the text act as a chain.
         positions = conditional_acceptance([ratios.tolist() for [ratios] in texts])
     else:
         positions = acceptance_of_windows(texts, learner.num_depths)

@@ -60,5 +60,5 @@ class DistillOptions:
 
 
 def draft_model(kind: str, directory: Path | str) -> str:
-    """The `--draft-model` for a drafter of this kind in a directory."""
+    """Returns the value of `--draft-model` for a drafter of this kind in a directory."""
     return str(directory) if kind == STUDENT else f"{kind}:{directory}"

@@ -44,8 +44,8 @@ def alone_in(directory: Path) -> Iterator[None]:
 
 
 def folder_name(kind: str, *parts: object) -> str:
-    """The name of a folder whose content depends only on these parts. It has a hash of their
-    `repr`."""
+    """Returns the name of a folder whose content depends only on these parts. The name has a hash
+    of the `repr` of the parts."""
     key = hashlib.blake2b(repr((CACHE_VERSION, *parts)).encode(), digest_size=8).hexdigest()
     return f"{kind}-{key}"
 
@@ -75,14 +75,14 @@ class Stopwatch:
             self.save()
 
     def save(self) -> None:
-        """Stores the time for the next run, in case this one is killed."""
+        """Stores the time for the next run. So the time is known even if this run is killed."""
         with replacing(self._path) as partial:
             partial.write_text(json.dumps(round(self.seconds, 3)))
 
 
 def check_out(out: Path) -> Path:
-    """The directory, with links resolved. Raises `SettingError` if it is not empty, or if a drafter
-    cannot be written there."""
+    """Returns the directory, with links resolved. Raises `SettingError` if it is not empty, or if a
+    drafter cannot be written there."""
     try:
         out = out.resolve()
         if out.exists() and not (out.is_dir() and next(out.iterdir(), None) is None):

@@ -79,8 +79,8 @@ class TeacherCache:
         module: Any,
         taps: Sequence[int] = (),
     ) -> None:
-        """The answers are stored in a folder in `place`. `module` is the target's. `taps` are
-        layers of the target, counted from 0. The cache keeps what these layers read, as
+        """The answers are stored in a folder in `place`. `module` is the target's module. `taps`
+        are layers of the target, counted from 0. The cache keeps what these layers read, as
         features."""
         self.documents: list[Document] = []
         for start in range(0, len(documents), _DOCUMENTS_OF_A_FILE):
@@ -105,11 +105,12 @@ class TeacherCache:
         return self.documents[: len(self._files) * _DOCUMENTS_OF_A_FILE]
 
     def answers(self, indices: Iterable[int]) -> dict[str, Array]:
-        """The arrays of these documents, one after another."""
+        """Returns the arrays of these documents, one after another."""
         return _joined(self._answer(index) for index in indices)
 
     def _answer(self, index: int, names: Sequence[str] = ()) -> dict[str, Array]:
-        """The arrays of one document: all of them, or, if `names` are given, only these."""
+        """Returns the arrays of one document. If `names` are given, returns only the arrays with
+        these names."""
         number = index // _DOCUMENTS_OF_A_FILE
         first = self._starts[number * _DOCUMENTS_OF_A_FILE]
         learned, whole = (slice(*ends) for ends in (self._starts[index : index + 2] - first).T)
@@ -155,9 +156,9 @@ class TeacherCache:
                 self.spent.save()
 
     def likeliest_tokens(self, num_wanted: int) -> Array:
-        """The `num_wanted` tokens to which the target gives most probability in the documents to
-        learn from, as ascending ids. Of equally probable tokens, takes those with the lowest
-        ids."""
+        """Returns the `num_wanted` tokens to which the target gives most probability in the
+        documents to learn from, as ascending ids. Of equally probable tokens, takes those with the
+        lowest ids."""
         mass = np.zeros(self.vocab_size)
         for index, document in enumerate(self.known):
             if not document.is_held_out:
@@ -176,7 +177,7 @@ class TeacherCache:
 
 
 def _fingerprint(documents: Sequence[Document]) -> str:
-    """A hash of the documents' tokens, in order, and of where the learned tokens begin."""
+    """Returns a hash of the documents' tokens, in order, and of where the learned tokens begin."""
     digest = hashlib.blake2b(digest_size=16)
     for document in documents:
         digest.update(np.array([len(document.token_ids), document.first], np.int32).tobytes())
@@ -190,8 +191,8 @@ def _joined(parts: Iterable[dict[str, Array]]) -> dict[str, Array]:
 
 
 def ask(module: Any, documents: Sequence[Document], taps: Sequence[int]) -> dict[str, Array]:
-    """The target's answers about the learned tokens of `documents`, by the names of the arrays. The
-    rows of one document follow those of another."""
+    """Returns the target's answers about the learned tokens of `documents`, as arrays by name.
+    Their rows are in the order of the documents."""
     device = module.device
     ids, rows, following = (torch.from_numpy(part).to(device) for part in packed(documents))
     with torch.inference_mode(), watched_layers(module, taps) as watched:
@@ -266,13 +267,13 @@ class TeacherRows:
     """The target's answers at R positions."""
 
     columns: Tensor
-    """[R, M]: the column of the drafter's head for each of the M likeliest tokens. Arbitrary where
-    `mass` is 0."""
+    """[R, M]: the column of the drafter's head for each of the M likeliest tokens. Where `mass`
+    is 0, the column is arbitrary."""
     mass: Tensor
     """[R, M], float32: p of each of these tokens. 0 for a token without a column."""
 
     def at(self, rows: Tensor | slice) -> TeacherRows:
-        """The answers at these rows [C]."""
+        """Returns the answers at these rows [C]."""
         return TeacherRows(self.columns[rows], self.mass[rows])
 
 
@@ -313,8 +314,8 @@ class Dataset:
         self.learned = [i for i, document in enumerate(documents) if not document.is_held_out]
 
     def epoch(self, seed: int, number: int, batch_tokens: int) -> list[list[int]]:
-        """Each document to learn from once, in batches of up to `batch_tokens` tokens, padding
-        included. The order depends on `seed` and `number` alone."""
+        """Returns each document to learn from once, in batches of up to `batch_tokens` tokens,
+        padding included. The order depends on `seed` and `number` alone."""
         random = np.random.default_rng((seed, number))
         order = [self.learned[i] for i in random.permutation(len(self.learned))]
         batches: list[list[int]] = []

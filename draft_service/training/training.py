@@ -51,21 +51,22 @@ Report = Callable[[str, float, float | None], None]
 
 
 def learning_rate(part: float, width: int, is_trained: bool) -> float:
-    """The learning rate when `part` of the budget is used. It rises linearly up to `_WARM_UP`, and
-    then falls linearly to 0."""
+    """Returns the learning rate when `part` of the budget is used. The rate rises linearly until
+    `part` is `_WARM_UP`, and then falls linearly to 0."""
     peak = min(_PEAK_RATE_BY_WIDTH / width, _PEAK_RATE_MAX) * (_TRAINED_RATE if is_trained else 1)
     return peak * max(0.0, min(part / _WARM_UP, (1 - part) / (1 - _WARM_UP)))
 
 
 def batch_tokens(part: float, most: int) -> int:
-    """The number of tokens in a batch, up to `most`, for an epoch that begins when `part` of the
-    budget is used."""
+    """Returns the number of tokens in a batch, up to `most`, for an epoch that begins when `part`
+    of the budget is used."""
     shares = (share for until, share in _BATCH_PARTS if part < until)
     return int(most * next(shares, 1.0))
 
 
 def likelihood_share(part: float, is_trained: bool) -> float:
-    """The weight of the likelihood of acceptance in the loss, when `part` of the budget is used."""
+    """Returns the weight of the likelihood of acceptance in the loss, when `part` of the budget is
+    used."""
     if is_trained:
         return _LIKELIHOOD_SHARE
     over = (part - _LIKELIHOOD_FROM) / (_LIKELIHOOD_UP_TO - _LIKELIHOOD_FROM)
@@ -209,9 +210,9 @@ _LEAST_OVERLAP = 1e-3
 def overlap_loss(
     hidden: Tensor, head: Tensor, teacher: TeacherRows, likelihood_share: float
 ) -> Tensor:
-    """The mean loss over R rows. Its gradient is for `hidden` only. `hidden` [R, D] and `head` [N,
-    D] have the same dtype. `likelihood_share` is the weight of the likelihood of acceptance.
-    Cross-entropy has the remaining weight."""
+    """Returns the mean loss over R rows. It has a gradient for `hidden` only. `hidden` [R, D] and
+    `head` [N, D] have the same dtype. `likelihood_share` is the weight of the likelihood of
+    acceptance. Cross-entropy has the remaining weight."""
     num_rows, size = len(hidden), ROWS_OF_A_BLOCK[hidden.device.type]
     loss, slopes = torch.zeros((), device=hidden.device), list[Tensor]()
     # Differentiates each block of rows immediately, to free the block's logits.
@@ -227,7 +228,7 @@ def overlap_loss(
 
 
 def _summed_loss(logits: Tensor, teacher: TeacherRows, share: float) -> Tensor:
-    """The loss, summed over all rows of `logits` [R, N]."""
+    """Returns the loss, summed over all rows of `logits` [R, N]."""
     p = teacher.mass
     listed = logits.float().log_softmax(dim=1).gather(1, teacher.columns)
     overlaps = torch.minimum(p, listed.exp()).sum(dim=1)

@@ -27,8 +27,9 @@ still differ."""
 _TURN_TOKENS_MAX = 512
 _ANSWER_TOKENS_MAX = 320
 _BEGINNING = 16
-"""Number of an answer's first tokens that may decide whether a conversation is held out. Shorter
-answers that time cuts off are dropped, because the whole answers could be held out otherwise."""
+"""Number of an answer's first tokens that may decide whether a conversation is held out. If time
+cuts off a shorter answer, its conversation is dropped. The missing tokens could change whether the
+conversation is held out."""
 
 
 class WrittenCorpus:
@@ -75,10 +76,11 @@ class WrittenCorpus:
                 self._keep(json.loads(line))
 
     def documents(self) -> list[Document]:
-        """The written conversations. If a number of tokens is wanted, only as many of the first
-        conversations as it needs. A hash of the prompt decides whether a conversation is held out,
-        because answers to the same prompt are alike. Texts that the target wrote without a user's
-        turn share their prompt, so their hash includes the beginning of the answer."""
+        """Returns the written conversations. If a number of tokens is wanted, returns only the
+        first conversations, until their answers have this many tokens. A hash of the prompt decides
+        whether a conversation is held out, because answers to the same prompt are alike. Texts that
+        the target wrote without a user's turn share their prompt, so their hash includes the
+        beginning of the answer."""
         records = list(self._records.values())
         if self._tokens is not None:
             missing, records = self._tokens, []
@@ -177,7 +179,7 @@ class _Conversation:
         self.unseen = tuple(self.prompt[engine.attach(self.name, self.prompt) :])
 
     def question(self, logits: torch.Tensor) -> Question:
-        """The question whose verdict is the next token, drawn from `logits` [1, V]."""
+        """Returns the question whose verdict is the next token, drawn from `logits` [1, V]."""
         params = _TURN if self.is_turn else SamplingParams(temperature=self._temperature)
         rule = Rule.GREEDY if params.greedy else Rule.COUPLED
         noise = RoundNoise(self._seed, rule, len(self.prompt) + len(self.answer))

@@ -135,8 +135,8 @@ class BatchingDelay:
         return self._until
 
     def _expected(self, now: float, before: float) -> list[tuple[float, str, int]]:
-        """The sessions that are expected to return after `now` and before `before`, the earliest
-        first. For each: the expected time, the session, and its rows."""
+        """Returns the sessions that are expected to return after `now` and before `before`, the
+        earliest first. Each entry has the expected time, the session, and the session's rows."""
         found = []
         for name, rhythm in self._rhythms.items():
             if rhythm.answered_at is not None:

@@ -200,7 +200,7 @@ class ReplicaHost(PlacedActor):
 
         registry = RedisRegistry(with_password(member.redis), member.deployment)
         self._announcer = Lease(registry, record)
-        # Added last and so closed first: coordinators then send no new sessions.
+        # The lease is added last, so it is closed first. Coordinators then send no new sessions.
         self._open.push_async_callback(self._announcer.close)
         await self._announcer.start()
 

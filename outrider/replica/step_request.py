@@ -71,8 +71,8 @@ class AnswerSender:
         self.closed = False
 
     def send(self, answers: Sequence[Any]) -> None:
-        """Sends the held answers of the same sessions, and then these answers. Sends an answer that
-        is among both once. Sends nothing on a closed connection."""
+        """Sends the held answers of the same sessions, and then these answers. If an answer is held
+        and is also among `answers`, it is sent once. Sends nothing on a closed connection."""
         self._take_along(_sessions_of(answers), answers)
 
     def hold(self, answers: Sequence[Any]) -> None:
@@ -171,12 +171,12 @@ class StepRequest:
 
 
 def refusal(key: ReplyKey, error: OutriderError) -> Refused:
-    """The answer that refuses an item with `error`."""
+    """Returns the answer that refuses an item with `error`."""
     return Refused(key, error.grpc_code, error.message)
 
 
 def undrawn(key: ReplyKey) -> Refused:
-    """The answer to an item whose time ran out before the first draw."""
+    """Returns the answer to an item whose time ran out before the first draw."""
     return refusal(key, DeadlineExceeded("its time ran out before a token was drawn"))
 
 
@@ -205,8 +205,9 @@ class RequestQueue:
         return {work.session_id for work in self._waiting}
 
     def add(self, work: StepRequest) -> bool:
-        """Queues a request. If another one that `asks_like` this request already waits, returns
-        False, and both callers get that one's answer. Raises `Overloaded` if the queue is full."""
+        """Queues a request. If another request already waits that `asks_like` this one, returns
+        False. Both callers then get the answer to the waiting request. Raises `Overloaded` if the
+        queue is full."""
         key = work.key
         waiting = self._newest.get(key)
         if waiting is not None and waiting.asks_like(work):
@@ -268,7 +269,7 @@ class RequestQueue:
             self._newest.setdefault(work.key, work)
 
     def of_session(self, session_id: str, epoch: int) -> list[StepRequest]:
-        """The session's requests whose epoch is at most this one."""
+        """Returns the session's requests whose epoch is at most this one."""
         return [
             work
             for work in self._waiting

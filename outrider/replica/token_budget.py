@@ -41,8 +41,8 @@ WAITING_DECAY = 0.95
 CORRECTION_WEIGHT = 0.2
 """Weight of the newest step in the average of `TokenBudget._corrections`."""
 CORRECTION_MAX = 4.0
-"""Bound of the ratio of one step's measured and predicted times, and of the inverse ratio, because
-other processes may have delayed the step."""
+"""If one step's measured and predicted times differ by more than this factor, they count as
+differing by this factor. Other processes may have delayed the step."""
 ROUND_REST_STEPS = 4
 """After so many steps in a row without a round, no more rounds are expected."""
 
@@ -84,7 +84,8 @@ class TokenBudget:
         self.max_steps = max_steps
         self._costs = costs
         self._last_rounds: _Load | None = None
-        """Rounds of the last step that had any; None if no more are expected."""
+        """Load of the rounds in the last step that had rounds; None if no more rounds are
+        expected."""
         self._rest_steps = 0
         """Number of steps since the step of `_last_rounds`, all without a round."""
         self._rest_s = 0.0
@@ -101,10 +102,10 @@ class TokenBudget:
         """Average ratio of measured to predicted step times, by `_Load.has_prefix`."""
 
     def share(self, demands: Sequence[TokenDemand]) -> list[int]:
-        """How many tokens of each demand this step runs. The demands are in order of arrival. A
-        round gets all its tokens or none. A prefix may also get a chunk that leaves at least
-        `num_last` tokens. At least one demand gets tokens. Without demands, the step only continues
-        earlier work, and its time is not predicted."""
+        """Returns how many tokens of each demand this step runs. The demands are in order of
+        arrival. A round gets all its tokens or none. A prefix may also get a chunk that leaves at
+        least `num_last` tokens. At least one demand gets tokens. Without demands, the step only
+        continues earlier work, and its time is not predicted."""
         if not demands:
             self.drop_step()
             return []
@@ -158,8 +159,8 @@ class TokenBudget:
         self._last = self._later_pass = _Load()
 
     def _part(self, demand: TokenDemand, load: _Load, seconds: float, least: int) -> int:
-        """How many tokens of a prefix to run in addition to `load`, in a step of at most `seconds`.
-        At least `least`, even if the step then takes longer."""
+        """Returns how many tokens of a prefix to run in addition to `load`, in a step of at most
+        `seconds`. Returns at least `least`, even if the step then takes longer."""
         if load.sessions == self.max_steps:
             return 0
         most = min(demand.num_tokens, self._max_tokens - load.rows)

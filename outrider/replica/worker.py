@@ -85,8 +85,8 @@ class Admissions:
         self.figures = StepFigures()
 
     def admit(self, demands: Sequence[SlotDemand]) -> list[Admission]:
-        """One result for each of these items, which are of distinct sessions and in order of
-        arrival:
+        """Returns one result for each of these items, which are of distinct sessions and in order
+        of arrival:
 
             Admitted      The item runs.
             CONTINUES     The step has no room left for the item.
@@ -113,8 +113,8 @@ class Admissions:
         return self._grant(demands, found, begun)
 
     def _whole(self, demand: SlotDemand, begun: _Begun) -> SequenceStep:
-        """A step with all tokens that the item can run now. If these are more than all pages hold,
-        the step has one token more than all pages hold, so it never fits."""
+        """Returns a step with all tokens that the item can run now. If these are more than all
+        pages hold, the step has one token more than all pages hold, so it never fits."""
         name = demand.head.session_id
         num_held = begun[name].length if name in begun else self._engine.length(name)
         length = demand.head.committed_length + demand.num_extra
@@ -151,8 +151,8 @@ class Admissions:
         self, steps: Sequence[SequenceStep], begun: _Begun, younger: Sequence[str], lost: set[str]
     ) -> bool:
         """Whether there are pages for these steps. If needed, takes the pages of `younger`
-        sessions, the youngest first, and adds these sessions to `lost`. Takes none if even all of
-        them would not be enough."""
+        sessions, the youngest first, and adds these sessions to `lost`. If even all these pages
+        would not be enough, takes none."""
         if self._engine.can_hold(steps, begun=begun):
             return True
         if not self._engine.can_hold(steps, younger, begun):
@@ -281,8 +281,8 @@ class StepWorker:
         raise NotImplementedError
 
     def _allowed(self, head: RoundHead, aligned: Aligned) -> Allowed | None:
-        """The tokens that may follow the committed ones; None = all. Raises `Incompatible` for a
-        constraint that this replica cannot apply."""
+        """Returns the tokens that may follow the committed tokens; None = all tokens. Raises
+        `Incompatible` for a constraint that this replica cannot apply."""
         if head.constraint is None:
             num_tokens, info = head.committed_length - head.prompt_length, self._engine.info
             return allowed_early(head.params(), num_tokens, info.eos_token_ids, info.vocab_size)
@@ -336,8 +336,8 @@ def _align(table: SessionTable, head: RoundHead) -> _Found:
 def draft_request(
     head: RoundHead, sampling: SamplingParams, token_ids: Sequence[int], length: int, **fields: Any
 ) -> DraftRequest:
-    """A request for a proposal after the first `length` tokens of the session of `head`.
-    `token_ids` are the tokens among these that the drafter reads."""
+    """Returns a request for a proposal after the first `length` tokens of the session of `head`.
+    `token_ids` are those of the `length` tokens that the drafter reads."""
     known: dict[str, Any] = {
         "session_id": head.session_id, "tenant": head.tenant, "token_ids": token_ids,
         "prompt_length": head.prompt_length, "sampling": sampling, "rule": head.rule,
