@@ -1,1 +1,1 @@
-"""Which replicas a deployment has, and what they announce."""
+"""The registry of a deployment's replicas, with what they announce of themselves."""

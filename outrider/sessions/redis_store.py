@@ -15,13 +15,13 @@
     <prefix>key:{<key>}               string: value of `claim_key`; expires
     <prefix>replicated                string: written before each WAIT for replicas
 
-The braces are literal. Each change is one run of a Lua script (`lua/`). Redis does not roll back a
-script that fails. So each script keeps the session consistent after each of its commands, as
-`lua/layout.lua` describes. No script uses keys of two hash slots. So a take-over first reads the
-owner's lease in a separate run, and then checks that epoch and owner are unchanged. A lease is a
-key with a time to live, so the clocks of machines are never compared. If a restarted Redis has lost
-the lease of a running owner, other coordinators can take over the owner's sessions. The owner's
-later writes then fail because their epoch is too low."""
+The braces are part of the keys. Each change is one run of a Lua script (`lua/`). Redis does not
+roll back a script that fails. So each script keeps the session consistent after each of its
+commands, as `lua/layout.lua` describes. Each script uses keys of one hash slot only. So a take-over
+first reads the owner's lease in a separate run, and then checks that epoch and owner are unchanged.
+A lease is a key with a time to live, so the clocks of machines are never compared. If a restarted
+Redis has lost the lease of a running owner, other coordinators can take over the owner's sessions.
+The owner's later writes then fail because their epoch is too low."""
 
 import asyncio
 import struct
@@ -73,11 +73,11 @@ _CLAIM_KEY = Script("claim_key", replicated=True)
 Field = str | int | bytes
 """An argument of a script. Redis stores it as bytes."""
 _CANCEL = "cancel:"
-"""Prefix of a session's id in the set `wanted`: asks the owner to cancel the session."""
+"""Prefix of a session's id in the set `wanted`. It asks the owner to cancel the session."""
 
 
 class RedisStore(SessionStore):
-    """A `SessionStore` in one Redis server. Made by `connect`."""
+    """A `SessionStore` in one Redis server. Use `connect` to open a store."""
 
     lease_ms = limits.SESSION_LEASE_MS
     """How long an owner keeps its sessions without renewing its lease."""
@@ -231,9 +231,9 @@ class RedisStore(SessionStore):
         return key, f"{key}:wanted"
 
     async def _record(self, session_id: str, answer: Sequence[Any]) -> SessionRecord | None:
-        """The record, from the answer of the script `load` or `take_over`. None if the tokens were
-        replaced while they were read, or if Redis lost the last of them. Raises the script's
-        error."""
+        """Reads a record, from the answer of the script `load` or `take_over`. Returns None if the
+        tokens were replaced while they were read, or if Redis has lost the last tokens. Raises the
+        error that the answer stands for."""
         match answer:
             case [b"missing", _]:
                 raise not_found(session_id)
@@ -275,8 +275,8 @@ def _outcome(session_id: str, epoch: int, answer: Any) -> int | OutriderError:
             return DataLoss(f"session {session_id} is not stored any more; it cannot be continued")
         case [b"stale", int(stored_epoch)]:
             return StaleEpoch(
-                f"session {session_id} has a new owner: it is at epoch {stored_epoch}, "
-                f"this was {epoch}"
+                f"session {session_id} has a new owner: its epoch is {stored_epoch}, and that of "
+                f"this write is {epoch}"
             )
     return InvariantError(f"Redis gave an unknown answer for session {session_id}")
 

@@ -2,12 +2,12 @@
 be shown.
 
     prompt_length <= showable_length <= length          (all tokens decided so far)
-    acknowledged_length <= showable_length              (equal, unless the store lost its tail)
+    acknowledged_length <= showable_length              (equal, unless the store has lost tokens)
 
-Uses no clock and no store. The owner decides tokens, sends `next_append()` to the store, and passes
-the answer to `acknowledge()`. If the store has lost the session's last tokens, it answers with a
-shorter length, and the owner sends the lost tokens again. A token that may be shown once may always
-be shown."""
+This module uses no clock and no store. The owner decides tokens, sends `next_append()` to the
+store, and passes the store's answer to `acknowledge()`. If the store has lost the session's last
+tokens, the answer is a smaller length, and the owner sends the lost tokens again. Lost tokens may
+still be shown, because they may have been shown already."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,7 +34,8 @@ class Session:
         `SessionStore.take_over` returned."""
         check(record.finish_reason is None, "a finished session is not resumed")
         self.record = replace(record, token_ids=(), logprobs="")
-        """The session without its tokens. Only those fields are read that never change."""
+        """The session's record without tokens. Its fields are not updated, so only fields that
+        never change may be read."""
         self.tokens = TokenSequence(record.token_ids)
         """All decided tokens, prompt first. Only `decide` appends to them."""
         self.counters = record.counters
@@ -45,14 +46,14 @@ class Session:
         self.acknowledged_length = len(self.tokens)
         """Number of tokens that the store held at its last answer."""
         self.showable_length = len(self.tokens)
-        """Number of tokens that may be shown: the largest number that the store has held. Never
-        falls."""
+        """Number of tokens that may be shown. It never falls, because it is the largest number of
+        tokens that the store has held."""
         self.finish_reason: FinishReason | None = None
-        """Why no more tokens are decided. The store may still lack the last tokens. None while the
-        session runs, and if the session was lost while it ran."""
+        """Why the session has ended. The store may still lack the last tokens. None while the
+        session runs. Also None if the session was lost while it ran."""
         self.error: OutriderError | None = None
-        """Why the session is lost: another coordinator took it over, or the store no longer has it.
-        A lost session sends nothing more to the store. None if the session is not lost."""
+        """Why the session is lost (see `supersede`). A lost session sends nothing more to the
+        store. None if the session is not lost."""
         self.check_integrity()
 
     @property
@@ -90,9 +91,9 @@ class Session:
         target: CacheState | None = None,
         logprobs: Sequence[str] = (),
     ) -> None:
-        """Appends the tokens of one outcome. `counters` are those of the whole session. If `draft`
-        or `target` is None, the session keeps its value. `logprobs` has a line for each token, in
-        every call or in no call."""
+        """Appends the tokens of one outcome. `counters` count the whole session. If `draft` or
+        `target` is None, the session's earlier value stays. Either every call has `logprobs`, with
+        one line for each token, or no call has."""
         self._check_running("decided tokens of")
         check(len(token_ids) > 0, "an outcome without tokens")
         check(
@@ -107,9 +108,9 @@ class Session:
         self.target = target or self.target
 
     def next_append(self) -> Append | None:
-        """The tokens that the store lacks, up to `APPEND_TOKENS_MAX`. None if the store lacks no
-        tokens, or if the session is lost. A second call before the store's answer returns the same
-        tokens again, followed by those decided meanwhile."""
+        """Returns an append of the tokens that the store lacks, at most `APPEND_TOKENS_MAX`.
+        Returns None if the store lacks no tokens, or if the session is lost. A second call before
+        the store's answer returns the same tokens again, and then the tokens decided meanwhile."""
         if not self.has_news:
             return None
         start = self.acknowledged_length
@@ -144,8 +145,8 @@ class Session:
         )
 
     def acknowledge(self, stored_length: int) -> None:
-        """Records that the store holds `stored_length` tokens of this session. After a loss, the
-        number is smaller than before, perhaps smaller than the prompt's length."""
+        """Records that the store holds `stored_length` tokens of this session. If the store has
+        lost tokens, the number is smaller than before, perhaps smaller than the prompt's length."""
         check(self.error is None, "the store acknowledged a lost session")
         if not 0 <= stored_length <= self.length:
             raise InvariantError(
@@ -155,14 +156,15 @@ class Session:
         self.showable_length = max(self.showable_length, stored_length)
 
     def finish(self, reason: FinishReason) -> None:
-        """Ends the decoding: no more tokens are decided. Tokens that the store lacks are still
-        sent to it."""
+        """Ends the session. No more tokens may be decided. Tokens that the store lacks are still
+        sent to the store."""
         self._check_running("finished")
         self.finish_reason = reason
 
     def supersede(self, error: OutriderError) -> None:
-        """Marks the session as lost: another coordinator took it over (`StaleEpoch`), or it is no
-        longer stored (`DataLoss`). Tokens that were never stored will not be shown."""
+        """Marks the session as lost. The error is `StaleEpoch` if another coordinator took the
+        session over, or `DataLoss` if the session is no longer stored. Tokens that were never
+        stored will not be shown."""
         check(self.error is None, "superseded a lost session")
         self.error = error
 

@@ -64,9 +64,9 @@ class Append:
     logprobs: str = ""
     """JSON lines for these tokens if the request asked for log-probabilities."""
     more_follow: bool = False
-    """Whether the owner will send more tokens that the store once had. If the store has lost the
-    owner's take-over, readers get the former owner's tokens until an append in which this is
-    false."""
+    """Whether further tokens that the store has already held follow in later appends. If the store
+    has lost the owner's take-over, the owner sends all tokens again. Readers then get the old
+    tokens until an append with `more_follow` false."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +133,11 @@ def released(owner: str) -> str:
 
 class SessionStore(Protocol):
     """Keeps sessions, and the leases of their owners. Every method may raise `StoreUnavailable`.
-    The call may then have taken effect or not. Every call can be repeated.
+    The call may then have taken effect or not. Repeating a call does no harm.
 
-    A session has one owner under one epoch, which each take-over raises by one. An owner's writes
-    (`append`, `finish`, `release`) state both. The store compares them with the stored ones:
+    A session has one owner and one epoch. Each take-over raises the epoch by one. An owner's writes
+    (`append`, `finish`, `release`) state owner and epoch. The store compares these with the stored
+    owner and epoch:
 
       - Lower epoch: a former owner's write. `StaleEpoch`, and nothing changes.
       - Same epoch, other owner: the store lost a take-over and later gave the same epoch to another
@@ -168,12 +169,13 @@ class SessionStore(Protocol):
         that should be cancelled, and releases those that it does not run."""
 
     async def end_lease(self, owner: str) -> None:
-        """Ends the owner's lease: others may take over its sessions at once."""
+        """Ends the owner's lease, so that others may take over the owner's sessions at once."""
 
     async def release(self, session_id: str, epoch: int, owner: str) -> None:
         """Releases a session that no longer runs. The session's owner becomes `released(owner)`,
-        which has no lease. Its epoch stays. A finished session is unchanged, even if its epoch is
-        lower. Raises `DataLoss`, and `StaleEpoch`, also if the session is released already."""
+        which has no lease. The session's epoch stays the same. A finished session is unchanged,
+        even if the stored epoch is lower. Raises `DataLoss` if the session is not stored. Raises
+        `StaleEpoch` if the session has another owner, or is released already."""
 
     async def take_over(
         self,
@@ -183,12 +185,12 @@ class SessionStore(Protocol):
         cancels: bool = False,
     ) -> SessionRecord:
         """Makes `owner` the owner of a session, under epoch + 1. `seen` is the record that `load`
-        returned. The session must still have its epoch and owner. The lease of that owner must have
-        run out, unless `owner` is that owner. Returns a finished session unchanged. Raises
+        returned. The session must still have the epoch and the owner of `seen`. If that owner is
+        not `owner`, its lease must have ended. Returns a finished session unchanged. Raises
         `NotFound` and `DataLoss`. Raises `Unavailable` if another coordinator took the session over
-        meanwhile, or if the lease has not run out. The latter error has the remaining time, and
-        `hold_lease` reports the request to the session's owner. With `cancels`, this is a request
-        to cancel the session.
+        meanwhile. If the lease has not ended, raises `Unavailable` with the lease's remaining time.
+        The session's owner then learns of the request by `hold_lease`. With `cancels`, the request
+        asks the owner to cancel the session.
 
         `on_sent` is called just before the session may change. If the call is then cancelled, or
         raises `DataLoss` or `StoreUnavailable`, the session may or may not have been taken over. A
@@ -196,18 +198,18 @@ class SessionStore(Protocol):
         release also invalidates a take-over that is still under way."""
 
     async def finish(self, finish: Finish) -> int:
-        """Marks the session finished if its stored length is `finish.length`, or if
+        """Marks the session as finished if its stored length is `finish.length`, or if
         `finish.length` is None. Returns the stored length. If tokens are missing, the owner appends
-        them and calls this method again. So no session is marked finished without its last tokens.
-        A finished session is unchanged. Raises `StaleEpoch` and `DataLoss`."""
+        the missing tokens and calls this method again. So no session is marked as finished without
+        its last tokens. A finished session is unchanged. Raises `StaleEpoch` and `DataLoss`."""
 
     async def load(self, session_id: str) -> SessionRecord:
         """Reads a session. Raises `NotFound`."""
 
     async def claim_key(self, key: str, value: str = "", replaces: str = "") -> str:
         """Stores `value` under a key that has no value or has the value `replaces`. If `value` is
-        empty, only reads. Returns the key's value, empty if there is none. A value is kept for at
-        least as long as a session that is opened now."""
+        empty, only reads. Returns the key's value, or an empty text if there is none. From each
+        call on, the store keeps the value for as long as a session that is opened now."""
 
     async def close(self) -> None:
         """Closes connections. Sessions stay stored."""

@@ -1,4 +1,4 @@
--- Renews the lease of an owner of sessions, or ends it.
+-- Renews or ends the lease of an owner of sessions.
 -- KEYS: the lease, requests of other owners to this one
 -- ARGV: lease_ms (0 = end the lease)
 -- Returns the requests, sorted, and deletes them.

@@ -3,7 +3,7 @@
 --   slot names, by the end of the slot's lease)
 -- ARGV: requests_per_minute, depth of the bucket in minutes, concurrency, lease_ms, then the slots;
 --   0 = no limit. Slots that are taken already stay taken.
--- Returns {'taken', 0}, {'rate', ms until the next one} or {'slots', 0}.
+-- Returns {'taken', 0}, or {'rate', ms until the next request is allowed}, or {'slots', 0}.
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + time[2] / 1000
 local rate, depth, concurrency = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
