@@ -139,6 +139,7 @@ def load_student(
             )
         tensors = read_weights(path)
         token_ids = _checked_token_ids(tensors, description)
+        # Converted here already, as float32 of all weights at a time would need more memory.
         weights = {
             key: _restored(key, tensors).to(parameter.dtype)
             for key, parameter in module.named_parameters()
