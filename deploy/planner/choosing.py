@@ -173,8 +173,8 @@ class Replays:
         return [chance or 0.0 for chance in total(self.rounds[rule, k]).by_position[:k]]
 
     def hit_rates(self, rule: Rule, k: int) -> tuple[float, ...]:
-        """The hit rates of look-ahead for 1, 2, ... outcomes. Empty for look-ups and for hybrids,
-        because `plan` considers look-ahead only with other drafters."""
+        """The hit rates of look-ahead for 1, 2, ... outcomes. Empty for look-ups, and for hybrids,
+        because `ServiceTimes` cannot compute the time of rounds in which they look ahead."""
         guessing = self.sample.guessing[rule]
         return guessing.hit_rates(self.chances(rule, k)) if self._looks_ahead else ()
 

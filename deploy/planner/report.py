@@ -11,7 +11,6 @@ from rich.text import Text
 from benchmarks.report import table
 
 from .choosing import LEVEL, RESAMPLES, TemperaturePlan
-from .rounds import Option
 from .simulation import Pair
 
 
@@ -52,7 +51,7 @@ class PlanReport:
             found = table(f"{title}{link}", [asdict(option) for option in options])
             found.rows[options.index(plan.chosen)].style = "bold"
             yield found
-            yield Text(self._sentence(plan.chosen), style="bold")
+            yield Text(self._sentence(plan), style="bold")
             yield from _advice(plan)
             yield _certainty(plan)
 
@@ -68,12 +67,14 @@ class PlanReport:
             ],
         )
 
-    def _sentence(self, chosen: Option) -> str:
+    def _sentence(self, plan: TemperaturePlan) -> str:
         """The command that deploys the chosen option, and its expected speed."""
+        chosen = plan.chosen
+        is_apart = chosen.draft_replicas > 0 and not plan.times.shares_device
         flags: list[object] = ["--draft-model", self.draft_model]
         flags = flags * (chosen.num_draft_tokens > 0)
         flags += ["--num-draft-tokens", chosen.num_draft_tokens]
-        if chosen.look_ahead:
+        if chosen.look_ahead or is_apart:  # A draft on its own device looks ahead by default.
             flags += ["--look-ahead", chosen.look_ahead]
         if chosen.draft_replicas > 1:
             flags += ["--num-drafts", chosen.draft_replicas]

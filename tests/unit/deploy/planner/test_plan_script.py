@@ -185,7 +185,8 @@ def shown(**told: Any) -> str:
 
 
 def test_a_plan_says_how_to_deploy_it() -> None:
-    """The report has a complete command with the planned drafter."""
+    """The report has a complete command with the planned drafter. A draft on its own device would
+    look ahead by default, so the command names the planned look-ahead."""
     plan = choose(1, Replays(MODEL, _sample(MODEL, 0.0)), TIMES)
 
     def told(**chosen: int) -> str:
@@ -201,7 +202,9 @@ def test_a_plan_says_how_to_deploy_it() -> None:
     assert f"`outrider serve t --draft-model 'hybrid:suffix,a b' {flags}`" in words
     assert plan.spread is not None
     assert "has a speed-up of {:.2f} to {:.2f}. In ".format(*plan.spread.speedup) in words
-    plain = told(num_draft_tokens=0, look_ahead=0)
+    apart = told(num_draft_tokens=12, look_ahead=0, draft_replicas=1)
+    assert f"--num-draft-tokens 12 --look-ahead 0 {given}`" in apart
+    plain = told(num_draft_tokens=0, look_ahead=0, draft_replicas=0)
     assert f"with `outrider serve t --num-draft-tokens 0 {given}`:" in plain
 
 
