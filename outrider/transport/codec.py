@@ -86,10 +86,9 @@ def to_proto(value: Any, kind: type[T], **others: Any) -> T:
 
 
 def fields_to_proto(value: Any, kind: type[Any], **others: Any) -> dict[str, Any]:
-    """Returns the fields of a message of class `kind` by name. A field in `others` has its value
-    there. Any other field has the value of the same name in the dataclass `value`. Omits None and
-    protobuf's default values. A nested message may be a dictionary of its fields, because protobuf
-    would copy a message object."""
+    """Returns the fields of a message of class `kind` by name. Takes values in `others` as they
+    are, and all other values from the dataclass `value`. Omits None and protobuf's default values.
+    A nested message is mostly a dictionary of its fields, because protobuf would copy a message."""
     for name, is_optional, encode in _encoders(kind, type(value)):  # type: ignore[arg-type]
         if name not in others:
             found = getattr(value, name)
@@ -226,7 +225,8 @@ def _missing(_: Any, path: str) -> Any:
 
 
 def _reader(field: Any, may_be_none: bool) -> Callable[..., Any] | None:
-    """Decoder of a message's field without a limit; None = the value is used as it is."""
+    """Decoder of a message's field. It does not check the field's limit. None = the value is used
+    as it is."""
     one: Callable[..., Any]
     if field.enum_type is not None:
         one = _enum_reader(field, may_be_none)
@@ -384,8 +384,8 @@ VALUES: dict[str, Any] = {"Rule": Rule, "StepCosts": StepCosts, "AuditSums": Aud
 
 
 def _head_to_proto(head: RoundHead, hashed: bool) -> dict[str, Any]:
-    """The fields of a head. If `hashed`, they include the hashes of the sampling parameters and of
-    the constraint; otherwise these two in full."""
+    """Returns the fields of a head. If `hashed`, sampling parameters and constraint are replaced by
+    their hashes."""
     if hashed:
         digest = head.constraint_hash or None
         return fields_to_proto(head, types_pb2.RoundHead, constraint=None, constraint_hash=digest)
