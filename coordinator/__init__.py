@@ -1,1 +1,1 @@
-"""The coordinator: the decode loop, sessions, and the interfaces for clients."""
+"""The coordinator. It runs sessions and their decode loops, and serves clients by gRPC and HTTP."""

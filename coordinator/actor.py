@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 
 
 GARBAGE_OBJECTS = 50_000
-"""Number of new objects (some MB) between two collections of cyclic garbage. With Python's default
-number, collections took 6 % of the time of 200 sessions, which leave almost no such garbage."""
+"""Number of new objects (some MB) after which Python collects cyclic garbage. With the default
+number, collections took 6 % of the CPU time of 200 sessions, and found almost no garbage."""
 
 
 class CoordinatorActor(PlacedActor):
-    """A coordinator in its own process. `start` does the heavy imports, so placement is quick."""
+    """A coordinator in its own process. Ray places the actor quickly, because only `start` imports
+    the large modules."""
 
     def __init__(self) -> None:
         self.host: CoordinatorHost | None = None

@@ -1,11 +1,12 @@
 """Audits committed tokens against the target's distribution, while the coordinator serves.
 
-After a chosen session has ended, a separate session proposes the tokens of the chosen one to the
-target, and each verdict has an audit result (`outrider/speculation/audit.py`). Sessions are chosen
-when they begin, because a choice among ended sessions would prefer short answers. The separate
-session has a tenant of its own, so the target uses no cached pages for it. Therefore an audit also
-detects tokens that were decoded from wrong keys and values. An audit costs the target as much as
-reading prompt and answer once. Audits run one at a time, and wait while targets are full.
+A share of the sessions is chosen for an audit. After a chosen session has ended, a second session
+sends its tokens to the target as proposals. Each verdict contains the result of an audit
+(`outrider/speculation/audit.py`). Sessions are chosen when they begin, because a choice among ended
+sessions would prefer short answers. The second session has its own tenant, so the target does not
+use cached pages. An audit therefore also detects tokens that were decoded from wrong keys and
+values. For the target, an audit costs as much as a prefill of prompt and answer. Audits run one at
+a time, and wait while the targets are full.
 """
 
 import asyncio
@@ -26,13 +27,13 @@ _log = logging.getLogger(__name__)
 AUDIT_TIMEOUT_S = 60.0
 """Time limit of an audit."""
 SEATS_LOOKS = 600
-"""An audit is dropped after this many checks found the targets full."""
+"""If this many checks in a row find the targets full, the audit is dropped."""
 SEATS_PERIOD_S = 0.1
-"""Time between two checks whether the targets are full."""
+"""Pause between two checks whether the targets are full."""
 
 
 class Auditor:
-    """Chooses sessions, and audits them one at a time."""
+    """Chooses sessions, and audits them one at a time after they have ended."""
 
     def __init__(
         self, config: CoordinatorConfig, sessions: OwnedSessions, observation: Observation
@@ -41,16 +42,16 @@ class Auditor:
         self._sessions = sessions
         self._observation = observation
         self._seeds: Newest[int, None] = Newest(AUDITED_SEEDS_MAX)
-        """Seeds of chosen sessions. Only the first session with a seed is audited, because sessions
-        with the same seed share their random numbers."""
+        """Seeds of chosen sessions. Only the first of several sessions with the same seed is
+        audited, because all of them use the same random numbers."""
         self._num_chosen = 0
         """Number of chosen sessions that run, wait or are being audited."""
         self._turn = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def choose(self, session: Session, parameters: GenerationParameters) -> bool:
-        """Decides whether a session that begins will be audited. If this returns True, call `take`
-        when the session ends."""
+        """Decides whether a session that begins will be audited. If the result is True, `take` must
+        be called when the session ends."""
         if self._share <= 0.0 or self._sessions.random() >= self._share:
             return False
         greedy = parameters.sampling.greedy
@@ -72,7 +73,7 @@ class Auditor:
             return
         task = self._sessions.in_background(self._run(session, parameters))
         self._tasks.add(task)
-        # `_run` cannot call `_ended`, because a task that is cancelled before it starts never runs.
+        # A callback also runs if the task is cancelled before it starts; `_run` would then not run.
         task.add_done_callback(self._ended)
 
     def close(self) -> None:
@@ -90,8 +91,8 @@ class Auditor:
         self._observation.audit_ended(outcome)
 
     async def _outcome(self, session: Session, parameters: GenerationParameters) -> AuditOutcome:
-        """Audits all tokens after the prompt. Reports each result at once, so results count even if
-        the audit fails later."""
+        """Audits all tokens after the prompt. Reports the result of each round at once, so that it
+        counts even if a later round fails."""
         for _ in range(SEATS_LOOKS):
             if not self._sessions.targets.is_full:
                 break

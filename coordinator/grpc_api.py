@@ -1,4 +1,4 @@
-"""The coordinator's gRPC interface: translates messages to values and back."""
+"""The coordinator's gRPC interface. It translates protobuf messages to Python values and back."""
 
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -24,20 +24,20 @@ from .service import CoordinatorService
 
 
 class CoordinatorServicer:
-    """The methods of `outrider.v1.Coordinator`. The tenant of a call depends only on the caller's
-    key (`AccessControl.check_call`)."""
+    """The methods of `outrider.v1.Coordinator`. Only the caller's API key determines the tenant of
+    a call (`AccessControl.check_call`)."""
 
     def __init__(self, service: CoordinatorService, access: AccessControl = OPEN) -> None:
         self._service = service
         self._access = access
         self._num_reads: Counter[str] = Counter()
-        """Number of current reads of stored sessions, by caller's name."""
+        """Caller's name -> number of its reads of stored sessions that are running."""
 
     def generate(
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncGenerator[pb.GenerateEvent]:
-        """Streams a generation. If the client goes away, the generation stops. If it is not resumed
-        within `resume_grace_ms`, it is cancelled."""
+        """Streams a generation. If the client disconnects, the generation stops. If no client then
+        resumes the generation within `resume_grace_ms`, the generation is cancelled."""
         caller = current_caller()
         asked, trace = request_from_proto(request), _traceparent(context)
         return self._events(self._service.generate(asked, caller.tenant, trace))
@@ -45,8 +45,7 @@ class CoordinatorServicer:
     def resume(
         self, request: pb.ResumeRequest, context: Context
     ) -> AsyncGenerator[pb.GenerateEvent]:
-        """Streams the rest of a generation. If the client goes away, does the same as
-        `generate`."""
+        """Streams the rest of a generation. A disconnect has the same effect as in `generate`."""
         caller, asked = current_caller(), resume_from_proto(request)
         running = self._service.resume(asked, caller.tenant, _traceparent(context))
         return self._events(running, [asked.session_id])
@@ -63,7 +62,7 @@ class CoordinatorServicer:
                 yield event_to_proto(event)
 
     async def cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelReply:
-        """Ends a session as cancelled. Its stream still gets its last event."""
+        """Ends a session as cancelled. The session's stream still gets the last event."""
         caller = current_caller()
         session_id = session_id_from_wire(request.session_id)
         with self._reading(caller):
@@ -71,8 +70,8 @@ class CoordinatorServicer:
         return pb.CancelReply()
 
     async def get_session(self, request: pb.GetSessionRequest, context: Context) -> pb.Session:
-        """Reads a session from the store. The read counts towards the caller's requests per minute.
-        It needs no free slot, because it is no generation."""
+        """Reads a session from the store. The read counts towards the caller's requests per minute,
+        but takes no slot, because slots are for generations."""
         caller = current_caller()
         session_id = session_id_from_wire(request.session_id)
         self._access.check_rate(caller)
@@ -83,9 +82,8 @@ class CoordinatorServicer:
 
     @contextmanager
     def _reading(self, caller: Caller) -> Iterator[None]:
-        """Counts a current read of the caller. Raises `Overloaded` if the caller has
-        `RECORD_READS_MAX` current reads already. The limit saves memory, because records may be
-        long."""
+        """Counts a read while it runs. Raises `Overloaded` if `RECORD_READS_MAX` reads of the
+        caller run already. The limit bounds memory, because a record may be long."""
         if self._num_reads[caller.name] >= RECORD_READS_MAX:
             raise Overloaded(
                 f"this caller already reads {RECORD_READS_MAX} stored sessions, the most allowed "
@@ -102,7 +100,7 @@ class CoordinatorServicer:
     async def describe(
         self, request: types_pb2.DescribeRequest, context: Context
     ) -> pb.CoordinatorDescription:
-        """The served model, and the number of running sessions."""
+        """Returns the served model and the number of running sessions."""
         served = self._service.served
         return pb.CoordinatorDescription(
             model=served.model,
@@ -113,6 +111,6 @@ class CoordinatorServicer:
 
 
 def _traceparent(context: Context) -> str:
-    """The caller's trace (W3C Trace Context); empty if there is none."""
+    """Returns the caller's `traceparent` (W3C Trace Context); empty if missing or too long."""
     found = dict(context.invocation_metadata() or ()).get("traceparent")
     return found if isinstance(found, str) and len(found) <= TRACEPARENT_CHARS_MAX else ""

@@ -1,4 +1,5 @@
-"""Starts the parts of a coordinator's process: links, session store, gRPC and HTTP servers."""
+"""Starts and stops the parts of a coordinator's process: the connections to replicas and session
+store, the service, and the gRPC and HTTP servers."""
 
 from __future__ import annotations
 
@@ -43,12 +44,13 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 HEALTH_PERIOD_S = 1.0
-"""Time between two health checks."""
+"""Pause between two health checks."""
 _SERVICE = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
 
 
 class CoordinatorHost:
-    """One coordinator. `start` raises `ConfigError`, `Unavailable`, `Incompatible`."""
+    """One coordinator with its servers. `start` raises `ConfigError`, `Unavailable` and
+    `Incompatible`."""
 
     def __init__(self, config: CoordinatorConfig) -> None:
         self._config = config
@@ -63,8 +65,8 @@ class CoordinatorHost:
         self._stopping: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Connects to the store and the replicas, and serves. Returns the address for gRPC
-        clients."""
+        """Connects to the session store and the replicas, and starts the servers. Returns the
+        address for gRPC clients."""
         config, member = self._config, self._config.membership
         link, drafts = _links_by(config), {}
         if config.draft_address:
@@ -146,11 +148,11 @@ class CoordinatorHost:
         return advertised(config.host, self.http.address)
 
     def observe(self) -> Observation:
-        """Starts the telemetry that the configuration asks for."""
+        """Starts the telemetry that the configuration selects."""
         config = self._config
         if not config.telemetry and not config.http:
             return UNOBSERVED
-        # OpenTelemetry and torch are imported only if they are needed.
+        # These modules import OpenTelemetry and torch, so they are imported only if needed.
         from outrider.telemetry.request_spans import ObservedRequests
         from outrider.telemetry.setup import start_exports
 
@@ -167,13 +169,13 @@ class CoordinatorHost:
         return ObservedRequests(self.exports.tracer, self.exports.meter, config)
 
     async def wait(self) -> None:
-        """Waits until the server has stopped."""
+        """Waits until the gRPC server has stopped."""
         if self.server is not None:
             await self.server.wait()
 
     async def stop(self, grace_s: float) -> None:
-        """Accepts no more requests, waits up to `grace_s` seconds for those that run, commits the
-        rest, and closes. Idempotent: concurrent callers await the same shutdown."""
+        """Accepts no more requests, waits up to `grace_s` seconds for running requests, commits
+        their last tokens, and closes all parts. Further calls wait for the same shutdown."""
         if self._stopping is None:
             self.engagement = replace(self.engagement, leaving=True)
             self._stopping = asyncio.create_task(self._stop(grace_s))
@@ -184,7 +186,7 @@ class CoordinatorHost:
             self.service.hand_over()
         if self._health is not None:
             self._health.cancel()
-        # Closes the parts in reverse order. If closing one raises, the others are closed, too.
+        # The stack calls these in reverse order. If one raises, it still calls the others.
         async with AsyncExitStack() as ending:
             for part in (self.exports, self.access, self.announcer, self.service):
                 if part is not None:
@@ -203,8 +205,8 @@ class CoordinatorHost:
 async def report_health(
     service: CoordinatorService, server: RpcServer, http: HttpServer | None
 ) -> None:
-    """Updates the server's health status every `HEALTH_PERIOD_S`. If commits have failed for good,
-    stops both servers."""
+    """Updates the gRPC server's health status every `HEALTH_PERIOD_S`. If a bug has ended the
+    commits, stops both servers and returns."""
     serving = True
     while not service.failed:
         healthy = not (await service.trouble() or (http is not None and http.failed))
@@ -220,9 +222,9 @@ async def report_health(
 
 
 def owner_name(config: CoordinatorConfig) -> str:
-    """Returns the coordinator's name in the session store, which differs for every process. If a
-    replacement had the name of a dead coordinator, the replacement's lease would keep others from
-    taking over the dead coordinator's sessions."""
+    """Creates the coordinator's name in the session store. Each process gets a different name. If a
+    restarted coordinator had the name of the dead one, its lease would also protect the dead one's
+    sessions, and no other coordinator could take these sessions over."""
     member = config.membership
     name = "coordinator" if member is None else f"{member.deployment}/{member.name}"
     return f"{name}-{uuid.uuid4().hex}"
@@ -242,7 +244,7 @@ def _record(service: CoordinatorService, name: str, address: str) -> ReplicaReco
 
 
 def _links_by(config: CoordinatorConfig) -> Callable[[Role, str], Link]:
-    """Returns a function that makes a link to a target or a draft at an address."""
+    """Returns a function that creates a link to a target or draft at an address."""
     links: dict[Role, Any] = {"target": target_link, "draft": draft_link}
     if config.internal_tls_dir:
         from outrider.transport.tls import internal_trust
@@ -257,7 +259,7 @@ def _links_by(config: CoordinatorConfig) -> Callable[[Role, str], Link]:
 
 
 def _tls_files(config: CoordinatorConfig) -> TlsFiles | None:
-    """Files of the servers' certificate; None = the servers use no TLS."""
+    """Returns the files for the servers' TLS; None = the servers use no TLS."""
     if not config.ssl_certfile:
         return None
     authority = Path(config.ssl_ca_certs) if config.ssl_ca_certs else None

@@ -10,11 +10,11 @@ from outrider.registry.registry import WINDOW_S
 
 _LOOK_PERIOD_S = 0.25
 _LAG_S_MAX = 1.0
-"""Longer delays count as this long, so a single pause of the process does not dominate the mean."""
+"""Upper limit of a measured delay. It keeps one long pause from dominating the mean."""
 
 
 class ProcessLoad:
-    """Measures the event loop on which `watch` runs."""
+    """Measures the event loop that runs `watch`, and the process."""
 
     def __init__(self) -> None:
         self._clock = asyncio.get_running_loop().time
@@ -23,7 +23,7 @@ class ProcessLoad:
         """Number of measurements in a row with a delay above `LOOP_LAG_MS_MAX`."""
 
     async def watch(self) -> None:
-        """Measures until it is cancelled."""
+        """Measures repeatedly until it is cancelled."""
         while True:
             due, cpu_s = self._clock() + _LOOK_PERIOD_S, time.process_time()
             await asyncio.sleep(_LOOK_PERIOD_S)
@@ -39,7 +39,7 @@ class ProcessLoad:
 
     @property
     def busy(self) -> float:
-        """Mean number of cores in use."""
+        """Mean number of CPU cores that the process uses."""
         return self._sums.rate(self._clock(), "cpu_s")
 
     def check(self) -> None:

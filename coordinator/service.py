@@ -1,4 +1,4 @@
-"""The coordinator: admits requests and runs their sessions."""
+"""The coordinator's service. It admits requests and runs their sessions."""
 
 from __future__ import annotations
 
@@ -61,26 +61,26 @@ if TYPE_CHECKING:
     from outrider.tokenizer import TokenizerText
 
 LOOK_PERIOD_S = 1.0
-"""Time between two checks of target, store and fleet for the metrics."""
+"""Pause between two checks of targets, store and registry for the metrics."""
 TROUBLE_S = 3.0
-"""Trouble is reported only after this time. While a replica loads on shared cores, target or store
-may not answer for some seconds."""
+"""Trouble is reported only if it lasts this long. While a replica loads a model on cores that it
+shares with target or store, these may not answer for some seconds."""
 TROUBLE_RETRY_S = 0.2
-"""Time between two checks during `TROUBLE_S`."""
+"""Pause between two checks during `TROUBLE_S`."""
 CANCEL_ELSEWHERE_S = 2 * SESSION_LEASE_MS / 1e3
-"""Time in which another coordinator must end a session that it owns. If that coordinator is dead,
-its lease runs out sooner."""
+"""Time limit for another coordinator to cancel a session that it owns. The lease of a dead
+coordinator runs out within this time."""
 CANCEL_LOOK_S = SESSION_LEASE_RENEWAL_MS / 2e3
-"""Time between two checks whether the other coordinator has ended the session."""
+"""Pause between two checks whether the other coordinator has ended the session."""
 KEY_TRIES = 3
-"""Number of attempts to serve a request with an idempotency key. An attempt fails if the session of
-the key has expired, or if another request has just taken the key."""
+"""Number of attempts to serve a request with an idempotency key. An attempt fails if the key's
+session has expired, or if a simultaneous request has taken the key."""
 NO_SESSION = "0" * 32
-"""An id that no session has. Loading this session checks whether the store answers."""
+"""An id that no session has. The service loads this id to check whether the store answers."""
 
 
 class CoordinatorService:
-    """Serves requests with the replicas that it knows. Independent of gRPC and Ray."""
+    """Serves requests. Independent of gRPC and Ray."""
 
     def __init__(
         self,
@@ -97,12 +97,15 @@ class CoordinatorService:
         registry: RedisRegistry | None = None,
         link: Callable[[Role, str], Link] | None = None,
     ) -> None:
-        """`owner` is the coordinator's name in the session store, unique to this process. `targets`
-        and `drafts` are links by name to a fixed set of replicas. If `registry` and
+        """`owner` is the coordinator's name in the session store. No other process has this name.
+
+        `targets` and `drafts` map the names of a fixed set of replicas to links. If `registry` and
         `link(role, address)` are given, the coordinator uses the registry's replicas instead, and
-        metrics include the fleet's size. `fallback` drafts while no draft replica answers, or if
-        there are no draft replicas. `random_bits(n)` returns n random bits, for session ids and, if
-        no seed is configured, for the seeds of requests."""
+        the metrics include the numbers of replicas.
+
+        `fallback` drafts while no draft replica answers, or if there are no draft replicas.
+        `random_bits(n)` returns n random bits. They become session ids and, if no seed is
+        configured, the seeds of requests."""
         self._config = config
         looks_up = config.lookup is not None and config.lookup.drafter.is_lookup
         has_trees = config.draft_siblings > 0 and not (config.look_ahead or looks_up)
@@ -116,8 +119,9 @@ class CoordinatorService:
         self.fleet = Discovery(name, self.targets, self.drafts, registry, link)
         self._fallback = fallback
         self.text = text
-        """The target's tokenizer. None if requests contain token ids and get no text."""
-        # For chains, BLOCK accepts at least as many tokens as TOKEN. BLOCK cannot verify trees.
+        """The target's tokenizer. Without a tokenizer (None), requests must contain token ids and
+        get no text."""
+        # BLOCK accepts at least as many tokens of a chain as TOKEN, but cannot verify trees.
         best = Rule.TOKEN if has_trees else Rule.BLOCK
         self.defaults = RequestDefaults(
             config.num_draft_tokens,
@@ -125,7 +129,7 @@ class CoordinatorService:
             best if config.unseeded_rule == "auto" else Rule(config.unseeded_rule),
         )
         self._prompts = PromptEncoder(text)
-        # With a configured seed, a repeated series of requests gets the same seeds and answers.
+        # If a seed is configured, a repeated series of requests gets the same seeds and answers.
         seeded = None if config.seed is None else Random(config.seed).getrandbits  # noqa: S311
         self._seed_bits = seeded or random_bits
         self._sessions = OwnedSessions(store, owner, self.targets, random_bits, config)
@@ -137,21 +141,21 @@ class CoordinatorService:
         self._lengths: LengthControls
         """Set by `start`."""
         self._trial_lengths: tuple[str, LengthControls] | None = None
-        """Name and length controls of the replica on trial."""
+        """(Name, length controls) of the replica on trial."""
         self._meter = RoundMeter()
         self._load = ProcessLoad()
         self._trial = TrialMeter()
         self._observation = observation
         self._registry = registry
         self._known: dict[str, Mapping[Any, float]] = {}
-        """Metrics of targets, store and fleet from the last checks."""
+        """Name of a metric -> values from the newest check of targets, store and registry."""
         observation.watch(self._readings)
         self._auditor = Auditor(config, self._sessions, observation)
 
     async def start(self) -> None:
-        """Gets the descriptions of the replicas, and starts committing. Raises `Unavailable` if no
-        target answers, or if drafts were given and none of them answers. Raises `Incompatible` if
-        no answering replica fits."""
+        """Gets the descriptions of the replicas, and starts the commits. Raises `Unavailable` if no
+        target answers, or if `drafts` were given and none of them answers. Raises `Incompatible` if
+        replicas of a role answer but none fits."""
         config = self._config
         if self._follows:
             await self.fleet.begin()
@@ -176,8 +180,9 @@ class CoordinatorService:
 
     @property
     def served(self) -> ReplicaDescription:
-        """The description of the first target, with the served name of the model and the maximum
-        length of the newest target. Raises `Unavailable` before `start`."""
+        """The first target's description, with two changes: `model` is the name under which the
+        model is served, and `max_model_len` is that of the newest target. Raises `Unavailable`
+        before `start`."""
         if self._served is None:
             raise Unavailable("the coordinator is starting")
         newest = self.targets.newest() or self._served
@@ -206,10 +211,10 @@ class CoordinatorService:
         resumable: bool = True,
         key: RequestKey | None = None,
     ) -> AsyncGenerator[Event]:
-        """Runs a request from its check to its last event. If the iterator is closed early, the
+        """Validates a request, runs it, and yields its events. If the iterator is closed early, the
         session is cancelled. A `resumable` session is cancelled only after `resume_grace_ms`, so
         the client can resume it. With a `key`, the client can also resume after an error.
-        `traceparent` is that of the caller, or empty.
+        `traceparent` is the caller's; empty = none.
 
         Raises `BadRequest`, `NotFound` (unknown model), `KeyTaken` (another session has the key),
         `Overloaded`, `DeadlineExceeded` (before the first token), `Unavailable`, and the store's
@@ -231,7 +236,7 @@ class CoordinatorService:
     async def tokenize(
         self, request: GenerateRequest, add_special_tokens: bool = True
     ) -> tuple[int, ...]:
-        """Returns the tokens of a request's prompt, even if the prompt is too long for the model.
+        """Returns the tokens of a request's prompt. The prompt may be longer than the model allows.
         Raises `BadRequest`, `NotFound` and `Overloaded`."""
         with self._admitted():
             self._check(request)
@@ -242,7 +247,7 @@ class CoordinatorService:
         return token_ids
 
     async def detokenize(self, token_ids: Sequence[int], model: str = "") -> str:
-        """Returns the text of these tokens, with the names of special tokens. Raises like
+        """Returns the text of these tokens, including special tokens. Raises the errors of
         `tokenize`."""
         with self._admitted():
             self._check(GenerateRequest("", model))
@@ -254,9 +259,9 @@ class CoordinatorService:
     async def _prompt_tokens(
         self, asked: GenerationParameters, tenant: str, deadline: float
     ) -> AsyncGenerator[PromptTokens]:
-        """If the request asks for the log-probabilities of its prompt, yields them with the prompt,
-        part by part. A separate session proposes the prompt's tokens to the target, which scores
-        them. Raises `DeadlineExceeded`, and the target's refusal."""
+        """If the request asks for the prompt's log-probabilities, yields the prompt's tokens with
+        their log-probabilities, in parts. To get them, a second session sends the prompt's tokens
+        to the target as proposals. Raises `DeadlineExceeded`, and the target's error."""
         if asked.prompt_logprobs is None:
             return
         greedy = SamplingParams(temperature=0.0)
@@ -283,8 +288,8 @@ class CoordinatorService:
             raise DeadlineExceeded(reason) from None
 
     async def known(self, key: RequestKey) -> RequestKey:
-        """Returns the key. If the request was made before, the key has its session. Raises
-        `BadRequest` if the key was used for a different request."""
+        """Returns the key with the id of its session, if the store has one. Raises `BadRequest` if
+        the key was used for a different request."""
         return key.found(await self._store.claim_key(key.name))
 
     async def generate_once(
@@ -295,10 +300,9 @@ class CoordinatorService:
         tenant: str = "",
         traceparent: str = "",
     ) -> AsyncGenerator[Event]:
-        """Resumes the session of the `known` key, or runs the request if the key has no session.
-        `resume` tells which tokens the client has. If the key's session has expired, runs the
-        request again. If the client has tokens of the expired session, raises `SessionNotFound`
-        instead."""
+        """Resumes the session of a key that `known` returned. If the key has no session, or its
+        session has expired, runs the request. `resume` says which tokens the client has. If the
+        client has tokens of a session that has expired, raises `SessionNotFound`."""
         is_gone = False
         for _ in range(KEY_TRIES):
             try:
@@ -333,9 +337,9 @@ class CoordinatorService:
     def _serving(
         self, run: SessionRun, resumable: bool = True, *, outlasts_errors: bool = False
     ) -> Iterator[None]:
-        """Ends the session when its stream ends. If the client went away, a `resumable` session
-        waits for the client to resume it. While this coordinator is leaving, every session waits.
-        If `outlasts_errors` is true, the session also waits after an error."""
+        """Ends the session when its stream ends. If the client has disconnected, a `resumable`
+        session waits until the client resumes it. While this coordinator is leaving, every session
+        waits in this case. If `outlasts_errors`, the session also waits after an error."""
         chosen, is_gone = self._auditor.choose(run.session, run.parameters), False
         try:
             yield
@@ -388,14 +392,14 @@ class CoordinatorService:
         *,
         outlasts_errors: bool = False,
     ) -> AsyncGenerator[Event]:
-        """Continues a session whose stream broke at this or another coordinator. Yields `Started`
-        and the stored tokens that the client lacks, then continues like `generate`. If an older
-        stream of the session still runs, that stream ends with `StaleEpoch`. If `outlasts_errors`
-        is true, the session can be resumed again after an error.
+        """Continues a session whose stream broke, at this or another coordinator. Yields `Started`,
+        the stored tokens that the client lacks, and then the same events as `generate`. If an older
+        stream of the session still runs, the older stream ends with `StaleEpoch`. If
+        `outlasts_errors`, the session can be resumed again after an error.
 
         Raises `SessionNotFound`, `Overloaded`, `DataLoss` (the store lacks tokens that the client
-        has), `Incompatible` (no target here has the session's weights), and `Unavailable` (another
-        coordinator may own the session, or too many take-overs run here)."""
+        has), `Incompatible` (no known target has the session's weights), and `Unavailable` (another
+        coordinator may own the session, or this one already takes over too many sessions)."""
         arrived = asyncio.get_running_loop().time()
         with self._admitted(), ExitStack() as taking_over:
             self._check_open()
@@ -410,7 +414,7 @@ class CoordinatorService:
                 replayed = await self._sessions.replay(
                     record, lambda: replay(record, parameters, completion, request)
                 )
-                taking_over.close()  # A client that reads slowly must not block other take-overs.
+                taking_over.close()  # While a slow client reads, other take-overs may begin.
                 for event in told_again(record, self.served.model, replayed):
                     yield event
                     if request.cuts and isinstance(event, Started):
@@ -441,11 +445,11 @@ class CoordinatorService:
                             yield event
 
     async def cancel(self, session_id: str, tenant: str | None = "") -> None:
-        """Ends a session as cancelled at any coordinator. Does nothing if the session is finished.
-        If another coordinator owns the session, that coordinator learns of the cancellation when it
-        renews its lease. If that lease has run out, this coordinator ends the session. `tenant` is
-        that of `session`. Raises `NotFound`, and `Unavailable` if the session has not ended within
-        `CANCEL_ELSEWHERE_S`."""
+        """Ends a session as cancelled, at any coordinator. Does nothing if the session is finished.
+        If another coordinator owns the session, the owner learns of the cancellation when it renews
+        its lease. If the owner's lease has run out, this coordinator ends the session. `tenant` is
+        as for `session`. Raises `NotFound`. Raises `Unavailable` if the session has not ended
+        within `CANCEL_ELSEWHERE_S`."""
         loop = asyncio.get_running_loop()
         until = loop.time() + CANCEL_ELSEWHERE_S
         while True:
@@ -464,32 +468,32 @@ class CoordinatorService:
             await asyncio.sleep(CANCEL_LOOK_S)
 
     async def stored_parameters(self, session_id: str, tenant: str) -> GenerationParameters:
-        """Returns the parameters of a stored session. Raises like `session`. The call counts as a
-        take-over, so it also raises `Unavailable` if too many take-overs run."""
+        """Returns the parameters of a stored session. Raises the errors of `session`. The call
+        counts as a take-over, so it raises `Unavailable` if too many take-overs run."""
         with self._sessions.taking_over(session_id):
             record = await self.session(session_id, tenant)
         prompt = record.token_ids[: record.prompt_length]
         return GenerationParameters.from_json(record.parameters, prompt)
 
     async def session(self, session_id: str, tenant: str | None = "") -> SessionRecord:
-        """Returns the stored record of a session. Raises `NotFound` if there is none, or if the
-        session belongs to another tenant. If `tenant` is None, it may belong to any tenant."""
+        """Returns the stored record of a session. Raises `NotFound` if the session does not exist
+        or belongs to another tenant. If `tenant` is None, the session may belong to any tenant."""
         record = await self._store.load(session_id)
         if tenant not in (record.tenant, None):
             raise not_found(session_id)  # The same error as for a session that does not exist.
         return record
 
     def hand_over(self) -> None:
-        """Call when this coordinator is about to close. Its sessions continue until other
-        coordinators take them over, which they may do at once."""
+        """Lets other coordinators take over this coordinator's sessions from now on. Until then,
+        the sessions continue here. Call some time before `close`."""
         self._committer.hand_over()
 
     async def close(self) -> None:
-        """Cancels all sessions, commits their last tokens, and closes links and store. If one of
-        these steps raises, the next ones run nevertheless."""
+        """Cancels all sessions, commits their last tokens, and closes links and store. If a step
+        raises, the following steps still run."""
         self._sessions.close()
         self._auditor.close()
-        async with AsyncExitStack() as ending:  # Calls these in reverse order.
+        async with AsyncExitStack() as ending:  # The stack calls these in reverse order.
             for close in (
                 self._store.close, self.drafts.close, self.targets.close, self._end_tasks,
                 self._sessions.end_background, self._prompts.close,
@@ -497,8 +501,9 @@ class CoordinatorService:
                 ending.push_async_callback(close)
 
     def _heed(self, wanted: Mapping[str, bool]) -> None:
-        """Handles other coordinators' requests for this coordinator's sessions. If the value of a
-        session is True, cancels the session. Releases a session that does not run here."""
+        """Handles other coordinators' requests for sessions of this coordinator. `wanted` maps a
+        session's id to whether the session is to be cancelled. If not, or if the session does not
+        run here, `release_wanted` checks whether to release the session."""
         for session_id, cancels in wanted.items():
             run = self._sessions.running.get(session_id)
             if cancels and run is not None:
@@ -515,8 +520,9 @@ class CoordinatorService:
         await asyncio.gather(*self._watching, return_exceptions=True)
 
     async def trouble(self) -> str:
-        """Returns why requests cannot make progress now, or an empty text. Store and targets have
-        `TROUBLE_S` to answer. Drafts are not checked, because requests can run without them."""
+        """Returns why requests cannot make progress now, or an empty text. Waits up to `TROUBLE_S`
+        until store and targets answer. Drafts are not checked, because requests can run without
+        drafts."""
         if self._commit_task is None:
             return "the coordinator is starting"
         loop = asyncio.get_running_loop()
@@ -530,7 +536,8 @@ class CoordinatorService:
             await asyncio.sleep(TROUBLE_RETRY_S)
 
     async def _look(self) -> str:
-        """Returns what is wrong now with the store or the targets, or an empty text."""
+        """Asks the store and the targets once. Returns why requests cannot make progress, or an
+        empty text."""
         has_target, store_trouble = await asyncio.gather(
             self.targets.healthy(), self._store_trouble()
         )
@@ -564,8 +571,8 @@ class CoordinatorService:
             }
 
     def _readings(self) -> dict[str, Mapping[str, float]]:
-        """Returns the current metrics by name, then by the value of their label. May be called on
-        any thread."""
+        """Returns current metrics: name of the metric -> value of its label -> value. May be called
+        on any thread."""
         pools = (self.targets, self.drafts)
         return self._known | {
             "wire_bytes_sent": {pool.role: pool.num_bytes["sent"] for pool in pools},
@@ -578,13 +585,13 @@ class CoordinatorService:
 
     @property
     def failed(self) -> bool:
-        """Whether a bug has ended the commits. Then no request is served any more."""
+        """Whether a bug has ended the commits, so that no request can be served."""
         return self._commit_task is not None and self._commit_task.done()
 
     def check_integrity(self) -> None:
-        """Raises `InvariantError` if a running session has no route to a target, if any other
-        session has a route to a replica, or if the committer is inconsistent. May be called only
-        while the coordinator is idle."""
+        """Raises `InvariantError` if a running session has no route to a target, if a session that
+        does not run has a route to a replica, or if the committer is inconsistent. May be called
+        only while the coordinator is idle."""
         sessions = set(self._sessions.running)
         self.targets.check_integrity(sessions | self._sessions.scored_ids)
         self.drafts.check_integrity(sessions, every=False)
@@ -614,7 +621,7 @@ class CoordinatorService:
         if request.constraint is not None:
             ends = self.served.eos_token_ids
             await self._prompts.check_constraint(request.constraint, ends, tenant)
-        # A session keeps the weights of its first target, so it cannot begin without a target.
+        # The target's weights become a parameter of the session, so a target must be known.
         target = await self.targets.wait_for_one(self._config.target_gone_ms / 1e3)
         parameters = resolve(
             request, field, prompt_ids, self.served, self.defaults, self._seed_bits(SEED_BITS)
@@ -632,7 +639,7 @@ class CoordinatorService:
             num_elsewhere = sum(peer.load for peer in self.fleet.peers)
             lengths.hear_load(self.targets.num_present, num_elsewhere, self.drafts.first_kept)
             tried = self.targets.on_trial or self.drafts.on_trial
-            # `draft.on_trial` is None if only look-ups draft for the session.
+            # If only look-ups draft for the session, `draft.on_trial` is None.
             if tried is not None and draft.on_trial is not None:
                 trial = self._trial.begin(tried.name)
                 if draft.on_trial:

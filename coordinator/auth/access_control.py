@@ -1,22 +1,22 @@
-"""Access control for gRPC and HTTP. It checks API keys, and limits the requests and the concurrent
-generations of each caller. The limits hold across all coordinators.
+"""Access control for gRPC and HTTP. It checks API keys. It limits the requests per minute and the
+concurrent generations of each caller, over all coordinators together.
 
     caller = access.identify(shown)           # raises Unauthenticated
     async with access.admit(caller) as grant: # raises Overloaded
         ...                                   # generate, and call `grant.note` for each event
 
-A token bucket of `requests_per_minute` limits the requests. The bucket refills evenly. Slots limit
-the concurrent generations. Each generation holds one slot.
+A token bucket with room for `requests_per_minute` requests limits the requests. It refills evenly.
+Slots limit the concurrent generations: each generation holds one slot.
 
-A slot is named after its session. So a session that another coordinator resumes keeps its slot. The
-coordinator renews the leases of its slots. If the coordinator dies, its slots become free after
-`SLOT_LEASE_MS`.
+A slot has the id of its session as its name, so a session keeps its slot when another coordinator
+resumes the session. Each coordinator renews the leases of its slots. If a coordinator dies, its
+slots become free after `SLOT_LEASE_MS`.
 
 A resumption counts as a request. When a coordinator ends, its clients resume all their sessions at
-once. So the bucket is `RESUME_DEPTH` times as large for resumptions.
+once. So for resumptions the bucket is `RESUME_DEPTH` times as large.
 
-The store is Redis. In its keys, `<name>` is the caller's name, and the braces are literal. Both
-keys expire.
+Slots and buckets are kept in Redis. In the Redis keys below, `<name>` is the caller's name, and the
+braces are literal. Both keys expire.
 
     <prefix>limit:{<name>}:bucket    string: time at which the bucket is full again, ms
     <prefix>limit:{<name>}:slots     sorted set: names of slots, and the ends of their leases, ms
@@ -55,12 +55,12 @@ _log = logging.getLogger(__name__)
 
 _OTHERS_MAY_WRITE = 0o022
 RESUME_DEPTH = 2
-"""For resumptions, the bucket is this many times as large."""
+"""The factor by which the bucket is larger for resumptions."""
 _CALLER: ContextVar[Caller] = ContextVar("caller", default=ANYBODY)
 
 
 def current_caller() -> Caller:
-    """Returns the caller of the current gRPC call. Without API keys, this is `ANYBODY`."""
+    """Returns the caller of the current gRPC call. Without API keys, the caller is `ANYBODY`."""
     return _CALLER.get()
 
 
@@ -69,21 +69,21 @@ def watch_keys(
     given: tuple[KeyEntry, ...] = (),
     clock: Callable[[], float] = time.monotonic,
 ) -> FileWatch[Keyring]:
-    """Watches the API keys of a file. When the file changes, its keys are read again. The keys
-    `given` are valid, too. `clock` returns seconds. Raises `ConfigError` if the file cannot be read
-    or has errors."""
+    """Reads API keys from a file, and reads them again when the file changes. The keys in `given`
+    are always valid. `clock` returns seconds. Raises `ConfigError` if the file cannot be read or
+    has errors."""
 
     def read() -> Keyring:
         return Keyring([*(read_key_file(path) if path else ()), *given])
 
     watch = FileWatch([path], read, clock)
     if path is not None and path.stat().st_mode & _OTHERS_MAY_WRITE:
-        _log.warning("%s: other users can write this file, and can so add API keys", path)
+        _log.warning("%s: other users can write this file, so they can add API keys", path)
     return watch
 
 
 class RateExceeded(Overloaded):
-    """The caller has made too many requests. It may make the next one after `left_ms`."""
+    """The caller has made too many requests. The caller must wait `left_ms` before the next one."""
 
     def __init__(self, caller: Caller, left_ms: int) -> None:
         number = caller.requests_per_minute
@@ -92,17 +92,17 @@ class RateExceeded(Overloaded):
 
 
 class Grant:
-    """An admitted request and its slots. If the caller's `concurrency` is unlimited, there are no
-    slots."""
+    """An admitted request and the slots that it holds. A request of a caller with unlimited
+    `concurrency` holds no slots."""
 
     def __init__(self, access: AccessControl, caller: Caller, names: Sequence[str]) -> None:
         self._access, self._caller, self._held = access, caller, list(names)
         self._num_running = len(names)
 
     async def note(self, event: Event, index: int = 0) -> None:
-        """Must be called before each event of generation `index` is sent. When the last generation
-        has finished, this frees the request's slots. So a client that has received the last event
-        can make its next request at once."""
+        """Must be called before an event of generation `index` is sent. If the event finishes the
+        request's last generation, `note` frees the slots. So a client that has received the last
+        event can make its next request at once."""
         if isinstance(event, Finished):
             self._num_running -= 1
             if self._num_running <= 0 and (freed := self.drop()):
@@ -128,11 +128,11 @@ class AccessControl:
         self._keys = keys
         self._store = slots
         self._held: dict[str, Counter[str]] = defaultdict(Counter)
-        """For each caller's name, counts the streams that use each slot. If a session is resumed
-        while its old stream is still open, two streams use its slot."""
+        """Caller's name -> slot -> number of streams that use the slot. If a session is resumed
+        while its old stream is still open, two streams use the session's slot."""
         self._empty_until: dict[Caller, float] = {}
-        """For each caller whose bucket was empty, the time from which it may make a request, by the
-        event loop's clock."""
+        """Caller whose bucket was empty -> time of the caller's next allowed request, by the event
+        loop's clock."""
         self._work: set[asyncio.Task[None]] = set()
         self._renewing: asyncio.Task[None] | None = None
 
@@ -141,9 +141,9 @@ class AccessControl:
         return self._keys is not None
 
     def identify(self, shown: Sequence[str]) -> Caller:
-        """Returns the caller whose key is shown. `shown` has the values of the HTTP header or gRPC
-        metadata `authorization`. If there are API keys, one value `Bearer KEY` is required. Raises
-        `Unauthenticated`."""
+        """Returns the caller that has the given API key. `shown` has the values of the HTTP header
+        or gRPC metadata `authorization`. If API keys are configured, exactly one value, `Bearer
+        KEY`, is required. Raises `Unauthenticated`."""
         if len(shown) > 1:
             raise Unauthenticated(f"authorization: got {len(shown)} values; send one")
         if self._keys is None:
@@ -169,9 +169,9 @@ class AccessControl:
             )
 
     def check_rate(self, caller: Caller) -> None:
-        """Raises `Overloaded` if an earlier request found the caller's bucket empty, and the caller
-        must still wait. This check is cheap enough to precede the reading of a request's body,
-        because it does not ask the store."""
+        """Raises `Overloaded` if the caller must still wait since an earlier request found the
+        caller's bucket empty. Does not ask Redis, so the check can run before a request's body is
+        read."""
         left_s = self._empty_until.get(caller, 0.0) - asyncio.get_running_loop().time()
         if left_s > 0:
             raise RateExceeded(caller, math.ceil(left_s * 1e3))
@@ -182,9 +182,9 @@ class AccessControl:
         self, caller: Caller, resumes: Sequence[str] = (), num_generations: int = 1
     ) -> AsyncIterator[Grant]:
         """Counts one request of the caller, and holds a slot for each generation until the context
-        ends. `resumes` has the ids of the sessions that the request resumes. If a limit is reached,
-        raises `Overloaded`, which says when to try again. May raise `StoreUnavailable`. After an
-        error, the request holds no slot."""
+        ends. `resumes` has the ids of the sessions that the request resumes. Raises `Overloaded`
+        with the time to wait if a limit is reached, and `StoreUnavailable`. After an error, the
+        request holds no slot."""
         names: list[str] = []
         if caller.is_limited and self._store is not None:
             if caller.concurrency:
@@ -196,7 +196,7 @@ class AccessControl:
                 if isinstance(error, RateExceeded) and not resumes:
                     self._empty_until[caller] = asked + error.retry_after_ms / 1e3
                 elif not isinstance(error, Overloaded) and not resumes:
-                    # Redis may have given the slots although its answer is lost. So free them.
+                    # Redis may have given the slots, although its answer was lost.
                     self._in_background(caller, names)
                 raise
             self._hold(caller, names)
@@ -209,8 +209,8 @@ class AccessControl:
     def exchange(
         self, caller: Caller, old: Collection[str], new: Collection[str] = ()
     ) -> asyncio.Task[None]:
-        """Frees the `old` slots that no other stream uses, and holds the `new` ones. The returned
-        task updates the store."""
+        """Frees the `old` slots that no other stream uses, and holds the `new` slots. The returned
+        task updates Redis."""
         held = self._held[caller.name]
         held.subtract(old)
         freed = [name for name in old if held[name] <= 0]
@@ -222,8 +222,8 @@ class AccessControl:
         return self._in_background(caller, freed)
 
     async def close(self) -> None:
-        """Frees all slots, and closes the store. If the store does not answer, the slots become
-        free when their leases end."""
+        """Frees all slots, and closes the connections to Redis. If Redis does not answer, the slots
+        become free when their leases end."""
         if self._renewing is not None:
             self._renewing.cancel()
             await asyncio.gather(self._renewing, return_exceptions=True)
@@ -252,8 +252,8 @@ class AccessControl:
             await self._tell(dict.fromkeys(self._held, ()))
 
     async def _tell(self, freed: Mapping[str, Collection[str]]) -> None:
-        """For each caller's name, frees the slots in `freed` that are not held again, and renews
-        all slots that are held."""
+        """For each caller in `freed` (name -> slots), renews all slots that are held, and frees the
+        given slots that are not held."""
         if self._store is None:
             return
         told = {}
@@ -262,8 +262,8 @@ class AccessControl:
             told[name] = held, [one for one in slots if one not in held]
         try:
             await self._store.keep(told)
-        except OutriderError as error:  # Slots that could not be freed become free by their leases.
-            _log.info("the slots of callers were not renewed: %s", error)
+        except OutriderError as error:  # Slots that were not freed become free when leases end.
+            _log.info("the slots of callers were not renewed or freed: %s", error)
 
 
 _TAKE = Script("take_slot")
@@ -279,9 +279,9 @@ class RedisSlots:
         self._prefix = address.key_prefix
 
     async def take(self, caller: Caller, slots: Sequence[str], depth: int) -> None:
-        """Counts a request, and takes slots with these names. The caller keeps slots that it has
-        already. `depth` multiplies the size of the caller's bucket. If the bucket is empty, or too
-        few slots are free, raises `Overloaded`, counts no request and takes no slot."""
+        """Counts a request, and takes slots with these names. A slot that the caller has already
+        needs no free place. `depth` multiplies the size of the caller's bucket. If the bucket is
+        empty, or too few slots are free, raises `Overloaded`, and neither counts nor takes."""
         keys = (self._key(caller.name, "bucket"), self._key(caller.name, "slots"))
         arguments: list[str | int] = [
             caller.requests_per_minute, depth, caller.concurrency, SLOT_LEASE_MS, *slots
@@ -299,8 +299,7 @@ class RedisSlots:
                 )
 
     async def keep(self, slots: Mapping[str, tuple[Collection[str], Collection[str]]]) -> None:
-        """Renews and frees slots. For each caller's name, `slots` has the slots to renew and the
-        slots to free."""
+        """Renews and frees slots. `slots`: caller's name -> (slots to renew, slots to free)."""
         calls: list[Call] = []
         for name, (held, free) in slots.items():
             keys = (self._key(name, "slots"),)
@@ -324,11 +323,11 @@ class RedisSlots:
 def access_control_of(
     api_keys: str, api_key_file: str, slots: RedisSlots | None = None
 ) -> AccessControl:
-    """Makes the access control from the settings `api_keys` and `api_key_file`. Raises
+    """Creates the access control for the settings `api_key` and `api_key_file`. Raises
     `ConfigError`."""
     path = Path(api_key_file) if api_key_file else None
     return AccessControl(watch_keys(path, given_keys(api_keys)), slots)
 
 
 OPEN = AccessControl()
-"""Asks for no key, and has no limits."""
+"""Access control that requires no API key and limits no caller."""

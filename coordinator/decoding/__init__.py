@@ -1,1 +1,1 @@
-"""One session from its opening to its end: rounds, commits, text, recovery."""
+"""Runs sessions: opening, rounds, commits, text, resumption and end."""

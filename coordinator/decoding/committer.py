@@ -1,8 +1,8 @@
-"""Commits decided tokens to the session store. Clients may see only committed tokens.
+"""Commits decided tokens to the session store. Clients see only committed tokens.
 
 While a call to the store runs, the committer collects the outcomes of all sessions for the next
-call. If the store does not answer, the committer repeats the call, with the tokens that were
-decided meanwhile. A session waits only if it has too many uncommitted tokens.
+call. If the store does not answer, the committer repeats the call, and adds the tokens that were
+decided in the meantime. A session goes on meanwhile, up to a limit of uncommitted tokens.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ _log = logging.getLogger(__name__)
 
 
 class SessionCommits:
-    """Commits the tokens of one session. Methods that wait raise `Session.error` if the session is
-    lost, and `Unavailable` if the session was removed."""
+    """Commits the tokens of one session. Methods that wait raise `Session.error` if the store has
+    refused the session, and `Unavailable` if the session was removed."""
 
     def __init__(self, committer: "Committer", session: Session) -> None:
         self.session = session
@@ -30,8 +30,8 @@ class SessionCommits:
         self._loop = asyncio.get_running_loop()
         self._waiters: list[asyncio.Future[None]] = []
         self._behind_since: float | None = None
-        """The time when the store last took tokens of this session or, if later, when the oldest
-        uncommitted token was decided. None while all tokens are committed."""
+        """Time since which tokens of this session have waited without progress. The wait starts
+        again each time the store takes some of the tokens. None while all tokens are committed."""
 
     @property
     def is_current(self) -> bool:
@@ -39,7 +39,7 @@ class SessionCommits:
         return self._committer.sessions.get(self.session.session_id) is self
 
     def notify(self) -> None:
-        """Queues the session's uncommitted tokens. Call after each `Session.decide`. O(1)."""
+        """Queues the session's uncommitted tokens. Call after each `Session.decide`."""
         if self.session.has_news and self.is_current:
             if self._behind_since is None:
                 self._behind_since = self._loop.time()
@@ -53,9 +53,9 @@ class SessionCommits:
             self.wake()
 
     async def room(self, num_tokens: int = 1) -> None:
-        """Waits until the session may decide `num_tokens` more tokens. The session has to wait if
-        more than `UNCOMMITTED_TOKENS_MAX` tokens would then be uncommitted, or if the store has
-        taken none of the uncommitted tokens for `UNCOMMITTED_MS_MAX`."""
+        """Waits until the session may decide `num_tokens` more tokens. The session must wait if
+        more than `UNCOMMITTED_TOKENS_MAX` tokens would be uncommitted, or if the store has taken no
+        tokens of the session for `UNCOMMITTED_MS_MAX`."""
         self._check_served()
         while self._behind_since is not None and (
             self.session.num_uncommitted + num_tokens > limits.UNCOMMITTED_TOKENS_MAX
@@ -65,8 +65,8 @@ class SessionCommits:
             self._check_served()
 
     async def finish(self, reason: FinishReason) -> None:
-        """Ends the session. Returns when the store has all tokens and the finish reason. A repeated
-        call keeps the reason of the first."""
+        """Ends the session. Returns when the store has all tokens and the finish reason. If called
+        again, keeps the first reason."""
         session, attempt = self.session, 0
         self._check_served()
         if session.finish_reason is None:
@@ -93,8 +93,8 @@ class SessionCommits:
                 return
 
     def apply(self, answer: int | OutriderError) -> bool:
-        """Handles the store's answer to an append: the stored length, or an error. Returns whether
-        the store took tokens or refused the session for good."""
+        """Handles the store's answer, which is the stored length or an error. Returns True if the
+        store took tokens, or if an error has ended the session."""
         session, before = self.session, self.session.acknowledged_length
         try:
             if isinstance(answer, OutriderError):
@@ -117,8 +117,8 @@ class SessionCommits:
             raise Unavailable(f"session {self.session.session_id} is not served here any more")
 
     async def change(self) -> None:
-        """Waits for the next call of `wake`. `wake` is called after each answer of the store, and
-        when the session is lost or removed."""
+        """Waits for the next call of `wake`, which follows each answer of the store. `wake` is also
+        called when the session is refused or removed."""
         self._check_served()
         waiter = self._loop.create_future()
         self._waiters.append(waiter)
@@ -140,7 +140,7 @@ class SessionCommits:
 
 class Committer:
     """Commits the tokens of one coordinator's sessions while `run` runs. All methods must be called
-    on the same event loop."""
+    from the same event loop."""
 
     def __init__(
         self,
@@ -150,15 +150,14 @@ class Committer:
         on_wanted: Callable[[Mapping[str, bool]], None] = lambda _: None,
     ) -> None:
         """`owner` is this coordinator's name in the store. `random` returns numbers in [0, 1).
-        `on_wanted` is called with the sessions that `SessionStore.hold_lease` returns."""
+        `on_wanted` is called with the result of `SessionStore.hold_lease`, if it is not empty."""
         self.store = store
         self._owner = owner
         self._random = random
         self._on_wanted = on_wanted
         self.sessions: dict[str, SessionCommits] = {}
         self.dirty: dict[str, None] = {}
-        """Ids of the sessions with tokens to append. The session that has waited longest is
-        first."""
+        """Ids of the sessions with tokens to append, in the order in which they were queued."""
         self._work = asyncio.Event()
         self._leaving = asyncio.Event()
         self._closing = asyncio.Event()
@@ -178,7 +177,7 @@ class Committer:
         return commits
 
     def queue(self, session_id: str) -> None:
-        """Queues a session, so one of the next calls to the store appends its tokens."""
+        """Queues a session, so that one of the next calls to the store appends its tokens."""
         self.dirty[session_id] = None
         self._work.set()
 
@@ -188,10 +187,10 @@ class Committer:
         return self._leaving.is_set()
 
     async def run(self) -> None:
-        """Commits tokens and renews the owner's lease until `close` is called. Then appends the
-        remaining tokens, as long as the store takes them, and removes all sessions. Methods of
-        `SessionCommits` that still wait raise `Unavailable`. The sessions stay in the store, where
-        another owner can take them over. If there is a bug, raises an exception group."""
+        """Commits tokens and renews this coordinator's lease until `close` is called. Then appends
+        the remaining tokens until the store fails, and removes all sessions from the committer.
+        Methods of `SessionCommits` that still wait raise `Unavailable`. Other coordinators can take
+        the stored sessions over. Raises an exception group if a bug ends the commits."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 work = [
@@ -210,8 +209,8 @@ class Committer:
                 commits.remove()
 
     def hand_over(self) -> None:
-        """Ends the lease before this coordinator closes. Its sessions continue until other
-        coordinators take them over."""
+        """Ends this coordinator's lease. Its sessions continue until other coordinators take them
+        over."""
         self._leaving.set()
 
     def close(self) -> None:
@@ -219,8 +218,8 @@ class Committer:
         self._closing.set()
 
     def check_integrity(self) -> None:
-        """Raises `InvariantError` unless exactly the sessions with uncommitted tokens are queued.
-        Must not be called while a call to the store runs."""
+        """Checks that all sessions with tokens to append are queued, and no others. Raises
+        `InvariantError`. Must not be called while a call to the store runs."""
         for session_id, commits in self.sessions.items():
             session = commits.session
             session.check_integrity()
@@ -228,7 +227,7 @@ class Committer:
         check(self.dirty.keys() <= self.sessions.keys(), "a removed session is to be appended")
 
     async def back_off(self, attempt: int) -> None:
-        """Waits before a failed call to the store is repeated."""
+        """Waits before repeat number `attempt` of a failed call to the store."""
         wait_ms = backoff(
             limits.COMMIT_RETRY_MS_MIN, limits.COMMIT_RETRY_MS_MAX, attempt, self._random
         )
@@ -238,7 +237,7 @@ class Committer:
         attempt = 0
         while True:
             await self._work.wait()
-            # Decode loops run first, because the target waits for the rounds that they send.
+            # Lets the decode loops send their next rounds first, because the target waits for them.
             await asyncio.sleep(0)
             if await self._append_some():
                 attempt = 0
@@ -247,8 +246,8 @@ class Committer:
                 attempt += 1
 
     async def _append_some(self) -> bool:
-        """Appends the tokens of up to `APPENDS_PER_CALL_MAX` sessions. Returns False if the store
-        did not answer, or took no tokens."""
+        """Appends the tokens of up to `APPENDS_PER_CALL_MAX` queued sessions. Returns False if the
+        store did not answer or made no progress with any of them."""
         batch: list[tuple[SessionCommits, Append]] = []
         for session_id in list(islice(self.dirty, limits.APPENDS_PER_CALL_MAX)):
             del self.dirty[session_id]
@@ -278,9 +277,10 @@ class Committer:
         return any(progress) or not progress
 
     async def _hold_lease(self) -> None:
-        """Renews this coordinator's lease every `SESSION_LEASE_RENEWAL_MS`, until `hand_over`. If
-        the store does not answer, the lease may run out. Then other coordinators may take sessions
-        over. The store refuses appends of the former owner, because their epoch is older."""
+        """Renews this coordinator's lease every `SESSION_LEASE_RENEWAL_MS`, and ends the lease
+        after `hand_over`. If the store does not answer, the lease may run out, and other
+        coordinators may take sessions over. The store then refuses this coordinator's appends to
+        these sessions, because their epoch is older."""
         loop = asyncio.get_running_loop()
         due = loop.time()
         while not self._leaving.is_set():

@@ -19,21 +19,22 @@ class TextStream(Protocol):
 
 @value(frozen=True, slots=True)
 class Piece:
-    """The result of `Completion.push`: how many of the pushed tokens belong to the completion, the
-    text that may be shown now, and the finish reason if the completion has ended."""
+    """The result of `Completion.push`."""
 
     num_tokens: int
+    """Number of the pushed tokens that belong to the completion."""
     text: str
+    """New text that may be shown."""
     finish_reason: FinishReason | None
+    """Why the completion ended; None if it continues."""
 
 
 class Completion:
-    """The answer of one session. Finds its end, which is EOS, a stop token, a stop string or
-    `max_tokens`.
+    """The answer of one session. EOS, a stop token, a stop string or `max_tokens` ends the answer.
 
     Text that may be the start of a stop string is held back. The tokens of EOS, stop tokens and
-    stop strings are counted, but their text is not shown. Within the first `min_tokens` tokens only
-    `max_tokens` ends the answer. A stop string that is complete within these tokens is shown."""
+    stop strings are counted, but their text is not shown. Within the first `min_tokens` tokens,
+    only `max_tokens` can end the answer, and stop strings are shown."""
 
     def __init__(
         self,
@@ -63,8 +64,8 @@ class Completion:
         return self._max_tokens - self.num_tokens
 
     def push(self, token_ids: Sequence[int]) -> Piece:
-        """Adds the tokens of a round, up to the token that ends the completion. If `max_tokens` is
-        0, the completion ends without a token."""
+        """Adds the tokens of a round, up to the token that ends the completion. With a `max_tokens`
+        of 0, call once with no tokens to end the completion."""
         shown: list[str] = []
         reason = None if self._max_tokens else FinishReason.LENGTH
         before = self.num_tokens
@@ -88,7 +89,7 @@ class Completion:
         return Piece(self.num_tokens - before, "".join(shown), reason)
 
     def finish(self) -> str:
-        """Ends the completion. Returns the text that was held back."""
+        """Ends the completion. Returns the text that is still held back."""
         return self._end()[0]
 
     def _end(self) -> tuple[str, bool]:
@@ -115,7 +116,7 @@ class Completion:
 
 
 def overlap(text: str, stop: str) -> int:
-    """Length of the longest proper prefix of `stop` that `text` ends with."""
+    """Returns the length of the longest proper prefix of `stop` that is a suffix of `text`."""
     for length in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:length]):
             return length

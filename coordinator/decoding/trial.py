@@ -1,4 +1,4 @@
-"""Measures, in the sessions of one coordinator, a drafter on trial and the other drafters."""
+"""Compares a drafter on trial with the other drafters, in the sessions of one coordinator."""
 
 import math
 from dataclasses import astuple, dataclass, replace
@@ -7,26 +7,28 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True)
 class DrafterSums:
-    """Sums over sessions that a drafter drafted for. The first round of a session does not count,
-    because it reads the prompt."""
+    """Sums over the rounds in which one drafter, or one of several, drafted. The first round of a
+    session does not count, because it is the prefill."""
 
     num_sessions: int = 0
     num_rounds: int = 0
     num_accepted: int = 0
     num_tokens: int = 0
     seconds: float = 0.0
-    """Decoding time. A round's time is counted from its start to the decision."""
+    """Decoding time. The time of a round ends with the decision of its outcome."""
     square_tokens: float = 0.0
+    """Sum over sessions of tokens²."""
     square_seconds: float = 0.0
+    """Sum over sessions of seconds²."""
     products: float = 0.0
-    """The last three fields are sums over sessions of tokens², seconds² and tokens × seconds."""
+    """Sum over sessions of tokens × seconds."""
 
     def __add__(self, other: Self) -> Self:
         return type(self)(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     @property
     def as_session(self) -> Self:
-        """These rounds, counted as one session."""
+        """The same sums, with all rounds counted as one session."""
         if not self.num_rounds:
             return self
         return replace(
@@ -44,9 +46,9 @@ class DrafterSums:
 
     @property
     def relative_error(self) -> float:
-        """Relative standard error of `tokens_per_second`, which is a ratio of two sums over
-        independent sessions. The error is computed from the sessions' residuals, tokens - rate ×
-        seconds (Cochran, Sampling Techniques, 6.4)."""
+        """Relative standard error of `tokens_per_second`, a ratio of two sums over independent
+        sessions. The formula (Cochran, Sampling Techniques, 6.4) sums the squares of the sessions'
+        residuals, tokens - rate × seconds."""
         if self.num_sessions < 2 or not self.num_tokens:
             return math.inf
         rate = self.tokens_per_second
@@ -57,13 +59,14 @@ class DrafterSums:
 
 @dataclass(frozen=True, slots=True)
 class TrialSums:
-    """Sums over the sessions that ended during the newest trial. `new` is the drafter on trial, and
-    `old` are the other drafters."""
+    """Sums over the sessions that began during the newest trial and have ended."""
 
     replica: str = ""
     """Name of the replica on trial; empty before the first trial."""
     old: DrafterSums = DrafterSums()
+    """Sums of the other drafters."""
     new: DrafterSums = DrafterSums()
+    """Sums of the drafter on trial."""
 
 
 class TrialMeter:
@@ -73,30 +76,30 @@ class TrialMeter:
         self.sums = TrialSums()
 
     def begin(self, replica: str) -> "SessionTrial":
-        """Returns the meter of a session that begins while this replica is on trial."""
+        """Returns the meter for a session that begins while the named replica is on trial."""
         if replica != self.sums.replica:
             self.sums = TrialSums(replica)
         return SessionTrial(self, replica)
 
 
 class SessionTrial:
-    """Sums the rounds of one session by drafter. The drafter of a session changes if its replica is
-    lost."""
+    """Sums the rounds of one session, separately for the drafter on trial and the others. If a
+    session's replica is lost, another replica, and so another drafter, may go on."""
 
     def __init__(self, meter: TrialMeter, replica: str) -> None:
         self._meter = meter
         self._replica = replica
         self._rounds = [DrafterSums(), DrafterSums()]
-        """Sums of the other drafters, then of the drafter on trial."""
+        """[Sums of the other drafters, sums of the drafter on trial]."""
 
     def note(self, is_new: bool, num_accepted: int, num_tokens: int, seconds: float) -> None:
-        """Counts a round. `is_new` is true if the drafter on trial drafted for it."""
+        """Counts a round. `is_new` says whether the drafter on trial drafted for the round."""
         self._rounds[is_new] += DrafterSums(
             num_rounds=1, num_accepted=num_accepted, num_tokens=num_tokens, seconds=seconds
         )
 
     def end(self) -> None:
-        """Adds the session to the sums of its trial. Does nothing if a newer trial has begun."""
+        """Adds the session's sums to its trial's. Does nothing if a newer trial has begun."""
         sums = self._meter.sums
         if sums.replica == self._replica:
             old, new = (rounds.as_session for rounds in self._rounds)
