@@ -1,5 +1,5 @@
-"""The decode loop (proposal, verdict, outcome, commit), and the queue of committed tokens for the
-client."""
+"""A session's decode loop (proposal, verdict, outcome, commit), and the queue that passes committed
+tokens to the client's stream."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _NOT_DRAFTED = Drafted(NOTHING_SEALED, "fallback", seconds=0.0, num_asked=0)
 
 
 COMMIT_GRACE_S = 2.0
-"""Time after the deadline for committing the tokens that were decided before the deadline."""
+"""Time after the deadline for commits of tokens that were decided before the deadline."""
 
 
 class SessionRun:
-    """Runs one session. A task decodes, and the client's stream reads the events. Each round begins
-    before the previous round is committed."""
+    """Runs one session. A task decodes, and the client's stream reads events from a queue. Each
+    round begins while the round before is being committed."""
 
     def __init__(
         self,
@@ -59,10 +59,10 @@ class SessionRun:
         reads_beside: bool = True,
         trial: SessionTrial | None = None,
     ) -> None:
-        """Starts decoding after the `replayed` tokens. `length_max` is the target's limit for
-        committed and proposed tokens together. `arrived` is the time of the request by the event
-        loop's clock. If `reads_beside` is true, the draft reads the prompt while the target does.
-        Otherwise the draft reads the prompt when it first has to propose."""
+        """Starts decoding after the `replayed` tokens. `length_max` is the target's limit for the
+        sum of committed and proposed tokens. `arrived` is the request's arrival on the event loop's
+        clock. If `reads_beside`, draft and target prefill at the same time. Otherwise the draft
+        prefills for its first proposal."""
         self.context = context
         self._clock = asyncio.get_running_loop().time
         self.session = context.session
@@ -72,7 +72,7 @@ class SessionRun:
         self._observer = context.observer
         self._completion = replayed.completion
         self._ended = replayed.finish_reason
-        """The finish reason if the completion needs no more tokens."""
+        """The finish reason if the replayed tokens end the completion; otherwise None."""
         self._num_known = replayed.completion.num_tokens
         """Number of the answer's tokens that were decided before this run."""
         self._commits = commits
@@ -95,22 +95,22 @@ class SessionRun:
         self._cancelled = False
         self._first_token_at: float | None = None
         self.is_recorded = False
-        """Whether the end of the session is stored."""
+        """Whether the store has the session's end."""
         self._is_told = False
         self._handed_over = False
         self._held_back: Tokens | None = None
-        """The last text of the completion, which has no tokens of its own. The text is sent
-        together with `Finished`. If the stream broke between the two, a resumed stream would send
-        the text again."""
+        """Text at the end of the completion, without tokens of its own. It is sent together with
+        `Finished`. If the stream broke between two separate events, a resumed stream would send the
+        text again."""
         self._task = asyncio.create_task(self._decode())
 
     @property
     def record(self) -> SessionRecord:
-        """The session's record without its tokens, but with current counters."""
+        """The session's record with current counters, but without new tokens."""
         return replace(self.session.record, counters=self.session.counters)
 
     def cancel(self) -> None:
-        """Ends the session as cancelled. Tokens decided so far are still committed and sent."""
+        """Ends the session as cancelled. Tokens that are already decided are committed and sent."""
         self._cancelled = True
         if self._timeout is not None and not self._timeout.expired():
             self._timeout.reschedule(self._clock())
@@ -121,9 +121,10 @@ class SessionRun:
         return Started(self.session_id, model, record.seed, record.rule, record.prompt_length)
 
     async def next_events(self) -> Sequence[Event]:
-        """Waits for the next events after `Started`. Returns none after the last event. Raises
-        `DeadlineExceeded` if the deadline passes before the first token, the target's refusal, the
-        store's error that ended the session, and `StaleEpoch` after `hand_over`."""
+        """Waits for the next events after `Started`. Returns an empty sequence after the last
+        event. Raises `DeadlineExceeded` if the deadline passes before the first token, and
+        `StaleEpoch` after `hand_over`. Also raises errors of the target or the store that end the
+        session."""
         while not self._is_told:
             try:
                 found = await self._output.read()
@@ -174,8 +175,8 @@ class SessionRun:
             raise StaleEpoch(f"session {self.session_id} was resumed by another stream")
 
     async def hand_over(self) -> None:
-        """Like `close`, but does not record a running session as cancelled. Its next owner can
-        continue the session."""
+        """Like `close`, but does not record a running session as cancelled, so that its next owner
+        can continue the session."""
         self._handed_over = self.session.finish_reason is None
         await self.close()
 
@@ -252,7 +253,7 @@ class SessionRun:
         return reason
 
     async def _round(self, index: int) -> FinishReason | None:
-        """Plays one round. Returns the finish reason if the completion ends with it."""
+        """Runs one round. Returns the finish reason if the round ends the completion."""
         self._observer.round_began(index)
         record, start_length = self.session.record, self.session.length
         began_at = self._clock()
@@ -385,7 +386,7 @@ class SessionRun:
         return piece.finish_reason
 
     def _interrupted(self, reason: FinishReason) -> FinishReason:
-        """Writes the text that the completion has held back, because no more tokens will come."""
+        """Writes the text that the completion holds back. Call if decoding stops early."""
         text = self._completion.finish()
         if text:
             self._write(Tokens(self._completion.num_tokens, (), text, (), ()))
@@ -399,7 +400,7 @@ class SessionRun:
 
 
 ENTRIES_UNREAD_MAX = 256
-"""Decoding may be this many rounds ahead of a client that does not read."""
+"""Largest number of rounds that wait for the client to read them. Decoding then pauses."""
 
 
 @value(frozen=True, slots=True)
@@ -411,7 +412,8 @@ class Entry:
     report: RoundReport | None
     decided_at: float
     round_index: int | None = None
-    """None for replayed tokens, and for text that was held back until the end."""
+    """Index of the round. None for replayed tokens, and for text that was held back until the end.
+    """
 
 
 class OutputQueue:
@@ -423,8 +425,8 @@ class OutputQueue:
         until: float,
         observer: RequestObserver = SILENT,
     ) -> None:
-        """After the time `until` of the event loop's clock, a `read` that has to wait raises
-        `TimeoutError`."""
+        """`until` is a time on the event loop's clock. From then on, a `read` that would have to
+        wait raises `TimeoutError`."""
         loop = asyncio.get_running_loop()
         self._clock = loop.time
         self._observer = observer
@@ -442,7 +444,7 @@ class OutputQueue:
             await self._taken.wait()
 
     def write(self, entry: Entry) -> None:
-        """Adds an entry. The commit of its tokens wakes the reader. If the entry has no tokens, it
+        """Adds an entry. The commit of the entry's tokens wakes the reader. An entry without tokens
         is the last one, and `close` wakes the reader."""
         self._entries.append(entry)
 
@@ -456,9 +458,10 @@ class OutputQueue:
         self._timer.cancel()
 
     async def read(self) -> tuple[Tokens, RoundReport | None] | None:
-        """Waits until the next entry is committed. Returns its tokens and its report. Joins
-        committed rounds that have no reports, but not the events of a replay. Returns None after
-        the last entry. Raises the store's error that ended the session, and `TimeoutError`."""
+        """Waits until the next entry is committed. Returns its tokens and its report. Joins several
+        committed rounds if they have no reports, but does not join the events of a replay. Returns
+        None after the last entry. Raises `TimeoutError`, and the store's error that ended the
+        session."""
         while not self._entries or self._entries[0].end_length > self._session.showable_length:
             if self._closed and not self._entries:
                 return None
@@ -484,8 +487,8 @@ class OutputQueue:
         self._commits.wake()
 
     def _tell(self, entries: Sequence[Entry]) -> float:
-        """Reports the rounds of one event to the observer. Returns how many seconds ago the first
-        round was decided."""
+        """Reports the rounds of one event to the observer. Returns the time since the decision of
+        the first round, in seconds."""
         now = self._clock()
         decided_s = {
             entry.round_index: now - entry.decided_at
@@ -510,8 +513,8 @@ def _joined(parts: list[Tokens]) -> Tokens:
 
 
 WAITED = 1.0
-"""If a proposal was queued for more than this many times its computing time, it counts as having
-waited. In a shorter time, the draft may only have ended the step that was running."""
+"""A proposal counts as having waited if its time in the draft's queue was more than this many times
+its computing time. A shorter wait may only be the rest of the step that was running."""
 
 
 class RoundMeter:
@@ -522,7 +525,7 @@ class RoundMeter:
         self._sums = DecayedSums(WINDOW_S, self._clock())
 
     def decided(self, drafted: Drafted, num_accepted: int, num_tokens: int) -> None:
-        """Counts a round that decided `num_tokens`, of which `num_accepted` were drafted."""
+        """Counts a round that decided `num_tokens` tokens, of which `num_accepted` are drafted."""
         counts = drafted.source != "fallback"
         by_replica = drafted.source == "replica"
         waited = drafted.queue_ms > WAITED * drafted.compute_ms and not drafted.ahead

@@ -1,5 +1,5 @@
-"""Resumes a session whose stream broke. Checks the tokens that the client has, and replays the
-stored tokens that the client lacks."""
+"""Resumption of a session whose stream broke. Checks the tokens that the client has, and replays
+the stored tokens that the client lacks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,9 +18,10 @@ from outrider.tokens import TokenSequence
 from .detokenizer import Completion
 
 TOKENS_PER_EVENT = 512
-"""Largest number of tokens in one event of a replay. The size of a message is limited."""
+"""Largest number of tokens in one event of a replay, because the size of a message is limited."""
 ENTRIES_PER_EVENT = 1024
-"""Largest number of log-probabilities in an event of a replay that has several tokens."""
+"""Largest number of log-probabilities in one event of a replay. An event with one token may have
+more."""
 
 
 _LOGPROBS = TypeAdapter(
@@ -29,13 +30,13 @@ _LOGPROBS = TypeAdapter(
 
 
 def write_logprobs(logprobs: PositionLogprobs) -> str:
-    """Returns one line of JSON for the store. An impossible token has the log-probability
-    `-Infinity`."""
+    """Returns the log-probabilities of one position as a line of JSON. A token with probability 0
+    has the log-probability `-Infinity`."""
     return _LOGPROBS.dump_json((logprobs.logprob, logprobs.top)).decode()
 
 
 def read_logprobs(line: str) -> PositionLogprobs:
-    """Reads what `write_logprobs` wrote. Raises `DataLoss` for anything else."""
+    """Reads a line from `write_logprobs`. Raises `DataLoss` if the line is malformed."""
     try:
         return PositionLogprobs(*_LOGPROBS.validate_json(line))
     except ValueError as error:
@@ -47,18 +48,21 @@ class Replayed:
     """The stored part of a completion."""
 
     completion: Completion
-    """Contains all stored tokens."""
+    """The completion, after all stored tokens were pushed."""
     events: tuple[Tokens, ...] = ()
     """Events with the stored tokens that the client lacks."""
     finish_reason: FinishReason | None = None
-    """Set if the stored tokens end the completion. The stored record may still lack the reason."""
+    """The finish reason if the stored tokens end the completion, even if the stored record has no
+    finish reason yet; otherwise None."""
 
 
 def check_known(record: SessionRecord, request: ResumeRequest) -> GenerationParameters:
     """Returns the session's parameters. Raises `DataLoss` if they cannot be read. Raises
-    `OtherTokens` if the client has more tokens than the store, or different ones. A store that lost
-    a take-over may hold different tokens, which a former owner decided. Decoding again would not
-    help the client, because in bfloat16 a repetition may give other tokens under every rule."""
+    `OtherTokens` if the client has more tokens than the store, or different tokens.
+
+    The tokens may differ if a failover of the store lost a take-over: the store may then hold
+    tokens that the former owner decided. The client's tokens cannot be decoded again, because in
+    bfloat16 a repetition may give other tokens."""
     prompt_ids = record.token_ids[: record.prompt_length]
     parameters = GenerationParameters.from_json(record.parameters, prompt_ids)
     num_stored = len(record.token_ids) - record.prompt_length
@@ -83,8 +87,8 @@ def replay(
     request: ResumeRequest,
 ) -> Replayed:
     """Pushes the stored tokens into an empty `completion`. Returns the events that the client
-    lacks. The text depends only on the tokens, so the new text continues the client's text. If the
-    session has ended, the events include the text that was held back."""
+    lacks. Text depends only on tokens, so the text of these events continues the client's text. If
+    the session has ended, the last event has the text that the completion held back."""
     token_ids = record.token_ids[record.prompt_length :]
     first = 0 if request.cuts else request.num_tokens
     num_entries = 1 if parameters.logprobs is None else 1 + parameters.logprobs
@@ -112,8 +116,8 @@ def replay(
 
 
 def told_again(record: SessionRecord, model: str, replayed: Replayed) -> Iterator[Event]:
-    """Yields the events of a finished session: `Started`, those of `replayed`, and `Finished`.
-    Yields nothing for a running session."""
+    """Yields the events of a finished session: `Started`, the events of `replayed`, and `Finished`.
+    Yields nothing if the session is not finished."""
     if record.finish_reason is None:
         return
     yield Started(record.session_id, model, record.seed, record.rule, record.prompt_length)

@@ -1,5 +1,5 @@
-"""Opens, ends and takes over the sessions of a coordinator. At each step the store may fail to
-answer."""
+"""Opens, takes over and ends the sessions of a coordinator. Every call to the store may fail, so
+this module repeats calls, and releases sessions that do not run."""
 
 import asyncio
 import logging
@@ -40,23 +40,24 @@ from outrider.sessions.store import (
 _log = logging.getLogger(__name__)
 
 LOGPROBS_BYTES = 32
-"""Reading this many bytes of stored log-probabilities takes as long as reading a token."""
+"""Number of bytes of stored log-probabilities that take as long to read as one token."""
 
 T = TypeVar("T")
 Told = asyncio.Task[OutriderError | None]
-"""A task that repeats a call to the store until the store answers. Returns None, the store's
-refusal, or the last error if the task gave up."""
+"""A task that repeats a call to the store until the store answers. The result is None if the call
+succeeded, the store's error if the store refused, or the last error if the task gave up."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestKey:
-    """Idempotency key of one of the texts that a request asks for."""
+    """Idempotency key of one text. A request may ask for several texts; each has its own key."""
 
     name: str
     """Name of the key in the store."""
     digest: str
+    """Digest of the request."""
     session_id: str = ""
-    """Id of the session that generates the text; empty = none yet."""
+    """Id of the session that generates the text; empty if no session has begun."""
 
     @property
     def value(self) -> str:
@@ -64,8 +65,8 @@ class RequestKey:
         return self.session_id and f"{self.session_id} {self.digest}"
 
     def found(self, value: str) -> Self:
-        """Returns the key with the session id of a stored `value`. Raises `BadRequest` if the value
-        is that of a different request."""
+        """Returns the key with the session id from a stored `value`. Raises `BadRequest` if the
+        stored digest is that of a different request."""
         session_id, _, digest = value.partition(" ")
         if value and digest != self.digest:
             raise BadRequest(
@@ -77,7 +78,8 @@ class RequestKey:
 
 
 class KeyTaken(OutriderError):
-    """The key already has another session, so the session just opened is not used."""
+    """An idempotency key belongs to another session already, so a session that was just opened is
+    not used."""
 
     def __init__(self, key: RequestKey) -> None:
         super().__init__(f"the request has session {key.session_id}")
@@ -85,9 +87,10 @@ class KeyTaken(OutriderError):
 
 
 class OwnedSessions:
-    """The sessions of one coordinator. A session runs here at most once at a time. The number of
-    simultaneous take-overs is limited, because the clients of a dead coordinator all turn to the
-    others at once. For each session that stops running here, the store gets a release or an end."""
+    """The sessions of one coordinator. A session has at most one run at a time. For each session
+    that stops running here, the store gets a release or an end. The number of simultaneous
+    take-overs is limited, because all clients of a dead coordinator resume their sessions at once.
+    """
 
     def __init__(
         self,
@@ -107,19 +110,21 @@ class OwnedSessions:
         self._config = config
         self._background: set[asyncio.Task[Any]] = set()
         self.running: dict[str, SessionRun] = {}
-        """Runs by session id. Before a session's run is added, `vacate` ends its earlier run."""
+        """Session id -> run. Before a run is added, `vacate` ends an earlier run of the session."""
         self._ending: dict[str, asyncio.Task[None]] = {}
+        """Session id -> task that ends the session's run."""
         self._telling: dict[str, Told] = {}
-        """The newest task, by session id, that tells the store of the session's release or end."""
+        """Session id -> newest task that sends the session's release or end to the store."""
         self._taking: list[str] = []
-        """Ids of sessions that are being taken over. If two clients resume the same session, the
-        list has its id twice."""
+        """Ids of sessions that are being taken over. If two clients resume a session at the same
+        time, the list has the session's id twice."""
         self._unsettled: set[str] = set()
         """Ids of sessions for which `SessionStore.take_over` is running."""
         self.scored_ids: set[str] = set()
-        """Ids of the current sessions of `scoring`."""
+        """Ids of the sessions that `scoring` runs now."""
         self._closing = asyncio.Event()
         self._lease_ends = False
+        """Whether the lease is about to end, so that no call to the store is repeated."""
 
     def in_background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Starts a task. `end_background` waits for all such tasks."""
@@ -131,9 +136,9 @@ class OwnedSessions:
     async def open(
         self, tenant: str, parameters: GenerationParameters, key: RequestKey | None = None
     ) -> Session:
-        """Creates a session in the store, and stores its id under the `key`. Raises `KeyTaken` if
-        the key has another session. If the store does not answer, tries again with a new session
-        id, because the store may have created the first session."""
+        """Creates a session in the store, and stores the session's id under the `key`. Raises
+        `KeyTaken` if the key has another session. If the store does not answer, tries again with a
+        new id, because the store may have created a session with the first id."""
         for tries_left in reversed(range(limits.OPEN_TRIES_MAX)):
             new = self._record(tenant, parameters, parameters.to_json(), parameters.prompt)
             opening = asyncio.create_task(self._store.open(new))
@@ -164,8 +169,8 @@ class OwnedSessions:
         self, tenant: str, parameters: GenerationParameters, token_ids: tuple[int, ...],
         deadline: float, audits: bool = False,
     ) -> Iterator[TargetClient]:  # fmt: skip
-        """Yields a client whose target scores further tokens (`TargetClient.judge`) after
-        `token_ids`. The session is never stored."""
+        """Opens a session that is never stored, with `token_ids` as its prompt. Yields a client
+        with which the target scores further tokens (`TargetClient.judge`)."""
         session = Session(self._record(tenant, parameters, "", token_ids))
         context = SessionContext(session, parameters, deadline)
         target = TargetClient(self.targets, context, self._config, audits)
@@ -185,9 +190,9 @@ class OwnedSessions:
         )  # fmt: skip
 
     def end(self, run: SessionRun, *, resumable: bool, is_gone: bool = False) -> None:
-        """Ends a run. Does nothing if the run has ended. If `is_gone` is true, the client left and
-        may come back, so the session waits for the client. A `resumable` session also waits if its
-        end could not be stored."""
+        """Ends a run. Does nothing if the run has ended. `is_gone` says that the client may come
+        back, so that the session waits to be resumed. A `resumable` session also waits if its end
+        could not be stored."""
         if self.running.get(run.session_id) is run:
             is_gone = is_gone and self._config.resume_grace_ms > 0
             self._free(run, self._close(run, resumable, is_gone))
@@ -199,16 +204,15 @@ class OwnedSessions:
         if is_gone:
             self.wait_for_client(run.record)
         elif run.session.error is None and not self._closing.is_set():
-            # The end could not be stored, and no other owner took the session over.
+            # The end could not be stored, and no other coordinator has taken the session over.
             if resumable:
                 self.wait_for_client(run.record)
             else:
                 self.give_up(run.record)
 
     async def vacate(self, record: SessionRecord) -> None:
-        """Ends this coordinator's earlier run of a session, after the session was taken over under
-        the newer epoch of `record`. Raises `StaleEpoch` if another stream has resumed the session
-        since."""
+        """Ends an earlier run of a session that this coordinator has just taken over. `record` has
+        the new epoch. Raises `StaleEpoch` if a later take-over has begun a run already."""
         session_id = record.session_id
         while True:
             run = self.running.get(session_id)
@@ -228,9 +232,10 @@ class OwnedSessions:
         ending.add_done_callback(lambda _: self._ending.pop(session_id, None))
 
     def wait_for_client(self, record: SessionRecord) -> None:
-        """Releases a session whose client is gone, so any coordinator can resume it. After
-        `resume_grace_ms`, records the session as cancelled if it was not resumed. If this
-        coordinator closes earlier, the session stays unfinished until its record expires."""
+        """Releases a session whose client has disconnected, so that any coordinator can resume it.
+        If no client resumes the session within `resume_grace_ms`, records the session as cancelled.
+        If this coordinator closes earlier, the session stays unfinished until its record expires.
+        """
         self.in_background(self._wait(record))
 
     async def _wait(self, record: SessionRecord) -> None:
@@ -243,8 +248,8 @@ class OwnedSessions:
 
     @contextmanager
     def taking_over(self, session_id: str) -> Iterator[None]:
-        """Counts a session as being taken over while the context lasts. Raises `Unavailable` if
-        `TAKE_OVERS_MAX` are being taken over already."""
+        """Counts a session as being taken over until the context ends. Raises `Unavailable` if
+        `TAKE_OVERS_MAX` sessions are being taken over already."""
         if len(self._taking) >= limits.TAKE_OVERS_MAX:
             raise Unavailable(
                 f"this coordinator is taking over {limits.TAKE_OVERS_MAX} sessions already; "
@@ -260,12 +265,13 @@ class OwnedSessions:
     async def claim(
         self, record: SessionRecord, request: ResumeRequest
     ) -> tuple[SessionRecord, GenerationParameters]:
-        """Takes over the session of a stored `record`. Returns the record under its new epoch, and
-        the parameters. A finished session is not taken over, and its record is unchanged. Before
-        the take-over, runs `check_known`. If the stored tokens have changed since `record` was
-        read, runs `check_known` again, and if that fails, releases the session. Raises like
-        `check_known` and `SessionStore.take_over`. Raises `Incompatible` if no target has the
-        session's weights."""
+        """Takes over the session of a stored `record`. Returns the record with its new epoch, and
+        the session's parameters. If the session is finished, returns its record unchanged.
+
+        Runs `check_known` before the take-over. If the stored tokens have changed since `record`
+        was read, runs `check_known` again after the take-over. If this second check fails, releases
+        the session. Raises `Incompatible` if no target has the session's weights, and the errors of
+        `check_known` and `SessionStore.take_over`."""
         parameters = await self.replay(record, lambda: check_known(record, request))
         if record.finish_reason is not None:
             return record, parameters
@@ -289,17 +295,17 @@ class OwnedSessions:
         return found, parameters
 
     async def replay(self, record: SessionRecord, call: Callable[[], T]) -> T:
-        """Runs `call`, which reads all tokens of a session. If the session is long, `call` runs on
-        a thread that runs one such call at a time."""
+        """Runs `call`, which reads all tokens of a session. For a long session, `call` runs on a
+        thread. The thread runs one call at a time."""
         size = len(record.token_ids) + len(record.logprobs) // LOGPROBS_BYTES
         if size <= limits.REPLAY_TOKENS_INLINE:
             return call()
         return await asyncio.get_running_loop().run_in_executor(self._replays, call)
 
     async def cancel(self, record: SessionRecord) -> None:
-        """Records a session that runs nowhere as cancelled. Does nothing if the session is
-        finished. If another coordinator owns the session, tells that coordinator to cancel it, and
-        raises `Unavailable`. If the store does not answer within `CANCEL_WAIT_S`, raises
+        """Takes over a session that does not run here, and records it as cancelled. Does nothing if
+        the session is finished. If another coordinator owns the session, asks the owner to cancel
+        it, and raises `Unavailable`. If the store does not answer within `CANCEL_WAIT_S`, raises
         `StoreUnavailable`, and repeats the call to the store in the background."""
         if record.finish_reason is not None:
             return
@@ -319,10 +325,10 @@ class OwnedSessions:
             raise contended(found.session_id) if is_stale else error
 
     async def release_wanted(self, session_id: str) -> None:
-        """Releases a session that another coordinator wants to take over, if the store lists this
-        coordinator as the owner but the session does not run here. This happens if a failover of
-        the store lost the earlier release. If the store does not answer, does nothing, because a
-        later renewal of the lease reports the session again."""
+        """Releases a session that another coordinator wants to take over. Does nothing unless the
+        store lists this coordinator as the owner, but the session does not run here. In this case a
+        failover of the store has lost the release. If the store does not answer, the next renewal
+        of the lease will report the session again."""
         if self._is_here(session_id) or self._closing.is_set():
             return
         try:
@@ -334,15 +340,14 @@ class OwnedSessions:
             self.wait_for_client(record)
 
     def close(self) -> None:
-        """Cancels all runs. Does not wait for a replay on its thread."""
+        """Cancels all runs. Does not wait for the thread of `replay`."""
         self._replays.shutdown(wait=False, cancel_futures=True)
         self._closing.set()
         for run in self.running.values():
             run.cancel()
 
     async def end_background(self) -> None:
-        """Waits up to `COMMIT_GRACE_S` for the background tasks, and cancels the others. From then
-        on no call to the store is repeated, because the lease is about to end."""
+        """Waits up to `COMMIT_GRACE_S` for the background tasks, and then cancels them."""
         if self._background:
             _, late = await asyncio.wait(self._background, timeout=COMMIT_GRACE_S)
             for task in late:
@@ -350,10 +355,11 @@ class OwnedSessions:
         self._lease_ends = True
 
     async def _take_over(self, seen: SessionRecord, *, cancels: bool = False) -> SessionRecord:
-        """Calls `SessionStore.take_over`. If the call fails and the take-over may have happened,
-        releases the session, because this coordinator will not run it. Raises `Unavailable` while
-        another call takes over, releases or ends the session. A release or end may carry the epoch
-        of the take-over, and would then end the new run."""
+        """Calls `SessionStore.take_over`. If the call fails and the store may have done the
+        take-over, releases the session, because this coordinator will not run the session.
+
+        Raises `Unavailable` while another call takes over, releases or ends the session. Such a
+        release or end may have the same epoch as the take-over, and would then end the new run."""
         session_id = seen.session_id
         if self._is_unsettled(session_id):
             raise contended(session_id)
@@ -372,7 +378,7 @@ class OwnedSessions:
             self._unsettled.discard(session_id)
 
     def _is_here(self, session_id: str) -> bool:
-        """Whether the session runs, begins or ends here, or has a call to the store under way."""
+        """Whether the session runs, begins or ends here, or a call to the store about it runs."""
         places = (self.running, self._ending, self._taking)
         return self._is_unsettled(session_id) or any(session_id in place for place in places)
 
@@ -381,8 +387,8 @@ class OwnedSessions:
 
     async def told(self, session_id: str) -> None:
         """Waits up to `TAKE_OVER_RETRY_MS` for the store's answer to a release or end of the
-        session. If the store has lost the session's epoch and gives the same epoch again, a late
-        release would end the new run."""
+        session. If the store has lost the session's epoch, it may give the same epoch again. A late
+        release would then end the new run."""
         if session_id in self._telling:
             await asyncio.wait([self._telling[session_id]], timeout=limits.TAKE_OVER_RETRY_MS / 1e3)
 
@@ -393,7 +399,7 @@ class OwnedSessions:
 
     def give_up(self, record: SessionRecord, owner: str = "") -> Told:
         """Records a session that does not run here as cancelled. `owner` is the owner that the
-        store lists, by default this coordinator. If the owner has changed, the store refuses."""
+        store should list, by default this coordinator. If the store lists another, it refuses."""
         end = Finish(
             record.session_id, record.epoch, owner or self.owner, None, FinishReason.CANCELLED,
             record.counters,
@@ -427,7 +433,7 @@ class OwnedSessions:
         before: asyncio.Task[Any] | None,
     ) -> OutriderError | None:
         """Waits for the task `before`, then repeats a call until the store answers. Gives up when
-        this coordinator's lease ends, because then other coordinators can take the session over. If
+        this coordinator's lease ends, because other coordinators can then take the session over. If
         more than `UNTOLD_SESSIONS_MAX` sessions wait for such calls, gives up after
         `ABANDON_TRIES_MAX` calls. `Told` describes the result."""
         if before is not None:
