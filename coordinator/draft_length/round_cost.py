@@ -33,8 +33,8 @@ TABLE_SPREAD = 0.5
 mean 1 and this standard deviation."""
 STEP_SPREAD = 0.2
 """Like `TABLE_SPREAD`, for the target's time per row. It is smaller than `TABLE_SPREAD`, so that
-measured slopes count less. They are too low, because only the mean number of other sessions' rows
-is known."""
+measured slopes count less. Measured slopes are too low, because only the mean number of other
+sessions' rows is known."""
 ROW_SHARE = 0.3
 """Without a table, the prior time of a further row of the target has this mean, as a share of the
 step's mean time per row."""

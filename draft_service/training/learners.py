@@ -400,10 +400,10 @@ def kept_layers(
     num_wanted: int, num_layers: int, copying: tuple[int, int] | None = None
 ) -> list[int]:
     """Returns the layers of the target that a student gets, in ascending order. It gets the last
-    layer. If at least four layers are wanted, it gets the two layers of `copying`. The first layers
-    of the target make up the rest. (Layers that are spread evenly, or two at each end, gave
-    students of the demo target less acceptance.) Raises `SettingError` if the target has too few
-    layers."""
+    layer. If at least four layers are wanted, it gets the two layers of `copying`. The remaining
+    layers are the first layers of the target. (Layers that are spread evenly, or two at
+    each end, gave students of the demo target less acceptance.) Raises `SettingError` if the target
+    has too few layers."""
     if num_wanted > num_layers:
         raise SettingError("layers", f"{num_wanted} is more than the target's {num_layers}")
     kept = {num_layers - 1} if num_wanted > 1 else set()
