@@ -275,8 +275,8 @@ class DraftConfig(ModelServerConfig):
     role = "draft"
 
     model: str = AUTO
-    """The drafter: `auto` = `suffix`; a model, named in the same ways as the target; or a drafter
-    that `outrider drafters` lists."""
+    """The drafter: `auto` = `suffix`; a model (a directory, a .gguf file, or a hub id); or a
+    drafter that `outrider drafters` lists."""
     own_engine: Annotated[
         Literal["", "auto", "transformers", "vllm"], Field(alias="draft_engine")
     ] = ""
@@ -304,8 +304,8 @@ class DraftConfig(ModelServerConfig):
     hybrid_model_tokens: Annotated[int, between(1, limits.NUM_DRAFT_TOKENS_MAX)] = (
         limits.HYBRID_MODEL_TOKENS
     )
-    """Largest number of tokens that a hybrid drafter's model or head drafts in a round. The look-up
-    of the hybrid does not have this limit."""
+    """Largest number of tokens that a hybrid drafter's model or head drafts in a round. The
+    hybrid's look-up may draft more."""
     target: Internal[str] = ""
     """If the drafter was made for a particular target, the name of this target; otherwise empty."""
     target_directory: Internal[str] = ""
@@ -401,8 +401,8 @@ class CoordinatorConfig(ServerConfig):
     """Acceptance rule for requests that set no rule and no seed and have a temperature above 0;
     `auto` = token if `draft_siblings` is above 0, otherwise block."""
     look_ahead: Annotated[int | None, between(0, limits.LOOK_AHEAD_MAX)] = None
-    """Number of outcomes of a round for which the draft drafts the next round in advance, while the
-    target verifies; 0 = none. Unset = 16 if draft and target share neither cores nor a device,
+    """While the target verifies a round, the draft drafts the next round for this number of
+    outcomes; 0 = no look-ahead. Unset = 16 if draft and target share neither cores nor a device,
     otherwise 0."""
     draft_siblings: Annotated[int, between(0, limits.SIBLINGS_MAX)] = 0
     """Number of alternatives beside each token that a model drafts; 0 = proposals are chains
@@ -418,8 +418,8 @@ class CoordinatorConfig(ServerConfig):
     deadline_ms: Annotated[int, between(1, limits.DEADLINE_MS_MAX)] = limits.DEADLINE_MS_DEFAULT
     """Deadline of requests that set no deadline, ms."""
     resume_grace_ms: Annotated[int, between(0, WAIT_MS_MAX)] = 10_000
-    """Time in which a client may resume a session whose stream broke, ms. During this time nothing
-    is decoded. Afterwards the session is cancelled."""
+    """If a session's stream breaks, a client may resume the session within this time, ms. Until
+    then the session does not decode. Afterwards it is cancelled."""
     draft_timeout_ms: WaitMs = 1_000
     """Time limit for drafting in a round, ms. At the limit, the draft returns the tokens that it
     has drawn so far. If drafting for so long would not pay, length control sets a shorter limit."""
@@ -431,7 +431,7 @@ class CoordinatorConfig(ServerConfig):
     """Seed of the generator that draws seeds for requests without a seed; unset = the operating
     system draws these seeds."""
     num_cpus: Annotated[Cpus, Field(alias="coordinator_num_cpus")] = 0.25
-    """CPUs that Ray reserves for a coordinator."""
+    """Number of CPUs that Ray reserves for a coordinator."""
     audit_share: Annotated[float, between(0, 1)] = 0.001
     """Fraction of the sessions that are audited at their end; 0 = no audits. In an audit the target
     scores the session's tokens again, and metrics compare these tokens with the target's
