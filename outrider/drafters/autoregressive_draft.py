@@ -73,7 +73,7 @@ class AutoregressiveDraft:
 
     def goes_on(self) -> bool:
         """Whether to draw another token. If no time is left, the draft ends with the tokens that it
-        has. Must be called once before each draw. After True, a draw must follow."""
+        has. Call this once before each draw. After True, a draw must follow."""
         if self.is_whole:
             return False
         if not self.deadline.allows_draw():

@@ -264,8 +264,8 @@ class BlockPool:
             self._forget(next(iter(self._remembered)))
 
     def _drop(self, sequence_id: str) -> None:
-        """Forgets a sequence. Its pages with a known prefix become remembered. Pages that are
-        remembered now are evicted before these pages. Of these pages, the last is evicted first."""
+        """Forgets a sequence. Its pages with a known prefix become remembered, and will be evicted
+        after all pages that are remembered already. The sequence's last page is evicted first."""
         sequence = self._sequences.pop(sequence_id)
         prefixes = sequence.prefixes
         for index in range(len(sequence.pages) - 1, -1, -1):

@@ -39,8 +39,8 @@ class PrefixIndex:
         return page in self._by_page
 
     def find(self, parent: Prefix | str, packed_ids: bytes) -> Prefix | None:
-        """The known prefix that consists of `parent` and a page of these ids; None if there is
-        none. For a prefix of one page, `parent` is the salt."""
+        """The known prefix that consists of `parent` and a page with these ids. None if there is no
+        such prefix. For a prefix of one page, `parent` is the salt."""
         return self._by_key.get((parent, packed_ids))
 
     def add(self, parent: Prefix | str, packed_ids: bytes, page: int) -> Prefix:

@@ -193,8 +193,8 @@ _NUM_PAGES = 257
 def find_span_tokens(
     decoder: FusedDecoder, max_model_len: int, thread_counts: Sequence[int]
 ) -> int | None:
-    """The greatest maximum length of spans, in tokens, with which rows are bit-equal in steps with
-    any number of rows. None if rows differ even in spans of one token. The trial runs the last
+    """The greatest `span_tokens` of `FusedSteps` with which rows are bit-equal in steps with any
+    number of rows. None if rows differ even in spans of one token. The trial runs the last
     tokens of short and of long sequences, on each of the `thread_counts`. Layers of one kind
     compute alike, so the trial runs only the first layers, until every kind is included."""
     kinds = [layer.kind for layer in decoder.layers.weights]

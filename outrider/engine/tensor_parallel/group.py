@@ -186,8 +186,9 @@ def join(
 
 
 def _store(rendezvous: Rendezvous, timeout_s: float, listening_fd: int | None = None) -> Any:
-    """The table of the ranks' addresses. The leader serves it, on the socket `listening_fd`. Any
-    process may connect to the table, so its keys begin with the secret token of the rendezvous."""
+    """The table of the ranks' addresses. The leader serves this table on the socket `listening_fd`.
+    Any process may connect to the table, so the keys of entries begin with the secret token of the
+    rendezvous."""
     table = dist.TCPStore(  # type: ignore[attr-defined]
         rendezvous.host,
         rendezvous.store_port,
