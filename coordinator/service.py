@@ -63,8 +63,8 @@ if TYPE_CHECKING:
 LOOK_PERIOD_S = 1.0
 """Pause between two checks of targets, store and registry for the metrics."""
 TROUBLE_S = 3.0
-"""Trouble is reported only if it lasts this long. While a replica loads a model on cores that it
-shares with target or store, these may not answer for some seconds."""
+"""Trouble is reported only if it lasts this long. Target and store may not answer for some seconds
+while a replica on the same cores loads a model."""
 TROUBLE_RETRY_S = 0.2
 """Pause between two checks during `TROUBLE_S`."""
 CANCEL_ELSEWHERE_S = 2 * SESSION_LEASE_MS / 1e3

@@ -1,7 +1,7 @@
 """Drafts for the possible outcomes of rounds whose verdict is not known yet.
 
     a round       C = committed tokens, x_1..x_K = its proposal
-    read          one pass runs C x_1..x_K; its rows show how each outcome may continue
+    read          one pass runs C x_1..x_K; its rows predict the last token y of each outcome
     outcomes      C x_1..x_n y for likely n and y: forks of the session, all drafted together
     pushed        each finished proposal, with the tokens x_1..x_n y that it assumes
 
@@ -436,10 +436,10 @@ class LookAhead:
 
     def _recover(self, wanted: Sequence[AutoregressiveDraft], error: Exception) -> bool:
         """Recovers from a failed pass. Drops the drafts of all outcomes. A `wanted` draft that has
-        tokens ends with these tokens. If a draft caused the error, each other `wanted` draft runs
-        again alone. If the engine may have caused the error, each other `wanted` draft ends with
-        the error. If, in this second case, no `wanted` draft has tokens, returns False, and the
-        caller must raise the error."""
+        tokens ends with these tokens. If a draft caused the error, each `wanted` draft without
+        tokens runs again alone. If the engine may have caused the error, each of them ends with the
+        error. But if the engine may have caused it and no `wanted` draft has tokens, returns False,
+        and the caller must raise the error."""
         _log.info("a pass of the draft failed: %r", error)
         self.give_way()
         is_own = isinstance(error, OutriderError) and not isinstance(error, EngineLost)

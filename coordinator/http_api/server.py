@@ -215,7 +215,7 @@ class HttpConnection(H11Protocol):
             self._await_headers()
 
     def timeout_keep_alive_handler(self) -> None:
-        super().timeout_keep_alive_handler()  # Closes after the client has read the response.
+        super().timeout_keep_alive_handler()  # Waits until the client has read the response.
         self._late = self._late or self._break_off_in(HTTP_STUCK_WRITE_S)
 
     def pause_writing(self) -> None:

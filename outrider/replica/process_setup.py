@@ -191,7 +191,7 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
         try:
             return _build_vllm(config, num_threads, ranks)
         except ConfigError as error:
-            # With several ranks, each rank might choose another engine.
+            # If only some ranks used another engine, the ranks could not work together.
             if config.model_engine == VLLM or ranks is not None:
                 raise
             logging.getLogger(__name__).warning("using transformers instead of vLLM: %s", error)
@@ -401,8 +401,8 @@ def _layer_of_target(
     config: ReplicaConfig, module: torch.nn.Module, info: ModelInfo, ranks: Ranks | None
 ) -> LoadedDraftHead | None:
     """Returns the target's draft layer, after its check. Returns None if the target has no draft
-    layer, and on all ranks but the leading one. Must be called before the library's weights and
-    attention are replaced, because the check runs the library's model."""
+    layer, and on all ranks but the leading one. Must be called before `speed_up` changes `module`,
+    because the check runs `module` as `transformers` built it."""
     if not isinstance(config, TargetConfig) or not config.head_kind:
         return None
     from outrider.models.drafter_check import library_reader
@@ -429,9 +429,9 @@ def _ends_of_target(config: TargetConfig) -> Any:
 def _draft_layer(
     config: TargetConfig, module: torch.nn.Module | None, ranks: Ranks | None
 ) -> LoadedDraftHead | None:
-    """Loads the EAGLE-3 head or MTP layer that runs on a target. None on all ranks but the leading
-    one. `module` is the library's model of the target. If `module` is None or divided among ranks,
-    embeddings and LM head are read from the target's files."""
+    """Loads the EAGLE-3 head or MTP layer that runs on a target. Returns None on all ranks but the
+    leading one. `module` is the target's `transformers` model. If `module` is None or divided among
+    ranks, embeddings and LM head are read from the target's files."""
     from outrider.models.eagle3 import load_eagle3
     from outrider.models.mtp import load_mtp
 
