@@ -483,8 +483,8 @@ class ChatFormats:
                 raise BadRequest(
                     "tool_choice",
                     f"got auto, but the chat template does not show how the model writes calls; "
-                    f"give the server --tool-call-parser (one of {', '.join(CALL_READERS)}), or "
-                    "give required",
+                    f"start the server with --tool-call-parser (one of {', '.join(CALL_READERS)}), "
+                    "or send tool_choice required",
                 )
             form = AnswerForm(reader, not named, self._has_short_ids)
         if "reasoning" not in read:

@@ -163,7 +163,7 @@ def require_q(proposal: SealedProposal, rule: Rule) -> None:
         raise BadRequest(
             "proposal.q",
             f"is empty; rule {rule.value} needs a distribution for each of the {len(proposal)} "
-            f"tokens, or for each group of a tree's siblings (without entries if one-hot)",
+            f"tokens, or for each group of a tree's siblings (0 entries for a certain draw)",
         )
 
 
