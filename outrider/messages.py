@@ -247,7 +247,7 @@ class ProposalReply:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the proposed and assumed tokens."""
+        """Size of q and of the proposed and assumed tokens."""
         return len(self.proposal.q) + TOKEN_BYTES * (len(self.proposal) + len(self.assumed))
 
 

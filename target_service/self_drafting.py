@@ -31,14 +31,14 @@ class SelfDrafter:
     ) -> list[Proposal]:
         """Returns a proposal for each request, in order. Each proposal has at most the requested
         number of tokens. The target's sequence of a request must hold all committed tokens but the
-        newest. Without penalties, the request's `token_ids` has only the newest token.
+        newest. Without penalties, the request's `token_ids` needs only the newest token.
         `hidden_states` are the engine's features [D] at the token before the newest. The sequences
         stay unchanged.
 
         A proposal depends on no uncommitted token of earlier drafts. The only random numbers that
         it depends on are those of its own round. If a pass fails, or no token can be drawn from its
-        logits, the tokens drawn so far are proposed. If the failure dropped these tokens, it could
-        drop them because of their values, and so bias the output."""
+        logits, the tokens drawn so far are proposed. Dropping these tokens could bias the
+        output, because the failure may depend on their values."""
         drafts = [AutoregressiveDraft(request) for request in requests]
         features, engine = list(hidden_states), self.engine
         lengths = {draft.sequence_id: engine.length(draft.sequence_id) for draft in drafts}

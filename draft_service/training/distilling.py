@@ -55,7 +55,8 @@ from .writing import WrittenCorpus
 
 WRITING_SHARE = 0.4
 READING_SHARE = 0.15
-"""The target uses these shares of the time to write texts, and to read written and given texts."""
+"""Shares of the time in which the target writes texts, and computes its distributions along written
+and given texts."""
 TRAINING_SHARE = 1 - WRITING_SHARE - READING_SHARE
 """Training gets the remaining time, but at least this share."""
 TOKENS_A_SECOND = {"cpu": 500, "cuda": 20_000}
@@ -118,7 +119,7 @@ class _Run:
         _check_prompts(options, info.max_model_len - 1)
 
     def finish(self, fingerprint: str) -> Distilled:
-        """Runs all stages. The target answers the prompts to measure with first. So the run fails
+        """Runs all stages. First, the target answers the prompts of `--measure`. So the run fails
         early if these prompts do not fit into the target's pages."""
         options, learner, seconds = self._options, self._learner, self._options.minutes * 60
         prompts = self._ask_to_measure() if options.measure else None

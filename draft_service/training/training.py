@@ -23,9 +23,10 @@ from .teacher import ROWS_OF_A_BLOCK, Batch, Dataset, TeacherRows
 BATCH_TOKENS = {"cpu": 4096, "cuda": 32_768}
 """Number of tokens in a batch in the last part of the budget, padding included."""
 _BATCH_PARTS = ((0.5, 0.25), (0.8, 0.5))
-"""Pairs (used share of the budget, share of `BATCH_TOKENS`). An epoch that begins before the used
-share is reached has batches of this share of `BATCH_TOKENS`. At first, many small steps gain most.
-Later, steps with less noise gain more."""
+"""Pairs (used share of the budget, share of `BATCH_TOKENS`). The first pair whose used share is not
+reached when an epoch begins gives the size of the epoch's batches. After the last pair, batches
+have `BATCH_TOKENS`. At first, many small steps gain most. Later, steps with less noise gain
+more."""
 _PEAK_RATE_BY_WIDTH = 0.864
 _PEAK_RATE_MAX = 2e-3
 """The peak learning rate is `_PEAK_RATE_BY_WIDTH` / the model's width, but at most this number."""
@@ -37,7 +38,8 @@ _LIKELIHOOD_UP_TO = 0.5
 _LIKELIHOOD_SHARE = 0.9
 """Until the share `_LIKELIHOOD_FROM` of the budget is used, the loss is cross-entropy alone. After
 that, the weight of the likelihood of acceptance rises linearly. It reaches `_LIKELIHOOD_SHARE` when
-the share `_LIKELIHOOD_UP_TO` is used."""
+the share `_LIKELIHOOD_UP_TO` is used. If a drafter is trained further, the weight is always
+`_LIKELIHOOD_SHARE`."""
 _DEPTH_SHARE = 0.8
 """Weight of a draft token in the loss, relative to the draft token before it. The weight is less
 than 1, because later draft tokens are accepted less often."""
@@ -204,7 +206,7 @@ class Trainer:
 
 
 _LEAST_OVERLAP = 1e-3
-"""In the gradient of -log overlap, smaller overlaps are replaced by this number."""
+"""In the gradient of -log overlap, an overlap below this number counts as this number."""
 
 
 def overlap_loss(

@@ -171,8 +171,8 @@ def containers_in(value: Any) -> list[Any]:
 
 
 def _without_anchors(regex: str) -> str:
-    """Removes every ^ at the beginning and every unescaped $ at the end. A second call for the
-    result changes nothing."""
+    """Removes every ^ at the beginning and every unescaped $ at the end. If it is called again
+    with its result, it changes nothing."""
     bare = regex.lstrip("^")
     while bare.endswith("$"):
         before = bare[:-1]

@@ -28,7 +28,8 @@ class PrefixMatcher:
     tokens."""
 
     def __init__(self, grammar: Grammar, grammars: Grammars) -> None:
-        """`grammars` replaces a grammar that is used up, and records slow grammars."""
+        """`grammars` replaces a grammar that has no states left (is *used up*), and records slow
+        grammars."""
         self.grammar = grammar
         """The grammar in use. A grammar that is used up is replaced by a new one."""
         self._grammars = grammars
@@ -36,7 +37,7 @@ class PrefixMatcher:
         self._is_broken = False
         """Whether the grammar's matcher has failed and must be rebuilt."""
         self._is_ahead = False
-        """Whether the current question is about draft tokens, which may be rejected."""
+        """Whether the next mask is for a position after draft tokens, which may be rejected."""
         self._tokens: list[int] = []
         """The tokens up to the current state, all of which are allowed."""
         self._num_fed = 0
@@ -44,8 +45,8 @@ class PrefixMatcher:
         first end token."""
 
     def ask_ahead(self, is_ahead: bool) -> None:
-        """Sets whether the next question is about draft tokens. A slow answer to such a question
-        does not end the session. But if the grammar was too slow for such a question before, raises
+        """Sets whether the next calls of `stand` and `mask` are for a position after draft tokens.
+        If the grammar is too slow there, only later calls with `is_ahead` fail: they raise
         `Incompatible`."""
         self._is_ahead = is_ahead
         if is_ahead and self.grammar in self._grammars.slow_ahead:

@@ -25,8 +25,8 @@ _TOKEN_BYTES = 32
 _HELLO = struct.Struct(f"{_TOKEN_BYTES}sq")
 """What a rank sends first on a connection: the secret token and the rank's number."""
 _HELLO_TIMEOUT_S = 5.0
-"""If a new connection has not named its rank after this time, or when the time limit of `accept` is
-over, it is closed."""
+"""A new connection must name its rank within this time, and within the time limit of `accept`.
+Otherwise it is closed."""
 
 
 @dataclass(frozen=True, slots=True)
