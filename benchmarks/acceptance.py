@@ -45,8 +45,8 @@ OUTCOMES = (4, 8, 12, 16, 24)
 """For each of these numbers n, `--hits` reports how often a round's outcome is among the n outcomes
 that the draft finds likeliest."""
 AT_ONCE = 8
-"""Number of prompts decoded together. Until the draft has read their answers, p at each token of
-these answers stays in memory."""
+"""Number of prompts decoded together. p at each token of their answers stays in memory until
+the draft has read the answers."""
 _SEQUENCE = "bench"
 
 Array = npt.NDArray[np.float64]
@@ -278,7 +278,8 @@ class Reading:
         encode: Encode,
         max_tokens: int,
     ) -> None:
-        """`name` is the draft's name. Raises `SettingError` for prompts that are too long."""
+        """`name` is the draft's name. Raises `SettingError` for prompts that are empty or too
+        long."""
         self.target, self.reader, self.name = target, reader, name
         self._generator = np.random.default_rng(0)
         self._asked: list[Answer] = []
@@ -338,8 +339,8 @@ class Reading:
     ) -> tuple[float, float, float]:
         """Returns ratio, overlap and match of one token. Also adds the token's rank among the
         draft's guesses to `guessing`, once as a bonus, and once as a correction. For a correction,
-        a draft token must be rejected first. Under greedy and coupled, this is the draft's own draw
-        at this place. Under the other rules, this function draws the rejected token."""
+        a draft token must be rejected first. Under greedy and coupled, the rejected token is the
+        draft's own draw at this place. Under the other rules, this function draws it."""
         drafted, counts = (q.token_ids, q.counts) if q is not None else ((), ())
         rank = drafted.index(token_id) if token_id in drafted else None
         if params.greedy:

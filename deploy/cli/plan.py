@@ -2,7 +2,7 @@
 prompts. It has four stages:
 
 read      the target answers the prompts, and the draft model reads the answers
-rehearse  the services serve short sessions, whose times correct the engines' cost tables
+rehearse  the services serve short sessions; their times correct the computed times of steps
 choose    for every rule and K, rounds and their times are computed from the answers
 simulate  with `--simulate`, a fleet of this target and draft runs on a virtual clock
 """

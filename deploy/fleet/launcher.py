@@ -165,8 +165,8 @@ class Deployment:
         self._report(f"deployment {self.name} already runs on the cluster: taking it over")
         self.api_key = ""  # The running coordinators do not know this key.
         before: FleetSpec = await self.reconciler.call("spec")
-        # These two settings are compared, because another Redis means another deployment. `change`
-        # refuses new values of both.
+        # `redis_url` and `redis_key_prefix` are compared, so that `change` refuses new values:
+        # another Redis means another deployment.
         kept = {*FIXED, *BOUND_SETTINGS} - {"redis_url", "redis_key_prefix"}
         if changes := differing(before.given, self._given.values(), kept):
             self._report(f"replacing its replicas one by one, to change {', '.join(changes)}")

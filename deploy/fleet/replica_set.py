@@ -445,8 +445,8 @@ class Fleet:
         ])  # fmt: skip
 
     def use(self, spec: FleetSpec) -> None:
-        """Changes the spec. `run` then replaces replicas with an old plan, one by one. Raises like
-        `settled`."""
+        """Changes the spec. `run` then replaces, one by one, the replicas that have an old plan.
+        Raises like `settled`."""
         self.spec = self.settled(spec)
         self._forget_troubles()
 
@@ -562,7 +562,9 @@ class Fleet:
         ports: Mapping[str, int] = {}
         if spec.keeps_ports(one.role):
             ports = self._ports.get(one.slot, ports)
-            if not takes_over:  # If another program has these ports, the next start uses new ones.
+            if not takes_over:
+                # If this start fails, for example because the ports are taken, the next start uses
+                # new ports.
                 self._ports.pop(one.slot, None)
         config = spec.replica_config(
             one.role, one.name, one.slot, takes_over=takes_over, ports=ports

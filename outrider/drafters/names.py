@@ -19,7 +19,7 @@ _EAGLE3_IS_BETTER = "EAGLE-3 heads predict more of the target's tokens; use eagl
 _REMOVED = {
     "early-exit": _EAGLE3_IS_BETTER,
     "medusa": _EAGLE3_IS_BETTER,
-    "quantized": "a quantised copy of the target takes most of the target's time; use a smaller "
+    "quantized": "a quantised copy of the target takes nearly as long as the target; use a smaller "
     "model, or eagle3:DIR_OR_ID",
 }
 """The kinds that only earlier versions had: why each was removed, and what to use instead."""

@@ -223,7 +223,7 @@ class _Stream:
             self._call.cancel()
 
     async def run(self) -> None:
-        """Runs until the call ends. Unless `stop` was called, then tells the link the reason."""
+        """Runs until the call ends. Then tells the link the reason, unless `stop` was called."""
         writer = asyncio.create_task(self._write())
         try:
             reason = await self._read()
