@@ -65,6 +65,13 @@ def find_server() -> str:
     )
 
 
+def _environment() -> dict[str, str]:
+    """Returns a copy of the environment, even while another thread changes the environment. Then
+    `execv` without a copy would fail with EFAULT, and `os.environ.copy` may raise `KeyError`."""
+    found = {name: os.environ.get(name) for name in list(os.environ)}
+    return {name: value for name, value in found.items() if value is not None}
+
+
 class EmbeddedRedis:
     """One server process. The server keeps its data in `directory`, and loads the data when it is
     started there again. It listens only on a Unix socket, in a directory that only this user can
@@ -123,8 +130,7 @@ class EmbeddedRedis:
                     stderr=subprocess.DEVNULL,
                     pass_fds=[lock.fileno()],
                     start_new_session=True,
-                    # `execv` fails with EFAULT if a thread changes `os.environ` meanwhile.
-                    env=os.environ.copy(),
+                    env=_environment(),
                 )
         except BlockingIOError:
             raise ConfigError(
