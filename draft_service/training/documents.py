@@ -67,8 +67,8 @@ class Document:
 
 def is_kept_back(token_ids: npt.ArrayLike) -> bool:
     """Whether a text of these tokens is held out. A keyed hash of the tokens decides. So all runs
-    hold out the same texts, and a drafter that is trained further is never measured with texts that
-    it has learned."""
+    of `outrider distill` hold out the same texts, and no drafter of an earlier run has learned
+    them."""
     data = np.asarray(token_ids, dtype="<i4").tobytes()
     digest = hashlib.blake2b(data, digest_size=8, key=_HELD_OUT_KEY).digest()
     return int.from_bytes(digest, "little") % HELD_OUT_EVERY == 0
