@@ -46,9 +46,9 @@ async def test_a_connection_without_a_call_is_closed(
 
 
 async def test_calls_get_a_new_connection_now_and_then() -> None:
-    """A call that meets the end of its connection fails with UNAVAILABLE, and clients repeat such
-    calls. A stream stays on its connection."""
-    peers: list[str] = []
+    """At most the one call that meets the end of a connection fails, with UNAVAILABLE. Clients
+    repeat such calls. A stream stays on its connection."""
+    peers, num_failed = list[str](), 0
     options = ServerOptions(
         connection_age_ms=400, guard=lambda _, context: peers.append(context.peer())
     )
@@ -66,7 +66,9 @@ async def test_calls_get_a_new_connection_now_and_then() -> None:
             except grpc.aio.AioRpcError as error:
                 if error.code() is not grpc.StatusCode.UNAVAILABLE:
                     raise
+                num_failed += 1
         assert len(set(peers)) == 4
+        assert num_failed < 4
         await server.set_serving(True)
         async with asyncio.timeout(8):
             assert (await watching.read()).status == Serving.SERVING
