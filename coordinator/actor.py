@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 GARBAGE_OBJECTS = 50_000
-"""Number of new objects (some MB) after which Python collects cyclic garbage. With the default
+"""Number of new objects (some MB) after which Python collects cyclic garbage. With Python's default
 number, collections took 6 % of the CPU time of 200 sessions, and found almost no garbage."""
 
 
@@ -43,16 +43,14 @@ class CoordinatorActor(PlacedActor):
         return await self.host.start()
 
     async def trial_sums(self) -> TrialSums | None:
-        """Results of the newest trial of a drafter; None while the coordinator does not serve."""
         service = None if self.host is None else self.host.service
         return None if service is None else service.trial_sums
 
     async def wait(self) -> None:
-        """Waits until the server has stopped."""
         if self.host is not None:
             await self.host.wait()
 
     async def stop(self, grace_s: float) -> None:
-        """Stops the coordinator, like `CoordinatorHost.stop`."""
+        """See `CoordinatorHost.stop`."""
         if self.host is not None:
             await self.host.stop(grace_s)

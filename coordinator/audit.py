@@ -1,12 +1,12 @@
 """Audits committed tokens against the target's distribution, while the coordinator serves.
 
-A share of the sessions is chosen for an audit. After a chosen session has ended, a second session
-sends its tokens to the target as proposals. Each verdict contains the result of an audit
-(`outrider/speculation/audit.py`). Sessions are chosen when they begin, because a choice among ended
-sessions would prefer short answers. The second session has its own tenant, so the target does not
-use cached pages. An audit therefore also detects tokens that were decoded from wrong keys and
-values. For the target, an audit costs as much as a prefill of prompt and answer. Audits run one at
-a time, and wait while the targets are full.
+The auditor chooses a share of the sessions when they begin. A choice among ended sessions would
+prefer short answers. After a chosen session has ended, a second session sends the tokens of the
+first session to the target as proposals. Each verdict contains the result of an audit
+(`outrider/speculation/audit.py`). The second session has its own tenant, so the target does not use
+cached pages. An audit therefore also detects tokens that were decoded from wrong keys and values.
+For the target, an audit costs as much as a prefill of prompt and answer. Audits run one at a time,
+and wait while the targets are full.
 """
 
 import asyncio
@@ -25,7 +25,6 @@ from outrider.telemetry.observer import AuditOutcome, Observation
 _log = logging.getLogger(__name__)
 
 AUDIT_TIMEOUT_S = 60.0
-"""Time limit of an audit."""
 SEATS_LOOKS = 600
 """If this many checks in a row find the targets full, the audit is dropped."""
 SEATS_PERIOD_S = 0.1
@@ -33,7 +32,7 @@ SEATS_PERIOD_S = 0.1
 
 
 class Auditor:
-    """Chooses sessions, and audits them one at a time after they have ended."""
+    """Chooses sessions, and audits them after they have ended."""
 
     def __init__(
         self, config: CoordinatorConfig, sessions: OwnedSessions, observation: Observation
@@ -42,7 +41,7 @@ class Auditor:
         self._sessions = sessions
         self._observation = observation
         self._seeds: Newest[int, None] = Newest(AUDITED_SEEDS_MAX)
-        """Seeds of chosen sessions. Only the first of several sessions with the same seed is
+        """Seeds of chosen sessions. Of several sessions with the same seed, only the first is
         audited, because all of them use the same random numbers."""
         self._num_chosen = 0
         """Number of chosen sessions that run, wait or are being audited."""
@@ -50,8 +49,8 @@ class Auditor:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def choose(self, session: Session, parameters: GenerationParameters) -> bool:
-        """Decides whether a session that begins will be audited. If the result is True, `take` must
-        be called when the session ends."""
+        """Decides at the beginning of a session whether the session will be audited. If the result
+        is True, call `take` when the session ends."""
         if self._share <= 0.0 or self._sessions.random() >= self._share:
             return False
         greedy = parameters.sampling.greedy
@@ -67,13 +66,13 @@ class Auditor:
         return False
 
     def take(self, session: Session, parameters: GenerationParameters) -> None:
-        """Queues a chosen session that has ended. Does not wait."""
+        """Queues a chosen session that has ended."""
         if self._share <= 0.0 or session.length == session.prompt_length:
             self._num_chosen -= 1
             return
         task = self._sessions.in_background(self._run(session, parameters))
         self._tasks.add(task)
-        # A callback also runs if the task is cancelled before it starts; `_run` would then not run.
+        # If the task is cancelled before it starts, the callback runs, but no code in `_run`.
         task.add_done_callback(self._ended)
 
     def close(self) -> None:
@@ -91,8 +90,8 @@ class Auditor:
         self._observation.audit_ended(outcome)
 
     async def _outcome(self, session: Session, parameters: GenerationParameters) -> AuditOutcome:
-        """Audits all tokens after the prompt. Reports the result of each round at once, so that it
-        counts even if a later round fails."""
+        """Audits all tokens after the prompt. Reports the result of each round at once. So the
+        result counts even if a later round fails."""
         for _ in range(SEATS_LOOKS):
             if not self._sessions.targets.is_full:
                 break

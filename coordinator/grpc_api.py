@@ -24,20 +24,20 @@ from .service import CoordinatorService
 
 
 class CoordinatorServicer:
-    """The methods of `outrider.v1.Coordinator`. Only the caller's API key determines the tenant of
-    a call (`AccessControl.check_call`)."""
+    """The methods of `outrider.v1.Coordinator`. The caller's API key determines the tenant of a
+    call."""
 
     def __init__(self, service: CoordinatorService, access: AccessControl = OPEN) -> None:
         self._service = service
         self._access = access
         self._num_reads: Counter[str] = Counter()
-        """Caller's name -> number of its reads of stored sessions that are running."""
+        """Caller's name -> number of the caller's running calls that read a stored session."""
 
     def generate(
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncGenerator[pb.GenerateEvent]:
-        """Streams a generation. If the client disconnects, the generation stops. If no client then
-        resumes the generation within `resume_grace_ms`, the generation is cancelled."""
+        """Streams a generation. If the client disconnects, the generation stops. Unless a client
+        resumes the generation within `resume_grace_ms`, it is then cancelled."""
         caller = current_caller()
         asked, trace = request_from_proto(request), _traceparent(context)
         return self._events(self._service.generate(asked, caller.tenant, trace))
@@ -45,7 +45,8 @@ class CoordinatorServicer:
     def resume(
         self, request: pb.ResumeRequest, context: Context
     ) -> AsyncGenerator[pb.GenerateEvent]:
-        """Streams the rest of a generation. A disconnect has the same effect as in `generate`."""
+        """Streams the events of a generation that the client lacks. A disconnect has the same
+        effect as in `generate`."""
         caller, asked = current_caller(), resume_from_proto(request)
         running = self._service.resume(asked, caller.tenant, _traceparent(context))
         return self._events(running, [asked.session_id])
@@ -62,7 +63,7 @@ class CoordinatorServicer:
                 yield event_to_proto(event)
 
     async def cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelReply:
-        """Ends a session as cancelled. The session's stream still gets the last event."""
+        """Ends a session as cancelled. The session's stream still gets the event `Finished`."""
         caller = current_caller()
         session_id = session_id_from_wire(request.session_id)
         with self._reading(caller):
@@ -82,8 +83,8 @@ class CoordinatorServicer:
 
     @contextmanager
     def _reading(self, caller: Caller) -> Iterator[None]:
-        """Counts a read while it runs. Raises `Overloaded` if `RECORD_READS_MAX` reads of the
-        caller run already. The limit bounds memory, because a record may be long."""
+        """Raises `Overloaded` if `RECORD_READS_MAX` reads of the caller run already. The limit
+        bounds memory, because a record may be long."""
         if self._num_reads[caller.name] >= RECORD_READS_MAX:
             raise Overloaded(
                 f"this caller already reads {RECORD_READS_MAX} stored sessions, the most allowed "
@@ -100,7 +101,7 @@ class CoordinatorServicer:
     async def describe(
         self, request: types_pb2.DescribeRequest, context: Context
     ) -> pb.CoordinatorDescription:
-        """Returns the served model and the number of running sessions."""
+        """Describes the served model, and counts the running sessions."""
         served = self._service.served
         return pb.CoordinatorDescription(
             model=served.model,
@@ -111,6 +112,6 @@ class CoordinatorServicer:
 
 
 def _traceparent(context: Context) -> str:
-    """Returns the caller's `traceparent` (W3C Trace Context); empty if missing or too long."""
+    """Returns the call's `traceparent` (W3C Trace Context); empty if missing or too long."""
     found = dict(context.invocation_metadata() or ()).get("traceparent")
     return found if isinstance(found, str) and len(found) <= TRACEPARENT_CHARS_MAX else ""

@@ -1,5 +1,4 @@
-"""Starts and stops the parts of a coordinator's process: the connections to replicas and session
-store, the service, and the gRPC and HTTP servers."""
+"""Starts and stops the parts of a coordinator's process: service, servers and telemetry."""
 
 from __future__ import annotations
 
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 HEALTH_PERIOD_S = 1.0
-"""Pause between two health checks."""
 _SERVICE = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
 
 
@@ -66,7 +64,7 @@ class CoordinatorHost:
 
     async def start(self) -> str:
         """Connects to the session store and the replicas, and starts the servers. Returns the
-        address for gRPC clients."""
+        address of the gRPC server."""
         config, member = self._config, self._config.membership
         link, drafts = _links_by(config), {}
         if config.draft_address:
@@ -124,7 +122,7 @@ class CoordinatorHost:
         return address
 
     async def serve_http(self, service: CoordinatorService, access: AccessControl) -> str:
-        """Starts the HTTP server. Returns its address."""
+        """Starts the HTTP server and returns its address."""
         config, scrape, times = self._config, None, None
         if self.exports is not None:
             from outrider.telemetry.metrics import HttpTimes
@@ -148,7 +146,6 @@ class CoordinatorHost:
         return advertised(config.host, self.http.address)
 
     def observe(self) -> Observation:
-        """Starts the telemetry that the configuration selects."""
         config = self._config
         if not config.telemetry and not config.http:
             return UNOBSERVED
@@ -169,13 +166,12 @@ class CoordinatorHost:
         return ObservedRequests(self.exports.tracer, self.exports.meter, config)
 
     async def wait(self) -> None:
-        """Waits until the gRPC server has stopped."""
         if self.server is not None:
             await self.server.wait()
 
     async def stop(self, grace_s: float) -> None:
-        """Accepts no more requests, waits up to `grace_s` seconds for running requests, commits
-        their last tokens, and closes all parts. Further calls wait for the same shutdown."""
+        """Refuses new requests, waits up to `grace_s` seconds for running requests, commits their
+        last tokens, and closes all parts. Further calls wait for the same shutdown."""
         if self._stopping is None:
             self.engagement = replace(self.engagement, leaving=True)
             self._stopping = asyncio.create_task(self._stop(grace_s))
@@ -186,7 +182,7 @@ class CoordinatorHost:
             self.service.hand_over()
         if self._health is not None:
             self._health.cancel()
-        # The stack calls these in reverse order. If one raises, it still calls the others.
+        # The stack calls these functions in reverse order, even if some of them raise.
         async with AsyncExitStack() as ending:
             for part in (self.exports, self.access, self.announcer, self.service):
                 if part is not None:
@@ -205,8 +201,8 @@ class CoordinatorHost:
 async def report_health(
     service: CoordinatorService, server: RpcServer, http: HttpServer | None
 ) -> None:
-    """Updates the gRPC server's health status every `HEALTH_PERIOD_S`. If a bug has ended the
-    commits, stops both servers and returns."""
+    """Updates the gRPC server's health status periodically. If a bug has ended the commits, stops
+    both servers and returns."""
     serving = True
     while not service.failed:
         healthy = not (await service.trouble() or (http is not None and http.failed))
@@ -222,9 +218,9 @@ async def report_health(
 
 
 def owner_name(config: CoordinatorConfig) -> str:
-    """Creates the coordinator's name in the session store. Each process gets a different name. If a
-    restarted coordinator had the name of the dead one, its lease would also protect the dead one's
-    sessions, and no other coordinator could take these sessions over."""
+    """Creates a name in the session store that no other process has. If a restarted coordinator had
+    the name of the dead process, its lease would also protect the sessions of the dead process, and
+    no other coordinator could take these sessions over."""
     member = config.membership
     name = "coordinator" if member is None else f"{member.deployment}/{member.name}"
     return f"{name}-{uuid.uuid4().hex}"
@@ -259,7 +255,6 @@ def _links_by(config: CoordinatorConfig) -> Callable[[Role, str], Link]:
 
 
 def _tls_files(config: CoordinatorConfig) -> TlsFiles | None:
-    """Returns the files for the servers' TLS; None = the servers use no TLS."""
     if not config.ssl_certfile:
         return None
     authority = Path(config.ssl_ca_certs) if config.ssl_ca_certs else None

@@ -10,20 +10,19 @@ from outrider.registry.registry import WINDOW_S
 
 _LOOK_PERIOD_S = 0.25
 _LAG_S_MAX = 1.0
-"""Upper limit of a measured delay. It keeps one long pause from dominating the mean."""
+"""A longer delay counts as this delay. Otherwise one long pause would dominate the mean."""
 
 
 class ProcessLoad:
-    """Measures the event loop that runs `watch`, and the process."""
+    """Measures its process and the event loop that runs `watch`."""
 
     def __init__(self) -> None:
         self._clock = asyncio.get_running_loop().time
         self._sums = DecayedSums(WINDOW_S, self._clock())
         self._num_late = 0
-        """Number of measurements in a row with a delay above `LOOP_LAG_MS_MAX`."""
+        """Number of newest measurements in a row with a delay above `LOOP_LAG_MS_MAX`."""
 
     async def watch(self) -> None:
-        """Measures repeatedly until it is cancelled."""
         while True:
             due, cpu_s = self._clock() + _LOOK_PERIOD_S, time.process_time()
             await asyncio.sleep(_LOOK_PERIOD_S)
@@ -34,7 +33,6 @@ class ProcessLoad:
 
     @property
     def lag_ms(self) -> float:
-        """Mean delay of the event loop."""
         return 1e3 * (self._sums.mean(self._clock(), "lag_s", "looks") or 0.0)
 
     @property
@@ -43,7 +41,7 @@ class ProcessLoad:
         return self._sums.rate(self._clock(), "cpu_s")
 
     def check(self) -> None:
-        """Raises `Overloaded` if the event loop has been late for several measurements."""
+        """Raises `Overloaded` if the newest `LOOP_LAG_LOOKS` measurements were all late."""
         if self._num_late >= LOOP_LAG_LOOKS:
             raise Overloaded(
                 f"this coordinator is overloaded: its event loop is {self.lag_ms:.0f} ms late; try "

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from coordinator.decoding.committer import Committer
 from coordinator.decoding.detokenizer import Completion
 from coordinator.decoding.loop import RoundMeter, SessionRun
-from coordinator.decoding.resumption import Replayed, replay, told_again
+from coordinator.decoding.resumption import Replayed, replay, started, told_again
 from coordinator.decoding.sessions import KeyTaken, OwnedSessions, RequestKey
 from coordinator.decoding.trial import TrialMeter, TrialSums
 from coordinator.draft_length.controller import LengthControl, LengthControls
@@ -63,8 +63,8 @@ if TYPE_CHECKING:
 LOOK_PERIOD_S = 1.0
 """Pause between two checks of targets, store and registry for the metrics."""
 TROUBLE_S = 3.0
-"""Trouble is reported only if it lasts this long. Target and store may not answer for some seconds
-while a replica on the same cores loads a model."""
+"""Target or store may fail to answer for this time before `trouble` reports the failure. While a
+replica loads a model, other processes on the same cores may not answer for some seconds."""
 TROUBLE_RETRY_S = 0.2
 """Pause between two checks during `TROUBLE_S`."""
 CANCEL_ELSEWHERE_S = 2 * SESSION_LEASE_MS / 1e3
@@ -103,9 +103,9 @@ class CoordinatorService:
         `link(role, address)` are given, the coordinator uses the registry's replicas instead, and
         the metrics include the numbers of replicas.
 
-        `fallback` drafts while no draft replica answers, or if there are no draft replicas.
-        `random_bits(n)` returns n random bits. They become session ids and, if no seed is
-        configured, the seeds of requests."""
+        `fallback` proposes while no draft replica answers, or if there are no draft replicas.
+        `random_bits(n)` returns n random bits, for session ids. If no seed is configured, the
+        function also returns the seeds of requests."""
         self._config = config
         looks_up = config.lookup is not None and config.lookup.drafter.is_lookup
         has_trees = config.draft_siblings > 0 and not (config.look_ahead or looks_up)
@@ -119,8 +119,7 @@ class CoordinatorService:
         self.fleet = Discovery(name, self.targets, self.drafts, registry, link)
         self._fallback = fallback
         self.text = text
-        """The target's tokenizer. Without a tokenizer (None), requests must contain token ids and
-        get no text."""
+        """The target's tokenizer. If there is none, requests must contain token ids."""
         # BLOCK accepts at least as many tokens of a chain as TOKEN, but cannot verify trees.
         best = Rule.TOKEN if has_trees else Rule.BLOCK
         self.defaults = RequestDefaults(
@@ -139,7 +138,6 @@ class CoordinatorService:
         self._watching: list[asyncio.Task[None]] = []
         self._served: ReplicaDescription | None = None
         self._lengths: LengthControls
-        """Set by `start`."""
         self._trial_lengths: tuple[str, LengthControls] | None = None
         """(Name, length controls) of the replica on trial."""
         self._meter = RoundMeter()
@@ -155,7 +153,7 @@ class CoordinatorService:
     async def start(self) -> None:
         """Gets the descriptions of the replicas, and starts the commits. Raises `Unavailable` if no
         target answers, or if `drafts` were given and none of them answers. Raises `Incompatible` if
-        replicas of a role answer but none fits."""
+        replicas of a role answer but none fits the pool."""
         config = self._config
         if self._follows:
             await self.fleet.begin()
@@ -180,9 +178,9 @@ class CoordinatorService:
 
     @property
     def served(self) -> ReplicaDescription:
-        """The first target's description, with two changes: `model` is the name under which the
-        model is served, and `max_model_len` is that of the newest target. Raises `Unavailable`
-        before `start`."""
+        """The first target's description with two changes. `model` is the name of the model in
+        requests, and `max_model_len` is that of the newest target. Raises `Unavailable` before
+        `start`."""
         if self._served is None:
             raise Unavailable("the coordinator is starting")
         newest = self.targets.newest() or self._served
@@ -199,7 +197,6 @@ class CoordinatorService:
 
     @property
     def trial_sums(self) -> TrialSums:
-        """Results of the newest trial of a drafter."""
         return self._trial.sums
 
     async def generate(
@@ -212,9 +209,9 @@ class CoordinatorService:
         key: RequestKey | None = None,
     ) -> AsyncGenerator[Event]:
         """Validates a request, runs it, and yields its events. If the iterator is closed early, the
-        session is cancelled. A `resumable` session is cancelled only after `resume_grace_ms`, so
-        the client can resume it. With a `key`, the client can also resume after an error.
-        `traceparent` is the caller's; empty = none.
+        session is cancelled. A `resumable` session is cancelled only after `resume_grace_ms`. Until
+        then the client can resume the session. With a `key`, the client can also resume the session
+        after an error. `traceparent` is the caller's trace context; empty = none.
 
         Raises `BadRequest`, `NotFound` (unknown model), `KeyTaken` (another session has the key),
         `Overloaded`, `DeadlineExceeded` (before the first token), `Unavailable`, and the store's
@@ -226,7 +223,7 @@ class CoordinatorService:
             self._check(request)
             run = await self._open(request, tenant, arrived, observer, key)
             with self._serving(run, resumable, outlasts_errors=key is not None):
-                yield run.started(self.served.model)
+                yield started(run.session.record, self.served.model)
                 async for part in self._prompt_tokens(run.parameters, tenant, run.context.deadline):
                     yield part
                 while events := await run.next_events():
@@ -236,7 +233,7 @@ class CoordinatorService:
     async def tokenize(
         self, request: GenerateRequest, add_special_tokens: bool = True
     ) -> tuple[int, ...]:
-        """Returns the tokens of a request's prompt. The prompt may be longer than the model allows.
+        """Returns the tokens of a request's prompt. The prompt may be longer than `max_model_len`.
         Raises `BadRequest`, `NotFound` and `Overloaded`."""
         with self._admitted():
             self._check(request)
@@ -260,8 +257,9 @@ class CoordinatorService:
         self, asked: GenerationParameters, tenant: str, deadline: float
     ) -> AsyncGenerator[PromptTokens]:
         """If the request asks for the prompt's log-probabilities, yields the prompt's tokens with
-        their log-probabilities, in parts. To get them, a second session sends the prompt's tokens
-        to the target as proposals. Raises `DeadlineExceeded`, and the target's error."""
+        their log-probabilities, in parts. The log-probabilities come from the verdicts of a second
+        session, whose proposals are the prompt's tokens. Raises `DeadlineExceeded`, and the
+        target's error."""
         if asked.prompt_logprobs is None:
             return
         greedy = SamplingParams(temperature=0.0)
@@ -288,8 +286,8 @@ class CoordinatorService:
             raise DeadlineExceeded(reason) from None
 
     async def known(self, key: RequestKey) -> RequestKey:
-        """Returns the key with the id of its session, if the store has one. Raises `BadRequest` if
-        the key was used for a different request."""
+        """Returns the key with the id of its session. If the store has no session for the key, the
+        id is empty. Raises `BadRequest` if the key was used for a different request."""
         return key.found(await self._store.claim_key(key.name))
 
     async def generate_once(
@@ -300,9 +298,9 @@ class CoordinatorService:
         tenant: str = "",
         traceparent: str = "",
     ) -> AsyncGenerator[Event]:
-        """Resumes the session of a key that `known` returned. If the key has no session, or its
-        session has expired, runs the request. `resume` says which tokens the client has. If the
-        client has tokens of a session that has expired, raises `SessionNotFound`."""
+        """Resumes the session of a `key` that `known` returned. If the key has no session, or if
+        the session has expired, runs the request. `resume` states how many tokens the client has.
+        If the session has expired and the client has tokens of it, raises `SessionNotFound`."""
         is_gone = False
         for _ in range(KEY_TRIES):
             try:
@@ -337,9 +335,9 @@ class CoordinatorService:
     def _serving(
         self, run: SessionRun, resumable: bool = True, *, outlasts_errors: bool = False
     ) -> Iterator[None]:
-        """Ends the session when its stream ends. If the client has disconnected, a `resumable`
-        session waits until the client resumes it. While this coordinator is leaving, every session
-        waits in this case. If `outlasts_errors`, the session also waits after an error."""
+        """Ends the run when its stream ends. If the client has disconnected, and the session is
+        `resumable` or this coordinator is leaving, the session waits for a client that resumes it.
+        If `outlasts_errors`, the session also waits after an error."""
         chosen, is_gone = self._auditor.choose(run.session, run.parameters), False
         try:
             yield
@@ -436,7 +434,7 @@ class CoordinatorService:
                     raise
                 taking_over.close()
                 with self._serving(run, outlasts_errors=outlasts_errors):
-                    yield run.started(self.served.model)
+                    yield started(run.session.record, self.served.model)
                     if request.cuts:
                         async for part in self._prompt_tokens(parameters, tenant, deadline):
                             yield part
@@ -445,11 +443,10 @@ class CoordinatorService:
                             yield event
 
     async def cancel(self, session_id: str, tenant: str | None = "") -> None:
-        """Ends a session as cancelled, at any coordinator. Does nothing if the session is finished.
-        If another coordinator owns the session, the owner learns of the cancellation when it renews
-        its lease. If the owner's lease has run out, this coordinator ends the session. `tenant` is
-        as for `session`. Raises `NotFound`. Raises `Unavailable` if the session has not ended
-        within `CANCEL_ELSEWHERE_S`."""
+        """Ends a session as cancelled. Does nothing if the session is finished. If another
+        coordinator owns the session, the owner learns of the cancellation when it renews its lease.
+        If the owner's lease has run out, this coordinator ends the session. Raises the errors of
+        `session`, and `Unavailable` if the session has not ended within `CANCEL_ELSEWHERE_S`."""
         loop = asyncio.get_running_loop()
         until = loop.time() + CANCEL_ELSEWHERE_S
         while True:
@@ -469,7 +466,7 @@ class CoordinatorService:
 
     async def stored_parameters(self, session_id: str, tenant: str) -> GenerationParameters:
         """Returns the parameters of a stored session. Raises the errors of `session`. The call
-        counts as a take-over, so it raises `Unavailable` if too many take-overs run."""
+        counts as a take-over, so the call raises `Unavailable` if too many take-overs run."""
         with self._sessions.taking_over(session_id):
             record = await self.session(session_id, tenant)
         prompt = record.token_ids[: record.prompt_length]
@@ -484,8 +481,8 @@ class CoordinatorService:
         return record
 
     def hand_over(self) -> None:
-        """Lets other coordinators take over this coordinator's sessions from now on. Until then,
-        the sessions continue here. Call some time before `close`."""
+        """Lets other coordinators take over this coordinator's sessions from now on. A session
+        continues here until it is taken over. Call some time before `close`."""
         self._committer.hand_over()
 
     async def close(self) -> None:
@@ -502,8 +499,7 @@ class CoordinatorService:
 
     def _heed(self, wanted: Mapping[str, bool]) -> None:
         """Handles other coordinators' requests for sessions of this coordinator. `wanted` maps a
-        session's id to whether the session is to be cancelled. If not, or if the session does not
-        run here, `release_wanted` checks whether to release the session."""
+        session's id to True if the session is to be cancelled, else to False."""
         for session_id, cancels in wanted.items():
             run = self._sessions.running.get(session_id)
             if cancels and run is not None:
@@ -520,9 +516,9 @@ class CoordinatorService:
         await asyncio.gather(*self._watching, return_exceptions=True)
 
     async def trouble(self) -> str:
-        """Returns why requests cannot make progress now, or an empty text. Waits up to `TROUBLE_S`
-        until store and targets answer. Drafts are not checked, because requests can run without
-        drafts."""
+        """Returns the reason why requests cannot make progress now, or an empty text. Waits up to
+        `TROUBLE_S` until store and targets answer. Drafts are not checked, because requests can run
+        without drafts."""
         if self._commit_task is None:
             return "the coordinator is starting"
         loop = asyncio.get_running_loop()
@@ -536,8 +532,6 @@ class CoordinatorService:
             await asyncio.sleep(TROUBLE_RETRY_S)
 
     async def _look(self) -> str:
-        """Asks the store and the targets once. Returns why requests cannot make progress, or an
-        empty text."""
         has_target, store_trouble = await asyncio.gather(
             self.targets.healthy(), self._store_trouble()
         )
@@ -571,8 +565,8 @@ class CoordinatorService:
             }
 
     def _readings(self) -> dict[str, Mapping[str, float]]:
-        """Returns current metrics: name of the metric -> value of its label -> value. May be called
-        on any thread."""
+        """Returns metrics: name -> value of the metric's label -> value. Any thread may call
+        this method."""
         pools = (self.targets, self.drafts)
         return self._known | {
             "wire_bytes_sent": {pool.role: pool.num_bytes["sent"] for pool in pools},
@@ -585,13 +579,13 @@ class CoordinatorService:
 
     @property
     def failed(self) -> bool:
-        """Whether a bug has ended the commits, so that no request can be served."""
+        """Whether a bug has ended the commits. Then no request can be served."""
         return self._commit_task is not None and self._commit_task.done()
 
     def check_integrity(self) -> None:
         """Raises `InvariantError` if a running session has no route to a target, if a session that
-        does not run has a route to a replica, or if the committer is inconsistent. May be called
-        only while the coordinator is idle."""
+        does not run has a route to a replica, or for the causes that `Committer.check_integrity`
+        states. Call only while the coordinator is idle."""
         sessions = set(self._sessions.running)
         self.targets.check_integrity(sessions | self._sessions.scored_ids)
         self.drafts.check_integrity(sessions, every=False)

@@ -2,7 +2,7 @@
 
 While a call to the store runs, the committer collects the outcomes of all sessions for the next
 call. If the store does not answer, the committer repeats the call, and adds the tokens that were
-decided in the meantime. A session goes on meanwhile, up to a limit of uncommitted tokens.
+decided in the meantime. A session decodes while it waits, up to a limit of uncommitted tokens.
 """
 
 import asyncio
@@ -20,6 +20,12 @@ from outrider.sessions.store import Append, FinishReason, SessionStore
 _log = logging.getLogger(__name__)
 
 
+async def back_off(attempt: int, random: Callable[[], float]) -> None:
+    """Waits before repeat number `attempt` of a failed call to the store."""
+    wait_ms = backoff(limits.COMMIT_RETRY_MS_MIN, limits.COMMIT_RETRY_MS_MAX, attempt, random)
+    await asyncio.sleep(wait_ms / 1e3)
+
+
 class SessionCommits:
     """Commits the tokens of one session. Methods that wait raise `Session.error` if the store has
     refused the session, and `Unavailable` if the session was removed."""
@@ -30,8 +36,8 @@ class SessionCommits:
         self._loop = asyncio.get_running_loop()
         self._waiters: list[asyncio.Future[None]] = []
         self._behind_since: float | None = None
-        """Time since which tokens of this session have waited without progress. The wait starts
-        again each time the store takes some of the tokens. None while all tokens are committed."""
+        """Time since which uncommitted tokens have waited. The wait begins again each time the
+        store takes some of the tokens. None while all tokens are committed."""
 
     @property
     def is_current(self) -> bool:
@@ -65,8 +71,8 @@ class SessionCommits:
             self._check_served()
 
     async def finish(self, reason: FinishReason) -> None:
-        """Ends the session. Returns when the store has all tokens and the finish reason. If called
-        again, keeps the first reason."""
+        """Ends the session. Returns when the store has all tokens and the finish reason. If the
+        session has a finish reason already, keeps this reason."""
         session, attempt = self.session, 0
         self._check_served()
         if session.finish_reason is None:
@@ -79,7 +85,7 @@ class SessionCommits:
             try:
                 stored_length = await self._committer.store.finish(session.ending())
             except StoreUnavailable:
-                await self._committer.back_off(attempt)
+                await back_off(attempt, self._committer.random)
                 attempt += 1
                 self._check_served()
                 continue
@@ -117,8 +123,8 @@ class SessionCommits:
             raise Unavailable(f"session {self.session.session_id} is not served here any more")
 
     async def change(self) -> None:
-        """Waits for the next call of `wake`, which follows each answer of the store. `wake` is also
-        called when the session is refused or removed."""
+        """Waits for the next call of `wake`. The committer calls `wake` after each answer of the
+        store, and when the session is refused or removed."""
         self._check_served()
         waiter = self._loop.create_future()
         self._waiters.append(waiter)
@@ -139,8 +145,7 @@ class SessionCommits:
 
 
 class Committer:
-    """Commits the tokens of one coordinator's sessions while `run` runs. All methods must be called
-    from the same event loop."""
+    """Commits the tokens of one coordinator's sessions while `run` runs. Not thread-safe."""
 
     def __init__(
         self,
@@ -149,11 +154,11 @@ class Committer:
         random: Callable[[], float],
         on_wanted: Callable[[Mapping[str, bool]], None] = lambda _: None,
     ) -> None:
-        """`owner` is this coordinator's name in the store. `random` returns numbers in [0, 1).
-        `on_wanted` is called with the result of `SessionStore.hold_lease`, if it is not empty."""
+        """`owner` is this coordinator's name in the store. `random` returns numbers in [0, 1). If
+        `SessionStore.hold_lease` returns requests for sessions, `on_wanted` gets them."""
         self.store = store
         self._owner = owner
-        self._random = random
+        self.random = random
         self._on_wanted = on_wanted
         self.sessions: dict[str, SessionCommits] = {}
         self.dirty: dict[str, None] = {}
@@ -177,20 +182,19 @@ class Committer:
         return commits
 
     def queue(self, session_id: str) -> None:
-        """Queues a session, so that one of the next calls to the store appends its tokens."""
+        """Queues the tokens of a session for one of the next calls to the store."""
         self.dirty[session_id] = None
         self._work.set()
 
     @property
     def leaving(self) -> bool:
-        """Whether `hand_over` was called."""
         return self._leaving.is_set()
 
     async def run(self) -> None:
         """Commits tokens and renews this coordinator's lease until `close` is called. Then appends
-        the remaining tokens until the store fails, and removes all sessions from the committer.
-        Methods of `SessionCommits` that still wait raise `Unavailable`. Other coordinators can take
-        the stored sessions over. Raises an exception group if a bug ends the commits."""
+        the remaining tokens until the store fails, ends the lease, and removes all sessions from
+        the committer. Methods of `SessionCommits` that still wait raise `Unavailable`. Raises an
+        exception group if a bug ends the commits."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 work = [
@@ -209,7 +213,7 @@ class Committer:
                 commits.remove()
 
     def hand_over(self) -> None:
-        """Ends this coordinator's lease. Its sessions continue until other coordinators take them
+        """Ends this coordinator's lease. A session continues until another coordinator takes it
         over."""
         self._leaving.set()
 
@@ -218,20 +222,13 @@ class Committer:
         self._closing.set()
 
     def check_integrity(self) -> None:
-        """Checks that all sessions with tokens to append are queued, and no others. Raises
-        `InvariantError`. Must not be called while a call to the store runs."""
+        """Raises `InvariantError` unless exactly the sessions with tokens to append are queued.
+        Must not be called while a call to the store runs."""
         for session_id, commits in self.sessions.items():
             session = commits.session
             session.check_integrity()
             check(session.has_news == (session_id in self.dirty), f"{session_id} forgotten")
         check(self.dirty.keys() <= self.sessions.keys(), "a removed session is to be appended")
-
-    async def back_off(self, attempt: int) -> None:
-        """Waits before repeat number `attempt` of a failed call to the store."""
-        wait_ms = backoff(
-            limits.COMMIT_RETRY_MS_MIN, limits.COMMIT_RETRY_MS_MAX, attempt, self._random
-        )
-        await asyncio.sleep(wait_ms / 1e3)
 
     async def _append_all(self) -> None:
         attempt = 0
@@ -242,12 +239,12 @@ class Committer:
             if await self._append_some():
                 attempt = 0
             else:
-                await self.back_off(attempt)
+                await back_off(attempt, self.random)
                 attempt += 1
 
     async def _append_some(self) -> bool:
         """Appends the tokens of up to `APPENDS_PER_CALL_MAX` queued sessions. Returns False if the
-        store did not answer or made no progress with any of them."""
+        store did not answer, or neither took tokens nor refused a session."""
         batch: list[tuple[SessionCommits, Append]] = []
         for session_id in list(islice(self.dirty, limits.APPENDS_PER_CALL_MAX)):
             del self.dirty[session_id]
@@ -279,8 +276,8 @@ class Committer:
     async def _hold_lease(self) -> None:
         """Renews this coordinator's lease every `SESSION_LEASE_RENEWAL_MS`, and ends the lease
         after `hand_over`. If the store does not answer, the lease may run out, and other
-        coordinators may take sessions over. The store then refuses this coordinator's appends to
-        these sessions, because their epoch is older."""
+        coordinators may take sessions over. The store then refuses appends to these sessions from
+        this coordinator, because the appends have an older epoch."""
         loop = asyncio.get_running_loop()
         due = loop.time()
         while not self._leaving.is_set():

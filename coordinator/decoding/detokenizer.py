@@ -89,7 +89,7 @@ class Completion:
         return Piece(self.num_tokens - before, "".join(shown), reason)
 
     def finish(self) -> str:
-        """Ends the completion. Returns the text that is still held back."""
+        """Ends the completion. Returns the text that was held back."""
         return self._end()[0]
 
     def _end(self) -> tuple[str, bool]:
@@ -98,7 +98,8 @@ class Completion:
         return tail + held, stopped
 
     def _add(self, text: str) -> tuple[str, bool]:
-        """Adds text. Returns the text that may be shown, and whether a stop string is complete."""
+        """Adds text. Returns the text that may be shown now, and whether a stop string is
+        complete."""
         if not text:
             return "", False
         num_before, text = len(self._held), self._held + text

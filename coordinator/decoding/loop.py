@@ -1,5 +1,4 @@
-"""A session's decode loop (proposal, verdict, outcome, commit), and the queue that passes committed
-tokens to the client's stream."""
+"""A session's decode loop, and the queue that passes committed tokens to the client's stream."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from outrider.decayed_average import DecayedSums
 from outrider.errors import DeadlineExceeded, OutriderError, StaleEpoch, StoreUnavailable
 from outrider.messages import PositionLogprobs, VerdictReply
 from outrider.registry.registry import WINDOW_S, Figures
-from outrider.request import Event, Finished, Metrics, RoundReport, Started, Tokens, Usage
+from outrider.request import Event, Finished, Metrics, RoundReport, Tokens, Usage
 from outrider.sessions.store import Counters, FinishReason, SessionRecord
 from outrider.speculation.accept_reject import Outcome, decide, survival
 from outrider.speculation.proposal import NOTHING_SEALED
@@ -34,15 +33,13 @@ from outrider.values import value
 _log = logging.getLogger(__name__)
 
 _NOT_DRAFTED = Drafted(NOTHING_SEALED, "fallback", seconds=0.0, num_asked=0)
-
-
 COMMIT_GRACE_S = 2.0
 """Time after the deadline for commits of tokens that were decided before the deadline."""
 
 
 class SessionRun:
     """Runs one session. A task decodes, and the client's stream reads events from a queue. Each
-    round begins while the round before is being committed."""
+    round begins while the round before it is being committed."""
 
     def __init__(
         self,
@@ -61,8 +58,8 @@ class SessionRun:
     ) -> None:
         """Starts decoding after the `replayed` tokens. `length_max` is the target's limit for the
         sum of committed and proposed tokens. `arrived` is the request's arrival on the event loop's
-        clock. If `reads_beside`, draft and target prefill at the same time. Otherwise the draft
-        prefills for its first proposal."""
+        clock. If `reads_beside` is true, draft and target prefill at the same time. Otherwise the
+        draft prefills when it is asked for its first proposal."""
         self.context = context
         self._clock = asyncio.get_running_loop().time
         self.session = context.session
@@ -72,12 +69,11 @@ class SessionRun:
         self._observer = context.observer
         self._completion = replayed.completion
         self._ended = replayed.finish_reason
-        """The finish reason if the replayed tokens end the completion; otherwise None."""
+        """Why the replayed tokens end the completion; None if they do not end it."""
         self._num_known = replayed.completion.num_tokens
-        """Number of the answer's tokens that were decided before this run."""
+        """Number of tokens of the answer that were decided before this run."""
         self._commits = commits
-        until = self._deadline + COMMIT_GRACE_S
-        self._output = OutputQueue(commits, until, self._observer)
+        self._output = OutputQueue(commits, self._deadline + COMMIT_GRACE_S, self._observer)
         for tokens in replayed.events:
             self._write(tokens)
         self._target = target
@@ -99,32 +95,26 @@ class SessionRun:
         self._is_told = False
         self._handed_over = False
         self._held_back: Tokens | None = None
-        """Text at the end of the completion, without tokens of its own. It is sent together with
-        `Finished`. If the stream broke between two separate events, a resumed stream would send the
-        text again."""
+        """Text at the end of the completion that has no tokens. It is sent together with
+        `Finished`. If it were sent earlier and the stream then broke, the resumed stream would send
+        the text again."""
         self._task = asyncio.create_task(self._decode())
 
     @property
     def record(self) -> SessionRecord:
-        """The session's record with current counters, but without new tokens."""
+        """The session's record from the start of the run, with current counters."""
         return replace(self.session.record, counters=self.session.counters)
 
     def cancel(self) -> None:
-        """Ends the session as cancelled. Tokens that are already decided are committed and sent."""
+        """Ends the session as cancelled. Decided tokens are still committed and sent."""
         self._cancelled = True
         if self._timeout is not None and not self._timeout.expired():
             self._timeout.reschedule(self._clock())
 
-    def started(self, model: str) -> Started:
-        """The first event."""
-        record = self.session.record
-        return Started(self.session_id, model, record.seed, record.rule, record.prompt_length)
-
     async def next_events(self) -> Sequence[Event]:
         """Waits for the next events after `Started`. Returns an empty sequence after the last
-        event. Raises `DeadlineExceeded` if the deadline passes before the first token, and
-        `StaleEpoch` after `hand_over`. Also raises errors of the target or the store that end the
-        session."""
+        event. Raises `DeadlineExceeded` if the deadline passes before the first token, `StaleEpoch`
+        after `hand_over`, and errors of target or store that end the session."""
         while not self._is_told:
             try:
                 found = await self._output.read()
@@ -175,14 +165,14 @@ class SessionRun:
             raise StaleEpoch(f"session {self.session_id} was resumed by another stream")
 
     async def hand_over(self) -> None:
-        """Like `close`, but does not record a running session as cancelled, so that its next owner
-        can continue the session."""
+        """Like `close`, but leaves an unfinished session to its next owner, instead of recording
+        the session as cancelled."""
         self._handed_over = self.session.finish_reason is None
         await self.close()
 
     async def close(self) -> None:
-        """Stops decoding, and ends the session on target and draft. If the session has not ended,
-        records it as cancelled."""
+        """Stops decoding, and ends the session on target and draft. Records an unfinished session
+        as cancelled."""
         identify(self.session_id, self._observer.trace_id)
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
@@ -218,7 +208,6 @@ class SessionRun:
         self.is_recorded = True
 
     async def _decode(self) -> FinishReason:
-        """Decodes until the completion ends, is cancelled, or reaches the deadline."""
         identify(self.session_id, self._observer.trace_id)
         try:
             async with asyncio.timeout_at(self._deadline) as self._timeout:
@@ -253,7 +242,7 @@ class SessionRun:
         return reason
 
     async def _round(self, index: int) -> FinishReason | None:
-        """Runs one round. Returns the finish reason if the round ends the completion."""
+        """Returns the finish reason if the round ends the completion."""
         self._observer.round_began(index)
         record, start_length = self.session.record, self.session.length
         began_at = self._clock()
@@ -275,7 +264,7 @@ class SessionRun:
             self._target.found_broken_draft = False
             self._draft.reject()
         if self.session.error is not None:
-            raise self.session.error  # The session was lost while the target worked.
+            raise self.session.error  # The store refused the session while the target worked.
         proposal = self._target.verified
         outcome = decide(
             reply.verdict,
@@ -400,20 +389,20 @@ class SessionRun:
 
 
 ENTRIES_UNREAD_MAX = 256
-"""Largest number of rounds that wait for the client to read them. Decoding then pauses."""
+"""If the client has not read this many rounds, decoding pauses."""
 
 
 @value(frozen=True, slots=True)
 class Entry:
-    """The output of one round. The client gets it once `end_length` tokens are committed."""
+    """The output of one round. The client gets the output once the session has `end_length`
+    committed tokens."""
 
     end_length: int
     tokens: Tokens
     report: RoundReport | None
     decided_at: float
     round_index: int | None = None
-    """Index of the round. None for replayed tokens, and for text that was held back until the end.
-    """
+    """None for replayed tokens, and for text that was held back until the end."""
 
 
 class OutputQueue:
@@ -425,8 +414,8 @@ class OutputQueue:
         until: float,
         observer: RequestObserver = SILENT,
     ) -> None:
-        """`until` is a time on the event loop's clock. From then on, a `read` that would have to
-        wait raises `TimeoutError`."""
+        """From the time `until` (the event loop's clock), a `read` that would have to wait raises
+        `TimeoutError`."""
         loop = asyncio.get_running_loop()
         self._clock = loop.time
         self._observer = observer
@@ -444,8 +433,8 @@ class OutputQueue:
             await self._taken.wait()
 
     def write(self, entry: Entry) -> None:
-        """Adds an entry. The commit of the entry's tokens wakes the reader. An entry without tokens
-        is the last one, and `close` wakes the reader."""
+        """Adds an entry. The commit of the entry's tokens wakes the reader. Only the last entry may
+        have no tokens. `close` then wakes the reader."""
         self._entries.append(entry)
 
     def close(self) -> None:
@@ -458,10 +447,9 @@ class OutputQueue:
         self._timer.cancel()
 
     async def read(self) -> tuple[Tokens, RoundReport | None] | None:
-        """Waits until the next entry is committed. Returns its tokens and its report. Joins several
-        committed rounds if they have no reports, but does not join the events of a replay. Returns
-        None after the last entry. Raises `TimeoutError`, and the store's error that ended the
-        session."""
+        """Waits until the next entry is committed. Returns its tokens and its report; None after
+        the last entry. Joins committed rounds that have no reports. Does not join the events of a
+        replay. Raises `TimeoutError`, and the store's error that ended the session."""
         while not self._entries or self._entries[0].end_length > self._session.showable_length:
             if self._closed and not self._entries:
                 return None
@@ -487,8 +475,8 @@ class OutputQueue:
         self._commits.wake()
 
     def _tell(self, entries: Sequence[Entry]) -> float:
-        """Reports the rounds of one event to the observer. Returns the time since the decision of
-        the first round, in seconds."""
+        """Reports the rounds of one event to the observer. Returns the seconds since the decision
+        of the first round."""
         now = self._clock()
         decided_s = {
             entry.round_index: now - entry.decided_at
@@ -513,8 +501,8 @@ def _joined(parts: list[Tokens]) -> Tokens:
 
 
 WAITED = 1.0
-"""A proposal counts as having waited if its time in the draft's queue was more than this many times
-its computing time. A shorter wait may only be the rest of the step that was running."""
+"""A proposal waited if it was in the draft's queue for more than this many times its computing
+time. A shorter wait may have been only for the end of the running step."""
 
 
 class RoundMeter:
@@ -525,7 +513,7 @@ class RoundMeter:
         self._sums = DecayedSums(WINDOW_S, self._clock())
 
     def decided(self, drafted: Drafted, num_accepted: int, num_tokens: int) -> None:
-        """Counts a round that decided `num_tokens` tokens, of which `num_accepted` are drafted."""
+        """Counts a round that decided `num_tokens` tokens, `num_accepted` of them drafted."""
         counts = drafted.source != "fallback"
         by_replica = drafted.source == "replica"
         waited = drafted.queue_ms > WAITED * drafted.compute_ms and not drafted.ahead

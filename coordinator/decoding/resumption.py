@@ -1,5 +1,5 @@
-"""Resumption of a session whose stream broke. Checks the tokens that the client has, and replays
-the stored tokens that the client lacks."""
+"""Resumes sessions whose streams broke. Checks which tokens the client has, and replays the stored
+tokens that the client lacks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from outrider.tokens import TokenSequence
 from .detokenizer import Completion
 
 TOKENS_PER_EVENT = 512
-"""Largest number of tokens in one event of a replay, because the size of a message is limited."""
+"""Largest number of tokens in one event of a replay. It bounds the size of the message."""
 ENTRIES_PER_EVENT = 1024
 """Largest number of log-probabilities in one event of a replay. An event with one token may have
 more."""
@@ -52,17 +52,17 @@ class Replayed:
     events: tuple[Tokens, ...] = ()
     """Events with the stored tokens that the client lacks."""
     finish_reason: FinishReason | None = None
-    """The finish reason if the stored tokens end the completion, even if the stored record has no
-    finish reason yet; otherwise None."""
+    """Why the stored tokens end the completion; None if they do not end it. The stored record may
+    not have this finish reason yet."""
 
 
 def check_known(record: SessionRecord, request: ResumeRequest) -> GenerationParameters:
     """Returns the session's parameters. Raises `DataLoss` if they cannot be read. Raises
     `OtherTokens` if the client has more tokens than the store, or different tokens.
 
-    The tokens may differ if a failover of the store lost a take-over: the store may then hold
-    tokens that the former owner decided. The client's tokens cannot be decoded again, because in
-    bfloat16 a repetition may give other tokens."""
+    If a failover of the store lost a take-over, the store may hold tokens that the former owner
+    decided. These may differ from the client's tokens. The client's tokens cannot be decoded again,
+    because in bfloat16 a repetition may give other tokens."""
     prompt_ids = record.token_ids[: record.prompt_length]
     parameters = GenerationParameters.from_json(record.parameters, prompt_ids)
     num_stored = len(record.token_ids) - record.prompt_length
@@ -88,7 +88,7 @@ def replay(
 ) -> Replayed:
     """Pushes the stored tokens into an empty `completion`. Returns the events that the client
     lacks. Text depends only on tokens, so the text of these events continues the client's text. If
-    the session has ended, the last event has the text that the completion held back."""
+    the session is finished, the last event has the text that the completion held back."""
     token_ids = record.token_ids[record.prompt_length :]
     first = 0 if request.cuts else request.num_tokens
     num_entries = 1 if parameters.logprobs is None else 1 + parameters.logprobs
@@ -115,12 +115,16 @@ def replay(
     return Replayed(completion, tuple(events), reason)
 
 
+def started(record: SessionRecord, model: str) -> Started:
+    """Returns the first event of a session."""
+    return Started(record.session_id, model, record.seed, record.rule, record.prompt_length)
+
+
 def told_again(record: SessionRecord, model: str, replayed: Replayed) -> Iterator[Event]:
-    """Yields the events of a finished session: `Started`, the events of `replayed`, and `Finished`.
-    Yields nothing if the session is not finished."""
+    """Yields all events of a finished session; nothing if the session is not finished."""
     if record.finish_reason is None:
         return
-    yield Started(record.session_id, model, record.seed, record.rule, record.prompt_length)
+    yield started(record, model)
     yield from replayed.events
     yield Finished(
         finish_reason=record.finish_reason,

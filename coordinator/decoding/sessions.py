@@ -1,5 +1,4 @@
-"""Opens, takes over and ends the sessions of a coordinator. Every call to the store may fail, so
-this module repeats calls, and releases sessions that do not run."""
+"""Opens, takes over and ends a coordinator's sessions. Repeats calls to the store that fail."""
 
 import asyncio
 import logging
@@ -9,13 +8,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
+from coordinator.decoding.committer import back_off
 from coordinator.decoding.loop import COMMIT_GRACE_S, SessionRun
 from coordinator.decoding.resumption import check_known
 from coordinator.requests.validation import GenerationParameters
 from coordinator.routing.replica_pool import ReplicaPool, SessionContext
 from coordinator.routing.target_client import TargetClient
 from outrider import limits
-from outrider.backoff import backoff
 from outrider.config import CoordinatorConfig
 from outrider.errors import (
     BadRequest,
@@ -50,10 +49,10 @@ succeeded, the store's error if the store refused, or the last error if the task
 
 @dataclass(frozen=True, slots=True)
 class RequestKey:
-    """Idempotency key of one text. A request may ask for several texts; each has its own key."""
+    """Idempotency key of one text. If a request asks for several texts, each text has its own
+    key."""
 
     name: str
-    """Name of the key in the store."""
     digest: str
     """Digest of the request."""
     session_id: str = ""
@@ -61,12 +60,11 @@ class RequestKey:
 
     @property
     def value(self) -> str:
-        """The value that the store keeps under `name`."""
         return self.session_id and f"{self.session_id} {self.digest}"
 
     def found(self, value: str) -> Self:
         """Returns the key with the session id from a stored `value`. Raises `BadRequest` if the
-        stored digest is that of a different request."""
+        value has the digest of a different request."""
         session_id, _, digest = value.partition(" ")
         if value and digest != self.digest:
             raise BadRequest(
@@ -78,8 +76,7 @@ class RequestKey:
 
 
 class KeyTaken(OutriderError):
-    """An idempotency key belongs to another session already, so a session that was just opened is
-    not used."""
+    """The idempotency key of a new session belongs to another session already."""
 
     def __init__(self, key: RequestKey) -> None:
         super().__init__(f"the request has session {key.session_id}")
@@ -124,7 +121,6 @@ class OwnedSessions:
         """Ids of the sessions that `scoring` runs now."""
         self._closing = asyncio.Event()
         self._lease_ends = False
-        """Whether the lease is about to end, so that no call to the store is repeated."""
 
     def in_background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Starts a task. `end_background` waits for all such tasks."""
@@ -190,9 +186,8 @@ class OwnedSessions:
         )  # fmt: skip
 
     def end(self, run: SessionRun, *, resumable: bool, is_gone: bool = False) -> None:
-        """Ends a run. Does nothing if the run has ended. `is_gone` says that the client may come
-        back, so that the session waits to be resumed. A `resumable` session also waits if its end
-        could not be stored."""
+        """Ends a run. Does nothing if the run has ended. If `is_gone`, the session waits for a
+        client that resumes it. A `resumable` session also waits if its end could not be stored."""
         if self.running.get(run.session_id) is run:
             is_gone = is_gone and self._config.resume_grace_ms > 0
             self._free(run, self._close(run, resumable, is_gone))
@@ -211,8 +206,8 @@ class OwnedSessions:
                 self.give_up(run.record)
 
     async def vacate(self, record: SessionRecord) -> None:
-        """Ends an earlier run of a session that this coordinator has just taken over. `record` has
-        the new epoch. Raises `StaleEpoch` if a later take-over has begun a run already."""
+        """Ends the earlier runs of a session that this coordinator has just taken over. `record`
+        has the new epoch. Raises `StaleEpoch` if a later take-over has begun a run already."""
         session_id = record.session_id
         while True:
             run = self.running.get(session_id)
@@ -232,10 +227,9 @@ class OwnedSessions:
         ending.add_done_callback(lambda _: self._ending.pop(session_id, None))
 
     def wait_for_client(self, record: SessionRecord) -> None:
-        """Releases a session whose client has disconnected, so that any coordinator can resume it.
-        If no client resumes the session within `resume_grace_ms`, records the session as cancelled.
-        If this coordinator closes earlier, the session stays unfinished until its record expires.
-        """
+        """Releases a session, so that any coordinator can resume it. If no client resumes the
+        session within `resume_grace_ms`, records the session as cancelled. If this coordinator
+        closes earlier, the session stays unfinished until its record expires."""
         self.in_background(self._wait(record))
 
     async def _wait(self, record: SessionRecord) -> None:
@@ -325,10 +319,10 @@ class OwnedSessions:
             raise contended(found.session_id) if is_stale else error
 
     async def release_wanted(self, session_id: str) -> None:
-        """Releases a session that another coordinator wants to take over. Does nothing unless the
-        store lists this coordinator as the owner, but the session does not run here. In this case a
-        failover of the store has lost the release. If the store does not answer, the next renewal
-        of the lease will report the session again."""
+        """Handles a session that another coordinator wants to take over. If the session does not
+        run here, but the store lists this coordinator as its owner, a failover of the store has
+        lost the session's release. This method then releases the session again. If the store does
+        not answer, the next renewal of the lease will report the session again."""
         if self._is_here(session_id) or self._closing.is_set():
             return
         try:
@@ -347,7 +341,8 @@ class OwnedSessions:
             run.cancel()
 
     async def end_background(self) -> None:
-        """Waits up to `COMMIT_GRACE_S` for the background tasks, and then cancels them."""
+        """Waits up to `COMMIT_GRACE_S` for the background tasks, and then cancels them. From then
+        on, no call to the store is repeated."""
         if self._background:
             _, late = await asyncio.wait(self._background, timeout=COMMIT_GRACE_S)
             for task in late:
@@ -355,7 +350,7 @@ class OwnedSessions:
         self._lease_ends = True
 
     async def _take_over(self, seen: SessionRecord, *, cancels: bool = False) -> SessionRecord:
-        """Calls `SessionStore.take_over`. If the call fails and the store may have done the
+        """Calls `SessionStore.take_over`. If the call fails although the store may have done the
         take-over, releases the session, because this coordinator will not run the session.
 
         Raises `Unavailable` while another call takes over, releases or ends the session. Such a
@@ -378,7 +373,8 @@ class OwnedSessions:
             self._unsettled.discard(session_id)
 
     def _is_here(self, session_id: str) -> bool:
-        """Whether the session runs, begins or ends here, or a call to the store about it runs."""
+        """Whether the session runs, begins or ends here, or is the subject of a running call to the
+        store."""
         places = (self.running, self._ending, self._taking)
         return self._is_unsettled(session_id) or any(session_id in place for place in places)
 
@@ -387,19 +383,18 @@ class OwnedSessions:
 
     async def told(self, session_id: str) -> None:
         """Waits up to `TAKE_OVER_RETRY_MS` for the store's answer to a release or end of the
-        session. If the store has lost the session's epoch, it may give the same epoch again. A late
-        release would then end the new run."""
+        session. If the store has lost the session's epoch, it may give the same epoch to a new
+        run. A late release would then end this run."""
         if session_id in self._telling:
             await asyncio.wait([self._telling[session_id]], timeout=limits.TAKE_OVER_RETRY_MS / 1e3)
 
     def _release(self, record: SessionRecord) -> Told:
-        """Releases a session that does not run here, so that any coordinator may take it over."""
         session_id, epoch = record.session_id, record.epoch
         return self._tell(session_id, lambda: self._store.release(session_id, epoch, self.owner))
 
     def give_up(self, record: SessionRecord, owner: str = "") -> Told:
-        """Records a session that does not run here as cancelled. `owner` is the owner that the
-        store should list, by default this coordinator. If the store lists another, it refuses."""
+        """Records a session that does not run here as cancelled. The store refuses unless it lists
+        `owner` (default: this coordinator) as the session's owner."""
         end = Finish(
             record.session_id, record.epoch, owner or self.owner, None, FinishReason.CANCELLED,
             record.counters,
@@ -407,8 +402,6 @@ class OwnedSessions:
         return self._tell(record.session_id, lambda: self._store.finish(end))
 
     async def _abandon(self, opening: asyncio.Task[None], new: SessionRecord) -> None:
-        """Waits until the call that opens a session has ended. Then records the session as
-        cancelled."""
         await asyncio.wait([opening])
         await self.give_up(new)
 
@@ -432,7 +425,7 @@ class OwnedSessions:
         call: Callable[[], Awaitable[object]],
         before: asyncio.Task[Any] | None,
     ) -> OutriderError | None:
-        """Waits for the task `before`, then repeats a call until the store answers. Gives up when
+        """Waits for the task `before`, then repeats a call until the store answers. Gives up if
         this coordinator's lease ends, because other coordinators can then take the session over. If
         more than `UNTOLD_SESSIONS_MAX` sessions wait for such calls, gives up after
         `ABANDON_TRIES_MAX` calls. `Told` describes the result."""
@@ -451,11 +444,8 @@ class OwnedSessions:
                 return error
             else:
                 return None
-            wait_ms = backoff(
-                limits.COMMIT_RETRY_MS_MIN, limits.COMMIT_RETRY_MS_MAX, attempt, self.random
-            )
+            await back_off(attempt, self.random)
             attempt += 1
-            await asyncio.sleep(wait_ms / 1e3)
 
     def random(self) -> float:
         """Returns a random number in [0, 1)."""

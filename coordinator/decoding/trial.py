@@ -7,15 +7,15 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True)
 class DrafterSums:
-    """Sums over the rounds in which one drafter, or one of several, drafted. The first round of a
-    session does not count, because it is the prefill."""
+    """Sums over the rounds of one drafter or of several. A session's first round is not counted,
+    because it is the prefill."""
 
     num_sessions: int = 0
     num_rounds: int = 0
     num_accepted: int = 0
     num_tokens: int = 0
     seconds: float = 0.0
-    """Decoding time. The time of a round ends with the decision of its outcome."""
+    """Time of the rounds, up to the decision of their outcomes."""
     square_tokens: float = 0.0
     """Sum over sessions of tokens²."""
     square_seconds: float = 0.0
@@ -28,7 +28,7 @@ class DrafterSums:
 
     @property
     def as_session(self) -> Self:
-        """The same sums, with all rounds counted as one session."""
+        """The sums if all these rounds are one session."""
         if not self.num_rounds:
             return self
         return replace(
@@ -48,7 +48,7 @@ class DrafterSums:
     def relative_error(self) -> float:
         """Relative standard error of `tokens_per_second`, a ratio of two sums over independent
         sessions. The formula (Cochran, Sampling Techniques, 6.4) sums the squares of the sessions'
-        residuals, tokens - rate × seconds."""
+        residuals: tokens - rate × seconds."""
         if self.num_sessions < 2 or not self.num_tokens:
             return math.inf
         rate = self.tokens_per_second
@@ -64,7 +64,7 @@ class TrialSums:
     replica: str = ""
     """Name of the replica on trial; empty before the first trial."""
     old: DrafterSums = DrafterSums()
-    """Sums of the other drafters."""
+    """Sums of the drafters that are not on trial."""
     new: DrafterSums = DrafterSums()
     """Sums of the drafter on trial."""
 
@@ -83,8 +83,8 @@ class TrialMeter:
 
 
 class SessionTrial:
-    """Sums the rounds of one session, separately for the drafter on trial and the others. If a
-    session's replica is lost, another replica, and so another drafter, may go on."""
+    """Sums the rounds of one session, separately for the drafter on trial and the others. A session
+    may have both, because it moves if its replica is lost."""
 
     def __init__(self, meter: TrialMeter, replica: str) -> None:
         self._meter = meter
