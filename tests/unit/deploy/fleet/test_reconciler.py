@@ -77,13 +77,12 @@ async def call(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 @asynccontextmanager
-async def playing(
-    monkeypatch: pytest.MonkeyPatch, **settings: Any
-) -> AsyncIterator[tuple[Host, Reconciler]]:
-    host = Host(monkeypatch, **settings)
-    yield host, await host.start()
-    for task in asyncio.all_tasks() - {asyncio.current_task()}:
-        task.cancel()
+async def playing(**settings: Any) -> AsyncIterator[tuple[Host, Reconciler]]:
+    with pytest.MonkeyPatch.context() as patched:
+        host = Host(patched, **settings)
+        yield host, await host.start()
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
 
 
 @pytest.mark.virtual(False)
@@ -113,8 +112,7 @@ async def test_a_machine_without_the_password_of_redis_is_told(
 
 @pytest.mark.virtual(False)
 async def test_a_start_that_fails_is_told_to_all_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Callers that wait for the start get the error, and so do later callers. They must not call
-    again. The reconciler can be closed."""
+    """Also to later callers, as an error after which they do not call again."""
     found = Reconciler(Host(monkeypatch).world.spec, "outrider-d")
     failure = Unavailable("the target-0 actor did not answer start in 1 s")
     monkeypatch.setattr(Fleet, "start", AsyncMock(side_effect=failure))
@@ -130,9 +128,9 @@ async def test_a_start_that_fails_is_told_to_all_who_ask(monkeypatch: pytest.Mon
         await found.close()
 
 
-async def test_an_upgrade_is_over_once_the_fleet_was_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_upgrade_is_over_once_the_fleet_was_whole() -> None:
     """Replicas that `scale` starts later do not count, nor those that replace dead replicas."""
-    async with playing(monkeypatch) as (host, found):
+    async with playing() as (host, found):
         machines = host.world.machines
         await asyncio.sleep(1)
         machines.loading.clear()
@@ -149,12 +147,9 @@ async def test_an_upgrade_is_over_once_the_fleet_was_whole(monkeypatch: pytest.M
         assert (len(overview.addresses("target")), overview.num_stale) == (1, 0)
 
 
-async def test_what_was_seen_is_told_again_once_it_is_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It is also told after `NEWS_S`. So a caller that follows the deployment calls six times a
-    minute."""
-    async with playing(monkeypatch) as (_, found):
+async def test_what_was_seen_is_told_again_once_it_is_another() -> None:
+    """And after `NEWS_S`. So a caller that follows the deployment calls six times a minute."""
+    async with playing() as (_, found):
         loop = asyncio.get_running_loop()
         await asyncio.sleep(60)
         seen, began = await found.overview(), loop.time()
@@ -168,12 +163,10 @@ async def test_what_was_seen_is_told_again_once_it_is_another(
         assert loop.time() < began + 2
 
 
-async def test_one_that_returns_goes_by_what_held_once_it_can(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_one_that_returns_goes_by_what_held_once_it_can() -> None:
     """Until then `overview` waits. Refused changes are not saved. Changes that another release has
     saved are not used."""
-    async with playing(monkeypatch) as (host, found):
+    async with playing() as (host, found):
         await found.change({"draft_model": "hybrid:suffix,emulated", "autoscale_calm_s": 5})
         await found.change({"autoscale_targets": "1:4"})
         await asyncio.sleep(60)
@@ -201,11 +194,9 @@ async def test_one_that_returns_goes_by_what_held_once_it_can(
         assert await found.spec() == spec
 
 
-async def test_changes_add_up_also_where_several_are_asked_for_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_changes_add_up_also_where_several_are_asked_for_at_once() -> None:
     """The other roles keep their plans, and the sessions keep their Redis."""
-    async with playing(monkeypatch, redis_url="unix:///x") as (_, found):
+    async with playing(redis_url="unix:///x") as (_, found):
         await asyncio.gather(found.change({"max_num_seqs": 7}), found.change({"deadline_ms": 999}))
         before = await found.spec()
         await found.change({"max_model_len": 99})
@@ -217,13 +208,9 @@ async def test_changes_add_up_also_where_several_are_asked_for_at_once(
         assert spec.plans["target"] != before.plans["target"]
 
 
-async def test_what_cannot_work_is_refused_and_what_held_still_holds(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Impossible are: a fixed setting, a model that cannot be found, a target with another
-    vocabulary, servers that other machines cannot reach, and changes that cannot be saved."""
+async def test_what_cannot_work_is_refused_and_what_held_still_holds() -> None:
     settings = {"engine": "emulated:vocab_size=100", "host": "0.0.0.0", "insecure": True}  # noqa: S104
-    async with playing(monkeypatch, **settings) as (host, found):
+    async with playing(**settings) as (host, found):
         await found.change({"max_num_seqs": 7})
         await found.change({"autoscale_targets": "1:4"})
         host.missing.add("ngram")
@@ -259,10 +246,10 @@ async def test_what_cannot_work_is_refused_and_what_held_still_holds(
     ],
 )
 async def test_gpus_are_shared_out_anew_only_where_changes_say_how(
-    monkeypatch: pytest.MonkeyPatch, setting: str, value: str | float, shares: list[float]
+    setting: str, value: str | float, shares: list[float]
 ) -> None:
     """The result stays. Neither another change nor a restart counts the GPUs again."""
-    async with playing(monkeypatch, gpus=1.0, **ON_GPUS) as (host, found):
+    async with playing(gpus=1.0, **ON_GPUS) as (host, found):
         before = await found.spec()
         host.amounts["GPU"] = 2.0
         await found.change({setting: value})
@@ -277,10 +264,8 @@ async def test_gpus_are_shared_out_anew_only_where_changes_say_how(
             await asyncio.sleep(1)
 
 
-async def test_drafts_come_and_go_with_their_use(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with playing(monkeypatch, draft_model="suffix") as (host, found):
+async def test_drafts_come_and_go_with_their_use() -> None:
+    async with playing(draft_model="suffix") as (host, found):
         await found.change({"draft_model": "hybrid:suffix,emulated"})
         assert (await host.world.registry.wanted())["draft"] == 1
         await found.change({"draft_model": "suffix"})
@@ -304,15 +289,14 @@ OTHER_HEADS = {"draft_model": "eagle3:b"}
 @pytest.mark.parametrize("role", ["draft", "target"])
 @pytest.mark.parametrize(("gain", "state"), [(1.1, "taken"), (0.9, "not taken")])
 async def test_a_drafter_on_trial_is_taken_only_where_it_is_better(
-    monkeypatch: pytest.MonkeyPatch, gain: float, state: str, role: Role
+    gain: float, state: str, role: Role
 ) -> None:
-    """The trial's replica runs beside the wanted replicas, which serve all the time. Other changes
-    have to wait for the end of the trial."""
+    """The trial's replica runs beside the wanted ones. Other changes wait for the end of the trial."""
     key, tried_with, settings = "num_threads", TRIED, {"num_drafts": 2}
     if role == "target":
         key, tried_with, settings = "head", OTHER_HEADS, HEADS | {"num_targets": 2}
     [value] = (str(one).removeprefix("eagle3:") for one in tried_with.values())
-    async with playing(monkeypatch, **settings) as (host, found):
+    async with playing(**settings) as (host, found):
         before = await found.spec()
         names = [one.name for one in (await found.overview()).of(role)]
         for _ in range(2):  # It may be asked again.
@@ -337,7 +321,6 @@ async def test_a_drafter_on_trial_is_taken_only_where_it_is_better(
             overview = await found.overview()
             assert len(overview.addresses(role)) >= 2
             await asyncio.sleep(0.1)
-        assert overview.trial is not None
         assert (overview.trial.state, overview.num_stale) == (state, 0)
         assert f"{gain - 1:+.1%}" in overview.trial.reason
         assert [one.name for one in overview.of(role)] == names or gain > 1
@@ -351,11 +334,9 @@ async def test_a_drafter_on_trial_is_taken_only_where_it_is_better(
         assert not any(one.membership.trial_share for one in configs)
 
 
-async def test_a_head_is_taken_where_no_further_target_has_a_place(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_head_is_taken_where_no_further_target_has_a_place() -> None:
     """The trial's target serves while the only other target leaves to make room."""
-    async with playing(monkeypatch, **HEADS) as (host, found):
+    async with playing(**HEADS) as (host, found):
         await found.begin_trial(OTHER_HEADS, 0.5, 600.0)
         await asyncio.sleep(10)
         host.world.machines.room = len(host.world.machines.actors)
@@ -369,11 +350,9 @@ async def test_a_head_is_taken_where_no_further_target_has_a_place(
         assert host.world.actor(one.name).config.head == "b"
 
 
-async def test_a_head_that_leaves_room_for_other_lengths_is_not_tried(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_head_that_leaves_room_for_other_lengths_is_not_tried() -> None:
     """Sessions could not move between this target and the others."""
-    async with playing(monkeypatch, **HEADS) as (host, found):
+    async with playing(**HEADS) as (host, found):
         kept = ReplicaRecord("target", "kept", "h:1", "h", 1, weights="w/float32/99")
         tried = replace(kept, name="tried", weights="w/float32/90", trial_share=0.5)
         await found.begin_trial(OTHER_HEADS, 0.5, 600.0)
@@ -382,16 +361,13 @@ async def test_a_head_that_leaves_room_for_other_lengths_is_not_tried(
             await host.world.registry.announce(tried)
             await asyncio.sleep(1)
         trial = (await found.overview()).trial
-        assert trial is not None
         assert trial.state == "not taken"
         assert "give --max-model-len" in trial.reason
 
 
 @pytest.mark.parametrize("ends", ["time", "command", "death", "start", "restart"])
-async def test_a_trial_that_shows_nothing_leaves_all_as_it_was(
-    monkeypatch: pytest.MonkeyPatch, ends: str
-) -> None:
-    async with playing(monkeypatch) as (host, found):
+async def test_a_trial_that_shows_nothing_leaves_all_as_it_was(ends: str) -> None:
+    async with playing() as (host, found):
         before, names = await found.spec(), [one.name for one in (await found.overview()).replicas]
         if ends == "start":
             host.world.machines.failures["draft"] = ConfigError("no memory")
@@ -405,7 +381,6 @@ async def test_a_trial_that_shows_nothing_leaves_all_as_it_was(
             found = await host.restart(found)
         await asyncio.sleep(60)
         overview = await found.overview()
-        assert overview.trial is not None
         said = {
             "time": "0 sessions", "command": "was ended by `outrider upgrade --trial-share 0`",
             "restart": "the reconciler died",
@@ -418,8 +393,8 @@ async def test_a_trial_that_shows_nothing_leaves_all_as_it_was(
         await found.change({"deadline_ms": 999})
 
 
-async def test_a_trial_outlasts_a_store_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with playing(monkeypatch) as (host, found):
+async def test_a_trial_outlasts_a_store_that_is_away() -> None:
+    async with playing() as (host, found):
         host.world.machines.failures["draft"] = StoreUnavailable("away")
         await found.begin_trial(TRIED, 0.5, 100.0)
         await asyncio.sleep(30)
@@ -427,12 +402,11 @@ async def test_a_trial_outlasts_a_store_that_is_away(monkeypatch: pytest.MonkeyP
         host.world.machines.failures.clear()
         await asyncio.sleep(10)
         overview = await found.overview()
-        assert overview.trial is not None
         assert overview.trial.state == "runs"
         assert any(one.on_trial and one.address for one in overview.replicas)
 
 
-async def test_a_drafter_that_is_gone_ends_its_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_drafter_that_is_gone_ends_its_trial() -> None:
     """The files of the drafter are gone when its settings are to be adopted. In every second round
     of calls, a coordinator does not answer."""
     silent = iter([True, False] * 99)
@@ -442,7 +416,7 @@ async def test_a_drafter_that_is_gone_ends_its_trial(monkeypatch: pytest.MonkeyP
             raise Unavailable("no answer")
         return sums()
 
-    async with playing(monkeypatch, num_coordinators=2) as (host, found):
+    async with playing(num_coordinators=2) as (host, found):
         await found.begin_trial({"draft_model": "gone"}, 0.25, 600.0)
         await asyncio.sleep(10)
         host.missing.add("gone")
@@ -450,7 +424,6 @@ async def test_a_drafter_that_is_gone_ends_its_trial(monkeypatch: pytest.MonkeyP
         sums, host.world.machines.trial_sums = host.world.machines.trial_sums, told
         await asyncio.sleep(60)
         overview = await found.overview()
-        assert overview.trial is not None
         assert overview.trial.state == "not taken"
         assert overview.trial.reason.startswith("draft_model: is not to be had")
         assert not any(one.on_trial for one in overview.replicas)
@@ -471,10 +444,10 @@ async def test_a_drafter_that_is_gone_ends_its_trial(monkeypatch: pytest.MonkeyP
     ],
 )
 async def test_what_replicas_of_one_role_cannot_try_is_refused(
-    monkeypatch: pytest.MonkeyPatch, first: str, values: dict[str, Any], said: str
+    first: str, values: dict[str, Any], said: str
 ) -> None:
     settings = {} if first in ("emulated", "suffix") else HEADS
-    async with playing(monkeypatch, **settings | {"draft_model": first}) as (_, found):
+    async with playing(**settings | {"draft_model": first}) as (_, found):
         with pytest.raises(ConfigError, match=said):
             await found.begin_trial(values, 0.5, 600.0)
         assert (await found.overview()).trial is None
@@ -488,21 +461,18 @@ async def test_what_replicas_of_one_role_cannot_try_is_refused(
     ],
 )
 async def test_a_share_that_loads_drafts_unlike_is_refused(
-    monkeypatch: pytest.MonkeyPatch, num_drafts: int, share: float, said: str
+    num_drafts: int, share: float, said: str
 ) -> None:
-    async with playing(monkeypatch, num_drafts=num_drafts) as (_, found):
+    async with playing(num_drafts=num_drafts) as (_, found):
         with pytest.raises(ConfigError, match=said):
             await found.begin_trial(TRIED, share, 600.0)
         assert (await found.overview()).trial is None
 
 
-async def test_a_trial_shares_the_gpus_out_as_its_settings_say(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The current GPUs are distributed, also after the trial's settings were adopted and the
-    reconciler was restarted."""
+async def test_a_trial_shares_the_gpus_out_as_its_settings_say() -> None:
+    """Also once its settings were adopted and the reconciler was restarted."""
     settings = {"target_num_gpus": 1.0, "draft_num_gpus": 1.0}
-    async with playing(monkeypatch, gpus=2.0, **ON_GPUS, **settings) as (host, found):
+    async with playing(gpus=2.0, **ON_GPUS, **settings) as (host, found):
         host.amounts["GPU"] = 8.0
         await found.begin_trial({"draft_num_gpus": 2.0}, 0.5, 600.0)
         await asyncio.sleep(10)
