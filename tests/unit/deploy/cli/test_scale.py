@@ -17,7 +17,7 @@ from deploy.fleet.reconciler import changed
 from deploy.fleet.replica_set import Overview, ReplicaView
 from deploy.fleet.trial import TrialReport
 from outrider.config import BOUND_SETTINGS, AutoscaleConfig, load_config
-from outrider.errors import ConfigError, Unavailable
+from outrider.errors import Unavailable
 from outrider.limits import REPLICAS_MAX
 from outrider.registry.registry import ROLES, Role
 
@@ -38,7 +38,6 @@ class Fleet:
         self.num_open = 0
         self.num_lost = 0
         """During this many of the next calls, the reconciler dies."""
-        self.refusal: ConfigError | None = None
         self.wants: list[dict[Role, int]] = []
         self.scaling = AutoscaleConfig(autoscale_calm_s=7.0)
         self.changes: list[dict[str, Any]] = []
@@ -63,8 +62,6 @@ class Fleet:
         return await getattr(self, method)(*arguments)
 
     async def want(self, counts: dict[Role, int]) -> AutoscaleConfig:
-        if self.refusal is not None:
-            raise self.refusal
         self.wants.append(counts)
         return self.scaling
 
@@ -72,8 +69,6 @@ class Fleet:
         return SimpleNamespace(given=self.given)
 
     async def change(self, values: dict[str, Any]) -> AutoscaleConfig:
-        if self.refusal is not None:
-            raise self.refusal
         changed(self.given, values)
         self.changes.append(values)
         if values.keys() <= {*BOUND_SETTINGS}:
