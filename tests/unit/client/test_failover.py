@@ -90,7 +90,6 @@ async def test_a_broken_stream_goes_on_at_the_next_coordinator() -> None:
     first, second = Scripted((STARTED, FIRST, BROKEN)), Scripted((STARTED, SECOND, FINISHED))
     assert (await heard(first, second))[0] == [*WHOLE]
     [asked] = second.asked
-    assert asked is not None
     assert (asked.session_id, asked.num_tokens, asked.num_characters) == (ID, 2, 2)
     assert asked.tokens_digest == TokenSequence(FIRST.token_ids).digest()
     assert 0 < DEADLINE_MS_DEFAULT - (asked.deadline_ms or 0) < 100  # It waited for a moment.

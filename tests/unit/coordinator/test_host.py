@@ -38,7 +38,6 @@ async def test_without_a_draft_only_a_target_that_drafts_counts_as_delayed(
         fallback=NgramDrafter(),
     )  # fmt: skip
     await service.start()
-    assert service._lengths is not None
     assert service._lengths.costs.drafting_delays is drafts_itself
     await service.close()
 
@@ -48,7 +47,6 @@ async def test_errors_name_the_model_as_callers_know_it(tmp_path: Path) -> None:
     byte_level_tokenizer().save_pretrained(tmp_path)
     config = CoordinatorConfig(tokenizer_directory=str(tmp_path), served_model_name="mine")
     text = _load_text(config)
-    assert text is not None
     with pytest.raises(BadRequest, match=r"^tools: the chat template of model mine does not sup"):
         text.check_tools("tools")
 

@@ -209,7 +209,6 @@ async def test_a_session_is_opened_at_the_second_try() -> None:
         opened = noted_openings(b, silent_once)
         b.store.finish = failing(b.store.finish, until=0.1)  # type: ignore[method-assign]
         started, *_, last = await b.events()
-        assert isinstance(started, Started)
         assert isinstance(last, Finished)
         assert started.session_id == opened[1]
         abandoned = await b.service.session(opened[0])
@@ -340,10 +339,8 @@ async def test_a_prompts_log_probabilities_come_before_its_answer(max_tokens: in
     assert entries[0] is None
     for place, entry in enumerate(entries[1:], start=1):
         expected = toy_logits(1, SCORED[:place], 8).double().log_softmax(0)
-        assert entry is not None
         assert entry.logprob == pytest.approx(float(expected[SCORED[place]]))
         assert [one for _, one in entry.top] == pytest.approx(expected.topk(2).values.tolist())
-    assert isinstance(finished, Finished)
     assert finished.finish_reason is FinishReason.LENGTH
     assert (finished.usage.prompt_tokens, finished.usage.completion_tokens) == (40, max_tokens)
     told = [
@@ -397,7 +394,6 @@ async def test_nothing_ends_an_answer_before_min_tokens(
             ][:2]
             assert not {2, 5, 6}.intersection(token for part in early for token in part)
             last = told[1][-1]
-            assert isinstance(last, Finished)
             assert last.stop_token_id == (6 if texts[0][-1] == 6 else None)
             reasons.add(last.finish_reason)
             lengths.add(len(texts[0]))
@@ -428,7 +424,6 @@ async def test_sessions_of_a_draft_on_trial_learn_separately_but_know_all_seeds(
 
         # The draft on trial may be the first that a coordinator knows.
         lengths = b.service._lengths
-        assert lengths is not None
         lengths._draft = None
         kept = b.service.drafts.replicas.pop(next(iter(b.service.drafts.replicas)))
         await drafted(seed=3)
@@ -476,12 +471,10 @@ async def test_sessions_of_a_target_on_trial_learn_and_are_counted_apart() -> No
         request = replace(REQUEST, seed=None, sampling=SamplingParams(temperature=0.0))
         text = token_ids(await b.events(request))
         lengths = b.service._lengths
-        assert lengths is not None
         before = lengths.costs._target.weight
         link = SeverableLink(targets[1])
         await b.service.targets.join("tried", link, trial_share=1.0)
         assert token_ids(await b.events(request)) == text
-        assert b.service._trial_lengths is not None
         tried = b.service._trial_lengths[1].costs._target.weight
         assert lengths.costs._target.weight == before > 0 < tried
         both = (lengths, b.service._trial_lengths[1])
@@ -506,8 +499,6 @@ async def test_lengths_are_learned_for_a_target_that_is_not_on_trial() -> None:
     tried = TargetService(ToyEngine(), InlineExecutor(lambda: STEP_S), max_num_seqs=8, costs=costs)
     await made.service.targets.join("tried", SeverableLink(tried), trial_share=1.0)
     async with running(made) as b:
-        assert b.service.targets.first is not None
         assert b.service.targets.first.step_costs == costs
-        assert b.service._lengths is not None
         assert b.service._lengths._target.step_costs is None
     await tried.close()

@@ -168,7 +168,6 @@ async def test_expired_work_is_refused_without_a_step(desk: Desk) -> None:
     desk.submit(3, deadline_ms=60_000)
     await asyncio.sleep(0.01)
     answers = await desk.answered()
-    assert isinstance(answers[2], Refused)
     assert answers[2].code == 4
     assert isinstance(answers[3], ProposalReply)
     assert [len(step) for step in desk.worker.steps] == [1, 1]
@@ -354,7 +353,6 @@ async def test_an_item_that_expires_between_two_parts_is_refused_and_its_session
     desk.worker.left[session_name(1)] = 1000
     desk.submit(1, deadline_ms=30)
     answer = (await desk.answered())[1]
-    assert isinstance(answer, Refused)
     assert answer.code == 4
     assert len(desk.worker.steps) <= 3
     assert desk.worker.heard == [("park", session_name(1))]
@@ -383,17 +381,14 @@ def test_rounds_and_epochs_only_grow() -> None:
     assert rounds.admit(make_head((1,), epoch=1, round_index=5)) is None
     assert rounds.admit(make_head((1,), epoch=1, round_index=5)) is None
     behind = rounds.admit(make_head((1,), epoch=1, round_index=4))
-    assert behind is not None
     assert behind.code == 1
     assert rounds.admit(make_head((1,), epoch=2, round_index=0)) is None
     over = rounds.admit(make_head((1,), epoch=1, round_index=9))
-    assert over is not None
     assert over.code == 10
     assert not rounds.release(session_name(1), 1)
     assert rounds.admit(make_head((1,), epoch=1, round_index=9)) is not None
     assert rounds.release(session_name(1), 2)
     late = rounds.admit(make_head((1,), epoch=2, round_index=2**40))
-    assert late is not None
     assert late.code == 1
     assert rounds.admit(make_head((1,), epoch=1)) is not None
     assert rounds.admit(make_head((1,), epoch=3)) is None

@@ -35,7 +35,6 @@ def test_an_append_says_all_that_a_successor_must_know() -> None:
     session.decide([1], Counters(1, 2, 0), draft=draft, target=target, logprobs=['{"a": 1}'])
     session.decide([2], Counters(2, 4, 0), target=CacheState("t", 5), logprobs=['{"a": 2}'])
     append = session.next_append()
-    assert append is not None
     assert (append.session_id, append.epoch, append.owner) == (session.session_id, 1, "anna")
     assert append.prefix_digest == TokenSequence([*new_session().token_ids, 1, 2]).digest()
     assert (append.draft, append.target) == (draft, CacheState("t", 5))
@@ -54,7 +53,6 @@ def test_a_lost_tail_is_sent_again_and_stays_shown(stored: int) -> None:
     session.check_integrity()
     assert session.showable_length == 6
     append = session.next_append()
-    assert append is not None
     assert (append.expected_length, append.token_ids) == (stored, session.tokens.since(stored))
     assert append.logprobs == "".join(line + "\n" for line in lines[max(stored - 3, 0) :])
 
@@ -63,7 +61,6 @@ def test_a_long_gap_is_sent_in_pieces() -> None:
     session = opened()
     session.decide([7] * (APPEND_TOKENS_MAX + 1), NO_COUNTS)
     append = session.next_append()
-    assert append is not None
     assert len(append.token_ids) == APPEND_TOKENS_MAX
     assert append.prefix_digest == session.tokens.digest(3 + APPEND_TOKENS_MAX)
     session.acknowledge(3 + APPEND_TOKENS_MAX)
@@ -153,7 +150,6 @@ class OwnerMachine(RuleBasedStateMachine):
     @rule(answered=st.booleans())
     def send(self, answered: bool) -> None:
         append = self.session.next_append()
-        assert append is not None
         if append.expected_length == len(self.stored):
             self.stored += append.token_ids
             assert append.prefix_digest == TokenSequence(self.stored).digest()

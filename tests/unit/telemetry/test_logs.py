@@ -67,7 +67,6 @@ def test_the_log_of_a_running_replica_stays(
     with subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as running:
-        assert running.stdout is not None
         running.stdout.readline()
         os.utime(quiet, (1, 1))
         log_files.make_room(tmp_path)

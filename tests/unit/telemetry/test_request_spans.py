@@ -54,7 +54,6 @@ def test_a_wrong_destination_is_refused_by_name(text: str) -> None:
 
 def test_trace_context_survives_the_wire() -> None:
     context = read_traceparent(SAMPLED)
-    assert context is not None
     span = get_current_span(context)
     assert span.get_span_context().is_remote
     assert write_traceparent(span) == SAMPLED
@@ -159,8 +158,6 @@ def test_acceptance_is_counted_by_position_and_context_length() -> None:
     """Also under vLLM's names, without `context`, whatever format Prometheus prefers. In a tree
     siblings share a position."""
     exports = start_exports("prometheus=0", "coordinator", "127.0.0.1", vllm_model="m")
-    assert exports is not None
-    assert exports.scrape is not None
     requests = ObservedRequests(exports.tracer, exports.meter, CoordinatorConfig())
     observer = requests.begin(REQUEST, "m", "")
     chain, tree = SealedProposal((1, 2)), SealedProposal((1, 2, 3), b"", (-1, -1, 0))
@@ -227,8 +224,6 @@ def test_a_conversation_is_recorded_only_when_asked_for(prompts: bool) -> None:
 
 def test_a_port_that_is_taken_is_a_configuration_error() -> None:
     first = start_exports("prometheus=0", "draft", "127.0.0.1")
-    assert first is not None
-    assert first.scrape is not None
     port = int(first.scrape.address.rpartition(":")[2])
     try:
         with pytest.raises(ConfigError, match="cannot serve Prometheus"):

@@ -68,7 +68,6 @@ async def test_a_bug_is_internal_logged_and_not_told(caplog: pytest.LogCaptureFi
 
 async def test_long_messages_are_cut() -> None:
     back = await through_grpc(BadRequest("f" * 5000, "x" * 50_000))
-    assert isinstance(back, BadRequest)
     assert len(back.field) == ERROR_MESSAGE_CHARS_MAX
     assert len(back.message) <= 2 * ERROR_MESSAGE_CHARS_MAX + 2
 

@@ -78,8 +78,6 @@ async def test_text_without_a_token_is_a_separate_event() -> None:
     queue.write(_entry(0, "a"))
     queue.write(_entry(1, "held back", num_tokens=0))
     first, second = await queue.read(), await queue.read()
-    assert first is not None
-    assert second is not None
     assert (first[0].text_delta, second[0].text_delta) == ("a", "held back")
 
 

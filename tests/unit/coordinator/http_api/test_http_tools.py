@@ -134,7 +134,6 @@ def test_calls_that_must_come_are_held_to_the_schemas(several: bool) -> None:
         response_format={"type": "json_object"},
     )  # fmt: skip
     [request] = asked.requests
-    assert request.constraint is not None
     assert asked.renamed(BadRequest("json_schema", "no"), 0).field == "tools"
     grammar_tokens().compile(request.constraint)
     schema = jsonschema.Draft202012Validator(json.loads(request.constraint.text))
@@ -149,7 +148,6 @@ def test_calls_that_must_come_are_held_to_the_schemas(several: bool) -> None:
 
 def test_the_named_tool_is_its_arguments_alone() -> None:
     [request] = chat(tools=BOTH, tool_choice=NAMED).requests
-    assert request.constraint is not None
     assert json.loads(request.constraint.text) == CITY
 
 
@@ -310,10 +308,8 @@ def test_the_template_says_how_calls_are_written(mark: str, kind: type[Reader] |
         assert fitted.requests[0].shown_tokens == kind.shown_tokens
     again = formats.form(fitted.requests[0].answer_form) if kind else None
     for form in (fitted.form, again or fitted.form):
-        assert form is not None
         assert type(form.make_reader()) is (kind or Reader)
     held = formats.fitted(chat(tools=BOTH, tool_choice="required"))
-    assert held.form is not None
     assert type(held.form.make_reader()) is HeldCalls
     assert held.requests[0].shown_tokens == ()
     assert held.form.call_id("s", 0) == held.form.call_id("s", 0) != held.form.call_id("s", 1)
@@ -337,7 +333,6 @@ def test_reasoning_begins_where_the_template_has_begun_it(
 ) -> None:
     formats = ChatFormats(text_of(template), reasoning_parser=parser)
     form = formats.fitted(chat(chat_template_kwargs=variables)).form
-    assert form is not None
     assert read(form.make_reader(), "ab</think>c", 2) == parts
     assert formats.fitted(chat()).requests[0].shown_tokens == Reasoning.shown_tokens
     assert formats.fitted(chat(response_format={"type": "json_object"})).form is None

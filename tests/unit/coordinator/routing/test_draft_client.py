@@ -411,7 +411,6 @@ def test_the_proposal_for_the_real_outcome_is_picked() -> None:
         kept.put(pushed(1, 4, assumed))
     assert len(kept._kept) == 3
     found = kept.begin(1, TokenSequence((*PROMPT, 8, 9)))
-    assert found is not None
     assert found.assumed == (8, 9)
     for index in (0, 1, 3):
         kept.put(pushed(index, 4, (9,)))
@@ -430,7 +429,6 @@ def test_kept_proposals_are_bounded_and_the_first_for_an_outcome_stays(
     kept.put(pushed(1, 4, (8,), q=b"x" * 50))
     assert len(kept._kept) == 1
     found = kept.begin(1, TokenSequence((*PROMPT, 9)))
-    assert found is not None
     assert found.proposal.token_ids == (1, 2, 3)
 
 

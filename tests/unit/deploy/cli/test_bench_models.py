@@ -22,7 +22,6 @@ def test_peers_have_as_many_threads_as_the_services_in_all() -> None:
     """Target and draft of one session take turns, so peers get the larger of their numbers."""
     for target, draft, expected in ((0, 0, available_cores()), (3, 5, 5)):
         found = subject(target_num_threads=target, draft_num_threads=draft).target
-        assert found is not None
         assert found.num_threads == expected
 
 

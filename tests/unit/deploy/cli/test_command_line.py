@@ -186,7 +186,6 @@ def test_a_second_signal_ends_a_command_whose_deployment_does_not_stop() -> None
         "main(['generate', '--engine', 'emulated:', '--token-ids', '1'])\n"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None
         for _ in range(2):
             assert child.stdout.readline() == b"\n"
             child.terminate()

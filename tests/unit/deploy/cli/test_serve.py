@@ -142,7 +142,6 @@ async def test_commands_ask_the_record_where_coordinators_are_by_now() -> None:
     state, record = state_directory(os.environ), recorded.record()
     recorded.run_here(state, record)
     async with connected(parse(["chat"])) as known:
-        assert known.find is not None
         publish(state, replace(record, grpc_address="h:9"))
         async with known.client() as client:
             assert client.address == known.find() == "h:9"
@@ -197,7 +196,6 @@ def test_a_deployment_that_is_starting_is_stopped(
         [sys.executable, "-c", program, str(state)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     ) as child:  # fmt: skip
-        assert child.stdout is not None
         child.stdout.readline()
         assert main(["stop"]) == 0
         assert child.wait(10) == -signal.SIGTERM

@@ -73,7 +73,6 @@ def test_one_session_takes_the_sum_of_its_parts() -> None:
     round_s = 0.020 + 0.002 + 0.0085 + 0.003
     assert found.rounds_per_second == pytest.approx(1 / round_s, abs=0.3)
     assert found.tokens_per_round == pytest.approx(5, rel=0.02)
-    assert found.tpot_ms is not None
     assert found.tpot_ms[0] == pytest.approx(1e3 * round_s / 5, rel=0.01)
     assert found.draft_ms == pytest.approx(11.5)
     assert found.busy[0] == pytest.approx(0.020 / round_s, rel=0.02)
@@ -141,7 +140,6 @@ SIZED = _scenario(sessions=3, seats=2, pair=_pair(*ALL), seconds=0.5, warm_up_s=
 def test_the_smallest_fleet_keeps_the_time_and_one_target_less_does_not() -> None:
     """3 sessions at 6 ms a token need 100 rounds a second. A target with full steps has 83."""
     fleet = smallest(SIZED, 6.0, ROLES)
-    assert fleet is not None
     assert (fleet["target"], fleet["coordinator"]) == (2, 1)
     assert keeps(simulate(replace(SIZED, fleet=fleet)), 6.0)
     fewer = {**fleet, "target": fleet["target"] - 1}
@@ -155,7 +153,6 @@ def test_an_emulated_engine_says_what_is_simulated(capsys: pytest.CaptureFixture
     round brings 1 + 0.8 + 0.4 tokens, within five standard errors of about 350 rounds."""
     engine = "verify_ms=20,verify_tokens=4,draft_ms=1,draft_branches=1"
     times = of_emulated(f"{engine},acceptance_rates=0.8/0.4", 64, 64).times
-    assert times.draft is not None
     assert [times.target.step_seconds(rows) for rows in (1, 4, 5, 9)] == [0.02, 0.02, 0.04, 0.06]
     assert times.target.step_seconds(4_000) == pytest.approx(20.0)
     assert times.draft.step_seconds(7) == pytest.approx(0.007)

@@ -71,7 +71,6 @@ def _played(draft: DraftConfig, sample: Sample, rule: Rule, k: int) -> list[list
                 return guess.proposal(request)
             num_drawn = min(request.num_draft_tokens, draft.hybrid_model_tokens)
             request = replace(request, num_draft_tokens=num_drawn)
-        assert model is not None
         return model.propose([request])[0]
 
     sessions = []
@@ -200,7 +199,6 @@ def test_a_plan_says_how_to_deploy_it() -> None:
     flags = f"--num-draft-tokens 12 --look-ahead 4 --num-drafts 2 {given}"
     words = told(num_draft_tokens=12, look_ahead=4, draft_replicas=2)
     assert f"`outrider serve t --draft-model 'hybrid:suffix,a b' {flags}`" in words
-    assert plan.spread is not None
     assert "has a speed-up of {:.2f} to {:.2f}. In ".format(*plan.spread.speedup) in words
     apart = told(num_draft_tokens=12, look_ahead=0, draft_replicas=1)
     assert f"--num-draft-tokens 12 --look-ahead 0 {given}`" in apart
