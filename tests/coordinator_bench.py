@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from outrider.config import CoordinatorConfig
 from outrider.drafters.lookup import NgramDrafter
 from outrider.errors import StoreUnavailable
 from outrider.replica.executors import InlineExecutor
-from outrider.request import Event, GenerateRequest
+from outrider.request import Event, GenerateRequest, Tokens
 from outrider.telemetry.observer import UNOBSERVED, Observation
 from target_service.service import TargetService
 
@@ -56,6 +56,25 @@ class SlowText:
         return ""
 
 
+def tokens_of(events: Sequence[Event]) -> list[int]:
+    return [one for event in events if isinstance(event, Tokens) for one in event.token_ids]
+
+
+def target_service(
+    engine: Any = None, step_s: float | None = None, **options: Any
+) -> TargetService:
+    """A target with 8 seats. Its engine is a toy by default, and its steps take `STEP_S`."""
+    executor = InlineExecutor(lambda: STEP_S if step_s is None else step_s)
+    return TargetService(engine or ToyEngine(), executor, max_num_seqs=8, **options)
+
+
+def draft_service(engine: Any = None, step_s: float | None = None, **options: Any) -> DraftService:
+    """A draft with 8 seats. By default its engine disagrees with the toy target's."""
+    executor = InlineExecutor(lambda: STEP_S if step_s is None else step_s)
+    drafter = ModelDrafter(engine or ToyEngine(salt=2))
+    return DraftService(drafter, executor, max_num_seqs=8, **options)
+
+
 B = TypeVar("B", bound="Bench")
 
 
@@ -69,25 +88,24 @@ class Bench:
         name: str = "c",
         target: TargetService | None = None,
         draft: DraftService | None = None,
+        target_link: Any = None,
         drafts: Mapping[str, Any] | None = None,
+        fallback: Any = None,
         observation: Observation = UNOBSERVED,
         **settings: Any,
     ) -> None:
         loop = asyncio.get_running_loop()
-        executor = InlineExecutor(lambda: STEP_S)
-        self.target = target or TargetService(ToyEngine(), executor, max_num_seqs=8)
-        self.draft = draft or DraftService(
-            ModelDrafter(ToyEngine(salt=2)), executor, max_num_seqs=8
-        )
-        self.target_link = SeverableLink(self.target)
+        self.target = target or target_service()
+        self.draft = draft or draft_service()
+        self.target_link = target_link or SeverableLink(self.target)
         self.store = store or ScriptStore(lambda: loop.time() * 1e3)
         self.service = CoordinatorService(
             replace(CONFIG, **{"max_sessions": 10, **settings}),
             name,
             store=self.store,
             targets={"t": self.target_link},
-            drafts=drafts or {"d": SeverableLink(self.draft)},
-            fallback=NgramDrafter(),
+            drafts={"d": SeverableLink(self.draft)} if drafts is None else drafts,
+            fallback=fallback or NgramDrafter(),
             text=text,
             observation=observation,
         )

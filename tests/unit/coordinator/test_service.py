@@ -7,15 +7,25 @@ from typing import Any
 
 import pytest
 import torch
-from coordinator_bench import CONFIG, REQUEST, STEP_S, Bench, SlowText, bench, failing, running
+from coordinator_bench import (
+    CONFIG,
+    REQUEST,
+    STEP_S,
+    Bench,
+    SlowText,
+    bench,
+    draft_service,
+    failing,
+    running,
+    target_service,
+    tokens_of,
+)
 from rounds import SeverableLink
 from stack import toy_text
 from toy_engine import ToyEngine, toy_logits
 
 from coordinator.decoding.loop import COMMIT_GRACE_S
 from coordinator.service import TROUBLE_S
-from draft_service.model_drafter import ModelDrafter
-from draft_service.service import DraftService
 from outrider.drafters.drafter import DraftRequest
 from outrider.engine.interface import SequenceStep
 from outrider.engine.step_costs import StepCosts
@@ -30,9 +40,7 @@ from outrider.errors import (
     Unavailable,
 )
 from outrider.messages import ProposalReply
-from outrider.replica.executors import InlineExecutor
 from outrider.request import (
-    Event,
     Finished,
     GenerateRequest,
     PromptTokens,
@@ -44,7 +52,6 @@ from outrider.sessions.store import FinishReason, SessionRecord
 from outrider.speculation.proposal import DraftDistribution, Proposal, SealedProposal, encode_q
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.link import MemoryLink
-from target_service.service import TargetService
 
 pytestmark = pytest.mark.virtual
 
@@ -69,9 +76,7 @@ class BrokenDraft(MemoryLink):
 
 async def test_a_session_leaves_a_draft_whose_q_is_not_for_its_tokens() -> None:
     loop = asyncio.get_running_loop()
-    link = BrokenDraft(DraftService(
-        ModelDrafter(ToyEngine(salt=2)), InlineExecutor(lambda: STEP_S), max_num_seqs=8
-    ))  # fmt: skip
+    link = BrokenDraft(draft_service())
     async with bench(drafts={"d": link}) as b:
         request = replace(REQUEST, rule=Rule.TOKEN, sampling=SamplingParams())
         events = await b.events(request)
@@ -118,7 +123,7 @@ async def test_commits_may_take_a_grace_beyond_the_deadline(
         events = b.service.generate(replace(REQUEST, deadline_ms=1_000))
         for _ in range(1 + num_shown):
             await anext(events)
-        b.store.append = failing(b.store.append, until + 1)  # type: ignore[method-assign]
+        b.store.append = failing(b.store.append, until + 1)
         with pytest.raises(error):
             while True:
                 await anext(events)
@@ -142,7 +147,7 @@ async def test_a_short_silence_is_no_trouble(what: str, silent_s: float, is_heal
         loop = asyncio.get_running_loop()
         if what == "store":
             until = loop.time() + silent_s
-            b.store.load = failing(b.store.load, until)  # type: ignore[method-assign]
+            b.store.load = failing(b.store.load, until)
         else:
             b.target_link.sever(LinkLost("gone"), reachable=False)
             loop.call_later(silent_s, b.target_link.restore)
@@ -157,11 +162,11 @@ async def test_a_session_whose_store_is_away_at_its_end_waits() -> None:
     """If the store stays away, the request ends after its deadline."""
     async with bench() as b:
         loop, finish = asyncio.get_running_loop(), b.store.finish
-        b.store.finish = failing(finish, until=5.0)  # type: ignore[method-assign]
+        b.store.finish = failing(finish, until=5.0)
         assert isinstance((await b.events())[-1], Finished)
         start = loop.time()
         assert start >= 5.0
-        b.store.finish = failing(finish, until=1e9)  # type: ignore[method-assign]
+        b.store.finish = failing(finish, until=1e9)
         with pytest.raises(StoreUnavailable):
             await b.events(GenerateRequest((1,), max_tokens=2, deadline_ms=3_000))
         assert 3.0 <= loop.time() - start <= 10.0
@@ -178,7 +183,7 @@ def noted_openings(b: Bench, then: Callable[[int], Awaitable[None]]) -> list[str
         opened.append(session.session_id)
         await then(len(opened))
 
-    b.store.open = noted  # type: ignore[method-assign]
+    b.store.open = noted
     return opened
 
 
@@ -207,7 +212,7 @@ async def test_a_session_is_opened_at_the_second_try() -> None:
 
     async with bench() as b:
         opened = noted_openings(b, silent_once)
-        b.store.finish = failing(b.store.finish, until=0.1)  # type: ignore[method-assign]
+        b.store.finish = failing(b.store.finish, until=0.1)
         started, *_, last = await b.events()
         assert isinstance(last, Finished)
         assert started.session_id == opened[1]
@@ -223,7 +228,7 @@ async def test_a_running_session_is_cancelled_once_even_without_the_store() -> N
                 session_id = event.session_id
                 with pytest.raises(NotFound):
                     await b.service.cancel(session_id, tenant="another")
-                b.store.load = failing(load, until=1e9)  # type: ignore[method-assign]
+                b.store.load = failing(load, until=1e9)
             if isinstance(event, Tokens):
                 for _ in range(3):
                     await b.service.cancel(session_id)
@@ -231,29 +236,25 @@ async def test_a_running_session_is_cancelled_once_even_without_the_store() -> N
             if isinstance(event, Finished):
                 reasons.append(event.finish_reason)
         assert reasons == [FinishReason.CANCELLED]
-        b.store.load = load  # type: ignore[method-assign]
+        b.store.load = load
         await b.service.cancel(session_id)
 
 
-def test_tokenizing_counts_for_the_deadline_and_for_admission() -> None:
-    async def main() -> None:
-        text = SlowText(0.5)
-        async with bench(text=text, max_sessions=1) as b:
-            first = asyncio.create_task(b.events(GenerateRequest("abcd", max_tokens=1)))
-            await asyncio.sleep(0.1)
-            with pytest.raises(Overloaded):
-                await b.events(GenerateRequest("abcd", max_tokens=1))
-            assert isinstance((await first)[-1], Finished)
-            with pytest.raises(DeadlineExceeded, match="deadline_ms"):
-                await b.events(GenerateRequest("abcd", max_tokens=1, deadline_ms=100))
-
-    asyncio.run(main())
+@pytest.mark.virtual(False)
+async def test_tokenizing_counts_for_the_deadline_and_for_admission() -> None:
+    async with bench(text=SlowText(0.5), max_sessions=1) as b:
+        first = asyncio.create_task(b.events(GenerateRequest("abcd", max_tokens=1)))
+        await asyncio.sleep(0.1)
+        with pytest.raises(Overloaded):
+            await b.events(GenerateRequest("abcd", max_tokens=1))
+        assert isinstance((await first)[-1], Finished)
+        with pytest.raises(DeadlineExceeded, match="deadline_ms"):
+            await b.events(GenerateRequest("abcd", max_tokens=1, deadline_ms=100))
 
 
 async def test_a_session_that_is_lost_during_a_round_ends_with_that_error() -> None:
     """Not with the verdict that comes afterwards, although all its tokens were shown."""
-    target = TargetService(ToyEngine(), InlineExecutor(lambda: 2.0), max_num_seqs=8)
-    async with bench(target=target) as made:
+    async with bench(target=target_service(step_s=2.0)) as made:
         events = made.service.generate(REQUEST)
         async for event in events:
             if isinstance(event, Tokens):
@@ -270,7 +271,7 @@ async def test_a_failed_renewal_of_the_lease_ends_nothing() -> None:
         async def broken(*arguments: Any) -> Any:
             raise InvariantError("the lease's key is damaged")
 
-        b.store.hold_lease = broken  # type: ignore[method-assign]
+        b.store.hold_lease = broken
         request = GenerateRequest((1, 2), max_tokens=60, num_draft_tokens=0)
         assert isinstance((await b.events(request))[-1], Finished)
         await asyncio.sleep(2.0)
@@ -285,7 +286,7 @@ async def test_a_bug_in_the_commits_is_reported_and_leaves_no_open_sessions() ->
     async def broken(*arguments: Any) -> Any:
         raise RuntimeError("a bug")
 
-    b.store.append = broken  # type: ignore[method-assign]
+    b.store.append = broken
     with pytest.raises(Unavailable):
         await b.events()
     assert b.service.failed
@@ -296,19 +297,6 @@ async def test_a_bug_in_the_commits_is_reported_and_leaves_no_open_sessions() ->
     assert await b.store.records() == stored
     await b.target.close()
     await b.draft.close()
-
-
-async def test_a_client_that_cannot_come_back_is_not_waited_for() -> None:
-    """Its session is cancelled at once; that of another client may be resumed."""
-    async with bench(resume_grace_ms=60_000) as b:
-        for resumable in (True, False):
-            stream = b.service.generate(replace(REQUEST, max_tokens=40), resumable=resumable)
-            started = await anext(stream)
-            assert isinstance(started, Started)
-            await stream.aclose()
-            await asyncio.sleep(1.0)
-            found = await b.service.session(started.session_id)
-            assert (found.finish_reason is FinishReason.CANCELLED) is not resumable
 
 
 async def test_the_last_event_has_the_stop_string() -> None:
@@ -343,16 +331,11 @@ async def test_a_prompts_log_probabilities_come_before_its_answer(max_tokens: in
         assert [one for _, one in entry.top] == pytest.approx(expected.topk(2).values.tolist())
     assert finished.finish_reason is FinishReason.LENGTH
     assert (finished.usage.prompt_tokens, finished.usage.completion_tokens) == (40, max_tokens)
-    told = [
-        [one.token_ids for one in events if isinstance(one, Tokens)] for events in (plain, parts)
-    ]
-    assert sum(told[1], ()) == (sum(told[0], ()) if max_tokens else ())
+    assert tokens_of(parts) == (tokens_of(plain) if max_tokens else [])
 
 
 async def test_a_prompt_is_scored_within_the_deadline() -> None:
-    executor = InlineExecutor(lambda: STEP_S)
-    target = TargetService(ToyEngine(pass_s=0.05), executor, max_num_seqs=8)
-    async with bench(target=target) as b:
+    async with bench(target=target_service(ToyEngine(pass_s=0.05))) as b:
         request = replace(REQUEST, prompt=SCORED, prompt_logprobs=0, max_tokens=0, deadline_ms=15)
         with pytest.raises(DeadlineExceeded, match="before the prompt was scored"):
             await b.events(request)
@@ -369,10 +352,8 @@ async def test_nothing_ends_an_answer_before_min_tokens(
 ) -> None:
     """The text is the same as without drafts. The draft does not propose an end before that either;
     the first token after it may be one."""
-    executor = InlineExecutor(lambda: STEP_S)
-    target = TargetService(ToyEngine(salt=1, eos_token_ids=ENDS), executor, max_num_seqs=8)
-    draft = DraftService(
-        ModelDrafter(ToyEngine(salt=1, eos_token_ids=ENDS)), executor, max_num_seqs=8
+    target, draft = (
+        made(ToyEngine(salt=1, eos_token_ids=ENDS)) for made in (target_service, draft_service)
     )
     reasons, lengths = set(), set()
     async with bench(target=target, draft=draft, look_ahead=look_ahead) as b:
@@ -382,10 +363,7 @@ async def test_nothing_ends_an_answer_before_min_tokens(
                 REQUEST, prompt=(1, seed % 7), seed=seed, sampling=sampling, include_rounds=True
             )
             told = [await b.events(replace(request, num_draft_tokens=k)) for k in (0, 3)]
-            texts = []
-            for events in told:
-                parts = [event.token_ids for event in events if isinstance(event, Tokens)]
-                texts.append([token_id for part in parts for token_id in part])
+            texts = [tokens_of(events) for events in told]
             assert texts[0] == texts[1]
             assert len(texts[0]) >= 9
             assert not {2, 5, 6}.intersection(texts[0][:9])
@@ -453,28 +431,22 @@ class Repeating(ToyEngine):
         return [Proposal((1,) * one.num_draft_tokens) for one in requests]
 
 
-def token_ids(events: Sequence[Event]) -> list[int]:
-    return [one for event in events if isinstance(event, Tokens) for one in event.token_ids]
-
-
 async def test_sessions_of_a_target_on_trial_learn_and_are_counted_apart() -> None:
     """Also once it is lost: they go on with the other target, and are counted there."""
     costs = [StepCosts((1,), (seconds,)) for seconds in (STEP_S, 2 * STEP_S)]
     engines: list[Any] = [Repeating(), Repeating()]
     targets = [
-        TargetService(
-            engine, InlineExecutor(lambda: STEP_S), max_num_seqs=8, self_drafter=engine, costs=one
-        )
+        target_service(engine, self_drafter=engine, costs=one)
         for engine, one in zip(engines, costs, strict=True)
     ]
     async with bench(target=targets[0], length_control=True) as b:
         request = replace(REQUEST, seed=None, sampling=SamplingParams(temperature=0.0))
-        text = token_ids(await b.events(request))
+        text = tokens_of(await b.events(request))
         lengths = b.service._lengths
         before = lengths.costs._target.weight
         link = SeverableLink(targets[1])
         await b.service.targets.join("tried", link, trial_share=1.0)
-        assert token_ids(await b.events(request)) == text
+        assert tokens_of(await b.events(request)) == text
         tried = b.service._trial_lengths[1].costs._target.weight
         assert lengths.costs._target.weight == before > 0 < tried
         both = (lengths, b.service._trial_lengths[1])
@@ -486,7 +458,7 @@ async def test_sessions_of_a_target_on_trial_learn_and_are_counted_apart() -> No
         running = asyncio.create_task(b.events(request))
         await asyncio.sleep(5 * STEP_S)
         link.sever(LinkLost("down"), reachable=False)
-        assert token_ids(await running) == text
+        assert tokens_of(await running) == text
         await asyncio.sleep(1)
         assert b.service.trial_sums.old.num_rounds > 0
     await targets[1].close()
@@ -496,7 +468,7 @@ async def test_lengths_are_learned_for_a_target_that_is_not_on_trial() -> None:
     """Also where the target on trial is the first that a coordinator knows."""
     made = Bench(length_control=True)
     costs = StepCosts((1,), (STEP_S,))
-    tried = TargetService(ToyEngine(), InlineExecutor(lambda: STEP_S), max_num_seqs=8, costs=costs)
+    tried = target_service(costs=costs)
     await made.service.targets.join("tried", SeverableLink(tried), trial_share=1.0)
     async with running(made) as b:
         assert b.service.targets.first.step_costs == costs

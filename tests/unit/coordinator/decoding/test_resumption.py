@@ -11,7 +11,8 @@ from functools import partial
 from typing import Any
 
 import pytest
-from coordinator_bench import REQUEST, Bench, SlowText, bench, failing
+from coordinator_bench import REQUEST, Bench, SlowText, bench, failing, tokens_of
+from test_detokenizer import Letters
 
 from coordinator.decoding.detokenizer import Completion
 from coordinator.decoding.resumption import (
@@ -41,7 +42,7 @@ from outrider.limits import (
     TAKE_OVERS_MAX,
 )
 from outrider.messages import PositionLogprobs
-from outrider.request import Event, Finished, ResumeRequest, Started, Tokens
+from outrider.request import Event, ResumeRequest, Started, Tokens
 from outrider.sessions.store import CacheState, Counters, FinishReason, SessionRecord, released
 from outrider.speculation.accept_reject import Origin
 from outrider.speculation.sampling_params import Rule, SamplingParams
@@ -52,10 +53,6 @@ pytestmark = pytest.mark.virtual
 SEEDED = replace(REQUEST, seed=7, rule=Rule.COUPLED, max_tokens=30)
 GRACE_S = 5.0
 CANCELLED = FinishReason.CANCELLED
-
-
-def tokens_of(events: Sequence[Event]) -> list[int]:
-    return [v for event in events if isinstance(event, Tokens) for v in event.token_ids]
 
 
 @dataclass
@@ -138,25 +135,6 @@ async def not_stored(appends: Any) -> list[Any]:
     raise StoreUnavailable("the coordinator is dead")
 
 
-async def test_a_broken_stream_continues_where_it_was() -> None:
-    """Tokens and text are the same as in an unbroken stream: random numbers are keyed by place."""
-    async with opened(text=SlowText()) as made:
-        whole = tokens_of(await made.events(SEEDED))
-        broken = await left(made, 10)
-        rest = await broken.goes_on(made)
-        assert isinstance(rest[0], Started)
-        assert tokens_of(broken.heard) + tokens_of(rest) == whole
-        told = [e.text_delta for e in (*broken.heard, *rest) if isinstance(e, Tokens)]
-        assert "".join(told) == "x" * 30
-        last = rest[-1]
-        assert last.usage.completion_tokens == 30
-        record = await broken.record(made)
-        assert (record.epoch, record.finish_reason) == (2, FinishReason.LENGTH)
-        again = [e async for e in made.service.resume(ResumeRequest(record.session_id, 28))]
-        assert tokens_of(again) == whole[28:]
-        assert isinstance(again[-1], Finished)
-
-
 async def test_after_its_coordinator_died_a_session_uses_what_the_target_holds() -> None:
     """The record says what that is, and the session was not released."""
     async with two() as (made, other):
@@ -167,7 +145,7 @@ async def test_after_its_coordinator_died_a_session_uses_what_the_target_holds()
         del made.store.append
         sent: list[Any] = []
         send = other.target_link.send
-        other.target_link.send = lambda item: (sent.append(item), send(item))[1]  # type: ignore[method-assign]
+        other.target_link.send = lambda item: (sent.append(item), send(item))[1]
         await broken.goes_on(other)
         assert max(len(item.head.append) for item in sent) <= 2 * (2 + 1)
         await events.aclose()
@@ -589,7 +567,7 @@ RECORD = SessionRecord(
     rule=Rule.BLOCK,
     parameters=PARAMETERS.to_json(),
     prompt_length=2,
-    token_ids=(1, 2, 10, 11, 12),
+    token_ids=(1, 2, 0, 1, 2),
     prefix_digest=0,
     draft=CacheState(),
     target=CacheState(),
@@ -597,16 +575,6 @@ RECORD = SessionRecord(
     logprobs="[-1.0,[]]\n[-2.0,[[3,-0.5]]]\n[-Infinity,[]]\n",
     finish_reason=None,
 )
-
-
-class Letters:
-    """Token 10 is "a", 11 is "b" ..."""
-
-    def push(self, token_id: int) -> str:
-        return chr(ord("a") + token_id - 10)
-
-    def finish(self) -> str:
-        return ""
 
 
 def completion(stop: tuple[str, ...] = ("cd",), eos: Sequence[int] = ()) -> Completion:
@@ -628,25 +596,25 @@ def test_a_replay_has_what_the_client_lacks_and_continues_its_text(known: int) -
         return
     [tokens] = found.events
     assert tokens.first_index == known
-    assert tokens.token_ids == (10, 11, 12)[known:]
+    assert tokens.token_ids == (0, 1, 2)[known:]
     assert tokens.text_delta == "ab"[known:]
     assert tokens.origins == (Origin.STORED,) * (3 - known)
     assert [entry.logprob for entry in tokens.logprobs] == [-1.0, -2.0, -math.inf][known:]
-    assert found.completion.push((13,)).finish_reason is FinishReason.STOP
+    assert found.completion.push((3,)).finish_reason is FinishReason.STOP
 
 
 def test_text_continues_from_the_characters_that_the_client_has() -> None:
     [tokens] = replay(RECORD, PARAMETERS, completion(), asked(2, 1)).events
-    assert (tokens.token_ids, tokens.text_delta) == ((12,), "b")
+    assert (tokens.token_ids, tokens.text_delta) == ((2,), "b")
     [tokens] = replay(RECORD, PARAMETERS, completion(), asked(1, 2)).events
-    assert (tokens.token_ids, tokens.text_delta) == ((11, 12), "")
+    assert (tokens.token_ids, tokens.text_delta) == ((1, 2), "")
 
 
 def test_a_long_replay_has_several_events() -> None:
     num = 2 * TOKENS_PER_EVENT + 7
     quiet = replace(PARAMETERS, logprobs=None, max_tokens=9999, stop=())
     long = Completion(max_tokens=9999, stop=(), eos_token_ids=(), text_stream=Letters())
-    record = replace(RECORD, token_ids=(1, 2, *[10] * num), logprobs="")
+    record = replace(RECORD, token_ids=(1, 2, *[0] * num), logprobs="")
     events = replay(record, quiet, long, asked(3)).events
     assert [len(event.token_ids) for event in events] == [TOKENS_PER_EVENT] * 2 + [4]
     assert [event.first_index for event in events] == [3, 3 + TOKENS_PER_EVENT, num - 4]
@@ -655,7 +623,7 @@ def test_a_long_replay_has_several_events() -> None:
 
 def test_a_complete_completion_ends_without_another_round() -> None:
     for known in (1, 3):
-        found = replay(RECORD, PARAMETERS, completion(eos=(12,)), asked(known))
+        found = replay(RECORD, PARAMETERS, completion(eos=(2,)), asked(known))
         assert found.finish_reason is FinishReason.STOP
 
 
@@ -682,7 +650,7 @@ def test_a_finished_session_is_replayed_to_its_end() -> None:
     events = told_again(ENDED, "toy", replay(ENDED, QUIET, completion(), asked(1)))
     started, tokens, tail, finished = events
     assert isinstance(started, Started)
-    assert (tokens.token_ids, tokens.text_delta) == ((11, 12), "b")
+    assert (tokens.token_ids, tokens.text_delta) == ((1, 2), "b")
     assert (tail.first_index, tail.token_ids, tail.text_delta) == (3, (), "c")
     assert finished.finish_reason is FinishReason.DEADLINE
     assert (finished.usage.prompt_tokens, finished.usage.completion_tokens) == (2, 3)
@@ -691,10 +659,10 @@ def test_a_finished_session_is_replayed_to_its_end() -> None:
     *_, finished = told_again(ENDED, "toy", replay(ENDED, QUIET, completion(("bc",)), asked(1)))
     assert finished.stop_string == "bc"
     stopped = Completion(
-        max_tokens=6, stop=(), eos_token_ids=(), text_stream=Letters(), stop_token_ids=(12,)
+        max_tokens=6, stop=(), eos_token_ids=(), text_stream=Letters(), stop_token_ids=(2,)
     )
     *_, finished = told_again(ENDED, "toy", replay(ENDED, QUIET, stopped, asked(1)))
-    assert (finished.stop_token_id, finished.stop_string) == (12, None)
+    assert (finished.stop_token_id, finished.stop_string) == (2, None)
 
 
 @pytest.mark.parametrize(("characters", "told"), [(2, ["c"]), (3, []), (None, ["c"])])

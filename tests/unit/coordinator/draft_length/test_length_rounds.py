@@ -2,35 +2,28 @@
 clock with 2 ms of latency in each direction."""
 
 import asyncio
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
-from script_store import ScriptStore
+from coordinator_bench import STEP_S, bench, draft_service, target_service
 from toy_engine import ToyEngine
 
-from coordinator.service import CoordinatorService
-from draft_service.model_drafter import ModelDrafter
-from draft_service.service import DraftService
-from outrider.clock import run_virtually
-from outrider.config import CoordinatorConfig, DraftConfig
+from outrider.config import DraftConfig
 from outrider.drafters.drafter import DraftRequest
-from outrider.drafters.lookup import Guess, NgramDrafter
+from outrider.drafters.lookup import Guess
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine.step_costs import StepCosts
 from outrider.messages import VerdictReply
-from outrider.replica.executors import InlineExecutor
 from outrider.request import Finished, GenerateRequest
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.telemetry.observer import Observation, RequestObserver
 from outrider.transport.link import MemoryLink
-from target_service.service import TargetService
+
+pytestmark = pytest.mark.virtual
 
 WIRE_S = 0.002
-STEP_S = 0.010
 NUM_TOKENS = 900
-CONFIG = CoordinatorConfig(served_model_name="toy", target_gone_ms=2_000)
 
 
 class Played(RequestObserver, Observation):
@@ -60,7 +53,8 @@ class Overheard(MemoryLink):
     its answers."""
 
     def __init__(self, service: Any, on_send: Any, on_answer: Any = None) -> None:
-        super().__init__(service, lambda message: _loop().call_later(WIRE_S, message))
+        loop = asyncio.get_running_loop()
+        super().__init__(service, lambda message: loop.call_later(WIRE_S, message))
         self._on_send = on_send
         if on_answer is not None:
             connect = service.connect
@@ -71,18 +65,14 @@ class Overheard(MemoryLink):
         super().send(item)
 
 
-def _loop() -> asyncio.AbstractEventLoop:
-    return asyncio.get_running_loop()
-
-
-def generate(
+async def generate(
     rule: Rule,
     num_draft_tokens: int,
     draft_step_s: float,
     draft_salt: int,
     *,
-    drafting_delays: bool = False,
     lookup: SuffixDrafter | None = None,
+    **settings: Any,
 ) -> Played:
     """Runs one request. The draft is the same model as the target if its salt is 1; with `lookup`
     there is none."""
@@ -97,54 +87,36 @@ def generate(
     def on_answers(answers: Any) -> None:
         found.num_verdicts += sum(isinstance(one, VerdictReply) for one in answers)
 
-    async def main() -> None:
-        engines = [ToyEngine(salt=salt, max_model_len=1024) for salt in (1, draft_salt)]
-        target = TargetService(
-            engines[0], InlineExecutor(lambda: STEP_S), max_num_seqs=8,
-            costs=StepCosts((1, 17), (STEP_S, STEP_S)),
-        )  # fmt: skip
-        draft = DraftService(
-            ModelDrafter(engines[1]), InlineExecutor(lambda: draft_step_s), max_num_seqs=8,
-            costs=StepCosts((1, 17), (draft_step_s, draft_step_s)),
-        )  # fmt: skip
-        drafted_by = None if lookup is None else DraftConfig()
-        service = CoordinatorService(
-            replace(CONFIG, drafting_delays=drafting_delays, lookup=drafted_by),
-            "c",
-            store=ScriptStore(lambda: _loop().time() * 1e3),
-            targets={"t": Overheard(target, on_message, on_answers)},
-            drafts={} if lookup else {"d": Overheard(draft, on_draft)},
-            fallback=lookup or NgramDrafter(),
-            observation=found,
-        )
-        await service.start()
-        start, temperature = _loop().time(), 0.0 if rule is Rule.GREEDY else 1.0
-        request = GenerateRequest(
-            (1, 2, 3), sampling=SamplingParams(temperature=temperature), rule=rule, seed=5,
-            max_tokens=NUM_TOKENS, num_draft_tokens=num_draft_tokens,
-        )  # fmt: skip
-        async for event in service.generate(request):
+    engines = [ToyEngine(salt=salt, max_model_len=1024) for salt in (1, draft_salt)]
+    target = target_service(engines[0], costs=StepCosts((1, 17), (STEP_S, STEP_S)))
+    costs = StepCosts((1, 17), (draft_step_s, draft_step_s))
+    draft = draft_service(engines[1], draft_step_s, costs=costs)
+    request = GenerateRequest(
+        (1, 2, 3), sampling=SamplingParams(temperature=0.0 if rule is Rule.GREEDY else 1.0),
+        rule=rule, seed=5, max_tokens=NUM_TOKENS, num_draft_tokens=num_draft_tokens,
+    )  # fmt: skip
+    async with bench(
+        target=target, draft=draft, target_link=Overheard(target, on_message, on_answers),
+        drafts={} if lookup else {"d": Overheard(draft, on_draft)}, fallback=lookup,
+        observation=found, length_control=True, lookup=DraftConfig() if lookup else None,
+        **settings,
+    ) as made:  # fmt: skip
+        start = asyncio.get_running_loop().time()
+        async for event in made.service.generate(request):
             found.tokens += getattr(event, "token_ids", ())
             if isinstance(event, Finished):
                 found.num_rounds = event.metrics.num_rounds
-        found.seconds = _loop().time() - start
+        found.seconds = asyncio.get_running_loop().time() - start
         found.num_steps = len(engines[0].batches)
-        await service.close()
-        service.check_integrity()
-        for replica in (target, draft):
-            await replica.close()
-            replica.check_integrity()
-
-    run_virtually(main())
     return found
 
 
-def test_rounds_without_a_draft_run_ahead_and_nearly_all_their_verdicts_are_used() -> None:
+async def test_rounds_without_a_draft_run_ahead_and_nearly_all_their_verdicts_are_used() -> None:
     """With a bad and slow draft, plain phases and trials alternate. The target makes exactly one
     step per round, gets a message for about one plain round in eight, and needs no resync, although
     it was ahead when the trials began."""
-    found = generate(Rule.COUPLED, 4, STEP_S / 4, draft_salt=2)
-    plain = generate(Rule.COUPLED, 0, STEP_S / 4, draft_salt=2)
+    found = await generate(Rule.COUPLED, 4, STEP_S / 4, draft_salt=2)
+    plain = await generate(Rule.COUPLED, 0, STEP_S / 4, draft_salt=2)
     asked = found.asked_for
     assert found.tokens == plain.tokens
     assert 0 < sum(num > 0 for num in asked) < 0.1 * len(asked)
@@ -166,17 +138,17 @@ class CountedLookups(SuffixDrafter):
         return super().guess(request)
 
 
-def test_look_ups_in_plain_rounds_save_trials() -> None:
+async def test_look_ups_in_plain_rounds_save_trials() -> None:
     """In a text without repetition there are few look-ups, and almost no round drafts."""
     lookup = CountedLookups()
-    found = generate(Rule.COUPLED, 4, 0.0, draft_salt=2, lookup=lookup)
+    found = await generate(Rule.COUPLED, 4, 0.0, draft_salt=2, lookup=lookup)
     num_drafted = sum(num > 0 for num in found.asked_for)
     assert 0 < num_drafted < 0.05 * len(found.asked_for)
     assert num_drafted + 10 < lookup.num_asked < num_drafted + found.num_rounds / 8
 
 
 @pytest.mark.parametrize("delays", [False, True])
-def test_a_draft_on_the_targets_cores_reads_the_prompt_after_it(delays: bool) -> None:
-    found = generate(Rule.GREEDY, 4, 0.0005, draft_salt=1, drafting_delays=delays)
+async def test_a_draft_on_the_targets_cores_reads_the_prompt_after_it(delays: bool) -> None:
+    found = await generate(Rule.GREEDY, 4, 0.0005, draft_salt=1, drafting_delays=delays)
     assert found.reads_beside is not delays
     assert max(found.asked_for) == 4

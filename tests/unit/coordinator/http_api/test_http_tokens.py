@@ -4,14 +4,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from coordinator_bench import bench
+from coordinator_bench import bench, target_service
 from models import byte_fallback_tokenizer, byte_level_tokenizer
 from test_http_app import Front
 from toy_engine import ToyEngine
 
-from outrider.replica.executors import InlineExecutor
 from outrider.tokenizer import TokenizerText
-from target_service.service import TargetService
 
 VOCAB = 320
 TEXT = TokenizerText(byte_level_tokenizer(VOCAB), "toy")
@@ -27,8 +25,7 @@ class Caller(Front):
 
 @pytest.fixture
 async def caller() -> AsyncIterator[Caller]:
-    target = TargetService(ToyEngine(VOCAB), InlineExecutor(lambda: 0.01), max_num_seqs=8)
-    async with bench(text=TEXT, target=target) as made:
+    async with bench(text=TEXT, target=target_service(ToyEngine(VOCAB))) as made:
         yield Caller(made.service)
 
 
