@@ -103,6 +103,18 @@ class Deployment(httpx2.AsyncBaseTransport):
         async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
             return await http.request(method, path, json=body, headers=named)
 
+    async def run(self, method: str, path: str, receive: Any, told: list[Any]) -> None:
+        """Calls the application without a client. `told` gets its messages."""
+        scope = {
+            "type": "http", "method": method, "path": path, "headers": [],
+            "raw_path": path.encode(), "query_string": b"",
+        }  # fmt: skip
+
+        async def send(message: Any) -> None:
+            told.append(message)
+
+        await self.app(scope, receive, send)
+
     def headers(self, name: str) -> list[str | None]:
         return [request.headers.get(name) for request in self.asked]
 
@@ -251,16 +263,8 @@ async def test_a_client_that_goes_or_a_gateway_that_closes_ends_the_stream(close
     made = Deployment(httpx2.Response(200, headers=SSE, stream=silent))
     incoming: asyncio.Queue[Any] = asyncio.Queue()
     told: list[Any] = []
-    scope = {
-        "type": "http", "method": "POST", "path": "/v1/completions", "headers": [],
-        "raw_path": b"/v1/completions", "query_string": b"",
-    }  # fmt: skip
-
-    async def send(message: Any) -> None:
-        told.append(message)
-
     incoming.put_nowait({"type": "http.request", "body": b"{}", "more_body": False})
-    calling = asyncio.create_task(made.app(scope, incoming.get, send))
+    calling = asyncio.create_task(made.run("POST", "/v1/completions", incoming.get, told))
     await asyncio.sleep(1.0)
     assert told[-1]["body"] == EVENTS[0]
     assert not silent.closed
@@ -274,19 +278,11 @@ async def test_a_client_that_goes_or_a_gateway_that_closes_ends_the_stream(close
 
 
 async def test_a_path_that_is_none_is_refused() -> None:
-    made = Deployment(rest)
-    scope = {
-        "type": "http", "method": "GET", "path": "http://x/", "headers": [],
-        "raw_path": b"http://x/", "query_string": b"",
-    }  # fmt: skip
-    told: list[Any] = []
+    made, told = Deployment(rest), list[Any]()
 
     async def receive() -> Any:
         return {"type": "http.request", "body": b"", "more_body": False}
 
-    async def send(message: Any) -> None:
-        told.append(message)
-
-    await made.app(scope, receive, send)
+    await made.run("GET", "http://x/", receive, told)
     assert told[0]["status"] in (400, 404)
     assert not made.asked

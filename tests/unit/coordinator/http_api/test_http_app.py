@@ -232,8 +232,7 @@ async def test_answers_are_as_the_document_says(path: str, body: dict[str, Any])
 
 @pytest.mark.parametrize("prompt", [[2**40], [-1]])
 async def test_what_is_echoed_is_looked_at_once_it_is_admitted(prompt: list[int]) -> None:
-    """Invalid tokens of a prompt cannot be decoded. The coordinator refuses them before `echo` does
-    so."""
+    """The coordinator refuses invalid tokens, which could not be decoded."""
     service = Service(BadRequest("token_ids[0]", "is not a token id"))
     service.text = TokenizerText(byte_level_tokenizer(), "toy")
     body = {"prompt": prompt, "echo": True}
@@ -246,8 +245,7 @@ async def test_what_is_echoed_is_looked_at_once_it_is_admitted(prompt: list[int]
 async def test_an_answer_that_is_not_waited_for_is_closed(
     num_turns: int, told: list[dict[str, Any]]
 ) -> None:
-    """The events are closed at whatever moment the request is cancelled, and if its headers cannot
-    be sent."""
+    """At whatever moment the request is cancelled, and if its headers cannot be sent."""
     closed, has_begun = asyncio.Event(), asyncio.Event()
 
     async def events() -> AsyncGenerator[Any]:
@@ -317,8 +315,7 @@ class SlowBody:
 
 
 async def test_bodies_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A body counts until it is complete or its client has gone. While the bodies are too large
-    together, a request gets a 503."""
+    """A body counts until it is complete or its client has gone."""
     size = len(json.dumps(BODY))
     monkeypatch.setattr("coordinator.http_api.reading.HTTP_BODIES_BYTES_MAX", 2 * size)
     front = Front(Service(*WHOLE))
@@ -363,8 +360,7 @@ def locked(directory: Path, concurrency: int = 1) -> tuple[Front, MemorySlots]:
 
 
 async def test_no_route_answers_without_a_key(tmp_path: Path) -> None:
-    """Every route and method, and paths that do not exist, answer a request without a valid key by
-    a 401 in OpenAI's form. Only open paths need no key."""
+    """All answer by a 401 in OpenAI's form, also for paths that do not exist."""
     front, _ = locked(tmp_path)
     key = front.key
     refused: list[list[tuple[str, str]]] = [
@@ -400,8 +396,7 @@ async def test_no_route_answers_without_a_key(tmp_path: Path) -> None:
 async def test_a_request_counts_once_and_each_of_its_texts_has_a_place(
     tmp_path: Path, stream: bool
 ) -> None:
-    """A request takes a slot for each of its generations, all at once, and frees them before the
-    caller has the answer. It is refused if there are too few. Other routes need no slot."""
+    """It takes its slots at once, and frees them before the caller has the answer."""
     front, slots = locked(tmp_path, concurrency=4)
     found = await front.post(n=2, prompt=[[1], [2]], stream=stream)
     assert found.status_code == 200
@@ -425,8 +420,7 @@ async def test_a_request_counts_once_and_each_of_its_texts_has_a_place(
 async def test_no_body_is_read_for_a_key_whose_bucket_is_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until the key may make a request again, the store is not asked either. Routes without a body
-    answer."""
+    """Nor is the store asked. Routes without a body answer."""
     front, slots = locked(tmp_path)
     asked: list[Caller] = []
 
@@ -450,8 +444,7 @@ async def test_no_body_is_read_for_a_key_whose_bucket_is_empty(
 async def test_one_tenants_bodies_keep_no_other_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The incomplete bodies of all keys of a tenant count together. Those of another tenant do not
-    count."""
+    """The bodies of all keys of a tenant count together."""
     size = len(json.dumps(BODY))
     monkeypatch.setattr("coordinator.http_api.reading.HTTP_TENANT_BODIES_BYTES_MAX", 2 * size)
     ann, bob, eve = (

@@ -221,8 +221,7 @@ def test_echo_asks_for_the_prompts_log_probabilities_where_any_are_asked_for() -
 def test_the_coordinators_errors_name_the_bodys_fields(
     field: str, in_chat: str, in_completions: str
 ) -> None:
-    """If there are several prompts, the error says which one is wrong. In this test, each has two
-    choices."""
+    """Of several prompts, each here with two choices, the error says which is wrong."""
     error = BadRequest(field, "is wrong")
     told = chat(max_completion_tokens=5, guided_regex="a").renamed(error, 0)
     assert (told.field, told.message) == (in_chat, f"{in_chat}: is wrong")

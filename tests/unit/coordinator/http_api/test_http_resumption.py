@@ -305,9 +305,8 @@ async def test_requests_at_the_same_moment_are_one(form: str) -> None:
 
 
 async def test_a_request_that_runs_is_waited_for_by_the_same_one() -> None:
-    """Neither request is broken off, and each gets the whole answer. A request with an event id of
-    the first one takes over at once. A different request with the key is refused at once. So is one
-    with a wrong event id, and the waiting ones go on waiting."""
+    """Each gets the whole answer. A request with an event id of the first one takes over at once. A
+    different request with the key, and a wrong event id, are refused at once."""
     path, body = FORMS["choices"]
     async with two() as (first, _):
         answers = await asyncio.gather(*(first.call(path, body, KEY) for _ in range(3)))
@@ -336,8 +335,7 @@ async def test_a_request_that_runs_is_waited_for_by_the_same_one() -> None:
 
 
 async def test_a_request_that_waits_takes_no_slot_of_its_key() -> None:
-    """A repeated request is admitted while the first one runs, as both are one generation. Another
-    request is refused until both have ended."""
+    """Both are one generation. Another request is refused until both have ended."""
     path, body = FORMS["chat"]
     limited = KeyEntry(KeyHash.of(API_KEYS[0]), Caller("a", "a", concurrency=1))
     async with two() as (first, _):
@@ -425,9 +423,8 @@ async def test_a_key_is_its_tenants_and_of_one_request() -> None:
 
 
 async def test_what_a_key_keeps_expires() -> None:
-    """For some time, a repeated request continues the answer. After that, the answer counts as
-    cancelled. When its session has expired, a repeated request begins a new one, unless the client
-    has tokens of the old one."""
+    """Until then a repeated request continues the answer. Afterwards it begins a new one, unless
+    the client has tokens of the old one."""
     path, body = FORMS["chat"]
     async with two() as (first, second):
         _, _, content = await first.call(path, body, KEY, leaves_after=4)

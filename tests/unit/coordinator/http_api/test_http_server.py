@@ -326,8 +326,7 @@ async def test_silent_sockets_keep_no_caller_out(encryption: Any) -> None:
 
 @pytest.mark.usefixtures("few")
 async def test_idle_connections_make_room_and_busy_ones_do_not() -> None:
-    """A new connection replaces the one that has been idle for longest. If all are busy, it is
-    refused."""
+    """The one that has been idle for longest goes first."""
     go_on = asyncio.Event()
     service = Service(go_on=go_on)
     async with AsyncExitStack() as stack:
@@ -392,8 +391,7 @@ async def test_headers_that_do_not_come_are_not_waited_for(
 
 
 async def test_one_grpc_server_takes_the_port_over_from_another() -> None:
-    """Every new connection is served. A server without `takes_over`, and another deployment, cannot
-    use the port."""
+    """Neither a server without `takes_over` nor another deployment can use the port."""
     old = RpcServer([], ServerOptions(shares_port=True))
     port = await old.start()
     await old.set_serving(True)
@@ -421,8 +419,7 @@ async def test_one_grpc_server_takes_the_port_over_from_another() -> None:
 
 
 async def test_clients_notice_nothing_of_several_hand_overs() -> None:
-    """Requests on new connections and on a kept one are all served. A server without `takes_over`
-    cannot use the port."""
+    """Neither on new connections nor on a kept one."""
     told: Any = Service()
     server = http_server(told, HttpOptions(shares_port=True))
     await server.start()
@@ -481,8 +478,7 @@ async def test_a_request_that_still_comes_is_answered() -> None:
 
 
 async def test_a_server_that_drains_refuses_new_requests_until_running_ones_end() -> None:
-    """It answers new requests on any connection by 503 with `Retry-After`, and closes connections
-    without a request."""
+    """By 503 with `Retry-After`, on any connection. Connections without a request are closed."""
     go_on = asyncio.Event()
     server = http_server(cast(Any, Service(1, go_on)), HttpOptions())
     await server.start()

@@ -127,8 +127,7 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], field: str) -> None:
 
 @pytest.mark.parametrize("several", [True, False])
 def test_calls_that_must_come_are_held_to_the_schemas(several: bool) -> None:
-    """The answer is a list of calls whose arguments match the schema of their tool, including its
-    references. Errors about the constraint name `tools`."""
+    """The answer is a list of calls whose arguments match the schema of their tool."""
     asked = chat(
         tools=BOTH, tool_choice="required", parallel_tool_calls=several,
         response_format={"type": "json_object"},
@@ -235,8 +234,7 @@ def test_what_models_write(make: Callable[[], Reader], text: str, parts: Parts) 
 
 
 def test_what_is_certain_is_told_at_once() -> None:
-    """Content is returned up to text that may begin a mark, a name as a whole, and arguments piece
-    by piece."""
+    """Content up to what may begin a mark, names as a whole, and arguments piece by piece."""
     assert Hermes().push("sure <to") == [("content", "sure")]
     reader = Hermes()
     pieces = ("<tool_call>{", '"name": "f', '", "arguments": {"a', '": 1', "}}", "</tool_call>")

@@ -201,21 +201,9 @@ async def test_a_replica_that_cannot_join_is_tried_again(world: World) -> None:
     assert list(world.pool.replicas) == ["a"]
 
 
-async def test_while_the_registry_is_away_nothing_changes(world: World) -> None:
-    world.live("a", "b")
-    await asyncio.sleep(SOON_S)
-    for _ in range(2):
-        world.registry.failure = StoreUnavailable("no answer")
-        await asyncio.sleep(10 * LEASE_S)
-        assert world.pool.num_present == 2
-        world.registry.failure = None
-        await asyncio.sleep(2 * LEASE_S)
-        assert world.pool.num_present == 2
-
-
 async def test_a_registry_that_comes_back_empty_removes_no_replica_at_once(world: World) -> None:
-    """Live replicas have the length of a lease to announce themselves again; others are removed
-    then."""
+    """Nor does one that is away. Live replicas have the length of a lease to announce themselves
+    again; others are removed then."""
     world.live("a", "b")
     await asyncio.sleep(SOON_S)
     world.registry.failure = StoreUnavailable("no answer")

@@ -48,9 +48,10 @@ pytestmark = pytest.mark.virtual
 NEW = ReplicaDescription("toy", "new", "", 99, "float32", 0, (), 8)
 
 
-async def test_a_target_that_cannot_be_reached_is_left_at_once() -> None:
+@pytest.mark.parametrize("loss", [LinkLost("down"), refuse(Unavailable("shutting down"))])
+async def test_a_target_that_is_lost_or_shuts_down_is_left_at_once(loss: Any) -> None:
     """All tokens are sent, as it is not known what the other one holds."""
-    first, second = ScriptedLink(verdict, LinkLost("down")), ScriptedLink(verdict, verdict)
+    first, second = ScriptedLink(verdict, loss), ScriptedLink(verdict, verdict)
     one = session()
     target = target_of(first, second, one=one)
     loop = asyncio.get_running_loop()
@@ -376,14 +377,6 @@ async def test_sessions_are_spread_evenly_and_similar_ones_share_a_replica() -> 
     first.close()
     assert enter(2, PROMPT).replica != second.replica
     assert enter(3, PROMPT, second.replica).replica == second.replica
-
-
-async def test_a_refusal_of_a_target_that_shuts_down_moves_the_session() -> None:
-    first, second = ScriptedLink(refuse(Unavailable("shutting down"))), ScriptedLink(verdict)
-    target = target_of(first, second)
-    await target.verify(0, NOTHING_SEALED)
-    assert asyncio.get_running_loop().time() == 0
-    assert target.cache_state.replica == "r1"
 
 
 async def test_the_health_check_of_a_dozen_silent_targets_is_fast() -> None:

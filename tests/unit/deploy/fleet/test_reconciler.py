@@ -291,7 +291,7 @@ OTHER_HEADS = {"draft_model": "eagle3:b"}
 async def test_a_drafter_on_trial_is_taken_only_where_it_is_better(
     gain: float, state: str, role: Role
 ) -> None:
-    """The trial's replica runs beside the wanted ones. Other changes wait for the end of the trial."""
+    """Its replica runs beside the wanted ones. Other changes wait for the end of the trial."""
     key, tried_with, settings = "num_threads", TRIED, {"num_drafts": 2}
     if role == "target":
         key, tried_with, settings = "head", OTHER_HEADS, HEADS | {"num_targets": 2}
