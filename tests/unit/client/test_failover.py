@@ -248,8 +248,7 @@ def test_clients_that_wait_for_one_lease_do_not_wake_together() -> None:
 
 
 def test_coordinators_are_known_once_they_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    """A function that fails or returns an empty text changes nothing; few connections that are no
-    longer named are kept."""
+    """If no name is returned, nothing changes. Few connections without a name are kept."""
     now, names = [0.0], Names("a,b", "b,c", OSError("no such file"), "", "c")
     found = pool(names, now)
     assert found.each == ["A", "B"]

@@ -46,8 +46,8 @@ async def test_a_connection_without_a_call_is_closed(
 
 
 async def test_calls_get_a_new_connection_now_and_then() -> None:
-    """At most the one call that meets the end of a connection fails, with UNAVAILABLE. Clients
-    repeat such calls. A stream stays on its connection."""
+    """Only a call that meets the end of a connection may fail, with UNAVAILABLE. Clients repeat
+    such calls. A stream stays on its connection."""
     peers, num_failed = list[str](), 0
     options = ServerOptions(
         connection_age_ms=400, guard=lambda _, context: peers.append(context.peer())
@@ -78,8 +78,7 @@ async def test_calls_get_a_new_connection_now_and_then() -> None:
 
 
 async def test_a_port_that_another_process_holds_is_never_shared() -> None:
-    """Also if that listens on one address only and allows sharing. A foreign host is not contacted
-    for the check."""
+    """Also if that listens on one address only. A foreign host is not contacted."""
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         other.bind(("127.0.0.2", 0))

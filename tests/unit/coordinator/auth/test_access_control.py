@@ -51,8 +51,7 @@ def test_a_caller_is_known_by_its_key() -> None:
 
 
 async def test_a_generation_has_a_slot_until_its_last_event() -> None:
-    """The slot gets the name of its session. It is free before the last event, and when the stream
-    is closed."""
+    """The slot is free before the last event, and when the stream is closed."""
     slots = MemorySlots()
     access = AccessControl(None, slots)
     async with aclosing(generation(access)) as running:
@@ -71,8 +70,7 @@ async def test_a_generation_has_a_slot_until_its_last_event() -> None:
 
 
 async def test_a_resumption_uses_the_slot_of_its_session() -> None:
-    """The broken stream, which is not closed yet, uses the same slot. The slot is free when both
-    streams are closed."""
+    """Also while the broken stream still holds it. It is free when both are closed."""
     slots = MemorySlots()
     access = AccessControl(None, slots)
     old, new = (generation(access, resumes=SESSION) for _ in range(2))

@@ -110,8 +110,7 @@ def test_without_a_tokenizer_there_is_no_text_but_eos_and_length_still_end_it() 
 def test_text_is_what_precedes_the_first_stop_string_however_it_arrives(
     text: str, stop: list[str], cuts: list[int], lag: int
 ) -> None:
-    """Property: however tokens are split into rounds, the text shown is the text before the stop
-    string that is completed first, or all text."""
+    """The first stop string is the one that is completed first. Without any, all text is shown."""
     answer = completion(stop=tuple(stop), lag=lag)
     shown, ended = "", False
     tokens, rounds = iter(ids(text)), iter(cuts)

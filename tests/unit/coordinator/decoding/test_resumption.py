@@ -210,8 +210,7 @@ async def test_of_two_concurrent_resumes_one_succeeds(turns: int) -> None:
 async def test_a_resume_that_is_given_up_leaves_nothing_behind(
     turns: int, elsewhere: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The session may be resumed here or at another coordinator, and does not count as a take-over
-    any more. The end of `two` checks integrity."""
+    """The session may be resumed anywhere, and counts as a take-over no more."""
     monkeypatch.setattr("outrider.limits.TAKE_OVERS_MAX", 1)
     async with two(resume_grace_ms=60_000) as (made, other):
         old = made.service.generate(SEEDED)
@@ -313,8 +312,7 @@ async def test_resumes_count_for_max_sessions() -> None:
 
 
 async def test_concurrent_take_overs_are_limited() -> None:
-    """A coordinator died with more sessions: clients beyond the limit are told when to try
-    again."""
+    """Clients beyond the limit are told when to try again."""
     async with two(resume_grace_ms=60_000, max_sessions=1_000) as (made, other):
         each = [await left(made) for _ in range(TAKE_OVERS_MAX + 5)]
         take_over = made.store.take_over
@@ -348,8 +346,7 @@ async def test_slow_readers_of_finished_sessions_do_not_count_as_take_overs() ->
 
 
 async def test_a_session_without_a_client_is_released_and_later_cancelled() -> None:
-    """Its coordinator keeps its lease, but not this session. Nothing is decoded meanwhile. The
-    client may still cancel it, or read its end."""
+    """Nothing is decoded meanwhile. The client may still cancel it, or read its end."""
     async with opened() as made:
         first, second, third = [await left(made) for _ in range(3)]
         taken_over = await made.store.take_over(await first.record(made), "other")
@@ -380,8 +377,7 @@ async def test_another_coordinators_session_is_not_taken_over_while_it_runs() ->
 async def test_a_session_is_cancelled_by_any_coordinator(
     dies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its stream gets its last event. If its coordinator has died, it does not go on. Another
-    tenant's session is not found."""
+    """If its coordinator lives, its stream gets its last event. Other tenants cannot cancel it."""
     monkeypatch.setattr("coordinator_bench.STEP_S", 0.1)
     async with two() as (made, other), aclosing(made.service.generate(SEEDED, "a")) as events:
         broken = await taken(events)
@@ -433,8 +429,7 @@ async def test_a_session_whose_release_was_lost_is_released_when_it_is_wanted() 
 
 
 async def test_a_running_session_is_not_released_when_it_is_wanted() -> None:
-    """The store is not even asked. Nor is a session that is resumed before the store answers: its
-    stream would end with `StaleEpoch`."""
+    """Nor one that is resumed before the store answers: its stream would end by `StaleEpoch`."""
     async with opened(resume_grace_ms=60_000) as made:
         events = made.service.generate(SEEDED)
         broken = await taken(events)
@@ -488,8 +483,7 @@ async def test_a_session_is_not_resumed_while_its_release_is_under_way() -> None
 
 
 async def test_a_take_over_waits_for_the_release_of_the_one_before() -> None:
-    """The store did not carry out the first take-over, so the second gets the same epoch, and the
-    release would end it."""
+    """The first was lost, so both have the same epoch, and the release would end the second."""
     async with opened(resume_grace_ms=60_000) as made:
         broken = await left(made)
         take_over, release = made.store.take_over, made.store.release
@@ -692,8 +686,7 @@ async def test_a_long_replay_leaves_the_event_loop(is_long: bool) -> None:
 
 @pytest.mark.virtual(False)
 async def test_clients_that_leave_long_replays_keep_one_thread_busy() -> None:
-    """A call on a thread goes on after its waiter was cancelled. Others wait for the thread, and
-    are dropped when the coordinator closes."""
+    """A call on a thread cannot be cancelled. Others wait, and are dropped at the end."""
     record = replace(RECORD, token_ids=(1,) * (REPLAY_TOKENS_INLINE + 1), logprobs="")
     sessions: Any = OwnedSessions(*[None] * 5)  # type: ignore[arg-type]
     begun, goes_on = threading.Event(), threading.Event()

@@ -37,8 +37,7 @@ def test_the_best_length_is_found(acceptance: float, draft_s: float, tables: boo
 
 
 def test_drafting_that_does_not_pay_ends() -> None:
-    """One in ten draft tokens is accepted, and each takes 0.3 of a verification: plain decoding
-    except for trials, which get rarer."""
+    """One token in ten is accepted, and each takes 0.3 of a verification. Trials get rarer."""
     world = World(acceptance=0.1, draft_s=0.3 * 0.016)
     assert world.best == 0
     control = world.open()
@@ -84,8 +83,7 @@ def test_a_late_proposal_counts_for_the_tokens_that_were_asked_for(
 @pytest.mark.parametrize("acceptance", [0.2, 0.5, 0.8])
 @pytest.mark.parametrize("draft_s", [0.0003, 0.004])
 def test_the_cost_of_a_targets_own_drafts_is_learned(draft_s: float, acceptance: float) -> None:
-    """Whether they cost almost nothing, like heads, or a quarter of a step each, like the target's
-    first layers."""
+    """A draft token costs almost nothing, as with heads, or a quarter of a step."""
     world = World(acceptance, draft_s, row_s=0.0015, drafts_itself=True)
     control = world.open()
     world.play(control, 400)
@@ -130,8 +128,7 @@ def test_a_lookup_that_rarely_finds_anything_is_kept_if_that_pays() -> None:
 
 
 def test_plain_decoding_is_tried_if_only_a_table_says_its_time() -> None:
-    """The table says a step takes 1.5 times as long as it does in plain decoding. So drafting seems
-    to pay until plain decoding was measured."""
+    """The table's time is 1.5 times too long, so drafting seems to pay."""
     world = World(acceptance=0.45, draft_s=0.004)
     table = StepCosts((1, 33), (0.024, 0.0496))
     world.controls = controls(table, StepCosts((1,), (0.004,)))
@@ -205,8 +202,7 @@ def test_fewer_sessions_begin_with_a_draft_while_that_fails() -> None:
 
 
 def test_sessions_with_more_acceptance_than_others_are_found() -> None:
-    """One session in four copies a text, but the others make drafting look hopeless. Still, after
-    some sessions most of these draft from their first rounds on."""
+    """One session in four copies a text. With the others, drafting looks hopeless."""
     world = World(draft_s=0.2 * 0.016)
     shares = []
     for seed in range(1, 80):
@@ -218,8 +214,7 @@ def test_sessions_with_more_acceptance_than_others_are_found() -> None:
 
 
 def test_acceptance_is_learned_by_prompt_length() -> None:
-    """Answers to long prompts copy from them. They are drafted from their first rounds on; those to
-    short prompts, which are as frequent, are not."""
+    """Answers to long prompts copy from them, and are drafted from their first rounds on."""
     world = World(draft_s=0.2 * 0.016)
     shares: dict[int, list[float]] = {50: [], 900: []}
     for seed in range(1, 81):
@@ -242,9 +237,8 @@ TIMES = st.sampled_from((0.0, 1e-9, 0.001, 0.02, 5.0, 1e6))
 def test_bounds_hold_for_any_history(
     bound: int, max_tokens: int, tables: bool, data: st.DataObject
 ) -> None:
-    """For any proposals, verdicts and times: K is at least 0, and at most the request's bound and
-    what the completion has room for. The same holds for what the target drafts for the next round.
-    The target does not run ahead over rounds with a proposal, nor beyond the end."""
+    """K fits the request and the rest of the completion, and so does what the target drafts ahead.
+    The target runs ahead neither over rounds with a proposal, nor beyond the end."""
     table = StepCosts((1, 2), (0.0, 0.01)) if tables else None
     control = controls(table, table).open(Rule.BLOCK, 1, bound, 10)
     left, index, now, sure = max_tokens, 0, 0.0, 0
@@ -282,8 +276,7 @@ def test_the_wait_for_a_proposal_is_limited_by_what_its_tokens_are_worth() -> No
 
 @pytest.mark.parametrize(("delays", "num_sessions"), [(True, 1), (True, 16), (False, 16)])
 def test_a_draft_that_delays_many_others_is_not_used(delays: bool, num_sessions: int) -> None:
-    """For a single session, drafting is half as fast again as plain decoding. If the target's steps
-    wait for the draft, fifteen other sessions lose more than that."""
+    """One session gains by half from drafting. Fifteen others lose more if they wait for it."""
     world = World(acceptance=0.7, draft_s=0.15 * 0.016, row_s=0.0, delays=delays)
     world.controls.load.num_sessions = num_sessions - 1
     run = world.play(world.open(), 1000)

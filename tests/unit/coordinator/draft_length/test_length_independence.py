@@ -73,8 +73,7 @@ def play(control: LengthControl, notes: Notes, num_rounds: int, first: int = 0) 
 @pytest.mark.parametrize("rule", SHARED_NOISE)
 @pytest.mark.parametrize("has_ended", [True, False])
 def test_a_repeated_seed_has_lengths_that_no_session_changes(rule: Rule, has_ended: bool) -> None:
-    """Neither the first session's rounds, nor those of others, nor its own: the accepted counts,
-    rows and times of all of them follow from random numbers that this session has too."""
+    """What other sessions and its own rounds show follows from random numbers that it has, too."""
     found = set()
     for history in range(12):
         one = made()
@@ -113,8 +112,7 @@ def test_a_seed_is_known_to_the_sessions_of_a_draft_on_trial(
 @pytest.mark.parametrize("adapts", [True, False])
 @pytest.mark.parametrize("rule", SHARED_NOISE)
 def test_drafts_of_sessions_with_the_same_seed_have_no_time_limit(rule: Rule, adapts: bool) -> None:
-    """How long a step takes follows from the tokens of all sessions. The first session's drafts
-    have a limit until the second session begins."""
+    """The first session's drafts have one until the second session begins."""
     one = made(adapts)
     first = one.open(rule, 7, BOUND, 10)
     assert all(first.choose(ENDLESS).is_timed for _ in range(8))
@@ -139,8 +137,7 @@ def test_other_seeds_do_change_lengths(rule: Rule) -> None:
 
 @pytest.mark.parametrize("rule", SHARED_NOISE)
 def test_the_first_session_of_a_seed_is_fixed_once_a_second_one_begins(rule: Rule) -> None:
-    """The second may overtake the first. Of the first's lengths, only the next one, which is
-    planned already, may differ from the fixed one. What the second shows changes nothing."""
+    """Except for the next length, which is planned already. The second may overtake the first."""
     lengths = set()
     for before in range(4):
         found = set()
@@ -230,8 +227,7 @@ def test_with_forgotten_seeds_the_round_costs_are_forgotten(
 @pytest.mark.parametrize("rule", Rule)
 def test_a_length_is_planned_before_the_round_before_it_is_played(rule: Rule) -> None:
     """A target that drafts for itself, or a draft that looks ahead, may draw its tokens during that
-    round. So the length of round r does not depend on what round r - 1 shows: acceptance, times,
-    and the time of drafting for round r. It is part of the length of round r - 1."""
+    round. So the length does not depend on what that round shows."""
     for history in range(6):
         asked = set()
         for last in range(8):

@@ -131,8 +131,7 @@ def spoiled() -> list[Any]:
 def test_a_new_deployment_finds_what_is_faster(
     name: str, tables: str, of_plain: float, of_drafted: float
 ) -> None:
-    """It is at least about as fast as plain decoding and K = 8, whether drafting pays, almost pays,
-    or never pays, and whatever the tables say."""
+    """About as fast as plain decoding and as K = 8, whatever the tables say."""
     sessions = {"halved": halved, "spoiled": spoiled}.get(name, lambda: recorded(name))()
     rule = Rule.TOKEN if name == "token" else Rule.GREEDY
     found = speed(sessions, lambda: controlled(rule, tables))

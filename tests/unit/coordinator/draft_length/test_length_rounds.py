@@ -112,9 +112,8 @@ async def generate(
 
 
 async def test_rounds_without_a_draft_run_ahead_and_nearly_all_their_verdicts_are_used() -> None:
-    """With a bad and slow draft, plain phases and trials alternate. The target makes exactly one
-    step per round, gets a message for about one plain round in eight, and needs no resync, although
-    it was ahead when the trials began."""
+    """The draft is bad and slow, so plain phases and trials alternate. The target gets a message
+    for about one plain round in eight, and needs no resync when trials begin."""
     found = await generate(Rule.COUPLED, 4, STEP_S / 4, draft_salt=2)
     plain = await generate(Rule.COUPLED, 0, STEP_S / 4, draft_salt=2)
     asked = found.asked_for

@@ -78,8 +78,7 @@ def test_a_table_gives_the_slope_while_only_one_length_was_seen() -> None:
 
 
 def test_lookups_take_as_long_however_much_they_find() -> None:
-    """There is no table, and proposals of any length take 1.5 ms. So a longer one costs only rows
-    of the target."""
+    """There is no table. A longer proposal costs only rows of the target."""
     one = costs(draft=None)
     rng = random.Random(4)
     for _ in range(200):
@@ -91,8 +90,7 @@ def test_lookups_take_as_long_however_much_they_find() -> None:
 
 
 def test_rows_cost_other_sessions_tokens() -> None:
-    """Nine sessions spend half of their time at the target, so four others share a step. Each
-    millisecond that a row adds costs each of them the tokens of a millisecond."""
+    """Of nine sessions, four others share a step. A millisecond of a row costs them its tokens."""
     one = costs()
     one.load.num_sessions = 9
     for _ in range(2000):

@@ -130,8 +130,7 @@ class Deployment(httpx2.AsyncBaseTransport):
 async def test_a_stream_that_breaks_anywhere_is_told_whole(
     end: str, between: Sequence[str | int]
 ) -> None:
-    """The client gets each event once, whatever other coordinators answer before one resumes the
-    stream. All requests have the same key, and the id of the last complete event."""
+    """All requests have the same key, and the id of the last complete event."""
     for place in range(len(WHOLE) + 1):
         first = WHOLE[:place]
         interrupted = INTERRUPTED[place % 2]
@@ -155,8 +154,7 @@ async def test_a_stream_that_breaks_anywhere_is_told_whole(
 
 
 async def test_a_whole_answer_is_asked_for_again_with_its_key() -> None:
-    """The requests have the client's own key, if there is one. The time that a coordinator worked
-    on the answer does not count towards the time limit."""
+    """Time that a coordinator worked on the answer does not count towards the limit."""
     for given in ({}, {"idempotency_key": "mine"}):
         whole = httpx2.Response(200, headers={"x-a": "1"}, stream=Body(b'{"n"', b":1}"))
         cuts = [
@@ -198,8 +196,7 @@ async def test_what_no_other_coordinator_could_serve_is_told_at_once(step: httpx
 async def test_coordinators_are_asked_for_a_limited_time(
     step: Step, status: int, text: str
 ) -> None:
-    """Before the response begins, coordinators are asked for some seconds, and afterwards until the
-    deadline. For requests other than generations, each is asked once."""
+    """Some seconds before the response begins, then until the deadline; once for other requests."""
 
     def made(*steps: Step) -> Deployment:
         again = [refusal(503) if step is not ERRORS["refused"] else step for _ in range(2000)]
@@ -257,8 +254,7 @@ async def test_headers_of_the_ends_are_passed_on_and_those_of_a_connection_are_n
 
 @pytest.mark.parametrize("closes", [False, True])
 async def test_a_client_that_goes_or_a_gateway_that_closes_ends_the_stream(closes: bool) -> None:
-    """The connection to the coordinator is closed, too. A client that is still connected gets an
-    error."""
+    """The coordinator's stream ends, too. A client that is still connected gets an error."""
     silent = Body(EVENTS[0], then=asyncio.Event())
     made = Deployment(httpx2.Response(200, headers=SSE, stream=silent))
     incoming: asyncio.Queue[Any] = asyncio.Queue()

@@ -167,8 +167,7 @@ def test_an_answer_that_a_stop_ended_names_it(stop: str | None, token_id: int | 
 
 
 def test_echo_tells_the_prompt_first() -> None:
-    """A text prompt is repeated as it was given, and a prompt of tokens as they are decoded. Each
-    token has its offset, and all but the first have a log-probability."""
+    """As it was given, or decoded. All its tokens but the first have a log-probability."""
     prompt = TEXT.encode("a the<|end|>b")
     entry = PositionLogprobs(-1.0, ((prompt[0], -0.5),))
     parts = (prompt[:1], prompt[1:])
@@ -218,8 +217,7 @@ def test_histograms_where_they_are_asked_for() -> None:
 
 
 def test_logprobs_of_both_shapes() -> None:
-    """A token is written as in the text, and as bytes if it is a part of a character. The
-    log-probability of an impossible token is a number, as JSON has no infinity."""
+    """Parts of characters are written as bytes. JSON has no infinity, so -9999 stands for it."""
     ids = [*TEXT.encode("a é"), TEXT.encode("\U0001f600")[0]]
     entries = [PositionLogprobs(-0.5, ((ids[0], -0.5), (ids[1], NOTHING))) for _ in ids]
     events: list[tuple[int, Event]] = [
@@ -321,8 +319,7 @@ def test_native_events_have_all_that_happened() -> None:
 
 
 def test_native_texts_go_to_the_token_that_completes_them() -> None:
-    """Of the tokens of one character, the last one has the text. In a proposal, each part of a
-    character is written as bytes."""
+    """In a proposal, each part of a character is written as bytes."""
     snow = TEXT.encode("a☃b")
     assert len(snow) == 5, "each byte of the snowman is a token"
     native = NativeEvents(TEXT)

@@ -83,8 +83,7 @@ class Front:
 
 
 async def test_a_call_goes_on_with_its_callers_trace() -> None:
-    """A trace that is too long is left out. Sessions of requests without an idempotency key are not
-    resumable."""
+    """A trace that is too long is left out. Only sessions with a key are resumable."""
     front = Front(Service(*WHOLE))
     found = await front.post({"traceparent": TRACE})
     assert found.json()["choices"][0]["text"] == "a"
@@ -144,8 +143,7 @@ async def test_one_choice_that_fails_ends_all() -> None:
 
 @pytest.mark.virtual
 async def test_health_is_asked_for_once_a_second() -> None:
-    """Callers share the result of a check, but not its error. While a check is slow, callers get
-    the last good result for some seconds, and then wait."""
+    """A slow check is not waited for while the last good result is new. Errors are not shared."""
 
     class Asked(Service):
         num_asked, takes_s, found = 0, 0.1, ""
@@ -181,8 +179,7 @@ async def test_health_is_asked_for_once_a_second() -> None:
 
 
 def test_the_document_tells_what_may_come() -> None:
-    """Every operation lists the type of its answer, and errors, as each may be refused without a
-    key."""
+    """Every operation lists the type of its answer, and errors."""
     paths = Front(Service()).app.openapi()["paths"]
     for path, operations in paths.items():
         for operation in operations.values():

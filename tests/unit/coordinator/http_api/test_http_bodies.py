@@ -115,8 +115,7 @@ def test_choices_have_seeds_of_their_own(seed: int, n: int, num_prompts: int) ->
 
 
 def test_seeds_of_64_bits() -> None:
-    """A negative seed stands for the unsigned one with the same bits. Without a seed, the
-    coordinator draws one for each choice."""
+    """A negative seed stands for the unsigned one with the same bits."""
     for seed, same in ((-1, 2**64 - 1), (-(2**63), 2**63), (2**64 - 1, 2**64 - 1), (0, 0)):
         assert only(chat(seed=seed)).seed == same
     assert {refused(chat, {"seed": seed}).field for seed in (-(2**63) - 1, 2**64)} == {"seed"}

@@ -246,8 +246,7 @@ def item(text: str, status: str) -> dict[str, Any]:
 
 
 async def test_a_whole_response() -> None:
-    """The response is valid by OpenAI's own types. It says that it is not stored, even if the
-    request asks for that."""
+    """It is valid by OpenAI's own types, and says that it is not stored."""
     found = (await answered(TOKENS, MORE, FINISHED, store=True, metadata={"a": "b"})).json()
     Response.model_validate(found)
     assert (found["id"], found["object"], found["status"]) == (

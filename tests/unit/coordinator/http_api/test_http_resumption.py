@@ -263,8 +263,8 @@ def one_token_more(event_id: str) -> str:
 
 @pytest.mark.parametrize("form", FORMS)
 async def test_a_stream_goes_on_after_any_of_its_events(form: str) -> None:
-    """Another coordinator resumes the stream, whether the first one lives or has died. Both parts
-    together equal an unbroken stream, and no token is decoded twice."""
+    """At another coordinator, whether the first one lives or has died. Both parts together equal an
+    unbroken stream, and no token is decoded twice."""
     path, body = FORMS[form]
     async with two() as (first, _):
         whole = await first.stream(path, body)
@@ -352,8 +352,8 @@ async def test_a_request_that_waits_takes_no_slot_of_its_key() -> None:
 
 @pytest.mark.parametrize("form", ["chat", "choices"])
 async def test_what_is_told_of_an_answer_by_its_id(form: str) -> None:
-    """If the coordinator of a request without a key has died, the first choice can be resumed, in
-    chunks or as a whole. If the coordinator lives, the session has ended when its client left."""
+    """Without a key, the first choice can be resumed if its coordinator has died. Otherwise it has
+    ended when its client left."""
     path, body = FORMS[form]
     async with two() as (first, second):
         whole = summary(await first.stream(path, body))

@@ -285,8 +285,7 @@ async def statuses(port: int, *hosts: str) -> list[int]:
 
 
 async def test_a_web_page_whose_name_leads_here_is_refused() -> None:
-    """On loopback and without keys, `Host` must be a name of the server. Otherwise it may be any
-    name."""
+    """On loopback and without keys, `Host` must be a name of the server."""
     own = ("localhost", "LOCALHOST:80", "127.0.0.1:8000", "[::1]:8000", "[::1]")
     others = ("evil.example", "evil.example:80", "localhost.evil.example", "127.0.0.2", "1", "::1")
     async with serving() as port:
@@ -452,8 +451,8 @@ async def test_clients_notice_nothing_of_several_hand_overs() -> None:
 
 
 async def test_a_request_that_still_comes_is_answered() -> None:
-    """It may come on a connection that was queued, accepted or idle when the server began to stop.
-    The answer has `Connection: close`. Another server gets new connections."""
+    """Also on a connection that was queued or idle when the server began to stop. The answer has
+    `Connection: close`."""
     told: Any = Service()
     server = http_server(told, HttpOptions(shares_port=True))
     await server.start()

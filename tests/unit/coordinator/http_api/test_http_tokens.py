@@ -30,8 +30,7 @@ async def caller() -> AsyncIterator[Caller]:
 
 
 async def test_tokens_are_those_that_a_generation_reads(caller: Caller) -> None:
-    """`/tokenize` returns these for a text and for a conversation. `/detokenize` turns tokens into
-    text, with the names of special tokens."""
+    """Those of a text and of a conversation. Special tokens are written by name."""
     ids = TEXT.encode("the <|end|>")
     assert await caller.call("/tokenize", prompt="the <|end|>", return_token_strs=True) == {
         "count": len(ids), "max_model_len": 64, "tokens": ids,

@@ -260,8 +260,8 @@ def test_no_text_takes_long(make: Callable[[], Reader], text: str) -> None:
 @pytest.mark.parametrize("form", [{"response_format": {"type": "json_object"}},
                                   {"structured_outputs": {"json": CITY}}])  # fmt: skip
 def test_json_that_the_body_asks_for_is_no_call(template: str, form: dict[str, Any]) -> None:
-    """JSON of the form of a call is content. The template still gets the tools, and need not show
-    how calls are written. Under a regular expression, the answer may have calls."""
+    """The template still gets the tools, and need not show how calls are written. Under a regular
+    expression, the answer may have calls."""
     formats = ChatFormats(text_of(TOLD + template))
     fitted = formats.fitted(chat(tools=BOTH, **form))
     assert (fitted.form, fitted.requests[0].shown_tokens) == (None, ())
@@ -377,8 +377,7 @@ def test_the_template_that_ships(tmp_path: Path) -> None:
 
 
 def test_a_template_without_tools_is_named() -> None:
-    """Tools, and calls in the conversation, are refused by name. Variables cannot change how the
-    template is rendered."""
+    """Variables cannot change how the template is rendered."""
     text = text_of("{{ messages[0].content }}{{ mood }}")
     assert text.render(SOLO, (), {"mood": "gay"}) == "Higay"
     called = [*SOLO, {"role": "assistant", "content": "", "tool_calls": [ONE_CALL]}]
@@ -433,8 +432,7 @@ HELD = '[{"name": "weather", "arguments": {"city": "Rome"}}]'
 def test_answers_with_calls(
     text: str, choice: Any, reason: FinishReason, content: str | None, num_calls: int, told: str
 ) -> None:
-    """Whole answers and streams have the same content and calls. A stream sends the id, the type
-    and the name of a call once, before its arguments."""
+    """A stream has the same calls. It sends id, type and name of a call once, first."""
     whole = answered(text, reason, tool_choice=choice)["choices"][0]
     message = whole["message"]
     assert (message["content"], whole["finish_reason"]) == (content, told)

@@ -20,8 +20,7 @@ INLINE = r"<script(?! type=\"module\" src=)|<style|\son\w+=|\sstyle="
 
 
 async def test_every_file_is_packaged_and_served() -> None:
-    """The wheel and the server have every file of the folder, with its type, and no other. The
-    files load nothing from other hosts, and each is used by another."""
+    """And no other. The files load nothing from other hosts, and each is used by another."""
     lying = {one.name: one.read_bytes() for one in FOLDER.iterdir()}
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
     patterns = settings["tool"]["setuptools"]["package-data"]["coordinator"]

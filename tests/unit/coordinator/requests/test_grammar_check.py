@@ -98,8 +98,7 @@ async def test_a_compilation_that_takes_too_long_is_ended() -> None:
 async def test_a_compilation_that_takes_too_much_memory_is_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Memory that earlier constraints have left counts, too. Otherwise the process would grow for
-    ever."""
+    """Memory that earlier constraints have left counts, too."""
     keep = "kept = []; p.GrammarTokenizer.compile = lambda *_: kept.append(bytearray(3 << 28))"
     alter(monkeypatch, keep)
     async with encoder() as prompts:
@@ -111,9 +110,8 @@ async def test_a_compilation_that_takes_too_much_memory_is_ended(
 async def test_a_compiler_that_dies_or_gives_no_answer_is_started_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is started at once. The constraint that it was compiling is refused, and may be tried
-    again. If it dies while idle, no constraint fails. The tokenizer is written as JSON only once.
-    """
+    """The constraint that it was compiling is refused, and may be tried again. The tokenizer is
+    written as JSON only once."""
     written: list[TokenizerText] = []
     write = TokenizerText.backend_json
     monkeypatch.setattr(
@@ -219,8 +217,7 @@ async def test_a_tenant_with_many_constraints_holds_up_no_other() -> None:
 
 
 async def test_waiting_constraints_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is a limit for each tenant, and one for all together. Cancelled constraints do not
-    count."""
+    """Those of each tenant, and all together, without cancelled ones."""
     for name, number in (("COMPILE_THREADS", 1), ("COMPILATIONS_PER_TENANT_MAX", 3),
                          ("COMPILATIONS_MAX", 5)):  # fmt: skip
         monkeypatch.setattr(f"outrider.limits.{name}", number)

@@ -120,8 +120,7 @@ async def test_a_leaving_replica_gets_no_more_sessions(world: World) -> None:
 
 
 async def test_a_leaving_replica_joins_if_no_other_has_its_weights(world: World) -> None:
-    """A coordinator that starts during an upgrade may be asked to resume sessions of both weights.
-    A leaving replica does not join if another one has its weights."""
+    """A coordinator that starts during an upgrade may have to resume sessions of both weights."""
     world.prepared["b:1"] = ScriptedLink()
     world.prepared["b:1"].description = replace(TOY, weights_fingerprint="new")
     world.live("b")
@@ -202,8 +201,7 @@ async def test_a_replica_that_cannot_join_is_tried_again(world: World) -> None:
 
 
 async def test_a_registry_that_comes_back_empty_removes_no_replica_at_once(world: World) -> None:
-    """Nor does one that is away. Live replicas have the length of a lease to announce themselves
-    again; others are removed then."""
+    """Nor does one that is away. Live replicas may announce themselves again for a lease."""
     world.live("a", "b")
     await asyncio.sleep(SOON_S)
     world.registry.failure = StoreUnavailable("no answer")
@@ -232,8 +230,7 @@ async def test_a_start_waits_for_a_target_to_announce_itself(world: World) -> No
 
 
 async def test_a_leaving_target_is_not_the_one_that_others_must_fit(world: World) -> None:
-    """When a coordinator starts during an upgrade, the leaving target may answer first, and the new
-    one need not fit it."""
+    """During an upgrade it may answer first, and the new one need not fit it."""
     world.following.cancel()
     await asyncio.sleep(0)
     world.pool.first = None
@@ -272,8 +269,7 @@ async def test_a_start_does_not_need_a_draft(world: World) -> None:
 
 
 async def test_the_fleet_is_listed_from_the_registry_and_the_pools(world: World) -> None:
-    """Pools say which replicas are away or leaving; one outside of them is joining. About itself
-    a coordinator knows more than its last record."""
+    """About itself a coordinator knows more than its last record."""
     await world.pool.join("t2", ScriptedLink())
     world.prepared["t9:1"] = described(away_until=math.inf)
     for one in (

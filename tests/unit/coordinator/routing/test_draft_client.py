@@ -70,9 +70,8 @@ def verdict(features: Features | None) -> VerdictReply:
 
 
 async def test_a_draft_that_reads_features_is_sent_what_it_lacks() -> None:
-    """It is asked for proposals once it can run all tokens; until then the look-up drafts. That is
-    so while the prompt's rows come with several verdicts, and after the draft has lost the session
-    or was away."""
+    """Until it can run all tokens, the look-up drafts: while the prompt's rows come with several
+    verdicts, and after the draft has lost the session or was away."""
 
     def answer(item: Any) -> ProposalReply | Resync:
         nonlocal held
@@ -198,8 +197,7 @@ async def test_a_feed_that_is_not_sent_says_nothing_of_the_next_draft() -> None:
 
 
 async def test_rows_of_one_head_are_not_sent_to_the_head_that_replaced_it() -> None:
-    """Both replicas are restarted between a verdict, which brings all rows that the draft lacks,
-    and the next message to the draft."""
+    """Both replicas restart between a verdict with all missing rows and the next message."""
     before, behind = (
         replace(TOY, shows_features=True, reads_features=True, features=name) for name in "ab"
     )
