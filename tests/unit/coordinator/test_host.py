@@ -70,8 +70,7 @@ class Part:
 
 
 async def test_the_service_is_closed_after_the_servers() -> None:
-    """It follows the registry until then, so running requests find a target that replaced theirs.
-    The lease of the sessions ends before any stream does."""
+    """Until then, running requests find a target that replaced theirs."""
     heard: list[str] = []
 
     host = CoordinatorHost(CoordinatorConfig())

@@ -88,8 +88,7 @@ async def test_a_session_leaves_a_draft_whose_q_is_not_for_its_tokens() -> None:
 async def test_no_request_is_taken_while_the_event_loop_is_late(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """For several measurements in a row: a single pause is no reason, however long. CPU time is
-    measured too."""
+    """A single pause is no reason, however long. CPU time is measured too."""
     loop: Any = asyncio.get_running_loop()
 
     def stall() -> None:
@@ -313,8 +312,7 @@ SCORED = tuple(i * 3 % 7 for i in range(40))
 
 @pytest.mark.parametrize("max_tokens", [0, 5])
 async def test_a_prompts_log_probabilities_come_before_its_answer(max_tokens: int) -> None:
-    """They are computed anew, although the target has cached the prompt. The answer, if one is
-    asked for, is the same as without them."""
+    """They are computed anew, although the target has cached the prompt."""
     async with bench() as b:
         plain = await b.events(replace(REQUEST, prompt=SCORED, max_tokens=5))
         request = replace(REQUEST, prompt=SCORED, max_tokens=max_tokens, prompt_logprobs=2)
@@ -350,8 +348,7 @@ LATE = SamplingParams(min_tokens=9, stop_token_ids=(5, 6))
 async def test_nothing_ends_an_answer_before_min_tokens(
     rule: Rule, temperature: float, look_ahead: int
 ) -> None:
-    """The text is the same as without drafts. The draft does not propose an end before that either;
-    the first token after it may be one."""
+    """Nor does the draft propose an end before. The first token after it may be one."""
     target, draft = (
         made(ToyEngine(salt=1, eos_token_ids=ENDS)) for made in (target_service, draft_service)
     )

@@ -96,8 +96,7 @@ def test_grammars_are_those_of_the_targets_tokenizer(tmp_path: Path) -> None:
 
 
 def test_steps_of_a_replica_run_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels, streams and graphs of a thread are made on the first device unless it chooses
-    one."""
+    """A thread uses the first device unless it chooses one."""
     chosen = cuda_of(monkeypatch)
 
     class Host(ReplicaHost):
@@ -110,8 +109,8 @@ def test_steps_of_a_replica_run_on_its_device(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_each_rank_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With an index, which NCCL needs; where it meets the others, where it loads, and where it
-    follows. Leader and followers say what they have loaded: model and number of pages."""
+    """With an index, which NCCL needs. Ranks say which model and how many pages they have
+    loaded."""
     chosen = cuda_of(monkeypatch)
     found: list[str] = []
     said: list[str] = []

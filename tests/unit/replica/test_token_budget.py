@@ -43,8 +43,7 @@ def test_a_step_is_shared_out(
 def test_beside_rounds_a_part_is_as_long_as_the_step_may_grow(
     num_rounds: int, num_prefixes: int
 ) -> None:
-    """The step grows by STEP_GROWTH for each waiting prefix; a chunk longer by a token would make
-    it longer than that."""
+    """The step grows by STEP_GROWTH for each waiting prefix."""
     budget = TokenBudget(512, 64, COSTS)
     grants = budget.share([*[ROUND] * num_rounds, *[prefix(4000)] * num_prefixes])
     part = grants[num_rounds]
@@ -58,8 +57,7 @@ def test_beside_rounds_a_part_is_as_long_as_the_step_may_grow(
 
 
 def test_the_last_of_many_prompts_is_read_as_fast_as_the_first() -> None:
-    """While the others decode already; later, when only their rounds go on, it waits as any single
-    prompt."""
+    """Later, when only the rounds of the others go on, it waits as any single prompt."""
     rounds = [ROUND] * 7
     after_seven, alone = TokenBudget(512, 64, COSTS), TokenBudget(512, 64, COSTS)
     first = after_seven.share([ROUND, *[prefix(4000)] * 7])[1]
@@ -93,8 +91,7 @@ def test_costs_that_were_wrong_are_corrected_by_the_steps_themselves() -> None:
 
 @pytest.mark.parametrize("num_prefixes", [1, 4])
 def test_a_step_of_several_passes_grows_as_a_whole(num_prefixes: int) -> None:
-    """As of a draft: the later passes run a token of each round. With a token more of the prefix
-    the whole step would be too long."""
+    """As of a draft, whose later passes run a token of each round."""
     num_passes, num_rounds = 8, 4
     budget = TokenBudget(2048, 64, COSTS)
     rounds = [TokenDemand(num_tokens=2, num_last=1, context=300)] * num_rounds

@@ -181,8 +181,7 @@ STAYING = [
     ("error", "num_closed"), [(one, 1) for one in LEAVING] + [(one, 0) for one in STAYING]
 )
 async def test_a_server_that_may_be_replaced_is_left(error: RedisError, num_closed: int) -> None:
-    """Its connections are closed, so that the next call asks again where the primary is; but not
-    those of a server that is only full or got a wrong command."""
+    """Its connections are closed, so that the next call asks again where the primary is."""
     client: Any = Idle()
     with pytest.raises(type(error)):
         async with calling(client):

@@ -234,8 +234,7 @@ async def test_a_draft_that_was_asked_and_lost_counts_as_asked() -> None:
 
 
 async def test_a_silent_draft_costs_one_wait_and_is_used_again_when_it_answers() -> None:
-    """The wait is longer than the draft's own limit, after which a healthy draft would answer.
-    Nothing is learned from the look-up's proposals."""
+    """Nothing is learned from the look-up's proposals."""
     link = ScriptedLink()
     draft = draft_of(link)
     loop = asyncio.get_running_loop()
@@ -311,8 +310,7 @@ async def test_a_late_proposal_is_used() -> None:
 
 
 async def test_a_round_that_is_not_timed_waits_for_all_its_tokens() -> None:
-    """Their time may depend on its own random numbers. Only if the replica is lost, it goes on
-    without."""
+    """Their time may depend on its own random numbers. A lost replica is not waited for."""
     link = ScriptedLink()
     draft = draft_of(link)
     loop = asyncio.get_running_loop()
@@ -328,8 +326,7 @@ async def test_a_round_that_is_not_timed_waits_for_all_its_tokens() -> None:
 
 
 async def test_a_proposal_whose_time_ran_out_is_used_as_far_as_it_goes() -> None:
-    """Drawn tokens are never dropped. If there are none, a look-up fills in, and the draft is asked
-    again in the next round."""
+    """Drawn tokens are never dropped. Without any, a look-up fills in for this round."""
     draft = draft_of(ScriptedLink(lambda item: out_of_time(item, 2), out_of_time, proposal))
     short = await draft.propose(1, asked(3), NOISE)
     assert (short.source, short.proposal.token_ids, short.num_asked) == ("replica", (0, 1), 2)
@@ -519,9 +516,7 @@ class Counted(NgramDrafter):
 
 
 async def test_a_confident_look_up_replaces_the_model_which_reads_its_tokens_later() -> None:
-    """A repetition is continued without a message, as far as asked for. In the next round the model
-    reads what was committed meanwhile, and draws up to its limit, but the whole K counts as asked
-    for."""
+    """In the next round the model draws up to its limit, but the whole K counts as asked for."""
     link = ScriptedLink(proposal)
     draft, one, _ = hybrid_of(REPEATS, link)
     copied = await draft.propose(1, asked(5), NOISE)
@@ -542,8 +537,7 @@ async def test_whether_a_look_up_goes_first_does_not_depend_on_the_noise() -> No
 
 
 async def test_the_replica_drafts_ahead_while_a_look_up_is_verified() -> None:
-    """It is told what was looked up. Its proposal is used in the next round, unless the look-up is
-    confident again."""
+    """Its proposal is used in the next round, unless the look-up is confident again."""
     for assumed, source in (((7, 1), "replica"), ((7, 8), "local")):
         link = ScriptedLink()
         draft, one, _ = hybrid_of(REPEATS, link, look_ahead=16)

@@ -70,8 +70,8 @@ async def test_a_target_that_is_lost_or_shuts_down_is_left_at_once(loss: Any) ->
 
 
 async def test_a_session_may_return_to_a_replica() -> None:
-    """Its rounds there have new numbers: for the replica's filter of stale rounds, and so that late
-    answers of rounds that were run ahead are not used."""
+    """Its rounds there have new numbers, so that they are not stale, and late answers are not
+    used."""
     links = [ScriptedLink(), ScriptedLink()]
 
     def answering(link: ScriptedLink, fence: StaleRoundFilter) -> Callable[[Any], Any]:
@@ -187,8 +187,7 @@ async def test_a_target_that_is_to_be_left_is_left_between_two_rounds() -> None:
 
 
 async def test_a_draft_that_is_to_be_left_is_left_though_there_is_no_other() -> None:
-    """So it can end at once, as when targets draft for themselves from now on. A look-up fills in,
-    also for new sessions."""
+    """So it can end at once. A look-up fills in, also for new sessions."""
     link, one = ScriptedLink(proposal), session()
     pool = pool_of(link, role="draft")
     draft = draft_of(pool=pool, one=one)
@@ -253,8 +252,7 @@ async def test_if_the_only_draft_is_broken_the_look_up_proposes_until_there_is_a
 async def test_only_replicas_that_fit_join(
     role: Any, first: ReplicaDescription, other: ReplicaDescription, reason: str
 ) -> None:
-    """Others that are away or do not fit are no error, as long as one joins. Drafts must fit the
-    targets."""
+    """Drafts must fit the targets. Others are no error, as long as one joins."""
     big = replace(TOY, model="big", tokenizer_fingerprint="a")
     pool = ReplicaPool(role, pool_of(described(big)))
     await pool.join_all({})
@@ -275,8 +273,7 @@ async def test_only_replicas_that_fit_join(
 
 
 async def test_a_draft_reads_only_the_features_of_its_own_head() -> None:
-    """During an upgrade of targets and drafts there are two heads. A draft is not used for a
-    session whose target has the other head, or that has no target."""
+    """During an upgrade there are two heads. A session without a target has no draft."""
     old, new = (described(replace(TOY, shows_features=True, features=name)) for name in "ab")
     targets = pool_of(old)
     drafts = ReplicaPool("draft", targets)
@@ -302,8 +299,8 @@ async def test_a_draft_reads_only_the_features_of_its_own_head() -> None:
 
 @pytest.mark.parametrize("role", ["draft", "target"])
 async def test_a_share_of_the_sessions_goes_to_a_replica_on_trial(role: str) -> None:
-    """The same sessions at each coordinator, and no others: 0.25 of 1,000, within five standard
-    deviations. All stay until it leaves; a replica that is alone has all of them."""
+    """The same sessions at each coordinator, within five standard deviations of 0.25 of 1,000. A
+    replica that is alone has all."""
     pools = [pool_of(described(), described(), role=role) for _ in range(2)]
     routes = []
     for pool in pools:
@@ -327,8 +324,7 @@ async def test_a_share_of_the_sessions_goes_to_a_replica_on_trial(role: str) -> 
 
 
 async def test_a_target_on_trial_keeps_to_its_share_where_it_differs() -> None:
-    """Sessions that move prefer equal numerics, and new ones get the weights of the others unless
-    it is alone."""
+    """Sessions that move prefer equal numerics. New ones get the weights of the others."""
     avx, sse = (replace(TOY, numerics=name) for name in ("avx", "sse"))
     pool = pool_of(described(avx))
     early = SessionRoute[Any, Any](pool, context_of(session(name="f" * 32)))

@@ -53,8 +53,7 @@ def test_suffix_decoding_keeps_answers(
 def test_of_a_server_elsewhere_nothing_is_known(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """So a note warns that its drafts may copy. It does not propose to stop the deployment, which
-    this command has not started."""
+    """So a note warns that its drafts may copy, but does not propose to stop it."""
     assert main(["bench", name, "--server", "127.0.0.1:1"]) == 1
     shown = capsys.readouterr().err
     assert "drafts may copy from earlier answers" in shown

@@ -85,9 +85,8 @@ def test_an_interrupt_while_a_command_is_loaded_is_silent(
 def test_what_is_wrong_is_called_what_it_was_set_by(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A setting is called by its flag; without a flag by its variable; otherwise by file and key.
-    This holds also for values that are wrong only together, or only on this machine. A value that
-    is wrong by itself is reported first."""
+    """By its flag; without a flag by its variable; otherwise by file and key. A value that is wrong
+    by itself is reported first."""
 
     def told(*words: str) -> str:
         assert main(words) == 2
@@ -135,8 +134,7 @@ def test_no_error_names_a_flag_that_was_not_given() -> None:
 def test_a_deployment_of_ones_own_is_as_serve_would_start_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Both read the same flags, variables and file. By default a command's own deployment takes any
-    free port and serves no HTTP."""
+    """But by default it takes any free port and serves no HTTP."""
 
     def config_of(*words: str) -> CoordinatorConfig:
         return own_config(parse(["chat", *words])).coordinator

@@ -29,9 +29,8 @@ def parsed(*words: str) -> Arguments:
 
 
 def test_with_keys_users_may_come_from_elsewhere() -> None:
-    """Then the coordinator may have any host. Targets and drafts require no keys, so they stay on
-    loopback unless they have certificates or `insecure`. On a cluster they must have one of these
-    two."""
+    """Targets and drafts require no keys, so they stay on loopback unless they have certificates or
+    `insecure`. On a cluster they must have one of these two."""
     keys = {"host": EVERYWHERE, "api_key": KEY}
     config = load_config(keys, {})
     hosts = [one.host for one in (config.coordinator, config.target, config.draft)]
@@ -62,8 +61,7 @@ def test_settings_of_keys_and_certificates_go_together() -> None:
 
 
 def test_a_deployment_is_told_hashes_and_a_key_of_its_own(tmp_path: Path) -> None:
-    """Ray and Redis get neither the given keys nor the new one. Paths in their configuration are
-    absolute."""
+    """Ray and Redis get neither the given keys nor the new one. Paths are absolute."""
     given = DeploymentConfig(coordinator=CoordinatorConfig(api_key=f"{KEY},{new_key()}"))
     config, own, _ = without_secrets(given)
     ring = Keyring(given_keys(config.coordinator.api_key))
@@ -135,8 +133,7 @@ def test_a_command_with_a_secret_runs_without_options_among_its_words() -> None:
 
 
 def test_a_command_shows_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The key comes from the flag, or without a flag from the variable. Of several keys the first
-    is sent, and never a hash."""
+    """That of the flag, else of the variable. Of several keys the first is sent, never a hash."""
     assert caller_key(parsed()) == ""
     monkeypatch.setenv("OUTRIDER_API_KEY", f"{KEY}, other-key-12345678")
     assert caller_key(parsed()) == KEY
@@ -147,8 +144,7 @@ def test_a_command_shows_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_how_a_server_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default there is no TLS. The authority comes from a flag or a variable, or from the
-    certificate of the deployment on this machine."""
+    """By a given authority, or by the certificate of the deployment on this machine."""
     tls = tmp_path / "tls"
     assert main(["certs", str(tls)]) == 0
     authority = str(tls / "ca.pem")

@@ -31,8 +31,7 @@ async def test_it_answers_until_it_is_told_to_stop(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The coordinators are those of the running deployment, or those of `--coordinators`. The
-    certificate of the deployment may name another host."""
+    """The certificate of the deployment may name another host."""
     told: Any = ToldCoordinator(STARTED, TOKENS, FINISHED)
     files, words, settings = None, ["gateway", "--port", "0", "--json"], {}
     context: Any = True

@@ -38,8 +38,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
 def test_work_that_takes_long_is_said_again(
     told: Progress, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The line is repeated with the seconds until other work begins or the work ends. With
-    `at_once=False` the line appears only after the period."""
+    """Until other work begins or the work ends. With `at_once=False` only after the period."""
     told("loading")
     time.sleep(3.5 * PERIOD_S)
     told("starting")
@@ -82,8 +81,8 @@ class _Recorder(Console):
 
 @pytest.mark.parametrize("known", [True, False])
 def test_each_token_has_the_colour_of_its_origin(tmp_path: Path, known: bool) -> None:
-    """This also holds if an event has text of earlier tokens, or ends inside a token's text.
-    Without a tokenizer, all text of an event has the colour of most of its tokens."""
+    """Also if an event ends inside a token's text. Without a tokenizer, all text of an event has
+    the colour of most of its tokens."""
     vocabulary = {"a": 0, "bb": 1, "ccc": 2, "?": 3}
     made = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))  # noqa: S106
     made.decoder = decoders.Fuse()
@@ -115,8 +114,7 @@ def test_a_line_feed_ends_a_prompt_on_standard_input(
 
 
 def test_an_interrupt_ends_the_reading_of_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Standard input is read outside of an event loop. Inside one, the first Ctrl-C would be
-    caught, and the command would wait for the end of the input."""
+    """It is read outside of an event loop, which would catch the first Ctrl-C."""
 
     class Terminal:
         def read(self) -> bytes:

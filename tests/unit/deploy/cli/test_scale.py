@@ -188,8 +188,7 @@ def test_what_is_wanted_is_said_to_the_reconciler_and_printed(
 
 
 def test_settings_name_a_deployment_elsewhere(fleet: Fleet, tmp_path: Path) -> None:
-    """They do so even if a deployment runs on this machine. If they name that deployment, the
-    command sends its token, which no other cluster gets."""
+    """The token of the deployment on this machine is sent to no other cluster."""
     token = tmp_path / "ray.token"
     token.write_text(secrets.token_hex(32))
     run_here(state_directory(os.environ), record(ray_token=str(token)))
@@ -201,8 +200,7 @@ def test_settings_name_a_deployment_elsewhere(fleet: Fleet, tmp_path: Path) -> N
 
 
 def test_a_given_address_is_never_ignored(capsys: pytest.CaptureFixture[str], fleet: Fleet) -> None:
-    """If the address is that of the deployment on this machine, or the setting with which it was
-    started, the command acts on that deployment."""
+    """It may be that of the deployment on this machine, or the setting that started it."""
     run_here(state_directory(os.environ), record(settings={"address": "auto"}))
     assert main(["scale", "draft=3", "--address", "far:1"]) == 1
     err = capsys.readouterr().err
@@ -232,8 +230,7 @@ def test_a_wait_ends_as_soon_as_there_are_as_many(
 def test_what_is_another_setting_is_asked_for_and_nothing_else(
     capsys: pytest.CaptureFixture[str], fleet: Fleet
 ) -> None:
-    """Settings that are in effect already are no changes. Nor is the address by which this machine
-    reaches the cluster."""
+    """The address by which this machine reaches the cluster is no change."""
     fleet.stale = [2, 1, 0]
     words = ["--max-num-seqs", "7", "--draft-model", "emulated", "--wait", "60"]
     told, _ = reported(capsys, "upgrade", *words)
@@ -269,8 +266,7 @@ def test_what_is_left_of_an_upgrade_is_told(
 def test_a_trial_is_waited_for_and_its_end_is_told(
     capsys: pytest.CaptureFixture[str], fleet: Fleet, verdict: str, tmp_path: Path
 ) -> None:
-    """Without `--wait` the command does not wait. A share of 0 ends the trial, whatever a file of
-    settings says."""
+    """With `--wait` only. A share of 0 ends the trial, whatever a file of settings says."""
     fleet.verdict, words = verdict, ["upgrade", "--draft-model", "b", "--trial-share", "0.2"]
     assert main([*words, "--trial-minutes", "2", "--wait", "60"]) == 0
     out = capsys.readouterr().out

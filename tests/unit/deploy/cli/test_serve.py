@@ -57,8 +57,7 @@ def test_a_trial_is_told_by_status_and_its_replica_is_none_that_is_wanted() -> N
 
 
 def test_what_serve_prints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """There is a line for each coordinator, with base URLs for OpenAI's clients. The commands find
-    this deployment, and suit a target without a tokenizer."""
+    """The commands find this deployment, and suit a target without a tokenizer."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OUTRIDER_STATE_DIR", "a place")
     ours = f"OUTRIDER_STATE_DIR='{tmp_path}/a place' {shlex.quote(program())}"
@@ -214,8 +213,7 @@ def test_a_deployment_that_is_starting_is_stopped(
     ],
 )
 def test_the_flags_of_a_deployment_that_runs_may_be_given_again(words: tuple[str, ...]) -> None:
-    """This also holds if the kind of a draft was found in its files, and if acceptance rates were
-    added to the engine."""
+    """Also if the kind of a draft was found in its files, or acceptance rates were added."""
     config = deployment_config(parse(["chat", *words]))
     named = config.draft.model.replace("a/head", "eagle3:a/head")
     runs = record(settings=config.values(secrets=False) | {"draft_model": named})

@@ -52,8 +52,7 @@ class Fleet:
 
 
 def test_targets_follow_how_long_items_wait() -> None:
-    """The number grows in proportion to the wait, at most to twice the number, and within the
-    bounds."""
+    """In proportion to the wait, at most to twice the number, and within the bounds."""
     fleet = Fleet(target=2)
     fleet.says["target"]["queue_steps"] = 0.9
     assert fleet.look(0) == {}

@@ -35,8 +35,7 @@ def record() -> DeploymentRecord:
 
 
 def test_what_is_published_is_found(directory: Path, record: DeploymentRecord) -> None:
-    """Only its owner can read the file. It is read back as it was written, and `withdraw` removes
-    it."""
+    """Only its owner can read the file."""
     assert running_deployment(directory) is None
     with exclusive(directory):
         publish(directory, record)
@@ -52,8 +51,7 @@ def test_what_is_published_is_found(directory: Path, record: DeploymentRecord) -
 def test_what_one_that_was_killed_has_left_misleads_nobody(
     directory: Path, record: DeploymentRecord
 ) -> None:
-    """The record of a killed deployment is ignored. The next deployment, which may have the same
-    pid, removes it."""
+    """The next deployment, which may have the same pid, removes the record."""
     publish(directory, record, "a key")
     assert running_deployment(directory) is None
     assert recorded_deployment(directory) == record

@@ -83,9 +83,8 @@ def test_a_length_and_ranks_that_a_model_cannot_have_are_refused(
 def test_a_slip_is_told_before_a_start(
     tiny: Path, settings: dict[str, object], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error before the start is one of a name (a name that may exist at the hub is no error), of
-    ports that two roles would share, or of vLLM beside an emulated target, where it has no model to
-    run."""
+    """A name that may exist at the hub is no slip. Nor is vLLM beside an emulated target, where it
+    has no model to run."""
     monkeypatch.setattr("outrider.replica.process_setup.vllm_version", lambda: None)
     with pytest.raises(SettingError, match=says):
         check_before_start(load_config({"model": str(tiny)} | settings, {}))
@@ -94,8 +93,7 @@ def test_a_slip_is_told_before_a_start(
 
 
 def test_coordinators_are_told_of_a_look_up_and_nothing_of_draft_replicas(tiny: Path) -> None:
-    """So a change of settings of draft replicas does not replace coordinators, and a change of the
-    look-up does."""
+    """So only a change of the look-up replaces coordinators."""
 
     def lookup(**settings: object) -> object:
         return resolved(tiny, **settings).coordinator.lookup
@@ -148,9 +146,8 @@ def test_a_head_may_run_on_draft_replicas(tiny: Path, tmp_path: Path) -> None:
 def test_a_published_head_is_known_by_its_files(
     tiny: Path, tmp_path: Path, save: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The head is in a directory, or in a hub repository that has been fetched. The target gets the
-    head, and no draft runs. A name with another kind is reported before a start. Other models are
-    no heads."""
+    """The head is in a directory, or in a hub repository that has been fetched. The target gets it,
+    and no draft runs. Other models are no heads."""
     head = save(tmp_path / "head", tiny, (1, 2, 5))
 
     def snapshot(name: str, allow_patterns: list[str]) -> str:
@@ -221,8 +218,7 @@ def test_what_reading_the_target_does_not_go_with_is_refused(
 
 
 def test_every_replica_is_told_where_the_targets_tokenizer_is(tiny: Path, tmp_path: Path) -> None:
-    """It gets the directory of the tokenizer even with a look-up, because a constraint may cut a
-    look-up's proposals. Without a tokenizer there is a warning."""
+    """Also with a look-up, as a constraint may cut its proposals."""
     spoken = save_tiny_model(tmp_path / "spoken", vocab_size=320, tokenizer=byte_level_tokenizer())
     for model, told in ((spoken, str(spoken)), (tiny, "")):
         for draft_model in ("ngram", str(model)):

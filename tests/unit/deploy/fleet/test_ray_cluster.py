@@ -63,8 +63,7 @@ async def _after(delay_s: float, outcome: object) -> object:
 
 
 async def test_a_rank_that_cannot_start_is_told_of_without_waiting_for_the_others() -> None:
-    """A wrong setting is preferred to the error of a rank that ended because of it. The other ranks
-    are cancelled."""
+    """A wrong setting is preferred to the error of a rank that ended because of it."""
     with pytest.raises(Unavailable, match="late"):
         await _all_or_error(_after(0, "address"), _after(0.05, Unavailable("late")))
     waits = asyncio.ensure_future(_after(3600, "address"))

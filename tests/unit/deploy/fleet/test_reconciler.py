@@ -89,8 +89,8 @@ async def playing(**settings: Any) -> AsyncIterator[tuple[Host, Reconciler]]:
 async def test_a_machine_without_the_password_of_redis_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A method raises the error, because Ray turns the errors of a constructor into text. After a
-    restart the error is logged, and the reconciler ends: another machine may have the password."""
+    """By a method, as Ray turns errors of a constructor into text. After a restart the reconciler
+    ends: another machine may have the password."""
     monkeypatch.delenv("OUTRIDER_REDIS_PASSWORD", raising=False)
     host = Host(monkeypatch, redis_url="redis://h:1")
     config = host.world.spec.config
@@ -407,8 +407,8 @@ async def test_a_trial_outlasts_a_store_that_is_away() -> None:
 
 
 async def test_a_drafter_that_is_gone_ends_its_trial() -> None:
-    """The files of the drafter are gone when its settings are to be adopted. In every second round
-    of calls, a coordinator does not answer."""
+    """Its files are gone when it is to be adopted. Every second time, a coordinator does not
+    answer."""
     silent = iter([True, False] * 99)
 
     def told() -> TrialSums | None:

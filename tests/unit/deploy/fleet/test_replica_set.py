@@ -49,8 +49,7 @@ async def test_a_replica_that_dies_with_any_of_its_ranks_is_replaced(rank: int) 
 
 
 async def test_one_that_is_not_wanted_stops_when_nothing_is_sent_to_it() -> None:
-    """The youngest replica leaves. It announces that, and stays while it gets items, but no longer
-    than `stop_timeout_s`."""
+    """The youngest replica leaves. It announces that, and stays at most `stop_timeout_s`."""
     async with playing(num_targets=2) as world:
         old, young = world.names("target")
         await world.registry.want({"target": 1})
@@ -195,8 +194,7 @@ async def test_what_another_plan_changes_is_replaced_one_by_one() -> None:
 
 
 async def test_a_coordinator_has_the_ports_of_the_one_that_it_replaces() -> None:
-    """This also holds for ports that were any free ones. The new coordinator starts before the old
-    one ends, so that one of them always listens."""
+    """Also ports that were any free ones. The new coordinator starts before the old one ends."""
     async with playing(num_coordinators=2, grpc_port=7000, port=0) as world:
 
         def configs() -> list[Any]:
@@ -234,8 +232,7 @@ async def test_where_two_cannot_share_a_port_of_metrics_the_stale_coordinator_le
 
 @pytest.mark.parametrize("fails", [False, True])
 async def test_an_upgrade_goes_on_where_not_all_that_are_wanted_find_a_place(fails: bool) -> None:
-    """Stale replicas leave one after the other. But if the new replicas have places and do not
-    start, only one stale replica leaves for them."""
+    """If the new replicas do not start, only one stale replica leaves for them."""
     async with playing(num_targets=4) as world:
         [lost, *old] = world.names("target")
         world.machines.room = len(world.machines._there()) - 1
@@ -264,8 +261,7 @@ def view(
 def test_then_there_are_as_many_as_are_wanted(
     wanted: Mapping[Role, int], kinds: list[tuple[Role, bool, bool]]
 ) -> None:
-    """Leaving replicas do not count. Nothing else changes. Of surplus replicas, those that do not
-    serve leave first, then the youngest."""
+    """Those that do not serve leave first, then the youngest. Leaving ones do not count."""
     fleet = [view(role, age, serves, leaves) for age, (role, serves, leaves) in enumerate(kinds)]
     starts, leaving = next_steps(wanted, fleet)
     for role in ROLES:
@@ -278,8 +274,7 @@ def test_then_there_are_as_many_as_are_wanted(
 
 
 def test_stale_ones_are_replaced_one_by_one_and_role_by_role() -> None:
-    """The wanted numbers always serve, with at most one more replica. While the new one loads,
-    nothing else changes."""
+    """The wanted numbers always serve. While a new one loads, nothing else changes."""
     wanted: dict[Role, int] = {"draft": 1, "target": 2, "coordinator": 1}
     roles: tuple[Role, ...] = ("coordinator", "target", "target", "draft")
     fleet = [view(role, age, stale=True) for age, role in enumerate(roles)]

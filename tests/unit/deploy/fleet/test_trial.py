@@ -45,8 +45,7 @@ def test_a_difference_must_stand_out_of_its_error(
 
 
 def test_the_error_of_a_speed_is_that_of_its_sessions() -> None:
-    """The error is a fifth over the root of the number of sessions, because the rounds of a session
-    are not independent. For one session it is infinite."""
+    """The rounds of a session are not independent. For one session the error is infinite."""
     sums = counted((10.0, 20.0), 400)
     for one, speed in ((sums.old, 10.0), (sums.new, 20.0)):
         assert one.num_sessions == 400
