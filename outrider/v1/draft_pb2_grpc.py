@@ -56,7 +56,7 @@ class DraftServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Propose(self, request_iterator, context):
-        """One multiplexed stream per coordinator; many sessions on it.
+        """A coordinator has one or two streams to a draft. A stream carries the items of many sessions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
