@@ -50,7 +50,7 @@ _CHANNEL = (
     ("grpc.max_reconnect_backoff_ms", limits.LINK_BACKOFF_MS_MAX),
     # Without this option, channels to the same address would share a connection.
     ("grpc.use_local_subchannel_pool", 1),
-    # gRPC must not retry calls, because links and clients do it themselves.
+    # Links and clients retry calls themselves.
     ("grpc.enable_retries", 0),
 )
 
@@ -69,8 +69,8 @@ PLAIN = Trust()
 
 
 def open_channel(address: str, trust: Trust = PLAIN, *, blocking: bool = False) -> Any:
-    """Opens a channel to host:port. Its calls block if `blocking` is true; otherwise it is a
-    channel for asyncio. The channel connects at its first call."""
+    """Opens a channel to host:port, for asyncio or, if `blocking`, for blocking calls. The channel
+    connects at its first call."""
     options: list[tuple[str, int | str]] = [*_CHANNEL]
     if trust.server_name:
         options.append(("grpc.ssl_target_name_override", trust.server_name))

@@ -88,7 +88,7 @@ def to_proto(value: Any, kind: type[T], **others: Any) -> T:
 def fields_to_proto(value: Any, kind: type[Any], **others: Any) -> dict[str, Any]:
     """Returns the fields of a message of class `kind` by name. Takes values in `others` as they
     are, and all other values from the dataclass `value`. Omits None and protobuf's default values.
-    A nested message is mostly a dictionary of its fields, because protobuf would copy a message."""
+    Most nested messages are dictionaries of their fields, because protobuf would copy messages."""
     for name, is_optional, encode in _encoders(kind, type(value)):  # type: ignore[arg-type]
         if name not in others:
             found = getattr(value, name)
@@ -120,11 +120,11 @@ def _find_unsendable(kind: Any, given: Mapping[str, Any], path: str = "") -> Non
 
 
 def from_proto(message: Any, kind: type[T], path: str = "", **others: Any) -> T:
-    """Builds a dataclass `kind` from a message. Fields in `others` have their values there, and are
-    not read from the message. Unset fields get their defaults. An enum's member 0 becomes None if
-    the dataclass allows None. Raises `BadRequest` for a value beyond `_LIMITS`, a missing value, an
-    unknown enum member, or a value that the dataclass refuses. `path` is the message's path in such
-    errors."""
+    """Builds a dataclass `kind` from a message. Takes values in `others` as they are, and all other
+    values from the message. Unset fields get their defaults. An enum's member 0 becomes None if the
+    dataclass allows None. Raises `BadRequest` for a value beyond `_LIMITS`, a missing value, an
+    unknown enum member, or a value that the dataclass refuses. The error's field begins with
+    `path`, the path of the message."""
     decoders, unset, read_unset = _decoders(type(message), kind)  # type: ignore[arg-type]
     values, prefix = {**unset, **others}, f"{path}." if path else ""
     for field, found in message.ListFields():
@@ -162,7 +162,7 @@ def _decoders(
 
     - The decoder of a set field; None = the value is used as it is.
     - The value of an unset field.
-    - The decoder of an unset field that has no such value. It raises `BadRequest`, except for an
+    - The decoder of an unset field without a value. It raises `BadRequest`, or returns None for an
       enum field that may be None."""
     decoders: dict[str, Decode | None] = {}
     unset, read_unset = dict[str, Any](), dict[str, Decode]()
@@ -181,13 +181,11 @@ def _decoders(
 
 
 def _shared(message: Any, kind: Any) -> list[tuple[Any, Any]]:
-    """Pairs of a message's field and the dataclass field of the same name."""
     ours = {field.name: field for field in fields(kind) if field.init}
     return [(field, ours[field.name]) for field in message.DESCRIPTOR.fields if field.name in ours]
 
 
 def _encoder(field: Any) -> Callable[[Any], Any] | None:
-    """Encoder of a message's field; None = the value is used as it is."""
     encode: Callable[[Any], Any]
     if field.enum_type is not None:
         encode = {member: number for number, member in _members(field).items()}.__getitem__
@@ -200,8 +198,7 @@ def _encoder(field: Any) -> Callable[[Any], Any] | None:
 
 
 def _decoder(field: Any, ours: Any) -> Decode | None:
-    """Decoder of a message's field for the dataclass field `ours`. It checks the field's limit.
-    None = the value is used as it is."""
+    """Like `_reader`, but the decoder also checks the field's limit."""
     of = field.containing_type.name
     decode = _reader(field, may_be_none="None" in str(ours.type))
     limit: float | None = _LIMITS.get(f"{of}.{field.name}")
@@ -225,8 +222,6 @@ def _missing(_: Any, path: str) -> Any:
 
 
 def _reader(field: Any, may_be_none: bool) -> Callable[..., Any] | None:
-    """Decoder of a message's field. It does not check the field's limit. None = the value is used
-    as it is."""
     one: Callable[..., Any]
     if field.enum_type is not None:
         one = _enum_reader(field, may_be_none)
@@ -301,7 +296,7 @@ def sampling_from_proto(
 ) -> SamplingParams:
     """Unset fields get their defaults. Raises `BadRequest` for a value beyond its limit. Does not
     check `top_k` and biased tokens against the vocabulary, which is not known here."""
-    if (size := len(message.logit_bias)) > limits.LOGIT_BIAS_ENTRIES_MAX:  # before they are sorted
+    if (size := len(message.logit_bias)) > limits.LOGIT_BIAS_ENTRIES_MAX:
         reason = f"got {size} entries; at most {limits.LOGIT_BIAS_ENTRIES_MAX}"
         raise BadRequest(f"{path}.logit_bias", reason)
     bias = tuple(sorted(message.logit_bias.items()))
@@ -311,7 +306,6 @@ def sampling_from_proto(
 
 
 def _proposal_to_proto(proposal: SealedProposal) -> dict[str, Any] | None:
-    """The field `q` is empty under rules that do not use q. `parents` is empty for a chain."""
     if not proposal:
         return None
     parents = [parent + 1 for parent in proposal.parents]
@@ -331,7 +325,6 @@ def _proposal_from_proto(message: types_pb2.Proposal, path: str = "proposal") ->
 
 
 def _features_from_proto(message: types_pb2.Features, path: str) -> Features:
-    """Checks the width of a row, and that the bytes are whole rows, at most `rows_max`."""
     if not 0 < message.width <= limits.FEATURES_WIDTH_MAX:
         raise BadRequest(
             f"{path}.width", f"{message.width} is not in 1..{limits.FEATURES_WIDTH_MAX}"
@@ -384,8 +377,8 @@ VALUES: dict[str, Any] = {"Rule": Rule, "StepCosts": StepCosts, "AuditSums": Aud
 
 
 def _head_to_proto(head: RoundHead, hashed: bool) -> dict[str, Any]:
-    """Returns the fields of a head. If `hashed`, sampling parameters and constraint are replaced by
-    their hashes."""
+    """Returns the fields of a head. If `hashed`, these include only the hashes of the sampling
+    parameters and of the constraint."""
     if hashed:
         digest = head.constraint_hash or None
         return fields_to_proto(head, types_pb2.RoundHead, constraint=None, constraint_hash=digest)
@@ -396,9 +389,8 @@ def _head_to_proto(head: RoundHead, hashed: bool) -> dict[str, Any]:
 
 
 def head_from_proto(message: types_pb2.RoundHead, known: RoundHead | None = None) -> RoundHead:
-    """Decodes and checks a head. If the message has only hashes, and the head `known` of the same
-    session has equal hashes, `sampling` and `constraint` are those of `known`. If the hashes
-    differ, `sampling` and `constraint` are None."""
+    """Decodes and checks a head. If the message has only hashes, takes `sampling` and `constraint`
+    from `known`, a head of the same session. If its hashes differ, both are None."""
     session_id_from_wire(message.session_id, "head.session_id")
     given: dict[str, Any] = {"sampling": None, "sampling_hash": message.sampling_hash}
     if message.HasField("sampling_params"):
@@ -430,7 +422,6 @@ def head_from_proto(message: types_pb2.RoundHead, known: RoundHead | None = None
 
 
 def _check_tree(item: RoundItem) -> None:
-    """Checks the size of the tree that an item asks for."""
     if isinstance(item, VerifyItem):
         field, siblings, num = "next_siblings", item.next_siblings, item.num_next_draft_tokens
     else:
@@ -481,12 +472,10 @@ def _check_audit(sums: AuditSums, num_tokens: int) -> None:
 
 @cache
 def _kind_of(message: Any, field: str) -> Any:
-    """Class of the messages in this field of a message."""
     return GetMessageClass(message.DESCRIPTOR.fields_by_name[field].message_type)
 
 
 def _frame(frame: Any, kind: Any, given: dict[str, Any]) -> bytes:
-    """Serialises a frame with one message of class `kind`, which has the fields `given`."""
     try:
         return frame(items=[given]).SerializeToString()  # type: ignore[no-any-return]
     except (TypeError, ValueError):
@@ -507,19 +496,16 @@ class Codec:
 
     @cached_property
     def request(self) -> Any:
-        """Message class of a frame of items."""
         return GetMessageClass(self.service.methods_by_name[self.stream_method].input_type)
 
     @cached_property
     def reply(self) -> Any:
-        """Message class of a frame of answers."""
         return GetMessageClass(self.service.methods_by_name[self.stream_method].output_type)
 
     def item_frame(self, item: RoundItem, hashed: bool = False) -> bytes:
-        """Serialises a frame with one item. If `hashed`, the frame has hashes in place of sampling
-        parameters and constraint. Raises `BadRequest` for a value that no message can hold.
-
-        Concatenated frames are a valid frame with the items of all of them."""
+        """Serialises a frame with one item. Concatenated frames are one valid frame. If `hashed`,
+        the frame has hashes in place of sampling parameters and constraint. Raises `BadRequest` for
+        a value that no message can hold."""
         kind = _kind_of(self.request, "items")
         given = fields_to_proto(item, kind, head=_head_to_proto(item.head, hashed))
         return _frame(self.request, kind, given)
@@ -532,7 +518,7 @@ class Codec:
         return item
 
     def answer_frame(self, answer: VerifyAnswer | DraftAnswer) -> bytes:
-        """Serialises a frame with one answer and its key. Concatenated frames are a valid frame."""
+        """Serialises a frame with one answer and its key."""
         name, kind = _ANSWER_FIELDS[type(answer)], _kind_of(self.reply, "items")
         more: dict[str, Any] = {}
         if isinstance(answer, VerdictReply):

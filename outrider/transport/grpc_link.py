@@ -35,8 +35,8 @@ _END: Any = vars(grpc.aio)["EOF"]
 _ITEM_BYTES_MAX = (
     limits.GRPC_MESSAGE_BYTES_MAX - (limits.GRPC_MESSAGE_BYTES_MAX - limits.FRAME_BYTES_MAX) // 8
 )
-"""Largest size in bytes of an item's frame, as encoded for the normal stream. gRPC's own limit is
-higher. On the bulk stream the same item may be larger, if its parameters are sent in full there."""
+"""Largest size in bytes of an item's frame on the normal stream. gRPC's limit is higher, because
+the frame may grow on the bulk stream, which may need the parameters in full."""
 
 
 def target_link(address: str, trust: Trust = PLAIN) -> GrpcLink:
@@ -65,8 +65,7 @@ class GrpcLink(Link):
         self._describe = self._channel.unary_unary(codec.path("Describe"))
         self._release = self._channel.unary_unary(codec.path("Release"))
         self._streams: dict[str, _Stream] = {}
-        """Open streams: "bulk" for items over `BULK_ITEM_BYTES` and for items with large answers,
-        "normal" for all other items."""
+        """Open streams by name: "normal" and "bulk"."""
         self._failures = 0
         self._down_until = 0.0
         self._background: set[asyncio.Task[None]] = set()

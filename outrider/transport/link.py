@@ -97,8 +97,7 @@ class MemoryLink(Link):
         self._deliver = deliver
         self._connection: Connection | None = None
         self._number = 0
-        """Number of the current connection. It grows when a connection begins or ends. Messages
-        with an earlier number are dropped."""
+        """Grows when a connection begins or ends. Messages with an earlier number are dropped."""
 
     def trouble(self) -> str:
         """Why the replica cannot be reached; empty if it can be reached."""

@@ -37,9 +37,8 @@ from outrider.transport.status import abort
 Context = grpc.aio.ServicerContext[Any, Any]
 Serving = health_pb2.HealthCheckResponse.ServingStatus
 Guard = Callable[[str, Context], None]
-"""Checks whether a call is allowed, before the call's messages are read. The first argument is the
-method, as `/package.Service/Method`. If the call is not allowed, raises the error for the
-caller."""
+"""Checks whether a call of the method `/package.Service/Method` is allowed, before its messages are
+read. If the call is not allowed, raises the error for the caller."""
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 _REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
 HEALTH_PATH = f"/{_HEALTH.full_name}/"
@@ -58,11 +57,9 @@ class ServerOptions:
     """Where and how a server listens."""
 
     host: str = "127.0.0.1"
-    """Host to listen on. The default is loopback, which only this machine can reach."""
     port: int = 0
     """0 = any free port."""
     reflection: bool = True
-    """Whether the server offers gRPC's reflection service."""
     credentials: grpc.ServerCredentials | None = None
     """Credentials for TLS; None = no TLS."""
     shares_port: bool = False
@@ -71,7 +68,7 @@ class ServerOptions:
     """Whether this server may listen on the port of a server with `shares_port`. Otherwise, a port
     in use is an error."""
     connection_age_ms: int | None = None
-    """Age from which a connection takes no new calls, so that the client connects again, perhaps to
+    """A connection of this age takes no new calls, so that the client connects again, perhaps to
     another server; None = no limit."""
     guard: Guard | None = None
     """Checks each call; None = all callers may call every method."""
@@ -125,7 +122,7 @@ class RpcServer:
         return self._port
 
     async def set_serving(self, serving: bool) -> None:
-        """Sets the health status, overall and of each service."""
+        """Sets the health status of all services."""
         self._health.set(Serving.SERVING if serving else Serving.NOT_SERVING)
 
     async def stop(self, grace_s: float = 0.0) -> None:
@@ -140,7 +137,7 @@ class RpcServer:
 
 
 class _Health:
-    """Health of a server's services. All services have the same status."""
+    """All services of a server have the same status."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = ("", *names)
@@ -166,8 +163,8 @@ class _Health:
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> AsyncGenerator[Message]:
         """Yields the status now and after each change. Raises `Overloaded` beyond
-        `HEALTH_WATCHES_MAX` watchers. Without this limit, watchers, which need no key, could use up
-        the server's number of calls."""
+        `HEALTH_WATCHES_MAX` watchers, because watchers need no key and could take all calls of the
+        server."""
         if self._num_watches >= HEALTH_WATCHES_MAX:
             raise Overloaded(f"there are {HEALTH_WATCHES_MAX} health watchers already")
         self._num_watches += 1
@@ -204,8 +201,7 @@ class _Methods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
 
     async def _answer(self, path: str, frames: AsyncIterator[bytes], context: Context) -> None:
         """Answers one call, and maps errors to statuses. Every method is registered as
-        stream -> stream. For a unary request, gRPC would read the message before the guard is
-        called."""
+        stream -> stream, because gRPC would read a unary request before the guard is called."""
         is_known = path in self._methods
         try:
             self._guard(path, context)

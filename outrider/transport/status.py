@@ -58,7 +58,7 @@ def status_to_error(error: grpc.aio.AioRpcError) -> OutriderError:
     """The error that the server raised, or `Unavailable` if no server answered."""
     code: int = error.code().value[0]
     plain = error_from_code(code, error.details() or error.code().name)
-    call: Any = error  # It has the methods of a call that `from_call` uses.
+    call: Any = error  # An `AioRpcError` has those methods of a call that `from_call` uses.
     try:
         status = rpc_status.from_call(call)
     except (DecodeError, ValueError):

@@ -1,4 +1,4 @@
-"""The replica's end of a stream: what the servicers of draft and target share.
+"""The replica's end of a stream.
 
 If the caller half-closes the stream (it sends no more items), the last round of each session is
 still answered. If the caller cancels the stream, or the connection breaks, queued work is
@@ -106,9 +106,6 @@ class ReplicaServicer:
 
 
 class _Stream:
-    """State of one stream: its queue of answers, its unanswered rounds, and the parameters of its
-    sessions."""
-
     connection: Connection
 
     def __init__(self, codec: Codec, task: asyncio.Task[Any] | None) -> None:
@@ -120,9 +117,8 @@ class _Stream:
         self.failure: Exception | None = None
         """The error with which the stream must end; None = the stream goes on."""
         self.unanswered: Newest[str, ReplyKey] = Newest(SESSIONS_PER_COORDINATOR_MAX)
-        """By session, the key of the newest round if that round is unanswered. After a half-close,
-        the stream ends once there is none. Older rounds need no answer. Answers to other rounds,
-        such as later rounds of a target that runs ahead, do not count."""
+        """By session, the key of the newest round that the caller asked for, until that round is
+        answered. A half-closed stream ends when no such round is left."""
         self._known: Newest[str, RoundHead] = Newest(SESSIONS_PER_COORDINATOR_MAX)
         """By session, the last head that had the sampling parameters in full."""
 
@@ -216,8 +212,7 @@ class SendQueue:
         self._changed.set()
 
     async def wait(self) -> None:
-        """Waits for a call of `put` or `wake`. Returns at once if there was one since the last
-        `wait`."""
+        """Returns when `put` or `wake` has been called since the last `wait`."""
         await self._changed.wait()
         self._changed.clear()
 

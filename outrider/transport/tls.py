@@ -46,7 +46,7 @@ DOMAIN = "outrider.internal"
 AUTHORITY_DAYS = 3650
 ROLE_DAYS = 397
 _BACKDATED = datetime.timedelta(hours=1)
-"""A new certificate is valid from this time before now, because the clocks of machines differ."""
+"""How long before its creation a certificate becomes valid, because machines' clocks differ."""
 
 
 WARNED_DAYS = 30
@@ -77,7 +77,6 @@ class RoleFiles:
 
 
 def name_of(role: Role) -> str:
-    """DNS name in the certificates of a role."""
     return f"{role}.{DOMAIN}"
 
 
@@ -127,8 +126,7 @@ def check_pair(certificate: Path, key: Path) -> None:
 
 
 def check_authority(authority: Path, certificate: Path) -> None:
-    """Raises `ConfigError` unless an authority in the file `authority` has signed the
-    certificate."""
+    """Raises `ConfigError` if no authority in the file `authority` has signed the certificate."""
     found = read_certificates(certificate)[0]
     for one in read_certificates(authority):
         with suppress(ValueError, TypeError, InvalidSignature):
@@ -157,9 +155,8 @@ def _make(
     issuer: x509.Name | None = None,
     signer: Any = None,
 ) -> None:
-    """Makes a key and a certificate. With an `issuer`, the certificate is that of a role, and the
-    issuer's key `signer` signs it. Otherwise the certificate is that of an authority, and is
-    self-signed."""
+    """Makes a key and a certificate. The certificate of a role is signed with `signer`, the key of
+    the `issuer`. Without an `issuer`, the certificate is that of an authority, and self-signed."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"Outrider {title}")])
     is_ca = issuer is None
