@@ -1,9 +1,9 @@
 """Decides whether a step waits for sessions that will soon need a step, too. Pure.
 
-Without such a delay, sessions that arrive out of phase never share a step. An item that arrives
-during a step waits for the end of the step, and the item's own step then delays the other sessions.
-If one step for all sessions takes less time than two steps, a shared step is quicker for all. The
-times of a cycle, in which each session has one round, are:
+Without a delay, sessions that arrive out of phase never share a step. An item that arrives during a
+step waits for the end of the step, and the item's own step then delays the other sessions. If one
+step for all sessions takes less time than two steps, a shared step is quicker for all. In a cycle,
+each session has one round. The times of a cycle are:
 
     together    wait + step(all)
     in turns    step(waiting) + step(others)
@@ -30,8 +30,6 @@ FORGIVEN = 0.03
 
 
 class _Rhythm:
-    """Statistics of a session's gaps between answers and next items."""
-
     answered_at: float | None = None
     """When the session was last answered; None while an item of the session waits or runs here."""
 
@@ -58,15 +56,14 @@ class BatchingDelay:
         """Statistics over all sessions. New sessions start with them."""
         self._num_gaps = 0
         self._scale = 1.0
-        """Average ratio of measured step times to those of `step_seconds`."""
+        """Average ratio of measured step times to those that `step_seconds` expects."""
         self._trust = 1.0
         """Share of the awaited sessions that came in time, averaged over the last delays."""
         self.awaited: set[str] = set()
         """The sessions for which the last delay waits or waited, except those that came in time."""
         self._num_awaited = 0
-        """Number of all sessions of the last delay."""
+        """Number of sessions in `awaited` when the last delay began."""
         self._until = 0.0
-        """When the last delay ends."""
 
     def arrived(self, session_id: str, now: float) -> None:
         """Notes that an item of the session has arrived."""
@@ -135,8 +132,8 @@ class BatchingDelay:
         return self._until
 
     def _expected(self, now: float, before: float) -> list[tuple[float, str, int]]:
-        """Returns the sessions that are expected to return after `now` and before `before`, the
-        earliest first. Each entry has the expected time, the session, and the session's rows."""
+        """Returns the sessions that are expected to return between `now` and `before`, the earliest
+        first. Each entry has the expected time, the session, and the session's rows."""
         found = []
         for name, rhythm in self._rhythms.items():
             if rhythm.answered_at is not None:

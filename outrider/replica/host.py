@@ -61,8 +61,7 @@ class ReplicaHost(PlacedActor):
     async def open_rendezvous(
         self, num_ranks: int, num_neighbours: int, timeout_s: float
     ) -> Rendezvous:
-        """Returns the address at which the model's other ranks join. They join while `start` loads
-        the model in this process."""
+        """Returns the address at which the model's other ranks join during `start`."""
         self.leadership = RankLeader(num_ranks, num_neighbours, timeout_s)
         return self.leadership.rendezvous
 
@@ -82,7 +81,6 @@ class ReplicaHost(PlacedActor):
             engine = await on_passing_thread(
                 engine_of_a_replica, config, num_threads, self.leadership
             )
-        # The thread must end afterwards, because its helper threads would slow down later steps.
         service = await on_passing_thread(self._build, engine, config)
         if exports is not None:
             from outrider.telemetry.step_spans import ObservedSteps
@@ -112,7 +110,7 @@ class ReplicaHost(PlacedActor):
         raise NotImplementedError
 
     async def engagement(self) -> Engagement:
-        """Returns what a reconciler that takes this replica over needs to know."""
+        """Called by a reconciler that takes this replica over from another reconciler."""
         return self._engagement
 
     async def traffic(self) -> int:
@@ -205,8 +203,7 @@ class ReplicaHost(PlacedActor):
         await self._announcer.start()
 
     async def leave(self) -> None:
-        """Announces that this replica will stop. Its sessions then move to other replicas, if there
-        are any."""
+        """Announces that this replica will stop, so that its sessions move to other replicas."""
         self._engagement = replace(self._engagement, leaving=True)
         if self._announcer is not None:
             self._announcer.say_again()

@@ -56,12 +56,12 @@ core. Times of a step of the demo target on two cores, in ms:
 _INTEL_OPENMP = Path(sys.prefix, "lib", "libiomp5.so")
 """The OpenMP runtime that vLLM's CPU build requires. If it is loaded before torch, torch uses it
 instead of libgomp. Its waiting threads yield their cores. With eight sessions of the demo target on
-two cores, a token took 43 and 34 ms in two runs with this runtime, and 52 and 40 ms in two runs
-with libgomp. Single sessions and prompts took equally long with both."""
+two cores, a token took 43 and 34 ms in two runs with this runtime, and 52 and 40 ms with libgomp.
+Single sessions and prompts took equally long with both."""
 LOADING_NICENESS = 10
-"""Added to the niceness of the thread that loads a model, and of its helper threads. It is larger
-than `NICENESS` in `outrider/engine/threads.py`, which is for helper threads of steps. So a replica
-that loads leaves the cores to the steps of other replicas on its machine."""
+"""Added to the niceness of the thread that loads a model, and of its helper threads. Helper threads
+of steps get less (`NICENESS` in `outrider/engine/threads.py`). So a replica that loads leaves the
+cores to the steps of other replicas on its machine."""
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 _WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104 (recognised, not bound)
 VLLM_VERSION = "0.32"
@@ -87,8 +87,7 @@ class PlacedActor:
 
 
 def available_cores() -> int:
-    """Returns the number of cores that this process may use, by its CPU affinity and its control
-    group."""
+    """Returns how many cores this process may use, by its CPU affinity and its control group."""
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -125,10 +124,10 @@ def use_threads(num_threads: int, engine: str = "") -> None:
 
 
 async def on_passing_thread(work: Callable[..., T], *arguments: object) -> T:
-    """Runs `work` on a new thread, which then ends together with its helper threads. If these
-    helpers stayed, there would be more helper threads than cores, and the helpers of steps would
-    sleep between operators. On two cores, a step of 16 sessions took 42 ms with such extra helpers,
-    and 27 ms without."""
+    """Runs `work` on a new thread, which then ends together with its OpenMP threads. If these
+    stayed, the process would have more OpenMP threads than cores, and those of steps would sleep
+    between operators. On two cores, a step of 16 sessions took 42 ms with extra threads, and 27 ms
+    without."""
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="passing")
     try:
         return await asyncio.get_running_loop().run_in_executor(pool, work, *arguments)
@@ -301,8 +300,8 @@ def _has_vllm() -> bool:
 
 
 def check_vllm(config: ReplicaConfig) -> None:
-    """Raises `SettingError`, which names a field, if the supported version of vLLM is not installed
-    or does not support the settings."""
+    """Raises `SettingError` if the supported version of vLLM is not installed or does not support
+    the settings. The error names the field of the setting."""
     if not _has_vllm():
         found = vllm_version()
         what = "it is not installed" if found is None else f"{found} is installed"
@@ -317,7 +316,6 @@ def _engine_field(config: ReplicaConfig) -> str:
 
 
 def runs_on_vllm(config: ReplicaConfig) -> bool:
-    """Whether vLLM runs a replica's model on this machine."""
     if config.model_engine != AUTO_ENGINE:
         return config.model_engine == VLLM
     if not _has_vllm() or _lacking_on_vllm(config):
@@ -328,8 +326,7 @@ def runs_on_vllm(config: ReplicaConfig) -> bool:
 
 
 def _lacking_on_vllm(config: ReplicaConfig) -> tuple[str, str] | None:
-    """Returns the name of a setting that vLLM does not support, and the reason. If vLLM supports
-    all settings, returns None."""
+    """Returns a setting that vLLM does not support, and the reason; None = no such setting."""
     if config.dtype == "float64":
         return "dtype", "float64 is not supported with vllm"
     if isinstance(config, TargetConfig):
@@ -350,8 +347,6 @@ def _kernels(
     dtype: torch.dtype,
     ranks: Ranks | None,
 ) -> PaceKernels | None:
-    """Returns the fused kernels for a model's steps. If they cannot be used, logs the reason and
-    returns None."""
     from outrider.engine.cpu.kernels import KernelsUnavailable, load_pace
 
     if device.type != "cpu":
@@ -400,9 +395,9 @@ def _loading(config: ReplicaConfig, num_threads: int | None = None) -> dict[str,
 def _layer_of_target(
     config: ReplicaConfig, module: torch.nn.Module, info: ModelInfo, ranks: Ranks | None
 ) -> LoadedDraftHead | None:
-    """Returns the target's draft layer, after its check. Returns None if the target has no draft
-    layer, and on all ranks but the leading one. Must be called before `speed_up` changes `module`,
-    because the check runs `module` as `transformers` built it."""
+    """Returns the target's checked draft layer; None without a draft layer, and on all ranks but
+    the leading one. Must be called before `speed_up` changes `module`, because the check runs
+    `module` as `transformers` built it."""
     if not isinstance(config, TargetConfig) or not config.head_kind:
         return None
     from outrider.models.drafter_check import library_reader
@@ -418,8 +413,6 @@ def _layer_of_target(
 
 
 def _ends_of_target(config: TargetConfig) -> Any:
-    """Reads the target's embeddings and LM head from its files, for engines that hold these in
-    another form."""
     from outrider.models.student import target_ends
 
     with blaming("draft_model"):
@@ -431,7 +424,7 @@ def _draft_layer(
 ) -> LoadedDraftHead | None:
     """Loads the EAGLE-3 head or MTP layer that runs on a target. Returns None on all ranks but the
     leading one. `module` is the target's `transformers` model. If `module` is None or divided among
-    ranks, embeddings and LM head are read from the target's files."""
+    ranks, reads embeddings and LM head from the target's files."""
     from outrider.models.eagle3 import load_eagle3
     from outrider.models.mtp import load_mtp
 
@@ -446,7 +439,6 @@ def _draft_layer(
 
 
 def _draft_check(config: TargetConfig) -> DraftCheck:
-    """Returns the check of a head on this target."""
     from outrider.models.drafter_check import checked_head
     from outrider.models.loading import load_tokenizer
 
@@ -492,8 +484,7 @@ def _features_of(target: ModelInfo, head: Path) -> str:
 
 
 def build_lookup(config: DraftConfig) -> LookupDrafter | None:
-    """Returns the configured look-up, which drafts alone or before a model; None = without a
-    look-up."""
+    """Returns the configured look-up; None = without a look-up."""
     from outrider.drafters.lookup import NgramDrafter
     from outrider.drafters.suffix import SuffixConfig, SuffixDrafter
 
@@ -511,8 +502,8 @@ def build_lookup(config: DraftConfig) -> LookupDrafter | None:
 
 def build_grammars(config: ReplicaConfig, eos_token_ids: tuple[int, ...] = ()) -> Grammars | None:
     """Returns the compiler of constraints for the target's tokenizer; None = without a tokenizer.
-    The tokenizer is loaded when the first constraint is compiled. `eos_token_ids` default to those
-    in the model's files."""
+    The first compilation loads the tokenizer. If `eos_token_ids` is empty, they are read from the
+    model's files."""
     if not config.tokenizer_directory:
         return None
     from outrider.grammar.compiler import Grammars, GrammarTokenizer

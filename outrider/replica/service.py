@@ -64,8 +64,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STARVED_REST_S = 0.1
-"""If no item of a step found pages, the next step begins at the latest after this time. A deadline
-that passes or a session that becomes silent may have freed pages by then."""
+"""If no item of a step found pages, the next step begins at the latest after this time. By then, a
+passed deadline or a silent session may have freed pages."""
 
 
 class SteppedService:
@@ -94,7 +94,6 @@ class SteppedService:
         self._batching_delay = batching_delay
         self._observer: ObservedSteps | None = None
         self.num_items = 0
-        """Number of items that have come."""
         self.sessions = SessionTracker()
         self._filter = StaleRoundFilter()
         self._grammars = worker.grammars
@@ -102,8 +101,8 @@ class SteppedService:
         self._queue = RequestQueue(description.max_num_seqs)
         self._load: StepLoad | None = None
         self._releases: dict[str, int] = {}
-        """The sessions that the worker will forget before the next step, with the newest released
-        epoch of each."""
+        """The sessions that the worker will forget before the next step, each with its newest
+        released epoch."""
         self._parked: dict[str, None] = {}
         """The sessions that the worker will park before the next step."""
         self._wake = asyncio.Event()
@@ -113,8 +112,7 @@ class SteppedService:
         """Why no more steps can run; None while steps can run."""
         self._crashes = 0
         self.health_changed = asyncio.Event()
-        """Set when `healthy` or `lost` may have changed. The task that waits for this event clears
-        it."""
+        """Set when `healthy` or `lost` may have changed. The task that waits for it clears it."""
         self._num_starved = 0
         """Value of the worker's `figures.num_starved` after the last step."""
         self._idle = asyncio.Event()
@@ -303,7 +301,6 @@ class SteppedService:
             self._idle.set()
 
     async def _gather(self, batching_delay: BatchingDelay) -> None:
-        """Waits until the next step should begin."""
         until = batching_delay.hold(asyncio.get_running_loop().time(), self._queue.rows)
         with suppress(TimeoutError):
             async with asyncio.timeout_at(until):
@@ -386,7 +383,6 @@ class SteppedService:
         self._queue.put_back(works)
 
     def _give_up(self, lost: EngineLost, batch: Sequence[StepRequest]) -> None:
-        """Refuses the batch and all waiting requests."""
         logger.critical("no step can follow: %s", lost)
         self.lost = lost
         self.health_changed.set()
@@ -399,8 +395,6 @@ class SteppedService:
     async def _run_on_executor(
         self, releases: dict[str, int], parked: list[str], items: list[Any]
     ) -> Sequence[Any]:
-        """Runs a step on the executor. Raises the step's errors, and `EngineLost` if the step does
-        not end."""
         try:
             async with asyncio.timeout(STEP_S_MAX) as limit:
                 return await self._executor.run(lambda: self._on_executor(releases, parked, items))
@@ -423,9 +417,8 @@ class SteppedService:
             has_news = self._queue or self._releases or self._parked
             if not has_news and all(map(_is_ahead, answers)):
                 # A second step follows at once, because handing a step to the executor takes a good
-                # part of a quick step's time. There is no third step, because new items would wait
-                # too long on an emulated engine. There the time of all these steps passes after the
-                # last step.
+                # part of a quick step's time. A third step does not follow, because new items wait
+                # meanwhile: an emulated engine sleeps for the time of all these steps together.
                 answers = self._worker.step(items)
             check(len(answers) == len(items), f"{len(answers)} answers to {len(items)} items")
         except Exception:
@@ -469,8 +462,7 @@ class SteppedService:
         delay = self._batching_delay
         for work, answer in zip(batch, stamped, strict=True):
             if work.unfinished is None:
-                # Must come before `_done`, which submits the next round of a session that runs
-                # ahead.
+                # Before `_done`, because that submits the next round of a session that runs ahead.
                 if delay is not None and isinstance(answer, VerdictReply | ProposalReply):
                     delay.answered(work.session_id, work.item.num_rows, end)
                 self._done(work, None if answer is Unfinished.CONTINUES else answer)
@@ -610,9 +602,8 @@ def describe_model(
 
 
 class SessionTracker:
-    """For each session, the connection of its last item, and the time of its last item or answer.
-
-    Remembers the last `SEQUENCES_PER_REPLICA_MAX` sessions."""
+    """Remembers the last `SEQUENCES_PER_REPLICA_MAX` sessions: for each, the connection of its last
+    item, and the time of its last item or answer."""
 
     def __init__(self) -> None:
         self._heard: Newest[str, tuple[AnswerSender, float]] = Newest(SEQUENCES_PER_REPLICA_MAX)
@@ -624,12 +615,11 @@ class SessionTracker:
         self._heard[session_id] = (sender, now)
 
     def answer(self, session_id: str, now: float) -> None:
-        """Notes an answer. The session's silence is counted from then. Ignores unknown sessions."""
+        """Notes an answer. Ignores unknown sessions."""
         if session_id in self._heard:
             self._heard[session_id] = (self._heard[session_id][0], now)
 
     def forget(self, session_id: str) -> None:
-        """Forgets a session. Ignores unknown sessions."""
         self._heard.pop(session_id, None)
 
     def leave(self, sender: AnswerSender) -> list[str]:
@@ -658,8 +648,8 @@ _RELEASED = 2**64
 
 
 class StaleRoundFilter:
-    """Refuses rounds older than their session's newest. Such rounds come late or twice. They would
-    discard what newer rounds have cached, or revive a released session.
+    """Refuses rounds that are older than their session's newest round. Messages that come late or
+    twice could otherwise discard what newer rounds have cached, or revive a released session.
 
     Remembers the last `RELEASES_REMEMBERED_MAX` sessions. Old rounds of other sessions pass."""
 
@@ -683,8 +673,8 @@ class StaleRoundFilter:
         return None
 
     def release(self, session_id: str, epoch: int) -> bool:
-        """Ends all rounds of the epoch, also future ones. If a newer epoch was seen, does nothing
-        and returns False."""
+        """Ends all rounds of the epoch, future rounds included. If a newer epoch was seen, does
+        nothing and returns False."""
         asked = self._asked.get(session_id)
         if asked is not None and asked[0] > epoch:
             return False

@@ -58,7 +58,7 @@ class StepFigures:
     """Number of times that a part of a prefix ran, because the step had no room for the whole
     prefix."""
     num_starved: int = 0
-    """Number of items that found no pages. An item counts again in each such step."""
+    """Number of items that found no pages. An item counts once in each step."""
 
 
 class AnswerSender:
@@ -116,7 +116,7 @@ class StepRequest:
     """Whether the answer may be sent by `AnswerSender.hold`."""
     cancelled: bool = False
     place: int = 0
-    """Place in the queue. Earlier items have smaller places."""
+    """Place in the queue; earlier items have smaller places."""
     started_at: float | None = None
     """When the first step that worked on the item began."""
     unfinished: Unfinished | None = None
@@ -128,7 +128,6 @@ class StepRequest:
     deadline: DraftDeadline | None = None
     """Time limit for drafting. If it ends before the first draw, the callers are told."""
     timer: TimerHandle | None = None
-    """Timer of `deadline`."""
 
     def __init__(
         self, item: Any, senders: list[AnswerSender], arrived_at: float, expires_at: float
@@ -225,10 +224,10 @@ class RequestQueue:
     def take(self, now: float) -> tuple[list[StepRequest], list[StepRequest], list[StepRequest]]:
         """Takes three lists of requests out of the queue, each in order of arrival:
 
-        1. For a step: the oldest request of each session, up to `max_batch` each of new requests,
-           of requests that an earlier step began, and of requests that found no pages before. So
+        1. For a step: the oldest request of each session. There may be `max_batch` new requests,
+           `max_batch` that an earlier step began, and `max_batch` that found no pages before. So
            neither long prompts nor requests without pages keep rounds out of a step. If the
-           oldest of these requests `runs_alone`, only this one.
+           oldest of these requests `runs_alone`, the step has only this request.
         2. Unwanted: the callers are gone, or the request was answered and its session has a newer
            request.
         3. Expired.

@@ -8,16 +8,16 @@ A step has at most `max_num_batched_tokens` tokens. While rounds run, its time i
 n be the number of waiting prefixes. The step, together with earlier steps since the last rounds,
 may take 1 + STEP_GROWTH * n times the time that the rounds alone would take. So one long prompt
 does not stall sessions that decode, and many prompts are prefilled soon. In return the gaps between
-tokens grow while prompts wait. n falls by at most the factor WAITING_DECAY a step, so the last of
-many prompts that came together is prefilled as fast as the first. If rounds fill a step, the oldest
-prefix still gets PREFIX_TOKENS_MIN tokens. So rounds and prefixes cannot starve each other.
+tokens grow while prompts wait. In one step, n falls at most to WAITING_DECAY times its value, so
+the last of many prompts that came together is prefilled as fast as the first. If rounds fill a
+step, the oldest prefix still gets PREFIX_TOKENS_MIN tokens. So rounds and prefixes cannot starve
+each other.
 
 A step's time is predicted from costs measured at the start. The prediction is corrected by measured
 times, separately for steps with and without a prefix (`note_seconds`). A draft's step has several
 passes (`note_passes`). The first pass runs the tokens that were shared out. Each later pass runs
 one token of every item whose tokens all ran in the first pass. A step with rounds is expected to
-have as many passes as the last step with rounds.
-"""
+have as many passes as the last step with rounds."""
 
 import math
 from bisect import bisect_right
@@ -32,8 +32,8 @@ ROUND_TOKENS_MAX = NUM_DRAFT_TOKENS_MAX + TREE_TOKENS_MAX + 2
 than `BATCHED_TOKENS_MIN`."""
 PREFIX_TOKENS_MIN = 16
 STEP_GROWTH = 0.75
-"""With this value, one waiting prompt at most triples the gap between two tokens. The predicted
-times of steps grow only to 1.75 times that of the rounds alone. But some steps take 1.5 times their
+"""With this value, one waiting prompt at most triples the gap between two tokens. A step's
+predicted time grows only to 1.75 times that of its rounds. But some steps take 1.5 times their
 predicted time, and a gap also has time outside steps."""
 WAITING_DECAY = 0.95
 """With the demo target's step costs, eight prompts of 500 tokens that come together and generate
@@ -63,8 +63,6 @@ class TokenDemand(NamedTuple):
 
 
 class _Load(NamedTuple):
-    """Load of a step."""
-
     rows: int = 0
     sessions: int = 0
     attention_s: float = 0.0
@@ -75,9 +73,8 @@ class _Load(NamedTuple):
 
 
 class TokenBudget:
-    """Shares out steps of at most `max_tokens` tokens and `max_steps` sessions.
-
-    Without `costs`, the time of a step is not limited."""
+    """Shares out steps of at most `max_tokens` tokens and `max_steps` sessions. Without `costs`,
+    the time of a step is not limited."""
 
     def __init__(self, max_tokens: int, max_steps: int, costs: StepCosts | None = None) -> None:
         self._max_tokens = max_tokens
@@ -89,7 +86,7 @@ class TokenBudget:
         self._rest_steps = 0
         """Number of steps since the step of `_last_rounds`, all without a round."""
         self._rest_s = 0.0
-        """Predicted time of those steps, s."""
+        """Predicted time of these steps, s."""
         self._step_s = 0.0
         """Predicted time of the step of `_last_rounds`, s."""
         self._last = _Load()
@@ -97,7 +94,7 @@ class TokenBudget:
         """Load of each later pass of the last step."""
         self._round_passes = 1
         self._num_waiting = 0.0
-        """Number of prefixes that wait. Falls by at most the factor `WAITING_DECAY` a step."""
+        """n of the module's docstring."""
         self._corrections = {False: 1.0, True: 1.0}
         """Average ratio of measured to predicted step times, by `_Load.has_prefix`."""
 
@@ -194,7 +191,6 @@ class TokenBudget:
         )
 
     def _note(self, rounds: _Load, load: _Load) -> None:
-        """Remembers a step with this load, of which `rounds` are a part."""
         self._last = load
         if rounds.rows:
             self._last_rounds, self._step_s = rounds, self._seconds(load)

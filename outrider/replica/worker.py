@@ -9,8 +9,7 @@ Pages and tokens decide whether a session's item runs in a step, and how far:
    of its prefix, or no tokens in this step (`TokenBudget`).
 
 A session loses pages only to older sessions. So the oldest session always continues, and in time
-every session becomes the oldest.
-"""
+every session becomes the oldest."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -31,7 +30,7 @@ from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import SamplingParams
 
 _ANY_TOKEN = 0
-"""Id of each token in steps of which only the number of slots matters."""
+"""Token id in steps that only state a number of slots and do not run."""
 
 
 class SlotDemand(NamedTuple):
@@ -113,8 +112,8 @@ class Admissions:
         return self._grant(demands, found, begun)
 
     def _whole(self, demand: SlotDemand, begun: _Begun) -> SequenceStep:
-        """Returns a step with all tokens that the item can run now. If these are more than all
-        pages hold, the step has one token more than all pages hold, so it never fits."""
+        """Returns a step with all tokens that the item can run now. If all pages together cannot
+        hold these tokens, the step has just one token too many, so it never fits."""
         name = demand.head.session_id
         num_held = begun[name].length if name in begun else self._engine.length(name)
         length = demand.head.committed_length + demand.num_extra
@@ -215,8 +214,6 @@ class StepWorker:
     """Runs the steps of a replica over one engine. Only the executor uses it."""
 
     def __init__(self, engine: Engine, budget: TokenBudget, grammars: Grammars | None) -> None:
-        """`budget` bounds each step of the `engine`. `grammars` compile the sessions'
-        constraints."""
         self._engine = engine
         self._table = SessionTable(engine)
         self._admissions = Admissions(engine, self._table, budget, self._give_way)
@@ -337,7 +334,7 @@ def draft_request(
     head: RoundHead, sampling: SamplingParams, token_ids: Sequence[int], length: int, **fields: Any
 ) -> DraftRequest:
     """Returns a request for a proposal after the first `length` tokens of the session of `head`.
-    `token_ids` are those of the `length` tokens that the drafter reads."""
+    Of these tokens, the drafter reads `token_ids`."""
     known: dict[str, Any] = {
         "session_id": head.session_id, "tenant": head.tenant, "token_ids": token_ids,
         "prompt_length": head.prompt_length, "sampling": sampling, "rule": head.rule,
