@@ -66,8 +66,8 @@ def find_server() -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Returns a copy of the environment, even while another thread changes the environment. Then
-    `execv` without a copy would fail with EFAULT, and `os.environ.copy` may raise `KeyError`."""
+    """Returns a copy of the environment. While another thread changes the environment,
+    `os.environ.copy` may raise `KeyError`, and `execv` without a copy may fail with EFAULT."""
     found = {name: os.environ.get(name) for name in list(os.environ)}
     return {name: value for name, value in found.items() if value is not None}
 
@@ -102,7 +102,6 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """URL of the server. It never changes."""
         return f"unix://{self._socket}"
 
     @property
@@ -144,8 +143,7 @@ class EmbeddedRedis:
             raise
 
     def rotate_log(self) -> None:
-        """Rotates the log if the log is large. Must be called regularly, because the server does
-        not rotate its log."""
+        """Rotates a large log. Must be called regularly, because the server does not rotate it."""
         rotate(self._directory / _LOG_NAME)
 
     def stop(self) -> None:
@@ -180,7 +178,7 @@ class EmbeddedRedis:
         ]  # fmt: skip
 
     def _wait_until_it_answers(self) -> int:
-        """The server's process id, once it answers."""
+        """Returns the server's process id."""
         give_up_at = time.monotonic() + limits.EMBEDDED_REDIS_START_MS_MAX / 1000
         with redis.Redis(
             unix_socket_path=str(self._socket),

@@ -57,7 +57,6 @@ class RedisAddress:
     key_prefix: str = DEFAULT_KEY_PREFIX
     """Prefix of all keys in Redis."""
     sentinel_password_file: Internal[str] = ""
-    """File with the Sentinels' password."""
     asks_for_password: Internal[bool] = False
     """Whether Redis needs a password that this address does not contain."""
     asks_for_sentinel_password: Internal[bool] = False
@@ -97,8 +96,8 @@ def without_password(address: RedisAddress) -> tuple[RedisAddress, Passwords]:
 
 
 def with_password(address: RedisAddress, *, by_ray: bool = True) -> RedisAddress:
-    """The address with its passwords, for a process that Ray has started (`by_ray`) or a user.
-    Raises `SettingError` if this machine has no place with a needed password."""
+    """The address with its passwords. Raises `SettingError` if a needed password is not on this
+    machine. `by_ray` says whether Ray has started this process; it only changes the error."""
     changed: dict[str, Any] = {}
     for kind, variable in (("password", VARIABLE), ("sentinel_password", SENTINEL_VARIABLE)):
         file, key = getattr(address, f"{kind}_file"), f"redis_{kind}"

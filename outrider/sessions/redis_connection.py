@@ -1,7 +1,5 @@
-"""Connects to Redis, checks that the server can keep sessions, and converts its errors.
-
-The `ConfigError` for an unsuitable server has one line. It names the server by its URL, with the
-password masked."""
+"""Connects to Redis, checks that the server can keep sessions, and converts its errors. A
+`ConfigError` names the server by its URL, with the password masked."""
 
 import asyncio
 import re
@@ -46,9 +44,9 @@ _PASSING_ANSWERS = re.compile(
     # Redis 6.2 says this in place of NOPERM inside a script.
     r"|The user executing the script can't run this command"
 )
-"""Errors of a server that runs but cannot serve now. It may be busy or failing over, its disk or
-memory may be full, or a user's rights may be changing. The client library has classes for some of
-these errors. An error of a script names them only in its text."""
+"""Errors of a server that runs but cannot serve now. The server may be busy or failing over, its
+disk or memory may be full, or a user's rights may be changing. The client library has classes for
+some of these errors, but not for errors of a script, whose text names the cause."""
 _REPLACED_ERRORS = (BusyLoadingError, MasterDownError, ReadOnlyError)
 _REPLACED_ANSWERS = re.compile(r"\b(LOADING|MASTERDOWN|NOREPLICAS|READONLY|UNBLOCKED)\b")
 """Errors of a server that may no longer be the primary. The server was demoted or restarted, or is
@@ -97,8 +95,7 @@ async def answering() -> AsyncIterator[None]:
 async def calling(client: redis.asyncio.Redis) -> AsyncIterator[None]:
     """Limits the time of a call as `answering` does. If the server fails, or may no longer be the
     primary (`may_be_replaced`), closes idle connections. So the next call connects anew, and finds
-    the primary by the server's name or by Sentinel. A failed call itself closes the connection that
-    it uses."""
+    the primary by the server's name or by Sentinel. A failed call closes its own connection."""
     try:
         async with answering():
             yield
@@ -109,8 +106,7 @@ async def calling(client: redis.asyncio.Redis) -> AsyncIterator[None]:
 
 
 def may_be_replaced(error: Exception) -> bool:
-    """Whether an error shows that the server may no longer be the primary. Also reads the error's
-    text, because such errors of scripts have no class of their own."""
+    """Whether an error shows that the server may no longer be the primary."""
     return isinstance(error, _REPLACED_ERRORS) or bool(_REPLACED_ANSWERS.search(str(error)))
 
 
@@ -151,7 +147,6 @@ def new_client(address: RedisAddress) -> redis.asyncio.Redis:
     url = address.url
     options: dict[str, Any] = {
         "max_connections": limits.REDIS_CONNECTIONS_MAX,
-        # No time-outs here: `calling` limits the total time of a call.
         "timeout": None,
         "socket_connect_timeout": None,
         "socket_timeout": None,

@@ -298,7 +298,6 @@ def _progress(of: SessionRecord | Append) -> list[Field]:
 
 
 def encode_tokens(token_ids: Sequence[int]) -> bytes:
-    """Each token id as four bytes, little-endian."""
     return struct.pack(f"<{len(token_ids)}I", *token_ids)
 
 

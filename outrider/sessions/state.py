@@ -34,8 +34,7 @@ class Session:
         `SessionStore.take_over` returned."""
         check(record.finish_reason is None, "a finished session is not resumed")
         self.record = replace(record, token_ids=(), logprobs="")
-        """The session's record without tokens. Its fields are not updated, so only fields that
-        never change may be read."""
+        """The session's record without tokens. Only fields that never change are up to date."""
         self.tokens = TokenSequence(record.token_ids)
         """All decided tokens, prompt first. Only `decide` appends to them."""
         self.counters = record.counters
@@ -46,11 +45,10 @@ class Session:
         self.acknowledged_length = len(self.tokens)
         """Number of tokens that the store held at its last answer."""
         self.showable_length = len(self.tokens)
-        """Number of tokens that may be shown. It never falls, because it is the largest number of
-        tokens that the store has held."""
+        """Number of tokens that may be shown: the largest number that the store has held."""
         self.finish_reason: FinishReason | None = None
-        """Why the session has ended. The store may still lack the last tokens. None while the
-        session runs. Also None if the session was lost while it ran."""
+        """Why the session has ended; None while it runs, or if it was lost while it ran. The store
+        may still lack the last tokens."""
         self.error: OutriderError | None = None
         """Why the session is lost (see `supersede`). A lost session sends nothing more to the
         store. None if the session is not lost."""
@@ -108,9 +106,9 @@ class Session:
         self.target = target or self.target
 
     def next_append(self) -> Append | None:
-        """Returns an append of the tokens that the store lacks, at most `APPEND_TOKENS_MAX`.
-        Returns None if the store lacks no tokens, or if the session is lost. A second call before
-        the store's answer returns the same tokens again, and then the tokens decided meanwhile."""
+        """Returns an append of the tokens that the store lacks, at most `APPEND_TOKENS_MAX`; None
+        without `has_news`. A call before the store's answer returns the same tokens again, and also
+        the tokens decided meanwhile."""
         if not self.has_news:
             return None
         start = self.acknowledged_length
@@ -132,7 +130,7 @@ class Session:
         )
 
     def ending(self) -> Finish:
-        """The message that ends a finished session in the store."""
+        """The message that ends this session in the store."""
         if self.finish_reason is None:
             raise InvariantError(f"session {self.session_id} ends without a reason")
         return Finish(

@@ -26,7 +26,7 @@ class FinishReason(StrEnum):
 
 @value(frozen=True, slots=True)
 class CacheState:
-    """The draft or target replica that caches a session, and the number of cached tokens."""
+    """A replica that caches a session, and the number of cached tokens."""
 
     replica: str = ""
     cached_length: int = 0
@@ -64,9 +64,9 @@ class Append:
     logprobs: str = ""
     """JSON lines for these tokens if the request asked for log-probabilities."""
     more_follow: bool = False
-    """Whether further tokens that the store has already held follow in later appends. If the store
-    has lost the owner's take-over, the owner sends all tokens again. Readers then get the old
-    tokens until an append with `more_follow` false."""
+    """Whether later appends have further tokens that the store has held before. If the store has
+    lost the owner's take-over, the owner sends all tokens again, and readers get the old tokens
+    until an append with `more_follow` false."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class SessionRecord:
 
 
 def released(owner: str) -> str:
-    """The owner's name in sessions that `owner` has released. No process has this name, so no lease
+    """The name that replaces `owner` in released sessions. No process has this name, so no lease
     protects these sessions, and any coordinator may take them over."""
     return f"{owner} (released)"
 
@@ -216,7 +216,7 @@ class SessionStore(Protocol):
 
 
 def not_found(session_id: str) -> SessionNotFound:
-    """The error for an unknown session, and for a session of another tenant."""
+    """The error for an unknown session or a session of another tenant."""
     return SessionNotFound(f"there is no session {session_id}")
 
 

@@ -56,8 +56,8 @@ class LogFile(RotatingFileHandler):
     rotated files, which end with `.1` and so on."""
 
     def __init__(self, path: Path, descriptors: Sequence[int] = ()) -> None:
-        """Appends to an existing file. After `take_over`, what this process writes to `descriptors`
-        also goes to the current file."""
+        """Appends to an existing file. `take_over` redirects `descriptors` of the process to the
+        file, and later to each new file."""
         super().__init__(path, maxBytes=LOG_BYTES_MAX, backupCount=LOG_FILES_KEPT, encoding="utf-8")
         self._descriptors = descriptors
 
@@ -78,7 +78,6 @@ class LogFile(RotatingFileHandler):
         self.take_over()
 
     def take_over(self) -> None:
-        """Redirects `descriptors` to this file."""
         if self.stream is not None:
             for descriptor in self._descriptors:
                 os.dup2(self.stream.fileno(), descriptor)
@@ -87,8 +86,8 @@ class LogFile(RotatingFileHandler):
 def make_room(directory: Path) -> None:
     """Makes room for a new replica's log files. Removes files from the directory until the
     remaining and the new files have at most `LOG_DIRECTORY_BYTES_MAX` bytes. Removes rotated files
-    (`.1` and so on) first, then files of processes that have ended. In each group, removes the
-    least recently written files first. Files of running processes always stay."""
+    first, then files of processes that have ended, in each group the least recently written first.
+    Current files of running processes always stay."""
     found = []
     for path in directory.glob("*.log*"):
         with suppress(FileNotFoundError):

@@ -64,16 +64,16 @@ REQUEST_COUNTERS: dict[str, tuple[Any, ...]] = {
     "audit_variance_nats2": ("Variance of audit_surprise_nats.", "rule", _RULES),
 }  # fmt: skip
 """Counters of a coordinator, by name: description, label, and label values that are exported from
-the start. The increases of the audit counters during a period give the mean drift of a token,
-(surprise - entropy) / tokens, and the z value of all tokens, (surprise - entropy) /
-sqrt(variance)."""
+the start. With the increases of the audit counters during a period, the mean drift of a token is
+(surprise - entropy) / tokens, and the z value of all tokens (surprise - entropy) / sqrt(variance).
+"""
 CONTEXT_BOUNDS = (1024, 4096, 16_384, 65_536)
 CONTEXTS = ("0-1k", "1k-4k", "4k-16k", "16k-64k", "64k+")
 """Values of the label `context`: ranges of the session's length in tokens."""
 
 
 class Proposed(NamedTuple):
-    """A round with a proposal: the values that counters need."""
+    """The values of a round with a proposal that counters need."""
 
     context: str
     num_draft_tokens: int
@@ -81,8 +81,8 @@ class Proposed(NamedTuple):
     num_accepted: int
 
     def by_position(self, num: int) -> dict[tuple[str, str], int]:
-        """For each position of the proposal, 1 if the position is among the first `num`, otherwise
-        0. Because of the zeros, positions without accepted tokens also have a series."""
+        """By position of the proposal, 1 for the first `num` positions, otherwise 0. With the
+        zeros, positions without accepted tokens have a series, too."""
         return {(str(at), self.context): int(at < num) for at in range(self.num_depths)}
 
 
@@ -150,15 +150,14 @@ grow."""
 
 
 class ObservedCounter:
-    """Numbers that only grow, one for each label value. The SDK reads the numbers when it collects,
-    so that `add`, which runs many times in a round, is fast."""
+    """Numbers that only grow, one for each label value. The SDK reads them when it collects, so
+    that `add`, which runs many times in a round, is fast."""
 
     def __init__(
         self, meter: Meter, name: str, about: str, label: str = "", known: Iterable[str] = ()
     ) -> None:
         """Without a `label` there is one number, under the label value "". `known` label values
-        start at 0, because Prometheus does not count the first event of a series that did not exist
-        before."""
+        start at 0, because Prometheus does not count the event that creates a series."""
         self._values: dict[str, float] = dict.fromkeys(known if label else ("",), 0.0)
         # The SDK collects on its own thread, so it gets a copy.
         watch(meter, name, lambda: dict(self._values), about, label, grows=True)
@@ -169,7 +168,7 @@ class ObservedCounter:
 
 
 class SpeculationCounters:
-    """The counters of `SPECULATION_COUNTERS`. Counts rounds by their `Proposed`. The exported sums
+    """The counters of `SPECULATION_COUNTERS`. `add` counts equal rounds together. The exported sums
     are computed when the SDK collects."""
 
     def __init__(self, meter: Meter) -> None:
@@ -202,9 +201,9 @@ def watch(
     label: str | tuple[str, ...] = "",
     grows: bool = False,
 ) -> None:
-    """Exports the numbers that `read` returns. `grows` makes the metric a counter, otherwise it is
-    a gauge. `read` returns numbers by label value. Without a label, this value is ""; for several
-    labels, it is a tuple. `read` is called on any thread."""
+    """Exports the numbers that `read` returns, as a counter if `grows`, otherwise as a gauge.
+    `read` returns numbers by label value: "" without a label, a tuple for several labels. It is
+    called on any thread."""
 
     def attributes(key: Any) -> dict[str, str] | None:
         if isinstance(label, tuple):
@@ -233,8 +232,8 @@ class HttpTimes:
 
     def add(self, seconds: float, method: str, scheme: str, route: str, status: int | None) -> None:
         """Records a finished request. `route` is the pattern of its route, empty if no route
-        matches. `status` is None if the caller disconnected first. An unknown `method` is recorded
-        as `_OTHER`, because callers could otherwise create any number of label values."""
+        matches. `status` is None if the caller disconnected first. Unknown methods are recorded as
+        `_OTHER`, because callers could otherwise create any number of label values."""
         found: dict[str, str | int] = {
             "http.request.method": method if method in _METHODS else "_OTHER",
             "url.scheme": scheme,

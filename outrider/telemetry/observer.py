@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 Side = Literal["draft", "target"]
 AuditOutcome = Literal["audited", "busy", "repeated", "failed"]
 """The outcome of an audit. busy: no audit, because too many audits or sessions ran. repeated: no
-audit, because an earlier session had the same seed, so their tokens are not independent."""
+audit, because the session's tokens depend on those of an earlier session with the same seed."""
 
 
 def _ignore(self: Any, *_: Any, **__: Any) -> None:

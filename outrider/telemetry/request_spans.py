@@ -58,7 +58,6 @@ class ObservedRequests(Observation):
     listens = True
 
     def __init__(self, tracer: Tracer, meter: Meter, config: CoordinatorConfig) -> None:
-        """Uses the `trace_` settings of the configuration."""
         self.tracer = tracer
         self.config = config
         self._meter = meter
@@ -70,7 +69,6 @@ class ObservedRequests(Observation):
         self.phases = {phase: self.times[f"outrider.round_{phase}_seconds"] for phase in PHASES}
 
     def samples(self, index: int) -> bool:
-        """Whether the round with this index has spans."""
         every = self.config.trace_every_rounds
         return every > 0 and (index < TRACED_ROUNDS or (index - TRACED_ROUNDS) % every == 0)
 
@@ -145,7 +143,6 @@ class ObservedRequest(RequestObserver):
         return self._contexts[side]
 
     def count(self, name: str, label: str = "", amount: int = 1) -> None:
-        """Adds to one of `REQUEST_COUNTERS`."""
         self._shared.counters[name].add(amount, label)
         if name in self._totals:
             self._totals[name] += amount
@@ -158,7 +155,7 @@ class ObservedRequest(RequestObserver):
             "gen_ai.response.id": session_id,
             "gen_ai.response.model": self._genai["gen_ai.request.model"],
             "gen_ai.conversation.id": session_id,
-            # A number in an attribute has 64 bits and a sign. A larger seed is given as text.
+            # Attributes have signed 64-bit numbers, so a larger seed is given as text.
             "gen_ai.request.seed": seed if seed < 2**63 else str(seed),
             "gen_ai.usage.input_tokens": num_prompt_tokens,
         })  # fmt: skip
@@ -184,8 +181,8 @@ class ObservedRequest(RequestObserver):
         self, side: Side, seconds: float, queue_ms: float, compute_ms: float, asked: bool = True
     ) -> None:
         """A proposal or verdict came, `seconds` after the question. The replica reported the times
-        in ms. If the replica was not `asked`, it ran the round in advance. Then histograms leave
-        these times out, because no request waited for the round."""
+        in ms. If the replica was not `asked`, it ran the round in advance. Histograms omit the
+        times of these rounds, because no request waited for them."""
         queue_s, compute_s = queue_ms / 1e3, compute_ms / 1e3
         wire_s = max(0.0, seconds - queue_s - compute_s)
         times = {"wire": wire_s, "queue": queue_s, "verify": compute_s}
@@ -282,8 +279,8 @@ class ObservedRequest(RequestObserver):
             self._times += times.items()
 
     def _record_times(self) -> None:
-        """Records the times since the last call. Called while the next round runs, so that the
-        request does not wait for the recording."""
+        """Records the times since the last call, while the next round runs, so that the request
+        does not wait for the recording."""
         for phase, seconds in self._times:
             self._shared.phases[phase].record(seconds)
         self._times.clear()
@@ -295,7 +292,6 @@ class ObservedRequest(RequestObserver):
         self._record("gen_ai.server.request.duration", duration_s, self._genai)
         for span in (*self._asked.values(), *self._rounds.values()):
             span.end()
-        # Rounds that end later are counted but have no spans.
         self._asked, self._rounds = {}, {}
         if reason is not None:
             self._span.set_attribute("gen_ai.response.finish_reasons", [reason.value])

@@ -45,15 +45,13 @@ _log = logging.getLogger(__name__)
 
 class _VllmNames:
     """Collects the metrics of a registry, and copies of the speculation counters under vLLM's
-    names. The copies are not OpenTelemetry instruments, because the name of an instrument must not
-    contain a colon."""
+    names. OpenTelemetry instruments cannot have these names, because they contain a colon."""
 
     def __init__(self, registry: CollectorRegistry, model: str) -> None:
         self._registry = registry
         self._model = model
 
     def collect(self) -> Iterator[Metric]:
-        """Called by prometheus_client for each scrape."""
         for metric in self._registry.collect():
             yield metric
             if metric.name.removeprefix(SCOPE + "_") in VLLM_COUNTERS:
@@ -77,8 +75,8 @@ class Scrape:
     """A process's metrics for Prometheus."""
 
     def __init__(self, vllm_model: str | None = None) -> None:
-        """With `vllm_model`, also serves the speculation counters under vLLM's names, with this
-        `model_name`."""
+        """With `vllm_model`, also serves the speculation counters under vLLM's names. The value is
+        their label `model_name`."""
         from opentelemetry.exporter.prometheus import PrometheusMetricReader
         from prometheus_client import CollectorRegistry
 
@@ -138,7 +136,6 @@ class Exports:
         readers: list[MetricReader],
         scrape: Scrape | None = None,
     ) -> None:
-        """Without a `span_processor` there are no spans."""
         self.scrape = scrape
         resource = Resource.create({
             "service.name": f"outrider-{role}", "service.namespace": "outrider",
@@ -179,10 +176,10 @@ def start_exports(
     scraped: bool = False,
     vllm_model: str | None = None,
 ) -> Exports | None:
-    """Starts the exports of the `telemetry` setting in a role's process. `scraped` says whether the
-    process serves `Exports.scrape` itself. Returns None if `telemetry` is empty and `scraped` is
-    False. Serves Prometheus on `host`. `slot` is as for `Destination.port`, `vllm_model` as for
-    `Scrape`. Raises `SettingError` if the port is taken."""
+    """Starts the exports of the `telemetry` setting in a role's process, and serves Prometheus on
+    `host`. If `scraped`, the process itself also serves `Exports.scrape`. `slot` is as for
+    `Destination.port`, `vllm_model` as for `Scrape`. Returns None if there is nothing to export.
+    Raises `SettingError` if the port is taken."""
     destination = Destination.parse(telemetry)
     endpoint, port = destination.otlp_endpoint, destination.port(role, slot)
     if not endpoint and port is None and not scraped:

@@ -34,14 +34,13 @@ _FIGURES = {
     "prefix_cache_hits": ("pages.prefix_hits", "Tokens that the prefix cache held."),
 }
 """Metrics by name: the attribute of `StepFigures`, and the description. Metrics `kv_cache_...` rise
-and fall. The others only grow."""
+and fall. Other metrics only grow."""
 
 
 class ObservedSteps:
     """Observes a replica's steps. Must be used on the event loop's thread."""
 
     def __init__(self, tracer: Tracer, meter: Meter, role: str) -> None:
-        """`role` is `draft` or `target`."""
         self._tracer = tracer
         self._meter = meter
         self._name = SPAN_OF[role]
