@@ -5,8 +5,8 @@
     sha256:<salt>:<digest>      the hash of such a key: HMAC-SHA256 of the whole key under its salt
     sha256:<digest>             the hash of a key that was made elsewhere: SHA-256 of the key
 
-The salt in a caller's key selects the stored hash to compare with, so thousands of keys need only
-one comparison. Each line of a key file has the hash of one key. `#` begins a comment:
+The salt in a made key selects the one stored hash that the server compares with the key. Each line
+of a key file has the hash of one key. `#` begins a comment:
 
     NAME HASH [tenant=TENANT] [requests_per_minute=N] [concurrency=N] [admin]
 """
@@ -36,13 +36,13 @@ class Caller:
     """The caller that an API key identifies. Contains no secret."""
 
     name: str = ""
-    """Name of the key. Requests are counted under this name. Empty if the server needs no key."""
+    """Name of the key, by which rate limits count requests. Empty if the server needs no key."""
     tenant: str = ""
-    """Owner of the caller's sessions and cached prefixes. Set by the key, never by the request."""
+    """Tenant that owns the caller's sessions and cached prefixes. A request cannot change it."""
     requests_per_minute: int = 0
     """0 = unlimited."""
     concurrency: int = 0
-    """Largest number of generations at a time; 0 = unlimited. One request may have several."""
+    """Largest number of generations at a time; 0 = unlimited."""
     admin: bool = False
     """Whether the caller may read and cancel sessions of all tenants."""
 
@@ -70,7 +70,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}")
 
 @dataclass(frozen=True)
 class KeyHash:
-    """The stored hash of a key. A hash verifies its key, but is not accepted as a key."""
+    """The stored hash of a key. A caller that sends the hash instead of the key is refused."""
 
     salt: str
     """Empty for a key that was made elsewhere."""
@@ -78,7 +78,7 @@ class KeyHash:
 
     @classmethod
     def of(cls, key: str) -> Self:
-        """The hash of a text, even of a text that is not a valid key."""
+        """The hash of a text, which need not be a valid key."""
         data = key.encode(errors="surrogatepass")
         made = _MADE.fullmatch(key)
         if made is None:
@@ -87,8 +87,8 @@ class KeyHash:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parses a hash. Raises `ValueError` for other texts. The error does not quote the text,
-        because the text may be a key."""
+        """Parses a hash. The `ValueError` for an invalid hash does not quote it, because it may be
+        a key."""
         found = _KEPT.fullmatch(text)
         if found is None:
             raise ValueError("must be sha256:DIGEST or sha256:SALT:DIGEST, in lower-case hex")
@@ -111,7 +111,6 @@ class Keyring:
     """The accepted keys."""
 
     def __init__(self, entries: Iterable[KeyEntry]) -> None:
-        """Raises `ConfigError` for duplicate names or keys, and for more than `API_KEYS_MAX`."""
         self.entries = tuple(entries)
         if len(self.entries) > API_KEYS_MAX:
             raise ConfigError(f"{len(self.entries)} keys; at most {API_KEYS_MAX} are allowed")
@@ -153,8 +152,8 @@ def check_key_name(name: str) -> str:
 
 def given_keys(text: str) -> tuple[KeyEntry, ...]:
     """Parses the setting `api_key`: keys or hashes, separated by commas. These keys have no limits.
-    Each key has its own tenant, so its caller cannot see sessions of other keys. Raises
-    `ConfigError`. This error has the number of the wrong key, but not the key's text."""
+    Each key has its own tenant, so its caller cannot see sessions of other keys. A `ConfigError`
+    has the number of the wrong key, but not the key's text."""
     entries = []
     for number, word in enumerate(text.split(",") if text else (), start=1):
         word = word.strip()
@@ -182,8 +181,7 @@ def hashed_keys(text: str) -> str:
 
 
 def read_entries(text: str) -> list[KeyEntry]:
-    """Parses the text of a key file. Raises `ConfigError`. This error names the line, but quotes no
-    hash."""
+    """Parses the text of a key file. A `ConfigError` names the line, but quotes no hash."""
     entries = []
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.partition("#")[0].split()
@@ -237,7 +235,6 @@ def _value(option: str, text: str) -> str | int | bool:
 
 
 def entry_line(hash_: KeyHash, caller: Caller) -> str:
-    """The line of a key file for this key, without a newline."""
     words = [caller.name, str(hash_)]
     if caller.tenant != caller.name:
         words.append(f"tenant={caller.tenant}")
@@ -259,8 +256,8 @@ def read_key_file(path: Path) -> list[KeyEntry]:
 
 
 def add_key(path: Path, caller: Caller) -> str:
-    """Makes a key, adds its hash to the file, and returns the key. If the file is new, only its
-    owner can read it. Raises `ConfigError` if the file is invalid or already has the name."""
+    """Makes a key, adds its hash to the file, and returns the key. Only the owner of a new file can
+    read the file. Raises `ConfigError` if the file is invalid or already has the name."""
     with locked(path.with_name(f"{path.name}.lock")):
         entries = read_key_file(path) if path.exists() else []
         if any(entry.caller.name == caller.name for entry in entries):

@@ -3,8 +3,7 @@
 Simulated code reads the time only from `asyncio.get_running_loop().time()` and waits only with
 asyncio, so the same code runs on the real clock. When every task waits, the virtual clock jumps to
 the next timer. The loop never waits for sockets. `run_in_executor` calls its function on the loop's
-thread, and the virtual clock does not advance. On another thread, the function's real duration
-would change the order of events."""
+thread and in no virtual time, because another thread would make the order of events random."""
 
 import asyncio
 import selectors
@@ -19,8 +18,6 @@ Ts = TypeVarTuple("Ts")
 
 
 class _VirtualSelector(selectors.DefaultSelector):
-    """A selector that advances a virtual clock instead of waiting."""
-
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
@@ -29,15 +26,10 @@ class _VirtualSelector(selectors.DefaultSelector):
         """Returns the ready events. If there are none, advances the clock by `timeout`."""
         ready: list[Any] = super().select(0)
         if not ready:
-            self.wait(timeout)
+            if timeout is None:
+                raise InvariantError("every task waits, and no timer is set: the program hangs")
+            self.now += max(timeout, 0.0)
         return ready
-
-    def wait(self, timeout: float | None) -> None:
-        """Advances the clock by `timeout`. If `timeout` is None, raises `InvariantError`, because
-        all tasks would wait forever."""
-        if timeout is None:
-            raise InvariantError("every task waits, and no timer is set: the program hangs")
-        self.now += max(timeout, 0.0)
 
 
 class VirtualClockLoop(asyncio.SelectorEventLoop):
@@ -50,13 +42,11 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         self._clock_resolution = 1e-9
 
     def time(self) -> float:
-        """Virtual seconds since the loop was made."""
         return self._virtual.now
 
     def run_in_executor(
         self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts
     ) -> asyncio.Future[T]:
-        """Calls `func` at once, on this thread."""
         done: asyncio.Future[T] = self.create_future()
         try:
             done.set_result(func(*args))
@@ -72,8 +62,8 @@ def run_virtually(main: Coroutine[Any, Any, T]) -> T:
 
 
 async def cancelling_others(main: Coroutine[Any, Any, T]) -> T:
-    """Runs `main`. Then cancels all other tasks, also those that start during the cancellation, and
-    waits for them."""
+    """Runs `main`. Then cancels all other tasks, and waits for them. Tasks that start meanwhile are
+    cancelled, too."""
     try:
         return await main
     finally:

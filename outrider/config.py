@@ -92,7 +92,6 @@ class ServerConfig:
     """Log level; `debug` adds a line for each session that ends or moves."""
 
     role: ClassVar[Role]
-    """The role of the service that is configured."""
     membership: Internal[Membership | None] = None
     """The registry in which the replica announces itself; None = the replica announces itself
     nowhere."""
@@ -104,13 +103,10 @@ class ServerConfig:
 
     @property
     def log_name(self) -> str:
-        """Name of the log file: the name of the replica, or the role of a replica without a
-        name."""
         return self.role if self.membership is None else self.membership.name
 
     @property
     def authenticates_callers(self) -> bool:
-        """Whether callers must authenticate."""
         return bool(self.internal_tls_dir)
 
     @property
@@ -131,14 +127,13 @@ class ServerConfig:
 
 
 HERMES = "hermes"
-"""The value of `chat_template` that selects the template of Outrider."""
+"""The value of `chat_template` for Outrider's own template."""
 AUTO_ENGINE = "auto"
 TRANSFORMERS = "transformers"
 VLLM = "vllm"
 ENGINES = (AUTO_ENGINE, TRANSFORMERS, VLLM)
 EMULATED = "emulated:"
-"""Prefix of the values of `engine` that select an emulated engine. An emulated engine simulates
-step times instead of running a model."""
+"""An `engine` with this prefix is emulated: it simulates step times and runs no model."""
 NGRAM_MAX = 64
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32", "float64"]
@@ -181,9 +176,9 @@ class ModelServerConfig(ServerConfig):
     """Largest number of tokens in one step. Longer prompts are prefilled in chunks, so that other
     sessions continue meanwhile."""
     deterministic: bool = False
-    """Compute the same logits of a token, to the last bit, whatever other tokens are in its step.
-    So under the rules coupled and greedy, the output depends neither on `num_draft_tokens` nor on
-    other sessions. The fused CPU kernels always compute this way. Other kernels become slower."""
+    """Compute bit-identical logits of a token, whatever other tokens are in its step. So under the
+    rules coupled and greedy, the output depends neither on `num_draft_tokens` nor on other
+    sessions. The fused CPU kernels always compute this way. Other kernels become slower."""
     cpu_kernels: Literal["auto", "torch"] = "auto"
     """Kernels for steps on a CPU: `auto` = the fused kernels of amd-pace if it is installed and
     supports the processor and the model, otherwise torch's operators; `torch` = torch's
@@ -214,11 +209,9 @@ class ModelServerConfig(ServerConfig):
     tensor_parallel_size: Annotated[int, between(1, limits.TENSOR_PARALLEL_SIZE_MAX)] = 1
     """Number of tensor-parallel ranks. The numbers of CPUs, GPUs and threads apply to each rank."""
     directory: Internal[str] = ""
-    """Directory of the model's files, set when the model's name is resolved; empty without a
-    model."""
+    """Directory of the model's files; empty without a model."""
     tokenizer_directory: Internal[str] = ""
-    """Directory of the target's tokenizer; empty without a tokenizer. Constraints need the
-    tokenizer."""
+    """Directory of the target's tokenizer, which constraints need; empty without a tokenizer."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -235,7 +228,6 @@ class ModelServerConfig(ServerConfig):
 
     @property
     def model_engine(self) -> str:
-        """The engine of this replica's model: one of `ENGINES`, or an emulated engine."""
         return self.engine
 
     @property
@@ -263,7 +255,6 @@ class TargetConfig(ModelServerConfig):
     head_kind: Internal[str] = ""
     """Kind of the head: `eagle3` or `mtp`; empty without a head."""
     head_directory: Internal[str] = ""
-    """Directory of the head's files."""
     shows_features: Internal[bool] = False
     """Whether the target sends hidden states to an EAGLE-3 head on draft replicas."""
 
@@ -283,8 +274,8 @@ class DraftConfig(ModelServerConfig):
     """Engine that runs the draft's model; empty = the value of `engine`."""
     num_cpus: Cpus = 0.25
     eagle3_on: Literal["target", "draft"] = "target"
-    """Where an EAGLE-3 head runs: on the target, or on draft replicas. In the second case, the
-    target sends a row of hidden states for each token to the draft."""
+    """Where an EAGLE-3 head runs: on the target, or on draft replicas. For a head on draft
+    replicas, the target sends a row of hidden states for each token."""
     ngram_min: NgramMin = 1
     ngram_max: NgramMax = 16
     suffix_depth: Annotated[int, between(2, 64)] = 16
@@ -307,9 +298,8 @@ class DraftConfig(ModelServerConfig):
     """Largest number of tokens that a hybrid drafter's model or head drafts in a round. The
     hybrid's look-up may draft more."""
     target: Internal[str] = ""
-    """If the drafter was made for a particular target, the name of this target; otherwise empty."""
+    """Name of the target that the drafter was made for; empty for other drafters."""
     target_directory: Internal[str] = ""
-    """Directory of the files of `target`; empty without a `target`."""
 
     @property
     def model_engine(self) -> str:
@@ -332,7 +322,6 @@ class DraftConfig(ModelServerConfig):
 
     @property
     def drafter(self) -> DrafterChoice:
-        """The drafter that the settings choose."""
         choice = parse_drafter(self.model)
         if choice.on_target and choice.kind == EAGLE3 and self.eagle3_on == "draft":
             head = DraftModel(choice.on_target, reads_features=True)
@@ -387,7 +376,6 @@ class CoordinatorConfig(ServerConfig):
     `deepseek_r1` = all text before `</think>`, `auto` = chosen by the chat template, `none` = no
     part."""
     redis: Internal[RedisAddress] = RedisAddress()
-    """Address of the session store."""
     redis_wait_replicas: Annotated[int, between(0, limits.REDIS_WAIT_REPLICAS_MAX)] = 0
     """Number of Redis replicas that must store a token before the client gets it; 0 = only the
     primary must store it. A failover cannot lose tokens that all replicas have."""
@@ -418,8 +406,8 @@ class CoordinatorConfig(ServerConfig):
     deadline_ms: Annotated[int, between(1, limits.DEADLINE_MS_MAX)] = limits.DEADLINE_MS_DEFAULT
     """Deadline of requests that set no deadline, ms."""
     resume_grace_ms: Annotated[int, between(0, WAIT_MS_MAX)] = 10_000
-    """If a session's stream breaks, a client may resume the session within this time, ms. Until
-    then the session does not decode. Afterwards it is cancelled."""
+    """If a session's stream breaks, a client may resume the session within this time, ms. Meanwhile
+    the session does not decode. A session that is not resumed in time is cancelled."""
     draft_timeout_ms: WaitMs = 1_000
     """Time limit for drafting in a round, ms. At the limit, the draft returns the tokens that it
     has drawn so far. If drafting for so long would not pay, length control sets a shorter limit."""
@@ -475,7 +463,6 @@ class CoordinatorConfig(ServerConfig):
 
     @property
     def serves_reflection(self) -> bool:
-        """Whether gRPC reflection is served."""
         return not self.asks_for_keys
 
     def reaching(self, redis: RedisAddress) -> Self:
@@ -527,7 +514,7 @@ class AutoscaleConfig:
     autoscale_draft_waits: Annotated[float, between(0.01, 1)] = 0.25
     """Add drafts if more than this share of the rounds waits for a busy draft."""
     autoscale_calm_s: Annotated[float, between(1, WAIT_S_MAX)] = 120.0
-    """Remove a replica if one replica fewer would have been enough for this time, s."""
+    """Remove a replica when one replica fewer has sufficed for this number of seconds."""
 
     def __post_init__(self) -> None:
         self.bounds  # noqa: B018 (raises)
@@ -586,7 +573,7 @@ class DeploymentConfig:
     model_timeout_s: Annotated[float, between(0.1, WAIT_S_MAX)] = 900.0
     """Time for the models to load, s."""
     stop_timeout_s: Annotated[float, between(0, WAIT_S_MAX)] = 10.0
-    """Time that running requests get to end when replicas stop, s."""
+    """Time for running requests to end when a replica stops, s."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.deployment_name):
@@ -676,8 +663,8 @@ def merge(
 ) -> dict[str, Value]:
     """The values of settings by key, from a YAML `file`, from the `environment` (`OUTRIDER_*`) and
     from `flags` (texts or values). Flags override the environment, which overrides the file. Raises
-    `ConfigError` for a bad value, even if another value overrides it. The error names where the bad
-    value was set."""
+    `ConfigError` for a bad value, even if another value overrides it. The error names the source of
+    the bad value."""
     given = translated_layers(flags, environment, file)
     values = {found.key: found.parse(raw, source) for found, raw, source in given}
     if rates := values.pop(SPECULATIVE_CONFIG, None):

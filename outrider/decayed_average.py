@@ -14,12 +14,10 @@ class DecayedSums:
         self._added_at: dict[str, float] = {}
 
     def add(self, now: float, amounts: Mapping[str, float]) -> None:
-        """Adds each amount to the sum of the same name. `now` is in seconds and must not decrease
-        from call to call."""
+        """Adds each amount to the sum of the same name. `now`, in seconds, must never decrease."""
         if now - self._at > self._seconds:
             self._fade(now)
-        # The sums have decayed up to the time `_at`. Instead of decaying all sums up to `now`, this
-        # scales the new amounts, which is faster.
+        # Scaling the new amounts is faster than decaying all sums, which are as of `_at`.
         weight = math.exp((now - self._at) / self._seconds)
         for name, amount in amounts.items():
             if amount:

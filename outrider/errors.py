@@ -31,8 +31,7 @@ from collections.abc import Iterable
 from typing import Self
 
 NO_TOKENIZER = "the model has no tokenizer; give token_ids"
-"""Reason of a `BadRequest` for a prompt given as text. The command line writes the name of its flag
-instead of `token_ids`."""
+"""Why a prompt that is text is refused. The command line replaces `token_ids` by its flag."""
 
 
 class OutriderError(Exception):
@@ -137,8 +136,8 @@ class ConfigError(OutriderError, grpc_code=9):
 
 
 class SettingError(ConfigError):
-    """A setting or a command's option is wrong. `key` is the name of the setting or option, or the
-    source of its value, such as a line of a file."""
+    """A setting or a command's option is wrong. `key` is its name, or the source of its value, such
+    as a line of a file."""
 
     def __init__(self, key: str, reason: str) -> None:
         super().__init__(f"{key}: {reason}")
@@ -146,7 +145,7 @@ class SettingError(ConfigError):
         self.reason = reason
 
     def __reduce__(self) -> tuple[type[Self], tuple[str, str]]:
-        # Lets `pickle` restore the error, because Ray sends an actor's errors to other processes.
+        # Ray pickles an actor's errors to send them to other processes.
         return type(self), (self.key, self.reason)
 
 

@@ -68,8 +68,8 @@ class FileWatch(Generic[Found]):
         read: Callable[[], Found],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`read` returns the contents of `paths`. The files are checked for changes at most every
-        `KEY_FILE_LOOK_MS`. `clock` returns seconds. Raises errors of `read`."""
+        """`read` returns the contents of `paths`. Its first call is here, and may raise. The files
+        are checked for changes at most every `KEY_FILE_LOOK_MS`. `clock` returns seconds."""
         self._paths = [path for path in paths if path is not None]
         self._read = read
         self._clock = clock
@@ -81,8 +81,7 @@ class FileWatch(Generic[Found]):
     def current(self) -> Found:
         """The last result of `read`. Reads again if a file has changed. While a file is missing,
         does not read, because the file is probably being replaced. If `read` fails, logs the error
-        once, keeps the earlier result, and reads again at the next check, because a file may become
-        readable without a change."""
+        once, keeps the earlier result, and reads again at the next check."""
         now = self._clock()
         if now - self._looked_at < KEY_FILE_LOOK_MS / 1e3:
             return self._found

@@ -1,5 +1,5 @@
-"""Hidden states in messages: outputs of some of the target's layers, one row for each token. They
-are the input of a drafting head. This module imports no numeric library."""
+"""Hidden states in messages: outputs of some of the target's layers, one row for each token. A
+drafting head reads them. This module imports no numeric library."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,6 @@ class Features:
     width: int
     """Length of a row, in numbers."""
     rows: bytes
-    """All rows, one after another."""
 
     def __len__(self) -> int:
         return len(self.rows) // (self.width * BYTES_OF_A_NUMBER)

@@ -21,8 +21,8 @@ DEADLINE_MS_MAX = 3_600_000
 CHAT_MESSAGES_MAX = 4096
 ROLE_CHARS_MAX = 64
 DRAFT_DEADLINE_MS_MAX = 600_000  # largest time limit for drafting in a round
-SILENT_DRAFT_S = 5.0  # a draft that sends nothing for this time after a time limit counts as lost
-UNTIMED_DRAFT_S = 20  # assumed time limit for drafting in a round that has none
+SILENT_DRAFT_S = 5.0  # a draft whose answer is later than its time limit by more counts as lost
+UNTIMED_DRAFT_S = 20  # assumed time limit for drafting in a round without a time limit
 
 CONSTRAINT_BYTES_MAX = 64 * 2**10  # of a JSON schema, or of all choices together
 SCHEMA_DEPTH_MAX = 32
@@ -32,16 +32,16 @@ ALTERNATIVES_MAX = 256
 """Number of lists and objects among the alternatives of a JSON schema. The time for a mask may grow
 with the cube of this number."""
 LIST_ALTERNATIVE = 4
-"""Weight of an alternative that may be a list. Lists are slower than other alternatives."""
+"""An alternative that may be a list counts as this many, because lists are slower than objects."""
 COMPILE_S_MAX = 2.0  # constraints that take longer to compile are refused
 MASK_S_MAX = 0.25  # for a token's mask; a constraint that takes longer twice is refused
 FOLLOWED_AT_ONCE = 64  # a matcher may take MASK_S_MAX for this many committed tokens
-TOO_SLOW_S = 60  # for this time a constraint that was too slow is refused
+TOO_SLOW_S = 60  # how long a constraint that was too slow is refused
 COMPILE_BYTES_MAX = 2**30  # memory for compiling a constraint, in addition to the tokenizer's
 COMPILE_THREADS = 2  # constraints that are compiled at the same time in one process
 COMPILE_WAIT_S_MAX = 20  # how long a request waits for its constraint
 COMPILATIONS_MAX = 256  # constraints of a process that wait to be compiled
-COMPILATIONS_PER_TENANT_MAX = 64  # constraints of a tenant that wait; tenants take turns
+COMPILATIONS_PER_TENANT_MAX = 64  # constraints of a tenant that wait to be compiled
 CHECKED_CONSTRAINTS_MAX = 4096  # checked constraints that a coordinator remembers
 GRAMMARS_MAX = 64  # unused compiled constraints that are kept; the least recently used goes first
 LEXER_STATES_MAX = 2**15  # 1 to 2 KB each; at the limit, the constraint is compiled again
@@ -54,13 +54,13 @@ GRPC_PENDING_S_MAX = 60  # gRPC drops a call that has not begun after this time
 GRPC_HANDSHAKE_MS = 10_000  # for TLS and the first HTTP/2 frame of a connection
 GRPC_IDLE_MS = 300_000  # after which a connection without calls is closed
 GRPC_AGE_MS = 300_000  # after which a connection takes no new calls, so clients connect anew
-GRPC_AGE_GRACE_MS = DEADLINE_MS_MAX + 60_000  # then for the connection's running calls to end
+GRPC_AGE_GRACE_MS = DEADLINE_MS_MAX + 60_000  # for the running calls of a connection of that age
 BULK_ITEM_BYTES = 32 * 2**10  # larger items travel on the bulk stream
 
 SESSIONS_PER_COORDINATOR_MAX = 4096
 STREAM_QUEUE_ITEMS_MAX = SESSIONS_PER_COORDINATOR_MAX
 """Items that wait in one direction of a stream, or for a step of a replica."""
-STUCK_WRITE_MS = 1_000  # grace period before a stream that is read too slowly ends
+STUCK_WRITE_MS = 1_000  # grace period for the client of a stream that is read too slowly
 SEQUENCES_PER_REPLICA_MAX = 4096  # in a replica's memory; the least recently used goes first
 RELEASES_REMEMBERED_MAX = 2**16  # sessions whose newest epoch and round a replica remembers
 ENGINE_SEQUENCES_MAX = 64  # sequences in one step, by default (`--max-num-seqs`)
@@ -71,7 +71,7 @@ FEATURES_WIDTH_MAX = 2**15  # numbers in the features of a token
 HYBRID_SCORE_MIN = 0.6  # expected tokens at which a look-up replaces the model
 HYBRID_MODEL_TOKENS = 1  # draft tokens of a hybrid's model in a round
 LOOK_AHEAD_MAX = 64  # outcomes of a round that a draft may predict
-LOOK_AHEAD_DEFAULT = 16  # such outcomes by default if drafting does not slow down the target
+LOOK_AHEAD_DEFAULT = 16  # predicted outcomes by default, if drafting does not delay the target
 LOOK_AHEAD_BYTES_MAX = 256 * 2**10  # of the proposals that a draft pushes for one round
 SUFFIX_TENANTS = 4  # tenants for whose full histories suffix decoding has room
 SUFFIX_SEEDS_MAX = 65_536  # seeds for which suffix decoding remembers the first session
@@ -94,16 +94,16 @@ KV_CACHE_BYTES_DEFAULT = 2**30  # of keys and values on CPU (`--kv-cache-memory-
 BATCHED_TOKENS_DEFAULT = 512  # tokens of a step, by default (`--max-num-batched-tokens`)
 BATCHED_TOKENS_MIN = 64  # enough for a round and a part of a prefix
 DRAFT_SUPPORT_ENTRIES = 64  # entries of a draft distribution on the wire, by default
-DRAFT_SUPPORT_ENTRIES_MAX = 4096  # of a draft distribution, accepted from a peer
+DRAFT_SUPPORT_ENTRIES_MAX = 4096  # entries of a draft distribution that a peer may send
 RUN_AHEAD_ROUNDS_MAX = 16  # rounds that a target may decode without the coordinator's answer
 ANSWERS_HELD_MS = 40  # how long verdicts of run-ahead rounds are collected into one message
 LOOP_LAG_MS_MAX = 500  # if its event loop is delayed by more, a coordinator refuses requests
-LOOP_LAG_LOOKS = 4  # checks in a row, 0.25 s apart, that must find this delay
+LOOP_LAG_LOOKS = 4  # measurements in a row, 0.25 s apart, that must be above LOOP_LAG_MS_MAX
 MAILBOX_REPLIES_MAX = 64  # replies that may wait for one session on one side
 
 HTTP_BODY_BYTES_MAX = 4 * 2**20
 HTTP_BODIES_BYTES_MAX = 64 * HTTP_BODY_BYTES_MAX  # of all bodies being read by a coordinator
-HTTP_TENANT_BODIES_BYTES_MAX = HTTP_BODIES_BYTES_MAX // 4  # of all such bodies of one tenant
+HTTP_TENANT_BODIES_BYTES_MAX = HTTP_BODIES_BYTES_MAX // 4  # of a tenant's bodies being read
 HTTP_BODY_S_MAX = 60  # for a body to arrive
 HTTP_BODY_PART_S_MAX = 10  # for each part of a body to arrive
 HTTP_VALUES_MAX = 2**19  # values and keys of a body, most of them a prompt's tokens
@@ -118,7 +118,7 @@ HTTP_HEADERS_S = 10  # for the headers of a request, TLS included
 HTTP_KEEP_ALIVE_S = 75  # how long a connection without a request is kept
 HTTP_LAST_REQUEST_S = 1  # for requests on a stopping server's open connections
 HTTP_STUCK_WRITE_S = 30  # for a client that reads nothing while 64 KiB wait for it
-EVENT_ID_CHOICES_MAX = 64  # with more choices there are no event ids: each would name all choices
+EVENT_ID_CHOICES_MAX = 64  # if there are more choices, events have no ids, which name all choices
 IDEMPOTENCY_KEY_CHARS_MAX = 128
 ANSWERS_MAX = 16  # texts for one prompt of an HTTP request (`n`)
 PROMPTS_MAX = 128  # of one HTTP request; each prompt opens `n` sessions
@@ -132,7 +132,7 @@ EVENTS_AHEAD_MAX = 64  # events of one HTTP request that may wait for its client
 SESSION_LEASE_MS = 2_000  # how long a silent coordinator keeps its sessions
 SESSION_LEASE_RENEWAL_MS = 500  # how often a coordinator renews the lease
 SESSION_TTL_S = DEADLINE_MS_MAX // 1000 + 900
-"""Time that an unfinished session is kept after its last write. It covers the largest deadline,
+"""How long an unfinished session is kept after its last write. This covers the largest deadline,
 `resume_grace_ms` (at most 600 s), and a reserve."""
 TAKE_OVERS_MAX = 32  # sessions that a coordinator takes over at a time
 TAKE_OVER_RETRY_MS = 100  # delay before a client retries a take-over that is not possible yet
@@ -174,7 +174,7 @@ CANCEL_WAIT_S = 10  # for the store to record the end of a session that does not
 COMMIT_RETRY_MS_MIN = 20
 COMMIT_RETRY_MS_MAX = 500  # between tries to reach the store; the time doubles up to this
 REDIS_TIMEOUT_MS = 900  # for Redis to connect or answer
-REDIS_TIMEOUT_SLICES = 9  # parts of that time; a pause of the process uses up only one part
+REDIS_TIMEOUT_SLICES = 9  # parts of REDIS_TIMEOUT_MS; a pause of the process uses up only one part
 REDIS_SENTINEL_TIMEOUT_MS = 200  # for one Sentinel before the next is asked
 REDIS_ELECTION_MS_MAX = 3_000  # how long a starting process waits for a primary
 REDIS_WAIT_MS = 500  # for a write to reach `redis_wait_replicas` replicas

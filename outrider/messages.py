@@ -38,7 +38,6 @@ class RoundHead:
     base_length: int
     """Length of the stated prefix: the committed tokens that the replica must hold already."""
     prefix_digest: int
-    """Digest of the stated prefix."""
     append: tuple[int, ...]
     """Committed tokens that follow the stated prefix. The replica adds them."""
     prompt_length: int
@@ -61,19 +60,16 @@ class RoundHead:
 
     @property
     def committed_length(self) -> int:
-        """Number of committed tokens when the round began. The round's random numbers depend on
-        it."""
+        """Number of committed tokens when the round began. Seeds the round's random numbers."""
         return self.base_length + len(self.append)
 
     @property
     def given_hashes(self) -> tuple[int, bytes]:
-        """Hashes of the sampling parameters and of the constraint. Each stream carries parameters
-        and constraint in full once for a session."""
+        """Hashes of the sampling parameters and of the constraint."""
         return self.sampling_hash, self.constraint_hash
 
     @property
     def noise(self) -> RoundNoise:
-        """The round's random numbers."""
         return RoundNoise(self.seed, self.rule, self.committed_length)
 
     def params(self) -> SamplingParams:
@@ -89,7 +85,6 @@ class RoundHead:
 
     @property
     def key(self) -> ReplyKey:
-        """Key of the answer to this item."""
         return ReplyKey(self.session_id, self.epoch, self.round)
 
 
@@ -104,7 +99,7 @@ class ReplyKey:
 
 @value(frozen=True, slots=True)
 class VerifyItem:
-    """Asks a target to verify a proposal, or if the proposal is empty, to decode one token."""
+    """Asks a target to verify a proposal. For an empty proposal, the target decodes one token."""
 
     head: RoundHead
     proposal: SealedProposal = NOTHING_SEALED
@@ -123,8 +118,7 @@ class VerifyItem:
     """Time limit for drafting the next round's proposal, from the start of drafting; 0 = no
     limit."""
     audit: bool = False
-    """Whether the item is an audit. Its proposal is then a chain of committed tokens of a session
-    that has ended."""
+    """Whether to audit the proposal, a chain of committed tokens of a session that has ended."""
 
     @property
     def num_rows(self) -> int:
@@ -133,15 +127,13 @@ class VerifyItem:
 
     @property
     def is_answered_in_bulk(self) -> bool:
-        """Whether the answer is large because it has features of more tokens than a round
-        commits."""
+        """Whether the answer is large, because it has features of more tokens than a round adds."""
         first = self.features_from
         return first is not None and self.head.committed_length - first > NUM_DRAFT_TOKENS_MAX + 2
 
     awaits_answer: ClassVar[bool] = True
     gives_way: ClassVar[bool] = False
-    """Whether a newer item of the session may begin before this item ends. False, because the
-    session waits for every verdict."""
+    """See `DraftItem.gives_way`. A session waits for every verdict."""
 
 
 @value(frozen=True, slots=True)
@@ -154,13 +146,12 @@ class DraftItem:
     """Number of this round's outcomes that the draft may predict. For each predicted outcome, the
     draft sends a proposal of up to `num_draft_tokens` tokens for the next round."""
     held: tuple[int, ...] | None = None
-    """The round's proposal if the coordinator has it already. The item then asks only for
-    look-ahead."""
+    """The round's proposal, if the coordinator already has it and asks only for look-ahead."""
     siblings: tuple[int, ...] = ()
     """Numbers of siblings of the proposal's first, second, ... token. See `DraftRequest.siblings`.
     Empty with look-ahead."""
     features: Features | None = None
-    """Features of committed tokens that the draft lacks, for drafts that read features."""
+    """Features that the draft lacks; None for drafts that read no features."""
     budget_us: int = field(default=0, compare=False)
     """Time limit for drafting, from the item's arrival; 0 = no limit."""
     deadline: DraftDeadline = field(default=NO_DEADLINE, compare=False, repr=False)
@@ -173,7 +164,6 @@ class DraftItem:
 
     @property
     def awaits_answer(self) -> bool:
-        """Whether the item asks for more than look-ahead."""
         return self.held is None
 
     is_answered_in_bulk: ClassVar[bool] = False
@@ -223,17 +213,17 @@ class VerdictReply:
     that this verdict commits has no features yet, because the target has not run it. None unless
     asked for."""
     audit: AuditSums | None = None
-    """Result of an audit; None for other items."""
+    """Result of an audit; None if the item was no audit."""
 
 
 @value(frozen=True, slots=True)
 class ProposalReply:
-    """A draft's answer. If it has assumed tokens, the proposal is for a future round."""
+    """A draft's answer. If `assumed` is not empty, the proposal is for a future round."""
 
     key: ReplyKey
     proposal: SealedProposal
     base_length: int
-    """Length of the committed prefix that assumed tokens and proposal extend."""
+    """Length of the committed prefix, without the `assumed` tokens."""
     cached_length: int
     """Number of tokens of prefix and proposal that the replica holds now."""
     queue_ms: float = 0.0
@@ -247,17 +237,14 @@ class ProposalReply:
 
     @property
     def num_bytes(self) -> int:
-        """Size of q and of the proposed and assumed tokens."""
         return len(self.proposal.q) + TOKEN_BYTES * (len(self.proposal) + len(self.assumed))
 
 
 @dataclass(frozen=True, slots=True)
 class Resync:
-    """The replica does not hold the stated prefix. It holds `cached_length` tokens, which have the
-    digest `prefix_digest`.
-
-    This is normal after an eviction, a restart, or a move of the session. The coordinator then
-    sends the missing tokens."""
+    """The replica lacks a part of the stated prefix, for example after an eviction, a restart, or a
+    move of the session. `prefix_digest` is the digest of the `cached_length` tokens that it holds.
+    The coordinator then sends the missing tokens."""
 
     key: ReplyKey
     cached_length: int
@@ -308,7 +295,7 @@ class ReplicaDescription:
     """Identifies how logits are computed. Replicas with equal `numerics` and weights compute
     bit-identical logits. Empty if a token's logits depend on the other tokens of its step."""
     draft_note: str = ""
-    """Note for operators about the drafting of a target that drafts for itself; empty = no note."""
+    """Note for operators about how a target drafts for itself; empty = no note."""
 
     @property
     def weights(self) -> str:

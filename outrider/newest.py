@@ -8,8 +8,7 @@ Value = TypeVar("Value")
 
 
 class Newest(OrderedDict[Key, Value]):
-    """Keeps the `num_max` entries that were set last. If an entry is set again, it becomes the
-    newest."""
+    """Keeps the `num_max` entries that were set last. Setting an entry makes it the newest."""
 
     def __init__(self, num_max: int) -> None:
         super().__init__()

@@ -57,21 +57,17 @@ class GenerateRequest:
     can match."""
     # Only HTTP requests set the following fields. gRPC does not carry them.
     prompt_logprobs: int | None = None
-    """How many of the likeliest tokens to report at each position of the prompt; None = no
-    log-probabilities of the prompt. If set, `max_tokens` may be 0."""
+    """As `logprobs`, but for the prompt. If set, `max_tokens` may be 0."""
     tools: Sequence[Mapping[str, Any]] = ()
-    """Tools for the chat template."""
     template_variables: Mapping[str, Any] = field(default_factory=dict)
-    """Other variables for the chat template."""
+    """Variables for the chat template, besides messages and tools."""
     shown_tokens: tuple[str, ...] = ()
-    """Special tokens to include in the text, such as marks of tool calls. The text leaves out all
-    other special tokens."""
+    """Special tokens that the text shows, such as marks of tool calls. Others are left out."""
     answer_form: str = ""
-    """JSON of `coordinator.http_api` that says how to parse tool calls and reasoning from the text;
-    empty = the whole text is content."""
+    """JSON for `coordinator.http_api`: how to parse tool calls and reasoning from the text; empty =
+    the whole text is content."""
     default_max_tokens: int = MAX_TOKENS_DEFAULT
-    """Value for a `max_tokens` of None, reduced if the model has less room. gRPC and HTTP have
-    different defaults."""
+    """Used if `max_tokens` is None; reduced if the model has less room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +76,13 @@ class ResumeRequest:
 
     session_id: str
     num_tokens: int = 0
-    """Number of completion tokens that the client has. The coordinator does not send these again.
-    """
+    """Number of completion tokens that the client has, and that are not sent again."""
     num_characters: int | None = None
-    """Number of characters (code points) of the text that the client has; None = the whole text of
-    these tokens."""
+    """Number of characters (code points) that the client has; None = the text of `num_tokens`."""
     deadline_ms: int | None = None
     """The remaining time; None = the deadline of the original request."""
     tokens_digest: int | None = None
-    """Digest of the tokens that the client has (see `TokenSequence`); None = the coordinator does
-    not check their ids."""
+    """`TokenSequence.digest` of the tokens that the client has; None = ids are not checked."""
     cuts: tuple[int, ...] = ()
     """If set, all tokens are sent again, and an event ends after each of these numbers of tokens.
     gRPC does not carry this field."""
@@ -108,18 +101,17 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """Some tokens of the prompt. Such events come before the events with completion tokens."""
+    """Some tokens of the prompt. These events come before the events with completion tokens."""
 
     token_ids: tuple[int, ...]
     """[n]"""
     logprobs: tuple[PositionLogprobs | None, ...]
-    """[n]. For each token, given the tokens before it; None for the first token of the prompt."""
+    """[n]. None for the first token of the prompt."""
 
 
 @value(frozen=True, slots=True)
 class Tokens:
-    """n committed tokens. `text_delta` has only whole characters, so it may lag behind the
-    tokens."""
+    """Committed tokens. `text_delta` has whole characters only, so it may lag behind the tokens."""
 
     first_index: int
     """Index of `token_ids[0]` in the completion."""
@@ -145,8 +137,8 @@ class RoundReport:
     look_ahead_hit: bool = False
     """Whether the proposal was ready when the round began."""
     proposed_parents: tuple[int, ...] = ()
-    """In a tree, for each proposed token the index of the proposed token that it follows, or -1 if
-    it follows the committed tokens. Empty for a chain."""
+    """For each token of a tree, the index of its parent in `proposed_token_ids`; -1 = the parent is
+    the last committed token. Empty for a chain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,17 +158,15 @@ class Metrics:
     """All proposed tokens."""
     num_accepted_draft_tokens: int
     mean_acceptance_length: float
-    """1 + accepted / rounds."""
     time_to_first_token_ms: float
     tokens_per_second: float
-    """Committed completion tokens, divided by the time that the coordinator measures from the
-    request's arrival to the last event."""
+    """Completion tokens, divided by the time from the request's arrival to the last event."""
 
     @classmethod
     def of(
         cls, counters: Counters, *, time_to_first_token_ms: float, tokens_per_second: float
     ) -> Self:
-        """Metrics of a session with these counters."""
+        """Metrics from a session's counters."""
         accepted = counters.num_accepted_draft_tokens
         return cls(
             num_rounds=counters.num_rounds,

@@ -1,9 +1,8 @@
-"""Settings: typed values with names and bounds, from four sources.
+"""Settings: typed values with names and bounds, from flags, `OUTRIDER_*` variables, a YAML file and
+defaults, in this order of precedence.
 
 A configuration is a pydantic dataclass (`checked`). Its fields are settings, except the `Internal`
-fields. A flag overrides an `OUTRIDER_*` variable, which overrides the YAML file, which overrides
-the default. Each layer is checked separately, so that an error can name the source of a bad value.
-"""
+fields. The sources are checked separately, so that an error can name the source of a bad value."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,9 +24,9 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(Field,))
 def checked(prefix: str = "", fields: Collection[str] = ()) -> Any:
-    """Makes a class a frozen dataclass of settings, which checks their values. The key of a setting
-    is the alias of its field. Without an alias, the key is the field's name, with `prefix` before
-    it if the field is one of `fields`."""
+    """Makes a class a frozen dataclass that checks the values of its settings. The key of a setting
+    is the alias of its field. Without an alias, the key is the field's name, after `prefix` if the
+    field is one of `fields`."""
     names = {name: prefix + name for name in fields}
     config = ConfigDict(
         strict=True, extra="forbid", use_attribute_docstrings=True,
@@ -43,7 +42,7 @@ def between(least: float, most: float, **more: Any) -> Any:
 
 
 Internal = Annotated[T, Field(exclude=True)]
-"""A field that is not a setting: the code that starts the service fills it in."""
+"""A field that is not a setting. The code that starts the service sets its value."""
 
 ENVIRONMENT_PREFIX = "OUTRIDER_"
 NOT_SETTINGS = (
@@ -65,7 +64,6 @@ class Setting:
     """One setting as the command line, the environment and the documentation see it."""
 
     key: str
-    """Key of the setting in a YAML file. The names of its flag and variable are derived from it."""
     doc: str
     group: str
     """Docstring of the setting's class. The help shows settings under this heading."""
@@ -77,13 +75,11 @@ class Setting:
 
     @cached_property
     def adapter(self) -> TypeAdapter[Value]:
-        """Validates the setting's values, and describes them as JSON schema."""
         return TypeAdapter(self.annotation)
 
     @cached_property
     def schema(self) -> Any:
-        """JSON schema of the values other than None. If values are lists, returns the schema of
-        their entries."""
+        """JSON schema of the values other than None, or of the entries of a list."""
         found = self.adapter.json_schema()
         found = found.get("items", found)
         return found.get("anyOf", [found])[0]
@@ -94,13 +90,12 @@ class Setting:
 
     @property
     def choices(self) -> Sequence[str]:
-        """The allowed values if the type enumerates them, otherwise empty."""
+        """The allowed values if the type lists them, otherwise empty."""
         found: Sequence[str] = self.schema.get("enum", ())
         return found
 
     @property
     def metavar(self) -> str:
-        """Placeholder for the setting's value in help texts."""
         kind = self.schema.get("format", self.schema["type"]).upper()
         return ("|".join(self.choices) or kind) + (",.." if self.is_list else "")
 
@@ -114,7 +109,6 @@ class Setting:
 
     @property
     def allowed(self) -> str:
-        """Description of the allowed values."""
         if self.choices:
             return "one of " + ", ".join(choice or "(empty)" for choice in self.choices)
         words, bounds = _KIND_NAMES[self.schema["type"]], self.schema
@@ -125,9 +119,8 @@ class Setting:
         return words
 
     def parse(self, raw: object, source: str) -> Value:
-        """Converts `raw`, which is text or a value from YAML, to the setting's value. The text of a
-        list has commas between the entries. For a bad value, raises a `ConfigError` that names
-        `source`."""
+        """Converts `raw`, a text or a value from YAML, to the setting's value. The text of a list
+        has commas between the entries. The `ConfigError` for a bad value names `source`."""
         try:
             if not isinstance(raw, str):
                 return self.adapter.validate_python(raw, strict=True)
@@ -203,9 +196,9 @@ def layers(
     environment: Mapping[str, str],
     flags: Mapping[str, object],
 ) -> Iterator[tuple[Setting, object, str]]:
-    """Yields the settings that a YAML file, the environment and flags set, in this order. Each item
-    is a setting, its raw value, and the source to name in errors. If a setting comes several times,
-    its last value counts. Raises `ConfigError` for an unknown key."""
+    """Yields the settings that a YAML file, the environment and flags set, in this order: each
+    setting, its raw value, and the source to name in errors. If a setting is set several times, its
+    last value counts. Raises `ConfigError` for an unknown key."""
     if file is not None:
         for key, raw in _read_yaml(file).items():
             yield _known(settings, key, f"{file}: {key}"), raw, f"{file}: {key}"
@@ -228,7 +221,7 @@ def _known(settings: Mapping[str, Setting], key: str, source: str) -> Setting:
 
 
 def _read_yaml(path: Path) -> dict[str, object]:
-    """Reads a flat mapping from a YAML file. Reads `-` in a key as `_`."""
+    """Reads a flat mapping. A `-` in a key becomes `_`."""
     import yaml
 
     with blaming("config"):

@@ -12,8 +12,8 @@ Result = TypeVar("Result")
 
 class SharedCalls(Generic[Key, Result]):
     """Runs one call for each key, for all callers that wait for its result. When no caller waits
-    any more, cancels the call. A call that already runs on a thread still runs to its end. Must be
-    used on the event loop's thread only."""
+    any more, cancels the call, but does not stop a call that already runs on a thread. Must be used
+    on the event loop's thread only."""
 
     def __init__(self, num_threads: int = 1, name: str = "") -> None:
         """At most `num_threads` calls of `result` run at the same time. Further calls wait."""
@@ -22,7 +22,6 @@ class SharedCalls(Generic[Key, Result]):
         self._num_waiting: Counter[Key] = Counter()
 
     def __len__(self) -> int:
-        """Number of running calls."""
         return len(self._running)
 
     def __contains__(self, key: Key) -> bool:

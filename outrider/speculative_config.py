@@ -35,7 +35,7 @@ _SETTINGS = {
     "suffix_decoding_max_tree_depth": "suffix_depth",
     "suffix_decoding_min_token_prob": "suffix_min_score",
 }
-"""The settings that correspond to these keys of vLLM."""
+"""The setting for each of these keys of vLLM."""
 _METHODS = {
     "ngram": "ngram", "[ngram]": "ngram", "ngram_gpu": "ngram", "suffix": "suffix",
     "draft_model": "{}", "eagle3": "eagle3:{}",
@@ -45,7 +45,7 @@ _METHODS = {
 _NGRAM = ("ngram", "[ngram]")
 """Methods that may also be given as `model`."""
 _NGRAM_TOKENS = 5
-"""Value of both bounds of a match's length if neither bound is given."""
+"""Shortest and longest match if neither is given."""
 _RULES = {"standard": "token", "block": "block"}
 """For each `rejection_sample_method` except synthetic, the value of `unseeded_rule`."""
 _RATES = ("synthetic_acceptance_rates", "synthetic_acceptance_length")
@@ -78,18 +78,17 @@ _FIXED: dict[str, tuple[Value, str]] = {
     "use_local_argmax_reduction": (False, _ONLY_VLLM),
     "dspark_draft_topk": (None, _ONLY_VLLM),
 }
-"""The only allowed value of each of these keys, and the reason. The value describes what Outrider
-does. None = the key must be left out."""
+"""The only allowed value of each of these keys, and the reason. None = the key must be omitted."""
 _UNDERSTOOD = (
     "method", "model", "parallel_drafting", *_SETTINGS, "rejection_sample_method", *_RATES
 )  # fmt: skip
 
 
 def settings_of_vllm(raw: object, source: str) -> Iterator[tuple[str, Value, str]]:
-    """Yields the settings that a `speculative_config` stands for. `raw` is text, or a value from
-    YAML. Each item is the key of a setting, its unchecked value, and vLLM's key. For synthetic
-    acceptance, one item is `speculative_config`, the emulated engine's `acceptance_rates`, and an
-    empty text. Raises `ConfigError`, which names `source` and the wrong key."""
+    """Yields the settings that a `speculative_config` stands for: the key of each, its unchecked
+    value, and vLLM's key. `raw` is text, or a value from YAML. For synthetic acceptance, also
+    yields `speculative_config`, the emulated engine's `acceptance_rates`, and an empty text. A
+    `ConfigError` names `source` and the wrong key."""
     if raw == "":
         return
     said = _Said(raw, source)
@@ -141,7 +140,6 @@ class _Said:
                 self.values.setdefault(key, one)
 
     def error(self, key: str, reason: str) -> ConfigError:
-        """The error for a key."""
         return ConfigError(f"{self._source}: {key}: {reason}")
 
     def _check_fixed(self, key: str, value: object) -> None:
@@ -151,7 +149,6 @@ class _Said:
             raise self.error(key, f"{value!r} is wrong; {allowed}: {why}")
 
     def one_of(self, key: str, allowed: Sequence[str]) -> str | None:
-        """The value of a key with these allowed values, or None."""
         value: str | None = self.values.get(key)
         if value is not None and value not in allowed:
             hint = did_you_mean(str(value), allowed)
@@ -160,7 +157,7 @@ class _Said:
         return value
 
     def draft_model(self, *, is_emulated: bool) -> tuple[str, str]:
-        """The `draft_model` setting, and vLLM's key that determines it."""
+        """The setting `draft_model`, and vLLM's key that determines it."""
         model, method = self.values.get("model"), self.one_of("method", tuple(_METHODS))
         if not isinstance(model, str | None):
             raise self.error("model", f"{model!r} is wrong; it must be a string")
@@ -181,9 +178,8 @@ class _Said:
         return form.format(model), "model"
 
     def check_parallel_drafting(self) -> None:
-        """Raises `ConfigError` if `parallel_drafting` is set without a draft model. With a draft
-        model the key has no effect, because the model's files say whether it drafts all tokens in
-        one pass."""
+        """Raises `ConfigError` if `parallel_drafting` is true without a draft model. With a draft
+        model, the model's files, not this key, decide whether one pass drafts all tokens."""
         value = self.values.get("parallel_drafting", False)
         if not isinstance(value, bool):
             raise self.error("parallel_drafting", f"{value!r} is wrong; it must be true or false")
@@ -210,7 +206,7 @@ class _Said:
                 raise self.error(
                     key, f"{value!r} is wrong; it must be a number from 1 to {count + 1}"
                 )
-            # As in vLLM: a round commits floor(length) or floor(length) + 1 tokens.
+            # As in vLLM, a round commits floor(length) or floor(length) + 1 tokens.
             return tuple(min(1.0, max(0.0, value - 1 - place)) for place in range(count))
         try:
             rates = EmulatedSpec(acceptance_rates=tuple(value)).acceptance_rates

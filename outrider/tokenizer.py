@@ -17,8 +17,7 @@ from outrider.models.loading import load_tokenizer
 
 _REPLACEMENT = "\ufffd"
 _HELD_TOKENS_MAX = 8
-"""Largest number of tokens that are held back because a character may be incomplete. No character
-needs more tokens, because a UTF-8 character has at most four bytes."""
+"""Largest number of tokens that are held back because a character may be incomplete."""
 _SOME_TURN = {"role": "user", "content": "x"}
 _SOME_TOOL = "a_tool_that_is_looked_for"
 UNKNOWN_BYTES_MAX = 256
@@ -47,10 +46,10 @@ class TokenizerText:
         spelled = {vocabulary.get(f"<0x{byte:02X}>"): byte for byte in range(256)}
         self.fallback_bytes: dict[int, int] = {k: v for k, v in spelled.items() if k is not None}
         """The bytes of the tokens `<0x00>` to `<0xFF>`, by token id. Some tokenizers spell unknown
-        text with these tokens. Empty for other tokenizers."""
+        text with these tokens. Other tokenizers do not have them."""
         self._marks: dict[tuple[str, ...], dict[int, str]] = {(): {}}
-        """Special tokens by id, for each tuple of names that `stream` was called with. Only a few
-        different tuples occur."""
+        """For each tuple of names that `stream` was called with, the special tokens by id. Only a
+        few different tuples occur."""
         longest = max((len(token.encode()) for token in vocabulary), default=0)
         self.token_bytes_max = max(longest, UNKNOWN_BYTES_MAX)
         """Largest number of bytes of text that one token stands for."""
@@ -75,15 +74,13 @@ class TokenizerText:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The prompt's token ids, with or without the special tokens that the tokenizer adds.
-
         Raises `BadRequest` for text that is not Unicode (a lone surrogate)."""
         _check_unicode("text", text)
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     @property
     def chat_template(self) -> str:
-        """The chat template. If the model has several, this is the template for tools. Empty if the
-        model has no chat template."""
+        """The chat template, preferably the one for tools; empty without a chat template."""
         found = getattr(self._tokenizer, "chat_template", None)
         if isinstance(found, dict):
             found = found.get("tool_use") or found.get("default")
@@ -100,7 +97,6 @@ class TokenizerText:
 
     @cached_property
     def _knows_tools(self) -> bool:
-        """Whether the chat template includes tools in the prompt."""
         function = {"name": _SOME_TOOL, "description": "", "parameters": {"type": "object"}}
         try:
             told = self.render([_SOME_TURN], [{"type": "function", "function": function}])
@@ -124,10 +120,9 @@ class TokenizerText:
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[int]:
         """The token ids of a conversation, up to the beginning of the answer. Each message has at
-        least `role` and `content`. The chat template gets `tools` and `variables`.
-
-        Raises `BadRequest` if the model has no chat template, or if its template fails or does not
-        support tools that the conversation needs."""
+        least `role` and `content`. The chat template gets `tools` and `variables`. Raises
+        `BadRequest` if the model has no chat template, or if its template fails or does not support
+        tools that the conversation needs."""
         for message in messages:
             _check_unicode("chat", message.get("content", ""))
         if tools or any("tool_calls" in message for message in messages):
@@ -178,9 +173,9 @@ class TokenizerText:
 
     def stream(self, shown: Collection[str] = ()) -> _ByteStream | _WindowStream:
         """A converter of arriving tokens to text, in linear time. Its `push` takes a token and
-        returns the new text that is certain, often none. Its `finish`, called once at the end,
-        returns the remaining text, with U+FFFD for bytes that are not a character. Special tokens
-        named in `shown` are included in the text."""
+        returns the text that is now certain, often none. Its `finish`, called once at the end,
+        returns the remaining text, with U+FFFD for bytes that are not a character. The text
+        includes the special tokens named in `shown`."""
         names = tuple(shown)
         marks = self._marks.get(names)
         if marks is None:
@@ -212,14 +207,13 @@ class TokenizerText:
             return self.token_bytes(token_id)
         if token_id in self.fallback_bytes:
             return bytes([self.fallback_bytes[token_id]])
-        # Decodes the token twice in a row, because the first token of a text may lose its leading
-        # space.
+        # The first token of a text may lose its leading space, but the second does not.
         once, twice = self.decode([token_id]), self.decode([token_id, token_id])
         return twice[len(once) :].encode()
 
 
 class _ByteStream:
-    """Converts tokens of byte-level tokenizers. Their bytes show which characters are complete."""
+    """Converts tokens of byte-level tokenizers, whose bytes show which characters are complete."""
 
     def __init__(self, text: TokenizerText, marks: Mapping[int, str]) -> None:
         self._text = text
@@ -277,8 +271,8 @@ class _WindowStream:
             return False  # No further byte can complete the character.
 
     def _may_split_character(self, decoded: str) -> bool:
-        """Whether the pending tokens may end within a character. This is a guess from the text, for
-        tokenizers without byte tokens."""
+        """Whether the pending tokens may end within a character. For tokenizers without byte
+        tokens, this is a guess from the text."""
         return (
             not self._text.fallback_bytes
             and decoded.endswith(_REPLACEMENT)
@@ -294,8 +288,7 @@ class _WindowStream:
 
 @cache
 def _not_for_templates() -> frozenset[str]:
-    """Names that template variables must not have, because the library sets these variables, or
-    because these names control rendering."""
+    """Names that template variables must not have: parameters of the library's own function."""
     from transformers import PreTrainedTokenizerBase
 
     names = signature(PreTrainedTokenizerBase.apply_chat_template).parameters

@@ -6,7 +6,6 @@ from outrider.errors import check
 
 _MASK = 2**64 - 1
 EMPTY_DIGEST = 0
-"""Digest of the empty prefix."""
 
 
 def extend_digest(digest: int, token_id: int) -> int:
@@ -20,7 +19,7 @@ def extend_digest(digest: int, token_id: int) -> int:
 
 
 class TokenSequence:
-    """Token ids with the digest of every prefix. Appending takes O(1) per token."""
+    """Token ids with the digest of every prefix. Appending takes constant time for each token."""
 
     __slots__ = ("_digests", "_ids")
 
@@ -34,8 +33,8 @@ class TokenSequence:
 
     @property
     def ids(self) -> Sequence[int]:
-        """All ids. The list is not a copy: callers must not change the list, and the list changes
-        with the sequence."""
+        """All ids. This list is not a copy. It changes with the sequence; callers must not change
+        it."""
         return self._ids
 
     def extend(self, token_ids: Iterable[int]) -> None:
@@ -61,6 +60,5 @@ class TokenSequence:
         return tuple(self._ids[start:stop])
 
     def holds(self, length: int, digest: int) -> bool:
-        """Whether there are at least `length` tokens, and the first `length` tokens have this
-        digest."""
+        """Whether there are at least `length` tokens, and the first `length` have this digest."""
         return 0 <= length <= len(self) and self._digests[length] == digest

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 else:
 
     def value(*, frozen: bool, slots: bool) -> Any:
-        """Does the same as `dataclass`, but only the type checker enforces `frozen`. If Python
-        enforces `frozen`, `__init__` sets each field by a function call, which takes 1.7 us instead
-        of 0.3 us for 16 fields."""
+        """Like `dataclass`, but only the type checker enforces `frozen`. If Python enforces it,
+        `__init__` of 16 fields takes 1.7 us instead of 0.3 us."""
         return dataclass(slots=slots, unsafe_hash=frozen)
