@@ -93,8 +93,7 @@ class ServerConfig:
 
     role: ClassVar[Role]
     membership: Internal[Membership | None] = None
-    """The registry in which the replica announces itself; None = the replica announces itself
-    nowhere."""
+    """Registry in which the replica announces itself; None = no registry."""
 
     @property
     def slot(self) -> int:
@@ -439,18 +438,15 @@ class CoordinatorConfig(ServerConfig):
     drafting_delays: Internal[bool] = False
     """Whether drafting slows the target down because draft and target share cores or a device."""
     shares_ports: Internal[bool] = False
-    """Whether a replacement of this coordinator may listen on the same ports while this coordinator
-    still listens on them."""
+    """Whether a replacement may listen on the same ports while this coordinator still does."""
     takes_over_ports: Internal[bool] = False
-    """Whether this coordinator replaces another that may still listen on the same ports. If False,
-    a port in use is an error."""
+    """Whether to listen on ports on which the replaced coordinator may still listen."""
     target_address: Internal[str] = ""
     """HOST:PORT of a target that does not announce itself in the registry; empty = none."""
     draft_address: Internal[str] = ""
     """HOST:PORT of a draft that does not announce itself in the registry; empty = none."""
     lookup: Internal[DraftConfig | None] = None
-    """Configuration of the look-up that drafts in the coordinator, alone or before a model or head;
-    None without a look-up."""
+    """Configuration of the look-up that drafts in the coordinator; None without a look-up."""
 
     @property
     def asks_for_keys(self) -> bool:
@@ -521,8 +517,7 @@ class AutoscaleConfig:
 
     @property
     def bounds(self) -> dict[Role, tuple[int, int]]:
-        """The smallest and largest number of replicas of each role that is scaled by load. Raises
-        `SettingError`."""
+        """The bounds of each role that is scaled by load. Raises `SettingError`."""
         found: dict[Role, tuple[int, int]] = {}
         for role, key in zip(LEAST, BOUND_SETTINGS, strict=True):
             if not (text := getattr(self, key)):

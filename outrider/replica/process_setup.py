@@ -412,13 +412,6 @@ def _layer_of_target(
     return layer
 
 
-def _ends_of_target(config: TargetConfig) -> Any:
-    from outrider.models.student import target_ends
-
-    with blaming("draft_model"):
-        return target_ends(Path(config.directory), drafter=config.head, **_loading(config))
-
-
 def _draft_layer(
     config: TargetConfig, module: torch.nn.Module | None, ranks: Ranks | None
 ) -> LoadedDraftHead | None:
@@ -427,12 +420,15 @@ def _draft_layer(
     ranks, reads embeddings and LM head from the target's files."""
     from outrider.models.eagle3 import load_eagle3
     from outrider.models.mtp import load_mtp
+    from outrider.models.student import target_ends
 
     if ranks is not None and ranks.rank:
         return None
     path, name, reads_output = Path(config.head_directory), config.model, module is None
-    target = _ends_of_target(config) if module is None or ranks is not None else module
+    target: Any = module
     with blaming("draft_model"):
+        if module is None or ranks is not None:
+            target = target_ends(Path(config.directory), drafter=config.head, **_loading(config))
         if config.head_kind == MTP:
             return load_mtp(path, target, target_name=name, reads_output=reads_output)
         return load_eagle3(path, target, name=config.head, target_name=name)

@@ -179,9 +179,9 @@ class SteppedService:
         return stale is not None
 
     async def _compile(self, grammars: Grammars, constraint: Constraint, work: StepRequest) -> None:
-        """Waits for the compilation of a request's constraint, and then submits the request. If the
-        constraint is invalid, the request gets the error in place of the grammar. If the round is
-        over by then, the request is refused."""
+        """Submits a request after its constraint is compiled. If the constraint is invalid, the
+        request gets the error in place of the grammar. If the round is over by then, refuses the
+        request."""
         compiled: Grammar | OutriderError
         try:
             compiled = await grammars.prepare(constraint, work.item.head.tenant)

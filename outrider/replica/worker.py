@@ -112,8 +112,8 @@ class Admissions:
         return self._grant(demands, found, begun)
 
     def _whole(self, demand: SlotDemand, begun: _Begun) -> SequenceStep:
-        """Returns a step with all tokens that the item can run now. If all pages together cannot
-        hold these tokens, the step has just one token too many, so it never fits."""
+        """Returns a step with all tokens that the item can run now. If these are more than all
+        slots, the step has just one token more than all slots, so it never fits."""
         name = demand.head.session_id
         num_held = begun[name].length if name in begun else self._engine.length(name)
         length = demand.head.committed_length + demand.num_extra

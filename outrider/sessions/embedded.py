@@ -38,8 +38,7 @@ kill $watcher 2>/dev/null
 wait $watcher
 exit $status
 """
-"""A shell script that runs a server. It stops the server when standard input is closed, and ends
-when the server has ended."""
+"""Runs a server until it ends, and stops the server when standard input is closed."""
 
 _SOCKET_NAME = "redis.sock"
 _LOG_NAME = "redis.log"

@@ -60,7 +60,6 @@ class RedisAddress:
     asks_for_password: Internal[bool] = False
     """Whether Redis needs a password that this address does not contain."""
     asks_for_sentinel_password: Internal[bool] = False
-    """Whether the Sentinels need a password that this address does not contain."""
 
 
 VARIABLE = "OUTRIDER_REDIS_PASSWORD"
@@ -76,10 +75,9 @@ class Passwords:
 
 
 def without_password(address: RedisAddress) -> tuple[RedisAddress, Passwords]:
-    """Splits the passwords from an address. Returns the address without passwords and without a
-    user in the URL, and the passwords. A password in the URL overrides the setting `password`.
-    Raises `SettingError` if the URL has a password among its options, or if there are both a
-    password in the URL and a password file."""
+    """Returns the address without passwords and without a user in the URL, and the passwords. A
+    password in the URL overrides the setting `password`. Raises `SettingError` if the URL has a
+    password among its options, or if there are both a password in the URL and a password file."""
     url, username, password = _split(address.url)
     if password and address.password_file:
         raise SettingError("redis_password_file", "cannot be given with a password in redis_url")

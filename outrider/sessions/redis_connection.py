@@ -55,8 +55,7 @@ _DAMAGED = "WRONGTYPE"
 
 
 class NotReplicated(RedisError):
-    """Too few replicas have a write. The other replicas cannot be reached, or follow another
-    primary."""
+    """Too few replicas have a write. Others cannot be reached, or follow another primary."""
 
 
 def masked_url(url: str) -> str:

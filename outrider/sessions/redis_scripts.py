@@ -25,8 +25,6 @@ class Script:
     """A script of concatenated files of `lua/`, and the hash by which Redis knows the script."""
 
     def __init__(self, *names: str, replicated: bool = False) -> None:
-        """A `replicated` script succeeds only once replicas have its writes, if `wait_replicas` is
-        set."""
         self.replicated = replicated
         folder = resources.files("outrider.sessions") / "lua"
         self.source = "\n".join((folder / f"{name}.lua").read_text() for name in names)
@@ -44,8 +42,8 @@ class ScriptRunner:
         self, client: redis.asyncio.Redis, wait_replicas: int = 0, replicated_key: str = ""
     ) -> None:
         """A replicated script succeeds only once `wait_replicas` replicas have its writes and all
-        earlier writes. The command WAIT waits for the last write of its connection. Because a
-        script may write nothing, `replicated_key` is set before each WAIT."""
+        earlier writes. The command WAIT waits for the last write of its connection. A script may
+        write nothing, so `replicated_key` is set before each WAIT."""
         self._client = client
         self._wait_replicas = wait_replicas
         self._replicated_key = replicated_key

@@ -80,11 +80,8 @@ class RedisStore(SessionStore):
     """A `SessionStore` in one Redis server. Use `connect` to open a store."""
 
     lease_ms = limits.SESSION_LEASE_MS
-    """How long an owner keeps its sessions without renewing its lease."""
     session_ttl_ms = limits.SESSION_TTL_S * 1000
-    """How long an unfinished session stays readable after its last write."""
     finished_ttl_ms = limits.FINISHED_TTL_S * 1000
-    """How long a finished session stays readable."""
 
     def __init__(
         self,
@@ -100,11 +97,11 @@ class RedisStore(SessionStore):
 
     @classmethod
     async def connect(cls, address: RedisAddress, *, wait_replicas: int = 0) -> Self:
-        """Connects, and checks that the server can keep sessions.
+        """Connects, and raises `ConfigError` if the server cannot keep sessions.
 
         With `wait_replicas`, writes and reads of sessions succeed only once this many replicas have
         the data. Otherwise they raise `StoreUnavailable` after `REDIS_WAIT_MS`. Leases and
-        `release` need no replicas. Raises `ConfigError` for an unsuitable server."""
+        `release` need no replicas."""
         client = new_client(address)
         try:
             await check_server(client, address.url)
@@ -231,9 +228,8 @@ class RedisStore(SessionStore):
         return key, f"{key}:wanted"
 
     async def _record(self, session_id: str, answer: Sequence[Any]) -> SessionRecord | None:
-        """Reads a record, from the answer of the script `load` or `take_over`. Returns None if the
-        tokens were replaced while they were read, or if Redis has lost the last tokens. Raises the
-        error that the answer stands for."""
+        """Reads a record, beginning with the answer of the script `load` or `take_over`. Returns
+        None if the tokens were replaced meanwhile, or if Redis has lost the last tokens."""
         match answer:
             case [b"missing", _]:
                 raise not_found(session_id)

@@ -1,5 +1,4 @@
-"""Log lines as JSON objects with session and trace ids. Log files and directories of bounded
-size."""
+"""Log lines as JSON objects with session and trace ids. Bounded log files and directories."""
 
 import fcntl
 import json

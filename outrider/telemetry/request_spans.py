@@ -119,7 +119,6 @@ class ObservedRequest(RequestObserver):
         self._times: list[tuple[str, float]] = []
         """Pairs of a phase and its seconds that are not in the histograms yet."""
         self._seconds = dict.fromkeys(PHASES, 0.0)
-        """Totals of all rounds, by phase."""
         self._totals = dict.fromkeys(("resyncs", "fallback_rounds", "sampled_rounds"), 0)
         self._open_s = 0.0
         self._first_token_at: float | None = None

@@ -75,14 +75,14 @@ class Scrape:
     """A process's metrics for Prometheus."""
 
     def __init__(self, vllm_model: str | None = None) -> None:
-        """With `vllm_model`, also serves the speculation counters under vLLM's names. The value is
-        their label `model_name`."""
+        """With `vllm_model`, also serves the speculation counters under vLLM's names, with this
+        label `model_name`."""
         from opentelemetry.exporter.prometheus import PrometheusMetricReader
         from prometheus_client import CollectorRegistry
 
         self._plain_text = vllm_model is not None
         """Whether to serve only the text format. In the OpenMetrics format, prometheus_client 0.26
-        replaces colons by underscores."""
+        replaces the colons of vLLM's names by underscores."""
         self._registry = registry = CollectorRegistry()
         self.reader: MetricReader = PrometheusMetricReader(
             scope_info_enabled=False, registry=registry

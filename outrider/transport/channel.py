@@ -24,8 +24,7 @@ def server_options(
     *, shares_port: bool = False, age_ms: int | None = None
 ) -> list[tuple[str, int]]:
     """Options of a server. A connection older than `age_ms` (plus or minus 10 %) takes no new
-    calls, so the client opens another connection for its next call. None = no limit. With
-    `shares_port`, several servers, even of different programs, may listen on the same port
+    calls; None = no limit. With `shares_port`, several servers may listen on the same port
     (SO_REUSEPORT). The kernel then gives each new connection to one of the servers."""
     return [
         *_BOTH_ENDS,

@@ -276,8 +276,8 @@ def session_id_from_wire(session_id: str, path: str = "session_id") -> str:
 def token_ids_from_wire(
     ids: Sequence[int], path: str, num_max: int = limits.SESSION_TOKENS_MAX
 ) -> tuple[int, ...]:
-    """Checks the number of token ids, and that each id fits in 31 bits. Does not check that the ids
-    are in the vocabulary, which is not known here."""
+    """Checks the number of token ids, and that each id fits in 31 bits. The vocabulary is not known
+    here."""
     token_ids = tuple(ids[:])  # Iteration over a slice of a repeated field is twice as fast.
     if len(token_ids) > num_max:
         raise BadRequest(path, f"{len(token_ids)} tokens are more than {num_max}")
@@ -287,15 +287,14 @@ def token_ids_from_wire(
 
 
 def sampling_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
-    """Sets all fields, even those with default values."""
     return to_proto(params, types_pb2.SamplingParams, logit_bias=dict(params.logit_bias))
 
 
 def sampling_from_proto(
     message: types_pb2.SamplingParams, path: str = "sampling"
 ) -> SamplingParams:
-    """Unset fields get their defaults. Raises `BadRequest` for a value beyond its limit. Does not
-    check `top_k` and biased tokens against the vocabulary, which is not known here."""
+    """Raises `BadRequest` for a value beyond its limit. Does not check `top_k` and biased tokens
+    against the vocabulary, which is not known here."""
     if (size := len(message.logit_bias)) > limits.LOGIT_BIAS_ENTRIES_MAX:
         reason = f"got {size} entries; at most {limits.LOGIT_BIAS_ENTRIES_MAX}"
         raise BadRequest(f"{path}.logit_bias", reason)
@@ -485,7 +484,7 @@ def _frame(frame: Any, kind: Any, given: dict[str, Any]) -> bytes:
 
 @dataclass(frozen=True)
 class Codec:
-    """Method names and conversions of messages for one kind of replica."""
+    """Method names and message conversions of the targets or the drafts."""
 
     service: ServiceDescriptor
     stream_method: str
@@ -518,7 +517,6 @@ class Codec:
         return item
 
     def answer_frame(self, answer: VerifyAnswer | DraftAnswer) -> bytes:
-        """Serialises a frame with one answer and its key."""
         name, kind = _ANSWER_FIELDS[type(answer)], _kind_of(self.reply, "items")
         more: dict[str, Any] = {}
         if isinstance(answer, VerdictReply):
@@ -550,6 +548,4 @@ class Codec:
 
 
 VERIFY = Codec(target_pb2.DESCRIPTOR.services_by_name["Target"], "Verify", VerifyItem)
-"""The stream between a coordinator and a target."""
 DRAFT = Codec(draft_pb2.DESCRIPTOR.services_by_name["Draft"], "Propose", DraftItem)
-"""The stream between a coordinator and a draft."""

@@ -50,9 +50,7 @@ def draft_link(address: str, trust: Trust = PLAIN) -> GrpcLink:
 
 
 class GrpcLink(Link):
-    """A link over a gRPC channel. `close` also closes the channel.
-
-    After a stream breaks, `send` raises `LinkLost` for a time. The first `send` after that time
+    """After a stream breaks, `send` raises `LinkLost` for a time. The first `send` after that time
     opens a new stream. With each failed attempt, the time doubles, from `LINK_BACKOFF_MS_MIN` up to
     `LINK_BACKOFF_MS_MAX`."""
 
@@ -196,13 +194,11 @@ class _Stream:
         self._call = call
         self._outbox = SendQueue()
         self._sent: dict[str, tuple[int, bytes]] = {}
-        """By session, the hashes of the parameters and the constraint that this stream has sent in
-        full."""
+        """By session, the hashes of the parameters and constraint that were sent in full."""
         self._stopped = False
 
     def encode(self, item: RoundItem) -> bytes:
-        """Serialises the item as a frame. If this stream has sent the same parameters and
-        constraint before, the frame has only their hashes."""
+        """Serialises the item, with hashes in place of what this stream has sent in full."""
         head = item.head
         return self._codec.item_frame(item, self._sent.get(head.session_id) == head.given_hashes)
 
@@ -265,6 +261,6 @@ class _Stream:
         except DecodeError:
             return "the replica sent bytes that are not a frame of answers"
         except BadRequest as error:
-            # This return ends the stream, so that callers that wait for an answer get an error.
+            # This ends the stream, so that callers that wait for an answer get an error.
             return f"the replica sent an invalid answer: {error}"
         return "the replica closed the stream"

@@ -21,8 +21,7 @@ class Link:
 
     def __init__(self) -> None:
         self.num_bytes = Counter(sent=0, received=0)
-        """Numbers of bytes of sent and received frames; 0 within one process. Any thread may read
-        them."""
+        """Bytes of sent and received frames; 0 within one process. Any thread may read them."""
         self._on_answer: Any = None
         self._on_lost: Any = None
         self._closed = False
@@ -119,7 +118,6 @@ class MemoryLink(Link):
             self._deliver(lambda: service.release(session_id, epoch))
 
     async def describe(self, timeout_s: float) -> ReplicaDescription:
-        """See `Link.describe`. Needs no timeout, because the service answers at once."""
         await asyncio.sleep(0)
         if trouble := self.trouble():
             raise Unavailable(f"the replica cannot be reached: {trouble}")

@@ -102,8 +102,7 @@ class RpcServer:
         return _join(self._options.host, self._port)
 
     async def start(self) -> int:
-        """Starts the server and returns its port. Raises `ConfigError` if the server cannot listen
-        on its address."""
+        """Returns the port. Raises `ConfigError` if the server cannot listen on its address."""
         options = self._options
         address = _join(options.host, options.port)
         try:
@@ -126,8 +125,7 @@ class RpcServer:
         self._health.set(Serving.SERVING if serving else Serving.NOT_SERVING)
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Reports NOT_SERVING, takes no more calls, and ends running calls after `grace_s`
-        seconds."""
+        """Reports NOT_SERVING, takes no more calls, and ends running calls after `grace_s`."""
         self._health.set(Serving.NOT_SERVING)
         await self._server.stop(grace_s)
 
@@ -184,8 +182,6 @@ def _join(host: str, port: int) -> str:
 
 
 class _Methods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
-    """Handles the calls of all methods, unknown methods included. Calls the guard first."""
-
     def __init__(self, services: Sequence[Service], guard: Guard | None) -> None:
         self._guard: Guard = guard or (lambda path, context: None)
         self._methods = {

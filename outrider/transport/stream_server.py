@@ -123,7 +123,6 @@ class _Stream:
         """By session, the last head that had the sampling parameters in full."""
 
     async def read(self, frames: AsyncIterator[Any]) -> None:
-        """Passes the items of each frame to the service in one call."""
         async for frame in frames:
             items: list[RoundItem] = []
             for message in frame.items:
@@ -137,8 +136,7 @@ class _Stream:
                 self.connection.receive(items)
 
     def answer(self, answers: Sequence[Any]) -> None:
-        """Queues answers of the service. If the queue is full, ends the stream, because the caller
-        does not read."""
+        """Queues answers. If the queue is full, the caller does not read, so the stream ends."""
         for answer in answers:
             if self.unanswered.get(answer.key.session_id) == answer.key:
                 del self.unanswered[answer.key.session_id]
@@ -208,7 +206,6 @@ class SendQueue:
         return True
 
     def wake(self) -> None:
-        """Makes `wait` return although no frame was put."""
         self._changed.set()
 
     async def wait(self) -> None:

@@ -50,8 +50,7 @@ _BACKDATED = datetime.timedelta(hours=1)
 
 
 WARNED_DAYS = 30
-"""If a service's certificate ends within this number of days, the service logs a warning when it
-starts."""
+"""If its certificate ends within this number of days, a service logs a warning at its start."""
 
 
 @dataclass(frozen=True, slots=True)
