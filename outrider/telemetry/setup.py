@@ -100,9 +100,10 @@ class Scrape:
 
         try:
             server, thread = start_http_server(port, host, self._registry)
-        except OSError as error:
+        except (OSError, OverflowError) as error:  # The ports of further replicas may be too large.
+            reason = getattr(error, "strerror", error)
             raise SettingError(
-                "telemetry", f"cannot serve Prometheus on {host}:{port}: {error.strerror}"
+                "telemetry", f"cannot serve Prometheus on {host}:{port}: {reason}"
             ) from error
         if self._plain_text:
             app: Any = server.get_app()

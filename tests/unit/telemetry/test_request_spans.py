@@ -232,5 +232,11 @@ def test_a_port_that_is_taken_is_a_configuration_error() -> None:
         first.shut_down()
 
 
+def test_a_port_beyond_the_last_is_a_configuration_error() -> None:
+    """Each further replica on a machine adds 3 to the port."""
+    with pytest.raises(ConfigError, match="port must be 0-65535"):
+        start_exports("prometheus=65533", "coordinator", "127.0.0.1", 1)
+
+
 def test_off_is_off() -> None:
     assert start_exports("", "target", "127.0.0.1") is None
