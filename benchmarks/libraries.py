@@ -298,11 +298,10 @@ async def _rate(library: Library, setting: Setting, inputs: TargetInputs) -> flo
 
 
 def bfloat16_gguf(gguf: Path, cache: Path) -> Path:
-    """Returns a cached copy of `gguf` whose weights are rounded to bfloat16, like the target's.
-    The copy stores matrices as float16, because not every library reads bfloat16. Only numbers
-    below 2**-17 in magnitude lose bits in float16. The copy stores vectors as float32, because
-    llama.cpp needs float32 vectors. Metadata, names, shapes and the order of rows do not change.
-    """
+    """Returns a cached copy of `gguf` whose weights are rounded to bfloat16, like the target's. The
+    copy stores matrices as float16, because not every library reads bfloat16. Only numbers below
+    2**-17 in magnitude lose bits in float16. The copy stores vectors as float32, because llama.cpp
+    needs float32 vectors. Metadata, names, shapes and the order of rows do not change."""
     from outrider.models.sources import cached_path, made_once
 
     path = cached_path(gguf, cache, ".f16.gguf")

@@ -77,7 +77,7 @@ MODEL_SETTINGS: Mapping[str, tuple[str, ...]] = {
     "emulate": (), "overhead": (), "device": (), "engine": TARGET_SETTINGS,
     "acceptance": TARGET_SETTINGS + DRAFT_SETTINGS,
 }  # fmt: skip
-"""The settings of each benchmark that needs no deployment, by the benchmark's name."""
+"""For each benchmark that needs no deployment, the settings that the benchmark reads."""
 
 
 def _load(name: str) -> Command:
@@ -157,8 +157,8 @@ async def _two_tenants(arguments: Arguments, raw: bool) -> AsyncIterator[tuple[S
 
 
 def _subject(connection: Connection, client: Client, raw: bool) -> Subject:
-    """The deployment to measure. The engines with which it is compared get as many threads as the
-    target or the draft, whichever has more, because target and draft take turns."""
+    """The engines to compare with get the larger of the target's and the draft's numbers of
+    threads, because target and draft take turns."""
     from benchmarks.clients import GrpcClient
     from benchmarks.speedup import Subject
 
@@ -179,7 +179,6 @@ def _subject(connection: Connection, client: Client, raw: bool) -> Subject:
 
 
 def _note_copies(connection: Connection, draft: DraftConfig) -> None:
-    """Warns if drafts may be copied from earlier answers."""
     copies = draft.drafter.lookup is LookupKind.SUFFIX and draft.suffix_tokens_per_tenant
     if (copies or not connection.settings) and not (connection.is_own or progress.quiet):
         own = ". Stop it to measure a new deployment" if connection.settings else ""
@@ -190,7 +189,6 @@ def _note_copies(connection: Connection, draft: DraftConfig) -> None:
 
 
 async def _serve(module: Any, options: ServeOptions, arguments: Arguments) -> Any:
-    """Measures a deployment, or the server at `--base-url`."""
     from benchmarks.clients import GrpcClient, HttpClient
 
     if options.base_url is not None:

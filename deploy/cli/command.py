@@ -1,5 +1,4 @@
-"""Commands, options and arguments, made with click. `--help` shows a command's own options and the
-common settings. `--help=all` shows every option."""
+"""Commands, options and arguments, made with click."""
 
 from __future__ import annotations
 
@@ -27,12 +26,11 @@ class Arguments(argparse.Namespace):
     settings: dict[str, object]
     """The deployment settings that the command line sets, by key."""
     given: frozenset[str]
-    """Names of the options that are on the command line."""
     config: Path | None = None
 
 
 class Seconds(click.FloatRange):
-    """The type of a finite number within bounds."""
+    """A finite number within bounds."""
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -104,7 +102,7 @@ class Command(click.Command):
         )
 
     def invoke(self, ctx: click.Context) -> Arguments:
-        """Returns the arguments of the command and of its group."""
+        """Returns the arguments of the command and of its group. Does not run the command."""
         given = frozenset(
             name for name in ctx.params
             if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE

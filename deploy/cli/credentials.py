@@ -1,12 +1,5 @@
 """`outrider keys` manages the API keys of callers. `outrider certs` creates the TLS certificates of
-the services.
-
-A key is shown once, on standard output. The key file holds only the hash of each key. Running
-coordinators reload this file when it changes.
-
-Copy `ca.pem` and the two files of a role to the machines of that role. Keep `ca-key.pem` on another
-machine, because this file is needed only to create certificates.
-"""
+the services."""
 
 import datetime
 from dataclasses import asdict

@@ -18,7 +18,6 @@ from .command import Arguments, command, json_option
 from .output import tell
 
 MIN_WIDTHS = {"proposes": 10, "files": 10}
-"""Minimum widths of two columns of `outrider drafters`, in characters."""
 
 
 @command("collect-env", json_option())

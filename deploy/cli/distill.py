@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 _TURNS = ("one", "Two?")
 """Two user turns that share no token."""
-
-
 _SETTINGS = {
     **settings_of(DistillOptions),
     **{key: deployment_settings()[key] for key in ("dtype", "device", "trust_remote_code")},
@@ -157,8 +155,8 @@ def _target(config: TargetConfig) -> tuple[Target, TokenizerText | None]:
 
 
 def _template(text: TokenizerText | None) -> Template:
-    """The tokens that the chat template puts before and after a user's turn. They are the tokens
-    that two conversations with different turns share at their beginning and at their end."""
+    """The tokens that the chat template puts before and after a user's turn. Two conversations with
+    different turns begin and end with these tokens."""
     from draft_service.training.documents import Template
 
     if text is None:
@@ -195,7 +193,6 @@ def _prompts(
 
 
 def _report(stage: str, part: float, loss: float | None) -> None:
-    """Shows the progress of a stage, and the loss if the stage trains."""
     progress.begin(stage)
     progress.update(f"{stage}: {part:.0%}" + ("" if loss is None else f" loss {loss:.3f}"))
 

@@ -1,5 +1,4 @@
-"""`outrider gateway` serves HTTP in front of the coordinators. If a stream from a coordinator
-breaks, the gateway resumes the stream. The client does not notice the break."""
+"""`outrider gateway` serves HTTP in front of the coordinators, and resumes streams that break."""
 
 from __future__ import annotations
 
@@ -108,8 +107,6 @@ async def _serve(arguments: Arguments) -> int:
 
 
 def _running() -> DeploymentRecord:
-    """The deployment on this machine. Raises `ConfigError` if it serves no HTTP, and `Unavailable`
-    if no deployment runs."""
     record = running_deployment(state_directory(os.environ))
     if record is None:
         raise Unavailable(
@@ -122,8 +119,7 @@ def _running() -> DeploymentRecord:
 
 
 def _coordinators(arguments: Arguments, record: DeploymentRecord | None) -> Coordinators:
-    """Returns the coordinators of `record`. If `record` is None, returns those of `--coordinators`.
-    Raises `ConfigError`."""
+    """The coordinators of `record`, or if `record` is None, those of `--coordinators`."""
     from coordinator.http_api.gateway import Coordinators, open_transport
     from outrider.client.failover import EndpointPool
 

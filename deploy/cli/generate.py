@@ -122,7 +122,7 @@ async def receive(
     client: Client, request: GenerateRequest, builder: CompletionBuilder,
     show: Callable[[Tokens], None],
 ) -> float:  # fmt: skip
-    """Passes all events of an answer to `builder`, and those with tokens to `show`. Returns the
+    """Passes all events of an answer to `builder`, and events with tokens to `show`. Returns the
     duration of the answer, s."""
     start = time.perf_counter()
     async with aclosing(client.generate(request)) as events:
@@ -150,8 +150,6 @@ def _request(arguments: Arguments) -> GenerateRequest:
 
 
 def _text(prompt: str) -> str:
-    """Returns the prompt. If the prompt is `-`, returns standard input without its last line feed.
-    Raises `BadRequest` for an empty text."""
     if prompt != "-":
         if not prompt:
             raise BadRequest("prompt", "is empty; it must be a text of at least one character")
@@ -194,7 +192,7 @@ class Printer:
 
     def __init__(self, directory: str) -> None:
         """`directory` contains the tokenizer. Without a tokenizer, all text of an event has one
-        colour. On a terminal, prints a legend of the colours."""
+        colour."""
         self.console: Console | None = None
         self._tokenizer = _tokenizer(directory)
         if sys.stdout.isatty():
@@ -212,7 +210,7 @@ class Printer:
 
         self._stream = DecodeStream(skip_special_tokens=True)
         self._waiting: list[Origin] = []
-        """Origins of the characters that are decoded but not printed yet."""
+        """The origin of each character that is decoded but not printed yet."""
 
     def show(self, event: Tokens) -> None:
         """Prints an event's text. The text of its last tokens may come with the next event."""
@@ -237,7 +235,6 @@ class Printer:
 
 
 def _tokenizer(directory: str) -> Any:
-    """The tokenizer in a directory; None if the directory has none."""
     path = Path(directory) / "tokenizer.json"
     if not directory or not path.is_file():
         return None
@@ -247,9 +244,7 @@ def _tokenizer(directory: str) -> Any:
 
 
 def logprob_table(completion: Completion, directory: str) -> Table:
-    """A table with a row for each token. A row has the token's log-probability, and the likeliest
-    tokens at the same place with their log-probabilities. If the directory has a tokenizer, the row
-    also has the texts of these tokens."""
+    """The log-probability of each token, and those of the likeliest tokens at its place."""
     from rich.table import Table
     from rich.text import Text
 
@@ -359,7 +354,7 @@ class Chat:
                     return 128 + signal.SIGINT
 
     async def _done(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Runs `work` to its end, or until an interrupt cancels it. Returns its task."""
+        """Runs `work` to its end, or until an interrupt cancels `work`. Returns the task."""
         self._waits_for = asyncio.create_task(work)
         try:
             await asyncio.wait((self._waits_for,))
@@ -429,7 +424,7 @@ def _say(line: str) -> None:
 
 @contextmanager
 def _restored_terminal(on_terminal: bool) -> Iterator[None]:
-    """Restores the terminal's settings when the context ends. Line editing turns the echo off."""
+    """Restores the terminal's settings at the end, because line editing turns the echo off."""
     if not on_terminal:
         yield
         return
@@ -444,8 +439,8 @@ def _restored_terminal(on_terminal: bool) -> Iterator[None]:
 
 
 async def _read_line(on_terminal: bool) -> str | None:
-    """The next line of standard input, without its line end; None at the end of input. A daemon
-    thread reads the line, because a read of a terminal cannot be cancelled."""
+    """Returns the next line of standard input without its line end, or None at the end of input. A
+    daemon thread reads the line, because a read of a terminal cannot be cancelled."""
     loop = asyncio.get_running_loop()
     line: asyncio.Future[str | None] = loop.create_future()
 
@@ -465,8 +460,8 @@ async def _read_line(on_terminal: bool) -> str | None:
 
 
 def _read_raw() -> str | None:
-    """Reads a line without Python's buffer. A thread that reads through the buffer holds the
-    buffer's lock, and at exit the interpreter would wait for this lock."""
+    """Reads a line without Python's buffer, whose lock a reading thread holds. At exit the
+    interpreter would wait for this lock."""
     with open(0, "rb", buffering=0, closefd=False) as file:
         line = file.readline()
     return line.decode("utf-8", "replace").rstrip("\r\n") if line else None

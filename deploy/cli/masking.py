@@ -1,8 +1,5 @@
-"""Removes secrets from output and from this process's command line.
-
-The process list shows command lines to other users, and `ray.init` stores the command line of this
-process in Ray's head.
-"""
+"""Removes secrets from output and from this process's command line. Other users see the command
+line in the process list, and `ray.init` stores it in Ray's head."""
 
 import re
 import shlex
@@ -16,13 +13,11 @@ MASK = "***"
 _SECRETS = re.compile(
     r"\bor-[0-9a-f]{16}-[A-Za-z0-9_-]{43}|(?i:\bbearer)\s+[!-~]+|(?<=://)\S*(?=@)|(?<=\?)\S+"
 )
-"""Matches the secrets inside a text: an API key, a bearer token, and the user, password and query
-of a URL."""
+"""Matches API keys, bearer tokens, and the user, password and query of URLs."""
 
 
 def hide_words(given: frozenset[str]) -> None:
-    """If a secret is among the `given` options, removes all options from the command line that the
-    process list shows for this process."""
+    """If a secret is among the `given` options, hides all options in the process list."""
     if any(one.secret and one.key in given for one in deployment_settings().values()):
         from setproctitle import setproctitle
 
@@ -31,7 +26,7 @@ def hide_words(given: frozenset[str]) -> None:
 
 
 def masked_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings without the secret settings. Secrets inside the other values are masked."""
+    """Returns the settings without the secret settings. Masks secrets inside other values."""
     secrets = {one.key for one in deployment_settings().values() if one.secret}
     return {
         key: _SECRETS.sub(MASK, value) if isinstance(value, str) else value

@@ -1,5 +1,4 @@
-"""Options for settings, requests and connections. Also connects commands to a deployment, and names
-options in errors."""
+"""Options for settings, requests and connections; connections to a deployment; lines for errors."""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ if TYPE_CHECKING:
 SECRETS = tuple(key for key, found in deployment_settings().items() if found.secret)
 KEY_VARIABLE = "OUTRIDER_API_KEY"
 OF_CALLERS = ("api_key",)
-"""Settings of the caller. Their values may differ from those of the running deployment."""
+"""Settings of the caller, which may differ from the settings of the running deployment."""
 PLACE_KEYS = ("address", "deployment_name")
 """Settings that identify a deployment on a Ray cluster."""
 REQUEST_KEYS = ("seed", "num_draft_tokens", "deadline_ms")
@@ -84,8 +83,7 @@ def setting_options(
     only: Collection[str] | None = None,
 ) -> Iterator[Option]:
     """`--config`, and an option for each setting in `only` (None = all settings) that is not in
-    `without`. Without `=all`, `--help` shows only settings in `common`. Values are parsed later,
-    together with the file and the environment."""
+    `without`. Plain `--help` shows only the settings in `common`."""
     yield option(
         "--config", type=Path, metavar="FILE", group="Settings",
         help="YAML file of settings; environment variables (OUTRIDER_NAME) override the file, and "
@@ -97,7 +95,8 @@ def setting_options(
 
 
 def setting_option(setting: Setting, rare: bool = False, doc: str = "") -> Option:
-    """The option of one setting. The value is parsed later. `doc` replaces the setting's help."""
+    """`doc` replaces the setting's help. `merge` parses the value, together with the file and the
+    environment."""
     shown = "" if setting.default in (None, "") else f" [{str(setting.default).lower()}]"
     flags = setting.flag
     kind: dict[str, Any] = {"metavar": setting.metavar}
@@ -117,8 +116,7 @@ def place_options() -> list[Option]:
 
 
 def request_options(max_tokens: int) -> list[Option]:
-    """An option for each field of a request except the prompt. `max_tokens` is the default of
-    `--max-tokens`."""
+    """An option for each field of a request except the prompt."""
     numbers: Mapping[str, tuple[float | None, str]] = {
         "--max-tokens": (max_tokens, "most tokens to generate"),
         "--temperature": (0.0, "sampling temperature, 0 to 2; 0 = greedy"),
@@ -175,7 +173,7 @@ def request_fields(arguments: Arguments) -> dict[str, Any]:
 
 
 def given_settings(arguments: Arguments) -> dict[str, Value]:
-    """The settings that options, environment and file set, by key. Raises `ConfigError`."""
+    """The settings that options, environment and file give, by key. Raises `ConfigError`."""
     return merge(arguments.settings, os.environ, arguments.config)
 
 
@@ -189,8 +187,8 @@ def with_settings(arguments: Arguments, **values: object) -> Arguments:
 
 
 def flags_again(arguments: Arguments, without: Collection[str]) -> tuple[str, ...]:
-    """The command-line words that give the same settings again. Leaves out secrets and the settings
-    in `without`."""
+    """The command-line words that give the same settings again, except secrets and the settings in
+    `without`."""
     words = [] if arguments.config is None else ["--config", str(arguments.config)]
     given = {found.key: value for found, value, _ in translated_layers(arguments.settings, {})}
     if given.pop(SPECULATIVE_CONFIG, None):  # `merge` moves its acceptance rates into `engine`.
@@ -228,9 +226,8 @@ def refuse_other_settings(arguments: Arguments, record: DeploymentRecord) -> Non
 
 
 def error_line(error: OutriderError, arguments: Arguments) -> str:
-    """The line that reports an error. If a setting is wrong, the line begins with the flag, the
-    variable, or the file and key from which its value comes. If a field of the request is wrong,
-    the line begins with the field's flag or with PROMPT."""
+    """The line that reports an error. The line begins with the source of the wrong value: a flag, a
+    variable, a file and key, or PROMPT."""
     if isinstance(error, SettingError):
         return f"{_setting_name(error.key, arguments)}: {error.reason}"
     if isinstance(error, BadRequest):
@@ -242,7 +239,6 @@ def error_line(error: OutriderError, arguments: Arguments) -> str:
 
 
 def error_message(error: OutriderError) -> str:
-    """Returns the error's message. If the API key was refused, adds how to give a key."""
     if isinstance(error, Unauthenticated):
         return f"{error.message} (set {KEY_VARIABLE}, or give --api-key)"
     return error.message
@@ -280,17 +276,15 @@ TRUST_OPTIONS = {
 
 @dataclass(frozen=True)
 class Connection:
-    """A deployment that this command calls."""
-
     address: str
     """HOST:PORT of the coordinators, separated by commas."""
     target_directory: str = ""
     """Directory of the target's files on this machine; empty = no directory is known."""
     tokenizer_directory: str = ""
     settings: Mapping[str, Value] = field(default_factory=dict)
-    """The deployment's settings by key; empty (unknown) with `--server`."""
+    """The deployment's settings by key; empty if they are not known, because of `--server`."""
     is_own: bool = False
-    """Whether this command has started the deployment, so that no other client calls it."""
+    """Whether this command has started the deployment."""
     api_key: str = field(default="", repr=False)
     trust: Trust | None = field(default=None, repr=False)
     """None = no TLS."""
@@ -298,8 +292,7 @@ class Connection:
     """Returns the coordinators' current addresses; None = the addresses do not change."""
 
     def client(self, *, tries_again: bool = True) -> Client:
-        """A client of the coordinators. With `tries_again`, the client repeats calls after
-        temporary failures."""
+        """With `tries_again`, the client repeats calls after temporary failures."""
         from outrider.client import Client
         from outrider.client.failover import RESUME_TIMEOUT_S
         from outrider.transport.channel import PLAIN
@@ -313,8 +306,8 @@ class Connection:
 
 
 def connection_options(without: Iterable[str]) -> list[Option]:
-    """`--server`, options for TLS, and the settings of the temporary deployment that is started if
-    none runs."""
+    """`--server`, options for TLS, and settings. The settings are for the temporary deployment that
+    a command starts if no deployment runs."""
     server = option(
         "--server", metavar="HOST:PORT",
         help="the coordinator to call; by default the deployment on this machine, or if none runs, "
@@ -365,9 +358,9 @@ def caller_trust_of(arguments: Arguments, settings: Mapping[str, Value]) -> Trus
 
 @asynccontextmanager
 async def connected(arguments: Arguments) -> AsyncIterator[Connection]:
-    """Yields the deployment to call: the one at `--server`, or the one on this machine. If no
-    deployment runs, starts a temporary one, and stops it when the context ends. Raises
-    `ConfigError` if flags contradict the settings of a running deployment."""
+    """Yields the deployment at `--server`, or the deployment on this machine. If no deployment
+    runs, starts a temporary deployment, and stops it when the context ends. Raises `ConfigError` if
+    flags contradict the settings of a running deployment."""
     state = state_directory(os.environ)
     if arguments.server:
         given = arguments.settings.keys() - set(OF_CALLERS)
@@ -400,9 +393,8 @@ def _connection(
 
 
 async def _served(record: DeploymentRecord, state: Path) -> DeploymentRecord:
-    """Waits until the record names a coordinator, and returns the record. The record names none
-    while the only coordinator is being replaced. Raises `Unavailable` after `COORDINATOR_WAIT_S`.
-    """
+    """Waits until the record names a coordinator. While the only coordinator is being replaced, the
+    record names no coordinator."""
     try:
         async with asyncio.timeout(COORDINATOR_WAIT_S):
             while not record.grpc_address:
@@ -418,8 +410,7 @@ async def _served(record: DeploymentRecord, state: Path) -> DeploymentRecord:
 
 
 def caller_key(arguments: Arguments) -> str:
-    """The API key from the flag or the variable. If several keys are given, returns the first.
-    Raises `ConfigError` for the hash of a key."""
+    """The first API key that the flag or the variable gives. Raises `ConfigError` for a hash."""
     keys = str(arguments.settings.get("api_key", os.environ.get(KEY_VARIABLE, "")))
     key = keys.partition(",")[0].strip()
     if key.startswith("sha256:"):
@@ -445,7 +436,6 @@ def checked_address(server: str) -> str:
 
 @asynccontextmanager
 async def _own_deployment(arguments: Arguments) -> AsyncIterator[Deployment]:
-    """A temporary deployment with a state directory of its own."""
     from deploy.fleet.launcher import Deployment
 
     config = own_config(arguments)
@@ -470,9 +460,9 @@ async def _own_deployment(arguments: Arguments) -> AsyncIterator[Deployment]:
 
 
 def find_deployment(arguments: Arguments) -> DeploymentLocation:
-    """Returns the deployment on this machine. If no deployment runs here, or the settings name
-    another address or name, returns the deployment that the settings `PLACE_KEYS` identify. Raises
-    `Unavailable` if one of these settings is missing."""
+    """Returns the deployment on this machine. If no deployment runs here, or `PLACE_KEYS` are set
+    to other values, returns the deployment that `PLACE_KEYS` identify. Raises `Unavailable` if one
+    of these settings is missing."""
     values = given_settings(arguments)
     address, name = (str(values.get(key) or "") for key in PLACE_KEYS)
     record = running_deployment(state_directory(os.environ))

@@ -18,11 +18,10 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 PERIOD_S = 5.0
-"""Time between two progress lines about the same work."""
 PREFIX = "outrider: "
 _WARNING = "warning: "
 _WIDTH = 160
-"""Width of tables in a file or a pipe, in characters. Rich's default of 80 would cut cells."""
+"""Width of tables in a file or a pipe. Rich's default of 80 characters would cut cells."""
 
 
 class Progress:
@@ -31,11 +30,9 @@ class Progress:
 
     def __init__(self, period_s: float = PERIOD_S) -> None:
         self.quiet = False
-        """Whether only warnings are printed."""
         self._period_s = period_s
         self._changed = threading.Condition()
         self._doing = ""
-        """The line of the current work; empty = no work."""
         self._since = 0.0
         self._thread: threading.Thread | None = None
 
@@ -56,13 +53,12 @@ class Progress:
                     self._thread.start()
 
     def begin(self, stage: str) -> None:
-        """Begins the work `stage`. If the current line begins with `stage`, does nothing."""
+        """Begins the work `stage`, unless the current line already begins with `stage`."""
         if not self._doing.startswith(stage):
             self(stage)
 
     def relay(self, line: str) -> None:
-        """Prints a line that another Outrider process has written, if the line is progress or a
-        warning."""
+        """Prints a line of another Outrider process if the line is progress or a warning."""
         text = line.removeprefix(PREFIX)
         if text == line or line.startswith(ERROR_PREFIX):
             return
@@ -88,7 +84,6 @@ class Progress:
 
 
 progress = Progress()
-"""The progress of this process."""
 
 
 def note(line: str) -> None:
@@ -97,8 +92,7 @@ def note(line: str) -> None:
 
 
 def show(table: RenderableType, *, soft_wrap: bool = False, clear: bool = False) -> None:
-    """Prints to standard output. With `soft_wrap`, the terminal wraps long lines. `clear` clears
-    the terminal first."""
+    """Prints to standard output. With `soft_wrap`, the terminal wraps long lines."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -125,15 +119,14 @@ def tell(report: Report, as_json: bool) -> int:
 
 
 def program() -> str:
-    """The word that runs this program in a shell: `outrider`, or the path of the program if it is
-    not on PATH."""
+    """`outrider`, or the path of this program if `outrider` is not on PATH."""
     beside = Path(sys.argv[0] if Path(sys.argv[0]).name == "outrider" else sys.executable)
     found = shutil.which("outrider") and "outrider"
     return found or shutil.which("outrider", path=str(beside.parent)) or "outrider"
 
 
 def shell_command() -> str:
-    """The words that call this program with the same state directory, quoted for a shell."""
+    """The shell words that call this program with the same state directory."""
     ours = shlex.quote(program())
     if not os.environ.get("OUTRIDER_STATE_DIR"):
         return ours

@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from deploy.planner.simulation import Pair
 
 OWN_FLAGS = ("seed", "num_draft_tokens", "deadline_ms", "length_control", "look_ahead")
-"""Settings for which `plan` has no option, because the plan chooses them or requests set them."""
+"""Settings for which `plan` has no option. The plan chooses their values, or requests set them."""
 DECIDED = ("model", "draft_model", "num_targets", "num_drafts")
-"""Settings that the recommended command takes from the plan, not from this command's options."""
+"""Settings whose values in the recommended command come from the plan."""
 BUILT_IN_PROMPTS = 12
 """Number of built-in prompts to use if neither `--prompts` nor `--num-prompts` is given."""
 
@@ -66,7 +66,6 @@ class PlanOptions(PromptOptions):
     token's keys and values."""
 
     def load_prompts(self) -> tuple[BenchPrompt, ...]:
-        """Like `PromptOptions.load_prompts`, but by default only `BUILT_IN_PROMPTS` prompts."""
         if self.prompts is None and self.num_prompts is None:
             return replace(self, num_prompts=BUILT_IN_PROMPTS).load_prompts()
         return super().load_prompts()
@@ -107,7 +106,6 @@ class SimulationOptions(Options):
     """CPU time that a coordinator takes for a round, ms; `bench overhead` measures this time."""
 
     def check(self, has_drafts: bool) -> None:
-        """Raises `ConfigError` if options are missing or do not go together."""
         if (self.sessions is None) == (self.rate is None):
             raise ConfigError("--sessions or --rate is needed: give one of them, not both")
         counts = [self.targets, self.coordinators, *([self.drafts] if has_drafts else [])]
@@ -118,7 +116,6 @@ class SimulationOptions(Options):
             )
 
     def run(self, config: DeploymentConfig, pair: Pair) -> Report:
-        """Simulates the load on the fleet, with the batch sizes of `config`."""
         from deploy.planner.simulation import ROLES, Scenario, Workload, simulated
 
         self.check(pair.has_drafts)

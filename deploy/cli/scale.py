@@ -44,8 +44,7 @@ def _wait_option(until: str) -> Option:
 async def _overview(
     reconciler: ReconcilerClient, wait_s: float, left: Callable[[Overview], str]
 ) -> Overview:
-    """Waits at most `wait_s` until nothing is left to do, and returns the last overview. `left`
-    describes what is left to do; an empty text = nothing."""
+    """Waits at most `wait_s` until `left` returns an empty text. Returns the last overview."""
     give_up_at = time.monotonic() + wait_s
     while True:
         overview: Overview = await reconciler.call("overview")
@@ -66,7 +65,6 @@ async def _overview(
     *place_options(),
 )  # fmt: skip
 def scale(arguments: Arguments) -> int:
-    """Sets the wanted numbers of replicas."""
     counts = parsed_counts(arguments.counts)
     where = find_deployment(arguments)
 
@@ -178,10 +176,9 @@ async def _upgrade(
     wait_s: float,
     trial: tuple[float, float] | None,
 ) -> tuple[dict[str, Value], bool, Overview]:
-    """Requests the changes. Waits at most `wait_s` until no trial runs and this and earlier
-    upgrades have replaced their replicas. `trial` is a share of the sessions and a
-    time in seconds; a share of 0 ends the running trial. Returns the changes, whether replicas are
-    being replaced, and the last overview. Raises `ConfigError` if the changes are refused."""
+    """Requests the changes. Waits at most `wait_s` until no trial runs and no replica is stale.
+    `trial` is a share of the sessions and a time in seconds; a share of 0 ends the running trial.
+    Returns the changes, whether replicas are being replaced, and the last overview."""
     progress("asking the deployment", at_once=False)
     async with connect_reconciler(where) as reconciler:
         spec: FleetSpec = await reconciler.call("spec")

@@ -1,7 +1,6 @@
-"""`outrider serve` starts a deployment, in the foreground or detached. `outrider stop` stops it.
-`outrider status` shows the deployment. The exit code of `outrider status` is 0 if a coordinator and
-a target serve, otherwise 1.
-"""
+"""`outrider serve` starts a deployment, in the foreground or detached. `outrider stop` stops the
+deployment. `outrider status` shows it, and exits with 0 if a coordinator and a target serve, else
+with 1."""
 
 from __future__ import annotations
 
@@ -65,7 +64,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 LOOK_PERIOD_S = 0.25
-"""Time between two checks whether a detached process serves."""
 STOP_TIMEOUT_S = 60.0
 _POLL_S = 0.05
 
@@ -103,8 +101,8 @@ def serve(arguments: Arguments) -> int:
 
 
 async def _serve(deployment: Deployment, state: Path, arguments: Arguments) -> int:
-    """Runs until SIGINT or SIGTERM. Returns the exit code: 130 if SIGINT came before the deployment
-    served, otherwise 0. Raises the error if the deployment fails."""
+    """Runs until SIGINT or SIGTERM. Returns 130 if SIGINT came before the deployment served,
+    otherwise 0. Raises the error of a deployment that fails."""
     serving = asyncio.create_task(_until_it_fails(deployment, state, arguments))
     loop = asyncio.get_running_loop()
     received: list[int] = []
@@ -132,7 +130,7 @@ async def _serve(deployment: Deployment, state: Path, arguments: Arguments) -> i
 
 async def _until_it_fails(deployment: Deployment, state: Path, arguments: Arguments) -> None:
     """Starts the deployment, and updates its record when replicas start or end. Raises
-    `Unavailable` if a role that requests need has no replica, and none can be started."""
+    `Unavailable` if the last target or coordinator has ended and no new one starts."""
     await deployment.start()
     progress.rest()
     publish(state, deployment.record, deployment.api_key)
@@ -152,8 +150,7 @@ def _announce(record: DeploymentRecord, arguments: Arguments) -> int:
 
 
 def endpoints_text(record: DeploymentRecord) -> str:
-    """The lines that `serve` prints: the addresses of the deployment, what other callers need, and
-    two commands, one to generate text and one to stop the deployment."""
+    """The lines that `serve` prints when the deployment is ready."""
     words = '"The capital of France is"' if record.tokenizer_directory else "--token-ids 1,2,3"
     needed = ["an API key"] if record.asks_for_keys else []
     if certificate := record.settings.get("ssl_certfile"):
@@ -176,7 +173,6 @@ def endpoints_text(record: DeploymentRecord) -> str:
 
 
 def _announce_detached(pid: int, state: Path, arguments: Arguments) -> int:
-    """Waits until the detached process serves. If the process ends instead, raises its error."""
     try:
         found = _record_once_ready(state, pid)
     except KeyboardInterrupt:
@@ -194,8 +190,8 @@ def _announce_detached(pid: int, state: Path, arguments: Arguments) -> int:
 
 
 def _record_once_ready(state: Path, pid: int) -> DeploymentRecord | int:
-    """Waits until the detached process serves or ends. Returns the record of its deployment, or its
-    exit code. Meanwhile prints the progress lines from its log."""
+    """Waits until the detached process serves or ends. Returns the deployment's record, or the exit
+    code. Meanwhile prints the progress lines of the log."""
     with (state / LOG_NAME).open("rb") as log:
         said = b""
         while True:
@@ -232,8 +228,7 @@ def _detach(log: LogFile) -> None:
     ),
 )  # fmt: skip
 def stop(arguments: Arguments) -> int:
-    """Stops the deployment's process and waits for its end. If no deployment runs, reports the
-    reason and also returns 0."""
+    """Ends the deployment's process. If no deployment runs, says why, and also returns 0."""
     directory = state_directory(os.environ)
     record = recorded_deployment(directory)
     holder = lock_holder(directory)
@@ -250,7 +245,6 @@ def stop(arguments: Arguments) -> int:
 
 
 def _end(pid: int, timeout_s: float) -> None:
-    """Ends a process. Raises `Unavailable` if it still runs after `timeout_s`."""
     progress(f"stopping the deployment (pid {pid})", at_once=False)
     give_up_at = time.monotonic() + timeout_s
     with suppress(ProcessLookupError):
@@ -274,7 +268,7 @@ def _is_zombie(pid: int) -> bool:
 
 
 def _nothing_to_stop(directory: Path, record: DeploymentRecord | None) -> str:
-    """The reason why no deployment runs. Removes the record of a process that has died."""
+    """Says why no deployment runs. Removes the record of a process that has died."""
     error = logged_error(directory)
     if record is not None:
         withdraw(directory)
@@ -292,7 +286,6 @@ Facts = dict[str, Any]
 TIMEOUT_S = 5.0
 WATCH_S = 2.0
 NEEDED = ("coordinator", "target")
-"""The roles that every request needs."""
 HEALTH = {"serving": "green", "not serving": "red", "leaving": "yellow"}
 FIGURES = {
     "tokens_per_second": "{:.0f} tokens/s", "busy": "{:.0%} busy", "fill": "{:.0%} of slots",
@@ -330,7 +323,6 @@ def status(arguments: Arguments) -> int:
 
 
 async def _watch(arguments: Arguments) -> int:
-    """Shows the status once, or with `--watch` again and again until an interrupt."""
     watches = arguments.watch is not None
     while True:
         found = await _status(arguments)
@@ -386,9 +378,9 @@ async def _status(arguments: Arguments) -> Facts:
 async def ask_registry(
     record: DeploymentRecord, timeout_s: float
 ) -> tuple[dict[str, Facts], str | None]:
-    """Returns the replicas' records in the deployment's Redis, by address, and the error if some
-    could not be read. Redis' passwords come from the files in `record.redis`, or from the same
-    environment variables as for replicas."""
+    """Returns the replicas' records in the deployment's Redis, by address, and the error if Redis
+    did not answer. The passwords of Redis come from the files in `record.redis`, or from the
+    environment."""
     from outrider.registry.redis_registry import RedisRegistry
 
     known: dict[str, Facts] = {}
@@ -421,9 +413,8 @@ def _deployment(record: DeploymentRecord, state: Path) -> Facts:
 async def _ask(
     role: Role, address: str, key: str, trust: Trust | None, timeout_s: float, internal: str = ""
 ) -> Facts:
-    """Asks a replica to describe itself. Targets and drafts are called with the coordinator's TLS
-    certificate from the directory `internal`. If `internal` is empty, they are called without TLS.
-    """
+    """Asks a replica to describe itself. Calls targets and drafts with the coordinator's TLS
+    certificate in the directory `internal`, or without TLS if `internal` is empty."""
     from outrider.transport.channel import PLAIN
     from outrider.transport.grpc_link import draft_link, target_link
     from outrider.transport.tls import internal_trust

@@ -8,18 +8,16 @@
 |  | or has an event loop that is late by more than `LAG_MS` |
 
 A role is calm if two numbers are below `CALM`. The first is the load divided by the bound in the
-table. The second is the busy share that the replicas would have if one of them were removed. For
-targets, the busy share is the share of busy time, multiplied by the share of taken places in a
-step.
+table. The second is the busy share that the replicas would have if one of them were removed. The
+busy share of a target is the share of busy time, multiplied by the share of taken places in a step.
 
-The number of a role's replicas grows at once, in proportion to the load, at most to `GROWTH_MAX`
-times the number. The number shrinks by one after the role has been calm for `autoscale_calm_s`. At
-least `COOLDOWN_S` pass between two changes of a role.
+The number of a role's replicas grows at once, in proportion to the load, at most by the factor
+`GROWTH_MAX`. It shrinks by one after the role has been calm for `autoscale_calm_s`. At least
+`COOLDOWN_S` pass between two changes of a role.
 
-While replicas are missing, the number does not grow, because the missing replicas may be enough.
-Even then the number can shrink: to the largest number of replicas that were present while the role
-was calm. The number does not shrink if a replica is missing while another is leaving, or if no
-replica is present.
+While replicas are missing, the number does not grow, because the missing replicas may be enough. If
+the role was calm meanwhile, the number shrinks to the largest number of replicas that were present.
+It does not shrink if a replica is missing while another is leaving, or if no replica is present.
 """
 
 import asyncio
@@ -35,7 +33,6 @@ from outrider.registry.registry import ReplicaRecord, Role
 _log = logging.getLogger(__name__)
 
 LOOK_PERIOD_S = 1.0
-"""Time between two reads of the reported load."""
 GROWTH_MAX = 2
 """Largest factor by which one change raises a number."""
 SESSIONS, BUSY, LAG_MS = 1024, 0.8, 100.0
@@ -44,25 +41,21 @@ CALM = 0.6
 IDLE = 0.01
 """A replica that is busy for less than this share of the time counts as idle."""
 
-
 Records = Mapping[Role, Sequence[ReplicaRecord]]
-
-
 Change = tuple[Role, int, str]
 """A role, its new number of replicas, and the reason."""
 
 
 class Autoscaler:
-    """Changes the wanted numbers in `registry`."""
+    """Changes the wanted numbers in `registry`. `config` may be replaced at any time."""
 
     def __init__(self, registry: RedisRegistry, config: AutoscaleConfig) -> None:
-        """The attribute `config` may be replaced at any time."""
         self.config = config
         self._registry = registry
         self._changed_at: dict[Role, float] = {}
         self._calm: dict[Role, tuple[float, int]] = {}
-        """For each calm role, since when the role has been calm, and the largest number of replicas
-        present since then."""
+        """For each calm role, the time at which its calm began, and the largest number of replicas
+        that were present since then."""
 
     async def run(self) -> None:
         while True:
@@ -84,7 +77,7 @@ class Autoscaler:
             await self._registry.want({change[0]: change[1]})
 
     def decide(self, now: float, wanted: Mapping[Role, int], records: Records) -> list[Change]:
-        """Returns the changes at time `now`, in seconds. `wanted` has the current numbers."""
+        """`now` is in seconds. `wanted` has the current numbers."""
         changes = []
         for role, (least, most) in self.config.bounds.items():
             if (count := wanted.get(role)) is None:
@@ -165,5 +158,5 @@ def _num_staying(records: Sequence[ReplicaRecord]) -> int:
 
 
 def _mean(values: Sequence[float | None]) -> float:
-    """The mean. None counts as 0, because a replica without a figure has had nothing to do."""
+    """None counts as 0, because a replica without a figure has had nothing to do."""
     return sum(value or 0.0 for value in values) / len(values) if values else 0.0

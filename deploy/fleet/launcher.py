@@ -54,7 +54,6 @@ _log = logging.getLogger(__name__)
 FOLLOW_PERIOD_S = 0.5
 """Time until a reconciler that did not answer is called again."""
 REDIS_LOOK_PERIOD_S = 0.25
-"""Time between two checks of the embedded Redis."""
 CLOSE_AWAY_S = 2.0
 """How long a stop waits for a reconciler that is being restarted, before it kills the replicas."""
 
@@ -68,8 +67,8 @@ class Deployment:
         state: Path,
         report: Callable[[str], None] = _log.info,
     ) -> None:
-        """`state` is a directory for the logs of this deployment and the data of its embedded
-        Redis. `report` gets a line for each step of the start."""
+        """`state` is a directory for logs and for the data of the embedded Redis. `report` gets a
+        line for each step of the start."""
         config, self.api_key, self._passwords = without_secrets(config)
         self.config = self._given = config
         self.name = config.deployment_name or uuid.uuid4().hex[:12]
@@ -83,8 +82,8 @@ class Deployment:
         self.redis: EmbeddedRedis | None = None
         """The embedded server; None if `redis_url` is set."""
         self._is_own = False
-        """Whether this process has started the replicas or taken them over. If so, it ends them in
-        `stop`."""
+        """Whether `stop` ends the replicas, because this process has started them or taken them
+        over."""
         self.overview = Overview({}, (), None)
         self._following: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
@@ -98,12 +97,12 @@ class Deployment:
 
     @property
     def address(self) -> str:
-        """The coordinators' addresses, separated by commas, as a `Client` takes them."""
+        """The coordinators' addresses, separated by commas."""
         return ",".join(self.overview.addresses("coordinator"))
 
     @property
     def record(self) -> DeploymentRecord:
-        """The record from which other processes find the deployment. It has no secrets."""
+        """The record by which other commands find the deployment, without secrets."""
         config, overview = self.config, self.overview
         redis = replace(config.coordinator.redis, password="", sentinel_password="")
         return DeploymentRecord(
@@ -159,14 +158,14 @@ class Deployment:
         await self._go_on()
 
     async def _take_over(self) -> None:
-        """Takes over a running deployment of this name, and changes its settings to those of this
-        process. If the new settings cannot be used, raises `ConfigError`, and the deployment keeps
-        its old settings."""
+        """Takes over a running deployment of this name, and gives it the settings of this process.
+        If these settings cannot be used, the deployment keeps its settings, and this method raises
+        `ConfigError`."""
         self._report(f"deployment {self.name} already runs on the cluster: taking it over")
         self.api_key = ""  # The running coordinators do not know this key.
         before: FleetSpec = await self.reconciler.call("spec")
-        # `redis_url` and `redis_key_prefix` are compared, so that `change` refuses new values:
-        # another Redis means another deployment.
+        # `redis_url` and `redis_key_prefix` are compared, because `change` must refuse new values:
+        # another Redis has other sessions.
         kept = {*FIXED, *BOUND_SETTINGS} - {"redis_url", "redis_key_prefix"}
         if changes := differing(before.given, self._given.values(), kept):
             self._report(f"replacing its replicas one by one, to change {', '.join(changes)}")
@@ -189,7 +188,7 @@ class Deployment:
 
     async def _follow(self) -> None:
         """Keeps the overview up to date. If the reconciler does not answer, tries again, because
-        the replicas keep running without it."""
+        the replicas also run without the reconciler."""
         while True:
             try:
                 await self._hear()
@@ -199,8 +198,6 @@ class Deployment:
                 await asyncio.sleep(FOLLOW_PERIOD_S)
 
     async def _prepare(self) -> DeploymentConfig:
-        """Starts Ray and Redis, and finds the models. Returns the configuration with the address of
-        Redis and the directories of the models."""
         front = self.config.coordinator
         if self.ray.local:
             await asyncio.to_thread(check_before_start, self.config)
@@ -239,8 +236,6 @@ class Deployment:
         return replace(config, coordinator=config.coordinator.reaching(redis))
 
     async def _connect(self) -> None:
-        """Connects to Ray. Raises `ConfigError` if this fails, or if a cluster that is not local
-        requires no token."""
         await self.ray.connect()
         if not (self.ray.local or self.config.target.insecure):
             await asyncio.to_thread(check_asks_for_token, self.ray.found)
@@ -263,9 +258,9 @@ class Deployment:
         self._changed.clear()
 
     async def stop(self) -> None:
-        """Gives running requests `stop_timeout_s` to end, and their last steps the same time again.
-        Then stops what `start` has started. Idempotent. If the cluster is not local and its head
-        does not answer, raises `Unavailable`, and replicas may still run."""
+        """Waits for running requests at most `stop_timeout_s`, and for their last steps the same
+        time again. Then stops everything that `start` has started. Idempotent. If the head of
+        another cluster does not answer, raises `Unavailable`, and replicas may still run."""
         for task in self._following:
             task.cancel()
         await asyncio.gather(*self._following, return_exceptions=True)
@@ -306,8 +301,8 @@ class Deployment:
 
 
 async def _keep_running(redis: EmbeddedRedis) -> None:
-    """Restarts the embedded Redis server if it dies. The server then loads its data from disk.
-    Also rotates the server's log."""
+    """Rotates the log of the embedded Redis server, and restarts the server if it dies. The server
+    then loads its data from disk."""
     while True:
         await asyncio.sleep(REDIS_LOOK_PERIOD_S)
         redis.rotate_log()
@@ -322,9 +317,8 @@ async def _keep_running(redis: EmbeddedRedis) -> None:
 
 
 async def _all(*work: Awaitable[Any]) -> list[Any]:
-    """Returns the results of all `work`. If a part fails or the caller is cancelled, still waits
-    for all other parts, because a stop must begin only after every start has ended. Raises like
-    `raise_first`."""
+    """Waits for all `work`, even if a part fails or the caller is cancelled, because a stop must
+    begin only after every start has ended. Raises like `raise_first`."""
     tasks = asyncio.gather(*work, return_exceptions=True)
     try:
         results = await asyncio.shield(tasks)

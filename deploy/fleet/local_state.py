@@ -1,9 +1,9 @@
-"""The record of this user's deployment on this machine: its process and its addresses.
+"""The record of this user's deployment on this machine.
 
-The record is `deployment.json` in the state directory. The file is written when the deployment is
-ready, and removed when the deployment stops. If callers need an API key, `cli.key` is written and
-removed with the record. The deployment's process locks `deployment.lock` and writes its process id
-there. Because of the lock, only one deployment can run.
+The record is `deployment.json` in the state directory. It is written when the deployment is ready,
+and removed when the deployment stops. If callers need an API key, `cli.key` is written and removed
+with the record. The deployment's process locks `deployment.lock`, so only one deployment can run,
+and writes its process id there.
 """
 
 import fcntl
@@ -28,8 +28,8 @@ ERROR_PREFIX = "outrider: error: "
 """Start of each line that reports the error of a command."""
 _LOCK_ATTEMPTS = 10
 _LOCK_PERIOD_S = 0.02
-"""Time between two attempts to lock. The first attempt may fail, because `lock_holder` in another
-process holds the lock for a moment."""
+"""Time between two attempts to lock. An attempt may fail while `lock_holder` in another process
+holds the lock for a moment."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,6 @@ class DeploymentRecord:
     """A running deployment, as `deployment.json` describes it to other commands."""
 
     pid: int
-    """Id of the process that has started the deployment and will stop it."""
     started_at: str
     """ISO 8601, UTC."""
     draft_model: str
@@ -47,12 +46,11 @@ class DeploymentRecord:
     target_addresses: list[str]
     draft_addresses: list[str]
     target_directory: str
-    """Directory of the target's files; empty if the target is emulated."""
+    """Empty if the target is emulated."""
     tokenizer_directory: str
     """Empty if the model has no tokenizer."""
     redis: dict[str, Any]
-    """The fields of the deployment's `RedisAddress`. They contain paths of password files, but no
-    passwords."""
+    """The fields of the deployment's `RedisAddress`, without passwords."""
     http_address: str = ""
     """HOST:PORT of the coordinators' HTTP servers, separated by commas; empty = no HTTP."""
     deployment: str = ""
@@ -62,11 +60,10 @@ class DeploymentRecord:
     ray_token: str = ""
     """File of the Ray token, if the cluster is local."""
     asks_for_keys: bool = False
-    """Whether callers need an API key."""
     wanted: dict[Any, int] = field(default_factory=dict)
     """Wanted numbers of replicas by role."""
     trial: str = ""
-    """State of the latest trial of a drafter."""
+    """A line about the latest trial of a drafter."""
     settings: dict[str, Any] = field(default_factory=dict)
     """All settings by key, without secrets."""
 
@@ -88,8 +85,8 @@ def namespace_of(deployment: str) -> str:
 
 
 def state_directory(environment: Mapping[str, str]) -> Path:
-    """`$OUTRIDER_STATE_DIR`, or by default `~/.local/state/outrider`. Creates the directory if it
-    is missing, and makes it accessible to its owner only. Raises `ConfigError`."""
+    """`$OUTRIDER_STATE_DIR`, by default `~/.local/state/outrider`. Creates the directory, and makes
+    it accessible to its owner only. Raises `ConfigError`."""
     place = environment.get("OUTRIDER_STATE_DIR", "")
     path = Path(place).expanduser() if place else Path.home() / ".local" / "state" / "outrider"
     try:
@@ -115,14 +112,13 @@ def recorded_deployment(directory: Path) -> DeploymentRecord | None:
 
 
 def running_deployment(directory: Path) -> DeploymentRecord | None:
-    """The deployment that runs and is ready, if there is one. Raises `ConfigError` for a damaged
-    record."""
+    """The deployment that runs and is ready. Raises `ConfigError` for a damaged record."""
     record = recorded_deployment(directory)
     return record if record is not None and record.pid == lock_holder(directory) else None
 
 
 def logged_error(directory: Path) -> str | None:
-    """The last error in the log of the last detached deployment, if the log has an error."""
+    """The last error in the log of the last detached deployment."""
     try:
         lines = (directory / LOG_NAME).read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
@@ -132,15 +128,15 @@ def logged_error(directory: Path) -> str | None:
 
 
 def publish(directory: Path, record: DeploymentRecord, key: str = "") -> None:
-    """Writes `key`, the API key for this machine's commands, unless `key` is empty. Then writes the
-    record. Each file is written atomically, and only its owner can read it."""
+    """Writes the record, and before the record `key`, an API key for this machine's commands (empty
+    = none). Each file is written atomically, and only its owner can read it."""
     if key:
         write_whole(directory / KEY_NAME, key, 0o600)
     write_whole(directory / FILE_NAME, json.dumps(asdict(record), indent=2) + "\n", 0o600)
 
 
 def local_key(directory: Path) -> str:
-    """The API key for this machine's commands, or an empty text."""
+    """The API key for this machine's commands; empty if no key is needed."""
     try:
         return (directory / KEY_NAME).read_text("ascii")
     except FileNotFoundError:
@@ -154,7 +150,7 @@ def withdraw(directory: Path) -> None:
 
 
 def lock_holder(directory: Path) -> int | None:
-    """Id of the process that runs, starts or stops the deployment, if there is such a process."""
+    """Id of the process that starts, runs or stops the deployment; None = there is no process."""
     path = directory / LOCK_NAME
     for _ in range(_LOCK_ATTEMPTS):
         try:
@@ -172,9 +168,8 @@ def lock_holder(directory: Path) -> int | None:
 
 @contextmanager
 def exclusive(directory: Path) -> Iterator[None]:
-    """Holds the lock while the context lasts. If this process dies, the kernel releases the lock.
-    Removes the record of a deployment that was killed. Raises `ConfigError` if another process
-    holds the lock."""
+    """Holds the lock while the context lasts, at most until this process dies. Removes the record
+    of a deployment that was killed. Raises `ConfigError` if another process holds the lock."""
     with (directory / LOCK_NAME).open("a", encoding="ascii") as file:
         for _ in range(_LOCK_ATTEMPTS):
             with suppress(BlockingIOError):

@@ -1,5 +1,4 @@
-"""Checks key files, ports and models before a start, so that mistakes are reported before models
-are loaded. Also finds or fetches the models' files."""
+"""Checks settings before models are loaded, and finds or fetches the models' files."""
 
 import errno
 import logging
@@ -35,14 +34,12 @@ from outrider.settings import Value, blaming, by_its_keys
 _log = logging.getLogger(__name__)
 
 _PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)
-"""Errors of `bind` that are due to the port. All other errors are due to the host."""
+"""Errors of `bind` that the port causes. The host causes all other errors."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
 def check_before_start(config: DeploymentConfig) -> None:
-    """Checks the settings of a deployment on this machine. Raises `SettingError` for wrong files of
-    keys, certificates or a chat template, for ports that collide, for a model that is certainly
-    missing, for a wrong emulated engine, and if vLLM is chosen but cannot be used."""
+    """Checks the settings of a deployment on this machine. Raises `SettingError`."""
     check_security_files(config.coordinator)
     read_chat_template(config.coordinator.chat_template)
     listeners(config)
@@ -54,9 +51,9 @@ def check_before_start(config: DeploymentConfig) -> None:
 
 
 def listeners(config: DeploymentConfig) -> list[tuple[str, str, int]]:
-    """Returns setting, host and port of each server of a deployment on this machine. A setting that
-    allows any free port has one entry, with port 0. Raises `SettingError` if two settings need the
-    same port, or if a port is above `PORT_MAX`."""
+    """Setting, host and port of each server of a deployment on this machine. A setting of 0 (any
+    free port) has one entry, with port 0. Raises `SettingError` if two settings need the same port,
+    or if a port is above `PORT_MAX`."""
     front = config.coordinator
     taken: dict[int, str] = {}
     found = []
@@ -76,7 +73,7 @@ def listeners(config: DeploymentConfig) -> list[tuple[str, str, int]]:
 
 
 def check_ports(config: DeploymentConfig) -> None:
-    """Binds each port of `listeners` for a moment. Raises `SettingError` if that fails."""
+    """Binds each port of `listeners` for a moment. Raises `SettingError`."""
     for key, host, port in listeners(config):
         try:
             family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -99,11 +96,10 @@ def check_ports(config: DeploymentConfig) -> None:
 
 
 def check_names(config: DeploymentConfig) -> DeploymentConfig:
-    """Checks the names of the models, and fetches nothing. If the draft model is a published head
-    in a directory of this machine, returns the configuration with the kind of the head in the draft
-    model's name. To find the kind, imports torch and reads the head's weights. Raises
-    `SettingError` for a model that `resolve_models` would certainly refuse, and for a draft model
-    whose name is probably misspelt."""
+    """Checks the names of the models, and fetches nothing. If the draft model is a directory with a
+    published head, returns the configuration with the head's kind in the draft model's name. To
+    find the kind, imports torch and reads the head's weights. Raises `SettingError` for a model
+    that `resolve_models` would refuse, and for a name that is probably misspelt."""
     drafter = config.draft.drafter
     name = drafter.on_target if drafter.model is None else drafter.model.name
     if name is not None and drafter.kind != MTP and not Path(name).expanduser().exists():
@@ -129,9 +125,9 @@ def check_names(config: DeploymentConfig) -> DeploymentConfig:
 
 
 def _with_kind(config: DeploymentConfig, name: str, where: Path) -> DeploymentConfig:
-    """Returns the configuration. If the directory `where` holds a published head, adds the kind of
-    the head to the draft model's name. Raises `SettingError` if the drafter cannot be served, or if
-    its name states another kind."""
+    """If the directory `where` holds a published head, adds the head's kind to the draft model's
+    name. Raises `SettingError` if the drafter cannot be served, or if its name states another kind.
+    """
     from outrider.models.published_drafters import SERVED, DrafterFormat, recognise
 
     with blaming("draft_model"):
@@ -157,9 +153,8 @@ def _with_kind(config: DeploymentConfig, name: str, where: Path) -> DeploymentCo
 
 def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
     """Returns the configuration with the directories of models and tokenizer. Takes minutes if a
-    model must be fetched or converted. Raises `SettingError` for a model that cannot be found, a
-    length or a number of ranks that the model does not support, a draft with another tokenizer than
-    the target's, and `eagle3_on` without an EAGLE-3 head."""
+    model must be fetched or converted. Raises `SettingError` if a model cannot be found, or cannot
+    be used with these settings."""
     found = _resolved(config)
     if found.draft.eagle3_on == "draft" and found.draft.drafter.kind != EAGLE3:
         raise SettingError(
@@ -223,30 +218,27 @@ def _resolved(config: DeploymentConfig) -> DeploymentConfig:
 
 
 def _lookup_of(draft: DraftConfig) -> DraftConfig | None:
-    """Returns the settings of the coordinators' look-up, if there is one. The result leaves out
-    settings of draft replicas, because a change of such a setting must not replace coordinators."""
+    """The settings of the coordinators' look-up, without settings of draft replicas, because a
+    change of the latter must not replace coordinators."""
     lookup = draft.drafter.lookup
     if lookup is None:
         return None
     prefixes = ("ngram_", "suffix_", "hybrid_")
     names = [one.name for one in fields(draft) if one.name.startswith(prefixes)]
-    # The name of a hybrid's model is replaced by `model`, because a change of this model must not
-    # replace coordinators.
+    # For the same reason, `model` replaces the name of a hybrid's model.
     model = lookup.value if draft.drafter.is_lookup else f"hybrid:{lookup},model"
     return DraftConfig(model=model, **{name: getattr(draft, name) for name in names})
 
 
 def emulated_spec(text: str) -> EmulatedSpec:
-    """Parses the specification of an emulated engine. Raises `SettingError`."""
     with blaming("engine"):
         return EmulatedSpec.parse(text)
 
 
 def check_same_tokens(running: TargetConfig, other: TargetConfig) -> None:
-    """Raises `SettingError` if the targets `other` and `running` have different token ids: after
-    the change, the coordinators keep the tokenizer and the sessions of `running`. Both
-    configurations must have the directories of their models. If the files of `running` are gone,
-    accepts any other target."""
+    """Raises `SettingError` if `other` has other token ids than `running`, because coordinators
+    keep their tokenizer and sessions when the target changes. Both configurations have the
+    directories of their models. If the files of `running` are gone, accepts any other target."""
     if running.emulated == other.emulated and running.directory == other.directory:
         return
     try:
@@ -275,8 +267,6 @@ def _tokens(target: TargetConfig) -> tuple[int, str]:
 def _check_size(
     service: TargetConfig | DraftConfig, name: str, directory: Path, trust: bool
 ) -> None:
-    """Raises `SettingError` if the model does not support `max_model_len`, or cannot be divided
-    among `tensor_parallel_size` ranks."""
     with by_its_keys(type(service)):
         if service.max_model_len:
             from outrider.models.loading import stated_length
@@ -297,8 +287,7 @@ def _check_size(
 
 
 def warnings(config: DeploymentConfig) -> Iterator[str]:
-    """Yields warnings about settings that are allowed but may not be intended. `config` is the
-    result of `resolve_models`."""
+    """Warnings about allowed settings. `config` is the result of `resolve_models`."""
     front = config.coordinator
     if not front.tokenizer_directory:
         yield (
@@ -313,10 +302,9 @@ def warnings(config: DeploymentConfig) -> Iterator[str]:
 
 
 def without_secrets(config: DeploymentConfig) -> tuple[DeploymentConfig, str, Passwords]:
-    """Returns the configuration without secrets, a new API key for this machine's commands, and the
-    passwords of Redis and its Sentinels. If callers need no key, the new key is empty. The
-    configuration has the hashes of all keys in place of the keys. So Ray and Redis get no secrets.
-    Raises `SettingError`."""
+    """Returns the configuration without secrets, a new API key for this machine's commands (empty
+    if callers need no key), and the passwords of Redis and its Sentinels. In the configuration,
+    hashes replace the API keys, because Ray must not get secrets. Raises `SettingError`."""
     config = configuration(whole_paths(config.values()))
     front, key = config.coordinator, ""
     if front.asks_for_keys:
@@ -328,7 +316,7 @@ def without_secrets(config: DeploymentConfig) -> tuple[DeploymentConfig, str, Pa
 
 
 def whole_paths(values: Mapping[str, Value]) -> dict[str, Any]:
-    """Returns the settings with absolute paths."""
+    """The settings with absolute paths."""
     return {
         key: str(Path(value).expanduser().absolute())
         if isinstance(value, str)
@@ -340,7 +328,7 @@ def whole_paths(values: Mapping[str, Value]) -> dict[str, Any]:
 
 
 def check_security_files(config: CoordinatorConfig) -> None:
-    """Reads the files of keys and certificates. Raises `SettingError` if a file is wrong."""
+    """Raises `SettingError` if a file of keys or certificates is wrong."""
     from outrider.transport.tls import RoleFiles, check_pair
 
     if config.ssl_certfile:

@@ -1,7 +1,7 @@
 """Starts a local Ray cluster or connects to another one. Places, finds, calls and ends actors.
 
-Ray reads the variables RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH, and its processes inherit both. The
-token itself is only in a file that no other user can read, never in arguments or variables.
+Ray and its processes read the variables RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH. The token itself is
+only in a file that no other user can read, never in arguments or variables.
 """
 
 import asyncio
@@ -33,17 +33,15 @@ T = TypeVar("T")
 CALLS_PER_ACTOR_MAX = 1000
 """Concurrent Ray calls to one actor. The calls of a process that has died count as well."""
 RECONCILER = "reconciler"
-"""Name of the reconciler's actor."""
 RETRY_PERIOD_S = 1.0
 _SAVED = b"changes"
 _RANK = "-rank-"
-"""Text between replica and rank in the name of an actor. The name for rank 0 is the replica's."""
+"""Text between replica and rank in an actor's name. The actor of rank 0 has the replica's name."""
 
 
 @contextmanager
 def asking_head() -> Iterator[None]:
-    """A context for calls to Ray's head (GCS). If the head does not answer, raises `Unavailable`
-    in place of Ray's error."""
+    """Turns errors of calls to Ray's head (GCS) into `Unavailable`."""
     from ray.exceptions import RayError
 
     try:
@@ -68,12 +66,12 @@ class Demand:
     classes: tuple[type, type] = (object, object)
     """The class of the actor of rank 0, and the class of the other ranks."""
     preload: str = ""
-    """Name of a shared library, without `lib` and `.so`. If the library is installed, the actors
-    load it before all other libraries."""
+    """Name of a shared library, without `lib` and `.so`, that the actors load before all other
+    libraries if the library is installed."""
 
     @property
     def each(self) -> dict[str, float]:
-        """The resources of one actor by Ray's names, without zeros."""
+        """The resources of one actor by Ray's names."""
         asked = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
         return {name: amount for name, amount in asked.items() if amount}
 
@@ -87,7 +85,6 @@ class Actor:
     """One actor: a rank of a replica, or the reconciler."""
 
     def __init__(self, replica: str, handle: Any, rank: int = 0) -> None:
-        """`replica` is the replica's name, `handle` Ray's handle of the actor."""
         self.replica = replica
         self.rank = rank
         self.name = f"{replica}{_RANK}{rank}" if rank else replica
@@ -96,7 +93,7 @@ class Actor:
         self._handle = handle
 
     def start(self, kind: type, namespace: str, *arguments: object, **options: Any) -> None:
-        """Starts an actor of class `kind`, which outlives this process."""
+        """Starts an actor of class `kind`. The actor outlives this process."""
         import ray
 
         actor = ray.remote(kind).options(
@@ -106,8 +103,8 @@ class Actor:
         self._handle = actor.remote(*arguments)
 
     async def find_place(self, timeout_s: float) -> bool:
-        """Waits until the actor runs, and sets `place`. Returns False if the actor does not run
-        within `timeout_s`. Raises `Unavailable` if the actor died."""
+        """Waits until the actor runs, and sets `place`. Returns False after `timeout_s`. Raises
+        `Unavailable` if the actor died."""
         try:
             self.place = await self.call("ping", timeout_s=timeout_s)
         except Unavailable as error:
@@ -133,7 +130,6 @@ class Actor:
             raise Unavailable(f"the {self.name} actor died: {one_line(error)}") from error
 
     async def kill(self) -> None:
-        """Kills the actor's process. Raises `Unavailable`."""
         import ray
 
         with asking_head():
@@ -145,17 +141,17 @@ class Cluster:
     """The actors of a deployment on a Ray cluster."""
 
     namespace: str
-    """The Ray namespace of these actors. No other deployment uses it."""
+    """The Ray namespace of these actors. No other deployment uses this namespace."""
     local: bool
-    """Whether the cluster is this machine only. Such a cluster cannot grow."""
+    """Whether the cluster is this machine only, and so cannot grow."""
 
     async def place(self, demands: Sequence[Demand], timeout_s: float) -> list[list[Actor]]:
         """Starts the actors of all demands, and waits until all run. Returns the actors of each
-        demand, by rank. Ray places the ranks of a replica as one group, on one machine if possible.
+        demand, by rank.
 
         Raises `ConfigError` if some actors find no place within `timeout_s`. If a local cluster is
         too small, raises `ConfigError` at once. Raises `Unavailable` if an actor died. After an
-        error, all actors of the demands have been removed.
+        error, no actor of the demands runs.
         """
         if self.local and (too_much := beyond(demands, resources())):
             raise ConfigError(_no_place("there is no place", too_much, demands))
@@ -179,8 +175,8 @@ class Cluster:
             await asyncio.to_thread(_remove_group, self._group(name))
 
     async def free_groups(self, spared: Collection[str] = ()) -> None:
-        """Removes all placement groups except those of the `spared` replicas. If a replica has died
-        with its machine, its group still exists."""
+        """Removes all placement groups except those of the `spared` replicas. The group of a
+        replica that died with its machine still exists."""
         from ray.util import placement_group_table
 
         found = await asyncio.to_thread(placement_group_table)
@@ -190,12 +186,12 @@ class Cluster:
                 await asyncio.to_thread(_remove_group, name)
 
     def _group(self, replica: str) -> str:
-        """The name of a replica's placement group. It contains the namespace, because Ray lists the
-        groups of all namespaces together."""
+        """The name of a replica's placement group. The name contains the namespace, because Ray
+        lists the groups of all namespaces together."""
         return f"{self.namespace}/{replica}"
 
     async def replicas(self) -> dict[str, list[Actor]]:
-        """The existing actors of each replica, ordered by rank."""
+        """The existing actors of each replica, by rank."""
         import ray
         from ray.util import list_named_actors
 
@@ -210,14 +206,13 @@ class Cluster:
         return {name: sorted(ranks, key=lambda actor: actor.rank) for name, ranks in found.items()}
 
     async def clear(self) -> None:
-        """Kills all replicas, and removes their placement groups."""
         with asking_head():
             there = await self.replicas()
             await self.remove([actor for ranks in there.values() for actor in ranks])
             await self.free_groups()
 
     async def saved(self) -> str:
-        """Returns the text that `save` has written, or an empty text. Raises `Unavailable`."""
+        """The text that `save` has written, or an empty text. Raises `Unavailable`."""
         from ray.experimental.internal_kv import _internal_kv_get
 
         space = self.namespace.encode()
@@ -226,7 +221,7 @@ class Cluster:
         return "" if found is None else bytes(found).decode()
 
     async def save(self, text: str) -> None:
-        """Writes a text to the key-value store of Ray's head (GCS), for a restarted reconciler. The
+        """Writes a text for a restarted reconciler to the key-value store of Ray's head (GCS). The
         text is not in Redis, because more processes can write to Redis. Raises `Unavailable`."""
         from ray.experimental.internal_kv import _internal_kv_put
 
@@ -235,8 +230,8 @@ class Cluster:
             await asyncio.to_thread(_internal_kv_put, _SAVED, text.encode(), namespace=space)
 
     def _begin(self, demand: Demand) -> list[Actor]:
-        """Starts the actors of a demand. Several ranks with resources get a placement group. Ray
-        spreads all other actors over the machines."""
+        """Starts the actors of a demand. If several ranks need resources, they get a placement
+        group. Otherwise Ray spreads the actors over the machines."""
         import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -305,7 +300,6 @@ async def _result(called: Any) -> Any:
 
 
 def resources() -> Mapping[str, float]:
-    """All resources of the cluster, by Ray's names."""
     import ray
 
     found: Mapping[str, float] = ray.cluster_resources()
@@ -313,8 +307,8 @@ def resources() -> Mapping[str, float]:
 
 
 def beyond(demands: Sequence[Demand], amounts: Mapping[str, float]) -> list[Demand]:
-    """Takes the resources of each demand, in order, from `amounts`. Returns the demands for which
-    too little is left."""
+    """The demands for which too little is left of `amounts` when each demand takes its resources in
+    turn."""
     left = dict(amounts)
     found = []
     for demand in demands:
@@ -327,9 +321,8 @@ def beyond(demands: Sequence[Demand], amounts: Mapping[str, float]) -> list[Dema
 
 
 def strategy(demand: Demand, machines: Sequence[Mapping[str, float]]) -> str:
-    """Returns Ray's placement strategy for the ranks of a replica. If one of the machines is large
-    enough for all ranks, they must be on one machine. Otherwise they are placed on as few machines
-    as possible."""
+    """Ray's placement strategy for the ranks of a replica. If a machine is large enough for all
+    ranks, they must be on one machine, otherwise on as few machines as possible."""
     return "STRICT_PACK" if any(not beyond([demand], machine) for machine in machines) else "PACK"
 
 
@@ -349,8 +342,8 @@ def one_line(error: BaseException) -> str:
 
 
 async def retried(what: str, work: Callable[[], Awaitable[T]]) -> T:
-    """Calls `work`, again and again while it raises `OutriderError` or `ValueError`. Returns the
-    result of `work`. `what` names this result in the log."""
+    """Repeats `work` until it raises no `OutriderError` or `ValueError`. Returns its result. `what`
+    names the result in the log."""
     while True:
         try:
             return await work()
@@ -360,10 +353,10 @@ async def retried(what: str, work: Callable[[], Awaitable[T]]) -> T:
 
 
 OBJECT_STORE_BYTES = 100 * 2**20
-"""Size of Ray's object store. It is small, because no large objects go through Ray."""
+"""Size of Ray's object store, which is small because no large objects go through Ray."""
 _TEMPORARY_BYTES_MAX = 16
-"""Largest length of the temporary directory's path, in bytes. Ray appends about 85 bytes to this
-path for its sockets, and the path of a socket may have at most 107 bytes."""
+"""Longest path of the temporary directory, in bytes. Ray appends about 85 bytes for its sockets,
+and the path of a socket may have at most 107 bytes."""
 _RAY_FOLDER = "r"
 """Name of Ray's directory inside a temporary directory. Ray makes its own directory accessible to
 all users (mode 0777), so the temporary directory around it has mode 0700."""
@@ -386,8 +379,8 @@ _ANSWER_S = 5.0
 
 
 def hide(directory: Path, name: str, secret: str) -> Path:
-    """Writes a secret to a file of mode 0600 in a directory of mode 0700. In Ray's own directory or
-    in the arguments of a process, all users could read the secret."""
+    """Writes a secret to a file of mode 0600 in a directory of mode 0700. All users can read Ray's
+    own directory and the arguments of processes."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_whole(directory / name, secret, 0o600)
     return directory / name
@@ -400,9 +393,8 @@ class RayConnection:
         self, address: str, namespace: str, secrets_at: Path | None = None,
         token: Path | None = None,
     ) -> None:  # fmt: skip
-        """`address` is HOST:PORT; empty = a local cluster. No other deployment uses `namespace`.
-        A local cluster's token is written to the directory `secrets_at`. `token` is the file of
-        another cluster's token."""
+        """`address` is HOST:PORT; empty = a local cluster. A local cluster's token is written to
+        the directory `secrets_at`. `token` is the file of another cluster's token."""
         self.local = not address
         self.namespace = namespace
         self._secrets_at = secrets_at
@@ -410,18 +402,16 @@ class RayConnection:
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._connected = False
         self._before = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
-        """The user's values of `_VARIABLES`. `disconnect` restores them."""
+        """The user's values of `_VARIABLES`, which `disconnect` restores."""
         self.found = ""
         """HOST:PORT of the cluster, once connected."""
         self.token = token
         """File of the token; None = Ray finds the token, for example by RAY_AUTH_TOKEN_PATH."""
 
     async def connect(self) -> None:
-        """Starts a local cluster, or connects to the other cluster. Raises `ConfigError`."""
         await asyncio.to_thread(self._connect)
         if threading.current_thread() is threading.main_thread():
-            # Ray has installed a C handler that prints a stack trace. This call replaces that
-            # handler by Python's.
+            # Replaces Ray's C handler, which prints a stack trace, by Python's handler.
             signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
     def _connect(self) -> None:
@@ -452,8 +442,8 @@ class RayConnection:
                 f"the Ray cluster requires its token ({reason}); set {PATH} to the token's file",
             ) from error
         except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-            reason = " ".join(str(error).split())
-            raise SettingError("address", f"cannot start or reach Ray: {reason}") from error
+            reason = f"cannot start or reach Ray: {one_line(error)}"
+            raise SettingError("address", reason) from error
         self._connected = True
         self.found = str(ray.get_runtime_context().gcs_address)
 
@@ -473,8 +463,7 @@ class RayConnection:
 
 @contextmanager
 def _without_secrets() -> Iterator[None]:
-    """While the context lasts, the environment lacks the variables that hold secrets, so that Ray's
-    processes do not inherit these variables."""
+    """Hides the variables that hold secrets, so that Ray's processes do not inherit them."""
     names = {one.variable for one in deployment_settings().values() if one.secret}
     hidden = {name: os.environ.pop(name) for name in names & os.environ.keys()}
     try:
@@ -484,8 +473,8 @@ def _without_secrets() -> Iterator[None]:
 
 
 def _short_directory() -> tempfile.TemporaryDirectory[str]:
-    """Returns a new directory for Ray that no other user can enter. If the path of the usual
-    temporary directory is too long, the new directory is in /tmp. Raises `ConfigError`."""
+    """A new directory for Ray that no other user can enter. If the path of the usual temporary
+    directory is too long, the new directory is in /tmp."""
     usual = tempfile.gettempdir()
     short = len(os.fsencode(usual)) <= _TEMPORARY_BYTES_MAX
     try:
@@ -501,8 +490,7 @@ def _short_directory() -> tempfile.TemporaryDirectory[str]:
 
 
 def use_token(path: Path) -> None:
-    """Sets Ray's variables. Then this process and its children require and send the token in the
-    file `path`."""
+    """Makes this process and its children require and send the token in the file `path`."""
     _set_variables({MODE: "token", PATH: str(path)})
 
 
@@ -517,8 +505,8 @@ def _set_variables(texts: dict[str, str]) -> None:
 
 
 def check_asks_for_token(address: str) -> None:
-    """Calls the head (GCS) of a Ray cluster without a token. If the head does not refuse the call,
-    raises `SettingError`, because then any process that reaches the head can run code on every
+    """Calls the head (GCS) of a Ray cluster without a token. Raises `SettingError` if the head does
+    not refuse the call, because then any process that reaches the head can run code on every
     machine. Does nothing if Ray uses TLS, because then callers need certificates."""
     import grpc
 

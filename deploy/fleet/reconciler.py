@@ -1,6 +1,5 @@
-"""The reconciler and its client. The reconciler is the actor that keeps a deployment in its wanted
-state. It outlives the process that started it. If the reconciler dies, Ray starts it again, and it
-takes over the existing replicas.
+"""The reconciler is the actor that keeps a deployment in its wanted state. It outlives the process
+that started it. If the reconciler dies, Ray starts it again, and it takes over the replicas.
 
 | the reconciler reads | from |
 | --- | --- |
@@ -10,8 +9,8 @@ takes over the existing replicas.
 | changed settings and bounds, and which trial ran | Ray's head (`Cluster.save`) |
 | the results of the trial | the coordinators |
 
-The reconciler reads only numbers from Redis. Settings change only by calls through Ray. A caller
-through Ray has the cluster's token, and so may run any code on the cluster anyway.
+From Redis, the reconciler reads only numbers. Settings change only by calls through Ray, whose
+callers have the cluster's token, and so can run any code on the cluster anyway.
 """
 
 from __future__ import annotations
@@ -76,15 +75,14 @@ SHARING = frozenset({"device", "target_num_gpus", "draft_num_gpus", "tensor_para
                             "draft_tensor_parallel_size"})  # fmt: skip
 """If one of these settings changes, the cluster's GPUs are counted and distributed again."""
 
-
 Changes = tuple[dict[str, Value], float | None, tuple[str, float] | None]
 """Three values: all settings that `outrider upgrade` has changed; `FleetSpec.cluster_gpus`, or None
 if the GPUs were not counted again; draft model and share of the running trial, or None."""
 
 
 def changed(given: DeploymentConfig, changes: Mapping[str, Value]) -> DeploymentConfig:
-    """Returns the `given` configuration with these changes. Raises `SettingError` for a setting
-    that cannot change while a deployment runs, and for values that do not go together."""
+    """The `given` configuration with these changes. Raises `SettingError` for a setting that cannot
+    change while a deployment runs, and for values that do not go together."""
     values = given.values()
     for key, value in changes.items():
         if key in FIXED and value != values.get(key):
@@ -103,7 +101,7 @@ def changed(given: DeploymentConfig, changes: Mapping[str, Value]) -> Deployment
 def differing(
     given: DeploymentConfig, asked: Mapping[str, Value], kept: Collection[str]
 ) -> dict[str, Value]:
-    """Returns the `asked` settings that differ from the given ones, except those in `kept`."""
+    """The `asked` settings that differ from the given ones, except those in `kept`."""
     runs = given.values()
     found = {
         key: value for key, value in asked.items() if key not in kept and value != runs[key]
@@ -115,20 +113,19 @@ def differing(
 
 
 def _shared(values: Mapping[str, Value], gpus: float | None) -> float | None:
-    """Returns how many GPUs to distribute after these changes. `gpus` is the current number."""
+    """The number of GPUs to distribute after these changes; `gpus` before."""
     return gpus if SHARING.isdisjoint(values) else resources().get("GPU", 0.0)
 
 
 _log = logging.getLogger(__name__)
 
 AWAY_S = 60.0
-"""Ray restarts a reconciler within seconds. After this time the reconciler counts as lost."""
+"""After this time, a reconciler that is being restarted counts as lost. Ray needs seconds."""
 RETRY_PERIOD_S = 0.5
 """Time between two calls of a reconciler that does not answer."""
 NEWS_S = 10.0
-"""Longest wait for a change of the overview."""
+"""Longest wait of `overview` for a change."""
 NEWS_PERIOD_S = 0.5
-"""Time between two checks whether the overview has changed."""
 TRIAL_LOOK_S = 2.0
 """Time between two checks of a trial."""
 TRIAL_CALL_S = 5.0
@@ -139,11 +136,10 @@ CHANGE_S = 900.0
 
 
 class Reconciler(PlacedActor):
-    """The actor that supervises a `Fleet`."""
+    """The actor that supervises a `Fleet`. If Ray has restarted this actor, it supervises without a
+    call of `start`."""
 
     def __init__(self, spec: FleetSpec, namespace: str) -> None:
-        """`namespace` is the Ray namespace of the deployment's actors. If Ray has restarted this
-        actor, supervision continues without a call of `start`."""
         import ray
 
         log_to(spec.log_directory, RECONCILER, spec.config.coordinator.log_level)
@@ -152,22 +148,20 @@ class Reconciler(PlacedActor):
         try:
             redis = with_password(redis)
         except SettingError as error:
-            # `start` raises this error later. If the constructor raised the error, Ray would
-            # deliver only its text.
+            # `start` raises this error. Of an error in the constructor, Ray delivers only the text.
             self._no_password = error
         self._original = spec
         self._changes: Changes = {}, None, None
         self._report: TrialReport | None = None
         self._trial_over_at = math.inf
-        """End of the trial by the event loop's clock. Infinite until the trial's replica serves."""
+        """End of the trial by the event loop's clock; infinite until the trial's replica serves."""
         self._changing = asyncio.Lock()
         self._registry = RedisRegistry(redis, spec.deployment)
         self._cluster = Cluster(namespace, local=spec.local)
         self._fleet = Fleet(self._cluster, spec, self._registry)
         self._autoscaler = Autoscaler(self._registry, spec.config.autoscale)
         self._keeps = asyncio.Event()
-        """Set once the fleet is supervised, or once its start has failed. A restarted reconciler
-        applies the saved changes before it sets this event."""
+        """Set once the fleet is supervised with all saved changes, or its start has failed."""
         self._closing: asyncio.Task[None] | None = None
         self._upgrades = returns = ray.get_runtime_context().was_current_actor_reconstructed
         self._work: asyncio.Task[None] | None = None
@@ -176,8 +170,8 @@ class Reconciler(PlacedActor):
             self._work = asyncio.create_task(self._keep(returns=True))
 
     async def start(self) -> None:
-        """Starts all replicas and begins to supervise them. Raises like `Fleet.start`, and
-        `SettingError` if this machine lacks the password of Redis."""
+        """Starts and supervises all replicas. Raises like `Fleet.start`, and `SettingError` if this
+        machine lacks the password of Redis."""
         if self._work is None:
             if self._no_password is not None:
                 raise self._no_password
@@ -192,9 +186,9 @@ class Reconciler(PlacedActor):
         await self._ready()
 
     async def _ready(self) -> None:
-        """Waits until the fleet is supervised. If the fleet's start failed, raises the error. If
-        this error is `Unavailable`, raises `OutriderError` in its place, because a
-        `ReconcilerClient` repeats calls that raise `Unavailable`."""
+        """Waits until the fleet is supervised. Raises the error of a failed start, but
+        `OutriderError` in place of `Unavailable`, because a `ReconcilerClient` repeats calls that
+        raise `Unavailable`."""
         await self._keeps.wait()
         try:
             if self._work is not None and self._work.done() and not self._work.cancelled():
@@ -204,7 +198,7 @@ class Reconciler(PlacedActor):
 
     async def want(self, counts: Mapping[Role, int]) -> AutoscaleConfig:
         """Sets the wanted numbers of these roles. Returns the settings of autoscaling. Raises
-        `ConfigError` for impossible numbers, and `StoreUnavailable`."""
+        `ConfigError` and `StoreUnavailable`."""
         await self._ready()
         for role, count in counts.items():
             self._fleet.spec.check_count(role, count)
@@ -251,10 +245,10 @@ class Reconciler(PlacedActor):
                 await self._registry.want({"draft": 0})
 
     async def begin_trial(self, values: dict[str, Value], share: float, seconds: float) -> None:
-        """Begins a trial. One more replica, with the settings `values`, gets a share of the new
-        sessions. If these sessions are faster, all replicas get the settings. In a trial of a head
-        on the target, the new replica is a target, otherwise a draft. Idempotent. Raises like
-        `change`, and `ConfigError` for settings that cannot be tried."""
+        """Begins a trial: one more replica, with the settings `values`, gets a share of the new
+        sessions. If these sessions are faster, all replicas get the settings. The new replica is a
+        target if the settings change the head on the target, otherwise a draft. Idempotent. Raises
+        like `change`, and `ConfigError` for settings that cannot be tried."""
         await self._ready()
         async with self._changing:
             (changes, gpus, _), fleet = self._changes, self._fleet
@@ -280,7 +274,7 @@ class Reconciler(PlacedActor):
             _log.info("%s", self._report)
 
     async def end_trial(self) -> None:
-        """Ends the running trial, if there is one, without a change of settings."""
+        """Ends the running trial without a change of settings."""
         await self._ready()
         if (trial := self._fleet.trial) is not None:
             await self._decide(trial, False, "it was ended by `outrider upgrade --trial-share 0`")
@@ -318,7 +312,7 @@ class Reconciler(PlacedActor):
         return judged(added(told, replica.name), now >= self._trial_over_at)
 
     async def _decide(self, trial: Trial, is_better: bool | None, reason: str) -> None:
-        """Updates the report of the trial. Ends the trial unless `is_better` is None."""
+        """Updates the trial's report. Ends the trial unless `is_better` is None."""
         async with self._changing:
             if self._fleet.trial is not trial or self._report is None:
                 return
@@ -341,7 +335,6 @@ class Reconciler(PlacedActor):
             _log.info("%s", self._report)
 
     async def _plan(self, changes: Mapping[str, Value], gpus: float | None) -> FleetSpec:
-        """The spec with these changes. Raises `ConfigError` for settings that cannot work."""
         before = self._original
         given = changed(before.given, changes)
         if before.local:
@@ -360,9 +353,8 @@ class Reconciler(PlacedActor):
         self._changes = changes
 
     async def _restore(self) -> None:
-        """Applies the changes that a reconciler saved before it died. If a trial was running, ends
-        the trial; the trial's replica leaves. Raises `ValueError` for a text that another release
-        has saved."""
+        """Applies the changes that were saved before the restart. If a trial was running, ends the
+        trial. Raises `ValueError` for a text that another release has saved."""
         if text := await self._cluster.saved():
             values, gpus, tried = TypeAdapter(Changes).validate_json(text)
             self._use(await self._plan(values, gpus))
@@ -381,8 +373,8 @@ class Reconciler(PlacedActor):
         return self._fleet.spec
 
     async def overview(self, seen: Overview | None = None) -> Overview:
-        """Returns the overview, once it differs from `seen` or `NEWS_S` have passed. Raises like
-        `_ready`."""
+        """Returns the overview as soon as it differs from `seen`, at the latest after `NEWS_S`.
+        Raises like `_ready`."""
         await self._ready()
         loop = asyncio.get_running_loop()
         until = loop.time() + NEWS_S
@@ -406,13 +398,11 @@ class Reconciler(PlacedActor):
         return found
 
     async def ends(self) -> bool:
-        """Whether `close` was called. `outrider serve` then does not take the deployment over, but
-        waits for its end."""
+        """Whether `close` was called."""
         return self._closing is not None
 
     async def close(self) -> None:
-        """Stops supervising and ends all replicas, even if the caller dies meanwhile. Concurrent
-        calls wait for the same end."""
+        """Ends all replicas, even if the caller dies meanwhile. Idempotent."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
@@ -450,8 +440,7 @@ def start_reconciler(spec: FleetSpec, namespace: str) -> Actor:
 
 
 async def find_reconciler(namespace: str) -> Actor | None:
-    """Returns the reconciler in this namespace, if there is one. Raises `Unavailable` if Ray's head
-    does not answer."""
+    """The reconciler in this namespace. Raises `Unavailable` if Ray's head does not answer."""
     import ray
 
     with asking_head(), suppress(ValueError):
@@ -462,8 +451,8 @@ async def find_reconciler(namespace: str) -> Actor | None:
 
 @asynccontextmanager
 async def connect_reconciler(where: DeploymentLocation) -> AsyncIterator[ReconcilerClient]:
-    """Yields a client of a deployment's reconciler. While the context lasts, this process is
-    connected to the Ray cluster. Raises `SettingError` if the cluster cannot be reached."""
+    """Connects this process to the Ray cluster, and yields a client of the deployment's reconciler.
+    Raises `SettingError` if the cluster cannot be reached."""
     connection = RayConnection(where.address, namespace_of(where.deployment), token=where.token)
     try:
         await connection.connect()
@@ -480,9 +469,9 @@ class ReconcilerClient:
     away_s: float = AWAY_S
 
     async def call(self, method: str, *arguments: object, timeout_s: float | None = AWAY_S) -> Any:
-        """Calls a method, perhaps more than once. Raises the method's errors. Raises `Unavailable`
-        if there is no reconciler, if the reconciler does not answer within `timeout_s`, or if its
-        restart takes longer than `away_s`."""
+        """Calls a method, perhaps more than once. Raises the method's errors, and `Unavailable` if
+        there is no reconciler, if it does not answer within `timeout_s`, or if its restart takes
+        longer than `away_s`."""
         loop = asyncio.get_running_loop()
         give_up_at = None
         while True:

@@ -1,12 +1,10 @@
-"""Starts the missing replicas of a deployment, ends surplus ones, and replaces dead ones.
+"""Starts missing replicas of a deployment, ends surplus replicas, and replaces dead replicas.
 
 | a replica | is | when |
 | --- | --- | --- |
 | that is missing | placed and started | at once; after failures, with growing delays |
 | of which a rank has died | removed, and then counted as missing | at once |
 | that is surplus | drained and stopped | after `QUIET_S` without requests, or `stop_timeout_s` |
-
-Redis stores the wanted number of replicas of each role. Coordinators read these numbers too.
 """
 
 import asyncio
@@ -34,34 +32,30 @@ from .trial import PLAN, Trial, TrialReport
 _log = logging.getLogger(__name__)
 
 ERROR_GRACE_S = 2.0
-"""After one rank has failed to start, the fleet waits this long for errors of other ranks, because
-a later error may name the cause."""
+"""Wait for the errors of other ranks after a rank has failed to start, because a later error may
+name the cause."""
 STOP_CALL_TIMEOUT_S = 5.0
 """Time that an actor may take to stop after its running requests have ended."""
 SILENCE_S = 30.0
-"""Time limit for an actor's answer about its state. The limit is needed for actors on a paused
-machine: Ray reports only dead actors."""
+"""Time limit for an actor's answer about its state. Without a limit, a call of an actor on a paused
+machine would never end, because Ray reports only dead actors."""
 QUIET_S = 1.0
-"""If a leaving replica has received no requests for this time, it counts as drained."""
+"""A leaving replica counts as drained if it has received no requests for this time."""
 LOOK_PERIOD_S = 0.5
 """Time between two reads of the wanted numbers."""
 FIRST_REST_S = 1.0
 """Delay before the first retry of a failed start. Each further failure doubles the delay."""
 REST_S_MAX = 30.0
 STABLE_S = 30.0
-"""If a replica has served for this time, its role's earlier failures no longer count."""
+"""Once a replica has served for this time, earlier failures of its role no longer count."""
 HOPELESS_AFTER = 4
 """After this many consecutive failures, a role without replicas is hopeless."""
-
-
 ROLLING: tuple[Role, ...] = ("draft", "target", "coordinator")
 """The order of roles in which an upgrade replaces replicas."""
 
 
 @dataclass(frozen=True)
 class ReplicaView:
-    """The public state of a replica."""
-
     name: str
     role: Role
     address: str
@@ -73,20 +67,20 @@ class ReplicaView:
     places: tuple[Place, ...] = ()
     """Places of the ranks of a replica that serves, the serving rank first."""
     http_address: str = ""
-    """HOST:PORT of a coordinator's HTTP server, if it has one."""
     on_trial: bool = False
-    """Whether the replica was started for a trial. Such a replica does not count towards the wanted
-    number, and is never stale."""
+    """Whether the replica was started for a trial. Then the replica does not count towards the
+    wanted number, and is never stale."""
 
 
 @dataclass(frozen=True)
 class Overview:
-    """The state of a deployment. Replicas are ordered by age, the oldest first."""
+    """The state of a deployment."""
 
     wanted: Mapping[Role, int]
     replicas: tuple[ReplicaView, ...]
+    """All replicas, the oldest first."""
     hopeless: Role | None
-    """A role, target or coordinator, that has no replica and whose replicas fail to start."""
+    """Target or coordinator, if the role has no replica and new replicas fail to start."""
     upgrades: bool = False
     """Whether an upgrade is running."""
     failures: tuple[str, ...] = ()
@@ -99,7 +93,7 @@ class Overview:
         return [one for one in self.replicas if one.role == role]
 
     def late(self, what: str, after_s: float) -> Unavailable:
-        """Returns the error of a command that has waited for `after_s`, with known reasons."""
+        """The error of a command that has waited for `after_s`."""
         reasons = "; ".join(self.failures) or "see `outrider status` and the logs that it names"
         return Unavailable(f"not {what} after {after_s:g} s: {reasons}")
 
@@ -119,7 +113,7 @@ class Overview:
         return total
 
     def addresses(self, role: Role, *, http: bool = False) -> list[str]:
-        """The gRPC or HTTP addresses of a role's replicas that are not leaving."""
+        """The addresses of the role's replicas, except leaving replicas."""
         found = [
             one.http_address if http else one.address for one in self.of(role) if not one.leaves
         ]
@@ -131,8 +125,8 @@ class Replica:
     """One replica. Its actor of rank 0 serves."""
 
     def __init__(self, role: Role, name: str, slot: int, plan: str) -> None:
-        """`name` is ROLE-N, where N is the number of replicas that the deployment started before
-        this one. `slot` is the replica's number among the current replicas of the role. `plan`
+        """`name` is ROLE-N, where N is the number of replicas that the deployment had started
+        before. `slot` is the replica's number among the current replicas of the role. `plan`
         identifies the replica's settings."""
         self.role: Role = role
         self.name = name
@@ -148,8 +142,8 @@ class Replica:
 
     @classmethod
     async def adopted(cls, name: str, ranks: Sequence[Actor]) -> Self | None:
-        """Returns a replica whose actors were started by a reconciler that has died. If the replica
-        does not serve or lacks a rank, returns None."""
+        """Returns the replica of actors that a dead reconciler has started, or None if the replica
+        does not serve or lacks a rank."""
         if ranks[0].rank:
             return None
         found: Engagement
@@ -173,7 +167,7 @@ class Replica:
         return self.ranks[0]
 
     def view(self, plan: str) -> ReplicaView:
-        """Returns the replica's public state. `plan` is the current plan of its role."""
+        """The replica's public state. `plan` is the current plan of the role."""
         return ReplicaView(
             self.name, self.role, self.address, self.leaves,
             stale=self.plan != plan and not self.on_trial,
@@ -205,8 +199,8 @@ class Replica:
         self.address, self.http_address = found.address, found.http_address
 
     async def ended(self) -> OutriderError | None:
-        """Waits until one of the replica's ranks ends. Returns the error of that rank, or None if
-        the rank was stopped."""
+        """Waits until a rank of the replica ends. Returns the rank's error, or None if the rank was
+        stopped."""
         waiting = [asyncio.create_task(actor.call("wait")) for actor in self.ranks]
         try:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -221,8 +215,8 @@ class Replica:
         return errors[0] if errors else None
 
     async def drain(self, timeout_s: float) -> None:
-        """Announces that the replica leaves. Then waits, for at most `timeout_s`, until the replica
-        receives no more requests. A coordinator is not drained, because its `stop` waits for its
+        """Announces that the replica leaves. Then waits, at most for `timeout_s`, until the replica
+        receives no more requests. Does nothing for a coordinator, because its `stop` waits for the
         sessions."""
         if self.role == "coordinator":
             return
@@ -240,7 +234,7 @@ class Replica:
     async def stop(self, grace_s: float) -> None:
         if self.ranks:
             await _stop(self.leader, grace_s)
-        # The other ranks have ended with their leader, except if the leader died.
+        # If the leader died, the other ranks may still run.
         await asyncio.gather(*(_stop(actor, grace_s) for actor in self.ranks[1:]))
 
 
@@ -263,7 +257,7 @@ async def _stop(actor: Actor, grace_s: float) -> None:
 
 
 async def _all_or_error(*work: Awaitable[Any]) -> None:
-    """Waits until all `work` succeeds or a part of it fails. After a failure, waits
+    """Waits until all `work` has succeeded or a part has failed. After a failure, waits
     `ERROR_GRACE_S` for further errors, because the first error may only say that the connection to
     the rank with the original error was lost. Then raises like `raise_first`."""
     tasks = [asyncio.ensure_future(one) for one in work]
@@ -292,10 +286,10 @@ def next_steps(
     crowded: Collection[Role] = (),
 ) -> tuple[list[Role], list[str]]:
     """Returns the role of each replica to start, and the names of replicas that must leave. `fleet`
-    is ordered by age, the oldest first.
+    begins with the oldest replica.
 
     Missing replicas are started, except in roles that are `held_back`. Of surplus replicas, those
-    that do not serve yet leave first, then stale replicas, then the youngest.
+    that do not serve yet leave first, then stale replicas, then the youngest replicas.
 
     If no replica is missing, stale replicas are replaced one by one, role by role. A new replica is
     started, and a stale replica leaves when the new replica serves. In a role `in_place`, the stale
@@ -328,7 +322,7 @@ def next_steps(
 
 
 class Trouble:
-    """The failures of a role since its wanted number or its settings changed."""
+    """The failures of a role since its wanted number or its settings have changed."""
 
     def __init__(self) -> None:
         self.num_failures = 0
@@ -338,11 +332,12 @@ class Trouble:
         self.reason = ""
         """Why the last start failed; empty if it succeeded."""
         self.crowded = False
-        """Whether the cluster had no room for another replica, so that a stale replica must leave
-        first."""
+        """Whether the cluster had no room for another replica. Then a stale replica leaves first.
+        """
         self.made_way = False
-        """Whether a stale replica has left to make room, and no new replica has served since.
-        Meanwhile no other stale replica leaves, because new replicas may fail to start."""
+        """Whether a stale replica has left to make room, and no new replica has served since then.
+        Until a new replica serves, no other stale replica leaves, because new replicas may fail to
+        start."""
 
 
 class Fleet:
@@ -357,16 +352,14 @@ class Fleet:
         self._num_started = 0
         self._troubles = {role: Trouble() for role in ROLES}
         self.trial: Trial | None = None
-        """The running trial. Its replica does not count towards the wanted number."""
         self.trial_failure = ""
         """Why the trial's replica did not start, or how it died."""
         self._ports: dict[int, dict[str, int]] = {}
-        """The ports of the last coordinator in each slot, by slot (see `FleetSpec.keeps_ports`)."""
+        """The ports of the last coordinator in each slot, if `FleetSpec.keeps_ports`."""
         self._changed = asyncio.Event()
 
     @property
     def replicas(self) -> list[Replica]:
-        """All replicas, the oldest first."""
         return list(self._replicas.values())
 
     def views(self) -> tuple[ReplicaView, ...]:
@@ -381,14 +374,13 @@ class Fleet:
 
     @property
     def hopeless(self) -> Role | None:
-        """See `Overview.hopeless`."""
         roles: tuple[Role, ...] = ("target", "coordinator")
         failing = (role for role in roles if self._troubles[role].num_failures >= HOPELESS_AFTER)
         return next((role for role in failing if not self.of(role)), None)
 
     async def start(self) -> None:
-        """Starts the first targets and drafts. When these serve, starts the coordinators. Raises
-        the errors of replicas and of `Cluster.place`, and `StoreUnavailable`."""
+        """Starts the first targets and drafts, and when these serve, the coordinators. Raises the
+        errors of replicas and of `Cluster.place`, and `StoreUnavailable`."""
         await self._registry.want(self.wanted)
         self._num_started = await self._registry.started()
         replicas = [
@@ -409,7 +401,7 @@ class Fleet:
 
     async def adopt(self) -> None:
         """Takes over the existing replicas after a restart of the reconciler. Ends replicas that do
-        not serve yet. Later, `run` starts new replicas in place of these."""
+        not serve yet; `run` starts others in their place."""
         there = await self._cluster.replicas()
         found = await asyncio.gather(*map(Replica.adopted, there, there.values()))
         by_age = {role_and_age(name)[1]: name for name in there}
@@ -431,40 +423,38 @@ class Fleet:
         _log.info("replicas taken over: %s", ", ".join(self._replicas) or "none")
 
     async def _recall(self) -> None:
-        """Reads the wanted numbers, and how many replicas were ever started. The names of new
-        replicas contain the latter number, and so are unique."""
+        """Reads the wanted numbers, and the number of replicas that were ever started, because the
+        names of new replicas contain this number."""
         wanted, num_started = await self._registry.wanted(), await self._registry.started()
         there = Counter(one.role for one in self.replicas if not one.on_trial)
         self.wanted = self.spec.bounded(self.wanted | there | wanted)
         self._num_started = max(self._num_started, num_started)
 
     def settled(self, spec: FleetSpec) -> FleetSpec:
-        """`FleetSpec.settled` for the machines of the current replicas."""
         return spec.settled([
             (one.role, actor.place.node) for one in self.replicas for actor in one.ranks
         ])  # fmt: skip
 
     def use(self, spec: FleetSpec) -> None:
-        """Changes the spec. `run` then replaces, one by one, the replicas that have an old plan.
-        Raises like `settled`."""
+        """Changes the spec. `run` then replaces the replicas that have an old plan, one by one.
+        Raises like `FleetSpec.settled`."""
         self.spec = self.settled(spec)
         self._forget_troubles()
 
     def try_out(self, trial: Trial | None) -> None:
-        """Begins a trial. If `trial` is None, ends the running trial, and its replica leaves."""
+        """Begins a trial. If `trial` is None, ends the running trial."""
         self.trial, self.trial_failure = trial, ""
         self._changed.set()
 
     @property
     def on_trial(self) -> Replica | None:
-        """The replica of the running trial, if there is one."""
+        """The replica of the running trial."""
         plan = "" if self.trial is None else self.trial.plan
         return next((one for one in self.replicas if one.plan == plan and not one.leaves), None)
 
     def _is_tried(self, one: Replica) -> bool:
-        """Whether a replica on trial stays. The replica stays while its trial runs. If the
-        deployment then adopts the trial's settings, the replica stays until another replica with
-        these settings serves."""
+        """Whether a replica on trial stays. It stays while its trial runs, and if the deployment
+        adopts the trial's settings, until another replica with these settings serves."""
         plan = self.spec.plans[one.role]
         is_taken = one.plan == PLAN + plan and self.wanted[one.role] > 0
         serves = any(other.address and other.plan == plan for other in self.of(one.role))
@@ -475,7 +465,6 @@ class Fleet:
         self._changed.set()
 
     async def run(self) -> None:
-        """Keeps as many replicas as are wanted."""
         for one in self.replicas:
             self._follow(one)
         while True:
@@ -520,7 +509,6 @@ class Fleet:
         one.task = asyncio.create_task(work)
 
     async def close(self) -> None:
-        """Stops all replicas, coordinators first."""
         tasks = [one.task for one in self.replicas if one.task is not None]
         for task in tasks:
             task.cancel()
@@ -538,8 +526,8 @@ class Fleet:
         return one
 
     def _free_slot(self, role: Role) -> int:
-        """Returns the lowest free slot. If the role keeps its ports and has a stale replica,
-        returns the slot of the stale replica that leaves next."""
+        """The lowest free slot. If the role keeps its ports and has stale replicas, the slot of the
+        stale replica that leaves next."""
         taken, stale = set(), []
         for one in self.of(role):
             if self.spec.keeps_ports(role) and one.plan != self.spec.plans[role]:
@@ -563,8 +551,7 @@ class Fleet:
         if spec.keeps_ports(one.role):
             ports = self._ports.get(one.slot, ports)
             if not takes_over:
-                # If this start fails, for example because the ports are taken, the next start uses
-                # new ports.
+                # If this start fails, perhaps because the ports are taken, the next uses new ports.
                 self._ports.pop(one.slot, None)
         config = spec.replica_config(
             one.role, one.name, one.slot, takes_over=takes_over, ports=ports
@@ -584,7 +571,7 @@ class Fleet:
             }  # fmt: skip
 
     async def _live(self, one: Replica) -> None:
-        """Starts a replica if it does not serve yet, watches it until it ends, and removes it."""
+        """Starts a replica unless it already serves, waits until it ends, and removes it."""
         loop = asyncio.get_running_loop()
         began, is_its_own, reason = math.inf, True, ""
         try:
@@ -629,8 +616,8 @@ class Fleet:
         self._changed.set()
 
     async def _leave(self, one: Replica, life: asyncio.Task[None] | None) -> None:
-        """Drains and ends a replica. If the replica does not serve yet, ends it at once. `life` is
-        the task that has started or watched the replica."""
+        """Drains and ends a replica, or if it does not serve yet, ends it at once. `life` is the
+        task of the replica so far."""
         grace_s = self.spec.config.stop_timeout_s
         if life is not None:
             life.cancel()
@@ -654,8 +641,8 @@ class Fleet:
             self._changed.set()
 
     async def _hear_wanted(self) -> None:
-        """Reads the wanted numbers from Redis, and writes the numbers that Redis lacks. Also writes
-        how many replicas were started, because Redis may have lost this number."""
+        """Reads the wanted numbers from Redis. Writes those that Redis lacks, and the number of
+        started replicas, because Redis may have lost its data."""
         try:
             wanted = await self._registry.wanted()
             if wanted.keys() != self.wanted.keys():

@@ -46,12 +46,12 @@ class FleetSpec:
     given: DeploymentConfig
     """The configuration as the user gave it."""
     cluster_gpus: float
-    """Number of GPUs that the cluster had when they were distributed among the replicas."""
+    """The number of GPUs when the cluster's GPUs were distributed among the replicas."""
     demands: Mapping[Role, Demand]
     """Resources of each role's replicas. If the target or a look-up drafts, the role `draft` is
     missing."""
     plans: Mapping[Role, str]
-    """A hash of the settings of each role's replicas. It does not depend on their machines."""
+    """A hash of the settings of each role's replicas. The hash does not depend on machines."""
     deployment: str
     """The deployment's name in Redis."""
     log_directory: str
@@ -68,8 +68,8 @@ class FleetSpec:
         }
 
     def bounded(self, counts: Mapping[Role, int]) -> dict[Role, int]:
-        """Returns the nearest possible counts. There must be at least one target and one
-        coordinator. If targets or coordinators draft, there must be no draft replicas."""
+        """The nearest possible counts. If targets or coordinators draft, there are no draft
+        replicas."""
         return {
             role: min(max(counts[role], LEAST[role]), REPLICAS_MAX) if role in self.demands else 0
             for role in ROLES
@@ -88,14 +88,14 @@ class FleetSpec:
             raise ConfigError(f"{role}={count}: it must be {LEAST[role]} to {REPLICAS_MAX}")
 
     def replaced_in_place(self, role: Role) -> bool:
-        """Whether a replica must end before its replacement starts. This is so for coordinators on
-        one machine with a port for metrics, because two processes cannot share that port."""
+        """Whether a replica must end before its replacement starts, because two coordinators on one
+        machine cannot share a port for metrics."""
         telemetry = self.config.coordinator.telemetry
         return self.keeps_ports(role) and bool(Destination.parse(telemetry).prometheus_port)
 
     def keeps_ports(self, role: Role) -> bool:
-        """Whether a replica gets the ports of the replica that it replaces. This is so for
-        coordinators on one machine, because clients know the ports of coordinators."""
+        """Whether a replica gets the ports of the replica that it replaces, because clients know
+        the ports of coordinators on this machine."""
         return role == "coordinator" and self.local
 
     def replica_config(
@@ -107,10 +107,10 @@ class FleetSpec:
         takes_over: bool = False,
         ports: Mapping[str, int] = MappingProxyType({}),
     ) -> Any:
-        """Returns the configuration of a replica. `slot` is the replica's number among the replicas
-        of its role. `takes_over` says whether another replica still has this slot. If a port's
-        setting is 0 (any free port), the replica uses the port that `ports` has under the setting's
-        key. Raises `SettingError` for a port above `PORT_MAX`."""
+        """The configuration of a replica. `slot` is the replica's number among the replicas of its
+        role. `takes_over` says whether another replica still has this slot. `ports` has, by
+        setting, the ports to use in place of 0 (any free port). Raises `SettingError` for a port
+        above `PORT_MAX`."""
         own: Any = getattr(self.config, role)
         slot = slot if self.local else 0
         member = Membership(
@@ -132,9 +132,9 @@ class FleetSpec:
         return replace(own, **changes)
 
     def settled(self, placed: Sequence[tuple[Role, str]]) -> FleetSpec:
-        """Returns the spec with the settings that depend on the machines of actors. `placed` has
-        the role and the machine of each actor. Raises `SettingError` if the actors are on several
-        machines but their servers bind a loopback address."""
+        """The spec with the settings that depend on the machines of actors. `placed` has the role
+        and the machine of each actor. Raises `SettingError` if actors on several machines bind a
+        loopback address."""
         config = self.config
         nodes = {node for _, node in placed}
         if len(nodes) > 1 and is_loopback(config.target.host):
@@ -164,8 +164,8 @@ def plan_fleet(
     *,
     local: bool,
 ) -> FleetSpec:
-    """Returns the spec of a deployment. `found` is `given` with the directories of models and the
-    address of Redis. `amounts` are the cluster's resources.
+    """Plans a deployment. `found` is `given` with the directories of models and the address of
+    Redis. `amounts` are the cluster's resources.
 
     By default each rank of a model gets one GPU. If there are too few GPUs, each rank gets an equal
     fraction of a GPU. By default several targets on one machine divide its cores. Raises
@@ -207,8 +207,8 @@ def plan_fleet(
         del demands["draft"]
     config = replace(found, **parts)
     reads = draft.drafter.model is not None and draft.drafter.model.reads_features
-    # A coordinator learns which role drafts only when it starts, from the replicas that then exist.
-    # If another role is to draft, this part of the plan changes, so coordinators are replaced too.
+    # A coordinator learns only at its start which role drafts. So its plan contains the role, and
+    # coordinators are replaced when another role is to draft.
     beside: dict[Role, Any] = {"coordinator": (drafts, draft.drafter.on_target is None, reads)}
     plans = {
         role: hashlib.blake2b(
@@ -224,8 +224,8 @@ def plan_fleet(
 
 
 def _preload(service: CoordinatorConfig | TargetConfig | DraftConfig) -> str:
-    """Returns the library for `Demand.preload`. vLLM on CPUs allocates memory in every step. With
-    tcmalloc, eight sessions of the demo target decode 6 % faster."""
+    """The library for `Demand.preload`. vLLM on CPUs allocates memory in every step. With tcmalloc,
+    eight sessions of the demo target decode 6 % faster."""
     if isinstance(service, CoordinatorConfig):
         return ""
     is_on_cpu = service.model_engine == VLLM and service.device == "cpu"
@@ -234,8 +234,8 @@ def _preload(service: CoordinatorConfig | TargetConfig | DraftConfig) -> str:
 
 def are_apart(config: DeploymentConfig, *, same_node: bool, num_cores: int) -> bool:
     """Whether target and draft have separate cores or devices. `config` is `FleetSpec.config`.
-    `same_node` says whether both are on one machine, and `num_cores` is the number of its cores; 0
-    = unknown. If there are no draft replicas, coordinators count as drafts with one core each."""
+    `same_node` says whether both are on one machine. `num_cores` is the number of the machine's
+    cores; 0 = unknown. Without draft replicas, coordinators count as drafts with one core each."""
     target, draft = config.target, config.draft
     if not same_node or target.emulated is not None:
         return True
@@ -254,7 +254,6 @@ def are_apart(config: DeploymentConfig, *, same_node: bool, num_cores: int) -> b
 
 
 def _resources(role: Role, config: DeploymentConfig) -> dict[str, float]:
-    """The custom resources of a role by name. Raises `SettingError`."""
     text: str = getattr(config, f"{role}_resources")
     found: dict[str, float] = {}
     try:
@@ -273,7 +272,6 @@ def _resources(role: Role, config: DeploymentConfig) -> dict[str, float]:
 
 
 def _on_device(role: Role, config: TargetConfig | DraftConfig, default_gpus: float) -> Any:
-    """The configuration with its device and number of GPUs filled in. Raises `SettingError`."""
     gpus = default_gpus if config.num_gpus is None else config.num_gpus
     device = config.device
     if device == "cpu":

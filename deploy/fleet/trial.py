@@ -25,8 +25,7 @@ EARLY_ERRORS = 4.0
 """A difference of this many standard errors ends a trial early. The bound is high, because the
 difference is tested many times."""
 LATE_ERRORS = 2.0
-"""When a trial's time is over, the new drafter is adopted if it is faster by this many standard
-errors."""
+"""A difference of this many standard errors decides a trial whose time is over."""
 PLAN = "trial-"
 """Prefix of `Replica.plan` if the replica is on trial."""
 
@@ -38,7 +37,7 @@ class Trial:
     share: float
     """Share of the new sessions that the trial's replica gets."""
     seconds: float
-    """Longest duration of the trial, s. It begins when the trial's replica serves."""
+    """Longest duration of the trial, s, since the trial's replica serves."""
     spec: FleetSpec
     """The spec of a whole deployment with these settings."""
 
@@ -53,8 +52,6 @@ class Trial:
 
 @dataclass(frozen=True)
 class TrialReport:
-    """The state or the result of a trial."""
-
     draft_model: str
     share: float
     state: Literal["runs", "taken", "not taken"] = "runs"
@@ -66,7 +63,6 @@ class TrialReport:
 
 
 def drafts_on(spec: FleetSpec) -> Role:
-    """The role whose replicas draft."""
     drafter = spec.config.draft.drafter
     if drafter.is_lookup:
         return "coordinator"
@@ -109,7 +105,7 @@ def check_trial(before: FleetSpec, tried: FleetSpec) -> None:
 
 def check_share(share: float, role: Role, num_replicas: int) -> None:
     """Raises `ConfigError` if the replica on trial would have a much higher or lower load than the
-    other replicas."""
+    other replicas, because then their speeds could not be compared."""
     fair = 1 / (num_replicas + 1)
     least, most = fair / 2, min(2 * fair, SHARE_MAX)
     if not least <= share <= most:
@@ -120,8 +116,8 @@ def check_share(share: float, role: Role, num_replicas: int) -> None:
 
 
 def check_weights(records: Iterable[ReplicaRecord]) -> str:
-    """Returns why sessions cannot move between the target on trial and the other targets, or an
-    empty text if they can. `records` are the records of all targets."""
+    """Why sessions cannot move between the target on trial and the other targets; empty if they
+    can. `records` are the records of all targets."""
     records = [*records]
     kept = {one.weights for one in records if not one.trial_share}
     for one in records:
@@ -135,7 +131,7 @@ def check_weights(records: Iterable[ReplicaRecord]) -> str:
 
 
 def added(found: Iterable[TrialSums | None], replica: str) -> TrialSums:
-    """Adds up the sums that the coordinators report for the trial of this replica."""
+    """The total of the sums that coordinators report for the trial of this replica."""
     sums = TrialSums(replica)
     for one in found:
         if one is not None and one.replica == replica:
@@ -144,8 +140,8 @@ def added(found: Iterable[TrialSums | None], replica: str) -> TrialSums:
 
 
 def judged(sums: TrialSums, is_over: bool) -> tuple[bool | None, str]:
-    """Returns whether the new drafter is better, and the reason. None = not known yet. If the
-    trial's time `is_over`, the answer is True or False."""
+    """Returns whether the new drafter is better, and the reason. Returns None if this is not known
+    yet. Once the trial's time `is_over`, returns True or False."""
     old, new = sums.old, sums.new
     for which, one in (("old", old), ("new", new)):
         if one.num_sessions < SESSIONS_MIN or one.num_rounds < ROUNDS_MIN:
