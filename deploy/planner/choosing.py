@@ -26,18 +26,16 @@ FAN_OUTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Numbers of outcomes for which a draft may draft ahead, to compare with no look-ahead."""
 RESAMPLES = 200
 LEVEL = 0.9
-"""Share of the resamples whose speed-up is in the interval `Spread.speedup`."""
 
 
 class Chooser:
-    """Computes the speeds of several ways to decode the same texts, with `sessions` sessions at a
-    time."""
+    """Computes how fast several ways decode the same texts, with `sessions` sessions at a time."""
 
     def __init__(
         self, times: ServiceTimes, sessions: int, prompt_tokens: Sequence[int], plain: Rounds,
         rule: Rule,
     ) -> None:  # fmt: skip
-        """`prompt_tokens` [texts] are the lengths of the prompts. `plain` are the rounds without
+        """`prompt_tokens` [texts] are the lengths of the prompts, `plain` the rounds without
         drafts."""
         self._times, self._sessions = times, sessions
         self._first_s = times.first_seconds(prompt_tokens)
@@ -45,7 +43,6 @@ class Chooser:
         self.plain = self.timed(self.plain, plain)
 
     def timed(self, way: Option, rounds: Rounds) -> Option:
-        """Returns `way` with its speed in these rounds."""
         seconds = self._first_s + self._times.seconds(rounds, way, self._sessions)
         rate = self._sessions * rounds.num_tokens / seconds
         return replace(
@@ -60,9 +57,9 @@ class Chooser:
     def best_way(
         self, rule: Rule, num_draft_tokens: int, rounds: Rounds, hit_rates: Sequence[float] = ()
     ) -> Option:
-        """The fastest way to decode with this rule and K, either with look-ahead for one of the
-        `FAN_OUTS` or without look-ahead. `hit_rates` has the hit rates of look-ahead for 1, 2, ...
-        outcomes; it is empty if the drafter cannot look ahead."""
+        """The fastest way to decode with this rule and K, without look-ahead or with one of the
+        `FAN_OUTS`. `hit_rates` has the hit rates of look-ahead for 1, 2, ... outcomes; empty = the
+        drafter cannot look ahead."""
         waits = Option(rule=rule, num_draft_tokens=num_draft_tokens)
         ahead = [
             replace(waits, look_ahead=number, hit_rate=hit_rates[number - 1])
@@ -72,8 +69,8 @@ class Chooser:
         return best(self._with_replicas(way, rounds) for way in (waits, *ahead))
 
     def _with_replicas(self, way: Option, rounds: Rounds) -> Option:
-        """Returns `way` with its speed. If a model drafts, its number of replicas is the smallest
-        that loses at most `REPLICAS_LOSS_MAX` of the speed."""
+        """If a model drafts, chooses the smallest number of draft replicas that loses at most
+        `REPLICAS_LOSS_MAX` of the speed."""
         if self._times.draft is None:
             return self.timed(way, rounds)
 
@@ -101,7 +98,7 @@ class Spread:
 
     num_texts: int
     speedup: tuple[float, float]
-    """Bounds of the chosen option's speed-up over plain decoding in the middle `LEVEL` of the
+    """The chosen option's speed-up over plain decoding, as bounds of the middle `LEVEL` of the
     resamples."""
     same_share: float
     """Share of the resamples in which the plan's rule and K are chosen again."""
@@ -115,8 +112,8 @@ def spread(
     prompt_tokens: Sequence[int],
 ) -> Spread | None:
     """Repeats the choice among `options` for bootstrap samples of the texts. The first option is
-    plain decoding. `rounds` [options, texts] are the rounds of each text, `prompt_tokens` [texts]
-    the lengths of the prompts. Returns None for a single text."""
+    plain decoding. `rounds` is [options, texts], `prompt_tokens` [texts]. Returns None for a single
+    text."""
     num = len(prompt_tokens)
     if num < 2:
         return None
@@ -140,8 +137,8 @@ def spread(
 class TemperaturePlan:
     temperature: float
     acceptance: Mapping[str, Mapping[str, Any]]
-    """For each category of texts, and for `all`: the number of tokens (`num_tokens`), and for each
-    rule the chances of acceptance (`by_position`, as `Rounds.by_position`)."""
+    """For each category of texts, and for `all`, the number of tokens (`num_tokens`) and, for each
+    rule, `Rounds.by_position` (`by_position`)."""
     chosen: Option
     """The fastest option; plain decoding if no draft pays."""
     plain: Option
@@ -151,7 +148,7 @@ class TemperaturePlan:
     survival: tuple[float, ...]
     """[K]: the chances that at least 1, 2, ... draft tokens are accepted, for the chosen option."""
     spread: Spread | None
-    """None if there was only one prompt."""
+    """None = there was only one prompt."""
 
 
 class Replays:
@@ -169,12 +166,12 @@ class Replays:
         self._looks_ahead = draft.drafter.lookup is None
 
     def chances(self, rule: Rule, k: int) -> list[float]:
-        """[K]: the chance that each draft token is accepted if all draft tokens before it were."""
+        """[K]: the chance that each draft token is accepted if all earlier draft tokens were."""
         return [chance or 0.0 for chance in total(self.rounds[rule, k]).by_position[:k]]
 
     def hit_rates(self, rule: Rule, k: int) -> tuple[float, ...]:
-        """The hit rates of look-ahead for 1, 2, ... outcomes. Empty for look-ups, and for hybrids,
-        because `ServiceTimes` cannot compute the time of rounds in which they look ahead."""
+        """The hit rates of look-ahead for 1, 2, ... outcomes. Empty for look-ups, which have no
+        look-ahead, and for hybrids, because `ServiceTimes` has no times for their look-ahead."""
         guessing = self.sample.guessing[rule]
         return guessing.hit_rates(self.chances(rule, k)) if self._looks_ahead else ()
 

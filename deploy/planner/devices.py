@@ -4,8 +4,8 @@ A step reads the weights once, and the keys and values of each session once. Abo
 rows, computing takes longer than reading the weights. A step also takes `layer_ms` for each layer,
 and `session_ms` for each session after the first.
 
-In each round, a head on a draft device waits for hidden states from the target. Each committed
-token has a row of `head_width` numbers of 2 bytes. The rows pass two links of `link_gb` GB/s each.
+In each round, a head on a draft device waits for the hidden states of the committed tokens, of
+`head_width` numbers of 2 bytes each. The hidden states pass two links of `link_gb` GB/s each.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from .choosing import SWEEP
 from .rounds import Attempt, Line, Option, ServiceTimes, replay
 
 SHARES = (0.0, 1 / 8, 1 / 4, 1 / 2, 1.0)
-"""Numbers of drafts for each target, to be compared; 0 = the draft runs on the target's devices."""
+"""Numbers of drafts for each target to compare; 0 = the draft runs on the target's devices."""
 PRESETS = {"h200-8b": "", "h200-70b-fp8": "target=70.6/80/327.7/4,head=2.81/1/20.5/4,"}
 DRAFT, HEAD, HEAD_APART = "a draft", "a head", "a head on a draft device"
 RATE, SPEED = "device_tokens_per_second", "session_tokens_per_second"
@@ -45,11 +45,11 @@ _Spec = Annotated[_Model, Parts]
 
 
 class _Devices(BaseModel, extra="forbid", validate_default=True, allow_inf_nan=False):
-    """The defaults are those of H200s, Llama 3.1 8B, Llama 3.2 1B and an EAGLE-3 head.
+    """The defaults are for H200s, Llama 3.1 8B, Llama 3.2 1B and an EAGLE-3 head.
     docs/performance.md has the sources of these numbers."""
 
     sessions: PositiveInt = 1
-    """Sessions of each target. If fewer fit into the memory, only these are counted."""
+    """Sessions of each target, as far as they fit into the memory."""
     context: PositiveInt = 1024
     """Tokens of each session."""
     target: _Spec = "16.06/32/131.1"  # type: ignore[assignment]
@@ -57,7 +57,7 @@ class _Devices(BaseModel, extra="forbid", validate_default=True, allow_inf_nan=F
     head: _Spec = "0.85/1/12.3"  # type: ignore[assignment]
     head_width: PositiveInt = 4096
     link_gb: PositiveFloat = 3.0
-    """Speed of each of two links, GB/s (25 Gbit/s): target to coordinator, coordinator to draft."""
+    """Speed of the link from target to coordinator, and of that from coordinator to draft, GB/s."""
     acceptance: Share = 0.65
     head_acceptance: Share = 0.71
     hit_rate: Share = 0.84
@@ -71,7 +71,7 @@ class _Devices(BaseModel, extra="forbid", validate_default=True, allow_inf_nan=F
     layer_ms: NonNegativeFloat = 0.07
     session_ms: NonNegativeFloat = 0.05
     verdict_ms: NonNegativeFloat = 0.07
-    """Time that the verdict of one session takes."""
+    """Time of the verdict of one session."""
     round_ms: NonNegativeFloat = 1.3
     """Time of a round with a draft, apart from the steps and verdicts of the round."""
     plain_ms: NonNegativeFloat = 0.5
@@ -87,20 +87,18 @@ class _Devices(BaseModel, extra="forbid", validate_default=True, allow_inf_nan=F
         )  # fmt: skip
 
     def seats(self, model: _Model) -> float:
-        """Sessions that fit into the memory of the model's devices."""
         room_gb = self.memory_gb * model.devices - model.gb
         return room_gb * 1e6 / (model.kv_kb * self.context)
 
     def wire_s(self, num_tokens: float) -> float:
-        """Time, s, that the hidden states of `num_tokens` tokens take over both links."""
+        """Time of the hidden states of `num_tokens` tokens on both links."""
         return 2 * num_tokens * self.head_width * _BYTES_OF_A_NUMBER / (self.link_gb * 1e9)
 
     def row(
         self, way: str, model: _Model, acceptance: float, share: float, round_trip_s: float
     ) -> dict[str, Any] | None:
         """Figures for the fastest K and look-ahead, with `share` drafts for each target. None if no
-        session fits into the memory, or if a model that shares the target's devices needs more
-        devices than the target has."""
+        session fits into the memory, or a model on the target's devices needs more devices."""
         seats = self.seats(self.target), self.seats(model) * (share or 1)
         sessions = int(min(self.sessions, *seats))
         if sessions < 1 or (not share and model.devices > self.target.devices):
@@ -136,8 +134,7 @@ class _Devices(BaseModel, extra="forbid", validate_default=True, allow_inf_nan=F
 
 
 def compare(text: str, round_trip_s: float) -> Report:
-    """Compares plain decoding, a head and a draft. `text` is PRESET,KEY=VALUE,.. Raises
-    `ConfigError`."""
+    """Compares plain decoding, a head and a draft. `text` is PRESET,KEY=VALUE,.."""
     name, _, numbers = text.partition(",")
     if name not in PRESETS:
         presets = " or ".join(PRESETS)

@@ -1,4 +1,4 @@
-"""The rehearsal of `outrider plan` runs short sessions on the real services and measures them."""
+"""The rehearsal of `outrider plan`: short sessions on the real services, and their times."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -37,7 +37,7 @@ DESCRIBE_TIMEOUT_S = 60.0
 @dataclass(frozen=True)
 class PlayedSession:
     text: Answer
-    """The prompt, and the answer that the target gave before the rehearsal."""
+    """The prompt, and the target's answer before the rehearsal."""
     num_draft_tokens: int
     done: Completion
     """The answer of the services."""
@@ -46,8 +46,8 @@ class PlayedSession:
 
     @property
     def unread_tokens(self) -> int:
-        """Number of tokens of the prompt that the target had to prefill. If the prompt is cached,
-        these are the tokens after its full pages, and at least one."""
+        """Number of tokens that the target had to prefill. Of a cached prompt, these are the tokens
+        after its full pages, and at least one."""
         num = len(self.text.prompt_ids)
         return num - (num - 1) // PAGE_SIZE * PAGE_SIZE if self.is_cached else num
 
@@ -55,8 +55,7 @@ class PlayedSession:
 async def play(
     client: Client, text: Answer, temperature: float, rule: Rule, num_draft_tokens: int
 ) -> PlayedSession:
-    """Lets the services answer the prompt of `text`, with the seed of `text`. Raises the errors of
-    `complete`."""
+    """Lets the services answer the prompt of `text`, with the seed of `text`."""
     request = GenerateRequest(
         prompt=text.prompt_ids, sampling=SamplingParams(temperature=temperature), rule=rule,
         num_draft_tokens=num_draft_tokens, deadline_ms=DEADLINE_MS_MAX, include_rounds=True,
@@ -69,8 +68,8 @@ async def rehearsed_plans(
     config: DeploymentConfig, samples: Sequence[Sample], progress: Progress, sessions: int,
     **link: Any,
 ) -> tuple[TemperaturePlan, ...]:  # fmt: skip
-    """Rehearses each sample and returns a plan for each. All samples have the same prompts. `link`
-    are further fields of `ServiceTimes`. Raises `Unavailable`."""
+    """Rehearses each sample, and returns a plan for each. All samples have the same prompts. `link`
+    has further fields of `ServiceTimes`. Raises `Unavailable`."""
     replays = [Replays(config.draft, sample) for sample in samples]
     progress("starting the services for a rehearsal")
     coordinator = config.coordinator
@@ -111,7 +110,7 @@ async def _tables(replicas: Replicas) -> tuple[StepCosts | None, StepCosts | Non
 async def _rehearsed(
     client: Client, sample: Sample, progress: Progress, is_first: bool
 ) -> list[PlayedSession]:
-    """Plays some texts of the sample. If the sample is the first, no prompt is cached yet."""
+    """Plays some texts of the sample. No prompt is cached yet if the sample `is_first`."""
     rule = rehearsed_rule(sample.temperature)
     # The chosen texts are spread over the sample, so that they are of different categories.
     texts = sample.texts[:: math.ceil(len(sample.texts) / TEXTS_MAX)]
@@ -132,15 +131,15 @@ async def _rehearsed(
 
 
 def rehearsed_rule(temperature: float) -> Rule:
-    """Greedy, or above temperature 0 coupled. With these rules, answers do not depend on K."""
+    """Greedy, or above temperature 0 coupled, because their answers do not depend on K."""
     return rules_at(temperature)[-1]
 
 
 def fit(
     known: ServiceTimes, draft: DraftConfig, temperature: float, played: Sequence[PlayedSession]
 ) -> ServiceTimes:
-    """Returns `known` with linear functions that correct the engines' cost tables. The functions
-    are fitted to the measured times of the sessions."""
+    """Adds to `known` the linear functions that correct the engines' cost tables, fitted to the
+    measured times of the sessions."""
     first, plain, wait, verify = (list[tuple[float, float]]() for _ in range(4))
     rest = list[float]()
     step_seconds = known.target.step_seconds
@@ -176,10 +175,10 @@ def fit(
 def _drafted_rounds(
     draft: DraftConfig, temperature: float, session: PlayedSession
 ) -> Iterator[tuple[int, int, RoundReport, float]]:
-    """Yields four values for each round with a draft: the number of steps of the draft model, the
-    number of tokens before the round, the report, and the duration in seconds. Leaves out the first
-    round with a draft, because the draft may prefill the prompt in it. Also leaves out rounds with
-    an unexpected number of draft tokens."""
+    """Yields four values for each round with a draft: the steps of the draft model, the tokens
+    before the round, the report, and the duration in seconds. Leaves out the first round with a
+    draft, because the draft may prefill the prompt in this round, and rounds with an unexpected
+    number of draft tokens."""
     script, text = Script(draft, temperature), session.text
     for index, (before, now) in enumerate(pairwise(session.done.rounds)):
         start = now.tokens.first_index

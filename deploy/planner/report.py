@@ -26,23 +26,23 @@ class PlanReport:
     round_trip_ms: float
     plans: tuple[TemperaturePlan, ...]
     flags: tuple[str, ...] = ()
-    """Further command-line words of the recommended `outrider serve` command."""
+    """Further words of the recommended `outrider serve` command."""
 
     @property
     def pair(self) -> Pair:
-        """The pair to simulate. It decodes with the option chosen for the first temperature."""
+        """The pair to simulate, with the option chosen for the first temperature."""
         plan, name = self.plans[0], f"{self.draft_model} for {self.model}"
         return Pair(name=name, times=plan.times, way=plan.chosen, survival=plan.survival)
 
     def values(self) -> dict[str, Any]:
-        """The JSON object of the report."""
+        """The JSON object."""
         found = asdict(self)
         plans = found.pop("plans")
         by_temperature = {f"{plan['temperature']:g}": plan for plan in plans}
         return found | {"temperatures": by_temperature, "pair": asdict(self.pair)}
 
     def tables(self) -> Iterator[RenderableType]:
-        """Tables and sentences of the report, as they are printed."""
+        """The tables and sentences that are printed."""
         link = f", link {self.round_trip_ms:g} ms" if self.round_trip_ms else ""
         for plan in self.plans:
             yield self._acceptance(plan)
@@ -68,7 +68,6 @@ class PlanReport:
         )
 
     def _sentence(self, plan: TemperaturePlan) -> str:
-        """The command that deploys the chosen option, and its expected speed."""
         chosen = plan.chosen
         is_apart = chosen.draft_replicas > 0 and not plan.times.shares_device
         flags: list[object] = ["--draft-model", self.draft_model]

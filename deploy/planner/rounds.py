@@ -1,9 +1,9 @@
 """The rounds in which the target commits a given text, and the times of these rounds. The times
 come from the engines' cost tables. Linear functions, fitted to measured rounds, correct them.
 
-A lossless verifier commits the target's own text x, whatever is drafted. So the rounds of a given
-text x are a Markov chain, and their expected numbers can be computed without decoding. p and q are
-the distributions at each place of the text, after all transforms:
+Whatever is drafted, verification commits the target's own text x. So the rounds of a given text x
+are a Markov chain, and their expected numbers can be computed without decoding. p and q are the
+distributions at each place of the text, after all transforms:
 
 | rule | chance that the first n tokens of a proposal are accepted, given the text |
 | --- | --- |
@@ -12,11 +12,10 @@ the distributions at each place of the text, after all transforms:
 | coupled | prod_{i<=n} P(the draft draws x_i, given that the target does) |
 | greedy | 1 while x_i is the draft's likeliest token, then 0 |
 
-Token: x_1..x_n is drafted and accepted with chance prod min(p, q). The text begins with x_1..x_n
-with chance prod p. The table has the quotient of the two chances. Block: x_1..x_n is drafted and
+Token: x_1..x_n is drafted and accepted with chance prod min(p, q), and the target writes x_1..x_n
+with chance prod p. The table has the quotient of these chances. Block: x_1..x_n is drafted and
 accepted with chance q(x_1..x_n) pi_n (Sun et al., ICLR 2025, lemma 3). The quotient of this chance
-and prod p telescopes to the minimum in the table. Coupled: `benchmarks.acceptance.matched` computes
-the chance.
+and prod p is the minimum in the table. Coupled: `benchmarks.acceptance.matched` has the formula.
 """
 
 import math
@@ -43,8 +42,8 @@ FACTOR_MAX = 4.0
 
 
 def survival(rule: Rule, steps: Sequence[float]) -> Array:
-    """The chances that at least 1, 2, ... tokens of a proposal are accepted, given the text. The
-    `steps` are the values of `Answer.steps` for the tokens of the proposal."""
+    """The chances that at least 1, 2, ... tokens of a proposal are accepted, given the text.
+    `steps` has the values of `Answer.steps` for the tokens of the proposal."""
     values = np.asarray(steps, dtype=np.float64)
     if rule is not Rule.BLOCK:
         return np.minimum(values, 1.0).cumprod()
@@ -60,8 +59,8 @@ class Attempt(NamedTuple):
     num_steps: int
     """Steps of the draft model; 0 if a look-up proposes or nothing is proposed."""
     survival: Sequence[float]
-    """The chances that at least 1, 2, ... of the proposed tokens are accepted. The list ends where
-    the text ends."""
+    """The chances that at least 1, 2, ... of the proposed tokens are accepted, up to the end of the
+    text."""
 
 
 _DEPTHS = NUM_DRAFT_TOKENS_MAX
@@ -69,14 +68,14 @@ _KINDS = _DEPTHS + 1
 
 
 class Rounds(NamedTuple):
-    """Expected numbers about the rounds of one or more texts. The first round of each text has no
-    draft. All other rounds are *later* rounds."""
+    """Expected numbers of the rounds of texts. The first round of a text has no draft. All other
+    rounds are *later* rounds."""
 
     num_texts: float
     num_tokens: float
     num_rounds: float
     contexts: float
-    """Number of the session's tokens at the start of a later round, summed over these rounds."""
+    """Sum over the later rounds of the session's length at the start of the round, in tokens."""
     reached: Array
     """[K]: how often a token at depth 1, 2, ... was tested."""
     accepted: Array
@@ -90,7 +89,7 @@ class Rounds(NamedTuple):
 
     @property
     def context(self) -> float:
-        """Mean number of the session's tokens at the start of a later round."""
+        """Mean length of the session at the start of a later round, in tokens."""
         return self._mean(self.contexts)
 
     @property
@@ -99,19 +98,17 @@ class Rounds(NamedTuple):
 
     @property
     def by_position(self) -> tuple[float | None, ...]:
-        """For depth 1, 2, ..., the chance that a draft token is accepted if all draft tokens before
-        it were; None for depths that were not reached."""
+        """For depth 1, 2, ..., the chance that a draft token is accepted if all earlier draft
+        tokens were; None for depths that were not reached."""
         pairs = zip(self.accepted.tolist(), self.reached.tolist(), strict=True)
         return tuple(accepted / reached if reached > 0 else None for accepted, reached in pairs)
 
     @property
     def proposed_per_round(self) -> float:
-        """Mean number of draft tokens of a later round."""
         return self._mean(np.arange(_KINDS) @ self.kinds.sum(axis=1))
 
     @property
     def steps_per_round(self) -> float:
-        """Mean number of steps of the draft model in a later round."""
         return self._mean(np.arange(_KINDS) @ self.kinds.sum(axis=0))
 
     def _mean(self, total: float) -> float:
@@ -119,13 +116,13 @@ class Rounds(NamedTuple):
 
 
 def stacked(parts: Sequence[Rounds]) -> Rounds:
-    """The rounds of several texts as one `Rounds`, whose fields have a first dimension for text."""
+    """The rounds of texts as one `Rounds`, whose fields have a first dimension for the texts."""
     fields: Any = map(np.stack, zip(*parts, strict=True))
     return Rounds(*fields)
 
 
 def weighted(stack: Rounds, counts: Array) -> Rounds:
-    """The sum of `stacked` rounds over the texts. Text i counts `counts[i]` times."""
+    """The sum of `stacked` rounds, in which text i counts `counts[i]` times."""
     fields: Any = (np.tensordot(counts, field, 1) for field in stack)
     return Rounds(*fields)
 
@@ -136,8 +133,8 @@ def total(parts: Sequence[Rounds]) -> Rounds:
 
 def replay(num_tokens: int, attempt_at: Callable[[int], Attempt], prompt_tokens: int = 0) -> Rounds:
     """The rounds of one text of `num_tokens` >= 1. `attempt_at(t)` returns the proposal of a round
-    that begins after t = 1..num_tokens - 1 tokens of the text. `attempt_at` is called in ascending
-    order for each t at which a round may begin."""
+    that begins after t tokens of the text. It is called in ascending order for each t from 1 to
+    `num_tokens` - 1 at which a round may begin."""
     visits = np.zeros(num_tokens + 1)
     visits[1] = 1.0
     contexts, kinds = 0.0, np.zeros((_KINDS, _KINDS))
@@ -158,8 +155,8 @@ def replay(num_tokens: int, attempt_at: Callable[[int], Attempt], prompt_tokens:
 
 
 class Script:
-    """Drafts for texts as if the texts were successive sessions of one drafter. So a look-up can
-    copy from the answers in earlier texts."""
+    """Drafts for texts as one drafter would for successive sessions, so a look-up can copy from the
+    answers in earlier texts."""
 
     def __init__(self, draft: DraftConfig, temperature: float) -> None:
         self._draft = draft
@@ -194,8 +191,6 @@ class Script:
         return Attempt(num_proposed, num_steps, survival(rule, steps).tolist())
 
     def rounds(self, text: Answer, rule: Rule, num_draft_tokens: int) -> Rounds:
-        """The expected rounds of a text with this K."""
-
         def attempt_at(start: int) -> Attempt:
             # A round with n draft tokens may commit n + 1 tokens: the last comes from the target.
             wanted = min(num_draft_tokens, text.max_tokens - start - 1)
@@ -211,27 +206,24 @@ class Script:
 def scripted(
     draft: DraftConfig, sample: Sample, rule: Rule, num_draft_tokens: int
 ) -> tuple[Rounds, ...]:
-    """The expected rounds of each text. One drafter drafts for all texts."""
     script = Script(draft, sample.temperature)
     return tuple(script.rounds(text, rule, num_draft_tokens) for text in sample.texts)
 
 
 @dataclass(frozen=True)
 class Line:
-    """Corrects a time from a cost table to `base_s + factor * time`; by default not at all."""
+    """Corrects a time from a cost table to `base_s + factor * time`."""
 
     base_s: float = 0.0
     factor: float = 1.0
 
     def at(self, table_s: float) -> float:
-        """The corrected time, s; never negative."""
         return max(0.0, self.base_s + self.factor * table_s)
 
 
 def fitted(pairs: Sequence[tuple[float, float]]) -> Line:
-    """The least-squares line through `pairs`. A pair is a time from a cost table and a measured
-    time. An uncertain factor is pulled towards 1 (ridge regression). The factor is between 0 and
-    `FACTOR_MAX`."""
+    """The least-squares line through `pairs` of a time from a cost table and a measured time. The
+    less certain the factor is, the more it is pulled towards 1 (ridge regression)."""
     if not pairs:
         return Line()
     x, y = np.array(pairs, dtype=np.float64).T
@@ -254,10 +246,9 @@ class Option:
     draft_replicas: float = 0
     """Number of drafts for each target: below 1 if targets share a draft, 0 if no model drafts."""
     hit_rate: float | None = None
-    """Share of the rounds whose proposal is ready when the round begins; None without look-ahead.
-    """
+    """Share of the rounds whose proposal is ready when the round begins; None = no look-ahead."""
     tokens_per_second: float = 0.0
-    """Speed of all sessions of a target replica together. Prefills are part of the time."""
+    """Speed of all sessions of a target replica together. The time includes prefills."""
     speedup: float = 1.0
     """Speed relative to plain decoding of the same number of sessions."""
     tokens_per_round: float = 1.0
@@ -294,7 +285,7 @@ class ServiceTimes:
     """Whether draft and target share cores or a device, so that only one computes at a time."""
 
     def first_seconds(self, prompt_tokens: Iterable[int]) -> float:
-        """Sum of the times to the first token for prompts of these lengths."""
+        """Sum of the times to the first token of these prompts."""
         return sum(self.first.at(self.target.step_seconds(max(1, n))) for n in prompt_tokens)
 
     def seconds(self, rounds: Rounds, way: Option, sessions: int = 1) -> float:
@@ -310,17 +301,17 @@ class ServiceTimes:
 
 @dataclass(frozen=True)
 class _SharedSteps:
-    """The times of rounds whose steps are shared with other sessions. All sessions are assumed to
-    have the same mean numbers of draft tokens and steps."""
+    """The times of rounds that share steps with rounds of other sessions. All sessions are assumed
+    to have the same mean numbers of draft tokens and steps."""
 
     times: ServiceTimes
     rounds: Rounds
     draft_replicas: float
 
     def drafted_seconds(self, sessions: int) -> float:
-        """Total time of rounds that wait for their drafts. Sessions that share a step form a group
-        and stay together. Target and draft each serve one group at a time. In a cycle every session
-        has one round. The number of groups is chosen for the shortest cycle."""
+        """Total time of rounds that wait for their drafts. Sessions that share a step form a group.
+        Target and draft each serve one group at a time. In a cycle, every session has one round.
+        The number of groups is that of the shortest cycle."""
         mean = 1.0 + self.rounds.proposed_per_round, self.rounds.steps_per_round
 
         def cycle_s(groups: int) -> float:
@@ -344,11 +335,10 @@ class _SharedSteps:
 
     def look_ahead_s(self, sessions: int, way: Option, hit_rate: float) -> float:
         """Time of a round whose draft drafts for `way.look_ahead` outcomes while the target
-        verifies (Kumar et al., arXiv 2603.03251, theorem 7). A round with a hit takes as long as
-        the target's step or the draft's work for all outcomes, whichever is longer. After a miss,
-        the proposal is drafted once the outcome is known. Each pass of the draft adds a token to as
-        many outcomes as fit into a step. There are K + 1 passes: the first predicts the bonus, and
-        outcomes with the bonus need K more."""
+        verifies (Kumar et al., arXiv 2603.03251, theorem 7). A hit takes the longer of the target's
+        step and the draft's work for all outcomes. After a miss, the proposal is drafted once the
+        outcome is known. A pass of the draft adds a token to as many outcomes as fit into a step.
+        The first of K + 1 passes predicts the bonus, and the others draft the tokens after it."""
         times, k = self.times, way.num_draft_tokens
         verify_s = self._verify_s(sessions, 1.0 + k) + times.rest_s
         branches = math.ceil(sessions / self.draft_replicas) * way.look_ahead
@@ -361,17 +351,17 @@ class _SharedSteps:
         return verify_s + hit_rate * max(0.0, ahead_s - verify_s) + missed_s
 
     def _round_s(self, together: float, rows: float, steps: float) -> float:
-        """Time of a round without queues, if `together` sessions share a step."""
+        """Time of a round without queues. `together` sessions share a step."""
         return self._wait_s(together, steps) + self._verify_s(together, rows) + self.times.rest_s
 
     def _verify_s(self, together: float, rows: float) -> float:
-        """The wait for the verdict of a round of `rows` rows, in a step of `together` sessions."""
+        """The wait for the verdict of a round of `rows` rows."""
         all_rows = rows + (together - 1) * (1.0 + self.rounds.proposed_per_round)
         context = together * self.rounds.context
         return self.times.verify.at(self.times.target.step_seconds(all_rows, together, context))
 
     def _wait_s(self, together: float, steps: float) -> float:
-        """The wait for a proposal. Includes the round trip only if the draft runs steps."""
+        """The wait for a proposal, with the round trip only if the draft runs steps."""
         link_s = self.times.round_trip_s * min(1.0, steps)
         return self.times.wait.at(self._drafted_s(together, steps)) + link_s
 

@@ -1,8 +1,8 @@
 """`outrider plan --simulate` simulates fleets, and finds the smallest fleet that is fast enough.
 
-A simulated fleet consists of the real services (coordinators, targets, drafts and the memory store)
-in one event loop on a virtual clock. The engines are emulated: cost tables of the plan state the
-time of each step, and made-up distributions (`_rows`) determine which tokens are accepted.
+A simulated fleet has the real coordinators, targets and drafts, and a store in memory, in one event
+loop on a virtual clock. The engines are emulated: the plan's cost tables give the time of each
+step, and made-up distributions (`_rows`) determine which tokens are accepted.
 """
 
 import asyncio
@@ -47,23 +47,21 @@ from target_service.service import TargetService
 from .rounds import Line, Option, ServiceTimes
 
 ANSWER_TOKENS_MAX = 2**17
-"""Most tokens of an answer."""
 VOCABULARY = 64
 _GUESSED_MASS = 2.0**-10
-"""The draft's probability of the token that it guesses as correction (see `_rows`)."""
+"""The draft's probability of the correction that it guesses (see `_rows`)."""
 _DECOY_MASS = 2.0**-15
 """The draft's probability of each decoy (see `_rows`)."""
 ROLES: tuple[Role, ...] = ("target", "draft", "coordinator")
-"""The order in which numbers of replicas are searched. The most expensive role comes first."""
+"""The order in which numbers of replicas are searched, the most expensive role first."""
 STEPPED_ROWS = 512
 SEARCH_S = 5.0
 """Longest measured time of a simulation in a search. The warm-up takes at most half as long."""
 TOLERANCE = 0.02
-"""The search may return a number of replicas that exceeds the smallest sufficient number by this
-share."""
+"""The search may exceed the smallest sufficient number of replicas by this share."""
 GENEROUS = 4
-"""A role's lower bound is the number of replicas that the load keeps fully busy. While the number
-of one role is searched, each later role has this many times its lower bound."""
+"""While the number of one role is searched, each later role has this many times its lower bound.
+The lower bound is the number of replicas that the load keeps fully busy."""
 HOPELESS = 16
 """The search for the number of a role gives up at this many times the role's lower bound."""
 ReplicaRole = Literal["target", "draft"]
@@ -73,7 +71,7 @@ Fleet = Mapping[Role, int]
 
 @dataclass(frozen=True)
 class Workload:
-    """The load. Either `sessions` or `rate` is set."""
+    """Either `sessions` or `rate` is set."""
 
     sessions: int | None = None
     """Sessions at a time; when a session ends, the next begins."""
@@ -81,7 +79,7 @@ class Workload:
     """Requests a second (a Poisson process)."""
     prompt_tokens: int = 64
     answer_tokens: float = 256.0
-    """Mean length of answers, whose lengths have a geometric distribution; `inf` = answers have
+    """Mean of the geometric distribution of the answers' lengths; `inf` = all answers have
     `ANSWER_TOKENS_MAX` tokens."""
 
 
@@ -97,16 +95,15 @@ class Pair:
 
     @property
     def has_drafts(self) -> bool:
-        """Whether a model drafts. False for plain decoding and for look-ups."""
+        """Whether a model drafts."""
         return len(self.survival) > 0 and self.times.draft is not None
 
     def seats(self, role: ReplicaRole) -> int:
-        """Most sessions in a step of a role's replica."""
         times = self.times
         return times.target_max_num_seqs if role == "target" else times.max_num_seqs
 
     def costs(self, role: ReplicaRole) -> StepCosts:
-        """The cost table of a role's steps, corrected by each `Line` in `times`."""
+        """The cost table of a role's steps, corrected as `times` says."""
         times, k = self.times, len(self.survival)
         if role == "target":
             return _on_line(times.target, times.verify if k else times.plain)
@@ -124,15 +121,13 @@ def _on_line(costs: StepCosts, line: Line) -> StepCosts:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A fleet that serves a pair, and the load of the fleet."""
-
     pair: Pair
     fleet: Fleet
     workload: Workload
     config: DeploymentConfig = field(default_factory=DeploymentConfig)
     """Time-outs and limits of the services."""
     coordinator_s: float = 0.00029
-    """CPU time of a coordinator for a round; `outrider bench overhead` measures this time."""
+    """CPU time of a coordinator for a round, as `outrider bench overhead` measures it."""
     warm_up_s: float = 3.0
     seconds: float = 10.0
     """Measured time, after the warm-up."""
@@ -140,8 +135,6 @@ class Scenario:
 
 @dataclass(frozen=True)
 class FleetFigures:
-    """The results of a simulation."""
-
     tokens_per_second: float
     rounds_per_second: float
     tokens_per_round: float
@@ -150,17 +143,16 @@ class FleetFigures:
     num_refused: int
     """Number of requests that were refused or failed."""
     tpot_ms: tuple[float, float] | None
-    """Time per token of a request: p50 and p99, weighted by the tokens of requests. None if no
-    request has such a time."""
+    """p50 and p99 of a request's time per token, weighted by the tokens of requests; None = no
+    request had a second token."""
     ttft_ms: tuple[float, float] | None
-    """Time to the first token of a request: p50 and p99. None if no request has such a time."""
+    """p50 and p99 of a request's time to the first token; None = no request had a token."""
     draft_ms: float
     """Mean time that a round with draft tokens waits for its proposal."""
     hit_rate: float
     """Share of the rounds with draft tokens whose proposal was ready when the round began."""
     busy: tuple[float, float, float]
-    """Shares of the time in which targets, drafts and coordinators worked, as means over the
-    replicas of a role."""
+    """Shares of the time in which a target, a draft and a coordinator worked, on average."""
     sessions_per_step: float
     """Mean number of sessions in a step of a target."""
 
@@ -175,13 +167,13 @@ def _rows(pair: Pair, role: ReplicaRole) -> torch.Tensor:
     row is for an empty context.
 
     The draft proposes token d at depth d = 1..K, so the last token gives the depth. At depth d, the
-    target draws token d with the plan's chance of acceptance. Otherwise it draws the correction 0
-    or K + 1. A look-ahead draft guesses the correction 0 and never K + 1, and a look-up finds
-    nothing after K + 1. So the share of 0 among the corrections determines how often look-ahead
-    hits, or how often a look-up proposes.
+    target draws token d with the plan's chance of acceptance, and otherwise the correction 0 or
+    K + 1. A look-ahead draft guesses the correction 0 and never K + 1, and a look-up finds nothing
+    after K + 1. So the share of 0 among the corrections determines how often look-ahead hits, or
+    how often a look-up proposes.
 
-    The other guesses of look-ahead are decoys: tokens that the target never draws. Because of the
-    decoys, the draft drafts for as many outcomes as the plan states."""
+    The other guesses of look-ahead are decoys: tokens that the target never draws. With the decoys,
+    the draft drafts for as many outcomes as the plan states."""
     k, ahead = len(pair.survival), pair.way.look_ahead
     reached = (1.0, *pair.survival)
     chances = [b / a if a > 0 else 0.0 for a, b in pairwise(reached)]
@@ -210,7 +202,7 @@ def _rows(pair: Pair, role: ReplicaRole) -> torch.Tensor:
 
 
 class _Engine(EmulatedEngine):
-    """An emulated engine whose steps take the times of the plan. The engine counts its work."""
+    """An emulated engine whose steps take the times of the plan."""
 
     def __init__(self, scenario: Scenario, role: ReplicaRole) -> None:
         length = scenario.workload.prompt_tokens + ANSWER_TOKENS_MAX + VOCABULARY
@@ -240,7 +232,7 @@ class _Engine(EmulatedEngine):
 
 
 class _Lookup(LookupDrafter):
-    """A look-up that proposes the tokens up to K. After the token K + 1 it finds nothing."""
+    """A look-up that proposes the tokens up to K, and nothing after the token K + 1."""
 
     def __init__(self, num_tokens: int) -> None:
         self._num = num_tokens
@@ -308,8 +300,8 @@ class _Coordinator:
 
     def _carrier(self, both_s: float, turn_s: float) -> Callable[[Callable[[], None]], None]:
         """Returns a function that delivers messages. A call has two messages, request and answer.
-        Each message occupies the coordinator's only thread for half of `turn_s`. Then the message
-        travels for half of `both_s`."""
+        Each occupies the coordinator's only thread for half of `turn_s`, and then travels for half
+        of `both_s`."""
 
         def carry(message: Callable[[], None]) -> None:
             loop = asyncio.get_running_loop()
@@ -321,15 +313,15 @@ class _Coordinator:
 
 
 class _Request(NamedTuple):
-    """A request, as its client sees it. Times are of the event loop's clock, s."""
+    """A request, as its client sees it, in times of the event loop's clock, s."""
 
     began_at: float
     tokens: list[tuple[float, int]]
-    """For each event, its time and its number of tokens."""
+    """The time and the number of tokens of each event."""
 
     def pace(self, begin: float) -> tuple[float, int] | None:
-        """The tokens that came after the time `begin` and after the first event: the seconds per
-        token, and the number of these tokens. None if no such token came."""
+        """Seconds per token, and number of tokens, of the tokens that came after the time `begin`
+        and after the first event. None if no such token came."""
         start = max(sum(at < begin for at, _ in self.tokens) - 1, 0)
         num = sum(n for _, n in self.tokens[start + 1 :])
         return ((self.tokens[-1][0] - self.tokens[start][0]) / num, num) if num else None
@@ -344,7 +336,7 @@ class _Simulation:
         self._rounds: list[RoundReport] = []
         """Rounds after the warm-up."""
         self._ends: list[bool] = []
-        """For each request that ended after the warm-up, whether it was served."""
+        """Whether each request that ended after the warm-up was served."""
 
     async def run(self) -> FleetFigures:
         scenario = self._scenario
@@ -384,8 +376,8 @@ class _Simulation:
         self._tasks.append(asyncio.create_task(work))
 
     async def _keep(self, start_s: float) -> None:
-        """Sends one request after the other. The first prompt is short, so that the simulation does
-        not begin with the prefill of many long prompts."""
+        """Sends one request after the other. The first prompt is short, because otherwise the
+        simulation would begin with the prefill of many long prompts."""
         await asyncio.sleep(start_s)
         prompt_tokens = self._scenario.workload.prompt_tokens
         is_served = await self._request(min(PAGE_SIZE, prompt_tokens))
@@ -431,8 +423,8 @@ class _Simulation:
         return asyncio.get_running_loop().time() >= self._scenario.warm_up_s
 
     def _measured(self, work: dict[Role, Any]) -> FleetFigures:
-        """The figures for the time after the warm-up. `work` has, for each role in this time, the
-        seconds of work, the number of steps, and the sessions in these steps."""
+        """The figures for the time after the warm-up. For each role and this time, `work` has the
+        seconds of work, the number of steps, and the sessions in the steps."""
         begin, seconds = self._scenario.warm_up_s, self._scenario.seconds
         fleet, requests, num_rounds = self._scenario.fleet, self._requests, len(self._rounds)
         drafted = [report for report in self._rounds if report.proposed_token_ids]
@@ -464,7 +456,7 @@ def _percentiles_ms(weighted: Sequence[tuple[float, int]]) -> tuple[float, float
 
 
 def read_report(path: Path) -> Pair:
-    """The pair in the output of `outrider plan --json`. Raises `SettingError`."""
+    """The pair in an output of `outrider plan --json`."""
     try:
         found = json.loads(path.read_bytes())
         return TypeAdapter(Pair).validate_python(found["pair"])
@@ -478,8 +470,7 @@ def read_report(path: Path) -> Pair:
 
 
 def of_emulated(text: str, target_seats: int, draft_seats: int) -> Pair:
-    """The pair that the specification of an emulated engine describes. Raises `ConfigError` if the
-    specification is wrong or has no acceptance rates."""
+    """The pair that the specification of an emulated engine describes."""
     spec = EmulatedSpec.parse(text)
     if not spec.acceptance_rates:
         raise SettingError(
@@ -507,8 +498,8 @@ def of_emulated(text: str, target_seats: int, draft_seats: int) -> Pair:
 
 
 def _stepped(ms: float, rows: int) -> StepCosts:
-    """The cost table of an engine whose steps take `ms * ceil(n / rows)` for n rows. Beyond
-    `STEPPED_ROWS` the time is linear in n."""
+    """The costs of steps that take `ms * ceil(n / rows)` for n rows. Above `STEPPED_ROWS`, the time
+    is linear in n."""
     last = math.ceil(STEPPED_ROWS / rows) + 1
     seconds = {last * rows: last * ms / 1e3}
     for begun in range(1, last):
@@ -520,8 +511,8 @@ def _stepped(ms: float, rows: int) -> StepCosts:
 def simulated(
     scenario: Scenario, tpot_ms: float | None, free: Sequence[Role], progress: Callable[[str], None]
 ) -> Report:
-    """Simulates a scenario. The `free` roles get the smallest numbers of replicas that meet the
-    goal `tpot_ms`. In the table, replicas and busy shares are in the order targets, drafts,
+    """Simulates a scenario, in which the `free` roles get the smallest numbers of replicas that
+    meet `tpot_ms`. In the table, replicas and busy shares are in the order targets, drafts,
     coordinators. A pair of times is p50 and p99."""
     workload, pair, figures = scenario.workload, scenario.pair, None
     fleet = smallest(scenario, tpot_ms, free, progress) if free and tpot_ms else scenario.fleet
@@ -557,10 +548,9 @@ def smallest(
     free: Sequence[Role],
     progress: Callable[[str], None] = lambda line: None,
 ) -> Fleet | None:
-    """The smallest fleet that meets `tpot_ms`; None if no fleet does. The search first minimises
-    the number of targets, then of drafts, then of coordinators, each within `TOLERANCE`. Roles that
-    are not `free` keep the scenario's numbers. While the number of one role is searched, later
-    roles have plenty of replicas (see `GENEROUS`)."""
+    """The smallest fleet that meets `tpot_ms`; None if no fleet does. The search minimises the
+    number of targets, then of drafts, then of coordinators, each within `TOLERANCE`. Roles that are
+    not `free` keep the scenario's numbers."""
     workload = scenario.workload
     tokens = (workload.rate or 0.0) * workload.answer_tokens
     if workload.sessions is not None:
@@ -589,7 +579,7 @@ def smallest(
 
 
 def _busy_s(scenario: Scenario, role: Role) -> float:
-    """The shortest time, s, for which a round can occupy a replica of this role."""
+    """The shortest time for which a round can occupy a replica of this role."""
     pair = scenario.pair
     if role == "coordinator":
         return scenario.coordinator_s
@@ -602,8 +592,8 @@ def _busy_s(scenario: Scenario, role: Role) -> float:
 
 
 def _fewest(enough: Callable[[int], bool], least: int, most: int) -> int | None:
-    """The smallest number from `least` to `most` that is enough (within `TOLERANCE`), or None.
-    Tries growing numbers, and then bisects."""
+    """The smallest number from `least` to `most` that is enough, within `TOLERANCE`; None if `most`
+    is not enough."""
     low, high = least - 1, least
     while not enough(high):
         if high >= most:
