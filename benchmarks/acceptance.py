@@ -42,16 +42,16 @@ from .report import Report
 SAMPLED = SamplingParams(temperature=1.0)
 SAMPLED_RULES = (Rule.TOKEN, Rule.BLOCK, Rule.COUPLED)
 OUTCOMES = (4, 8, 12, 16, 24)
-"""For each of these numbers n, `--hits` reports how often a round's outcome is among the n outcomes
-that the draft finds likeliest."""
+"""For each number n, `--hits` reports how often a round's outcome is among the n outcomes that the
+draft finds likeliest."""
 AT_ONCE = 8
-"""Number of prompts decoded together. p at each token of their answers stays in memory until
-the draft has read the answers."""
+"""Number of prompts decoded together. Until the draft has read the answers, p at each of their
+tokens stays in memory."""
 _SEQUENCE = "bench"
 
 Array = npt.NDArray[np.float64]
 Encode = Callable[[str], Sequence[int]]
-"""Tokenizes a prompt, with the chat template or without."""
+"""Tokenizes a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +70,18 @@ class Answer:
     overlaps: tuple[float, ...] = ()
     """At each token of the answer, the sum of min(p(v), q(v)) over all tokens v."""
     matches: tuple[float, ...] = ()
-    """For each token x of the answer, P(the draft draws x | the target draws x), where both draw
-    with the same noise."""
+    """For each token x of the answer, P(the draft draws x | the target draws x), if both draw with
+    the same noise."""
 
     def steps(self, rule: Rule) -> tuple[float, ...]:
-        """One value for each token, from which the token's chance of acceptance follows."""
+        """A value for each token, from which its chance of acceptance follows."""
         return self.matches if rule is Rule.COUPLED else self.ratios
 
 
 class Guessing:
-    """How well a draft guesses the last token of a round under one rule. `recovery` counts
-    corrections, and `bonus` counts bonus tokens. Entry i of either array is the total weight of the
-    tokens that were the draft's guess number i. The last entry is the weight of the tokens that the
-    draft did not guess."""
+    """How well a draft guesses the last token of a round under one rule. `recovery` is for
+    corrections, `bonus` for bonus tokens. Entry i of an array is the total weight of the tokens
+    that were the draft's guess number i, the last entry that of the tokens it did not guess."""
 
     def __init__(self) -> None:
         self.recovery, self.bonus = np.zeros(RANKS_MAX + 1), np.zeros(RANKS_MAX + 1)
@@ -90,8 +89,8 @@ class Guessing:
     def hit_rates(self, accepted: Sequence[float]) -> tuple[float, ...]:
         """The chances that a round's outcome is among the 1, 2, ... `LOOK_AHEAD_MAX` outcomes that
         the draft finds likeliest. `accepted` [K] has each draft token's chance of acceptance, given
-        that all earlier draft tokens were accepted. The chances are averages over rounds. In a
-        deployment, `OutcomeModel` predicts better, because it also uses the round's own q."""
+        that all earlier draft tokens were accepted. In a deployment, `OutcomeModel` predicts
+        better, because it also uses the round's own q."""
         recovery, bonus = (
             counts[:-1] / max(counts.sum(), 1e-300) for counts in (self.recovery, self.bonus)
         )
@@ -102,7 +101,7 @@ class Guessing:
 
 
 def note_guess(counts: Array, rank: int | None, weight: float = 1.0) -> None:
-    """Adds `weight` to the entry of guess number `rank`; None = the token was not guessed."""
+    """Counts a token that was guess number `rank`; None = it was not guessed."""
     counts[RANKS_MAX if rank is None else min(rank, RANKS_MAX)] += weight
 
 
@@ -115,27 +114,27 @@ class Sample:
     guessing: Mapping[Rule, Guessing]
 
     def overlaps(self, category: str | None = None) -> list[float]:
-        """The overlaps at all tokens of a category's answers, or of all answers."""
+        """The overlaps of a category; None = of all categories."""
         texts = [text for text in self.texts if category in (None, text.category)]
         return [one for text in texts for one in text.overlaps]
 
     def by_position(self, rule: Rule) -> tuple[float | None, ...]:
         """The chances that draft token 1, 2, ... of a chain is accepted, given that all earlier
-        draft tokens were accepted. The chances are means over chains that start at every token of
-        the answers. None for draft tokens that no chain reached. Not valid for the rule block."""
+        draft tokens were accepted, on average over chains that start at every token of the answers.
+        None for draft tokens that no chain reached. Not valid for the rule block."""
         return conditional_acceptance(
             [np.minimum(text.steps(rule), 1.0).tolist() for text in self.texts]
         )
 
 
 def rules_at(temperature: float) -> tuple[Rule, ...]:
-    """The rules to measure at a temperature. At 0, all rules equal greedy."""
+    """The rules to measure at a temperature. At 0, every rule is greedy."""
     is_greedy = SamplingParams(temperature=temperature).greedy
     return (Rule.GREEDY,) if is_greedy else SAMPLED_RULES
 
 
 class ModelReader:
-    """A draft model, which reads an answer of the target in one forward pass."""
+    """A draft model that reads an answer of the target in one forward pass."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -145,8 +144,8 @@ class ModelReader:
     def distributions(
         self, token_ids: Sequence[int], first: int, params: SamplingParams = SAMPLED
     ) -> list[DraftDistribution | None]:
-        """The draft's quantised q at each place of `token_ids[first:]`. At temperature 0, only the
-        order of q's tokens matters, so q is that of temperature 1."""
+        """The draft's quantised q at each place of `token_ids[first:]`. At temperature 0, this is q
+        of temperature 1, because only the order of q's tokens matters."""
         step = SequenceStep(_SEQUENCE, tuple(token_ids[:-1]), len(token_ids) - first)
         try:
             [logits] = self._engine.forward([step])
@@ -159,8 +158,8 @@ class ModelReader:
 
 
 class LookupReader:
-    """A look-up drafter, which is asked for one token at each place. q is one-hot. Where the
-    look-up finds nothing, q is None."""
+    """A look-up drafter that is asked for one token at each place. q is one-hot, or None if the
+    look-up finds nothing."""
 
     def __init__(self, drafter: Any) -> None:
         self._drafter = drafter
@@ -191,8 +190,8 @@ class LookupReader:
 def decode(
     engine: Any, asked: Sequence[Answer], params: SamplingParams, rule: Rule, eos: Sequence[int]
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Decodes several answers together, without drafts, as a target replica does. For each token,
-    yields the index of its answer in `asked`, the token, and the logits [1, V]."""
+    """Decodes answers together, without drafts. For each token, yields the index of its answer in
+    `asked`, the token, and the logits [1, V]."""
     names = [f"{_SEQUENCE}-{i}" for i in range(len(asked))]
     new = {i: each.prompt_ids for i, each in enumerate(asked)}
     try:
@@ -225,7 +224,7 @@ def decode(
 def write(
     engine: Any, asked: Sequence[Answer], params: SamplingParams
 ) -> list[tuple[list[int], list[torch.Tensor]]]:
-    """Decodes answers. Returns for each its tokens, and p [V] at each of these tokens."""
+    """Decodes answers. Returns the tokens of each answer, and p [V] at each token."""
     rule = Rule.GREEDY if params.greedy else Rule.COUPLED
     written: list[tuple[list[int], list[torch.Tensor]]] = [([], []) for _ in asked]
     for i, token_id, logits in decode(engine, asked, params, rule, engine.info.eos_token_ids):
@@ -278,8 +277,7 @@ class Reading:
         encode: Encode,
         max_tokens: int,
     ) -> None:
-        """`name` is the draft's name. Raises `SettingError` for prompts that are empty or too
-        long."""
+        """`name` is the draft's name. Raises `SettingError` for empty or too long prompts."""
         self.target, self.reader, self.name = target, reader, name
         self._generator = np.random.default_rng(0)
         self._asked: list[Answer] = []
@@ -297,7 +295,6 @@ class Reading:
 
     @torch.inference_mode()
     def sample(self, temperature: float, progress: Progress) -> Sample:
-        """The answers to all prompts at a temperature."""
         params = SamplingParams(temperature=temperature)
         guessing = {rule: Guessing() for rule in rules_at(temperature)}
         texts = []
@@ -318,8 +315,7 @@ class Reading:
         params: SamplingParams,
         guessing: Mapping[Rule, Guessing],
     ) -> Answer:
-        """Returns the answer with `ratios`, `overlaps` and `matches`. `rows` has p [V] at each
-        token."""
+        """Fills in `ratios`, `overlaps` and `matches`. `rows` has p [V] at each token."""
         ids = (*text.prompt_ids, *text.token_ids)
         drafted = self.reader.distributions(ids, len(text.prompt_ids), params)
         places = [
@@ -337,10 +333,10 @@ class Reading:
         params: SamplingParams,
         guessing: Mapping[Rule, Guessing],
     ) -> tuple[float, float, float]:
-        """Returns ratio, overlap and match of one token. Also adds the token's rank among the
-        draft's guesses to `guessing`, once as a bonus, and once as a correction. For a correction,
-        a draft token must be rejected first. Under greedy and coupled, the rejected token is the
-        draft's own draw at this place. Under the other rules, this function draws it."""
+        """Returns ratio, overlap and match of one token. Also counts the token's rank among the
+        draft's guesses in `guessing`, once as a bonus, and once as a correction after a rejected
+        draft token. Under greedy and coupled, the rejected token is the draft's own draw at this
+        place. Under the other rules, this function draws the rejected token."""
         drafted, counts = (q.token_ids, q.counts) if q is not None else ((), ())
         rank = drafted.index(token_id) if token_id in drafted else None
         if params.greedy:
@@ -367,8 +363,8 @@ class Reading:
 def _both(
     row: torch.Tensor, token_id: int, drafted: Sequence[int], counts: Sequence[int]
 ) -> tuple[Array, Array, int]:
-    """Returns p and q of the drafted tokens and of `token_id`, and the index of `token_id` in both
-    arrays. `row` is p [V]. If a vocabulary lacks a token, the token's probability is 0."""
+    """Returns p and q of the drafted tokens and of `token_id`, and the index of `token_id` in p and
+    q. `row` is p [V]. The probability of a token outside of a vocabulary is 0."""
     ids = np.union1d(np.array(drafted, dtype=np.int64), [token_id])
     ours, theirs = np.zeros((2, len(ids)))
     known = ids < len(row)
@@ -391,11 +387,10 @@ def matched(p: Array, q: Array, own: int) -> float:
 def race_rank(
     p: Array, q: Array, winner: int, generator: np.random.Generator, refused: int | None = None
 ) -> int | None:
-    """The rank, from 0, of the token at index `winner` among the draft's guesses. The token has won
-    an exponential race over `p`, in which token v arrives at noise_v / p_v. The guesses are the
-    tokens in their order of arrival in a race over `q` with the same noise, without the token at
-    index `refused`. `p` and `q` [N] are over the same tokens, and may omit tokens whose q is 0.
-    Returns None if the winner's q is 0."""
+    """The rank, from 0, of the token at index `winner` among the draft's guesses; None if its q is
+    0. The token has won an exponential race over `p`, in which token v arrives at noise_v / p_v.
+    The guesses are the tokens in their order of arrival in a race over `q` with the same noise,
+    without the token at index `refused`. `p` and `q` [N] may omit tokens whose q is 0."""
     if q[winner] <= 0:
         return None
     first = generator.exponential()
@@ -410,7 +405,6 @@ def race_rank(
 
 
 def run(options: AcceptanceOptions, config: DeploymentConfig, progress: Progress) -> Report:
-    """Runs `bench acceptance`. Raises `ConfigError`, for example if a prompt is too long."""
     prompts = options.load_prompts()
     return measure(
         options, load_reading(config, prompts, options.max_tokens, options.raw, progress), progress

@@ -24,7 +24,7 @@ SILENCE_S = 600.0
 """A request fails if the server sends nothing for this time."""
 ERROR_CHARS_MAX = 300
 _CONTENT = ("text", "content", "reasoning_content", "reasoning", "tool_calls")
-"""Fields that may have new text, in the choice of a text completion or the delta of a chat."""
+"""Fields with new text in the choice of a text completion or the delta of a chat."""
 
 
 class GrpcClient(BenchClient):
@@ -36,7 +36,6 @@ class GrpcClient(BenchClient):
         self._raw = raw
 
     async def generate(self, prompt: BenchPrompt, decoding: Decoding) -> Completion:
-        """Decodes one prompt. Raises as `complete` does."""
         request = GenerateRequest(
             prompt=prompt.text if self._raw else (ChatMessage("user", prompt.text),),
             sampling=SamplingParams(temperature=decoding.temperature),
@@ -51,8 +50,8 @@ class GrpcClient(BenchClient):
 
 
 async def complete(client: Client, request: GenerateRequest) -> Completion:
-    """Runs a request. Raises the coordinator's errors. Also raises `Unavailable` if the answer was
-    cut short, because the time of a partial answer means nothing."""
+    """Runs a request. Raises the coordinator's errors, and `Unavailable` if the answer was cut
+    short, because the time of a partial answer means nothing."""
     clock = asyncio.get_running_loop().time
     rounds: list[Round] = []
     report: Any = None
@@ -80,11 +79,10 @@ async def complete(client: Client, request: GenerateRequest) -> Completion:
 
 class HttpClient(BenchClient):
     """Calls a server with OpenAI's HTTP API. An async context manager. If `model` is empty,
-    `__aenter__` asks the server for its models and takes the first, or raises `Unavailable`."""
+    entering asks the server for its models, and takes the first."""
 
     def __init__(self, base_url: str, *, raw: bool, model: str = "", api_key: str = "") -> None:
-        """`base_url` may end with `/v1`. `raw` requests text completions instead of chats. Raises
-        `SettingError` if `base_url` is no URL."""
+        """`base_url` may end with `/v1`. `raw` requests text completions instead of chats."""
         self._root = base_url.rstrip("/").removesuffix("/v1")
         try:
             self._client = httpx2.AsyncClient(
@@ -96,7 +94,6 @@ class HttpClient(BenchClient):
         except httpx2.InvalidURL as error:
             raise SettingError("base_url", f"{base_url!r} is wrong: {error}") from error
         self.model = model
-        """Value of `model` in requests."""
         self.address = self._client.base_url.netloc.decode()
         self._raw = raw
 
@@ -164,8 +161,7 @@ class HttpClient(BenchClient):
 
 @contextmanager
 def _failures(what: str) -> Iterator[None]:
-    """Raises `Unavailable` if a server cannot be reached, or if its answer is not in the format of
-    OpenAI's API. The message begins with `what`."""
+    """Turns errors of HTTP, and of answers that are not in OpenAI's format, into `Unavailable`."""
     try:
         yield
     except httpx2.HTTPError as error:
@@ -175,7 +171,6 @@ def _failures(what: str) -> Iterator[None]:
 
 
 async def _check(response: httpx2.Response) -> None:
-    """Raises `Unavailable` unless the status is 200."""
     if response.status_code != httpx2.codes.OK:
         text = _one_line((await response.aread()).decode(errors="replace"))
         raise Unavailable(f"HTTP {response.status_code}: {text}")

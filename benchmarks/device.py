@@ -61,7 +61,6 @@ _OF_1B = {
 
 
 def run(options: DeviceOptions, progress: Progress) -> Report:
-    """Loads the model and measures it. Raises `ConfigError`."""
     device = use_device(device=options.device)
     progress(f"loading {options.model} on {device}")
     if options.model in RANDOM_MODELS:
@@ -87,7 +86,7 @@ def measure(
     backend: DeviceBackend | None,
     progress: Progress,
 ) -> Report:
-    """Measures a model. Replaces some of its modules by faster ones."""
+    """Measures a model. Replaces some of its modules by faster modules."""
     device = module.device
     weight_bytes = _weight_bytes(module)
     progress("copying")
@@ -111,7 +110,7 @@ def measure(
 
 
 def copy_speed(device: torch.device, num_bytes: int) -> float:
-    """Bytes that the fastest of several copies of `num_bytes` reads and writes in a second."""
+    """Bytes a second that the fastest of several copies reads and writes together."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
     seconds = []
@@ -132,8 +131,8 @@ def _wait(device: torch.device) -> None:
 def random_llama(
     device: torch.device, dtype: torch.dtype, name: str = "", **sizes: int
 ) -> tuple[Any, ModelInfo]:
-    """A Llama with random weights, made on the device. `random-1b` has the shapes of Llama 3.2 1B,
-    `random-7b` those of Llama 2 7B. `sizes` override these shapes."""
+    """A Llama with random weights. `random-1b` has the shapes of Llama 3.2 1B, `random-7b` those of
+    Llama 2 7B. `sizes` override these shapes."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     shapes = _OF_1B if name == RANDOM_MODELS[0] else {}
@@ -175,8 +174,8 @@ def _question(logits: torch.Tensor, rule: Rule, index: int) -> Question:
 
 
 def _weight_bytes(module: Any) -> int:
-    """Bytes of all weights that a step reads. If embedding and LM head are separate tensors, the
-    embedding does not count, because a step reads only a few of its rows."""
+    """Bytes of all weights that a step reads. An embedding that is not also the LM head does not
+    count, because a step reads only a few of its rows."""
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
     whole = sum(parameter.nbytes for parameter in module.parameters())
@@ -202,7 +201,6 @@ def _figures(
     )  # fmt: skip
 
     def step(token_ids: Sequence[int], _: int) -> None:
-        """Runs a step and waits until its likeliest tokens are on the CPU."""
         steps = [SequenceStep(_NAME, tuple(token_ids), len(token_ids))]
         engine.forward(steps)[0].argmax(dim=1).tolist()
 

@@ -1,7 +1,7 @@
 """`outrider bench emulate`: decoding modes on a pair of models of stated speed and acceptance.
 
-The engines are emulated (`outrider.engine.emulated`). The services and Redis are real, and each has
-a process of its own.
+The engines are emulated (`outrider.engine.emulated`). The services and Redis are real, each in a
+process of its own.
 
 modes       Each mode decodes one session under each of its rules, at the K that was fastest in
             short sessions. Modes that draft decode a second time with a longer round trip between
@@ -39,51 +39,47 @@ from .report import Report, table
 
 PROMPT_TOKENS = 64
 TOKENS_MAX = 8_000
-"""Maximum of `--tokens`. Prompt and answer must fit into the length of the emulated models."""
+"""Maximum of `--tokens`, because prompt and answer must fit into the emulated models' length."""
 SPARE_TOKENS = 16
-"""Tokens at the end of a session that are not measured, because the last rounds draft fewer tokens.
-"""
+"""The last tokens of a session, which are not measured, because the last rounds draft less."""
 SWEEP_SHARE = 0.05
 """Length of the short sessions that determine the fastest K, as a share of `--tokens`."""
 SWEEP_TOKENS_MIN = 24
 DROPPED_SHARE = 0.05
 DROPPED_MIN = 4
-"""At the start of a session, this share of its tokens is not measured, but at least `DROPPED_MIN`
-tokens. The first round has no draft, and the second waits until the draft has prefilled."""
+"""This share of a session's tokens, and at least `DROPPED_MIN`, is not measured at its start,
+because the first round has no draft, and the second waits until the draft has prefilled."""
 MODES = {
     "plain": (Rule.TOKEN,),
     "synchronous": (Rule.TOKEN, Rule.COUPLED),
     "look_ahead": (Rule.TOKEN, Rule.COUPLED),
 }
-"""Decoding modes and their rules."""
 
 STEPS = {"verify_ms": 18.3, "verify_tokens": 16, "draft_ms": 1.3, "draft_branches": 64}
 """Step times of a target of 70 billion parameters and a draft of one billion."""
 LAW = {
     "vocab_size": 32_000, "support": 64, "exponent": 1.706, "order": 3, "deviation": 0.645,
 }  # fmt: skip
-"""The distributions of the emulated models. `EmulatedSpec` gets these parameters and `STEPS`."""
+"""The distributions of the emulated models, by parameters of `EmulatedSpec`."""
 ACCEPTANCE = {Rule.TOKEN: 0.8000, Rule.COUPLED: 0.7627}
 """Chance that a draft token is accepted, given that all earlier draft tokens were accepted. The
 values follow from `LAW`."""
 NUM_DRAFT_TOKENS_MAX = 14
 ROUND_TRIP_MS = 5.0
-"""Time by which the second measurement of `modes` lengthens the round trip between coordinator and
-draft."""
+"""Time by which `modes` lengthens the round trip between coordinator and draft."""
 
 PLACES = (("target", 1), ("draft", 576), ("draft", 4_096))
-"""Where a head drafts, and the width of the hidden states that it reads. The demo target has width
-576, and a model of eight billion parameters 4,096."""
+"""Where a head drafts, and the width of its hidden states. The demo target has width 576, a model
+of eight billion parameters 4,096."""
 FEATURE_ROUND_TRIPS_MS = (0.0, 1.0, 5.0)
 """Times by which `features` lengthens the round trip between coordinator and draft."""
 FEATURES_K = 6
-"""The K that `modes` found fastest without look-ahead."""
+"""The fastest K of `modes` without look-ahead."""
 
 Rates = tuple[float, ...]
 
 
 def engine(rates: Rates = (), **values: object) -> str:
-    """The `engine` setting of target and draft."""
     values = LAW | STEPS | values
     if rates:
         values["acceptance_rates"] = "/".join(map(str, rates))
@@ -91,7 +87,7 @@ def engine(rates: Rates = (), **values: object) -> str:
 
 
 def expected_tokens(rule: Rule, num_draft_tokens: int, rates: Rates = ()) -> float:
-    """Expected number of tokens that a round with `num_draft_tokens` draft tokens commits."""
+    """Expected number of tokens that a round commits."""
     if rates:
         return 1.0 + sum(rates[:num_draft_tokens])
     return sum(ACCEPTANCE[rule] ** depth for depth in range(num_draft_tokens + 1))
@@ -115,7 +111,6 @@ class Timed(NamedTuple):
 
     num_draft_tokens: int
     num_tokens: int
-    """Number of committed tokens."""
     look_ahead_hit: bool
     """Whether the proposal was ready when the round began."""
     ms: float
@@ -123,8 +118,8 @@ class Timed(NamedTuple):
 
 
 def window(rounds: Sequence[Round], num_tokens: int) -> list[Timed]:
-    """The measured rounds of a session. They begin after the dropped tokens, and end with the round
-    that commits token number `num_tokens`."""
+    """The measured rounds of a session, from the end of the dropped tokens to the round that
+    commits token number `num_tokens`."""
     dropped = max(DROPPED_MIN, round(num_tokens * DROPPED_SHARE))
     found: list[Timed] = []
     total, last_s = 0, 0.0
@@ -140,7 +135,6 @@ def window(rounds: Sequence[Round], num_tokens: int) -> list[Timed]:
 def figures(
     mode: str, rule: Rule, num_draft_tokens: int, rounds: Sequence[Timed], rates: Rates = ()
 ) -> dict[str, Any]:
-    """The figures of a mode, for the JSON object."""
     verify_ms, ahead = STEPS["verify_ms"], mode == "look_ahead"
     each_ms = 0.0 if ahead else STEPS["draft_ms"]
     rate = sum(one.num_tokens for one in rounds) / sum(one.ms for one in rounds) * 1e3
@@ -160,7 +154,7 @@ def figures(
 
 
 async def run(options: EmulateOptions, progress: Progress) -> Report:
-    """Measures the chosen parts. Raises `Unavailable` if a process ends."""
+    """Measures the chosen parts."""
     with blaming("acceptance_rates"):
         EmulatedSpec.parse(engine(options.acceptance_rates))
     parts = {"modes": ("runs", _modes), "features": ("features", _features)}
@@ -174,7 +168,7 @@ async def run(options: EmulateOptions, progress: Progress) -> Report:
 
 
 def _pair(spec: str, *, drafts: bool = True) -> AbstractAsyncContextManager[Replicas]:
-    """Starts a target and, if `drafts`, a draft replica. `spec` is the engine of both."""
+    """A target and, if `drafts`, a draft replica with the engine `spec`."""
     model = EMULATED.removesuffix(":")
     target = TargetConfig(engine=spec, model=model, num_threads=1)
     draft = DraftConfig(engine=spec, model=model, num_threads=1) if drafts else None
@@ -237,7 +231,6 @@ async def _measure_head(
 async def _measure(
     options: EmulateOptions, client: Client, mode: str, rule: Rule
 ) -> dict[str, Any]:
-    """The figures at the K that is fastest in short sessions."""
     speeds, rates = {0: 0.0}, options.acceptance_rates
     most = min(NUM_DRAFT_TOKENS_MAX, len(rates) or NUM_DRAFT_TOKENS_MAX)
     for count in range(1, most + 1) if mode != "plain" else ():
@@ -255,7 +248,6 @@ async def _decode(
     client: Client, rule: Rule, num_draft_tokens: int, num_tokens: int,
     prompt_tokens: int = PROMPT_TOKENS,
 ) -> Completion:  # fmt: skip
-    """Decodes one session with `num_tokens` measured tokens."""
     request = GenerateRequest(
         prompt=tuple(range(1, prompt_tokens + 1)),
         sampling=SamplingParams(temperature=1.0),

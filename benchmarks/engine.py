@@ -14,9 +14,8 @@ steps
 
 All figures are medians. In the part `sessions`, each session has its own prompt of 256 tokens and
 decodes 128 tokens greedily, ignoring EOS. The time runs from the first request to the last token,
-so it includes prefill. A gap is the time between the arrivals of two successive tokens of a session
-at the client. If a message has n tokens, they count as n gaps, each 1/n of the time until the next
-message.
+so it includes prefill. A gap is the time between two successive tokens of a session at the client.
+A message of n tokens counts as n gaps, each 1/n of the time until the next message.
 """
 
 import asyncio
@@ -55,8 +54,7 @@ PROMPT_TOKENS = 256
 NEW_TOKENS = 128
 GREEDY = SamplingParams(temperature=0.0)
 _STRIDE = 7
-"""In each measurement, the prompts start this many tokens later in the text, so that no prompt is
-cached."""
+"""In each measurement, prompts start this many tokens later in the text, so no prompt is cached."""
 
 PREFIX_TOKENS = 1_000
 OWN_TOKENS = 20
@@ -65,10 +63,9 @@ LONG_TOKENS = 4_000
 RUNNING_SESSIONS = 8
 """Sessions that decode while the long prompt is prefilled."""
 RUNNING_TOKENS = 256
-"""Length of the prompts of the running sessions, in tokens."""
+"""Tokens of each prompt of the running sessions."""
 SETTLING_GAPS = 16
-"""Number of gaps at the start of each running session that are not measured, because other sessions
-are still starting."""
+"""The first gaps of each running session, which are not measured, because other sessions start."""
 GAPS_BEFORE = 64
 """Gaps of each session that are measured before the long prompt is sent."""
 _POLL_S = 0.005
@@ -81,14 +78,12 @@ STEP_REPETITIONS = 50
 
 
 class Prompts:
-    """Cuts prompts from real text. Each call of `take` returns new prompts."""
-
     def __init__(self, token_ids: Iterable[int]) -> None:
         self._ids = tuple(token_ids)
         self._start = 0
 
     def take(self, number: int, length: int) -> list[tuple[int, ...]]:
-        """`number` prompts of `length` tokens. They share no prefix with each other or with earlier
+        """`number` prompts of `length` tokens that share no prefix with each other or with earlier
         prompts."""
         self._start += _STRIDE
         size = len(self._ids)
@@ -97,7 +92,6 @@ class Prompts:
 
 
 async def run(options: EngineOptions, config: DeploymentConfig, progress: Progress) -> Report:
-    """Measures the target. Raises `ConfigError`, and `Unavailable` if a process ends."""
     target = config.target
     text = TokenizerText.load(Path(target.directory), target.model)
     prompts = Prompts(chain.from_iterable(text.encode(one.text) for one in built_in_prompts()))
@@ -132,7 +126,6 @@ async def run(options: EngineOptions, config: DeploymentConfig, progress: Progre
 async def _rates(
     options: EngineOptions, prompts: Prompts, client: Client, engine: Engine, progress: Progress
 ) -> dict[str, object]:
-    """Rates of the services and of the engine alone, which take turns after a warm-up."""
     found: dict[int, list[tuple[float, float]]] = {number: [] for number in SESSIONS}
     for index in range(-1, options.repetitions):
         for number in SESSIONS if index >= 0 else SESSIONS[:2]:
@@ -170,7 +163,6 @@ def _request(prompt: tuple[int, ...], num_tokens: int) -> GenerateRequest:
 
 
 async def _decode(client: Client, prompts: Sequence[tuple[int, ...]], num_tokens: int) -> float:
-    """Seconds that the services take to continue all prompts together."""
     started = time.perf_counter()
     async with together() as group:
         for prompt in prompts:
@@ -227,8 +219,8 @@ async def _beside_a_long_prompt(
 
 
 def gaps(arrivals: Sequence[Sequence[float]], start: float, end: float) -> list[float]:
-    """All gaps, in seconds, that overlap the time from `start` to `end`. `arrivals` has for each
-    session the times at which its tokens arrived."""
+    """All gaps, s, that overlap the time from `start` to `end`. `arrivals` has the times at which
+    the tokens of each session arrived."""
     return [
         (after - before) / num_tokens
         for own in arrivals

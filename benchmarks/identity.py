@@ -1,10 +1,9 @@
 """`outrider bench identity`: checks that answers are the same with drafts as without.
 
 Each prompt is decoded without drafts, then with each K alone, and then with each K beside other
-requests. Then a long text is put before each prompt, and the longer prompt is decoded without
-drafts, and with each K alone. Only the first answer to a prompt finds nothing cached. If `outrider
-status` shows `bit-equal rows`, answers with and without drafts must be equal under the rules greedy
-and coupled.
+requests. Then a long text is put before each prompt, and this longer prompt is decoded without
+drafts, and with each K alone. If `outrider status` shows `bit-equal rows`, answers with and without
+drafts must be equal under the rules greedy and coupled.
 
 The check fails if any token differs, or if no draft token was accepted. Run it on a deployment with
 `--no-length-control --draft-model demo-drafter`, so that a model drafts K tokens in each round.
@@ -24,23 +23,20 @@ from .report import Report, table
 from .speedup import Subject
 
 WAYS = {"alone": 1, "beside": 8, "context": 1}
-"""How prompts are decoded with drafts, and the number of requests at a time: alone, beside others,
-or alone after a long text."""
+"""Ways to decode prompts with drafts, and the number of requests at a time."""
 CONTEXT = 214 * ("The lighthouse keeper wrote down the wind, the tide and the ships that passed. ")
 """The long text, of about 4,000 tokens."""
 
 
 @checked()
 class IdentityOptions(PromptOptions):
-    """Options of `bench identity`."""
-
     max_tokens: MaxTokens = 128
     num_draft_tokens: tuple[DraftTokens, ...] = (1, 4, 8)
     """Values of K to compare with plain decoding."""
 
 
 async def run(options: IdentityOptions, subject: Subject, progress: Progress) -> Report:
-    """Reports a row for each rule, entry of `WAYS`, and K. Raises the deployment's errors."""
+    """Reports a row for each rule, entry of `WAYS`, and K."""
     rows: list[dict[str, Any]] = []
     for rule in (Rule.GREEDY, Rule.COUPLED):
         decoding = Decoding(options.max_tokens, 0.0 if rule is Rule.GREEDY else 1.0, rule, 0, 0)

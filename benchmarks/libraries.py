@@ -35,8 +35,7 @@ SWEEP_PROMPTS = 6
 SPARE_TOKENS = 16
 """Room in a library's context for draft tokens after the longest completion."""
 CONTEXT_STEP = 256
-"""A library's context is a multiple of this number of tokens, because some caches hold only whole
-blocks of tokens."""
+"""A library's context is a multiple of this number, because some caches hold only whole blocks."""
 _PROGRAM = Path(__file__).with_name("library_process.py")
 
 
@@ -45,8 +44,8 @@ class Setting:
     """One way to run a library."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables of the library's process. `{cpus}` stands for the numbers of the CPU
-    cores, `{root}` for the folder of the library's virtual environment."""
+    """Variables of the library's process. `{cpus}` stands for the numbers of the CPU cores,
+    `{root}` for the folder of the library's virtual environment."""
     options: Mapping[str, object] = field(default_factory=dict)
     """Options of the library's class in `library_process`."""
 
@@ -68,7 +67,7 @@ class TargetInputs:
     """Maximum number of requests at a time."""
     eos_token_ids: Sequence[int]
     token_ids: Mapping[str, Sequence[int]]
-    """Maps the text of each prompt to its tokens, with the chat template unless `--raw`."""
+    """Tokens of each prompt by its text, with the chat template unless `--raw`."""
     environments: Path = Path()
     """Folder with the virtual environments of all libraries."""
 
@@ -80,7 +79,7 @@ class TargetInputs:
         options: PromptOptions,
         **named: Any,
     ) -> TargetInputs:
-        """Tokenizes the prompts as Outrider does; `named` are further fields."""
+        """Tokenizes the prompts as Outrider does. `named` has further fields."""
         from outrider.models.loading import load_tokenizer, stated_eos_token_ids
         from outrider.tokenizer import TokenizerText
 
@@ -98,7 +97,6 @@ class TargetInputs:
         )  # fmt: skip
 
     def setup(self) -> dict[str, Any]:
-        """The values with which a library's process loads the model."""
         shared = "dtype", "device", "num_threads", "trust_remote_code"
         own = "gguf", "context_tokens", "batch", "eos_token_ids"
         return {name: getattr(self, name) for name in own} | {
@@ -119,19 +117,18 @@ class Library:
     """Name of the library, of its virtual environment, of its file in `peer_environments`, and of
     its class in `library_process.DECODERS`."""
     is_ours: bool = False
-    """Whether the library runs in Outrider's own environment. It then runs one request at a time.
-    """
+    """Whether the library runs in Outrider's environment. Such a library runs one request at a
+    time."""
     needs_gguf: bool = False
     bindings: tuple[Setting, ...] = (Setting(),)
     """Settings that a sweep tries for plain decoding."""
     speculative: str = ""
     """Name of the library's speculative mode without a draft model; empty if there is none."""
     drafting: tuple[Setting, ...] = ()
-    """Settings that a sweep tries for the speculative mode. The sweep adds each of these settings
-    to the fastest of `bindings`."""
+    """Settings that a sweep tries for the speculative mode, each with the fastest of `bindings`."""
     preloads: tuple[str, ...] = ()
-    """Shared objects that the library's manual asks to preload. Each entry names a file in the
-    virtual environment, or an object that the system's linker finds."""
+    """Shared objects that the library's manual asks to preload, by names of files in the virtual
+    environment, or names that the system's linker finds."""
 
     def interpreter(self, environments: Path) -> str:
         return str(environments.absolute() / self.name / "bin" / "python")
@@ -140,8 +137,7 @@ class Library:
         return self.is_ours or (environments / self.name / STAMP).exists()
 
     def environment(self, setting: Setting, inputs: TargetInputs) -> dict[str, str]:
-        """Environment variables of the library's process: those of the setting, and `LD_PRELOAD`
-        with all `preloads` that are on this machine."""
+        """The variables of `setting`, and `LD_PRELOAD` with the `preloads` on this machine."""
         root = inputs.environments.absolute() / self.name
         cpus = ",".join(map(str, sorted(os.sched_getaffinity(0))[: inputs.target.num_threads]))
         found = {
@@ -211,7 +207,7 @@ PEERS = (
 
 
 class LibraryProcess(Process, BenchClient):
-    """A process that decodes with a library. An async context manager; entering loads the model."""
+    """A process that decodes with a library. An async context manager, which loads the model."""
 
     def __init__(self, library: Library, setting: Setting, inputs: TargetInputs) -> None:
         self._token_ids = inputs.token_ids
@@ -226,14 +222,12 @@ class LibraryProcess(Process, BenchClient):
         super().__init__(command, library.name, setup, environment)
 
     async def generate(self, prompt: BenchPrompt, decoding: Decoding) -> Completion:
-        """Decodes one prompt. Raises the errors of `Process.ask`."""
         [completion] = await self.generate_all([(prompt, decoding)], 1)
         return completion
 
     async def generate_all(self, jobs: Sequence[Job], concurrency: int) -> list[Completion]:
         """Decodes all prompts in one call, so that the library schedules them. Ignores seeds,
-        because some libraries are slow if each request has a seed. Raises the errors of
-        `Process.ask`."""
+        because some libraries are slow if each request has a seed."""
         decoding = jobs[0][1]
         request = {
             "prompts": [self._token_ids[prompt.text] for prompt, _ in jobs],
@@ -255,10 +249,9 @@ class LibraryProcess(Process, BenchClient):
 async def fastest_settings(
     library: Library, inputs: TargetInputs, progress: Progress, *, again: bool
 ) -> dict[str, Setting]:
-    """Returns the fastest setting of each mode. If the result of a sweep for the same model and
-    number of threads is stored, uses this result. Otherwise, or if `again`, runs a sweep and stores
-    its result. Omits the speculative mode if none of its settings works. Raises `Unavailable` if
-    plain decoding does not work."""
+    """Returns the fastest setting of each mode. If no result for the same model and number of
+    threads is stored, or if `again`, runs a sweep and stores its result. Omits the speculative mode
+    if none of its settings works. Raises `Unavailable` if plain decoding does not work."""
     if library.is_ours:
         return {PLAIN: library.bindings[0], library.speculative: library.drafting[0]}
     path = inputs.environments / library.name / "settings.json"
@@ -290,7 +283,7 @@ async def fastest_settings(
 
 
 async def _rate(library: Library, setting: Setting, inputs: TargetInputs) -> float:
-    """Tokens a second with one prompt at a time. The first prompt is a warm-up."""
+    """Tokens a second with one prompt at a time, after a first prompt as warm-up."""
     decoding = Decoding(SWEEP_TOKENS, temperature=0.0)
     async with LibraryProcess(library, setting, inputs) as process:
         _, *done = [await process.generate(prompt, decoding) for prompt in sweep_prompts()]

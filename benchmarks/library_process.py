@@ -22,15 +22,13 @@ CACHE_GIB = 1
 """Size of a library's key-value cache, GiB."""
 
 Emit = Callable[[int, list[int]], None]
-"""Called as soon as the library returns tokens of an answer, with these tokens and the index of the
-prompt in its batch."""
+"""Called with the index of a prompt and new tokens of its answer."""
 
 
 class Decoder:
     """A library with a loaded model. Methods raise the library's own exceptions."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
-        """`setup` is the first line of the input."""
         self.setup = setup
         self.load(setup)
 
@@ -38,8 +36,7 @@ class Decoder:
         raise NotImplementedError
 
     def decode(self, prompts: list[list[int]], request: dict[str, Any], emit: Emit) -> None:
-        """Decodes all prompts, `request["concurrency"]` at a time. The only sampling parameter is
-        the temperature; 0 = greedy."""
+        """Decodes all prompts, `request["concurrency"]` at a time."""
         raise NotImplementedError
 
 
@@ -192,8 +189,7 @@ class LlamaCpp(Decoder):
 
 
 class Streamer:
-    """Takes tokens from the `generate` of transformers. Drops the tokens of the first call, which
-    are the prompt."""
+    """Takes tokens from the `generate` of transformers. The first call has the prompt."""
 
     def __init__(self, emit: Callable[[list[int]], None]) -> None:
         self._emit = emit
@@ -289,8 +285,6 @@ def main() -> None:
 
 
 def _decode(library: Decoder, request: dict[str, Any]) -> list[dict[str, object]]:
-    """Returns for each prompt the tokens of its answer, including the EOS, and the seconds until
-    the first and the last token."""
     prompts, eos = request["prompts"], frozenset(library.setup["eos_token_ids"])
     found: list[list[int]] = [[] for _ in prompts]
     times: list[list[float]] = [[] for _ in prompts]

@@ -44,13 +44,11 @@ class Decoding:
     ignore_eos: bool = False
 
     def for_prompt(self, index: int) -> Decoding:
-        """The same values, but with the seed of prompt number `index`, which may be negative."""
+        """The values for prompt number `index`, which has its own seed. `index` may be negative."""
         return replace(self, seed=((self.seed or 0) + index) & SEED_MAX)
 
 
 class Round(NamedTuple):
-    """One round, as the client sees it."""
-
     report: RoundReport
     """The coordinator's report, or None if the request did not ask for reports."""
     tokens: Tokens
@@ -67,29 +65,25 @@ class Completion:
     started_s: float
     """When the request was sent, on a clock that all completions of a side share."""
     seconds: float
-    """Time from sending the request to the end of the answer. Includes prefill."""
+    """Time from sending the request to the end of the answer, with prefill."""
     num_rounds: int = 0
     num_draft_tokens: int = 0
-    """Number of draft tokens of all rounds together."""
     num_accepted_draft_tokens: int = 0
     chunk_s: Sequence[float] = ()
-    """Seconds from sending the request to each chunk with tokens. Some sides measure only the first
+    """Seconds from sending the request to each chunk with tokens; for a library, to the first
     chunk."""
     prompt_tokens: int = 0
-    """Number of tokens of the prompt."""
     counted_tokens: int = 0
     """Number of tokens of an answer by HTTP, whose token ids are not known."""
     rounds: Sequence[Round] = ()
-    """The rounds of an answer by gRPC. Rounds that arrive in one message count as one round."""
+    """The rounds of an answer by gRPC. Rounds in one message count as one round."""
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of the answer, including the EOS."""
         return len(self.token_ids) or self.counted_tokens
 
     @property
     def first_token_s(self) -> float | None:
-        """Seconds from sending the request to the first token, if known."""
         return self.chunk_s[0] if self.chunk_s else None
 
     @property
@@ -102,7 +96,7 @@ Job = tuple[BenchPrompt, Decoding]
 
 @asynccontextmanager
 async def together() -> AsyncIterator[asyncio.TaskGroup]:
-    """A task group that raises the first exception itself, not in an `ExceptionGroup`."""
+    """A task group that raises its first exception, not an `ExceptionGroup`."""
     try:
         async with asyncio.TaskGroup() as group:
             yield group
@@ -118,8 +112,8 @@ class BenchClient(ABC):
         """Decodes one prompt. Raises an `OutriderError` if that fails."""
 
     async def generate_all(self, jobs: Sequence[Job], concurrency: int) -> list[Completion]:
-        """Decodes prompts, `concurrency` at a time. If a request fails, cancels the others and
-        raises its error."""
+        """Decodes prompts, `concurrency` at a time. If a request fails, cancels the other requests,
+        and raises the error."""
         places = asyncio.Semaphore(concurrency)
 
         async def one(job: Job) -> Completion:
@@ -140,7 +134,6 @@ class Contestant:
     decoding: Decoding
     """How to decode the first prompt; other prompts have other seeds."""
     concurrency: int
-    """Requests at a time."""
 
     async def decode(self, prompts: Sequence[BenchPrompt], block: Sequence[int]) -> SideResult:
         """Decodes the prompts whose indices are in `block`."""
@@ -156,7 +149,7 @@ class SideResult:
 
     completions: tuple[Completion, ...]
     seconds: float
-    """Wall time. If several requests ran at a time, less than the sum of the requests' times."""
+    """Wall time."""
 
     @property
     def num_tokens(self) -> int:
@@ -175,8 +168,7 @@ async def measure(
     rest_s: float = 0.0,
 ) -> dict[str, SideResult]:
     """Warms up every side, and then measures the sides in turns, with a pause of `rest_s` before
-    each turn. If a side raises an error and `drops` returns True, continues without this side.
-    Otherwise raises the error."""
+    each turn. If a side raises an error and `drops` returns True, continues without this side."""
     sides = {contestant.side: contestant for contestant in contestants}
     found: dict[str, dict[int, Completion]] = {side: {} for side in sides}
     seconds = dict.fromkeys(sides, 0.0)
@@ -206,8 +198,8 @@ async def measure(
 
 
 async def _warm_up(contestant: Contestant) -> None:
-    """Decodes the warm-up prompts. Their seeds differ from those of all measured prompts, because
-    the second session with a seed may be drafted differently."""
+    """Decodes the warm-up prompts, whose seeds differ from those of measured prompts, because the
+    second session with a seed may be drafted differently."""
     short = min(WARM_UP_TOKENS_MAX, contestant.decoding.max_tokens)
     for index, prompt in enumerate(WARM_UP_PROMPTS, start=1):
         decoding = replace(contestant.decoding.for_prompt(-index), max_tokens=short)
@@ -215,10 +207,10 @@ async def _warm_up(contestant: Contestant) -> None:
 
 
 def _blocks(num_prompts: int, concurrency: int) -> list[range]:
-    """The indices of the prompts of each turn. With one request at a time, each turn has one
-    prompt. With several requests at a time, there are only two turns, each of every second prompt:
-    at the end of a turn, fewer than `concurrency` requests run. There are two turns and not one, so
-    that each side comes first once. A side that comes later finds beginnings of prompts cached."""
+    """The indices of the prompts of each turn. With one request at a time, a turn has one prompt.
+    With several requests, turns are long, because at the end of a turn fewer than `concurrency`
+    requests run. There are two turns, so that each side comes first once, because a side that comes
+    later finds beginnings of prompts cached."""
     if concurrency == 1:
         return [range(index, index + 1) for index in range(num_prompts)]
     return [range(turn, num_prompts, 2) for turn in range(min(2, num_prompts))]
@@ -230,8 +222,7 @@ def medians_ms(
     undo: Callable[[], object] = lambda: None,
 ) -> list[float]:
     """The median time of each function, ms. The functions take turns. Each gets the number of the
-    repetition, which is negative in the warm-up. `undo` is called after each function, and is not
-    timed."""
+    repetition, which is negative in the warm-up. `undo` runs after each function, untimed."""
     times: list[list[float]] = [[] for _ in works]
     for index in range(-WARM_UP_REPETITIONS, repetitions):
         for work, own in zip(works, times, strict=True):

@@ -1,4 +1,4 @@
-"""Options of benchmarks. Each field of an options class is an option of its command."""
+"""Options of benchmarks. A field of an options class is an option of the command."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -49,12 +49,12 @@ class Options:
 
     @classmethod
     def params(cls, kind: Callable[..., Kind]) -> list[Kind]:
-        """A command-line option for each field."""
+        """An option for each field."""
         return [_option(kind, setting) for setting in settings_of(cls).values()]
 
     @classmethod
     def from_arguments(cls, arguments: Any) -> Self:
-        """The options that a command has parsed into `arguments`."""
+        """The values that a command has parsed into `arguments`."""
         given = vars(arguments)
         return cls(**{name: given[name] for name in cls.__dataclass_fields__ if name in given})
 
@@ -74,23 +74,21 @@ class PromptOptions(Options):
     """Do not apply the model's chat template."""
 
     def load_prompts(self) -> tuple[BenchPrompt, ...]:
-        """The prompts to measure. Raises `SettingError` for a wrong file."""
+        """The prompts to measure. Raises `SettingError`."""
         prompts = read_prompts(self.prompts)
         return prompts if self.num_prompts is None else select_prompts(prompts, self.num_prompts)
 
 
 @checked()
 class DecodingOptions(PromptOptions):
-    """Prompts, and how to decode them."""
-
     rule: Literal["token", "block", "coupled"] = "block"
     """Acceptance rule at temperatures above 0; block uses no trees."""
     num_draft_tokens: DraftTokens | None = None
     """Maximum number of draft tokens of a round; unset = the deployment's default."""
 
     def drafted(self, num_draft_tokens: int, temperature: float) -> Decoding:
-        """How to decode the first prompt with drafts. If the option is unset, uses
-        `num_draft_tokens`, the deployment's default. Raises `SettingError` if this default is 0."""
+        """How to decode the first prompt with drafts. `num_draft_tokens` is the deployment's
+        default. Raises `SettingError` if this default is 0 and the option is unset."""
         bound = self.num_draft_tokens or num_draft_tokens
         if bound == 0:
             raise SettingError(
@@ -107,8 +105,6 @@ class DecodingOptions(PromptOptions):
 
 @checked()
 class AcceptanceOptions(PromptOptions):
-    """Options of `bench acceptance`."""
-
     max_tokens: MaxTokens = 128
     hits: bool = False
     """Also report how often the draft model predicts the outcome of a round."""
@@ -118,8 +114,6 @@ class AcceptanceOptions(PromptOptions):
 
 @checked()
 class EngineOptions(Options):
-    """Options of `bench engine`."""
-
     repetitions: Annotated[int, between(1, 100)] = 3
     """Number of repetitions of `sessions` and `waits`; the report has medians."""
     parts: tuple[Literal["sessions", "waits", "steps"], ...] = ("sessions", "waits", "steps")
@@ -128,8 +122,6 @@ class EngineOptions(Options):
 
 @checked()
 class DeviceOptions(Options):
-    """Options of `bench device`."""
-
     model: str = RANDOM_MODELS[-1]
     """Model to load. `random-1b` and `random-7b` are made with random weights instead."""
     device: str = "auto"

@@ -72,28 +72,25 @@ PROPOSAL = SealedProposal.of(Proposal(_LAST_IDS[:NUM_DRAFT_TOKENS], (_Q,) * NUM_
 WARM_UP_ROUNDS = 200
 SESSION_TOKENS = 512
 VERIFY_S = 0.0183
-"""Time of the canned target's step in `capacity`, equal to that of the target in `bench emulate`.
-"""
+"""Time of the canned target's step in `capacity`, as in `bench emulate`."""
 DRAFT_S = NUM_DRAFT_TOKENS * 0.0013
 """Time in which the canned draft of `capacity` drafts K tokens."""
 CROWD_TOKENS = 2_048
 WARM_UP_S = 3.0
 WARM_UP_TURNS = 3
 TURNS = 60
-"""Number of measured requests by each transport."""
+"""Measured requests of each transport."""
 TURN_STEP_MS = 5.0
 """Time of a step of the emulated target."""
 _PARTS_OF_A_ROUND = ("draft_ms", "wire_ms", "queue_ms", "verify_ms", "commit_ms")
 _WORDS = tuple("".join(letters) for letters in product(ascii_lowercase[:16], repeat=3))
-"""The vocabulary of the emulated target. All tokens are words, so each makes a chunk of text."""
+"""The emulated target's vocabulary. All tokens are words, so each makes a chunk of text."""
 DECODING = Decoding(32, temperature=0.0, num_draft_tokens=0, ignore_eos=True)
 PROMPT = BenchPrompt("".join(f" {word}" for word in _WORDS[:PROMPT_TOKENS]), "")
 
 
 @checked()
 class OverheadOptions(Options):
-    """Options of `bench overhead`."""
-
     parts: tuple[Literal["rounds", "capacity", "transports"], ...] = ("rounds",)
     """What to measure."""
     rounds: Annotated[int, between(1, 100_000)] = 2_000
@@ -105,7 +102,6 @@ class OverheadOptions(Options):
 
 
 async def run(options: OverheadOptions, progress: Progress) -> Report:
-    """Measures the chosen parts. Raises `Unavailable` if a process ends."""
     measures = {
         "rounds": measure_rounds, "capacity": measure_capacity, "transports": measure_transports,
     }  # fmt: skip
@@ -114,7 +110,7 @@ async def run(options: OverheadOptions, progress: Progress) -> Report:
 
 
 def canned_request(seed: int, max_tokens: int) -> GenerateRequest:
-    """A request that always runs to `max_tokens`, at K = `NUM_DRAFT_TOKENS` and rule token."""
+    """A request that runs to `max_tokens`, with K = `NUM_DRAFT_TOKENS` and rule token."""
     return GenerateRequest(
         prompt=tuple(range(1, 1 + PROMPT_TOKENS)), sampling=SamplingParams(temperature=1.0),
         max_tokens=max_tokens, ignore_eos=True, seed=seed, rule=Rule.TOKEN,
@@ -126,8 +122,7 @@ def canned_request(seed: int, max_tokens: int) -> GenerateRequest:
 async def _canned_services(
     draft_s: float = 0.0, verify_s: float = 0.0
 ) -> AsyncIterator[tuple[Client, Process]]:
-    """Starts a coordinator with a canned draft and target. Each of their steps takes `draft_s` or
-    `verify_s`."""
+    """A coordinator with a canned draft and target, whose steps take `draft_s` and `verify_s`."""
     setup = {"draft_s": draft_s, "verify_s": verify_s}
     async with (
         embedded_redis() as redis_url,
@@ -141,8 +136,7 @@ async def _canned_services(
 
 
 async def measure_rounds(options: OverheadOptions, progress: Progress) -> dict[str, Any]:
-    """Runs one session at a time. The figures come from the coordinator's reports of rounds with
-    `NUM_DRAFT_TOKENS` draft tokens."""
+    """Runs one session at a time, and counts rounds with `NUM_DRAFT_TOKENS` draft tokens."""
     wanted, k = WARM_UP_ROUNDS + options.rounds, NUM_DRAFT_TOKENS
     reports: list[RoundReport] = []
     async with _canned_services() as (client, _):
@@ -155,7 +149,6 @@ async def measure_rounds(options: OverheadOptions, progress: Progress) -> dict[s
 
 
 def round_figures(reports: Sequence[RoundReport]) -> dict[str, Any]:
-    """The figures of `rounds`, for the JSON object."""
     parts = {name: [getattr(one, name) for one in reports] for name in _PARTS_OF_A_ROUND}
     whole = [sum(times) for times in zip(*parts.values(), strict=True)]
     return {
@@ -167,8 +160,6 @@ def round_figures(reports: Sequence[RoundReport]) -> dict[str, Any]:
 
 
 async def measure_capacity(options: OverheadOptions, progress: Progress) -> dict[str, Any]:
-    """Runs `options.sessions` sessions at a time. Reports rounds a second, and the coordinator's
-    CPU time for a round."""
     progress("starting")
     num_tokens = 0
 
@@ -206,9 +197,9 @@ async def measure_transports(_: OverheadOptions, progress: Progress) -> dict[str
     """Calls a coordinator in this process by gRPC and HTTP in turn. Clients and coordinator share
     an event loop. So the added time is spent in their code, and in the kernel's loopback.
 
-    `X_ttft_added_ms_p50` is a median: the time to the first token at a client of transport X, minus
-    the coordinator's own time to the first token. `X_chunk_added_ms` is the median time from when
-    the coordinator has a chunk until the client has read this chunk."""
+    `X_ttft_added_ms_p50` is the median of the time to the first token at a client of transport X,
+    minus the coordinator's own time to the first token. `X_chunk_added_ms` is the median time from
+    when the coordinator has a chunk until the client has read this chunk."""
     progress("starting the target")
     added: dict[str, list[float]] = {}
     async with (
@@ -232,8 +223,7 @@ async def measure_transports(_: OverheadOptions, progress: Progress) -> dict[str
 
 async def added_ms(client: BenchClient, stamps: list[float]) -> tuple[float, list[float]]:
     """The times that a transport adds to the first token, and to each chunk, ms. The coordinator
-    puts the times of the request and of each chunk into `stamps`. Raises `Unavailable` if the
-    request fails."""
+    puts the times of the request and of each chunk into `stamps`."""
     stamps.clear()
     done = await client.generate(PROMPT, DECODING)
     asked_s, *had_s = stamps
@@ -245,8 +235,8 @@ async def added_ms(client: BenchClient, stamps: list[float]) -> tuple[float, lis
 @asynccontextmanager
 async def _coordinator_here() -> AsyncIterator[tuple[list[float], str, str]]:
     """Starts a coordinator in this process, and an emulated target in another. Yields a list, the
-    coordinator's gRPC address, and its HTTP URL. The coordinator appends to the list the times of
-    requests and of their chunks."""
+    coordinator's gRPC address, and its HTTP URL. The coordinator appends the times of requests and
+    chunks to the list."""
     from coordinator.actor import CoordinatorActor
 
     stamps: list[float] = []
@@ -320,13 +310,11 @@ class CannedReplica:
 
 
 def propose(item: DraftItem) -> ProposalReply:
-    """The answer of the canned draft."""
     length, size = item.head.committed_length, item.num_draft_tokens
     return ProposalReply(item.head.key, PROPOSAL.cut(size), length, length + size)
 
 
 def verify(item: VerifyItem) -> VerdictReply:
-    """The answer of the canned target."""
     size = len(item.proposal)
     verdict = Verdict((ACCEPT_PROBABILITY,) * size, (CANNED.vocab_size - 1,) * (size + 1))
     return VerdictReply(item.head.key, verdict, item.head.committed_length + size)

@@ -37,16 +37,14 @@ REST_S = 0.5
 cores from the next side."""
 
 StartSubjects = Callable[[], AbstractAsyncContextManager[tuple[Subject, Subject]]]
-"""Starts a deployment, or finds the running one. Yields a subject for plain decoding and one for
-speculative decoding. In a new deployment, neither subject finds the other's prompts cached."""
+"""Starts a deployment, or finds the running deployment. Yields a subject for plain decoding, and a
+subject for speculative decoding. In a new deployment, neither finds the other's prompts cached."""
 Level = Mapping[str, Any]
 """The JSON object of one temperature and concurrency."""
 
 
 @checked()
 class PeersOptions(DecodingOptions):
-    """Options of `bench peers`."""
-
     num_prompts: NumPrompts = 16
     max_tokens: MaxTokens = 96
     temperature: tuple[Temperature, ...] = (0.0, 1.0)
@@ -63,15 +61,13 @@ class PeersOptions(DecodingOptions):
 
 async def run(options: PeersOptions, start_subjects: StartSubjects, progress: Progress) -> Report:
     """Measures Outrider and its peers. Calls `start_subjects` for each temperature and concurrency,
-    so that a new deployment has no prompt or answer cached. Raises `SettingError` for wrong
-    options, and the errors of Outrider's sides."""
+    so that a new deployment has no prompt or answer cached."""
     prompts = options.load_prompts()
     clients: dict[str, BenchClient] = {}
     missing: dict[str, str] = {}
     levels: list[Level] = []
 
     def drop(side: str, error: OutriderError) -> bool:
-        """Removes a peer that failed. Returns False for Outrider's sides, which must not fail."""
         if clients.pop(side, None) is None:
             return False
         missing[side] = f"it failed: {error.message}"
@@ -105,9 +101,8 @@ async def start_peers(
     options: PeersOptions, subject: Subject, prompts: Sequence[BenchPrompt], stack: AsyncExitStack,
     progress: Progress,
 ) -> tuple[dict[str, BenchClient], dict[str, str]]:  # fmt: skip
-    """Starts the peers with their fastest settings. Returns the client of each side and, for each
-    missing peer, the reason. Raises `SettingError` if the target's files are not on this
-    machine."""
+    """Starts the peers with their fastest settings. Returns the client of each side, and why peers
+    are missing."""
     if subject.target is None:
         raise SettingError(
             "server", "has a target whose files are not on this machine; peers need them"
@@ -142,11 +137,10 @@ async def start_peers(
 
 def level_of(temperature: float, concurrency: int, results: Mapping[str, SideResult]) -> Level:
     """The figures of sides that decoded the same prompts. A rate is the number of all tokens,
-    divided by the wall time including prefill. The time to the first token is a median. It is None
-    if several requests run at a time. `same_tokens` counts the answers that equal those of
-    Outrider's plain decoding. It is None at temperatures above 0, and if token ids are not known.
-    Answers at temperature 0 should differ only after a token that was almost as likely as another.
-    """
+    divided by the wall time including prefill. The time to the first token is a median, or None if
+    several requests run at a time. `same_tokens` counts the answers that equal those of Outrider's
+    plain decoding. It is None at temperatures above 0, and if token ids are not known. Answers at
+    temperature 0 should differ only after a token that was almost as likely as another."""
     ours = results[OURS_PLAIN].completions
 
     def figures(found: SideResult) -> dict[str, Any]:
@@ -179,7 +173,7 @@ def level_of(temperature: float, concurrency: int, results: Mapping[str, SideRes
 
 
 def report(setup: Mapping[str, Any], levels: Sequence[Level], missing: Mapping[str, str]) -> Report:
-    """`setup` is the same for all sides. `missing` says why peers or modes were not measured."""
+    """`setup` describes all sides. `missing` says why peers or modes were not measured."""
     shown: list[Any] = [
         "{model} with {draft_model}, K <= {num_draft_tokens}, {dtype}, rule {rule}, {num_prompts} "
         "prompts of at most {max_tokens} tokens, {threads} threads".format(**setup)

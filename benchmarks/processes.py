@@ -1,5 +1,5 @@
-"""Starts and calls the processes of a benchmark, and defines the *roles* of these processes. Some
-roles are the services of a deployment, which run without Ray here.
+"""Starts and calls the processes of a benchmark. Each process has a *role*, such as a service of a
+deployment, here without Ray.
 
 A process reads JSON lines until its input ends, and answers each line with one line. The first line
 sets the process up, and its answer means that the process is ready. If the process refuses a line,
@@ -44,10 +44,10 @@ START_TIMEOUT_S = 900.0
 """A process may take this long to be ready, because it may load a model."""
 ANSWER_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
-"""A process that takes longer to end is killed."""
 LINE_BYTES_MAX = 2**26
 DRAFT_TIMEOUT_MS = 30_000
-"""The coordinator's time limit for a proposal. It is long, so that rounds wait for a slow draft."""
+"""The coordinator's time limit for a proposal, which is long because rounds must wait for a slow
+draft."""
 EXACT_TIMERS = "--exact-timers"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _GRACE_S = 1.0
@@ -55,8 +55,8 @@ _PART_BYTES_MAX = 2**16
 
 
 class Process:
-    """One process. An async context manager: entering starts the process, leaving ends it and all
-    its children."""
+    """One process. An async context manager, which starts the process, and at the end kills it with
+    all its children."""
 
     def __init__(
         self,
@@ -66,9 +66,8 @@ class Process:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         """`command` is a sequence of words, or a string with the arguments of this module's `main`.
-        The first word of the string names a function of type `Opens`, as MODULE:FUNCTION. Error
-        messages begin with `name`. `setup` is the first line. The process inherits all environment
-        variables except those that limit threads, and gets those of `environment`."""
+        Error messages begin with `name`. `setup` is the first line. The process gets the variables
+        of `environment`, and inherits all variables except those that limit threads."""
         if isinstance(command, str):
             command = (sys.executable, "-m", "benchmarks.processes", *command.split())
         self._command = command
@@ -111,7 +110,7 @@ class Process:
     async def ask(
         self, question: Mapping[str, object], timeout_s: float = ANSWER_TIMEOUT_S
     ) -> dict[str, Any]:
-        """Sends a line and returns its answer. Only one call may run at a time. Raises
+        """Sends a line and returns the answer. Only one call may run at a time. Raises
         `Unavailable` if the process has ended or takes longer than `timeout_s`, and `ConfigError`
         if the process refuses the line."""
         process = self._process
@@ -151,9 +150,9 @@ Opens = Callable[[dict[str, Any]], AbstractAsyncContextManager[Role]]
 
 
 def main(words: Sequence[str]) -> None:
-    """Plays a role until the input ends. The first word names the function that sets up the role.
-    With `EXACT_TIMERS`, the event loop uses `select`, whose timers are exact to microseconds.
-    Timers of `epoll` may be 1 ms late."""
+    """Plays a role until the input ends. The first word names a function of type `Opens`, as
+    MODULE:FUNCTION. With `EXACT_TIMERS`, the event loop uses `select`, because timers of `epoll`
+    may be 1 ms late."""
     output = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # Text that libraries print goes to standard error, not into the answers.
     module, _, name = words[0].partition(":")
@@ -192,8 +191,8 @@ _ACTORS: dict[str, tuple[str, str, Any]] = {
 @asynccontextmanager
 async def service(setup: dict[str, Any]) -> AsyncIterator[Role]:
     """The role of a target, a draft or a coordinator. In `setup`, `service` names the role, and
-    `config` is the configuration. Each answer has the CPU time of the process as `cpu_s`. The
-    answers of a coordinator also have `wire_bytes`."""
+    `config` is the configuration. Each answer has the CPU time of the process (`cpu_s`), and the
+    answer of a coordinator also `wire_bytes`."""
     module, kind, make = _ACTORS[setup["service"]]
     actor = getattr(importlib.import_module(module), kind)()
     config = TypeAdapter(make).validate_json(json.dumps(setup["config"]))
@@ -212,7 +211,7 @@ async def service(setup: dict[str, Any]) -> AsyncIterator[Role]:
 
 
 def wire_bytes(coordinator: CoordinatorService) -> dict[str, int]:
-    """Number of bytes sent to and received from all replicas of each role."""
+    """Bytes sent to and received from all replicas of each role."""
     pools = (coordinator.targets, coordinator.drafts)
     return {pool.role: pool.num_bytes.total() for pool in pools}
 
@@ -228,8 +227,7 @@ def service_process(name: str, config: TargetConfig | DraftConfig | CoordinatorC
 
 @asynccontextmanager
 async def relay(setup: dict[str, Any]) -> AsyncIterator[Role]:
-    """The role of a TCP relay to `address` that delays all bytes by `delay_ms` in each
-    direction."""
+    """The role of a TCP relay to `address` that delays all bytes by `delay_ms`."""
     loop, delay_s = asyncio.get_running_loop(), setup["delay_ms"] / 1e3
     host, _, port = setup["address"].rpartition(":")
 
@@ -258,7 +256,7 @@ async def relay(setup: dict[str, Any]) -> AsyncIterator[Role]:
 
 @asynccontextmanager
 async def embedded_redis() -> AsyncIterator[str]:
-    """Runs a temporary Redis. Yields its URL."""
+    """Yields the URL of a temporary Redis."""
     with (
         tempfile.TemporaryDirectory(prefix="outrider-") as directory,
         EmbeddedRedis(Path(directory)) as redis,
@@ -291,9 +289,8 @@ class Replicas:
     async def coordinator(
         self, look_ahead: int = 0, delay_ms: float = 0.0
     ) -> AsyncIterator[tuple[Client, Process]]:
-        """Starts a coordinator with `settings` and `look_ahead`. Yields a client and the
-        coordinator's process. Each message to or from the draft takes `delay_ms` longer. Raises
-        `Unavailable` if a process ends."""
+        """Starts a coordinator with `look_ahead`. Yields a client and the coordinator's process.
+        Each message to or from the draft takes `delay_ms` longer."""
         changes: dict[str, Any] = {"look_ahead": look_ahead}
         async with AsyncExitStack() as stack:
             if delay_ms > 0:
@@ -310,9 +307,8 @@ class Replicas:
 async def running_pair(
     target: TargetConfig, draft: DraftConfig | None, coordinator: CoordinatorConfig
 ) -> AsyncIterator[Replicas]:
-    """Starts an embedded Redis and a target. If `draft` has a model, also starts a draft replica.
-    `coordinator` has the settings of later coordinators. Raises `ConfigError`, and `Unavailable` if
-    a process ends."""
+    """Starts an embedded Redis and a target, and if `draft` has a model, a draft replica.
+    `coordinator` has the settings of later coordinators."""
     async with AsyncExitStack() as stack:
         redis_url = await stack.enter_async_context(embedded_redis())
         verifier = await stack.enter_async_context(service_process("target", target))

@@ -1,4 +1,4 @@
-"""Results of commands, shown as one JSON object on one line or as tables."""
+"""Results of commands, shown as a JSON object or as tables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Report:
     values: Mapping[str, Any]
     """The JSON object. A value of None means that the figure was not measured."""
     shown: Sequence[RenderableType]
-    """Tables and lines that are printed without `--json`."""
+    """What is printed without `--json`."""
     warnings: Sequence[str] = ()
     """Reasons not to trust the figures, one line each."""
 
@@ -62,8 +62,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
-    """A table with a column for each key of the rows. The first column has names. The others have
-    figures, aligned to the right."""
+    """A table with a column for each key of the rows. The first column has names."""
     from rich.table import Table
 
     found = Table(title=title)

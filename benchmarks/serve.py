@@ -39,7 +39,6 @@ from .prompts import BenchPrompt
 from .report import Report, percentile
 
 GOALS = ("ttft", "tpot", "e2el")
-"""Metrics that `--goodput` may bound."""
 REQUESTS_MAX = 1_000_000
 LAG_PERIOD_S = 0.05
 """Time between two samples of the lag of this client's event loop."""
@@ -53,8 +52,6 @@ STATISTICS: Mapping[str, Any] = {
 
 @checked()
 class ServeOptions(PromptOptions):
-    """Options of `bench serve`."""
-
     base_url: str | None = None
     """URL of a server with OpenAI's API, such as http://127.0.0.1:8000; unset = an Outrider
     deployment, called by gRPC."""
@@ -88,8 +85,7 @@ class ServeOptions(PromptOptions):
 
     @property
     def goals(self) -> dict[str, float]:
-        """Maps each metric that `goodput` bounds to its goal, ms. Raises `SettingError` if
-        `goodput` is wrong."""
+        """The goals in `goodput`, ms, by metric. Raises `SettingError` if `goodput` is wrong."""
         found: dict[str, float] = {}
         for text in self.goodput:
             name, _, value = text.partition(":")
@@ -102,7 +98,7 @@ class ServeOptions(PromptOptions):
         return found
 
     def settings(self, backend: str, server: str, model: str) -> dict[str, object]:
-        """The options as the JSON object has them. `server` is HOST:PORT."""
+        """The options for the JSON object. `server` is HOST:PORT."""
         values = asdict(self) | {"goodput": self.goals}
         named = {"backend": backend, "server": server, "model_id": model}
         return named | {
@@ -116,10 +112,9 @@ class Record:
     """One finished request. Times are seconds since the load began."""
 
     due_s: float
-    """When the request was due by the schedule of the load."""
+    """When the request should have been sent."""
     started_s: float
-    """When the request was sent. This is later than `due_s` if the request waited because of
-    `--max-concurrency`, or if this client was slow."""
+    """When the request was sent, perhaps late because of `--max-concurrency` or a slow client."""
     done: Completion | str
     """The answer, or the error."""
 
@@ -131,10 +126,8 @@ class Load:
     duration_s: float
     most_running: int
     records: Sequence[Record]
-    """In the order in which the requests ended."""
     lags_s: Sequence[float]
-    """Samples of how late this client's event loop runs. The client reads chunks late by as much.
-    """
+    """Samples of how late this client's event loop runs, and so reads chunks."""
 
     @property
     def completed(self) -> list[tuple[Record, Completion]]:
@@ -149,9 +142,8 @@ def arrival_times(rate: float, burstiness: float) -> Iterator[float]:
     """An endless sequence of arrival times in seconds.
 
     Gaps have the distribution Gamma(shape `burstiness`, mean 1 / `rate`), as in `vllm bench serve`.
-    If `burstiness` is infinite, all gaps are equal. The first request also comes after a gap. If
-    `rate` is infinite, all times are 0. vLLM rescales the times so that the last time equals its
-    mean. This function does not rescale them."""
+    If `burstiness` is infinite, all gaps are equal. If `rate` is infinite, all times are 0. Unlike
+    vLLM, this function does not rescale the times to make the last time equal its mean."""
     generator = random.Random(0)  # noqa: S311 (times, not secrecy)
     is_even = math.inf in (rate, burstiness)
     now = 0.0
@@ -161,8 +153,7 @@ def arrival_times(rate: float, burstiness: float) -> Iterator[float]:
 
 
 async def measure(options: ServeOptions, client: BenchClient, tell: Progress) -> Load:
-    """Sends all requests and waits until they have ended. The record of a failed request has its
-    error. `tell` gets a progress line after each request."""
+    """Sends all requests and waits until they have ended. `tell` gets a line after each request."""
     clock = asyncio.get_running_loop().time
     began_s = clock()
     records: list[Record] = []
@@ -223,7 +214,7 @@ async def measure(options: ServeOptions, client: BenchClient, tell: Progress) ->
 
 def report(options: ServeOptions, settings: Mapping[str, object], load: Load) -> Report:
     """The figures, with vLLM's names and units; None = not measured. Rates count only requests that
-    did not fail, and are divided by `duration`. `settings` are from `ServeOptions.settings`."""
+    did not fail. `settings` are from `ServeOptions.settings`."""
     done = [one for _, one in load.completed]
     seconds = load.duration_s or math.inf
     inputs, outputs, steps, drafted, accepted = (
@@ -275,8 +266,7 @@ def report(options: ServeOptions, settings: Mapping[str, object], load: Load) ->
 
 
 def latencies(done: Completion) -> dict[str, float | None]:
-    """The latencies of a request, ms. An answer of one token has no TPOT. If no chunk had tokens,
-    TTFT is the time to the end."""
+    """The latencies of a request, ms. If no chunk had tokens, TTFT is the time to the end."""
     first_s, rest = done.first_token_s or done.seconds, done.num_tokens - 1
     return {
         "ttft": 1e3 * first_s,
@@ -295,6 +285,6 @@ def samples(load: Load) -> dict[str, list[float]]:
 
 
 def is_good(done: Completion, goals: Mapping[str, float]) -> bool:
-    """Whether a request meets every goal. `goals` maps the names of metrics to ms."""
+    """Whether a request meets every goal. `goals` are in ms."""
     measured = latencies(done)
     return all((measured[name] or 0.0) <= bound for name, bound in goals.items())

@@ -30,20 +30,17 @@ reference's tokens/s, because a slow baseline exaggerates the speed-up."""
 
 @checked()
 class SpeedupOptions(DecodingOptions):
-    """Options of `bench speedup`."""
-
     temperature: Temperature = 0.0
     """0 = greedy."""
     concurrency: tuple[Concurrency, ...] = (1,)
     """Requests at a time. Above 1, the speed-up is the ratio of the total tokens/s. Several numbers
-    are measured one after the other. If the command starts a deployment itself, it starts a new one
-    for each number."""
+    are measured one after the other, in a temporary deployment each if no deployment runs."""
     no_reference: bool = False
     """Do not measure the references, which are the engine alone and `generate` of transformers."""
 
     def levels(self) -> tuple[SpeedupOptions, ...]:
-        """The options of each concurrency. Only the first options measure references, because
-        references always run one request at a time."""
+        """The options of each concurrency. Only the first measure references, because references
+        always run one request at a time."""
         return tuple(
             replace(self, concurrency=(number,), no_reference=self.no_reference or index > 0)
             for index, number in enumerate(self.concurrency)
@@ -55,18 +52,17 @@ class Subject:
     """The deployment to measure."""
 
     client: BenchClient
-    """Calls the deployment's coordinator."""
     model: str
     draft_model: str
     dtype: str
     num_draft_tokens: int
     """The default of a request's `num_draft_tokens`."""
     target: TargetConfig | None
-    """The target's configuration; None if the target's files are not on this machine. References
-    and peers get its `directory` and `num_threads`."""
+    """The target's configuration, also for references and peers; None = the target's files are not
+    on this machine."""
 
     def setup(self, drafted: Decoding) -> dict[str, Any]:
-        """Values of the JSON object that describe the deployment and the decoding."""
+        """Values of the JSON object about the deployment and the decoding."""
         return {
             "model": self.model,
             "draft_model": self.draft_model,
@@ -82,8 +78,7 @@ Level = Mapping[str, Any]
 
 
 async def run(options: SpeedupOptions, subject: Subject, progress: Progress) -> Level:
-    """Measures `subject` at one concurrency. Raises `SettingError` for wrong prompts, and the
-    errors of a side."""
+    """Measures `subject` at one concurrency."""
     (concurrency,) = options.concurrency
     prompts = options.load_prompts()
     drafted = options.drafted(subject.num_draft_tokens, options.temperature)
@@ -124,7 +119,7 @@ def compared(
 
 
 def _part(result: SideResult, prompts: Sequence[BenchPrompt], category: str) -> SideResult:
-    """A side's completions of one category. Its `seconds` is the sum of the times of its requests,
+    """A side's completions of one category. Their `seconds` is the sum of the times of requests,
     because requests of several categories may run at the same time."""
     pairs = zip(prompts, result.completions, strict=True)
     done = tuple(one for prompt, one in pairs if prompt.category == category)
@@ -133,10 +128,10 @@ def _part(result: SideResult, prompts: Sequence[BenchPrompt], category: str) -> 
 
 def _compare(plain: SideResult, fast: SideResult, several: bool) -> dict[str, Any]:
     """Compares sides that decoded the same prompts. A rate is the number of tokens, divided by the
-    wall time including prefill. `speedup` is the median of the prompts' ratios of rates. If
-    `several` requests ran at a time, `speedup` is the ratio of the total rates. `num_identical`
-    counts the prompts whose answers have the same tokens on both sides. Answers at temperature 0
-    should differ only after a token that was almost as likely as another."""
+    wall time including prefill. `speedup` is the median of the prompts' ratios of rates, or if
+    `several` requests ran at a time, the ratio of the total rates. `num_identical` counts the
+    answers with the same tokens on both sides. Answers at temperature 0 should differ only after a
+    token that was almost as likely as another."""
     pairs = list(zip(plain.completions, fast.completions, strict=True))
     speedup = fast.tokens_per_second / plain.tokens_per_second
     if not several:
@@ -157,8 +152,8 @@ def _compare(plain: SideResult, fast: SideResult, several: bool) -> dict[str, An
 
 
 def report(levels: Sequence[Level]) -> Report:
-    """The JSON object is that of the first level. If there are several levels, `by_concurrency` in
-    this object has the objects of all levels."""
+    """The JSON object is that of the first level. With several levels, its `by_concurrency` has the
+    objects of all levels."""
     values = dict(levels[0])
     if len(levels) > 1:
         values["by_concurrency"] = {str(level["concurrency"]): level for level in levels}

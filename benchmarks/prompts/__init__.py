@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 CATEGORIES = ("chat", "code", "math", "rewrite", "summary", "extract")
 """Categories of the built-in prompts. Prompts of the last three contain a text to work on."""
 UNCATEGORISED = "other"
-"""Category of a prompt whose line in the file names no category."""
 PROMPTS_MAX = 100_000
 """Maximum number of prompts of a benchmark."""
 _ALLOWED = (
@@ -46,7 +45,7 @@ WARM_UP_PROMPTS = (
 
 
 def built_in_prompts() -> tuple[BenchPrompt, ...]:
-    """All built-in prompts, category by category."""
+    """All built-in prompts."""
     directory = Path(__file__).parent
     return tuple(
         prompt for name in CATEGORIES for prompt in read_prompts(directory / f"{name}.jsonl")
@@ -54,8 +53,8 @@ def built_in_prompts() -> tuple[BenchPrompt, ...]:
 
 
 def read_prompts(path: Path | None) -> tuple[BenchPrompt, ...]:
-    """The prompts of a JSONL file, or the built-in prompts if `path` is None. Raises `SettingError`
-    if the file cannot be read, or if a line is wrong. The message names the file and the line."""
+    """The prompts of a JSONL file, or the built-in prompts if `path` is None. Raises
+    `SettingError`."""
     if path is None:
         return built_in_prompts()
     try:
@@ -66,8 +65,8 @@ def read_prompts(path: Path | None) -> tuple[BenchPrompt, ...]:
 
 
 def parse_prompts(text: str, source: str) -> tuple[BenchPrompt, ...]:
-    """The prompts of a JSONL text. Ignores empty lines and unknown keys. Raises `SettingError` if a
-    line is wrong. The message calls the text `source`."""
+    """The prompts of a JSONL text. Ignores empty lines and unknown keys. Raises `SettingError`,
+    whose message calls the text `source`."""
     prompts: list[BenchPrompt] = []
     # Not `splitlines`, because a JSON string may contain other line separators than the line feed.
     for number, line in enumerate(text.split("\n"), start=1):
