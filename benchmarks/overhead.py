@@ -27,22 +27,11 @@ from outrider.client import Client
 from outrider.config import EMULATED, TargetConfig
 from outrider.errors import Unavailable
 from outrider.limits import DEADLINE_MS_MAX
-from outrider.messages import (
-    DraftItem,
-    ProposalReply,
-    ReplicaDescription,
-    VerdictReply,
-    VerifyItem,
-)
+from outrider.messages import DraftItem, ProposalReply, ReplicaDescription, VerdictReply, VerifyItem
 from outrider.request import Event, GenerateRequest, RoundReport, Tokens
 from outrider.settings import between, checked
 from outrider.speculation.accept_reject import Verdict
-from outrider.speculation.proposal import (
-    COUNT_TOTAL,
-    DraftDistribution,
-    Proposal,
-    SealedProposal,
-)
+from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, Proposal, SealedProposal
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.codec import DRAFT, VERIFY
 from outrider.transport.server import RpcServer, ServerOptions

@@ -19,12 +19,7 @@ from benchmarks.report import Report
 from deploy.fleet.local_state import running_deployment, state_directory
 from deploy.fleet.preflight import resolve_models
 from outrider.api_keys import new_key
-from outrider.config import (
-    CoordinatorConfig,
-    DeploymentConfig,
-    DraftConfig,
-    TargetConfig,
-)
+from outrider.config import CoordinatorConfig, DeploymentConfig, DraftConfig, TargetConfig
 from outrider.drafters.names import LookupKind
 from outrider.errors import SettingError
 from outrider.replica.process_setup import available_cores, use_threads

@@ -13,13 +13,7 @@ from benchmarks.prompts import read_prompts
 from benchmarks.report import Report
 from draft_service.training.options import STUDENT, DistillOptions, draft_model
 from outrider.config import TargetConfig, deployment_settings
-from outrider.drafters.names import (
-    SHIPPED,
-    DrafterChoice,
-    DraftModel,
-    LookupKind,
-    parse_drafter,
-)
+from outrider.drafters.names import SHIPPED, DrafterChoice, DraftModel, LookupKind, parse_drafter
 from outrider.errors import BadRequest, SettingError
 from outrider.replica.process_setup import available_cores, use_threads
 from outrider.settings import blaming, build, settings_of

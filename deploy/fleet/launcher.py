@@ -30,13 +30,7 @@ from outrider.sessions.redis_address import with_password
 from outrider.settings import blaming
 
 from .local_state import DeploymentRecord, namespace_of
-from .preflight import (
-    check_before_start,
-    check_ports,
-    resolve_models,
-    warnings,
-    without_secrets,
-)
+from .preflight import check_before_start, check_ports, resolve_models, warnings, without_secrets
 from .ray_cluster import Cluster, RayConnection, check_asks_for_token, hide, resources
 from .reconciler import (
     CHANGE_S,
