@@ -81,7 +81,8 @@ class Answer:
 class Guessing:
     """How well a draft guesses the last token of a round under one rule. `recovery` is for
     corrections, `bonus` for bonus tokens. Entry i of an array is the total weight of the tokens
-    that were the draft's guess number i, the last entry that of the tokens it did not guess."""
+    that were the draft's guess number i. The last entry is the weight of the tokens that the draft
+    did not guess."""
 
     def __init__(self) -> None:
         self.recovery, self.bonus = np.zeros(RANKS_MAX + 1), np.zeros(RANKS_MAX + 1)
@@ -387,10 +388,11 @@ def matched(p: Array, q: Array, own: int) -> float:
 def race_rank(
     p: Array, q: Array, winner: int, generator: np.random.Generator, refused: int | None = None
 ) -> int | None:
-    """The rank, from 0, of the token at index `winner` among the draft's guesses; None if its q is
-    0. The token has won an exponential race over `p`, in which token v arrives at noise_v / p_v.
-    The guesses are the tokens in their order of arrival in a race over `q` with the same noise,
-    without the token at index `refused`. `p` and `q` [N] may omit tokens whose q is 0."""
+    """The rank, from 0, of the token at index `winner` among the draft's guesses; None if the
+    token's q is 0. The token has won an exponential race over `p`, in which token v arrives at
+    noise_v / p_v. The guesses are the tokens in their order of arrival in a race over `q` with the
+    same noise, without the token at index `refused`. `p` and `q` [N] may omit tokens whose q is 0.
+    """
     if q[winner] <= 0:
         return None
     first = generator.exponential()

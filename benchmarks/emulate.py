@@ -41,14 +41,14 @@ PROMPT_TOKENS = 64
 TOKENS_MAX = 8_000
 """Maximum of `--tokens`, because prompt and answer must fit into the emulated models' length."""
 SPARE_TOKENS = 16
-"""The last tokens of a session, which are not measured, because the last rounds draft less."""
+"""The last tokens of a session are not measured, because the last rounds draft fewer tokens."""
 SWEEP_SHARE = 0.05
 """Length of the short sessions that determine the fastest K, as a share of `--tokens`."""
 SWEEP_TOKENS_MIN = 24
 DROPPED_SHARE = 0.05
 DROPPED_MIN = 4
-"""This share of a session's tokens, and at least `DROPPED_MIN`, is not measured at its start,
-because the first round has no draft, and the second waits until the draft has prefilled."""
+"""The first tokens of a session are not measured, because the first round has no draft, and the
+second waits until the draft has prefilled. They are this share, and at least `DROPPED_MIN`."""
 MODES = {
     "plain": (Rule.TOKEN,),
     "synchronous": (Rule.TOKEN, Rule.COUPLED),

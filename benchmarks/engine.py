@@ -65,7 +65,8 @@ RUNNING_SESSIONS = 8
 RUNNING_TOKENS = 256
 """Tokens of each prompt of the running sessions."""
 SETTLING_GAPS = 16
-"""The first gaps of each running session, which are not measured, because other sessions start."""
+"""The first gaps of a running session are not measured, because other sessions are still starting.
+"""
 GAPS_BEFORE = 64
 """Gaps of each session that are measured before the long prompt is sent."""
 _POLL_S = 0.005

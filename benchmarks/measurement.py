@@ -208,9 +208,9 @@ async def _warm_up(contestant: Contestant) -> None:
 
 def _blocks(num_prompts: int, concurrency: int) -> list[range]:
     """The indices of the prompts of each turn. With one request at a time, a turn has one prompt.
-    With several requests, turns are long, because at the end of a turn fewer than `concurrency`
-    requests run. There are two turns, so that each side comes first once, because a side that comes
-    later finds beginnings of prompts cached."""
+    With several requests at a time, there are only two turns, because at the end of a turn fewer
+    than `concurrency` requests run. There are not fewer turns, because each side must come first
+    once: a side that comes later finds beginnings of prompts cached."""
     if concurrency == 1:
         return [range(index, index + 1) for index in range(num_prompts)]
     return [range(turn, num_prompts, 2) for turn in range(min(2, num_prompts))]

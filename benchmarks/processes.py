@@ -1,5 +1,5 @@
-"""Starts and calls the processes of a benchmark. Each process has a *role*, such as a service of a
-deployment, here without Ray.
+"""Starts and calls the processes of a benchmark. Each process has a *role*, for example that of a
+service of a deployment. No process uses Ray.
 
 A process reads JSON lines until its input ends, and answers each line with one line. The first line
 sets the process up, and its answer means that the process is ready. If the process refuses a line,
@@ -50,8 +50,8 @@ _PART_BYTES_MAX = 2**16
 
 
 class Process:
-    """One process. An async context manager, which starts the process, and at the end kills it with
-    all its children."""
+    """One process. Entering the context starts the process. Leaving the context ends the process
+    and all its children."""
 
     def __init__(
         self,

@@ -34,13 +34,14 @@ class SpeedupOptions(DecodingOptions):
     """0 = greedy."""
     concurrency: tuple[Concurrency, ...] = (1,)
     """Requests at a time. Above 1, the speed-up is the ratio of the total tokens/s. Several numbers
-    are measured one after the other, in a temporary deployment each if no deployment runs."""
+    are measured one after the other. If no deployment runs, each number has a temporary deployment
+    of its own."""
     no_reference: bool = False
     """Do not measure the references, which are the engine alone and `generate` of transformers."""
 
     def levels(self) -> tuple[SpeedupOptions, ...]:
-        """The options of each concurrency. Only the first measure references, because references
-        always run one request at a time."""
+        """The options of each concurrency. Only the first options measure references, because
+        references always run one request at a time."""
         return tuple(
             replace(self, concurrency=(number,), no_reference=self.no_reference or index > 0)
             for index, number in enumerate(self.concurrency)

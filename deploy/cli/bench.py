@@ -152,8 +152,8 @@ async def _two_tenants(arguments: Arguments, raw: bool) -> AsyncIterator[tuple[S
 
 
 def _subject(connection: Connection, client: Client, raw: bool) -> Subject:
-    """The engines to compare with get the larger of the target's and the draft's numbers of
-    threads, because target and draft take turns."""
+    """`num_threads` is the larger of the target's and the draft's numbers of threads, because
+    target and draft take turns."""
     from benchmarks.clients import GrpcClient
     from benchmarks.speedup import Subject
 

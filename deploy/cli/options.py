@@ -1,4 +1,5 @@
-"""Options for settings, requests and connections; connections to a deployment; lines for errors."""
+"""Options for settings, requests and connections. Connects commands to a deployment, and reports
+errors."""
 
 from __future__ import annotations
 
@@ -410,7 +411,8 @@ async def _served(record: DeploymentRecord, state: Path) -> DeploymentRecord:
 
 
 def caller_key(arguments: Arguments) -> str:
-    """The first API key that the flag or the variable gives. Raises `ConfigError` for a hash."""
+    """The first API key that the flag or the variable gives. Raises `ConfigError` for the hash of a
+    key."""
     keys = str(arguments.settings.get("api_key", os.environ.get(KEY_VARIABLE, "")))
     key = keys.partition(",")[0].strip()
     if key.startswith("sha256:"):

@@ -2,8 +2,8 @@
 
 The record is `deployment.json` in the state directory. It is written when the deployment is ready,
 and removed when the deployment stops. If callers need an API key, `cli.key` is written and removed
-with the record. The deployment's process locks `deployment.lock`, so only one deployment can run,
-and writes its process id there.
+with the record. The deployment's process locks `deployment.lock`, so only one deployment can run.
+The locked file contains the process id.
 """
 
 import fcntl
@@ -128,8 +128,8 @@ def logged_error(directory: Path) -> str | None:
 
 
 def publish(directory: Path, record: DeploymentRecord, key: str = "") -> None:
-    """Writes the record, and before the record `key`, an API key for this machine's commands (empty
-    = none). Each file is written atomically, and only its owner can read it."""
+    """If `key` is not empty, writes `key`, the API key for this machine's commands. Then writes the
+    record. Each file is written atomically, and only its owner can read it."""
     if key:
         write_whole(directory / KEY_NAME, key, 0o600)
     write_whole(directory / FILE_NAME, json.dumps(asdict(record), indent=2) + "\n", 0o600)

@@ -218,8 +218,8 @@ def _resolved(config: DeploymentConfig) -> DeploymentConfig:
 
 
 def _lookup_of(draft: DraftConfig) -> DraftConfig | None:
-    """The settings of the coordinators' look-up, without settings of draft replicas, because a
-    change of the latter must not replace coordinators."""
+    """The settings of the coordinators' look-up. Leaves out settings of draft replicas, because
+    their changes must not replace coordinators."""
     lookup = draft.drafter.lookup
     if lookup is None:
         return None

@@ -379,8 +379,8 @@ _ANSWER_S = 5.0
 
 
 def hide(directory: Path, name: str, secret: str) -> Path:
-    """Writes a secret to a file of mode 0600 in a directory of mode 0700. All users can read Ray's
-    own directory and the arguments of processes."""
+    """Writes a secret to a file of mode 0600 in a directory of mode 0700, because all users can
+    read Ray's own directory and the arguments of processes."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_whole(directory / name, secret, 0o600)
     return directory / name

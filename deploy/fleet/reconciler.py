@@ -113,14 +113,15 @@ def differing(
 
 
 def _shared(values: Mapping[str, Value], gpus: float | None) -> float | None:
-    """The number of GPUs to distribute after these changes; `gpus` before."""
+    """The number of GPUs to distribute after these changes. The number before is `gpus`."""
     return gpus if SHARING.isdisjoint(values) else resources().get("GPU", 0.0)
 
 
 _log = logging.getLogger(__name__)
 
 AWAY_S = 60.0
-"""After this time, a reconciler that is being restarted counts as lost. Ray needs seconds."""
+"""A reconciler that does not answer for this time counts as lost. A restart by Ray takes seconds.
+"""
 RETRY_PERIOD_S = 0.5
 """Time between two calls of a reconciler that does not answer."""
 NEWS_S = 10.0

@@ -32,8 +32,8 @@ from .trial import PLAN, Trial, TrialReport
 _log = logging.getLogger(__name__)
 
 ERROR_GRACE_S = 2.0
-"""Wait for the errors of other ranks after a rank has failed to start, because a later error may
-name the cause."""
+"""Time to wait for errors of other ranks after a rank has failed to start, because a later error
+may name the cause."""
 STOP_CALL_TIMEOUT_S = 5.0
 """Time that an actor may take to stop after its running requests have ended."""
 SILENCE_S = 30.0
@@ -142,8 +142,8 @@ class Replica:
 
     @classmethod
     async def adopted(cls, name: str, ranks: Sequence[Actor]) -> Self | None:
-        """Returns the replica of actors that a dead reconciler has started, or None if the replica
-        does not serve or lacks a rank."""
+        """Returns a replica made of actors that a dead reconciler has started. Returns None if the
+        replica does not serve or lacks a rank."""
         if ranks[0].rank:
             return None
         found: Engagement
@@ -453,8 +453,8 @@ class Fleet:
         return next((one for one in self.replicas if one.plan == plan and not one.leaves), None)
 
     def _is_tried(self, one: Replica) -> bool:
-        """Whether a replica on trial stays. It stays while its trial runs, and if the deployment
-        adopts the trial's settings, until another replica with these settings serves."""
+        """Whether a replica on trial stays. It stays while its trial runs. If the deployment adopts
+        the trial's settings, it stays until another replica with these settings serves."""
         plan = self.spec.plans[one.role]
         is_taken = one.plan == PLAN + plan and self.wanted[one.role] > 0
         serves = any(other.address and other.plan == plan for other in self.of(one.role))
@@ -526,8 +526,8 @@ class Fleet:
         return one
 
     def _free_slot(self, role: Role) -> int:
-        """The lowest free slot. If the role keeps its ports and has stale replicas, the slot of the
-        stale replica that leaves next."""
+        """Returns the lowest free slot. If the role keeps its ports and has stale replicas, returns
+        the slot of the stale replica that leaves next."""
         taken, stale = set(), []
         for one in self.of(role):
             if self.spec.keeps_ports(role) and one.plan != self.spec.plans[role]:
@@ -616,8 +616,8 @@ class Fleet:
         self._changed.set()
 
     async def _leave(self, one: Replica, life: asyncio.Task[None] | None) -> None:
-        """Drains and ends a replica, or if it does not serve yet, ends it at once. `life` is the
-        task of the replica so far."""
+        """Drains and ends a replica. If the replica does not serve yet, ends it at once. `life` is
+        the task that has started or watched the replica."""
         grace_s = self.spec.config.stop_timeout_s
         if life is not None:
             life.cancel()
@@ -641,8 +641,8 @@ class Fleet:
             self._changed.set()
 
     async def _hear_wanted(self) -> None:
-        """Reads the wanted numbers from Redis. Writes those that Redis lacks, and the number of
-        started replicas, because Redis may have lost its data."""
+        """Reads the wanted numbers from Redis. Writes the numbers that Redis lacks, and the number
+        of started replicas, because Redis may have lost its data."""
         try:
             wanted = await self._registry.wanted()
             if wanted.keys() != self.wanted.keys():

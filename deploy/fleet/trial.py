@@ -37,7 +37,7 @@ class Trial:
     share: float
     """Share of the new sessions that the trial's replica gets."""
     seconds: float
-    """Longest duration of the trial, s, since the trial's replica serves."""
+    """Time limit of the trial, s, from when its replica serves."""
     spec: FleetSpec
     """The spec of a whole deployment with these settings."""
 

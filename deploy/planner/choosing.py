@@ -98,8 +98,8 @@ class Spread:
 
     num_texts: int
     speedup: tuple[float, float]
-    """The chosen option's speed-up over plain decoding, as bounds of the middle `LEVEL` of the
-    resamples."""
+    """The lowest and the highest speed-up of the chosen option over plain decoding, in the middle
+    `LEVEL` of the resamples."""
     same_share: float
     """Share of the resamples in which the plan's rule and K are chosen again."""
 

@@ -4,8 +4,8 @@ A step reads the weights once, and the keys and values of each session once. Abo
 rows, computing takes longer than reading the weights. A step also takes `layer_ms` for each layer,
 and `session_ms` for each session after the first.
 
-In each round, a head on a draft device waits for the hidden states of the committed tokens, of
-`head_width` numbers of 2 bytes each. The hidden states pass two links of `link_gb` GB/s each.
+In each round, a head on a draft device waits for the hidden states of the committed tokens. A
+hidden state has `head_width` numbers of 2 bytes, and passes two links of `link_gb` GB/s each.
 """
 
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ class _Devices(BaseModel, extra="forbid", validate_default=True, allow_inf_nan=F
     head: _Spec = "0.85/1/12.3"  # type: ignore[assignment]
     head_width: PositiveInt = 4096
     link_gb: PositiveFloat = 3.0
-    """Speed of the link from target to coordinator, and of that from coordinator to draft, GB/s."""
+    """Speed of each link, GB/s (25 Gbit/s): target to coordinator, and coordinator to draft."""
     acceptance: Share = 0.65
     head_acceptance: Share = 0.71
     hit_rate: Share = 0.84

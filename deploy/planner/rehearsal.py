@@ -131,7 +131,8 @@ async def _rehearsed(
 
 
 def rehearsed_rule(temperature: float) -> Rule:
-    """Greedy, or above temperature 0 coupled, because their answers do not depend on K."""
+    """Greedy at temperature 0, otherwise coupled, because with these rules answers do not depend on
+    K."""
     return rules_at(temperature)[-1]
 
 
@@ -177,8 +178,8 @@ def _drafted_rounds(
 ) -> Iterator[tuple[int, int, RoundReport, float]]:
     """Yields four values for each round with a draft: the steps of the draft model, the tokens
     before the round, the report, and the duration in seconds. Leaves out the first round with a
-    draft, because the draft may prefill the prompt in this round, and rounds with an unexpected
-    number of draft tokens."""
+    draft, because the draft may prefill the prompt in this round. Also leaves out rounds with an
+    unexpected number of draft tokens."""
     script, text = Script(draft, temperature), session.text
     for index, (before, now) in enumerate(pairwise(session.done.rounds)):
         start = now.tokens.first_index

@@ -75,7 +75,8 @@ class Rounds(NamedTuple):
     num_tokens: float
     num_rounds: float
     contexts: float
-    """Sum over the later rounds of the session's length at the start of the round, in tokens."""
+    """The session's length at the start of a later round, in tokens, summed over the later rounds.
+    """
     reached: Array
     """[K]: how often a token at depth 1, 2, ... was tested."""
     accepted: Array
@@ -311,7 +312,7 @@ class _SharedSteps:
     def drafted_seconds(self, sessions: int) -> float:
         """Total time of rounds that wait for their drafts. Sessions that share a step form a group.
         Target and draft each serve one group at a time. In a cycle, every session has one round.
-        The number of groups is that of the shortest cycle."""
+        The number of groups is chosen for the shortest cycle."""
         mean = 1.0 + self.rounds.proposed_per_round, self.rounds.steps_per_round
 
         def cycle_s(groups: int) -> float:

@@ -320,8 +320,8 @@ class _Request(NamedTuple):
     """The time and the number of tokens of each event."""
 
     def pace(self, begin: float) -> tuple[float, int] | None:
-        """Seconds per token, and number of tokens, of the tokens that came after the time `begin`
-        and after the first event. None if no such token came."""
+        """For the tokens that came after the time `begin` and after the first event, the seconds
+        per token and the number of tokens. None if no such token came."""
         start = max(sum(at < begin for at, _ in self.tokens) - 1, 0)
         num = sum(n for _, n in self.tokens[start + 1 :])
         return ((self.tokens[-1][0] - self.tokens[start][0]) / num, num) if num else None
