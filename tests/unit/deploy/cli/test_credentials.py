@@ -208,5 +208,8 @@ def test_keys_are_made_listed_and_revoked(
     }
     for action, said in refusals.items():
         assert said in refusal(capsys, "keys", *action)
+    (device := tmp_path / "device").symlink_to("/dev/null")
+    monkeypatch.setenv("OUTRIDER_API_KEY_FILE", str(device))
+    assert "is not a regular file" in refusal(capsys, "keys", "new", "carol")
     monkeypatch.delenv("OUTRIDER_API_KEY_FILE")
     assert "--api-key-file" in refusal(capsys, "keys", "list")
