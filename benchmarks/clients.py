@@ -9,6 +9,7 @@ from typing import Any, Self
 import httpx2
 
 from outrider.client import ChatMessage, Client, Finished, GenerateRequest, SamplingParams, Tokens
+from outrider.config import PORT_MAX
 from outrider.errors import SettingError, Unavailable
 from outrider.limits import DEADLINE_MS_MAX
 from outrider.request import RoundReport
@@ -93,6 +94,8 @@ class HttpClient(BenchClient):
             )
         except httpx2.InvalidURL as error:
             raise SettingError("base_url", f"{base_url!r} is wrong: {error}") from error
+        if (self._client.base_url.port or 0) > PORT_MAX:
+            raise SettingError("base_url", f"{base_url!r} is wrong: the last port is {PORT_MAX}")
         self.model = model
         self.address = self._client.base_url.netloc.decode()
         self._raw = raw

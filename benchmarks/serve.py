@@ -90,7 +90,7 @@ class ServeOptions(PromptOptions):
         for text in self.goodput:
             name, _, value = text.partition(":")
             with suppress(ValueError):
-                if name in GOALS and float(value) >= 0:
+                if name in GOALS and 0 <= float(value) < math.inf:
                     found[name] = float(value)
                     continue
             allowed = f"NAME:MS, where NAME is one of {', '.join(GOALS)}"
