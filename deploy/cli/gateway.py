@@ -14,7 +14,7 @@ import click
 
 from benchmarks.report import Report
 from deploy.fleet.local_state import DeploymentRecord, running_deployment, state_directory
-from outrider.config import LOOPBACK, WAIT_S_MAX, is_loopback
+from outrider.config import LOOPBACK, PORT_MAX, WAIT_S_MAX, is_loopback
 from outrider.errors import ConfigError, SettingError, Unavailable
 from outrider.settings import blaming
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PORT = 8080
 STOP_S = 10.0
-_URL = re.compile(r"https?://([\w.-]+|\[[0-9a-fA-F:]+\])(:\d{1,5})?")
+_URL = re.compile(r"https?://([\w.-]+|\[[0-9a-fA-F:]+\])(?::(\d{1,5}))?")
 _FILES = {
     "--ssl-certfile": "serve HTTPS with this certificate, PEM",
     "--ssl-keyfile": "private key of --ssl-certfile, PEM",
@@ -125,7 +125,8 @@ def _coordinators(arguments: Arguments, record: DeploymentRecord | None) -> Coor
 
     state, given = state_directory(os.environ), arguments.coordinators
     for url in (given or "").split(",") if record is None else ():
-        if not _URL.fullmatch(url.strip()):
+        found = _URL.fullmatch(url.strip())
+        if found is None or int(found[2] or 0) > PORT_MAX:
             raise SettingError(
                 "coordinators",
                 f"{url!r} is wrong; it must be http://HOST:PORT or https://HOST:PORT. Separate "
