@@ -1,6 +1,7 @@
 """Commands that change a running deployment: `outrider scale` and `upgrade`."""
 
 import asyncio
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from deploy.fleet.spec import FleetSpec
 from deploy.fleet.trial import MINUTES_DEFAULT, MINUTES_MAX, SHARE_MAX
 from outrider.config import WAIT_S_MAX, AutoscaleConfig
 from outrider.errors import ConfigError, SettingError
+from outrider.limits import REPLICAS_MAX
 from outrider.registry.registry import ROLES, Role
 from outrider.settings import Value
 
@@ -110,8 +112,9 @@ def parsed_counts(words: Sequence[str]) -> dict[Role, int]:
             raise ConfigError(f"{word}: {f'must be {role}=N' if role else unknown}")
         if role in counts:
             raise ConfigError(f"{word}: {role} is given twice")
-        if not (text.isascii() and text.isdecimal()):
-            raise ConfigError(f"{word}: {text!r} is wrong; it must be a whole number")
+        if not re.fullmatch("[0-9]{1,9}", text):
+            allowed = f"a whole number up to {REPLICAS_MAX}"
+            raise ConfigError(f"{word}: {text!r} is wrong; it must be {allowed}")
         counts[role] = int(text)
     return counts
 

@@ -130,6 +130,7 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> Fleet:
         (["scale", "drafts=4"], "drafts=4: unknown role; use coordinator, target or draft"),
         (["scale", "draft"], "error: draft: must be draft=N\n"),
         (["scale", "target=x"], "error: target=x: 'x' is wrong; it must be a whole number"),
+        (["scale", f"draft={'9' * 5000}"], "9' is wrong; it must be a whole number up to 1024"),
         (["scale", "draft=1", "--wait", "-1"], "--wait: -1.0 is not in the range 0<=x<=86400"),
         (["scale", "draft=1", "--wait", "nan"], "--wait: nan is no finite number"),
         (["upgrade", "--autoscale-targets", "0:2"], "--autoscale-targets: '0:2' is wrong; it must"),
