@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import BaseModel, Field, NonNegativeFloat, PositiveFloat
 
 from benchmarks.report import Report, table
 from outrider.engine.emulated_spec import Parts, Share, parse_numbers
@@ -32,13 +32,16 @@ RATE, SPEED = "device_tokens_per_second", "session_tokens_per_second"
 _BYTES_OF_A_NUMBER = 2
 
 
+_Count = Annotated[int, Field(ge=1, le=10**9)]
+
+
 class _Model(NamedTuple):
     gb: PositiveFloat
     """Size of the weights, GB."""
-    layers: PositiveInt
+    layers: _Count
     kv_kb: PositiveFloat
     """Size of a token's keys and values, KB."""
-    devices: PositiveInt = 1
+    devices: _Count = 1
 
 
 _Spec = Annotated[_Model, Parts]
@@ -48,14 +51,14 @@ class _Devices(BaseModel, extra="forbid", validate_default=True, allow_inf_nan=F
     """The defaults are for H200s, Llama 3.1 8B, Llama 3.2 1B and an EAGLE-3 head.
     docs/performance.md has the sources of these numbers."""
 
-    sessions: PositiveInt = 1
+    sessions: _Count = 1
     """Sessions of each target, as far as they fit into the memory."""
-    context: PositiveInt = 1024
+    context: _Count = 1024
     """Tokens of each session."""
     target: _Spec = "16.06/32/131.1"  # type: ignore[assignment]
     draft: _Spec = "2.47/16/32.8"  # type: ignore[assignment]
     head: _Spec = "0.85/1/12.3"  # type: ignore[assignment]
-    head_width: PositiveInt = 4096
+    head_width: _Count = 4096
     link_gb: PositiveFloat = 3.0
     """Speed of each link, GB/s (25 Gbit/s): target to coordinator, and coordinator to draft."""
     acceptance: Share = 0.65
@@ -65,7 +68,7 @@ class _Devices(BaseModel, extra="forbid", validate_default=True, allow_inf_nan=F
     """Memory of a device for weights, keys and values: 0.9 of 141 GB."""
     bandwidth_tb: PositiveFloat = 3.6
     """Memory bandwidth of a device: 0.75 of 4.8 TB/s."""
-    compute_rows: PositiveInt = 206
+    compute_rows: _Count = 206
     """Rows whose computing takes as long as reading the weights: 990 TFLOP/s divided by 4.8 TB/s.
     With 8 bits the number is the same, because computing and reading are both twice as fast."""
     layer_ms: NonNegativeFloat = 0.07

@@ -47,6 +47,8 @@ EMULATED = ("--simulate", "--engine", "emulated:acceptance_rates=0.8")
         ),
         (("--devices", "h200-8b,speed=1"), "--devices: speed='1'"),
         (("--devices", "h200-8b,acceptance=1.1"), "--devices: acceptance='1.1'"),
+        (("--devices", f"h200-8b,context={10**400}"), "--devices: context='1000"),
+        (("--devices", f"h200-8b,target=16/32/131/{10**400}"), "--devices: target='1000"),
         (("--devices", "h200-8b,target=16/32"), "--devices: target="),
         (("--devices", "h200-8b,bandwidth_tb=inf"), "--devices: bandwidth_tb='inf'"),
         (("--devices", "h200-8b,memory_gb=16"), "memory_gb is too small for the target and 1024"),
