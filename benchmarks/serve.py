@@ -52,6 +52,8 @@ STATISTICS: Mapping[str, Any] = {
 
 @checked()
 class ServeOptions(PromptOptions):
+    """Options of `bench serve`."""
+
     base_url: str | None = None
     """URL of a server with OpenAI's API, such as http://127.0.0.1:8000; unset = an Outrider
     deployment, called by gRPC."""

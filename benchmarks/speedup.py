@@ -30,6 +30,8 @@ reference's tokens/s, because a slow baseline exaggerates the speed-up."""
 
 @checked()
 class SpeedupOptions(DecodingOptions):
+    """Options of `bench speedup`."""
+
     temperature: Temperature = 0.0
     """0 = greedy."""
     concurrency: tuple[Concurrency, ...] = (1,)

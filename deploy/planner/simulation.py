@@ -99,6 +99,7 @@ class Pair:
         return len(self.survival) > 0 and self.times.draft is not None
 
     def seats(self, role: ReplicaRole) -> int:
+        """Most sessions in a step of a role\'s replica."""
         times = self.times
         return times.target_max_num_seqs if role == "target" else times.max_num_seqs
 
@@ -121,6 +122,8 @@ def _on_line(costs: StepCosts, line: Line) -> StepCosts:
 
 @dataclass(frozen=True)
 class Scenario:
+    """A fleet that serves a pair, and the load of the fleet."""
+
     pair: Pair
     fleet: Fleet
     workload: Workload
