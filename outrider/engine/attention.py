@@ -2,10 +2,7 @@
 
 If a module's attention is set to `PAGED`, the module passes each layer's queries, keys and values
 to `_paged_attention`, and builds no mask. The current step is in a context variable, because not
-every model passes extra arguments down to its layers. `find_layers` does not rely on the model's
-configuration. Instead, it runs one token through the module. It records each block that calls
-attention, with the block's mask and the shapes of its tensors.
-"""
+every model passes extra arguments down to its layers."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,11 +19,10 @@ from outrider.errors import ConfigError, InvariantError, check
 from outrider.kv_cache.storage import KeysAndValues, LayerShape
 
 PAGED = "outrider_paged"
-"""Name of the attention that reads and writes pages."""
 _FINDING = "outrider_finding"
-"""Name of an attention function that only records which block calls it."""
+"""The attention function of this name only records which block calls it."""
 _UNKNOWN_ARGUMENTS = ("s_aux", "position_bias")
-"""Arguments of attention functions that change the result, and that `_paged_attention` ignores."""
+"""These arguments of attention functions change the result, but `_paged_attention` ignores them."""
 _Allows = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """A mask function of transformers. Takes the indices of batch, head, query and key. Returns whether
 the query sees the key."""
@@ -40,7 +36,7 @@ class AttentionLayer:
     shape: LayerShape
     query_heads: int
     window: int | None
-    """How many tokens a token sees, itself included. None = itself and all tokens before it."""
+    """How many tokens a token sees, including itself. None = the token and all tokens before it."""
     scaling: float
     """The factor by which attention scores are multiplied."""
     softcap: float | None
@@ -50,7 +46,7 @@ class AttentionLayer:
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """A layer's keys and values, and what the layer sees of them."""
+    """A layer's keys and values, and how the layer attends to them. See `AttentionLayer`."""
 
     cache: KeysAndValues
     window: int | None
@@ -59,8 +55,8 @@ class LayerPages:
 
 
 Attend = Callable[[Tensor, LayerPages], Tensor]
-"""Computes attention of a step to a layer's pages. Takes queries [1, query heads, T, key width] and
-the layer. Returns the output [1, T, query heads, value width]."""
+"""Attends to a layer's pages. Takes queries [1, query heads, T, key width] and the layer. Returns
+the output [1, T, query heads, value width]."""
 
 
 _RUNNING: ContextVar[tuple[dict[nn.Module, LayerPages], Tensor, Attend] | None] = ContextVar(
@@ -68,7 +64,7 @@ _RUNNING: ContextVar[tuple[dict[nn.Module, LayerPages], Tensor, Attend] | None] 
 )
 """The layers of the current step, the slots of its tokens, and its `Attend` function."""
 _FOUND: ContextVar[tuple[list[AttentionLayer], int]] = ContextVar("outrider_layers")
-"""The layers that `find_layers` has found so far, and the greatest length of a sequence."""
+"""The layers that `find_layers` has found so far, and the maximum length of a sequence."""
 
 
 @contextmanager
@@ -83,8 +79,8 @@ def running(layers: dict[nn.Module, LayerPages], slots: Tensor, attend: Attend) 
 
 
 def find_layers(module: Any, max_model_len: int) -> list[AttentionLayer]:
-    """The module's attention layers, in the order in which they run. Afterwards the attention of
-    the module is `PAGED`.
+    """Finds the module's attention layers, in the order in which they run, by a run with one token.
+    Afterwards the attention of the module is `PAGED`.
 
     Raises `ConfigError` if the attention cannot be replaced, or if the model has attention sinks, a
     mask that is neither causal nor a sliding window, or a layer that runs twice."""
@@ -143,7 +139,7 @@ def _noted_attention(
     softcap: float | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """Records the block. Returns zeros in the shape of the attention output."""
+    """Records the block, and returns zeros in the shape of the attention output."""
     layers, max_model_len = _FOUND.get()
     if any(layer.block is block for layer in layers):
         raise ConfigError("one of its layers runs twice for each token")
@@ -164,7 +160,6 @@ def _noted_attention(
 def _noted_mask(
     batch_size: int, q_length: int, kv_length: int, mask_function: _Allows, **_: Any
 ) -> Tensor:
-    """A mask that has its mask function as an attribute."""
     mask = torch.ones((batch_size, 1, q_length, kv_length), dtype=torch.bool)
     mask.allows = mask_function  # type: ignore[attr-defined]
     return mask
@@ -172,8 +167,7 @@ def _noted_mask(
 
 def _window(allows: _Allows, length: int) -> int | None:
     """The window of a causal mask over `length` tokens; None if tokens see all tokens before them.
-    Tests rows at both ends and near the window's size. Raises `ConfigError` if the mask is neither
-    causal nor a sliding window."""
+    Tests only some rows of the mask: those at both ends and those near the window's size."""
     zero = torch.zeros((), dtype=torch.int64)
     keys = torch.arange(length)
 

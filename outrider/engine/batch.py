@@ -4,14 +4,13 @@
     position    7 8 9 0 4 5 5 6 ...     the token's position in its path through its sequence
     slot                                where the token's key and value are written
 
-A token attends only to slots of its own sequence. So the new tokens are cut into *segments*. A
-segment is a run of consecutive tokens of one sequence. Segments of equal size and similar context
-length form a *group*. The attention of a group is one batch of matrix products. The groups are
-computed once for each step and window size. Layers with the same window share them.
+A token attends only to slots of its own sequence. Therefore the new tokens are cut into *segments*,
+each of consecutive tokens of one sequence. Segments of equal size and similar context length form a
+*group*. The attention of a group is one batch of matrix products. Layers with the same window share
+the groups.
 
-With *fixed shapes*, inputs of matrix products are padded to a few sizes. Then a token's logits do
-not depend on the other tokens of its step.
-"""
+With *fixed shapes*, the inputs of matrix products are padded to a few sizes, so that a token's
+logits do not depend on the other tokens of its step."""
 
 from __future__ import annotations
 
@@ -35,14 +34,13 @@ of any usual CPU."""
 FIXED_SEGMENT_TOKENS_MIN = 4
 """With fixed shapes, a segment has at least this many tokens, because matrix products of fewer rows
 use other kernels in float32 and float64."""
-
-
 _ROWS_UNIT = 64
 
 
 def padded_rows(num_rows: int, smallest: int = STEP_ROWS_MIN) -> int:
-    """The number to which `num_rows` rows are padded. From 64 rows on, it is a multiple of 64. For
-    fewer rows, it is a power of two and at least `smallest`. 0 rows are not padded."""
+    """Returns the number of rows to which `num_rows` rows are padded. Numbers above 64 become
+    multiples of 64. Smaller numbers become powers of two, at least `smallest`. 0 rows are not
+    padded."""
     if num_rows >= _ROWS_UNIT:
         return _in_units(num_rows, _ROWS_UNIT)
     return max(smallest, 1 << (num_rows - 1).bit_length()) if num_rows > 0 else 0
@@ -51,16 +49,16 @@ def padded_rows(num_rows: int, smallest: int = STEP_ROWS_MIN) -> int:
 _SEGMENT_TOKENS_MAX = 128
 _SEGMENT_TOKENS_MIN = 16
 _SCORES_MAX = 2**19
-"""The most attention scores (tokens * context) that a group computes at once for each head. This
-bounds the memory of a step. Only a single segment of the smallest size may exceed this limit."""
+"""A group computes at most this many attention scores (tokens * context) for each head. This limits
+the memory of a step. Only a group of one segment of the smallest size may exceed the limit."""
 _GATHERED_SLOTS_MAX = 2**16
-"""The most slots that a group of several segments gathers."""
+"""A group of several segments gathers at most this many slots."""
 _SLOTS_UNIT = 16
-"""Without fixed shapes, the slots of a segment are padded to a multiple of this number. Then each
-vector lane always adds the same slots, so a sum does not depend on how many masked slots follow. If
-matrix products use the same kernel for both numbers of rows, a token's logits in bfloat16 are
-bit-equal with and without drafted tokens after it. With the matrix tiles of an Intel Xeon, kernels
-are the same up to 32 rows."""
+"""Without fixed shapes, the slots of a segment are padded to a multiple of this number. Each lane
+of a vector register then always adds the same slots, so a sum does not depend on how many masked
+slots follow. Therefore a token's logits in bfloat16 are bit-equal with and without drafted tokens
+after the token, as long as matrix products use the same kernel for both numbers of rows. An Intel
+Xeon with matrix tiles uses the same kernel up to 32 rows."""
 _Ints = npt.NDArray[np.int64]
 _Bools = npt.NDArray[np.bool_]
 
@@ -77,25 +75,24 @@ class HeldSequence:
 
 
 class StepRows(NamedTuple):
-    """The T new tokens of a step, one sequence after another."""
+    """The T new tokens of a step, one sequence after another. `positions` count along a token's
+    path through its sequence."""
 
     token_ids: _Ints
     positions: _Ints
     slots: _Ints
-    """The slots to which the tokens' keys and values are written."""
     wanted: _Ints
     """[R]: the rows whose logits are wanted."""
 
 
 class HeldStep:
-    """The sequences of one step; at least one."""
+    """The sequences of one step. There is at least one sequence."""
 
     def __init__(self, sequences: Sequence[HeldSequence], page_size: int) -> None:
         self.sequences, self.page_size = sequences, page_size
 
     @cached_property
     def rows(self) -> StepRows:
-        """The rows of the step. They are computed once, for the model and its draft layer."""
         parts = []
         row = 0
         for held in self.sequences:
@@ -112,27 +109,27 @@ class HeldStep:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """N segments. Each has T new tokens, which attend to at most L slots."""
+    """N segments. Each segment has T new tokens, which attend to at most L slots."""
 
     num_segments: int
     num_tokens: int
     rows: slice | Tensor
     """[N * T]: each token's row in the step."""
     targets: Tensor | None
-    """[N * T]: the row to which each token's output is written. For tokens that only pad a segment,
-    this is a spare row after the step's last row. For all other tokens, it is the row in `rows`.
-    None without fixed shapes."""
+    """[N * T]: the row to which each token's output is written. This is the row in `rows`, except
+    for tokens that only pad a segment. Their output is written to a spare row after the step's last
+    row. None without fixed shapes."""
     slots: Tensor
     """[N * L]: the slots of each segment. If a segment has fewer than L slots, its first slot is
     repeated."""
     bias: Tensor | None
-    """[N, 1, T, L]: a mask that is added to the attention scores. Its values are -inf if the token
-    must not see the slot, else 0. None if every token sees all L slots."""
+    """[N, 1, T, L]: a mask that is added to the attention scores. A value is -inf if the token must
+    not see the slot, else 0. None if every token sees all L slots."""
     _rows: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def rows_by_head(self, num_heads: int, num_slots: int) -> Tensor:
-        """[heads * N * L]: the rows of `slots` for every head, in a cache that is flattened to
-        [heads * num_slots, width]. Computed once for all layers."""
+        """Returns [heads * N * L]: the rows of `slots` for every head, in a cache that is flattened
+        to [heads * num_slots, width]."""
         known = self._rows.get((num_heads, num_slots))
         if known is None:
             firsts = torch.arange(0, num_heads * num_slots, num_slots, device=self.slots.device)
@@ -142,18 +139,19 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The inputs of a forward pass over T new tokens."""
+    """The inputs of a forward pass over T new tokens. With fixed shapes, padding follows the values
+    in `token_ids`, `position_ids` and `logit_rows`."""
 
     token_ids: Tensor
-    """[1, T]. With fixed shapes, padding follows."""
+    """[1, T]."""
     position_ids: Tensor
-    """[1, T]. With fixed shapes, padding follows."""
+    """[1, T]."""
     slots: Tensor
-    """[T]: the slots to which keys and values are written; never padded."""
+    """[T]: the slots to which keys and values are written."""
     logit_rows: Tensor
-    """[R]: the rows whose logits are wanted. With fixed shapes, padding follows."""
+    """[R]: the rows whose logits are wanted."""
     groups: dict[int | None, list[Group]]
-    """The groups for each window size; None = the whole context."""
+    """The groups for each window size. The key None means the whole context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,24 +159,23 @@ class _Segment:
     first_row: int
     num_tokens: int
     position: int
-    """Position of the first token."""
     end: int
-    """How many slots the sequence has up to and including the segment's last token."""
+    """The number of slots of the sequence up to and including the segment's last token."""
     slots: _Ints
-    """All slots of the sequence. In a tree, the new tokens are at `Tree.places`, and the places
-    between them are masked."""
+    """All slots of the sequence. The new tokens of a tree are at `Tree.places`. The places between
+    these tokens are masked."""
     tree: Tree | None
 
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """Which slots of a segment the layers with one window read, and with how much padding."""
+    """Chooses which slots of a segment the layers with one window read, and the padding."""
 
     window: int | None
     first_slot: int
     """Tokens do not see slots of their sequence before this index."""
     spare_row: int | None
-    """The row to which the output of padding is written. None without fixed shapes."""
+    """See `Group.targets`. None without fixed shapes."""
     device: torch.device
     dtype: torch.dtype
 
@@ -192,7 +189,7 @@ class _View:
         return max(self.first_slot, self.first_seen(segment) // self._unit * self._unit)
 
     def num_slots(self, segment: _Segment) -> int:
-        """How many slots are gathered for the segment, padding included."""
+        """The number of slots that are gathered for the segment, including padding."""
         return _in_units(segment.end - self.begin(segment), self._unit)
 
     @property
@@ -200,7 +197,6 @@ class _View:
         return _SLOTS_UNIT if self.spare_row is None else SPLIT_SLOTS
 
     def num_tokens(self, segment: _Segment) -> int:
-        """Padding included."""
         num = segment.num_tokens
         return num if self.spare_row is None else padded_rows(num, FIXED_SEGMENT_TOKENS_MIN)
 
@@ -214,11 +210,11 @@ class Tree:
     ancestors: _Bools
     """[T, T]: whether the column's token is the row's token or one of its ancestors."""
     places: _Ints
-    """[T]: the place of each token in attention, counted from the end of the slots that the
-    sequence held before the step. The first token of each depth has the place that it would have in
-    a chain. Each further token of the same depth is placed one stride later. The stride is a
-    multiple of `_SLOTS_UNIT`, so attention adds the tokens of every path in the order of a chain.
-    """
+    """[T]: the place of each token among the slots of attention. Place 0 is the place after the
+    slots that the sequence held before the step. The first token of each depth has the place that
+    it would have in a chain. Each further token of the same depth is placed one stride later. The
+    stride is a multiple of `_SLOTS_UNIT`, so attention adds the tokens of every path in the order
+    of a chain."""
 
 
 def plan_step(
@@ -262,7 +258,6 @@ def _slots_of(held: HeldSequence, page_size: int) -> _Ints:
 
 
 def tree_of(parents: Sequence[int]) -> Tree:
-    """The tree of `SequenceStep.parents`."""
     num = len(parents)
     depths = np.zeros(num, dtype=np.int64)
     ranks = np.zeros(num, dtype=np.int64)
@@ -277,14 +272,13 @@ def tree_of(parents: Sequence[int]) -> Tree:
 
 
 def _in_units(num: int, unit: int) -> int:
-    """`num` rounded up to a multiple of `unit`."""
     return -(-num // unit) * unit
 
 
 def _segments(
     length: int, num: int, slots: _Ints, first_row: int, tree: Tree | None
 ) -> list[_Segment]:
-    """Cuts the new tokens of a sequence into segments. A tree becomes one segment."""
+    """Cuts the new tokens of a sequence into segments. A tree is one segment."""
     if tree is not None:
         end = length + int(tree.places.max()) + 1
         seen = np.full(end, slots[0])
@@ -306,8 +300,8 @@ def _segments(
 
 
 def _alike(segments: Sequence[_Segment], view: _View) -> list[list[_Segment]]:
-    """Divides segments into groups. The segments of a group have the same number of tokens. Each
-    segment has at least half as many slots as the longest segment of its group."""
+    """Divides segments into groups. The segments of a group have the same number of tokens, and at
+    least half as many slots as its longest segment."""
 
     def size(segment: _Segment) -> tuple[int, int]:
         return view.num_tokens(segment), view.num_slots(segment)
@@ -369,7 +363,7 @@ def _bias(
     members: Sequence[_Segment], begins: Sequence[int], places: _Ints, width: int, view: _View
 ) -> Tensor:
     """`Group.bias`, [N, 1, T, L]. `places` [N, T] are the indices of tokens in their segments. The
-    columns of segment n stand for the slots of its sequence from `begins[n]` on."""
+    first column of segment n is slot `begins[n]` of its sequence."""
     window = view.window
     firsts = np.array([segment.position for segment in members])[:, None]
     queries = (firsts + places)[..., None]
@@ -387,7 +381,7 @@ def _bias(
 
 def _tree_mask(segment: _Segment, tree: Tree, begin: int, width: int, window: int | None) -> _Bools:
     """[T, L]: whether each token sees each slot. Within the window, a token sees the slots that the
-    sequence held before the step, its own ancestors, and itself."""
+    sequence held before the step, the token's ancestors, and the token itself."""
     positions = np.arange(begin, begin + width)
     new = segment.position - begin + tree.places
     positions[new] = segment.position + tree.depths

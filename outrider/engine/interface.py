@@ -19,8 +19,7 @@ class ModelInfo:
 
     name: str
     vocab_size: int
-    """Token ids are 0..vocab_size - 1. Ids that only pad the vocabulary count too. Logits have a
-    column for each id, unless `logit_token_ids` is set."""
+    """Token ids are 0..vocab_size - 1. These include ids that only pad the vocabulary."""
     max_model_len: int
     dtype: str
     eos_token_ids: tuple[int, ...]
@@ -42,9 +41,9 @@ class SequenceStep:
 
     sequence_id: str
     token_ids: tuple[int, ...]
-    """The new tokens, at least one. They follow the tokens that the sequence already holds."""
+    """At least one token. These tokens follow the tokens that the sequence already holds."""
     num_logits: int
-    """The engine returns logits at the last `num_logits` tokens; 0..len(token_ids)."""
+    """The engine returns logits at this many of the last tokens, 0..len(token_ids)."""
     parents: tuple[int, ...] = ()
     """In a tree, token i follows the new token with index `parents[i]`, which is less than i. If
     `parents[i]` is -1, token i follows the last token that the sequence already holds. Empty for a
@@ -58,17 +57,15 @@ class PageCounts:
     num_pages: int
     num_free: int
     num_evictable: int
-    """Cached pages that no sequence holds."""
+    """How many cached pages no sequence holds."""
     prefix_queries: int
     """How many tokens were passed to `Engine.attach`."""
     prefix_hits: int
     """How many tokens `Engine.attach` found in cached pages."""
     page_size: int = PAGE_SIZE
-    """Slots of a page."""
 
     @property
     def num_slots(self) -> int:
-        """How many tokens all pages together can hold."""
         return self.num_pages * self.page_size
 
     @property
@@ -79,10 +76,10 @@ class PageCounts:
 
 @dataclass(frozen=True, slots=True)
 class FoundPrefix:
-    """Cached pages with which a sequence can begin. Valid until the engine runs a step."""
+    """Cached pages with which a sequence can begin. They are valid until the engine runs a step."""
 
     length: int
-    """How many slots these pages have."""
+    """How many slots all these pages have together."""
     pages: tuple[int, ...]
 
 
@@ -102,12 +99,11 @@ class Engine(Protocol):
 
     @property
     def info(self) -> ModelInfo:
-        """The engine's model; constant."""
-        ...
+        """Describes the engine's model. Constant."""
 
     def forward(self, steps: Sequence[SequenceStep]) -> list[Tensor]:
-        """Appends each step's tokens to its sequence. A sequence has at most one step in a call.
-        Evicts cached pages if too few are free.
+        """Appends each step's tokens to its sequence. A sequence has at most one step in a call. If
+        too few pages are free, evicts cached pages.
 
         Returns logits [num_logits, V] for each step, in float32 on the model's device. If the model
         has N `logit_token_ids`, the shape is [num_logits, N]. Row j predicts the token after the
@@ -116,7 +112,6 @@ class Engine(Protocol):
         Raises `BadRequest` for a token id outside the vocabulary or a sequence longer than
         `max_model_len`. Raises `OutOfPages` if eviction does not make enough room. After either
         error, no sequence has changed."""
-        ...
 
     def can_hold(
         self,
@@ -125,55 +120,47 @@ class Engine(Protocol):
         begun: Mapping[str, FoundPrefix] | None = None,
     ) -> bool:
         """Whether `forward` would find pages for these steps, after evictions if needed. Assumes
-        that before the steps, the sequences in `without` are released and those in `begun` are
-        attached to the given prefixes. Sequences in `without` must have no step, and sequences in
+        that the sequences in `without` are released first, and that each sequence in `begun` begins
+        with the pages in `begun`. Sequences in `without` must have no step, and sequences in
         `begun` must be new. Changes nothing."""
-        ...
 
     def find(self, token_ids: Sequence[int], salt: str = "") -> FoundPrefix:
-        """The cached pages with which `attach` would begin a sequence. Changes nothing."""
-        ...
+        """Returns the cached pages with which `attach` would begin a sequence. Changes nothing."""
 
     def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
         """Begins a new sequence with all cached pages that match the start of `token_ids`. Pages
         match only if they were written under the same `salt`. The last of `token_ids` is never
-        taken from a page, because `forward` must run it. Returns the number of slots that the
-        sequence holds now. Evicts nothing."""
-        ...
+        taken from a page, because `forward` must run the last token. Returns the number of slots
+        that the sequence holds now. Evicts nothing."""
 
     def fork(self, sequence_id: str, branch_id: str) -> None:
         """Begins the new sequence `branch_id` with the slots of `sequence_id`. The two sequences
-        share whole pages. A partial last page is copied. Evicts a cached page if the copy needs
-        one. Raises `OutOfPages` if eviction does not make room."""
-        ...
+        share whole pages. A partial last page is copied. If no page is free for this copy, evicts a
+        cached page. Raises `OutOfPages` if there is no page to evict."""
 
     def page_counts(self) -> PageCounts:
-        """The current counts of pages."""
-        ...
+        """Returns the current counts."""
 
     def length(self, sequence_id: str) -> int:
-        """How many slots the sequence holds; 0 for an unknown sequence."""
-        ...
+        """Returns the number of slots that the sequence holds, 0 for an unknown sequence."""
 
     def keep(self, sequence_id: str, length: int, path: Sequence[int] = ()) -> None:
         """Keeps the sequence's first `length` slots, followed by its slots with the indices in
         `path`. These indices must be ascending and at least `length`. Frees all other slots of the
         sequence. Other sequences are unchanged."""
-        ...
 
     def release(self, sequence_id: str) -> None:
         """Forgets the sequence. Ignores an unknown sequence."""
-        ...
 
     def take_step_seconds(self) -> float:
-        """The stated time, in seconds, of the steps since the last call of this method. Only
-        emulated engines state a time. Their callers wait until this time has passed. Other engines
-        return 0."""
+        """Returns the stated time, in seconds, of the steps since the last call of this method.
+        Only emulated engines state a time. Their callers wait until this time has passed. Other
+        engines return 0."""
         return 0.0
 
     @property
     def stated_seconds(self) -> float:
-        """What `take_step_seconds` would return now."""
+        """The time that `take_step_seconds` would return now."""
         return 0.0
 
 
@@ -184,9 +171,8 @@ class DraftingEngine(Engine, Protocol):
     token. The slot of that next token also holds the head's key and value of the pair."""
 
     def features(self) -> Sequence[Tensor]:
-        """Features [num_logits, D] for each step of the last `forward`, in the model's dtype and on
-        the model's device. Valid until the next `forward`."""
-        ...
+        """Returns features [num_logits, D] for each step of the last `forward`, in the model's
+        dtype and on the model's device. They are valid until the next `forward`."""
 
     def forward_draft(
         self, steps: Sequence[SequenceStep], features: Sequence[Tensor]
@@ -196,7 +182,6 @@ class DraftingEngine(Engine, Protocol):
         model's dtype. Each pair takes a new slot, to which the model's keys and values are not
         written. The caller must drop these slots with `keep` before the sequence's next `forward`.
         """
-        ...
 
 
 @runtime_checkable
@@ -205,25 +190,20 @@ class FeatureKeeper(Engine, Protocol):
 
     @property
     def feature_width(self) -> int:
-        """D, the width of a feature; 0 if the engine keeps no features. Constant."""
-        ...
+        """D, the width of a feature. 0 if the engine keeps no features. Constant."""
 
     def held_features(self, ranges: Sequence[tuple[str, int, int]]) -> Tensor:
-        """The features [n, D] of all slots in these ranges, one range after another, in the model's
-        dtype and on the model's device. A range is (sequence id, first slot, end), and all of its
-        slots must hold tokens. Call this only if `feature_width` is not 0."""
-        ...
+        """Returns the features [n, D] of all slots in these ranges, one range after another, in the
+        model's dtype and on the model's device. A range is (sequence id, first slot, end), and all
+        of its slots must hold tokens. Call this only if `feature_width` is not 0."""
 
 
 def check_steps(
-    steps: Sequence[SequenceStep],
-    info: ModelInfo,
-    max_num_seqs: int,
-    length: Callable[[str], int],
+    steps: Sequence[SequenceStep], info: ModelInfo, max_num_seqs: int, length: Callable[[str], int]
 ) -> None:
     """Checks the steps of a call of `Engine.forward`. `length` returns the number of slots that a
-    sequence holds. Raises `BadRequest` for an error that a request can cause, and `InvariantError`
-    for an error in the calling code."""
+    sequence holds. Raises `BadRequest` for a fault of a request, and `InvariantError` for a fault
+    of the calling code."""
     check(len(steps) <= max_num_seqs, f"{len(steps)} sequences in a step; at most {max_num_seqs}")
     check(
         len({step.sequence_id for step in steps}) == len(steps),

@@ -50,8 +50,8 @@ from outrider.models.linear_layers import align_activations, block_rows
 from outrider.models.target_layers import Watched, watch_layers, watched_layers
 
 WIDE_STEP_ROWS = 16
-"""`ContendedThreads` compares the times of steps of fewer tokens than this, to notice that other
-processes use the cores. The times of longer steps vary too much for this."""
+"""Only steps of fewer tokens than this may run on fewer threads (`ContendedThreads`), because the
+times of longer steps vary too much to be compared."""
 _log = logging.getLogger(__name__)
 
 
@@ -60,7 +60,6 @@ class PagedEngine(PagedSequences):
     code may call the module."""
 
     feature_width = 0
-    """See `FeatureKeeper.feature_width`."""
 
     def __init__(
         self,
@@ -78,9 +77,9 @@ class PagedEngine(PagedSequences):
         kernels: PaceKernels | None = None,
     ) -> None:
         """A step has at most `max_num_seqs` sequences. The pages take at most
-        `kv_cache_memory_bytes`. There are at most as many pages as `max_num_seqs` sequences of full
-        length need. If all pages together hold fewer than `info.max_model_len` tokens,
-        `info.max_model_len` is reduced to this number.
+        `kv_cache_memory_bytes`, and are at most as many as `max_num_seqs` sequences of full length
+        need. If all pages together hold fewer than `info.max_model_len` tokens, the engine reduces
+        `max_model_len` to the number of tokens that they hold.
 
         contended_threads  number of threads for steps of fewer than `WIDE_STEP_ROWS` tokens while
                            other processes use the cores; other steps use torch's number of threads
@@ -112,10 +111,10 @@ class PagedEngine(PagedSequences):
         self.draft_layer = draft_layer
         self._drafts_apart = drafts_apart
         self._taps: dict[int, Watched] = {}
-        """Maps numbers of layers, in the order of `DraftHead.layer_ids`, to the inputs of these
-        layers, which the draft layer reads. With fused kernels only the numbers are used."""
+        """Maps the layers in `DraftHead.layer_ids` to their inputs, which the draft layer reads.
+        With fused kernels only the keys are used."""
         self.rows_are_equal = False
-        """Whether all bits of a row's logits are independent of the other rows of its step."""
+        """Whether every bit of a row's logits is independent of the other rows of its step."""
         self._draft_shapes: list[LayerShape] = []
         self._selects_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
         try:
@@ -162,8 +161,8 @@ class PagedEngine(PagedSequences):
         )  # fmt: skip
 
     def _dense_answers(self, info: ModelInfo) -> tuple[Tensor, Tensor | None]:
-        """The logits [T, V] of the trial's tokens as the unchanged module computes them. If there
-        is a draft layer, also its features [T, D]."""
+        """Returns the logits [T, V] of the trial's tokens as the unchanged module computes them,
+        and the features [T, D] if there is a draft layer."""
         ids = trial_tokens(info)
         if self.draft_layer is None:
             return dense_logits(self._module, ids), None
@@ -175,9 +174,9 @@ class PagedEngine(PagedSequences):
             return logits, head.fuse(read)
 
     def _fused(self, info: ModelInfo) -> FusedDecoder | None:
-        """The model on fused kernels. None if the model does not fit the kernels. Chooses a length
-        of spans (see `fused_steps.py`) at which rows are bit-equal, if there is such a length.
-        Otherwise, returns None if the engine must be deterministic."""
+        """Puts the model on fused kernels, and chooses the length of spans (see `fused_steps.py`).
+        Returns None if the model does not fit the kernels, or if the engine must be deterministic
+        and rows are not bit-equal at any length of spans."""
         kernels = self._kernels
         if kernels is None:
             return None
@@ -198,9 +197,8 @@ class PagedEngine(PagedSequences):
         return None if self._deterministic and found is None else decoder
 
     def _make_independent(self, num_pages: int) -> None:
-        """Checks that a row's logits do not depend on other rows. If they do, makes the linear
-        layers compute rows in blocks, and checks again. If the logits still depend on other rows,
-        raises `SettingError`."""
+        """If a row's logits depend on other rows, makes the linear layers compute rows in blocks.
+        If the logits then still depend on other rows, raises `SettingError`."""
         num_pages = min(num_pages, -(-CROWD_SLOTS // PAGE_SIZE))
         for is_last in (False, True):
             self._use_pages(num_pages)
@@ -225,7 +223,7 @@ class PagedEngine(PagedSequences):
 
     def _try(self, expected: tuple[Tensor, Tensor | None]) -> None:
         """Runs the trial with fused kernels or with the device's attention kernels, if there are
-        any. If the trial fails, removes these kernels, and runs the trial without them."""
+        any. If this trial fails, removes the kernels, and runs the trial again."""
         num_pages = TRIAL_SEQUENCES * -(-len(expected[0]) // PAGE_SIZE)
         self._use_pages(num_pages)
         trials: list[Callable[[], None]] = [partial(self._check_trial, *expected)]
@@ -246,10 +244,9 @@ class PagedEngine(PagedSequences):
             check_features(self, features)
 
     def _passes(self, trial: Callable[[], None]) -> bool:
-        """Whether a trial with fused kernels or attention kernels succeeds on this rank."""
         try:
             trial()
-        except Exception:  # noqa: BLE001 (any other cause fails again without kernels)
+        except Exception:  # noqa: BLE001 (if the kernels are not the cause, the next trial fails too)
             _log.warning("model %s: its steps are not accelerated", self.info.name, exc_info=True)
             return False
         return True
@@ -264,7 +261,6 @@ class PagedEngine(PagedSequences):
         self._steps = self._new_steps(cache.layers)
 
     def _new_steps(self, caches: Sequence[Any]) -> Steps:
-        """The object that runs steps. `caches` hold the keys and values of the layers."""
         if self._decoder is not None:
             return FusedSteps(self._decoder, caches, self._span_tokens, taps=[*self._taps])
         pages = {
@@ -283,11 +279,11 @@ class PagedEngine(PagedSequences):
 
     @property
     def kernels_name(self) -> str:
-        """The name of the fused kernels on which steps run; empty without fused kernels."""
+        """The name of the fused kernels on which steps run. Empty without fused kernels."""
         return "" if self._decoder is None else self._decoder.kernels.name
 
     def forward(self, steps: Sequence[SequenceStep]) -> list[Tensor]:
-        """See `Engine.forward`. Logits are float64 for a float64 model."""
+        """The logits of a float64 model are float64."""
         if not steps:
             return []
         rows, sizes = self._run(self._run_whole, steps)
@@ -295,7 +291,6 @@ class PagedEngine(PagedSequences):
         return list(torch.split(rows.to(self._logits_dtype, copy=True), sizes))
 
     def held_features(self, ranges: Sequence[tuple[str, int, int]]) -> Tensor:
-        """See `FeatureKeeper.held_features`."""
         if self._draft is None or not self.feature_width:
             raise InvariantError("this engine keeps no features")
         slots = self._slots(ranges)
@@ -314,8 +309,8 @@ class PagedEngine(PagedSequences):
             return super()._run(run, steps, whole)
 
     def _run_whole(self, step: HeldStep) -> Tensor:
-        """Runs the model on a step. If there is a draft layer, also writes its features and pairs.
-        Returns what `Steps.run` returns."""
+        """Runs the model on a step as `Steps.run` does. If there is a draft layer, also writes its
+        features and pairs."""
         rows = self._steps.run(step)
         if self._draft is not None:
             if isinstance(self._steps, FusedSteps):
@@ -326,7 +321,6 @@ class PagedEngine(PagedSequences):
         return rows
 
     def _call(self, token_ids: Tensor, position_ids: Tensor, logit_rows: Tensor) -> Tensor:
-        """Runs the module, as a `Forward`."""
         selection = {"logits_to_keep": logit_rows} if self._selects_logits else {}
         output = self._module(
             input_ids=token_ids, position_ids=position_ids, use_cache=False, return_dict=True,

@@ -22,17 +22,13 @@ class PageStore(Protocol):
     """The tensors of an engine's pages."""
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of all pages."""
-        ...
+    def num_bytes(self) -> int: ...
 
     def copy_pages(self, copies: Sequence[Copy]) -> None:
         """Copies pages, given as (from, to), in every layer, as if all at the same time."""
-        ...
 
     def move_slots(self, moves: Sequence[Copy]) -> None:
         """Copies slots, given as (from, to), in every layer, as if all at the same time."""
-        ...
 
 
 class PagedSequences:
@@ -41,13 +37,13 @@ class PagedSequences:
     info: ModelInfo
     stated_seconds = 0.0
     draft_layer: LoadedDraftHead | None = None
-    """The drafting head that runs on the model's pages, if there is one."""
+    """The drafting head that runs on the model's pages. None if there is no such head."""
     _draft: DraftLayer | None = None
-    """The same head, together with the tensors in which slots hold its features and pairs."""
+    """The layer of that head, with the features and pairs of all slots."""
     _features: Sequence[Tensor] = ()
 
     def _use_pool(self, pool: BlockPool, cache: PageStore, max_num_seqs: int) -> None:
-        """Forgets all sequences, and uses the empty pages of this pool from now on."""
+        """Forgets all sequences. From now on uses the pages of this pool, which must be empty."""
         self._pool, self._cache, self._max_num_seqs = pool, cache, max_num_seqs
         self._page_size = pool.page_size
         self._copies: dict[int, int] = {}
@@ -60,17 +56,13 @@ class PagedSequences:
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Bytes allocated for keys and values; constant."""
         return self._cache.num_bytes
 
     def _run(
-        self,
-        run: Callable[[HeldStep], Tensor],
-        steps: Sequence[SequenceStep],
-        whole: bool = True,
+        self, run: Callable[[HeldStep], Tensor], steps: Sequence[SequenceStep], whole: bool = True
     ) -> tuple[Tensor, list[int]]:
-        """Runs the steps with `run`. Returns the wanted rows of its result, and how many of these
-        rows belong to each step. `whole` is false if `run` does not run the whole model."""
+        """Runs the steps with `run`. Returns the wanted rows of the result, and how many of these
+        rows belong to each step. If `run` does not run the whole model, `whole` is false."""
         check_steps(steps, self.info, self._max_num_seqs, self.length)
         with self._appended(steps, whole) as step, torch.inference_mode():
             rows = run(step)
@@ -80,13 +72,12 @@ class PagedSequences:
         return rows[: sum(sizes)], sizes
 
     def features(self) -> Sequence[Tensor]:
-        """See `DraftingEngine.features`."""
         return self._features
 
     def forward_draft(
         self, steps: Sequence[SequenceStep], features: Sequence[Tensor]
     ) -> list[Tensor]:
-        """See `DraftingEngine.forward_draft`. Only for an engine with a draft layer."""
+        """Raises `InvariantError` without a draft layer."""
         if self._draft is None or self._draft.pairs is None:
             raise InvariantError("an engine without a draft layer runs no draft steps")
         check(len(steps) == len(features), f"{len(features)} features for {len(steps)} draft steps")
@@ -110,20 +101,20 @@ class PagedSequences:
         self._run(lambda _: torch.empty(0), steps, whole=False)
 
     def fork(self, sequence_id: str, branch_id: str) -> None:
-        """See `Engine.fork`."""
         if self._moves:
             self._settle()
         _add(self._copies, self._pool.fork(sequence_id, branch_id))
 
     def keep(self, sequence_id: str, length: int, path: Sequence[int] = ()) -> None:
-        """See `Engine.keep`. Moving a slot does not rotate its key again. So the token of every
+        """See `Engine.keep`. Moving a slot does not change its rotated key. So the token of every
         slot in `path` must have run at the position to which the slot moves."""
         if path and self._copies:
             self._settle()
         _add(self._moves, self._pool.keep(sequence_id, length, path))
 
     def _slots(self, ranges: Sequence[tuple[str, int, int]]) -> npt.NDArray[np.int64]:
-        """[n]: the slot numbers of places first..end - 1 of each (sequence id, first, end)."""
+        """Returns [n]: the numbers of the slots first..end - 1 of each (sequence id, first,
+        end)."""
         if self._copies or self._moves:
             self._settle()
         size = self._page_size
@@ -135,8 +126,8 @@ class PagedSequences:
         return np.concatenate(found)
 
     def _settle(self) -> None:
-        """Makes the pending copies and moves. If one of them fails, the pool forgets all pages that
-        should have been written."""
+        """Makes the pending copies and moves. If a copy or move fails, the pool forgets all pages
+        that should have been written."""
         copies, moves = self._copies, self._moves
         self._copies, self._moves = {}, {}
         try:
@@ -147,7 +138,6 @@ class PagedSequences:
             raise
 
     def take_step_seconds(self) -> float:
-        """See `Engine.take_step_seconds`."""
         return self.stated_seconds
 
     @contextmanager
@@ -174,15 +164,16 @@ class PagedSequences:
 
 
 def newest_rows(rows: Tensor, step: HeldStep) -> list[Tensor]:
-    """The last `num_logits` rows of each sequence. `rows` [T, ..] has one row for every new token
-    of the step."""
+    """Selects the last `num_logits` rows of each sequence from `rows` [T, ..], which has one row
+    for every new token of the step."""
     steps = [held.step for held in step.sequences]
     parts = torch.split(rows, [len(one.token_ids) for one in steps])
     return [part[len(part) - one.num_logits :] for part, one in zip(parts, steps, strict=True)]
 
 
 def _add(pending: dict[int, int], copies: Sequence[Copy]) -> None:
-    """Adds copies (from, to) to the pending ones. All pending copies are made at the same time. If
-    a copy would read the target of a pending copy, it must therefore read that copy's source."""
+    """Adds copies (from, to) to the pending copies. All pending copies are made at the same time.
+    So a copy that would read the target of a pending copy reads the source of that pending copy
+    instead."""
     for source, target in copies:
         pending[target] = pending.get(source, source)

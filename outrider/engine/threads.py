@@ -14,7 +14,7 @@ import torch
 
 @contextmanager
 def on_threads(num: int) -> Iterator[None]:
-    """In this context torch uses `num` threads. A change of the number takes less than 1 us."""
+    """In this context torch uses `num` threads. Changing the number takes less than 1 us."""
     before = torch.get_num_threads()
     torch.set_num_threads(num)
     try:
@@ -26,20 +26,19 @@ def on_threads(num: int) -> Iterator[None]:
 NICENESS = 5
 """This number is added to the niceness of a step's worker threads. If a step has a thread on every
 core, an incoming message waits until the operating system preempts one of these threads. Threads
-with a higher niceness are preempted earlier. On two cores, NICENESS shortened the time from sending
-a message until it is queued from 4.7 to 3.7 ms, and the time from a verdict to its receiver from
-4.4 to 2.6 ms (medians over runs of the 99th percentile). Steps did not become slower. The thread
-that calls the engine keeps its priority, so that results are sent at once."""
+with a higher niceness are preempted earlier. On two cores, this shortened the time from the sending
+of a message to its queuing from 4.7 to 3.7 ms (99th percentile), and did not slow down steps. The
+thread that calls the engine keeps its priority, so that results are sent at once."""
 _log = logging.getLogger(__name__)
 _THREADS = Path("/proc/self/task")
 _ELEMENTS = 2**20
-"""For an operator on a tensor with this many elements, torch uses all threads."""
+"""If a tensor has this many elements, torch uses all threads for an operator on the tensor."""
 
 
 def start_workers() -> list[int]:
     """Starts torch's worker threads for the calling thread, and lowers their priority. Returns the
-    workers' ids. On systems other than Linux this function does nothing, because threads have no
-    priority of their own there."""
+    workers' ids. Does nothing on systems other than Linux, where a thread has no priority of its
+    own."""
     if sys.platform != "linux" or not _THREADS.is_dir():
         return []
     before = _thread_ids()
@@ -62,36 +61,35 @@ SLOW = 3.0
 SLOW_STEPS = 2
 """This many slow steps in a row start a trial."""
 TRIAL_STEPS = 3
-"""A trial runs this many steps with fewer threads and as many with all threads, in alternation."""
+"""A trial alternates between fewer and all threads, with this many steps of each."""
 GAIN = 2.0
-"""If fewer threads make the trial's steps at least this many times as fast, steps run on fewer
+"""If the trial's steps are at least this many times as fast with fewer threads, steps run on fewer
 threads for `RETREAT_S` seconds."""
 RETREAT_S = 30.0
 _WEIGHT = 1 / 16
-"""Weight of the newest step in the average time of steps."""
+"""The weight of the newest step in the average time of steps."""
 
 
 class ContendedThreads:
-    """Chooses whether a step runs on all threads or on fewer. Fewer threads are faster only while
-    other processes use the cores. Times are compared only among steps of the same kind. `clock`
-    counts seconds."""
+    """Chooses whether a step runs on all threads or on fewer threads. Fewer threads are faster only
+    while other processes use the cores. Only times of steps of the same kind are compared."""
 
     def __init__(
         self, fewer: int, every: int, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._fewer, self._every, self._clock = fewer, every, clock
         self._usual_s: dict[Hashable, float] = {}
-        """Exponential moving average of the time of steps with all threads, by kind of step."""
+        """Maps each kind of step to the exponential moving average of the step's time with all
+        threads."""
         self._num_slow = 0
-        """How many steps in a row were slow, up to now."""
+        """How many of the last steps in a row were slow."""
         self._trial: Hashable = None
-        """The kind of steps on trial; None = no trial runs."""
+        """The kind of the trial's steps. None = no trial runs."""
         self._all_s: list[float] = []
-        """Times of the trial's steps with all threads."""
         self._fewer_s: list[float] = []
-        """Times of the trial's steps with fewer threads."""
+        """The times of the trial's steps with all threads, and with fewer threads."""
         self._until = 0.0
-        """Until this time steps run on fewer threads."""
+        """Steps run on fewer threads until this time of `clock`."""
 
     @contextmanager
     def step(self, kind: Hashable) -> Iterator[None]:
@@ -127,7 +125,7 @@ class ContendedThreads:
             self._usual_s[kind] = usual_s + (seconds - usual_s) * _WEIGHT
 
     def _try(self, kind: Hashable) -> None:
-        """Starts a trial with steps of this kind. None ends the trial."""
+        """Starts a trial with steps of this kind. If `kind` is None, ends the trial."""
         self._trial, self._num_slow = kind, 0
         self._all_s.clear()
         self._fewer_s.clear()
