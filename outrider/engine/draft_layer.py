@@ -7,11 +7,10 @@ from the model's hidden states at token j - 1. Slot j of a sequence holds:
     g_j
     the head's key and value of pair j
 
-If slots are shared, forked, cut or moved, so is the head's state in them. Every step of the model
-also writes g and the pairs of its new tokens, without computing the head's attention. When the head
-drafts from pair j, the pair attends to slots 1..j, because slot 0 has no pair. The rotary position
-of pair j is j - 1.
-"""
+The head's state is shared, forked, cut and moved together with its slots. Every step of the model
+also writes g and the pairs of the step's new tokens, without computing the head's attention. When
+the head drafts from pair j, the pair attends to slots 1..j, because slot 0 has no pair. The rotary
+position of pair j is j - 1."""
 
 from collections.abc import Sequence
 
@@ -37,16 +36,15 @@ def pair_shape(head: DraftHead, dtype: torch.dtype, device: torch.device) -> Lay
 def draft_shapes(
     head: DraftHead, dtype: torch.dtype, device: torch.device, drafts_apart: bool = False
 ) -> list[LayerShape]:
-    """The shapes of what a slot holds for a `DraftLayer`. The first shape is that of g, which is
-    stored as a key without a value. The second is that of a pair. If the head drafts on draft
-    replicas (`drafts_apart`), a slot holds only g."""
+    """Returns the shapes of a `DraftLayer`'s tensors in a slot: the shape of g, which is stored as
+    a key without a value, and the shape of a pair. If the head drafts on draft replicas
+    (`drafts_apart`), a slot holds only g."""
     feature = LayerShape(1, head.width, 0, dtype, device)
     return [feature] if drafts_apart else [feature, pair_shape(head, dtype, device)]
 
 
 class PairLayer:
-    """A head's own layer. It keeps the key and value of each pair in the slot of the pair's
-    token."""
+    """A head's own layer. Keeps the key and value of each pair in the slot of the pair's token."""
 
     def __init__(self, head: DraftHead, pairs: KeysAndValues) -> None:
         """`pairs` has the shape `pair_shape`."""
@@ -54,22 +52,22 @@ class PairLayer:
         self._pairs = LayerPages(pairs, window=None, scaling=head.scaling)
 
     def write(self, step: HeldStep, features: Tensor) -> None:
-        """Writes the pairs of a step's T new tokens. `features` [T, D] has, for each new token, g
-        of the token before. For a sequence's first token it may have any values, because that
-        token's pair is never read."""
+        """Writes the pairs of a step's T new tokens. Row j of `features` [T, D] is g of the token
+        before new token j. The row of a sequence's first token may have any values, because the
+        pair of that token is never read."""
         rows = step.rows
         arrays = [rows.token_ids, _places(rows.positions), rows.slots]
         token_ids, places, slots = shipped(arrays, features.device)
         self.put(token_ids, places, slots, features)
 
     def put(self, token_ids: Tensor, places: Tensor, slots: Tensor, features: Tensor) -> None:
-        """Writes T pairs of features [T, D] and tokens [T]. `places` [T] are the rotary positions
-        of the pairs."""
+        """Writes the pairs of features [T, D] and tokens [T] at the rotary positions `places`
+        [T]."""
         self._put(slots, *self._head.keys_and_values(features, token_ids, places))
 
     def draft(self, step: HeldStep, features: Sequence[Tensor]) -> Tensor:
-        """Runs one pair for each of N sequences. A pair consists of a feature [D] and the only new
-        token of its sequence. Returns the head's output, [N, D]."""
+        """Runs one pair for each of N sequences. The pair consists of a feature [D] and the
+        sequence's only new token. Returns the head's output [N, D]."""
         cache = self._pairs.cache
         plan = plan_step(step, (None,), cache.keys.device, cache.keys.dtype, first_slot=1)
 
@@ -95,11 +93,10 @@ class DraftLayer:
         self._features = features.keys[0]
         """[slots, D]."""
         self.pairs = PairLayer(head, pairs[0]) if pairs else None
-        """None if the head drafts on draft replicas."""
 
     def write(self, step: HeldStep, tapped: Sequence[Tensor]) -> Tensor:
-        """Writes g and the pairs of a step's T new tokens, and returns g, [T, D]. Each tensor in
-        `tapped` is the input of one layer of the model. Rows after the first T are padding."""
+        """Writes g and the pairs of a step's T new tokens, and returns g [T, D]. Each tensor in
+        `tapped` is the input of one layer of the model. Its rows after the first T are padding."""
         rows = step.rows
         arrays = [rows.slots]
         if self.pairs is not None:
@@ -113,7 +110,7 @@ class DraftLayer:
         return found
 
     def features_at(self, slots: Tensor) -> Tensor:
-        """g [n, D] of slots [n]."""
+        """Returns g [n, D] of slots [n]."""
         return self._features.index_select(0, slots)
 
 
@@ -123,8 +120,8 @@ def _places(positions: _Ints) -> _Ints:
 
 
 def _slots_before(step: HeldStep) -> _Ints:
-    """[T]: for each new token, the slot of the token before. For the first token of a sequence, the
-    token's own slot, because its pair is never read."""
+    """Returns [T]: the slot of the token before each new token. For the first token of a sequence,
+    returns the token's own slot, because the pair of that token is never read."""
     found = []
     row = 0
     for held in step.sequences:

@@ -1,7 +1,7 @@
 """Attention over gathered slots of a paged cache, on any device.
 
 The attention uses plain matrix products, with scores in the model's dtype. It rounds like the
-`eager` attention of transformers. On most CPUs it is faster than PyTorch's fused function
+`eager` attention of transformers. On most CPUs it is faster than PyTorch's
 `scaled_dot_product_attention`. The table shows a layer's time divided by its time with that
 function, in bfloat16 on one thread, with 9 query heads and 3 key heads of width 64:
 
@@ -23,10 +23,10 @@ from outrider.kv_cache.storage import KeysAndValues
 
 
 def attend(query: Tensor, layer: LayerPages, groups: Sequence[Group]) -> Tensor:
-    """Attention output [1, T, query heads, value width] of queries [1, query heads, T, key width].
-    Keys and values are in the cache. The output of rows that are in no group is 0. With Hq query
-    heads and Hkv key heads, query head h reads key head h * Hkv // Hq. Keys need not be repeated,
-    because the query heads that share a key head become rows of one matrix."""
+    """Returns the attention output [1, T, query heads, value width] of queries [1, query heads, T,
+    key width]. The output of rows that are in no group is 0. With Hq query heads and Hkv key heads,
+    query head h reads key head h * Hkv // Hq. Keys need not be repeated, because the query heads
+    that share a key head become rows of one matrix."""
     queries = query[0]
     if len(groups) == 1 and isinstance(groups[0].rows, slice):
         return _attend_group(queries, layer, groups[0])[None]
@@ -47,10 +47,10 @@ def attend(query: Tensor, layer: LayerPages, groups: Sequence[Group]) -> Tensor:
 def _gathered(cache: KeysAndValues, group: Group) -> tuple[Tensor, Tensor]:
     """Keys and values [heads, N * L, width] of a group's slots.
 
-    `index_select` divides only the first dimension among threads. So on several threads, heads and
-    slots are flattened into one dimension. For 16 sequences of 320 slots on two threads, this takes
-    76 us instead of 120. On one thread, gathering without flattening is faster (125 us instead of
-    155)."""
+    `index_select` divides only the first dimension among threads. So with several threads, heads
+    and slots are flattened into one dimension. For 16 sequences of 320 slots on two threads, this
+    takes 76 us instead of 120. On one thread, gathering without flattening takes 125 us instead of
+    155."""
     if torch.get_num_threads() == 1:
         return cache.gather(group.slots)
     num_heads, num_slots, _ = cache.keys.shape
@@ -58,8 +58,8 @@ def _gathered(cache: KeysAndValues, group: Group) -> tuple[Tensor, Tensor]:
 
 
 def _attend_group(queries: Tensor, layer: LayerPages, group: Group) -> Tensor:
-    """Attention output [N * T, query heads, value width] of a group's queries [query heads, N * T,
-    key width]."""
+    """Returns the attention output [N * T, query heads, value width] of a group's queries [query
+    heads, N * T, key width]."""
     num, size = group.num_segments, group.num_tokens
     keys, values = _gathered(layer.cache, group)
     products, num_heads = len(keys) * num, len(queries)
@@ -85,7 +85,7 @@ def _attend_group(queries: Tensor, layer: LayerPages, group: Group) -> Tensor:
 
 def _attend_group_in_splits(queries: Tensor, layer: LayerPages, group: Group) -> Tensor:
     """Like `_attend_group`, for a group with fixed shapes. Sums over the slots of each split, and
-    then over the splits in order. So the result does not depend on how many masked splits
+    then over the splits in order, so that the result does not depend on how many masked splits
     follow."""
     num, size = group.num_segments, group.num_tokens
     key_heads, _, key_width = layer.cache.keys.shape
@@ -118,7 +118,6 @@ def _attend_group_in_splits(queries: Tensor, layer: LayerPages, group: Group) ->
 
 
 def _in_order(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum over axis 2, added from first to last."""
     total = parts.select(2, 0).to(dtype, copy=True)
     for index in range(1, parts.shape[2]):
         total.add_(parts.select(2, index))
@@ -134,9 +133,8 @@ class Steps(Protocol):
     """Runs an engine's steps on its pages."""
 
     def run(self, step: HeldStep) -> Tensor:
-        """Runs a step. The first rows of the result are the logits that the step wants. Any rows
-        after them are padding. The result is valid until the next step."""
-        ...
+        """Runs a step. The first rows of the result are the wanted logits. All later rows are
+        padding. The result is valid until the next step."""
 
 
 class GatheredSteps(Steps):

@@ -1,15 +1,12 @@
 """A decoder of the Llama family on fused kernels.
 
 `outrider/models/module_replacement.py` has already replaced and probed the model's layers, so their
-computation is known. A layer has RMS norms, one matrix product for queries, keys and values, rotary
-positions, causal attention, an output product and a gated MLP. Layers have two norms (Llama,
-Mistral, Qwen 2 and 3) or four (Gemma 3).
+computation is known. Layers have two norms (Llama, Mistral, Qwen 2 and 3) or four (Gemma 3).
 
 To learn what the model computes outside of its layers, `FusedDecoder` runs the model with
-placeholders for the layers. This shows what the first layer reads, which rotation each layer gets,
-and how the output of the last layer is used. If any of this differs from a Llama, `FusedDecoder`
-raises `CannotFuse`. Then the code of transformers runs the model.
-"""
+placeholders for the layers. The run shows the input of the first layer, the rotation that each
+layer gets, and the use of the last layer's output. If any of these differs from a Llama,
+`FusedDecoder` raises `CannotFuse`. Then the code of transformers runs the model."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -29,7 +26,7 @@ from outrider.models.target_layers import layers_of
 _POSITIONS_AT_ONCE = 4096
 _OBSERVED_TOKENS = 4
 _CHANGING_ROTATIONS = frozenset({"dynamic", "longrope"})
-"""Types of rotary positions whose angles depend on the length of the sequence."""
+"""The angles of rotary positions of these types depend on the length of the sequence."""
 _Rotation = tuple[Tensor, Tensor]
 """Cosines and sines [positions, width / 2]."""
 
@@ -39,7 +36,7 @@ class CannotFuse(OutriderError):
 
 
 class FusedDecoder:
-    """A model's decoder and LM head on fused kernels. They share the model's weights."""
+    """Runs a model's decoder and LM head on fused kernels. Shares the model's weights."""
 
     def __init__(
         self,
@@ -63,7 +60,7 @@ class FusedDecoder:
         self.kernels = kernels
         self.rotations: list[_Rotation] = []
         self.windows = list(dict.fromkeys(layer.window for layer in layers))
-        """The windows of the layers. `LayerWeights.kind` is an index of this list."""
+        """The distinct windows of the layers. `LayerWeights.kind` is an index of this list."""
         epsilons = {norm.eps for norm in base.modules() if isinstance(norm, NativeRMSNorm)}
         sizes = {
             _sizes(block, layer, kernels, eps)
@@ -114,7 +111,6 @@ class FusedDecoder:
 
 
 def _sizes(block: Any, layer: AttentionLayer, kernels: PaceKernels, eps: float) -> LayerSizes:
-    """The sizes of a layer. Raises `CannotFuse` if the kernels lack an operator for the layer."""
     for found, kind, what in (
         (block, DirectLayer, "a layer"),
         (layer.block, FusedAttention, "attention"),
@@ -139,9 +135,8 @@ def _sizes(block: Any, layer: AttentionLayer, kernels: PaceKernels, eps: float) 
 
 
 def _activation(function: Any, kernels: PaceKernels) -> str | None:
-    """The kernels' name for an activation function. None if the kernels lack the function. Small
-    differences are allowed, because the tanh approximation of GELU equals GELU within the precision
-    of bfloat16."""
+    """Returns the kernels' name for an activation function, or None if the kernels lack the
+    function. Allows small differences, so that the tanh approximation of GELU counts as GELU."""
     rows = torch.linspace(-8, 8, 1025, dtype=kernels.dtype)
     for name in kernels.activations:
         expected = getattr(functional, name)(rows)
@@ -152,8 +147,8 @@ def _activation(function: Any, kernels: PaceKernels) -> str | None:
 
 
 def _norm(norm: Any, kernels: PaceKernels) -> Tensor:
-    """The factors of a norm. Their dtype is that of the kernels if it represents the factors
-    exactly, otherwise their own."""
+    """Returns the factors of a norm. If the kernels' dtype represents the factors exactly, converts
+    them to this dtype."""
     if not isinstance(norm, NativeRMSNorm):
         raise CannotFuse(f"it has a norm of the class {type(norm).__name__}")
     weight = norm.factor.to(kernels.dtype)
@@ -165,7 +160,7 @@ def _optional_norm(norm: Any, kernels: PaceKernels) -> Tensor | None:
 
 
 class _NotingLayer(nn.Module):
-    """A placeholder for a layer. It records its input, and returns the input as its output."""
+    """A placeholder for a layer. Records its input, and returns the input unchanged."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -193,7 +188,7 @@ def _observe(module: Any, blocks: Sequence[Any], num_positions: int) -> list[_Ro
     kinds = getattr(base.rotary_emb, "rope_type", "default")
     changing = _CHANGING_ROTATIONS & set(kinds.values() if isinstance(kinds, dict) else [kinds])
     if changing:
-        raise CannotFuse(f"its rotations ({', '.join(changing)}) depend on the length")
+        raise CannotFuse(f"its rotations ({', '.join(changing)}) depend on a text's length")
     noting = [_NotingLayer(block).eval() for block in blocks]
     layers = layers_of(module)
     try:
@@ -218,7 +213,7 @@ def _observe(module: Any, blocks: Sequence[Any], num_positions: int) -> list[_Ro
 
 def _rotation(parts: Sequence[_Rotation]) -> _Rotation:
     """Joins a layer's cosines and sines [1, positions, width] to tables [positions, width / 2].
-    Both halves of a row must be equal."""
+    Raises `CannotFuse` if the two halves of a row differ."""
     tables = []
     for table in (torch.cat([part[which][0] for part in parts]) for which in (0, 1)):
         half = table.shape[1] // 2
@@ -229,7 +224,7 @@ def _rotation(parts: Sequence[_Rotation]) -> _Rotation:
 
 
 def _number(tables: list[_Rotation], rotation: _Rotation) -> int:
-    """The index of a rotation in `tables`. Appends the rotation if it is new."""
+    """Returns the index of a rotation in `tables`. If `tables` lacks the rotation, appends it."""
     for number, known in enumerate(tables):
         if all(torch.equal(*pair) for pair in zip(known, rotation, strict=True)):
             return number

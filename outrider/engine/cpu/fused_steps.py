@@ -1,13 +1,11 @@
 """Runs steps on a fused decoder.
 
-The new tokens of a step are cut into *spans*. A span is a run of consecutive tokens of one
-sequence. Each token sees the slots of its sequence up to its own slot. Spans have a maximum length.
-Up to this length, a token's attention is bit-equal in spans of any length.
+The new tokens of a step are cut into *spans*, each of consecutive tokens of one sequence. Spans
+have a maximum length. Up to this length, a token's attention is bit-equal in spans of any length.
 
 The kernels' attention is causal, so it cannot run a tree, which has several paths. Therefore each
-layer copies the pages of a sequence with a tree. On the copies, each path of the tree is a sequence
-of its own.
-"""
+layer copies the pages of a sequence with a tree. On the copies, each path of the tree runs as a
+sequence of its own."""
 
 import warnings
 from collections.abc import Iterable, Sequence
@@ -28,14 +26,14 @@ from outrider.kv_cache.storage import BlockedKeysAndValues, LayerShape
 from outrider.limits import PAGE_SIZE
 
 _ONE_STEP = Lock()
-"""Held during a step, because a process may run two engines, and the kernels' attention has only
-one working memory for the whole process."""
+"""A step holds this lock, because the kernels' attention has only one working memory in a process,
+and a process may run two engines."""
 
 
 SPAN_TOKENS_MAX = 16
-"""Longer spans are not faster. For the demo target on one thread, 512 tokens of a prompt take 823
-ms in spans of 8 and in spans of 64. 1,024 tokens take 1,770 ms in spans of 8, and 2,170 ms in spans
-of 64."""
+"""Longer spans are not faster. For the demo target on one thread, a prompt of 512 tokens takes 823
+ms in spans of 8 and in spans of 64. A prompt of 1,024 tokens takes 1,770 ms in spans of 8, and
+2,170 ms in spans of 64."""
 
 
 class FusedSteps(Steps):
@@ -50,9 +48,9 @@ class FusedSteps(Steps):
         is_scripted: bool = True,
         taps: Sequence[int] = (),
     ) -> None:
-        """Runs as many of the first layers as there are caches. If `has_logits` is false, `run`
-        returns the output of the last of these layers instead of logits. The inputs of the layers
-        in `taps`, counted from 0, are kept in `tapped`."""
+        """Runs the first layers, one for each of the `caches`. If `has_logits` is false, `run`
+        returns the output of the last of these layers instead of logits. `taps` are numbers of
+        layers, counted from 0."""
         self._decoder = decoder
         self._span_tokens = span_tokens
         self._has_logits = has_logits
@@ -103,8 +101,6 @@ class FusedSteps(Steps):
 
 
 class _Spans:
-    """Collects the spans of a step."""
-
     def __init__(self, decoder: FusedDecoder, span_tokens: int) -> None:
         self._decoder = decoder
         self._size = span_tokens
@@ -114,8 +110,8 @@ class _Spans:
         self._pages: list[Sequence[int]] = []
 
     def add(self, length: int, rows: Sequence[int], pages: Sequence[int]) -> None:
-        """Adds consecutive tokens of a sequence. `rows` are the tokens' rows in the step. The
-        sequence has `length` other tokens before them."""
+        """Adds consecutive tokens of a sequence. `rows` are the tokens' rows in the step. `length`
+        is the number of the sequence's tokens before them."""
         for done in (*range(self._size, len(rows), self._size), len(rows)):
             self._starts.append(len(self._rows) + done)
             self._ends.append(length + done)
@@ -123,8 +119,8 @@ class _Spans:
         self._rows.extend(rows)
 
     def made(self, *, is_all: bool = False) -> Attention | None:
-        """The tables of the spans; None if there are no spans. `is_all` says that the spans contain
-        all rows of the step in their order."""
+        """Returns the tables of the spans, or None if there are no spans. Set `is_all` if the spans
+        contain all rows of the step in their order."""
         if not self._ends:
             return None
         table = np.zeros((len(self._pages), max(map(len, self._pages))), dtype=np.int32)
@@ -143,17 +139,14 @@ class _Spans:
 
 
 class _Paths:
-    """Collects the paths of a step's trees, and the copies of pages for these paths."""
-
     def __init__(self, spans: _Spans) -> None:
         self.pages: list[int] = []
-        """See `Copies.pages`."""
         self._spans = spans
         self._rows: list[int] = []
         self._slots: list[int] = []
 
     def add(self, held: HeldSequence, first_row: int) -> None:
-        """Adds a sequence with a tree. Its first new token is the row `first_row` of the step."""
+        """Adds a sequence with a tree. `first_row` is the row of its first new token."""
         parents, size = held.step.parents, PAGE_SIZE
         num_whole, num_loose = divmod(held.length, size)
         whole = [self._copy(page) for page in held.pages[:num_whole]]
@@ -186,17 +179,18 @@ _ROW_COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 64, 65, 96)
 _NUM_ROWS = 96
 _FIRST_LENGTH = 128
 _NUM_PAGES = 257
-"""Pages of the trial's cache. Longer contexts use the same pages several times."""
+"""The number of pages of the trial's cache. Longer contexts use these pages several times."""
 
 
 @torch.inference_mode()
 def find_span_tokens(
     decoder: FusedDecoder, max_model_len: int, thread_counts: Sequence[int]
 ) -> int | None:
-    """The greatest `span_tokens` of `FusedSteps` with which rows are bit-equal in steps with any
-    number of rows. None if rows differ even in spans of one token. The trial runs the last
-    tokens of short and of long sequences, on each of the `thread_counts`. Layers of one kind
-    compute alike, so the trial runs only the first layers, until every kind is included."""
+    """Returns the greatest `span_tokens` of `FusedSteps` with which rows are bit-equal in steps
+    with any number of rows. Returns None if rows differ even in spans of one token. The trial runs
+    the last tokens of short and of long sequences, with each of the `thread_counts`. Layers of one
+    kind compute alike, so the trial runs only as many of the first layers as are needed to include
+    every kind."""
     kinds = [layer.kind for layer in decoder.layers.weights]
     sizes, kernels = decoder.sizes, decoder.kernels
     shape = LayerShape(
@@ -212,8 +206,8 @@ def find_span_tokens(
     num_own = -(-_NUM_ROWS // PAGE_SIZE) + 1
 
     def rows(span: int, begin: int, num: int, length: int) -> Tensor:
-        """The output rows of `num` tokens of a sequence, which follow `begin` other tokens. The
-        sequence has pages for `length` tokens."""
+        """Runs `num` tokens of a sequence after `begin` other tokens, and returns their output
+        rows. The sequence has pages for `length` tokens."""
         before = torch.arange(-(-length // PAGE_SIZE)) % (_NUM_PAGES - num_own)
         pages = [*before.tolist()[:-num_own], *range(_NUM_PAGES - num_own, _NUM_PAGES)]
         ids = tuple(7919 * place % vocabulary for place in range(begin, begin + num))
@@ -223,9 +217,9 @@ def find_span_tokens(
         return steps.run(HeldStep([held], PAGE_SIZE))
 
     def equal(num_threads: int, span: int, length: int, num: int, counts: Iterable[int]) -> bool:
-        """Whether rows do not depend on the number of rows in a step. Runs the last `num` tokens of
-        a sequence in one step, in spans of one token on `thread_counts[0]` threads. Runs some of
-        these tokens again, in steps of `counts` tokens, and compares their rows."""
+        """Runs the last `num` tokens of a sequence in one step, in spans of one token on
+        `thread_counts[0]` threads. Then runs some of these tokens again, in steps of `counts`
+        tokens. Returns whether their rows are bit-equal."""
         first = length - num
         with on_threads(thread_counts[0]):
             expected = rows(1, first, num, length)

@@ -2,8 +2,8 @@
 
 `amd-pace` requires exact versions of packages that only its own server needs. So `amd-pace` is
 installed without dependencies, and its Python package is not imported. Only its shared library is
-loaded. The library registers the operators `torch.ops.pace`. It is built for one version of torch.
-"""
+loaded. The library registers the operators `torch.ops.pace`, and is built for one version of
+torch."""
 # Without `from __future__ import annotations`: TorchScript reads the annotations of `FusedLayers`.
 
 from functools import cache
@@ -20,9 +20,8 @@ VERSION = "1.3.0"
 TORCH_VERSION = "2.13"
 """The version of torch for which `VERSION` of `amd-pace` is built."""
 _LIBRARY = "pace/lib/libpace_cpp.so"
-_OUT_UNIT = 32
-_IN_UNIT = 64
-"""The sizes of a packed weight [out, in] are multiples of `_OUT_UNIT` and `_IN_UNIT`."""
+_OUT_UNIT, _IN_UNIT = 32, 64
+"""The sizes of a packed weight [out, in] are multiples of these numbers."""
 _ISA = "vec16"
 """The name of the kernels' attention for pages of 16 tokens."""
 
@@ -32,27 +31,27 @@ class KernelsUnavailable(OutriderError):
 
 
 class Attention(NamedTuple):
-    """Tables for the attention of Q rows of a step. The rows form S spans. A span is a run of
-    consecutive tokens of one sequence."""
+    """Tables for the attention of Q rows of a step. The rows form S spans (see
+    `fused_steps.py`)."""
 
     rows: Tensor | None
-    """[Q]: the rows, one span after another. None = all rows of the step in their order."""
+    """[Q]: the rows, one span after another. None = all rows of the step in order."""
     starts: Tensor
     """[S + 1], int32: the index in `rows` at which each span begins, and Q at the end."""
     ends: Tensor
-    """[S], int32: how many slots the span's sequence has up to and including the span's last
+    """[S], int32: the number of slots of the span's sequence up to and including the span's last
     token."""
     pages: Tensor
     """[S, any], int32: the page table of each span's sequence."""
     schedules: list[Tensor]
-    """Has, for each `LayerWeights.kind`, the result of `PaceKernels.schedule`."""
+    """The result of `PaceKernels.schedule` for each `LayerWeights.kind`."""
 
 
 class Copies(NamedTuple):
     """Copies of a layer's pages, to which the paths of trees attend."""
 
     pages: Tensor
-    """[P]: the page from which each copy is made."""
+    """[P]: the page of which each copy is made."""
     rows: Tensor
     """[W]: the rows of the step whose keys and values are also written to the copies."""
     slots: Tensor
@@ -71,7 +70,7 @@ class LayerWeights(NamedTuple):
     output: Tensor
     output_bias: Tensor | None
     attention_norm: Tensor | None
-    """The norm of attention's output, if the layer has four norms."""
+    """The norm of attention's output. None if the layer has only two norms."""
     second_norm: Tensor
     gate: Tensor
     up: Tensor
@@ -94,7 +93,6 @@ class LayerSizes(NamedTuple):
     query_heads: int
     key_heads: int
     width: int
-    """Width of a head."""
     eps: float
     activation: str
 
@@ -102,11 +100,10 @@ class LayerSizes(NamedTuple):
 class FusedLayers(nn.Module):
     """All layers of a decoder. Rows are [1, T, D], contiguous.
 
-    A step of 30 layers calls more than 300 operators. After each call, Python code would have to
-    take the GIL again, for which other threads compete. TorchScript makes all calls without the
-    GIL, which saves 1 ms for each step. TorchScript is deprecated, but still part of the torch
-    version for which the operators are built.
-    """
+    A step of 30 layers calls more than 300 operators. In Python, each call would release and take
+    the GIL, for which other threads compete. TorchScript makes all calls without the GIL, which
+    saves 1 ms for each step. TorchScript is deprecated, but still part of the torch version for
+    which the operators are built."""
 
     weights: list[LayerWeights]
 
@@ -129,11 +126,11 @@ class FusedLayers(nn.Module):
         copies: Copies | None,
         taps: list[int],
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Runs as many of the first layers as there are caches in `keys` and `values`. `rows` are
-        embeddings [1, T, D]. `cos` and `sin` have a table [1, T, width / 2] for each rotation. Keys
-        and values are written to `slots` [T]. `taps` are numbers of layers, ascending from 0.
-        Returns the last layer's output, the residual to be added to this output, and the inputs of
-        the layers in `taps`."""
+        """Runs the first layers, one for each cache in `keys` and `values`. `rows` are embeddings
+        [1, T, D]. `cos` and `sin` have a table [1, T, width / 2] for each rotation. Keys and values
+        are written to `slots` [T]. `taps` are numbers of layers, counted from 0, in ascending
+        order. Returns the last layer's output, the residual to be added to this output, and the
+        inputs of the layers in `taps`."""
         residual = rows
         tapped: list[Tensor] = []
         for i in range(len(keys)):
@@ -160,11 +157,7 @@ class FusedLayers(nn.Module):
         return rows, residual, tapped
 
     def before(
-        self,
-        layer: LayerWeights,
-        normed: Tensor,
-        cos: list[Tensor],
-        sin: list[Tensor],
+        self, layer: LayerWeights, normed: Tensor, cos: list[Tensor], sin: list[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [T, heads, width] of a layer."""
         heads = self.linear(normed, layer.qkv, layer.qkv_bias)
@@ -180,8 +173,8 @@ class FusedLayers(nn.Module):
     def after(
         self, layer: LayerWeights, attended: Tensor, residual: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Runs a layer's part after attention. Returns the layer's output, and the residual to be
-        added to this output."""
+        """Runs the part of a layer after attention. Returns the layer's output, and the residual to
+        be added to this output."""
         rows = attended.view(1, attended.size(0), -1)
         rows = self.linear(rows, layer.output, layer.output_bias)
         attention_norm, mlp_norm = layer.attention_norm, layer.mlp_norm
@@ -213,19 +206,16 @@ class FusedLayers(nn.Module):
             output.index_copy_(0, rows, attended)
 
     def linear(self, rows: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-        """rows @ weight.T + bias, [1, T, out]."""
         return torch.ops.pace.libxsmmlinear_plain(rows, packed, bias)  # type: ignore[no-any-return]
 
     def mlp(self, rows: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        """down(activation(gate(rows)) * up(rows))."""
         return torch.ops.pace.libxsmm_fused_mlp(  # type: ignore[no-any-return]
             rows, gate, up, down, None, None, None, self.activation
         )
 
     def norm(self, rows: Tensor, weight: Tensor) -> Tensor:
-        """rows / sqrt(mean(rows^2) + eps) * weight, over the last axis. The weight has the dtype of
-        the rows, or a wider dtype. A wider one is needed for Gemma's 1 + w, which bfloat16 cannot
-        represent exactly."""
+        """Returns rows / sqrt(mean(rows^2) + eps) * weight, over the last axis. The weight has the
+        dtype of the rows, or a wider dtype, which Gemma's 1 + w needs to be exact."""
         if weight.dtype == rows.dtype:
             return torch.ops.pace.rmsnorm(rows, weight, self.eps)  # type: ignore[no-any-return]
         wide = rows.to(weight.dtype)
@@ -233,7 +223,7 @@ class FusedLayers(nn.Module):
         return (wide * scale * weight).to(rows.dtype)
 
     def add_norm(self, rows: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns `norm` of the sum rows + residual, and the sum itself."""
+        """Returns the `norm` of rows + residual, and the sum itself."""
         if weight.dtype == rows.dtype:
             return torch.ops.pace.fused_add_rmsnorm(  # type: ignore[no-any-return]
                 rows, residual, weight, self.eps
@@ -242,17 +232,12 @@ class FusedLayers(nn.Module):
         return self.norm(total, weight), total
 
     def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotary positions of queries and keys [1, T, heads, width]: (a, b) -> (a cos - b sin,
-        b cos + a sin), with halves a and b of a head's width."""
+        """Rotates queries and keys [1, T, heads, width]: (a, b) -> (a cos - b sin, b cos + a sin),
+        where a and b are the halves of a head."""
         return torch.ops.pace.fused_rope_apply(query, key, cos, sin, 2)  # type: ignore[no-any-return]
 
     def write(
-        self,
-        key: Tensor,
-        value: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        slots: Tensor,
+        self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor
     ) -> None:
         """Writes keys and values [n, heads, width] to slots [n] of a layer's cache."""
         torch.ops.pace.paged_attention_reshape_and_cache(key, value, keys, values, slots, self.isa)
@@ -266,8 +251,7 @@ class FusedLayers(nn.Module):
         output: Tensor,
         spans: Attention,
     ) -> None:
-        """Writes to `output` the causal attention of queries [Q, heads, width] to the slots of
-        their own sequences."""
+        """Writes the causal attention of queries [Q, heads, width] to `output`."""
         torch.ops.pace.paged_attention_with_kv_cache(
             query, keys, values, output, spans.starts, spans.ends, layer.scaling, True, None,
             layer.window, 0, spans.pages, layer.softcap,
@@ -283,33 +267,32 @@ class PaceKernels:
     """Dtype of rows, weights, keys and values."""
     activations: Final = ("silu", "gelu")
     layers: type[FusedLayers] = FusedLayers
-    """The class that runs all layers of a decoder."""
 
     def can_pack(self, num_out: int, num_in: int) -> bool:
-        """Whether a weight [out, in] can be packed."""
+        """Returns whether `pack` can pack a weight [out, in]."""
         return num_out % _OUT_UNIT == 0 and num_in % _IN_UNIT == 0
 
     def pack(self, weight: Tensor) -> Tensor:
-        """A weight [out, in] in the kernels' layout, [out / 32, in / 64, 32, 32, 2]."""
+        """Converts a weight [out, in] to the kernels' layout, [out / 32, in / 64, 32, 32, 2]."""
         num_out, num_in = weight.shape
         tiles = weight.view(num_out // _OUT_UNIT, _OUT_UNIT, num_in // _IN_UNIT, _IN_UNIT // 2, 2)
         return tiles.permute(0, 2, 3, 1, 4).contiguous()
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """The weight [out, in] that `pack` has packed."""
+        """Returns the weight [out, in] that `pack` has packed."""
         num_out, num_in = packed.shape[0] * _OUT_UNIT, packed.shape[1] * _IN_UNIT
         return packed.permute(0, 3, 1, 2, 4).reshape(num_out, num_in)
 
     def linear(self, rows: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-        """rows [1, T, in] @ weight.T + bias, [1, T, out]."""
+        """Returns rows [1, T, in] @ weight.T + bias, [1, T, out]."""
         return torch.ops.pace.libxsmmlinear_plain(rows, packed, bias)  # type: ignore[no-any-return]
 
     def schedule(
         self, starts: Tensor, ends: Tensor, sizes: LayerSizes, window: int | None
     ) -> Tensor:
-        """How threads share the work of attention, for all layers with this window. Contexts are
-        never split, because the number of splits would depend on the other rows of the step. Then
-        the order in which a row's terms are added would depend on them too."""
+        """Divides the work of attention among threads, for all layers with this window. Never
+        splits contexts, because the number of splits, and so the order in which a row's terms are
+        added, would depend on the other rows of the step."""
         # The kernels ask OpenMP for the number of threads. OpenMP does not know this number in a
         # new thread until the thread calls `torch.get_num_threads`.
         torch.get_num_threads()
@@ -322,7 +305,7 @@ class PaceKernels:
 
 @cache
 def load_pace() -> PaceKernels:
-    """The kernels, loaded once for each process. Raises `KernelsUnavailable` with the reason."""
+    """Loads the kernels, once in a process. Raises `KernelsUnavailable`."""
     capabilities = torch.cpu.get_capabilities()
     if not (capabilities.get("avx512_f") and capabilities.get("avx512_bf16")):
         raise KernelsUnavailable("this processor has no AVX-512 BF16")

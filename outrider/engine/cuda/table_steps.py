@@ -2,7 +2,7 @@
 The kernel reads a step from tables, which are sent to the device in one copy.
 
 The new tokens of a sequence are cut into *blocks* of consecutive tokens. A program of the kernel
-works on one block. The tables consist of 64-bit words:
+computes one block. The tables consist of 64-bit words:
 
     token ids, positions, slots    for each row
     logit rows                     the rows whose logits are wanted
@@ -32,28 +32,28 @@ from outrider.limits import PAGE_SIZE
 KERNEL_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 BLOCK_WORDS = 6
 BLOCK_ROWS_MAX = 64
-"""The most rows of a block. A block has one row for each token and each query head that shares the
-key head."""
+"""A block has at most this many rows, one for each token and each query head that shares the key
+head."""
 _BLOCK_ROWS_MIN = 16
-"""The fewest rows of a matrix product on tensor cores."""
+"""A matrix product on tensor cores has at least this many rows."""
 _WIDTH_MIN = 16
 _BLOCK_SLOTS = 64
-"""How many slots a program loads at a time."""
+"""The number of slots that a program loads at a time."""
 _WIDE = 128
-"""If heads are wider than this, a program loads only half as many slots at a time, because more do
-not fit into shared memory."""
+"""If heads are wider than this, a program loads half of `_BLOCK_SLOTS` at a time, because more
+slots do not fit into shared memory."""
 _SPLITS = (16, 4, 1)
-"""A context is cut into one of these numbers of splits. The list is short, because the kernel is
-compiled for each number."""
+"""The possible numbers of splits of a context. The list is short, because the kernel is compiled
+for each number."""
 _SPLIT_SLOTS_MIN = 256
-"""The longest context of a step is not cut into splits with fewer slots than this, because merging
-shorter splits takes more time than they save."""
+"""The splits of a step's longest context have at least this many slots. Shorter splits save less
+time than merging them takes."""
 _WARPS = 4
 _STAGES = 2
-"""Triton's number of pipeline stages. With three stages, wide heads in float32 do not fit into
+"""The number of Triton's pipeline stages. With three stages, wide heads in float32 do not fit into
 shared memory."""
 _PROGRAMS_EACH = 2
-"""How many programs each multiprocessor should run at a time. With only one program, a
+"""The number of programs that each multiprocessor should run at a time. With one program, a
 multiprocessor would idle while the program waits for memory."""
 _log = logging.getLogger(__name__)
 
@@ -63,14 +63,14 @@ class KernelForm:
     """The parameters of a step for which the kernel is compiled."""
 
     block_tokens: int
-    """The most tokens of a block; a power of two."""
+    """The maximum number of tokens of a block; a power of two."""
     num_splits: int
     """The number of splits of a context. Programs attend to the splits in parallel."""
 
 
 @dataclass(frozen=True, slots=True)
 class TableStep:
-    """A step's tables on the device, for a forward pass over R rows."""
+    """The tables of a step of R rows, on the device."""
 
     form: KernelForm
     token_ids: Tensor
@@ -82,17 +82,15 @@ class TableStep:
     logit_rows: Tensor
     """[L]: the rows whose logits are wanted."""
     blocks: Tensor
-    """[B, BLOCK_WORDS]."""
+    """[B, BLOCK_WORDS], see `_blocks`."""
     pages: Tensor
-    """The page tables of all sequences, one after another."""
     page_size: int
     ancestors: Tensor | None
-    """[R, W], uint8: column i is 1 if the row sees the i-th new token of its tree, else 0. The rows
-    of chains are not read. None if the step has no trees."""
+    """[R, W], uint8: column i is 1 if the row sees new token i of its tree, else 0. The kernel does
+    not read the rows of chains. None if the step has no trees."""
 
     @classmethod
     def of(cls, step: HeldStep, form: KernelForm, device: torch.device) -> TableStep:
-        """The tables of a step, sent to the device."""
         sequences = step.sequences
         page_tables = [np.array(held.pages, dtype=np.int64) for held in sequences]
         rows = _begins([len(held.step.token_ids) for held in sequences])
@@ -111,7 +109,8 @@ class TableStep:
 
 
 def _begins(counts: Sequence[int]) -> list[int]:
-    """Where each of several consecutive parts of these sizes begins, and where the last ends."""
+    """Where each of several consecutive parts of these sizes begins, and where the last part
+    ends."""
     return [0, *accumulate(counts)]
 
 
@@ -130,16 +129,16 @@ def _ancestors(
 
 
 def _blocks(held: HeldSequence, row: int, table: int, block_tokens: int) -> npt.NDArray[np.int64]:
-    """The words of all blocks of a sequence. Its first new token is `row` of the step, and its page
-    table begins at `table` of all page tables. The words of a block are:
+    """Returns the words of all blocks of a sequence. `row` is the row of the sequence's first new
+    token. `table` is the place in `TableStep.pages` at which its page table begins. The words of a
+    block are:
 
     0    first row of the block
     1    number of the block's rows
     2    where the sequence's page table begins
     3    number of slots that the block may see
     4    for a tree: number of slots before its new tokens; for a chain: the same as word 3
-    5    first row of the sequence
-    """
+    5    first row of the sequence"""
     num = len(held.step.token_ids)
     starts = np.arange(0, num, block_tokens)
     sizes = np.minimum(block_tokens, num - starts)
@@ -153,9 +152,8 @@ def _blocks(held: HeldSequence, row: int, table: int, block_tokens: int) -> npt.
 def kernel_form(
     sequences: Sequence[HeldSequence], shared_heads: int, key_heads: int, num_programs: int
 ) -> KernelForm:
-    """Chooses the form for a step. There are `key_heads` key heads, and `shared_heads` query heads
-    share each key head. Contexts are split only if the kernel then has at most `num_programs`
-    programs."""
+    """Chooses the form for a step. Each of the `key_heads` key heads is shared by `shared_heads`
+    query heads. Splits contexts only if the kernel then has at most `num_programs` programs."""
     counts = [len(held.step.token_ids) for held in sequences]
     block_tokens = min(_padded_power(max(counts)), _block_tokens_max(shared_heads))
     num_blocks = sum(-(-num // block_tokens) for num in counts)
@@ -174,9 +172,9 @@ def _padded_power(number: int) -> int:
 
 
 def attend_tables(query: Tensor, layer: LayerPages, step: TableStep) -> Tensor:
-    """Attention output [1, R, query heads, value width] of queries [1, query heads, R, key width].
-    Keys and values are in the cache. With Hq query heads and Hkv key heads, query head h reads key
-    head h * Hkv // Hq."""
+    """Returns the attention output [1, R, query heads, value width] of queries [1, query heads, R,
+    key width]. The keys and values must be in the cache already. With Hq query heads and Hkv key
+    heads, query head h reads key head h * Hkv // Hq."""
     from outrider.engine.cuda.triton_kernels import attend_blocks, merge_splits
 
     cache, softcap = layer.cache, layer.softcap
@@ -229,7 +227,7 @@ def attend_tables(query: Tensor, layer: LayerPages, step: TableStep) -> Tensor:
 
 
 TableAttention = Callable[[Tensor, LayerPages, TableStep], Tensor]
-"""The type of `attend_tables`. Tests pass another function."""
+"""The type of `attend_tables`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,11 +236,12 @@ class DeviceBackend:
 
     attend: TableAttention
     num_programs: int
-    """How many programs of a kernel the device should run at a time."""
+    """The number of programs of a kernel that the device should run at a time."""
 
 
 def find_backend(device: torch.device, dtype: torch.dtype) -> DeviceBackend | None:
-    """The kernels for a model of this dtype on the device; None if there are none."""
+    """Returns the kernels for a model of this dtype on the device, or None if there are no such
+    kernels."""
     if device.type != "cuda" or dtype not in KERNEL_DTYPES:
         return None
     if importlib.util.find_spec("triton") is None:
@@ -263,7 +262,7 @@ class TableSteps(Steps):
         heads: tuple[int, int],
         device: torch.device,
     ) -> None:
-        """`heads` are the numbers of query heads and key heads, in the layer with the most query
+        """`heads` are the numbers of query heads and key heads of the layer that has the most query
         heads for each key head."""
         self._backend = backend
         self._forward = forward
@@ -284,9 +283,9 @@ class TableSteps(Steps):
 
     def try_kernel(self) -> None:
         """Runs every form of the kernel on every layer, for a chain and a tree, so that no form is
-        compiled while requests wait. Writes to page 0, so no sequence may hold pages yet. If a form
-        fails, this rank still runs all layers, because the other ranks of the model wait for its
-        part of each layer. After the last layer, raises the first error."""
+        compiled while requests wait. Writes to page 0, so no sequence may hold pages yet. After an
+        error, still runs all other layers, because other ranks of the model wait for this rank's
+        part of each layer. Then raises the first error."""
         powers = range(_block_tokens_max(self._shared_heads).bit_length())
         forms = [KernelForm(1 << power, splits) for power in powers for splits in _SPLITS]
         tokens = [HeldSequence(SequenceStep("", (0,), 1, tree), 0, (0,)) for tree in ((), (-1,))]

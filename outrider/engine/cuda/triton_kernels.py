@@ -1,17 +1,15 @@
 """Two Triton kernels that compute the attention of a step from its tables (see `table_steps.py`).
-Import this module only if Triton is installed.
+The module needs Triton.
 
 `attend_blocks` has one program for each combination of a block of new tokens, a key head and a
 split of the context. The program loads `BLOCK_SLOTS` slots of its split at a time. For every row,
 the program keeps three results: the largest score, the sum of the weights relative to that score,
-and the weighted sum of the values (Milakov and Gimelshein, 2018; Dao et al., 2022). If there is
-only one split, the program computes the output from these results. If there are several splits,
-each program writes its three results, and `merge_splits` combines the results of all splits (Dao et
-al., 2023).
+and the weighted sum of the values (Milakov and Gimelshein, 2018; Dao et al., 2022). With one split,
+the program computes the output from these results. With several splits, each program writes its
+three results, and `merge_splits` combines the results of all splits (Dao et al., 2023).
 
-A block has one row for each token and each query head that shares the key head. So each key is read
-once for all these query heads.
-"""
+A block has one row for each token and each query head that shares the key head. So the program
+reads each key once for all these query heads."""
 # mypy: ignore-errors
 
 from __future__ import annotations
@@ -27,9 +25,9 @@ import triton.language as tl
 )
 def attend_blocks(
     output,  # [R, query heads, value width]
-    parts,  # [splits, R, query heads, value width], float32; unused if there is one split
-    maxima,  # [splits, R, query heads], float32; unused if there is one split
-    sums,  # has the shape of maxima
+    parts,  # [splits, R, query heads, value width], float32; unused with one split
+    maxima,  # [splits, R, query heads], float32; unused with one split
+    sums,  # as maxima
     queries,  # [query heads, R, key width] with these strides
     query_head_stride,
     query_row_stride,
