@@ -3,18 +3,17 @@ time.
 
 After each prefix, the target's distribution is a Zipf law over `support` token ids. A keyed hash of
 the last `order` tokens picks these ids from the vocabulary. All other ids have probability zero.
-The draft has the same ids, and log q = log p + `deviation` * g. For each id, g is a pseudo-random
-standard Gaussian. So acceptance, entropy and step times can be chosen, while services, transport,
-sessions and sampling are real.
+The draft's distribution has the same ids, and log q = log p + `deviation` * g, where g is a
+pseudo-random standard Gaussian for each id. So acceptance, entropy and step times can be chosen,
+while services, transport, sessions and sampling are real.
 
-With `acceptance_rates`, the target gives each draft token either all probability or none. The
-choice depends only on a pseudo-random number and on the token's place in the round. So every rule
-accepts at these rates, with any drafter and at any temperature. But the text then depends on the
-draft tokens, so audits fail.
+With `acceptance_rates`, the target gives each draft token a probability of 1 or 0. The choice
+depends only on a pseudo-random number and on the token's place in the round. So every rule accepts
+at these rates, with any drafter and at any temperature. But the target's distribution then depends
+on the draft tokens, so audits fail.
 
 With `head_on`, the draft is a head. The head runs either on the target, in steps of its own, or on
-draft replicas. A head on draft replicas gets features from the target, which are all zeros.
-"""
+draft replicas, which get features of zeros from the target."""
 
 from __future__ import annotations
 
@@ -36,17 +35,17 @@ from outrider.models.draft_head import DraftHead, LoadedDraftHead
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _NO_TOKEN = 2**32
-"""Stands for each missing token if a prefix has fewer than `order` tokens."""
+"""If a prefix has fewer than `order` tokens, this number stands for each missing token."""
 _SPARE_DRAWS = 64
-"""2 * support + _SPARE_DRAWS ids are drawn, because ids may repeat. With a probability below 1e-50,
-fewer than `support` of these ids are distinct."""
+"""Ids may repeat, so 2 * support + _SPARE_DRAWS ids are drawn. The probability that fewer than
+`support` of these ids are distinct is below 1e-50."""
 _DRAFT_KEY = np.uint64(0x6472616674)
 _ACCEPT_KEY = np.uint64(0x616363657074)
 _Words = npt.NDArray[np.uint64]
 
 
 class _Head(DraftHead):
-    """A placeholder for a head. Its output already is its logits."""
+    """A placeholder for a head. The hidden states of this head are its logits."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -63,20 +62,18 @@ class _Head(DraftHead):
 
 class EmulatedEngine:
     """An emulated target or draft. If `head_on` is "target", a target is also a `DraftingEngine`.
-    If `head_on` is "draft", a target is also a `FeatureKeeper`, and a draft has the calls of a
+    If `head_on` is "draft", a target is also a `FeatureKeeper`, and a draft has the methods of a
     `HeadEngine`.
 
-    A target's logits are log p. A draft's logits are log q, not normalised. Outside the support
-    both are -inf. If `acceptance_rates` refuse a draft token, its logit is -inf too. A step has at
-    most `max_num_seqs` sequences. Pages are assigned as in an engine with a real model.
-    """
+    A target's logits are log p. A draft's logits are log q, not normalised. Both are -inf outside
+    the support. A step has at most `max_num_seqs` sequences. Pages are assigned as in an engine
+    with a real model."""
 
     draft_layer: LoadedDraftHead | None = None
     """The head of a target, if `head_on` is "target"."""
     head: LoadedDraftHead | None = None
     """The head of a draft, if `head_on` is "draft"."""
     feature_width = 0
-    """See `FeatureKeeper.feature_width`."""
 
     def __init__(
         self,
@@ -93,15 +90,15 @@ class EmulatedEngine:
         self.release, self.length, self.page_counts = pool.release, pool.length, pool.counts
         self._step_seconds = 0.0
         self._rows = torch.full((0, spec.vocab_size), -math.inf)
-        """A buffer for logits. It is -inf except where the last step wrote."""
+        """A buffer for logits. All values are -inf, except those that the last step wrote."""
         self._written = torch.zeros((0, 1), dtype=torch.int64)
-        """[rows, any]: the columns of `_rows` that the last step wrote, for each row."""
+        """[rows, any]: the columns that the last step wrote in each row of `_rows`."""
         reached = (1.0, *spec.acceptance_rates, 0.0)
         self._chances = np.array([b / a if a else 0.0 for a, b in pairwise(reached)])
-        """For each place in the round, the probability that the draft token there is accepted if
-        all draft tokens before it are accepted."""
+        """For each place in the round, the probability that the draft token at this place is
+        accepted, if all draft tokens before it are accepted."""
         self._drafts_as = self
-        """The engine whose distributions and step times apply to drafted tokens."""
+        """The engine whose distributions and step times `draft` uses."""
         if spec.head_on:
             self._open_head(spec, role)
         self.info = ModelInfo(
@@ -137,7 +134,7 @@ class EmulatedEngine:
         self, steps: Sequence[SequenceStep], by: EmulatedEngine, whole: bool = True
     ) -> tuple[_Words, torch.Tensor]:
         """Runs a step with the distributions and the step time of `by`. Returns the contexts of all
-        rows of logits, and the logits. If `whole` is false, the caller must give back the slots."""
+        rows of logits, and the logits. If `whole` is false, the caller must free the slots."""
         check_steps(steps, self.info, self._max_num_seqs, self.length)
         self._pool.append(steps, whole)
         if whole:
@@ -188,8 +185,8 @@ class EmulatedEngine:
         return self._step_seconds
 
     def _contexts(self, step: SequenceStep) -> list[list[int]]:
-        """For each row of logits, the last `order` tokens before the token that the row predicts.
-        The step's tokens must have been appended."""
+        """Returns the last `order` tokens before the token that each row of logits predicts. The
+        step's tokens must have been appended already."""
         order = self._spec.order
         num_held = self.length(step.sequence_id) - len(step.token_ids)
         start = max(0, num_held - order)
@@ -201,8 +198,8 @@ class EmulatedEngine:
         return contexts[len(contexts) - step.num_logits :]
 
     def _step_time(self, steps: Sequence[SequenceStep]) -> float:
-        """The stated time of a step, in seconds. In a draft's step, a sequence that wants no logits
-        counts as one row."""
+        """Returns the stated time of a step, in seconds. In a draft's step, a sequence without rows
+        of logits counts as one row."""
         spec = self._spec
         if self._role == "target":
             num_tokens = sum(len(step.token_ids) for step in steps)
@@ -211,7 +208,7 @@ class EmulatedEngine:
         return spec.draft_ms * math.ceil(num_rows / spec.draft_branches) / 1e3
 
     def _logits(self, contexts: _Words) -> torch.Tensor:
-        """Logits [n, V] in float32 for contexts [n, order]."""
+        """Returns logits [n, V] for contexts [n, order]."""
         spec = self._spec
         keys = _context_keys(contexts, spec.seed)
         ids = torch.from_numpy(_support_ids(keys, spec.support, spec.vocab_size).astype(np.int64))
@@ -225,14 +222,13 @@ class EmulatedEngine:
         return logits.scatter_(1, ids, torch.from_numpy(values.astype(np.float32)))
 
     def _judge(self, steps: Sequence[SequenceStep], contexts: _Words, logits: torch.Tensor) -> None:
-        """Gives the draft token after each row either all probability or none. Of several siblings,
-        only the first may get all probability. The others get none, because more siblings would
-        otherwise raise the acceptance rates."""
+        """Gives the draft token after each row a probability of 1 or 0. Siblings after the first
+        get probability 0, because they would otherwise raise the acceptance rates."""
         drafted: dict[int, tuple[int, int, int]] = {}
-        """Maps each row of logits with a draft token after it to the draft token, its place in the
-        round, and its own row of logits."""
+        """Maps a row of logits to the first draft token after the row, that token's place in the
+        round, and that token's own row of logits."""
         siblings: list[tuple[int, int]] = []
-        """The siblings after the first, each as (row of logits, token)."""
+        """The siblings after the first sibling, each as (row of logits, token)."""
         start = 0
         for step in steps:
             num_known = len(step.token_ids) - step.num_logits + 1
@@ -261,8 +257,8 @@ class EmulatedEngine:
         self._written = torch.cat([self._written, others[:, None]], dim=1)
 
     def _blank(self, num_rows: int) -> torch.Tensor:
-        """Rows of -inf in the buffer. Resets only the columns that the last step wrote, because
-        filling whole rows takes too long."""
+        """Returns rows of -inf in the buffer. Resets only the columns that the last step wrote,
+        because filling whole rows takes too long."""
         self._rows[: len(self._written)].scatter_(1, self._written, -math.inf)
         if num_rows > len(self._rows):
             self._rows = torch.full((num_rows, self._spec.vocab_size), -math.inf)
@@ -277,7 +273,6 @@ def _mix(words: _Words) -> _Words:
 
 
 def _context_keys(contexts: _Words, seed: int) -> _Words:
-    """One 64-bit key [n] for each context [n, order]."""
     keys = np.full(len(contexts), seed, dtype=np.uint64)
     for column in contexts.T:
         keys = _mix(keys + (column + np.uint64(1)) * _GOLDEN)
@@ -285,15 +280,15 @@ def _context_keys(contexts: _Words, seed: int) -> _Words:
 
 
 def _words(keys: _Words, num: int) -> _Words:
-    """The first `num` pseudo-random numbers of each key, [n, num]."""
+    """Returns the first `num` pseudo-random numbers [n, num] of each key."""
     places = np.arange(1, num + 1, dtype=np.uint64) * _GOLDEN
     return _mix(keys[:, None] + places[None, :])
 
 
 def _support_ids(keys: _Words, support: int, vocab_size: int) -> _Words:
-    """Distinct ids [n, support] for each key, the likeliest first. In a large vocabulary, the ids
-    are the key's pseudo-random numbers in turn, without repeats. In a small vocabulary, each id of
-    the vocabulary gets a pseudo-random number, and the ids with the smallest numbers are chosen."""
+    """Returns distinct ids [n, support] for each key, the likeliest id first. In a large
+    vocabulary, the ids are the key's pseudo-random numbers, without repeats. In a small vocabulary,
+    each id gets a pseudo-random number, and the ids with the smallest numbers are chosen."""
     if support * 8 > vocab_size:
         order = np.argsort(_words(keys, vocab_size), axis=1, kind="stable")
         return order[:, :support].astype(np.uint64)

@@ -1,5 +1,5 @@
-"""The specification of an emulated target and draft, parsed from a setting. Imports no numeric
-library."""
+"""The specification of an emulated target and draft, parsed from a setting. This module imports no
+numeric library."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ VOCAB_SIZE_MAX = 2**20
 PAGES_MAX = 2**16
 FEATURE_WIDTH_MAX = 2**16
 JUDGED_SUPPORT_MIN = SIBLINGS_MAX + 2
-"""The smallest `support` that is allowed with `acceptance_rates`. A draft token and all its
-siblings may be refused, so at least one more token must be possible."""
+"""The smallest `support` that is allowed with `acceptance_rates`. The target may refuse a draft
+token and all its siblings, and then needs one more token to commit."""
 Share = Annotated[float, Field(ge=0, le=1)]
 Parts = BeforeValidator(lambda value: value.split("/") if isinstance(value, str) else value)
-"""Splits a text A/B/.. into a list."""
+"""Splits a text A/B/... into a list."""
 
 
 class EmulatedSpec(BaseModel, frozen=True, extra="forbid"):
-    """Describes an emulated target and its draft. Both must have the same specification."""
+    """Describes an emulated target and its draft, which must have the same specification."""
 
     vocab_size: int = Field(default=32_000, ge=2, le=VOCAB_SIZE_MAX)
     support: int = Field(default=64, ge=1)
-    """Number of token ids that have a probability above zero after a prefix."""
+    """The number of token ids with a probability above zero after a prefix."""
     exponent: float = Field(default=1.706, ge=0, le=100)
-    """Zipf exponent: the id of rank r (from 1) has weight r ** -exponent; 0 = uniform."""
+    """The Zipf exponent. The id of rank r (from 1) has weight r ** -exponent. 0 = uniform."""
     deviation: float = Field(default=0.65, ge=0, le=100)
-    """Standard deviation of log q - log p, where q is not normalised; 0 = a perfect draft."""
+    """The standard deviation of log q - log p, where q is not normalised. 0 = a perfect draft."""
     order: int = Field(default=3, ge=1, le=64)
     """A distribution depends on this many last tokens of the prefix."""
     verify_ms: float = Field(default=18.3, ge=0, le=60_000)
@@ -46,18 +46,17 @@ class EmulatedSpec(BaseModel, frozen=True, extra="forbid"):
     seed: int = Field(default=0, ge=0, lt=2**64)
     max_model_len: int = Field(default=8192, ge=1, le=2**20)
     eos: int = Field(default=-1, ge=-1)
-    """The id that ends a text; -1 = none."""
+    """The token id that ends a text. -1 = none."""
     num_pages: int = Field(default=4096, ge=1, le=PAGES_MAX)
-    """Number of the engine's pages."""
     acceptance_rates: Annotated[
         tuple[Share, ...], Parts, Field(max_length=NUM_DRAFT_TOKENS_MAX)
     ] = ()
-    """The probabilities that a round accepts at least 1, 2, ... draft tokens. In a setting they are
-    written A/B/... A round accepts at most as many draft tokens as there are probabilities. If
-    there are no probabilities, acceptance follows from the distributions."""
+    """The probabilities that a round accepts at least 1, 2, ... draft tokens, written A/B/... in a
+    setting. A round accepts at most as many draft tokens as there are probabilities. Without
+    probabilities, acceptance follows from the distributions."""
     head_on: Literal["", "target", "draft"] = ""
-    """Whether the draft is a head on the target (`target`) or a head on draft replicas (`draft`).
-    Empty if the draft is a model of its own."""
+    """Where the draft runs if the draft is a head: on the target or on draft replicas. Empty if the
+    draft is a model of its own."""
     feature_width: int = Field(default=4096, ge=1, le=FEATURE_WIDTH_MAX)
     """The width of the features that a target sends to a head on draft replicas."""
 
@@ -83,14 +82,12 @@ class EmulatedSpec(BaseModel, frozen=True, extra="forbid"):
 
     @classmethod
     def parse(cls, text: str) -> EmulatedSpec:
-        """Parses `key=value,...`, with or without `emulated:` before it. Keys that are not given
-        have their defaults. Raises `ConfigError` for a key that is unknown, repeated, or has a bad
-        value."""
+        """Parses `key=value,...`, with or without the prefix `emulated:`. Raises the errors of
+        `parse_numbers`."""
         return parse_numbers(cls, text.removeprefix(f"{SCHEME}:"), SCHEME)
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the specification."""
         return hashlib.blake2b(repr(self).encode(), digest_size=16).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""How long an engine's steps take. This is measured before the engine is used."""
+"""Measures how long an engine's steps take, before the engine is used."""
 
 import math
 from bisect import bisect_left
@@ -18,20 +18,20 @@ class StepCosts:
         seconds = base(rows) + session_s * (sessions - 1)
                 + (slot_s + row_slot_s * (rows / sessions - 1)) * context
 
-    Between measured numbers of rows, base is interpolated linearly. Above the greatest measured
-    number, base is extrapolated from the last two.
-    """
+    `base` is interpolated linearly between measured numbers of rows. Above the greatest measured
+    number, `base` is extrapolated from the last two numbers."""
 
     rows: tuple[int, ...]
-    """The measured numbers of rows, ascending; at least one."""
+    """The measured numbers of rows, in ascending order. There is at least one number."""
     seconds: tuple[float, ...]
     """For each of `rows`, the time of a step of one session without a context."""
     session_s: float = 0.0
     """The time that each session after the first adds."""
     slot_s: float = 0.0
-    """The time that each slot of the context adds, if its session has one row in the step."""
+    """The time that each slot of the context adds, if the slot's session has one row in the
+    step."""
     row_slot_s: float = 0.0
-    """The time that each slot of the context adds for each further row of its session."""
+    """The time that each slot of the context adds for each further row of the slot's session."""
 
     def __post_init__(self) -> None:
         check(len(self.rows) == len(self.seconds) > 0, "each number of rows has one time")
@@ -40,19 +40,19 @@ class StepCosts:
         check(all(0 <= time < math.inf for time in times), "times must be finite, and 0 or more")
 
     def step_seconds(self, rows: float, sessions: float = 1, context: float = 0) -> float:
-        """The time of a step of `rows` >= 1 tokens. The contexts of all sessions have `context`
-        slots in total. The arguments may be means over several steps."""
+        """Returns the time of a step of `rows` >= 1 tokens. `context` is the total of all sessions'
+        contexts. The arguments may be means over several steps."""
         attention_s = self.attention_seconds(max(1.0, rows / sessions), context)
         return self.mixed_seconds(rows, sessions, attention_s)
 
     def mixed_seconds(self, rows: float, sessions: float, attention_s: float) -> float:
-        """The time of a step of sessions with different numbers of rows and different contexts.
-        `attention_s` is the sum of the sessions' `attention_seconds`."""
+        """Returns the time of a step in which sessions have different numbers of rows and different
+        contexts. `attention_s` is the sum of the sessions' `attention_seconds`."""
         return self._base(rows) + self.session_s * (sessions - 1) + attention_s
 
     def attention_seconds(self, rows: float, context: float) -> float:
-        """The time that the context of a session adds to a step, if the session has `rows` >= 1
-        tokens in the step."""
+        """Returns the time that the context of a session adds to a step in which the session has
+        `rows` >= 1 tokens."""
         return context * (self.slot_s + self.row_slot_s * (rows - 1))
 
     def _base(self, rows: float) -> float:
@@ -68,17 +68,17 @@ MEASURED_SESSIONS = 8
 MEASURED_CONTEXT = 256
 """Each measured session has a context of this many slots."""
 SHORT_CONTEXT = 16
-"""A context of this many slots costs almost nothing. The cost of a slot is computed from the times
-of a step with this context and with `MEASURED_CONTEXT`. The two times of one session would differ
-too little, because on two cores a slot of the demo target costs 2 us, and a step 16 ms. So several
-sessions are measured together."""
+"""The cost of a slot is computed from the times of a step with contexts of this length and of a
+step with contexts of `MEASURED_CONTEXT`. Several sessions are measured together, because the two
+times of a single session differ too little. On two cores, a slot of the demo target costs 2 us, and
+a step 16 ms."""
 CONTEXT_ROWS = 64
-"""A step over a context is measured twice: with one row for each session, and with this many rows
-of one session."""
+"""A step over a context is measured with one row for each session, and again with this many rows of
+one session."""
 CONTEXTS_SHARE = 0.3
 """After this share of the time limit, the measurement of contexts adds no more sessions."""
 TRIES = 3
-"""Each measurement runs up to this many times. The shortest time is used, because other processes
+"""Each measurement runs up to this many times. The shortest time counts, because other processes
 can only make steps slower."""
 TRIES_SHARE = 0.05
 """After this share of the time limit, a measurement is no longer repeated."""
@@ -97,11 +97,11 @@ def measure_step_costs(
     be in use yet. Call this on the thread on which the engine's steps will run. `clock` counts
     seconds.
 
-    The measurement ends after about `limit_s`, not counting the time to warm up a device. Numbers
-    of rows that are not measured by then are left out. If contexts are not measured by then, their
-    costs are 0. For an emulated engine the stated times are used."""
+    The measurement ends after about `limit_s`, without the time to warm up a device. The result
+    leaves out numbers of rows that are not measured by then. If contexts are not measured by then,
+    their costs are 0. For an emulated engine, the stated times are used."""
     bench = _Bench(engine, clock, limit_s * TRIES_SHARE)
-    bench.least([_step(0, 1)])  # Only warms up the engine.
+    bench.least([_step(0, 1)])  # Only to warm up the engine.
     until = bench.clock() + limit_s
     fitting = min(max_rows, engine.info.max_model_len)
     rows = sorted({*(num for num in MEASURED_ROWS if num < fitting), fitting})
@@ -120,9 +120,9 @@ def measure_step_costs(
 
 
 def _costs(rows: Sequence[int], seconds: Sequence[float]) -> StepCosts:
-    """The costs for as many of the first `rows` as there are times. If a step took longer than a
-    step with more rows, other processes have delayed the former. Then the shorter time is used for
-    both."""
+    """Returns the costs of the first `rows`, one for each time. If a step took longer than a step
+    with more rows, other processes have delayed the step with fewer rows. Then the shorter time is
+    used for both."""
     least = tuple(reversed(list(accumulate(reversed(seconds), min))))
     return StepCosts(tuple(rows[: len(least)]), least)
 
@@ -133,18 +133,18 @@ class _Bench:
         self._clock = clock
         self._try_s = try_s
         self._first_is_slow = False
-        """True on devices other than a CPU. There the first step of each shape compiles kernels, so
-        its time is not used, and does not count towards the time limit."""
+        """True on devices other than a CPU. On these devices the first step of each shape compiles
+        kernels, so the time of this step is not used, and does not count towards the time limit."""
         self._excused_s = 0.0
         """The total time of these first steps."""
 
     def clock(self) -> float:
-        """The time, less the time that does not count towards the time limit."""
+        """Returns the time, less the time that does not count towards the time limit."""
         return self._clock() - self._excused_s
 
     def rows(self, counts: Sequence[int], until: float) -> list[float]:
-        """For each number of tokens in `counts`, the least time in seconds of a step of one session
-        without a context. The result is shorter than `counts` if time or pages run out."""
+        """Returns the time of a step of one session without a context, for each number of tokens in
+        `counts`. If time or pages run out, the result is shorter than `counts`."""
         found: list[float] = []
         for num in counts:
             step = [_step(0, num)]
@@ -155,7 +155,7 @@ class _Bench:
 
     def contexts(self, known: StepCosts, num: int, context: int, until: float) -> StepCosts:
         """Adds the costs of a session and of a slot of context to `known`. Measures `num` sessions
-        with `context` slots each, or fewer sessions if pages or time run out."""
+        with `context` slots each. If pages or time run out, measures fewer sessions."""
         begun = 0
         while num and not self._engine.can_hold(
             [_step(index, context + CONTEXT_ROWS, 0) for index in range(num)]
@@ -185,8 +185,8 @@ class _Bench:
         )
 
     def least(self, steps: Sequence[SequenceStep], length: int = 0) -> float:
-        """The least time in seconds of a call of `forward` with these steps. Each sequence holds
-        `length` slots before the call. Afterwards it is cut to that length again."""
+        """Returns the least time of a call of `forward` with these steps. Each sequence holds
+        `length` slots before the call, and is cut to that length again after the call."""
         self._warm_up(steps, length)
         times: list[float] = []
         enough = self._clock() + self._try_s

@@ -1,13 +1,12 @@
 """The engine that runs vLLM's models and kernels on Outrider's own pages.
 
-vLLM is used as a library. The engine uses vLLM's loader with all its quantisations, its tensor
-parallelism, its attention backends and their caches. vLLM's scheduler, block manager and engine
-core do not run. Instead, `PagedSequences` manages sequences and pages. A page is one block of every
-layer, even of layers with a sliding window. So all layers of a sequence have the same page table.
+The engine uses vLLM's loader, quantisations, tensor parallelism, attention backends and caches.
+vLLM's scheduler, block manager and engine core do not run. Instead, `PagedSequences` manages
+sequences and pages. A page is one block of every layer, even of layers with a sliding window. So
+all layers of a sequence have the same page table.
 
-All imports of vLLM are in this file. vLLM's modules move between releases, so one minor version is
-supported at a time. `tests/vllm` compares every use of vLLM with the next release.
-"""
+vLLM's modules move between releases, so this file has all imports of vLLM, and supports one minor
+version at a time. `tests/vllm` compares every use of vLLM with the next release."""
 
 from __future__ import annotations
 
@@ -42,10 +41,7 @@ from vllm.model_executor.determinism.batch_invariant import init_batch_invarianc
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.models.interfaces import supports_eagle3
-from vllm.v1.attention.backends.utils import (
-    get_supported_kv_cache_layouts,
-    record_kv_cache_layout,
-)
+from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, record_kv_cache_layout
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -72,35 +68,25 @@ from outrider.errors import ConfigError, SettingError, Unavailable, check
 from outrider.kv_cache.block_pool import BlockPool, Copy
 from outrider.kv_cache.storage import KeysAndValues, memory_budget
 from outrider.limits import BATCHED_TOKENS_DEFAULT, NUM_DRAFT_TOKENS_MAX
-from outrider.models.compatibility import (
-    check_answers,
-    check_features,
-    dependent_at,
-    trial_tokens,
-)
+from outrider.models.compatibility import check_answers, check_features, dependent_at, trial_tokens
 from outrider.models.draft_head import LoadedDraftHead
-from outrider.models.drafter_check import (
-    TOKENS_WRITTEN,
-    DraftCheck,
-    Reading,
-    likeliest_tokens,
-)
+from outrider.models.drafter_check import TOKENS_WRITTEN, DraftCheck, Reading, likeliest_tokens
 from outrider.models.fingerprint import numerics_fingerprint
 from outrider.models.loading import LoadOptions, describe_files, refusing, use_device
 
 _CAPTURED_BYTES = 2**30
-"""Device memory that is reserved for CUDA graphs, besides the model and its pages."""
+"""This much device memory is reserved for CUDA graphs, besides the model and its pages."""
 _PAGE_SIZES = {"cpu": 32, "cuda": 16}
-"""The number of tokens of a page, by type of device. For some kinds of attention, vLLM changes this
-number."""
+"""Maps a type of device to the number of tokens of a page. For some kinds of attention, vLLM
+changes this number."""
 _PADDING_SLOT = -1
 _CAPTURED_MAX = 512
-"""Only steps of at most this many tokens are captured as CUDA graphs. For more tokens the kernels
+"""Only steps of at most this many tokens are captured as CUDA graphs. The kernels of larger steps
 take so long that a graph saves nothing."""
 _NAME_BITS = 62
 _RUNNING = Lock()
-"""Held during a step, because a process has only one forward context and one CPU scratch memory of
-vLLM, but may run several engines, each on its own thread."""
+"""A step holds this lock, because vLLM has only one forward context and one CPU scratch memory in a
+process, and a process may run several engines, each on its own thread."""
 
 
 class VllmEngine(PagedSequences):
@@ -124,20 +110,22 @@ class VllmEngine(PagedSequences):
         **options: Unpack[LoadOptions],
     ) -> None:
         """Loads the model in `path`, or this rank's share of it. A step has at most `max_num_seqs`
-        sequences and `max_num_batched_tokens` tokens. The pages take `kv_cache_memory_bytes`; 0 =
-        what `memory_budget` returns. If `deterministic`, a token's logits do not depend on the
-        other tokens of its step. If `enforce_eager` or `deterministic`, the model is not compiled.
-        On a CUDA device, steps of a compiled model are captured as CUDA graphs.
+        sequences and `max_num_batched_tokens` tokens. The pages take `kv_cache_memory_bytes`. If
+        this is 0, they take what `memory_budget` returns. If `deterministic`, a token's logits do
+        not depend on the other tokens of its step. If `enforce_eager` or `deterministic`, the model
+        is not compiled.
+
         `draft_layer` is a drafting head on this model. Of several ranks only rank 0 has a head, but
-        every rank needs the `draft_check`. If `draft_reads_output`, the head reads the model's
-        output, otherwise the inputs of the model's layers.
+        every rank needs the `draft_check`. The head reads the model's output if
+        `draft_reads_output`, otherwise the inputs of layers.
+
         Raises `ConfigError` if vLLM cannot load the model, if tokens cannot be removed from the
         model's state, or if the model does not return the hidden states that the head reads."""
         self._device, self._ranks = use_device(**options), ranks
         self._deterministic = deterministic
         name, compiles = options.get("name", str(path)), not (enforce_eager or deterministic)
         captures = compiles and self._device.type == "cuda"
-        # Besides batched tokens, a step on a draft replica has drafted tokens. A step of a trial
+        # A step on a draft replica has drafted tokens besides batched tokens. A step of a trial
         # has up to `BATCHED_TOKENS_DEFAULT` tokens.
         drafted = max_num_seqs * (NUM_DRAFT_TOKENS_MAX + 2)
         most = max(max_num_batched_tokens + drafted, BATCHED_TOKENS_DEFAULT)
@@ -166,7 +154,7 @@ class VllmEngine(PagedSequences):
             torch.zeros(most, dtype=torch.int64, device=self._device) for _ in range(2)
         )
         self._sizes: list[int] = []
-        """The numbers of tokens for which steps are captured, ascending (see `_padded`)."""
+        """The numbers of tokens of captured steps, in ascending order (see `_padded`)."""
         self._skips_compiled = False
         with refusing(f"model {name}:"):
             if draft_check is not None:
@@ -185,7 +173,6 @@ class VllmEngine(PagedSequences):
         compiles: bool,
         options: LoadOptions,
     ) -> Any:
-        """vLLM's configuration, for steps of at most this many sequences and tokens."""
         compilation: dict[str, Any] = {"cudagraph_mode": "NONE"}
         if compiles and self._device.type == "cuda":
             size = min(_CAPTURED_MAX, max_num_tokens)
@@ -201,9 +188,9 @@ class VllmEngine(PagedSequences):
         ).create_engine_config()  # fmt: skip
 
     def _set_operators(self) -> None:
-        """Chooses the implementation of each operator, as vLLM's worker does. Without this choice,
-        norms would be Python functions outside of the compiled code. A step of the demo target
-        would then take 4 ms longer."""
+        """Chooses the implementation of each operator, as vLLM's worker does. Otherwise norms would
+        be Python functions outside of the compiled code, and a step of the demo target would take 4
+        ms longer."""
         self._config.kernel_config.ir_op_priority.set_default()
         set_default_torch_wrap(self._config.compilation_config.ir_enable_torch_wrap)
 
@@ -214,7 +201,7 @@ class VllmEngine(PagedSequences):
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         if self._ranks is not None and self._device.type == "cpu":
-            # The ranks of one machine share memory under this name, so all must have the same name.
+            # The ranks of one machine share memory under this name.
             name = least(self._ranks, secrets.randbits(_NAME_BITS), self._device)
             os.environ["VLLM_DIST_IDENT"] = str(name)
         init_batch_invariance()
@@ -227,7 +214,7 @@ class VllmEngine(PagedSequences):
 
     def _use_caches(self, num_bytes: int, max_num_seqs: int, name: str) -> None:
         """Allocates the caches of all layers. Layers with the same cache specification form a group
-        of vLLM. All groups have the same page tables."""
+        of vLLM. All groups use the same page tables."""
         config = self._config
         specs = get_kv_cache_spec(config)
         groups: dict[Any, list[str]] = defaultdict(list)
@@ -255,7 +242,7 @@ class VllmEngine(PagedSequences):
         layouts = get_supported_kv_cache_layouts({layers[one].get_attn_backend() for one in specs})
         layout = next(one for one in layouts if not one.is_block_outermost)
         record_kv_cache_layout(config.cache_config, layout.name)
-        # The last page belongs to no sequence. The spare token of `_hidden_of` is written to it.
+        # The last page belongs to no sequence. `_hidden_of` writes its spare token to this page.
         num_blocks, offset, tensors = num_pages + 1, 0, []
         for spec, names in groups.items():
             layer_stride, block_stride, *_ = compute_layout_strides(
@@ -286,8 +273,8 @@ class VllmEngine(PagedSequences):
         self, draft_layer: LoadedDraftHead | None, name: str, reads_output: bool
     ) -> None:
         """Converts a head to the model's dtype. If a weight of the head equals a weight of the
-        model, both share one tensor. If the model does not return the hidden states that the head
-        reads, raises `ConfigError` about the model `name`, also on ranks without a head."""
+        model, both share one tensor. Raises `ConfigError`, also on ranks without a head, if the
+        model does not return the hidden states that the head reads."""
         if not reads_output and not supports_eagle3(self._model):
             raise ConfigError(
                 f"model {name}: an EAGLE-3 head needs the inputs of the model's layers, but vLLM's "
@@ -315,19 +302,19 @@ class VllmEngine(PagedSequences):
         self._skips_compiled = False
         if not reads_output:
             self._show(self._read_by_leader(num_layers))
-        # Forgets the cached pages of the check's text, because the head has written no pairs to
-        # them.
+        # Forgets the pages of the check's text, to which the head has not written pairs.
         self._use_pool(BlockPool(self._pool.num_pages, self._page_size), self._cache, max_num_seqs)
         if self.draft_layer is not None:
             head = self.draft_layer.module
             ascending = sorted(head.layer_ids)
             self._taps = [ascending.index(layer_id) for layer_id in head.layer_ids]
-            """For each of the head's layers, its index among the layers that the model returns."""
+            """For each layer that the head reads, the index among the layers that the model
+            returns."""
             self._draft = DraftLayer(head, self._draft_pages)
 
     def _read_by_leader(self, num_layers: int) -> list[int]:
-        """The layers that the leader's head reads. All ranks get the same layers, because their
-        compiled models must be alike."""
+        """Returns the layers that the leader's head reads, on all ranks, because all ranks must
+        compile the same model."""
         is_read = torch.zeros(num_layers + 1, dtype=torch.int64, device=self._device)
         if self.draft_layer is not None:
             is_read[[*self.draft_layer.module.layer_ids]] = 1
@@ -337,14 +324,15 @@ class VllmEngine(PagedSequences):
         return layer_ids
 
     def _show(self, layer_ids: Sequence[int]) -> None:
-        """From now on the model also returns the inputs of these layers. `layer_ids` must ascend.
-        The number of layers, as an id, means the output of the last layer."""
+        """Makes the model also return the inputs of these layers. `layer_ids` must ascend. The id
+        that equals the number of layers means the output of the last layer."""
         self._model.set_aux_hidden_state_layers(tuple(layer_ids))
         # vLLM caches compiled models under a key that includes `additional_config`.
         self._config.additional_config["shown_layers"] = list(layer_ids)
 
     def _read(self, prompt: Sequence[int]) -> Reading:
-        """A `Reader`. Call this while the model returns the inputs of all layers, or of none."""
+        """A `Reader`. Call this while the model returns the inputs of all layers or of no
+        layers."""
         texts, likeliest, shown = [], [], []
         new = torch.tensor(prompt, device=self._device)
 
@@ -364,8 +352,8 @@ class VllmEngine(PagedSequences):
     def _warm_up(self, is_shown: bool) -> None:
         """Compiles the model. Raises `ConfigError` if logits depend on how a text is cut into
         steps, as with MLA on CPUs. If the model returns inputs of its layers (`is_shown`), also
-        compares logits and features of the compiled and the uncompiled model, because vLLM may have
-        loaded the compiled model from files."""
+        compares the compiled with the uncompiled model, because vLLM may have loaded the compiled
+        model from files."""
         ids = trial_tokens(self.info)
         self._skips_compiled = is_shown
         [expected] = self.forward([SequenceStep("first", ids, len(ids))])
@@ -383,8 +371,8 @@ class VllmEngine(PagedSequences):
             self.release(sequence)
 
     def _capture(self, max_num_tokens: int) -> None:
-        """Captures a CUDA graph for each size of a step. The largest is captured first, because the
-        graphs share memory."""
+        """Captures a CUDA graph of the compiled model for each size of a step. Captures the largest
+        graph first, because the graphs share memory."""
         sizes = self._config.compilation_config.cudagraph_capture_sizes
         self._sizes = sorted(size for size in sizes if size <= max_num_tokens)
         set_cudagraph_capturing_enabled(True)
@@ -412,7 +400,6 @@ class VllmEngine(PagedSequences):
         self.info = replace(self.info, numerics=numerics_fingerprint(self._device, *kinds))
 
     def forward(self, steps: Sequence[SequenceStep]) -> list[Tensor]:
-        """See `Engine.forward`."""
         if not steps:
             return []
         check(not any(step.parents for step in steps), "vLLM runs no trees")
@@ -426,8 +413,8 @@ class VllmEngine(PagedSequences):
         return list(torch.split(rows.to(torch.float32, copy=True), sizes))
 
     def _run_whole(self, step: HeldStep) -> Tensor:
-        """Runs the model on a step, and returns logits. If there is a draft layer, also writes its
-        features and pairs."""
+        """Runs the model on a step, and returns logits. If there is a draft layer, also writes the
+        layer's features and pairs."""
         hidden, tapped = self._hidden_of(step)
         if self._draft is not None:
             found = self._draft.write(step, [tapped[at] for at in self._taps])
@@ -440,8 +427,8 @@ class VllmEngine(PagedSequences):
         return hidden.new_empty((len(hidden), 0)) if logits is None else logits
 
     def _hidden_of(self, step: HeldStep) -> tuple[Tensor, list[Tensor]]:
-        """Runs the model without its LM head. Returns the LM head's input [L, D] for the rows whose
-        logits are wanted, and the inputs of layers as `_call` does."""
+        """Runs the model without its LM head. Returns the LM head's input [L, D] at the wanted
+        rows, and the inputs of layers as `_call` does."""
         if self._deterministic and len(step.rows.token_ids) == 1:
             # Adds a spare token, because matrix products of a single row use other kernels.
             spare = HeldSequence(SequenceStep("", (0,), 0), 0, (self._pool.num_pages,))
@@ -476,17 +463,17 @@ class VllmEngine(PagedSequences):
         return hidden.index_select(0, wanted_), tapped
 
     def _padded(self, num_tokens: int) -> int:
-        """The least number of tokens of a captured step that is at least `num_tokens`. If there is
-        no such step, `num_tokens`."""
+        """Returns the size of the smallest captured step with at least `num_tokens` tokens. If
+        there is no such step, returns `num_tokens`."""
         place = bisect_left(self._sizes, num_tokens)
         return num_tokens if place == len(self._sizes) else self._sizes[place]
 
     def _call(
         self, attention: Any, mapping: Any, size: int, is_captured: bool
     ) -> tuple[Tensor, list[Tensor]]:
-        """Runs the first `size` tokens of the buffers. Returns the input of the LM head, [size, D],
-        and the inputs of the layers that `_show` has set, in ascending order. If no layers are set,
-        the latter list contains only the input of the LM head."""
+        """Runs the first `size` tokens of the buffers. Returns the input of the LM head [size, D],
+        and the inputs of the layers that `_show` has set. If no layers are set, the list contains
+        only the input of the LM head."""
         context = set_forward_context(
             attention, self._config, num_tokens=size, slot_mapping=mapping,
             cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE if is_captured else CUDAGraphMode.NONE,
@@ -499,7 +486,7 @@ class VllmEngine(PagedSequences):
 
 
 class _Blocks:
-    """A `PageStore` of vLLM's caches for all layers and the caches of a draft layer."""
+    """A `PageStore` of vLLM's caches and of the caches of a draft layer."""
 
     def __init__(
         self,
@@ -532,8 +519,8 @@ class _Blocks:
 
 @contextmanager
 def _without_accelerator(device: torch.device) -> Iterator[None]:
-    """On a CPU, replaces `torch.accelerator.empty_cache` by a mock, because vLLM's loader calls
-    this function, and the function fails without a CUDA device."""
+    """On a CPU, replaces `torch.accelerator.empty_cache` by a mock. vLLM's loader calls this
+    function, which fails without a CUDA device."""
     is_cpu = device.type == "cpu"
     with patch.object(torch.accelerator, "empty_cache") if is_cpu else nullcontext():
         yield

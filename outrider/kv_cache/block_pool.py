@@ -1,7 +1,6 @@
-"""Assigns the pages of an engine's keys and values to sequences. Shares pages, and evicts them.
+"""Assigns the pages of an engine's keys and values to sequences.
 
-The pool holds no tensors. It returns the page copies that a step needs. The engine makes these
-copies, then runs the step.
+The pool holds no tensors. It returns the page copies that the engine must make before a step.
 
     state of a page    sequences that hold it    prefix known    evicted
     free               none                      no              -
@@ -9,10 +8,9 @@ copies, then runs the step.
     held               at least one              yes or no       never
 
 The *prefix* of a page is all tokens up to the end of the page. Once the prefix of a full page is
-known, new sequences with this prefix share the page. If another sequence holds a page, a sequence
-writes to a copy of the page. If no other sequence holds the page but its prefix is known, the pool
-forgets the prefix before the write.
-"""
+known, new sequences with this prefix share the page. A sequence writes to a page of another
+sequence only after the page is copied. Before a sequence writes to a page that no other sequence
+holds, the pool forgets the page's prefix."""
 
 from array import array
 from collections import Counter, OrderedDict
@@ -29,53 +27,48 @@ _ID_TYPE = "I"
 
 
 class BlockPool:
-    """The pages of one engine, and the sequences on them. Methods that have the name of a method of
-    `Engine` do what that method's documentation says.
+    """The pages of one engine, and the sequences on these pages. A method with the name of a method
+    of `Engine` has the same contract.
 
-    The pool's state depends only on the calls. So all ranks of a model, which make the same calls,
+    The pool's state depends only on its calls. So all ranks of a model, which make the same calls,
     assign the same pages. The time of a call is proportional to the number of pages that the call
-    reads or changes.
-    """
+    reads or changes."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
-        """The number of all pages. Constant."""
         self.page_size = page_size
-        """The number of slots in a page. Constant."""
         self._free = list(range(num_pages - 1, -1, -1))
-        """The free pages. New pages are taken from the end."""
+        """The free pages. The pool takes new pages from the end."""
         self._prefixes = PrefixIndex()
         self._sequences: dict[str, PagedSequence] = {}
         self._ids = array(_ID_TYPE, [0]) * (num_pages * page_size)
         """The token in each slot of each page."""
         self._holders = [0] * num_pages
-        """How many sequences hold each page."""
+        """The number of sequences that hold each page."""
         self._remembered: OrderedDict[int, None] = OrderedDict()
-        """Pages that no sequence holds and whose prefix is known, the least recently used first."""
+        """The remembered pages, the least recently used page first."""
         self._prefix_queries = 0
         self._prefix_hits = 0
 
     def length(self, sequence_id: str) -> int:
-        """The number of slots that the sequence holds; 0 for an unknown sequence."""
         sequence = self._sequences.get(sequence_id)
         return 0 if sequence is None else sequence.length
 
     def pages(self, sequence_id: str) -> Sequence[int]:
-        """The sequence's page table; empty for an unknown sequence. With page size P, slot i of the
-        sequence is slot i % P of the page `pages[i // P]`. Do not change this list, and do not read
-        it after the next call of the pool."""
+        """Returns the sequence's page table, which is empty for an unknown sequence. With page size
+        P, slot i of the sequence is slot i % P of the page `pages[i // P]`. Do not change this
+        list, and do not read it after the next call of the pool."""
         sequence = self._sequences.get(sequence_id)
         return () if sequence is None else sequence.pages
 
     def token_ids(self, sequence_id: str, start: int = 0) -> tuple[int, ...]:
-        """The tokens in the sequence's slots, from slot `start` on."""
+        """Returns the tokens in the sequence's slots from slot `start` on."""
         ids, size = array(_ID_TYPE), self.page_size
         for page in self.pages(sequence_id)[start // size :]:
             ids.extend(self._ids[page * size : (page + 1) * size])
         return tuple(ids[start % size : self.length(sequence_id) - start // size * size])
 
     def counts(self) -> PageCounts:
-        """How the pages are used now."""
         return PageCounts(
             num_pages=self.num_pages,
             num_free=len(self._free),
@@ -86,8 +79,6 @@ class BlockPool:
         )
 
     def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
-        """Begins a sequence on the pages of the longest known prefix of `token_ids`, as
-        `Engine.attach` does."""
         check(self.length(sequence_id) == 0, f"{sequence_id} is held already")
         self.release(sequence_id)
         sequence = self._sequences[sequence_id] = PagedSequence(salt)
@@ -101,14 +92,13 @@ class BlockPool:
         return sequence.length
 
     def find(self, token_ids: Sequence[int], salt: str = "") -> FoundPrefix:
-        """The prefix on which `attach` would begin a sequence."""
         pages = tuple(prefix.page for prefix in self._known_prefixes(token_ids, salt))
         return FoundPrefix(len(pages) * self.page_size, pages)
 
     def fork(self, sequence_id: str, branch_id: str) -> list[Copy]:
-        """Begins a branch with the slots of a sequence, as `Engine.fork` does. Returns the page
-        copies to make before the next step: one copy if the last page is not full, else none. If
-        there is no page for this copy, raises `OutOfPages` and changes nothing."""
+        """Returns the page copies to make before the next step: one copy if the last page is not
+        full, else no copy. If there is no page for this copy, raises `OutOfPages` and changes
+        nothing."""
         sequence = self._sequences.get(sequence_id)
         if sequence is None:
             raise InvariantError(f"{sequence_id} is unknown and cannot be forked")
@@ -127,8 +117,6 @@ class BlockPool:
         without: Iterable[str] = (),
         begun: Mapping[str, FoundPrefix] | None = None,
     ) -> bool:
-        """Whether `append` would find pages for these steps if the sequences in `without` were
-        released first, and those in `begun` were attached first. Changes nothing."""
         return self._is_roomy(steps) or self._num_missing(steps, without, begun or {}) <= 0
 
     def append(self, steps: Sequence[SequenceStep], whole: bool = True) -> list[Copy]:
@@ -136,12 +124,12 @@ class BlockPool:
         unknown sequence begins with an empty salt. Returns the page copies to make before any slot
         is written. After the step, call `written`. If the step has failed, call `keep` with the old
         length instead, so that unwritten slots are not shared. If the page copies have failed, also
-        call `forget` with the pages that should have been written.
+        call `forget` with the targets of the copies.
 
         Evicts remembered pages as needed. If there is still no room, raises `OutOfPages` and
         changes nothing. If `whole` is False, the new slots are shallow (see `prefix_cache.py`).
-        Other slots cannot follow shallow slots. So before a call with `whole`, call `keep` to drop
-        the shallow slots. If a sequence still has shallow slots, raises `InvariantError`."""
+        Only shallow slots can follow shallow slots. So before a call with `whole`, drop the shallow
+        slots with `keep`. If a sequence still has shallow slots, raises `InvariantError`."""
         for step in steps if whole else ():
             sequence = self._sequences.get(step.sequence_id)
             is_whole = sequence is None or not sequence.num_shallow
@@ -161,23 +149,22 @@ class BlockPool:
         return copies
 
     def written(self, steps: Sequence[SequenceStep]) -> None:
-        """Makes the full pages of these steps known, so that they are shared. Call this once the
-        slots that `append` took are written."""
+        """Makes the full pages of these steps known, so that new sequences share them. Call this
+        once the slots that `append` took are written."""
         for step in steps:
             sequence = self._sequences[step.sequence_id]
             if sequence.chain_length // self.page_size > len(sequence.prefixes):
                 self._remember(sequence)
 
     def keep(self, sequence_id: str, length: int, path: Sequence[int] = ()) -> list[Copy]:
-        """Cuts a sequence to its first `length` slots and the slots in `path`, as `Engine.keep`
-        does. All these slots must be written already. Returns the slot moves to make before the
-        next call. A slot's number is page * page size + place in the page. The moves may be made
-        one by one in this order, or all at once. Until the sequence's next step, the pages to which
-        the moves write are not shared. If a move fails, call `forget`.
+        """Returns the slot moves to make before the next call. All kept slots must be written
+        already. A slot's number is page * page size + place in the page. The moves may be made one
+        by one in this order, or all at once. Until the sequence's next step, the pages to which the
+        moves write are not shared. If a move fails, call `forget`.
 
-        If another sequence holds a page to which a move would write, the move writes to a copy of
-        the page. This occurs after a fork in the middle of a tree. If there is no page for the
-        copy, raises `OutOfPages` and changes nothing."""
+        If another sequence holds a page to which a move would write, as after a fork in the middle
+        of a tree, the move writes to a copy of the page. If there is no page for the copy, raises
+        `OutOfPages` and changes nothing."""
         check_kept(self.length(sequence_id), length, path)
         sequence = self._sequences.get(sequence_id)
         if sequence is None:
@@ -196,15 +183,14 @@ class BlockPool:
         return moves
 
     def release(self, sequence_id: str) -> None:
-        """Forgets the sequence. Its full pages stay remembered by their prefixes. Ignores unknown
-        sequences."""
+        """Forgets the sequence. The sequence's full pages stay remembered."""
         if sequence_id in self._sequences:
             self._remember(self._sequences[sequence_id])
             self._drop(sequence_id)
 
     def forget(self, pages: set[int]) -> None:
-        """Forgets all sequences and prefixes that use any of these pages. Call this if a write to
-        these pages has failed."""
+        """Forgets all sequences and prefixes that use these pages. Call this if a write to the
+        pages has failed."""
         held = [name for name, one in self._sequences.items() if not pages.isdisjoint(one.pages)]
         for name in held:
             self._drop(name)
@@ -213,9 +199,9 @@ class BlockPool:
                 self._forget(page)
 
     def _is_roomy(self, steps: Sequence[SequenceStep]) -> bool:
-        """Whether there are certainly enough free pages. Assumes that each step needs a copy of its
-        sequence's last page, because an exact count would take longer. If the result is False,
-        there may still be enough."""
+        """Whether there are certainly enough free pages. The exact count takes longer, so this
+        method assumes that each step needs a copy of its sequence's last page. If the result is
+        False, there may still be enough pages."""
         size = self.page_size
         return len(self._free) >= sum([len(step.token_ids) // size + 2 for step in steps])
 
@@ -225,9 +211,9 @@ class BlockPool:
         without: Iterable[str],
         begun: Mapping[str, FoundPrefix],
     ) -> int:
-        """The number of pages that the steps would lack after all remembered pages are evicted, the
-        sequences in `without` are released, and those in `begun` are attached. Negative if pages
-        would be left."""
+        """Returns the number of pages that the steps would lack after all remembered pages are
+        evicted, the sequences in `without` are released, and the sequences in `begun` are attached.
+        The number is negative if pages would be left."""
         holders = self._holders
         names = [step.sequence_id for step in steps]
         joining = Counter(p for name in names if name in begun for p in begun[name].pages)
@@ -239,9 +225,9 @@ class BlockPool:
         return needed + pinned - freed - len(self._free) - len(self._remembered)
 
     def _num_needed(self, steps: Sequence[SequenceStep], joining: Counter[int]) -> int:
-        """The largest number of pages that the steps may take. `joining` has, for each page, the
-        number of sequences that will begin to hold the page before the steps, less the number of
-        those that will let go of it."""
+        """Returns the largest number of pages that the steps may take. `joining` has, for each
+        page, the number of sequences that will begin to hold the page before the steps, less the
+        number of sequences that will let go of the page."""
         size, num = self.page_size, 0
         for step in steps:
             sequence = self._sequences.get(step.sequence_id)
@@ -255,8 +241,8 @@ class BlockPool:
         return num
 
     def _make_room(self, num_free: int) -> None:
-        """Evicts remembered pages until `num_free` pages are free. If there are too few, raises
-        `OutOfPages` and evicts nothing."""
+        """Evicts remembered pages until `num_free` pages are free. If there are too few pages,
+        raises `OutOfPages` and evicts nothing."""
         missing = num_free - len(self._free) - len(self._remembered)
         if missing > 0:
             raise OutOfPages(f"{missing} more pages are needed, but sequences hold all others")
@@ -264,13 +250,13 @@ class BlockPool:
             self._forget(next(iter(self._remembered)))
 
     def _drop(self, sequence_id: str) -> None:
-        """Forgets a sequence. Its pages with a known prefix become remembered, and will be evicted
-        after all pages that are remembered already. The sequence's last page is evicted first."""
+        """Forgets a sequence. Remembers the sequence's pages with a known prefix so that they are
+        evicted after all other remembered pages, the last page first."""
         sequence = self._sequences.pop(sequence_id)
         prefixes = sequence.prefixes
         for index in range(len(sequence.pages) - 1, -1, -1):
             if self._holders[sequence.pages[index]] > 1:
-                # Does what `_let_go` does. A fork has many such pages, and a call takes longer.
+                # Like `_let_go`, without the time of a call. A fork has many such pages.
                 self._holders[sequence.pages[index]] -= 1
             else:
                 self._let_go(sequence.pages[index])
@@ -281,8 +267,8 @@ class BlockPool:
         sequence.pages.clear()
 
     def _known_prefixes(self, token_ids: Sequence[int], salt: str) -> Iterator[Prefix]:
-        """The known prefixes of these tokens, the shortest first. They never include the last
-        token, because a step must run the last token for its logits."""
+        """Yields the known prefixes of these tokens, the shortest prefix first. A prefix never
+        includes the last token, because a step must run the last token for its logits."""
         size, ids = self.page_size, array(_ID_TYPE, token_ids)
         parent: Prefix | str = salt
         for end in range(size, len(ids), size):
@@ -293,7 +279,6 @@ class BlockPool:
             parent = prefix
 
     def _remember(self, sequence: PagedSequence) -> None:
-        """Makes the full pages of the sequence's chain known by their prefixes."""
         prefixes = sequence.prefixes
         while prefixes and prefixes[-1].page < 0:
             prefixes.pop()
@@ -309,8 +294,8 @@ class BlockPool:
                 self._free.append(forgotten)
 
     def _own(self, sequence: PagedSequence, index: int) -> list[Copy]:
-        """Makes the sequence's page at `index` writable. If this needs a page copy, returns the
-        copy to make, else an empty list."""
+        """Makes the sequence's page at `index` writable. Returns the page copy that this needs, or
+        an empty list."""
         page = sequence.pages[index]
         if self._holders[page] == 1:
             if page in self._prefixes:
@@ -325,7 +310,7 @@ class BlockPool:
         return [(page, copy)]
 
     def _write(self, sequence: PagedSequence, token_ids: Sequence[int]) -> None:
-        """Puts the ids into the next slots. Takes new pages as needed."""
+        """Assigns the ids to the next slots. Takes new pages as needed."""
         size, pages, start = self.page_size, sequence.pages, sequence.length
         missing = -(-(start + len(token_ids)) // size) - len(pages)
         if missing:
@@ -338,7 +323,7 @@ class BlockPool:
             self._ids[pages[place // size] * size + place % size] = token_id
 
     def _move(self, sequence: PagedSequence, length: int, path: Sequence[int]) -> list[Copy]:
-        """Moves the slots in `path` to the places after the first `length` slots. Returns the slot
+        """Moves the slots in `path` to the places after the first `length` slots. Returns the
         moves."""
         size, before = self.page_size, sequence.pages.copy()
         indices = range(length // size, -(-(length + len(path)) // size))
@@ -354,19 +339,17 @@ class BlockPool:
         return list(zip(origins, targets, strict=True))
 
     def _slot(self, pages: Sequence[int], place: int) -> int:
-        """The slot number of a place on these pages."""
         index, rest = divmod(place, self.page_size)
         return pages[index] * self.page_size + rest
 
     def _hold(self, page: int) -> None:
-        """Counts one more holder of the page."""
         if not self._holders[page]:
             self._remembered.pop(page, None)
         self._holders[page] += 1
 
     def _let_go(self, page: int) -> None:
-        """Counts one holder less. If no holder is left, the page becomes free, or remembered if its
-        prefix is known. A page that has just become remembered is the last to be evicted."""
+        """If no holder of the page is left, the page becomes free, or remembered if its prefix is
+        known. A page that has just become remembered is evicted last."""
         self._holders[page] -= 1
         if self._holders[page]:
             return

@@ -1,11 +1,10 @@
 """An index of cached prefixes, and a block pool's record of a sequence.
 
-The keys and values of a slot depend on every slot to which its token attended. A sequence begins
-with a chain, in which each slot follows the slot before it. In a chain, the token ids up to a slot
-determine the slot's keys and values. So only full pages of the chain are shared as a prefix. Three
-kinds of slots may follow the chain: slots of a tree, until `keep` cuts the tree to a path; slots
-after such a tree; and shallow slots, to which only the draft layer has written.
-"""
+The keys and values of a slot depend on every slot to which the slot's token attended. A sequence
+begins with a chain, in which each token follows the token of the slot before. In a chain, the token
+ids up to a slot determine the slot's keys and values. So only full pages of the chain are shared.
+The chain may be followed by slots of a tree, by slots after a tree, and by *shallow* slots. Only
+the draft layer has written to shallow slots."""
 
 from __future__ import annotations
 
@@ -21,15 +20,16 @@ class Prefix:
 
     def __init__(self, key: tuple[Prefix | str, bytes], page: int) -> None:
         self.key = key
-        """The prefix that is one page shorter, and the packed token ids of the last page. If the
-        prefix has only one page, the salt takes the place of the shorter prefix."""
+        """The prefix that is one page shorter, and the packed token ids of the last page. A prefix
+        of one page has the salt in place of the shorter prefix."""
         self.page = page
-        """The last page, which must not be written to. -1 once the prefix is forgotten."""
+        """The last page, which must not be written to. -1 after the prefix is forgotten."""
         self.children: dict[Prefix, None] = {}
 
 
 class PrefixIndex:
-    """The known prefixes. If a prefix is known, so are all shorter ones."""
+    """The known prefixes. If a prefix is known, all shorter prefixes of the same tokens are
+    known."""
 
     def __init__(self) -> None:
         self._by_key: dict[tuple[Prefix | str, bytes], Prefix] = {}
@@ -39,14 +39,14 @@ class PrefixIndex:
         return page in self._by_page
 
     def find(self, parent: Prefix | str, packed_ids: bytes) -> Prefix | None:
-        """The known prefix that consists of `parent` and a page with these ids. None if there is no
-        such prefix. For a prefix of one page, `parent` is the salt."""
+        """Returns the known prefix that consists of `parent` and a page with these ids. For a
+        prefix of one page, `parent` is the salt."""
         return self._by_key.get((parent, packed_ids))
 
     def add(self, parent: Prefix | str, packed_ids: bytes, page: int) -> Prefix:
-        """Makes a prefix known that ends in `page`. The other arguments are those of `find`. If the
-        prefix is known already in another page, changes nothing and returns the known prefix.
-        Otherwise, `page` must not be written to from now on."""
+        """Adds a prefix that ends in `page`, with the other arguments of `find`. If the prefix is
+        known already, changes nothing and returns the known prefix. Otherwise, `page` must not be
+        written to from now on."""
         key = (parent, packed_ids)
         found = self._by_key.get(key)
         if found is not None:
@@ -59,8 +59,8 @@ class PrefixIndex:
         return prefix
 
     def forget(self, page: int) -> list[int]:
-        """Forgets the prefix that ends in `page`, and all prefixes that continue it. Returns their
-        last pages."""
+        """Forgets the prefix that ends in `page`, and all prefixes that continue it. Returns the
+        last pages of the forgotten prefixes."""
         first = self._by_page[page]
         if isinstance(first.key[0], Prefix):
             del first.key[0].children[first]
@@ -79,25 +79,22 @@ class PagedSequence:
 
     def __init__(self, salt: str) -> None:
         self.salt = salt
-        """Sequences share prefixes only if they have the same salt."""
         self.length = 0
-        """The number of slots."""
         self.pages: list[int] = []
-        """The page table. It has no more pages than the slots need."""
+        """The page table, without pages that the slots do not need."""
         self.prefixes: list[Prefix] = []
-        """`prefixes[i]` has the tokens of the first i + 1 pages. Its `page` may be another page
-        than `pages[i]`, with the same tokens. The list may be shorter than `pages`. Its last
-        prefixes may be forgotten already."""
+        """`prefixes[i]` has the tokens of the first i + 1 pages. `prefixes[i].page` may be another
+        page with the same tokens as `pages[i]`. The list may be shorter than `pages`. The last
+        prefixes in the list may be forgotten already."""
         self.chain_length = 0
-        """The number of slots at the beginning that form a chain."""
+        """The number of slots of the chain."""
         self.tree: Sequence[int] = ()
-        """The `SequenceStep.parents` of the slots after the chain. Empty if these slots do not form
-        one tree."""
+        """The `SequenceStep.parents` of the slots after the chain, if these slots form one tree.
+        Otherwise empty."""
         self.num_shallow = 0
-        """The number of shallow slots at the end."""
+        """The number of shallow slots. They are the last slots."""
 
     def branch(self) -> PagedSequence:
-        """A new sequence with the same slots on the same pages."""
         check(not self.num_shallow, "a sequence whose last slots are shallow cannot be forked")
         branch = PagedSequence(self.salt)
         branch.length, branch.chain_length, branch.tree = self.length, self.chain_length, self.tree
@@ -106,7 +103,7 @@ class PagedSequence:
 
     def grow(self, num: int, parents: Sequence[int], whole: bool = True) -> None:
         """Adds `num` slots, with `parents` as in `SequenceStep`. If `whole` is False, the slots are
-        shallow, and never become part of the chain."""
+        shallow."""
         follows_chain = whole and self.chain_length == self.length
         self.length += num
         self.tree = parents if follows_chain else ()
@@ -116,8 +113,8 @@ class PagedSequence:
             self.chain_length += num
 
     def shrink(self, length: int, path: Sequence[int]) -> None:
-        """Drops all slots except the first `length` ones and those in `path`. If the remaining
-        slots of a tree form a path from its root, they become part of the chain."""
+        """Keeps only the first `length` slots and the slots in `path`. If the kept slots of a tree
+        form a path from the tree's root, they become part of the chain."""
         chain, num_whole = self.chain_length, self.length - self.num_shallow
         self.length = length + len(path)
         kept = [*range(min(chain, length), length), *path]

@@ -1,10 +1,9 @@
-"""The tokens that a replica holds of each session. Compares them with the coordinator's view.
+"""The tokens that a replica holds of each session.
 
-In each round, a worker calls `align(head)`. If the session then holds no tokens, the worker calls
-`begin(head)`. The worker runs `Aligned.new_tokens`, at once or in parts. Then a target runs the
-proposal, and a draft runs the tokens that it draws. At last the worker calls `record`. The table
-holds as many of these tokens as the engine has slots for (`Engine.length`).
-"""
+In each round, a worker calls `align`. If the session then holds no tokens, the worker calls
+`begin`. The worker runs `Aligned.new_tokens`, in one or several steps. Then a target runs the
+proposal, and a draft runs the tokens that it draws. After a step, the worker calls `record`. The
+table holds as many tokens as the engine has slots for (`Engine.length`)."""
 
 import math
 from collections import OrderedDict
@@ -19,39 +18,33 @@ from outrider.tokens import EMPTY_DIGEST, TokenSequence
 
 
 class Aligned(NamedTuple):
-    """A session whose tokens agree with its coordinator's, and the tokens to run next."""
+    """A session that holds only committed tokens, and the tokens to run next."""
 
     sequence: TokenSequence
-    """The tokens held, one slot each. The table owns this object, and may change it in the next
+    """The tokens held, each in one slot. The table owns this object, and may change it in the next
     call."""
     new_tokens: tuple[int, ...]
-    """The committed tokens that are not held. There is at least one, because the last committed
-    token must run for its logits."""
+    """The committed tokens that are not held. There is at least one such token, because the last
+    committed token must run for its logits."""
 
     @property
     def committed(self) -> tuple[int, ...]:
-        """All committed tokens of the session."""
         return (*self.sequence.ids, *self.new_tokens)
 
 
 class _Entry:
-    """The tokens of one session, and how many of them are known to be committed."""
-
     def __init__(self, age_rank: int) -> None:
         self.age_rank = age_rank
         self.sequence = TokenSequence()
         self.confirmed_length = 0
-        """The number of committed tokens at the last `align`. Tokens after these may be draft
-        tokens."""
+        """The number of committed tokens at the last `align`. Later tokens may be draft tokens."""
 
 
 class SessionTable:
     """The tokens of each session whose slots an engine holds.
 
-    Holds at most `sequences_max` sessions. For a further session, forgets the session that was used
-    least recently. One step must align at most `sequences_max` sessions, because the table would
-    forget the first of more sessions. Not thread-safe.
-    """
+    Holds at most `sequences_max` sessions. If a further session comes, forgets the session that was
+    used least recently. So a step must align at most `sequences_max` sessions. Not thread-safe."""
 
     sequences_max = SEQUENCES_PER_REPLICA_MAX
 
@@ -64,15 +57,14 @@ class SessionTable:
         return len(self._entries)
 
     def align(self, head: RoundHead) -> Aligned | Resync:
-        """Cuts the session to the committed tokens that it holds. These are the prefix that `head`
-        states, and the first tokens of `head.append` if the session holds them already. The last
-        committed token is never kept, because it must run again for its logits. If no token is
-        held, call `begin` next.
+        """Cuts the session to the committed tokens that it holds: the prefix that `head` states,
+        and the first tokens of `head.append` if the session holds them already. Never keeps the
+        last committed token, because this token must run again for its logits. If no token is held,
+        call `begin` next.
 
-        If the session does not hold the stated prefix, cuts nothing. Returns a `Resync` with the
-        longest shorter prefix that is known to be committed. Raises `BadRequest` if `head` has no
-        tokens.
-        """
+        If the session does not hold the stated prefix, cuts nothing, and returns a `Resync` with
+        the longest shorter prefix that is known to be committed. Raises `BadRequest` if `head` has
+        no tokens."""
         if head.base_length + len(head.append) == 0:
             raise BadRequest("append", "the prefix is empty; at least one token is needed")
         session_id, sequence = head.session_id, self._entry(head).sequence
@@ -90,9 +82,8 @@ class SessionTable:
         return Aligned(sequence, head.append[num_held:])
 
     def begin(self, head: RoundHead) -> Aligned:
-        """Begins an aligned session that holds no tokens. The session takes over cached pages of
-        its tenant that have the same tokens (`Engine.attach`). A step of the session must
-        follow."""
+        """Begins an aligned session that holds no tokens, with the cached pages of its tenant that
+        have the same tokens (`Engine.attach`). A step of the session must follow."""
         entry = self._entries.get(head.session_id)
         if entry is None or len(entry.sequence):
             raise InvariantError(f"session {head.session_id} cannot begin")
@@ -113,15 +104,15 @@ class SessionTable:
         return len(sequence)
 
     def keep(self, session_id: str, length: int) -> int:
-        """Cuts a session to its first `length` tokens. Returns the number of tokens held now. If
-        the engine has evicted the session, this number is smaller than `length`."""
+        """Cuts a session to its first `length` tokens. Returns the number of tokens held now, which
+        is smaller than `length` if the engine has evicted the session."""
         sequence = self._synced(session_id, self._known(session_id))
         self._cut(session_id, sequence, min(length, len(sequence)))
         return len(sequence)
 
     def rewind(self, session_id: str) -> Aligned | None:
-        """Cuts an aligned session to its committed tokens except the last token. That token can
-        then run again for its logits. None if the committed tokens are no longer held."""
+        """Cuts an aligned session to its committed tokens except the last token, which can then run
+        again for its logits. Returns None if the committed tokens are no longer held."""
         entry = self._entries.get(session_id)
         if entry is None:
             return None
@@ -133,24 +124,24 @@ class SessionTable:
         return Aligned(sequence, last)
 
     def length(self, session_id: str) -> int:
-        """The number of tokens held of a session; 0 for an unknown session."""
+        """Returns the number of tokens held of a session, 0 for an unknown session."""
         entry = self._entries.get(session_id)
         return 0 if entry is None else len(self._synced(session_id, entry))
 
     def age_rank(self, session_id: str) -> float:
-        """A key for sorting sessions by age, the oldest first. A session's age counts from its
-        first `align`. Unknown sessions come last."""
+        """A sort key, by which older sessions come first. A session's age counts from its first
+        `align`. Unknown sessions come last."""
         entry = self._entries.get(session_id)
         return math.inf if entry is None else entry.age_rank
 
     def holders(self) -> list[str]:
-        """The sessions that hold slots, the oldest first."""
+        """Returns the sessions that hold slots, the oldest session first."""
         held = [(entry.age_rank, name) for name, entry in self._entries.items() if entry.sequence]
         return [name for _, name in sorted(held)]
 
     def free(self, session_id: str) -> None:
         """Frees the slots of a session, but remembers its age. Ignores unknown sessions. Full pages
-        stay in the cache for `begin` until other sequences need them."""
+        stay cached for `begin` until other sequences need them."""
         entry = self._entries.get(session_id)
         if entry is not None:
             entry.sequence.truncate(0)
@@ -188,21 +179,20 @@ class SessionTable:
         return entry
 
     def _synced(self, session_id: str, entry: _Entry) -> TokenSequence:
-        """The session's tokens. First makes tokens and slots agree, for example after an
-        eviction."""
+        """Makes tokens and slots agree, for example after an eviction. Returns the tokens."""
         sequence = entry.sequence
         slots = self._engine.length(session_id)
         if slots < len(sequence):
             sequence.truncate(slots)
         elif slots > len(sequence):
-            # A step failed between `forward` and `record`. The tokens of its slots are unknown.
+            # A step failed between `forward` and `record`, so the tokens of its slots are unknown.
             self._engine.keep(session_id, len(sequence))
         return sequence
 
     def _resync(self, head: RoundHead) -> Resync:
         """Offers the held tokens that are known to be committed. If there are at least as many as
         in the stated prefix, replica and coordinator disagree about one of these tokens. Then
-        offers no tokens, because it is unknown about which token they disagree."""
+        offers no tokens, because nothing shows which token differs."""
         entry = self._entries[head.session_id]
         held = min(entry.confirmed_length, len(entry.sequence))
         length = held if held < head.base_length else 0

@@ -37,12 +37,13 @@ class LayerShape:
 
     @property
     def slot_bytes(self) -> int:
-        """The size of one token's key and value."""
+        """The bytes of one token's key and value."""
         return self.num_heads * (self.key_width + self.value_width) * self.dtype.itemsize
 
 
 def pages_in(num_bytes: int, shapes: Sequence[LayerShape]) -> int:
-    """The number of pages that fit into `num_bytes`. Raises `SettingError` if none fits."""
+    """Returns the number of pages that fit into `num_bytes`. Raises `SettingError` if no page
+    fits."""
     page_bytes = PAGE_SIZE * sum(shape.slot_bytes for shape in shapes)
     if num_bytes < page_bytes:
         raise SettingError(
@@ -53,19 +54,15 @@ def pages_in(num_bytes: int, shapes: Sequence[LayerShape]) -> int:
 
 
 def memory_budget(
-    device: torch.device,
-    gpu_memory_utilization: float,
-    num_gpus: float | None,
-    num_others: int = 0,
+    device: torch.device, gpu_memory_utilization: float, num_gpus: float | None, num_others: int = 0
 ) -> int:
-    """The number of bytes for keys and values. Call this after the model is loaded. On a GPU, the
-    process may use `gpu_memory_utilization` times `num_gpus` (None = 1) of the GPU's memory. The
-    result is the part of this memory that the process does not use yet, but at most the GPU's free
-    memory, less `num_others` bytes for other uses. On a CPU, the result is fixed."""
+    """Returns the number of bytes for keys and values. Call this after the model is loaded. On a
+    GPU, the process may use `gpu_memory_utilization` times `num_gpus` (None = 1) of the GPU's
+    memory. The result is the part of this memory that the process does not use yet, at most the
+    GPU's free memory, less `num_others` bytes for other uses. On a CPU, the result is fixed."""
     if device.type != "cuda":
         return KV_CACHE_BYTES_DEFAULT
-    # Some weights were copied after loading. PyTorch still reserves the memory of the originals,
-    # which `memory_reserved` would count.
+    # `memory_reserved` would count memory that PyTorch keeps after weights were copied and freed.
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     share = min(1.0, num_gpus or 1.0)
@@ -75,8 +72,8 @@ def memory_budget(
 
 
 class KeysAndValues:
-    """The cache of one layer, or of several layers with the same shape. If there are several, the
-    heads of all layers are concatenated."""
+    """The cache of one layer, or of several layers with the same shape. The heads of several layers
+    are concatenated."""
 
     def __init__(self, shape: LayerShape, num_slots: int, num_layers: int = 1) -> None:
         def tensor(width: int) -> Tensor:
@@ -89,12 +86,12 @@ class KeysAndValues:
         """[heads, slots, value width]."""
 
     def gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [heads, n, width] of slots [n]."""
+        """Returns keys and values [heads, n, width] of slots [n]."""
         return self.keys.index_select(1, slots), self.values.index_select(1, slots)
 
     def gather_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Like `gather`, but takes row numbers [heads * n] of the tensors flattened to
-        [heads * slots, width]. PyTorch runs this on several threads, but `gather` on one thread."""
+        """Like `gather`, but takes numbers [heads * n] of rows of the tensors flattened to [heads *
+        slots, width]. PyTorch runs `gather_rows` on several threads, but `gather` on one thread."""
         shape = (self.keys.shape[0], len(rows) // self.keys.shape[0], -1)
         keys, values = (
             tensor.view(-1, tensor.shape[2]).index_select(0, rows).view(shape)
@@ -119,16 +116,16 @@ class KeysAndValues:
 
 class BlockedKeysAndValues:
     """The cache of one layer, or of several layers with the same shape, in the layout of vLLM's CPU
-    attention. If there are several, the pages of all layers are concatenated. Keys and values must
-    have the same width."""
+    attention. The pages of several layers are concatenated. Keys and values must have the same
+    width."""
 
     def __init__(self, shape: LayerShape, num_pages: int, num_layers: int = 1) -> None:
         check(shape.key_width == shape.value_width, "keys and values have the same width")
         size = (num_layers * num_pages, shape.num_heads, PAGE_SIZE, shape.key_width)
         self._first_pages = num_pages * torch.arange(num_layers)[:, None]
         self.keys = torch.zeros(size, dtype=shape.dtype, device=shape.device)
-        """A tensor of shape [pages, heads, page size, width]. For each page and head, its memory
-        holds a matrix [width, page size], whose columns are the keys of the slots."""
+        """[pages, heads, page size, width], but the memory of each page and head holds a matrix
+        [width, page size], whose columns are the keys of the slots."""
         self.values = torch.zeros_like(self.keys)
         """[pages, heads, page size, width]."""
         self._columns = self.keys.view(*size[:2], size[3], size[2])
@@ -159,11 +156,11 @@ class KVCache:
         is_blocked: bool = False,
         plain_shapes: Sequence[LayerShape] = (),
     ) -> None:
-        """If `is_blocked`, the `layers` are `BlockedKeysAndValues`, else `KeysAndValues`. The
+        """If `is_blocked`, the `layers` are `BlockedKeysAndValues`, otherwise `KeysAndValues`. The
         `plain_layers` are always `KeysAndValues`."""
         self._stacks: list[Any] = []
-        """Has one cache for each shape. All layers with this shape are in that cache, so that one
-        call copies a page in all these layers."""
+        """Has one cache for each shape, which holds all layers with this shape, so that one call
+        copies a page in all these layers."""
         self.layers = self._new_layers(shapes, num_pages, is_blocked)
         self.plain_layers = self._new_layers(plain_shapes, num_pages, False)
 
@@ -181,7 +178,6 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        """The size of all tensors."""
         return sum(stack.keys.nbytes + stack.values.nbytes for stack in self._stacks)
 
     def copy_pages(self, copies: Sequence[Copy]) -> None:
@@ -196,7 +192,6 @@ class KVCache:
 
     @torch.inference_mode()
     def _copy(self, copies: Sequence[Copy], unit: int) -> None:
-        """Copies runs of `unit` slots in every layer, all at once."""
         places = torch.tensor(copies)
         with on_threads(1):  # A short copy on several threads might wait for a busy core.
             for stack in self._stacks:
@@ -204,7 +199,7 @@ class KVCache:
 
 
 def _layers_of(stack: Any, num_layers: int) -> Iterator[Any]:
-    """The cache of each layer, as a view of the `stack` of all layers."""
+    """Yields the cache of each layer, as a view of the `stack` of all layers."""
     tensors = (tensor.tensor_split(num_layers) for tensor in (stack.keys, stack.values))
     for keys, values in zip(*tensors, strict=True):
         layer = copy(stack)

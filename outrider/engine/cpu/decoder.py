@@ -188,7 +188,7 @@ def _observe(module: Any, blocks: Sequence[Any], num_positions: int) -> list[_Ro
     kinds = getattr(base.rotary_emb, "rope_type", "default")
     changing = _CHANGING_ROTATIONS & set(kinds.values() if isinstance(kinds, dict) else [kinds])
     if changing:
-        raise CannotFuse(f"its rotations ({', '.join(changing)}) depend on a text's length")
+        raise CannotFuse(f"its rotations ({', '.join(changing)}) depend on the length of a text")
     noting = [_NotingLayer(block).eval() for block in blocks]
     layers = layers_of(module)
     try:

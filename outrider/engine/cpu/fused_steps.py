@@ -28,8 +28,6 @@ from outrider.limits import PAGE_SIZE
 _ONE_STEP = Lock()
 """A step holds this lock, because the kernels' attention has only one working memory in a process,
 and a process may run two engines."""
-
-
 SPAN_TOKENS_MAX = 16
 """Longer spans are not faster. For the demo target on one thread, a prompt of 512 tokens takes 823
 ms in spans of 8 and in spans of 64. A prompt of 1,024 tokens takes 1,770 ms in spans of 8, and

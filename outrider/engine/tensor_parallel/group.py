@@ -1,10 +1,9 @@
 """Collective operations of the ranks of one model.
 
-They use `torch.distributed`, with a timeout. If every rank has a GPU of its own, the backend is
-NCCL. On CPUs the backend is Gloo. If ranks share a GPU, the backend is also Gloo, because NCCL does
-not allow this. On one machine, sums of small tensors on the CPU go through sockets, which is faster
-than Gloo (`SocketAllReduce`). The leader's calls reach the followers as frames (`rank_rpc.py`).
-"""
+The operations use `torch.distributed`, with a timeout. If every rank has a GPU of its own, the
+backend is NCCL. On CPUs, and on a GPU that several ranks share, the backend is Gloo, because NCCL
+supports neither. On one machine, sums of small tensors on the CPU go through sockets
+(`SocketAllReduce`), because sockets are faster than Gloo."""
 
 from __future__ import annotations
 
@@ -83,8 +82,8 @@ class RankGroup(Ranks):
         self._exchanged("")
 
     def check_alike(self, loaded: str) -> None:
-        """Waits like `wait_for_all`. Raises `ConfigError` if ranks pass different values for
-        `loaded`."""
+        """Waits for all ranks like `wait_for_all`. Raises `ConfigError` if ranks pass different
+        values for `loaded`."""
         leaders, *others = self._exchanged(loaded)
         for rank, found in enumerate(others, 1):
             if found != leaders:
@@ -93,7 +92,6 @@ class RankGroup(Ranks):
                 )
 
     def _exchanged(self, value: str) -> list[bytes]:
-        """Waits until every rank has passed its value, and returns all values by rank."""
         self._num_waits += 1
         names = [f"loaded/{self._num_waits}/{rank}" for rank in range(self.size)]
         try:
@@ -129,7 +127,7 @@ class RankGroup(Ranks):
         return None if parts is None else torch.cat(parts, dim=-1).to(tensor.device)
 
     def close(self) -> None:
-        """Leaves the group. From now on the other ranks' collectives fail."""
+        """Leaves the group. From now on the collectives of the other ranks fail."""
         self._store = None
         if self._sockets is not None:
             self._sockets.close()
@@ -156,7 +154,7 @@ def lead(
 ) -> tuple[RankGroup, FrameSender]:
     """Waits until the followers have joined an open rendezvous. Call this once for each rendezvous.
     Followers have `timeout_s` to join, and then `timeout_s` to load. Raises `Unavailable` if a
-    follower does not join in time. See `RankGroup` for `in_order`."""
+    follower does not join in time."""
     connections = opened.accept(timeout_s)
     for connection in connections.values():
         tune(connection, step_timeout_s)
@@ -186,8 +184,8 @@ def join(
 
 
 def _store(rendezvous: Rendezvous, timeout_s: float, listening_fd: int | None = None) -> Any:
-    """The table of the ranks' addresses. The leader serves this table on the socket `listening_fd`.
-    Any process may connect to the table, so the keys of entries begin with the secret token of the
+    """The table of the ranks' addresses. The leader serves the table on the socket `listening_fd`.
+    Any process may connect to the table, so every key begins with the secret token of the
     rendezvous."""
     table = dist.TCPStore(  # type: ignore[attr-defined]
         rendezvous.host,
@@ -216,7 +214,6 @@ def _sockets(store: Any, rendezvous: Rendezvous, rank: int, timeout_s: float) ->
 
 
 def _backend(store: Any, rank: int, size: int, device: torch.device) -> str:
-    """Chooses NCCL or Gloo by the devices of all ranks."""
     if device.type != "cuda":
         return "gloo"
     uuid = str(torch.cuda.get_device_properties(device).uuid)
@@ -237,14 +234,14 @@ def _together(collective: Callable[..., Any], *arguments: Any) -> None:
 
 
 SUM_BYTES_MAX = 64 * 2**10
-"""The size of the largest tensor that is summed through sockets. One rank may be one sum ahead of
-another rank, so the buffers of a connection must hold two tensors of this size."""
+"""Larger tensors are not summed through sockets. A rank may be one sum ahead of another rank, so
+the buffers of a connection must hold two tensors of this size."""
 _BUFFER_BYTES = 4 * SUM_BYTES_MAX
 
 
 def added_up(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of two or more tensors, added from first to last. `torch.sum` is not used, because
-    its order depends on the number of elements."""
+    """Returns the sum of two or more tensors, added from first to last. The order of `torch.sum`
+    would depend on the number of elements."""
     if len(parts) == 2:
         return parts[0] + parts[1]
     total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
@@ -269,9 +266,9 @@ class SocketAllReduce:
                 connection.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum of the tensors of all ranks. A tensor has at most `SUM_BYTES_MAX` bytes. Every
-        rank adds in the order of the ranks, so the sums are bit-equal. Raises `Unavailable` if a
-        rank is gone or does not answer within the timeout."""
+        """Returns the sum of the tensors of all ranks. A tensor has at most `SUM_BYTES_MAX` bytes.
+        Every rank adds in the order of the ranks, so the sums are bit-equal. Raises `Unavailable`
+        if a rank is gone or does not answer within the timeout."""
         parts = tensor.new_empty((len(self._connections) + 1, *tensor.shape))
         parts[self._rank] = tensor
         stored = parts.view(-1).view(torch.uint8).numpy().data
@@ -293,6 +290,6 @@ class SocketAllReduce:
         return added_up(parts.unbind())
 
     def close(self) -> None:
-        """Closes the connections. From now on the other ranks' sums fail."""
+        """Closes the connections. From now on the sums of the other ranks fail."""
         for connection in self._connections.values():
             connection.close()

@@ -1,9 +1,7 @@
 """The engine of a model on several ranks. The followers repeat the calls of the leader's engine.
 
-The leader sends calls to the followers in frames. A frame is a sequence of calls in the order in
-which they were made. A call is a MessagePack array of the name of an engine's method and the
-method's arguments.
-"""
+The leader sends calls to the followers in frames. A frame is a sequence of calls. A call is a
+MessagePack array of the name of an engine's method and the method's arguments."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -13,21 +11,16 @@ from typing import Any
 import msgpack
 import torch
 
-from outrider.engine.interface import (
-    Engine,
-    SequenceStep,
-    check_steps,
-)
+from outrider.engine.interface import Engine, SequenceStep, check_steps
 from outrider.engine.tensor_parallel.rank_rpc import FrameReceiver, FrameSender
 from outrider.errors import EngineLost, OutOfPages, OutriderError, StepUndone, Unavailable, check
 from outrider.limits import FRAME_OF_CALLS_BYTES_MAX
 
 _CALLS = frozenset({"attach", "fork", "keep", "release"})
 _STEPS = frozenset({"forward", "take_slots"})
-"""Calls whose arguments are steps."""
 _UNSENT_BYTES_MAX = 2**18
-"""Calls other than steps are sent together with the next step, or earlier if they have this many
-bytes."""
+"""Calls without steps wait for the next step to be sent. If they have this many bytes, they are
+sent at once."""
 
 _log = logging.getLogger(__name__)
 
@@ -37,11 +30,10 @@ class ParallelEngine:
     the call to the followers.
 
     A call that is not a step runs on the leader first. If the call succeeds, it is sent together
-    with the next step. An engine's state depends on its calls alone, so all ranks hold the same
-    pages. If the leader refuses a step, the step is not sent. If a step fails after it was sent, or
-    if another call fails unexpectedly, the ranks may hold different states. From then on every step
-    raises `EngineLost`.
-    """
+    with the next step. If the leader refuses a step, the step is not sent. An engine's state
+    depends on its calls alone, so all ranks hold the same pages. If a step fails after it was sent,
+    or if another call fails unexpectedly, the ranks may hold different states. From then on every
+    step raises `EngineLost`."""
 
     def __init__(
         self,
@@ -51,7 +43,7 @@ class ParallelEngine:
         leave: Callable[[], None] = lambda: None,
     ) -> None:
         """`leave` makes the leader leave the group of ranks, so that followers in the middle of a
-        step do not wait for it."""
+        step do not wait for the leader."""
         self._leave = leave
         self._engine: Any = engine
         self.info, self.length, self.page_counts = engine.info, engine.length, engine.page_counts
@@ -86,15 +78,14 @@ class ParallelEngine:
         return rows
 
     def features(self) -> list[torch.Tensor]:
-        """See `DraftingEngine.features`. Only for an engine with a draft layer."""
         found: list[torch.Tensor] = self._engine.features()
         return found
 
     def forward_draft(
         self, steps: Sequence[SequenceStep], features: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """See `DraftingEngine.forward_draft`. Only the leader has the draft layer. The followers
-        take the same slots. If the draft step fails, they give these slots back."""
+        """Only the leader has the draft layer. The followers take the same slots. If the draft step
+        fails, the followers free these slots."""
         lengths = {step.sequence_id: self.length(step.sequence_id) for step in steps}
         try:
             found: list[torch.Tensor] = self._changed("forward_draft", steps, features)
@@ -122,8 +113,8 @@ class ParallelEngine:
 
     def _changed(self, name: str, *arguments: Any) -> Any:
         """Makes a call on the leader's engine. After an `OutriderError` the ranks can continue,
-        because the call has changed nothing, or the caller handles `StepUndone`. After another
-        exception the ranks may hold different states, so no further step may run."""
+        because the call has changed nothing, or because the caller handles `StepUndone`. After any
+        other exception the ranks may hold different states, so no further step may run."""
         try:
             return getattr(self._engine, name)(*arguments)
         except OutriderError:
@@ -133,8 +124,7 @@ class ParallelEngine:
             raise
 
     def _note(self, call: bytes) -> None:
-        """Keeps a call, to be sent with the next step. Sends the kept calls now if they have
-        `_UNSENT_BYTES_MAX` bytes."""
+        """Keeps a call for the next frame. See `_UNSENT_BYTES_MAX`."""
         self._unsent += call
         if len(self._unsent) >= _UNSENT_BYTES_MAX:
             frame = self._taken()
@@ -149,27 +139,23 @@ class ParallelEngine:
         return frame
 
     def _break(self, error: BaseException) -> None:
-        """Ends all ranks. From now on every step raises `EngineLost`."""
         self._broken = error
         self.close()
 
 
 def pack_call(name: str, *arguments: Any) -> bytes:
-    """Packs one call for a frame."""
     packed: bytes = msgpack.packb((name, *arguments), default=_plain)
     return packed
 
 
 def pack_steps(name: str, steps: Sequence[SequenceStep]) -> bytes:
-    """Packs one call with steps as arguments."""
     return pack_call(
         name, *((one.sequence_id, one.token_ids, one.num_logits, one.parents) for one in steps)
     )
 
 
 def _plain(value: Any) -> Any:
-    """Converts a value of a type that MessagePack does not know: a sequence to a list, a number to
-    an int."""
+    """Converts a value of a type that MessagePack does not know."""
     return list(value) if isinstance(value, Sequence) else int(value)
 
 
@@ -187,9 +173,8 @@ def replay(frame: bytes, engine: Engine) -> None:
 
 
 def follow(frames: FrameReceiver, engine: Engine) -> None:
-    """Repeats the leader's calls until the leader ends. Raises what a call raises. After such an
-    error this rank's state differs from the leader's. Then the caller must leave the group
-    (`RankGroup.close`, `FrameReceiver.close`), so that the leader's step fails instead of
-    waiting."""
+    """Repeats the leader's calls until the leader ends. Raises what a call raises. After an error
+    the caller must leave the group (`RankGroup.close`, `FrameReceiver.close`), so that the leader's
+    step fails instead of waiting."""
     while (frame := frames.receive()) is not None:
         replay(frame, engine)

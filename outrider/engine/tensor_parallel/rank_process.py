@@ -1,10 +1,8 @@
-"""The processes of a model on several ranks: how the leader starts, and how a follower starts, runs
-and ends.
+"""The processes of a model on several ranks.
 
 The leader is the replica's own process, which serves requests (`outrider/replica/host.py`). A
 follower gets no requests. It repeats the leader's steps, and ends when the leader ends. A rank that
-cannot go on leaves the group, so that no other rank waits for it.
-"""
+fails leaves the group, so that no other rank waits for it."""
 
 from __future__ import annotations
 
@@ -42,11 +40,11 @@ class RankAssignment:
     rendezvous: Rendezvous
     rank: int
     num_neighbours: int
-    """How many ranks of the model are on this machine, including this one."""
+    """The number of ranks of the model on this machine, including this rank."""
 
 
 class RankLeader(OpenRendezvous):
-    """The leader of several ranks, before and while it loads its share of the model."""
+    """The leader of several ranks, until it has loaded its share of the model."""
 
     def __init__(self, num_ranks: int, num_neighbours: int, timeout_s: float) -> None:
         """Listens for the followers. If all ranks are on this machine, listens on loopback only.
@@ -78,16 +76,15 @@ class RankLeader(OpenRendezvous):
 
 
 def engine_of_a_replica(
-    config: ReplicaConfig,
-    num_threads: int,
-    leadership: RankLeader | None,
+    config: ReplicaConfig, num_threads: int, leadership: RankLeader | None
 ) -> Engine:
-    """Builds the engine of a configuration. With a `leadership` the engine runs on all ranks,
-    otherwise in this process alone. Raises what `build_engine` and `RankLeader.engine` raise.
+    """Builds the engine of a configuration. With a `leadership` the engine runs on all ranks.
+    Otherwise it runs in this process alone. Raises what `build_engine` and `RankLeader.engine`
+    raise.
 
     Call this on a short-lived thread. Without ranks, this function lowers the priority of the
-    calling thread, so that other replicas on the same cores are not slowed down. With ranks, the
-    priority stays, because the thread starts other threads for collectives, which would inherit the
+    calling thread, so that loading does not slow down other replicas on the same cores. With ranks,
+    the priority stays, because the thread starts threads for collectives, which would inherit a
     lower priority."""
     if leadership is None:
         give_way(LOADING_NICENESS)
@@ -98,8 +95,8 @@ def engine_of_a_replica(
 def threads_of_a_rank(
     config: ReplicaConfig, num_cores: int, ranks: RankLeader | RankAssignment | None
 ) -> int:
-    """The number of threads of a rank. If the configuration has no `num_threads`, the ranks on this
-    machine share the cores equally."""
+    """Returns the number of threads of a rank. If the configuration has no `num_threads`, the ranks
+    on this machine share the cores equally."""
     return config.num_threads or max(1, num_cores // (1 if ranks is None else ranks.num_neighbours))
 
 
@@ -148,11 +145,7 @@ class RankHost(PlacedActor):
             await asyncio.wait([self._following], timeout=grace_s)
 
     def _join(
-        self,
-        config: ReplicaConfig,
-        num_threads: int,
-        assignment: RankAssignment,
-        timeout_s: float,
+        self, config: ReplicaConfig, num_threads: int, assignment: RankAssignment, timeout_s: float
     ) -> Engine:
         from outrider.engine.tensor_parallel.group import join
         from outrider.models.loading import resolve_device, use_device
@@ -197,5 +190,5 @@ class RankHost(PlacedActor):
 
 
 def _loaded_by(engine: Engine) -> str:
-    """A text of the values that must be equal on all ranks: the model, and the number of pages."""
+    """The model and the number of pages as text, which must be equal on all ranks."""
     return f"{engine.info!r} {engine.page_counts().num_pages}"

@@ -1,6 +1,5 @@
 """TCP connections between the ranks of one model. Rank 0 is the leader, and the other ranks are its
-followers. The leader sends frames to its followers. Imports no numeric library.
-"""
+followers. The leader sends frames to its followers. This module imports no numeric library."""
 
 import contextlib
 import hmac
@@ -23,10 +22,9 @@ from outrider.limits import (
 LOOPBACK = "127.0.0.1"
 _TOKEN_BYTES = 32
 _HELLO = struct.Struct(f"{_TOKEN_BYTES}sq")
-"""What a rank sends first on a connection: the secret token and the rank's number."""
+"""A rank first sends the secret token and the rank's number on a connection."""
 _HELLO_TIMEOUT_S = 5.0
-"""A new connection must name its rank within this time, and within the time limit of `accept`.
-Otherwise it is closed."""
+"""If a new connection does not name its rank within this time, it is closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +39,7 @@ class Rendezvous:
 
 
 class OpenRendezvous:
-    """The leader's side of a rendezvous. It listens before the followers start."""
+    """The leader's side of a rendezvous. Listens before the followers start."""
 
     def __init__(self, host: str, num_ranks: int) -> None:
         """Listens on `host` only. Raises `ConfigError` if `host` is no address of this machine."""
@@ -59,8 +57,8 @@ class OpenRendezvous:
             return accept(listening, self.rendezvous.token, followers, timeout_s)
 
     def take_store_fd(self) -> int:
-        """The descriptor of the socket for the `TCPStore` with the ranks' addresses. Call this
-        once. The caller must close the socket."""
+        """Returns the descriptor of the listening socket for the `TCPStore`. Call this once. The
+        caller must close the socket."""
         return self._store_socket.detach()
 
     def close(self) -> None:
@@ -120,7 +118,7 @@ def accept(
 
 
 def _seconds_until(end: float) -> float:
-    """The time until `end` of the monotonic clock. Raises `TimeoutError` if `end` has passed."""
+    """Raises `TimeoutError` if `end` has passed."""
     left_s = end - time.monotonic()
     if left_s <= 0:
         raise TimeoutError
@@ -128,7 +126,8 @@ def _seconds_until(end: float) -> float:
 
 
 def _greet(connection: socket.socket, token: bytes, end: float) -> int | None:
-    """The rank that a new connection names. None if the right token has not come by `end`."""
+    """Returns the rank that a new connection names. Returns None if the right token does not arrive
+    by `end`."""
     try:
         hello = read_exactly(connection, _HELLO.size, end)
     except TimeoutError:
@@ -145,7 +144,7 @@ _KEEPALIVE_PROBES = 3
 
 def tune(connection: socket.socket, timeout_s: float | None) -> socket.socket:
     """Makes a connection send small frames at once, and notice if the peer's machine is gone. Each
-    send or receive may take `timeout_s`; None = any time. The operating system enforces this limit,
+    send or receive may take `timeout_s`; None = no limit. The operating system enforces the limit,
     because a timeout of Python would add a system call to each send or receive."""
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -168,8 +167,7 @@ class FrameSender:
     """The leader's connections to its followers."""
 
     def __init__(self, connections: dict[int, socket.socket]) -> None:
-        """`connections` maps the rank of each follower to its connection, which must have a timeout
-        for sending."""
+        """`connections` maps each follower's rank to a connection with a timeout for sending."""
         self._connections = connections
 
     def send(self, frame: bytes) -> None:
@@ -185,20 +183,19 @@ class FrameSender:
                 raise Unavailable(f"rank {rank} of the model does not answer: {error}") from error
 
     def close(self) -> None:
-        """Closes the connections. This makes the followers' `receive` return None."""
+        """Closes the connections, so that the followers' `receive` returns None."""
         for connection in self._connections.values():
             connection.close()
 
 
 class FrameReceiver:
-    """A follower's connection to its leader."""
+    """A follower's connection to its leader, which must have no timeout."""
 
     def __init__(self, connection: socket.socket) -> None:
-        """`connection` must have no timeout."""
         self._connection = connection
 
     def receive(self) -> bytes | None:
-        """Waits for the next frame, for any time. Returns None if the leader has ended."""
+        """Waits for the next frame without a time limit. Returns None if the leader has ended."""
         header = read_exactly(self._connection, _HEADER.size)
         if header is None:
             return None
@@ -218,7 +215,8 @@ def read_exactly(
     connection: socket.socket, num_bytes: int, end: float | None = None
 ) -> bytes | None:
     """Reads the next `num_bytes`. Returns None if the connection ends before all bytes are read.
-    Raises `TimeoutError` at `end` of the monotonic clock; None = waits for any time."""
+    Raises `TimeoutError` at the time `end` of the monotonic clock. If `end` is None, there is no
+    time limit."""
     parts = bytearray()
     while len(parts) < num_bytes:
         try:
@@ -237,7 +235,7 @@ def read_exactly(
 
 def _check_open(connection: socket.socket) -> None:
     """Raises `ConnectionError` if a follower has ended. A follower that has joined sends nothing,
-    so `recv` finds something only if it finds the end of the stream."""
+    so `recv` returns only at the end of the stream."""
     try:
         connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:

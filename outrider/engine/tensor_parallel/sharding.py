@@ -1,11 +1,9 @@
 """Reduces a model to one rank's share of its weights. The share consists of plain modules and plain
 tensors.
 
-A rank's weights have fewer attention heads and columns than the whole model. The code of a decoder
-layer works with any number of heads and columns, so this code is not changed. Ranks exchange
-tensors only in some linear layers (`RowwiseLinear`, `GatheredLinear`), in the embedding, and in the
-head.
-"""
+A rank has only some of the attention heads and columns of the model. The code of a decoder layer
+works with any number of heads and columns, so this code is not changed. Ranks exchange tensors only
+in some linear layers (`RowwiseLinear`, `GatheredLinear`), in the embedding, and in the head."""
 
 from __future__ import annotations
 
@@ -40,20 +38,19 @@ ROWWISE_SPLIT = "rowwise_split_input"
 _BY_COLUMNS = {ROWWISE, ROWWISE_SPLIT}
 _SHARED = {COLWISE, COLWISE_GATHERED, *_BY_COLUMNS}
 _WITHOUT_EFFECT = {"replicated_with_grad_allreduce", "embedding_rowwise"}
-"""Styles that are ignored. The first concerns only gradients. The second concerns the embedding,
-which is always divided among ranks."""
+"""These styles are ignored. The first style concerns only gradients. The second style concerns the
+embedding, which is always divided among ranks."""
 _LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _ATTENTION = re.compile(r"(^|\.)(self_)?(attn|attention)\.")
 _log = logging.getLogger(__name__)
 
 
 def plan_for(module: Any, size: int, name: str, key: str) -> dict[str, str]:
-    """Maps the path of each linear layer that is divided among `size` ranks to its style in the
-    plan of transformers.
+    """Chooses the linear layers that are divided among `size` ranks. Maps the path of each of these
+    layers to its style in the plan of transformers.
 
     Raises `SettingError` about the setting `key` if the model has no plan, if the plan has an
-    unknown style, or if `size` ranks would get unequal shares. In the last case the message lists
-    the possible sizes."""
+    unknown style, or if `size` ranks would get unequal shares."""
     styles: Mapping[str, str] = getattr(module, "tp_plan", None) or {}
     what = f"model {name} ({type(module).__name__})"
     if not {COLWISE, COLWISE_GATHERED}.intersection(styles.values()):
@@ -83,7 +80,7 @@ def plan_for(module: Any, size: int, name: str, key: str) -> dict[str, str]:
 
 
 def _widths(module: Any, plan: Mapping[str, str]) -> Iterator[tuple[str, int]]:
-    """The numbers that `size` must divide, each as (number, name), attention heads first."""
+    """Yields the numbers that `size` must divide, each as (name, number), attention heads first."""
     config = module.config.get_text_config()
     if any(style == COLWISE and _ATTENTION.search(path) for path, style in plan.items()):
         for attribute, what in (
@@ -101,34 +98,32 @@ def _widths(module: Any, plan: Mapping[str, str]) -> Iterator[tuple[str, int]]:
 
 
 class Ranks(Protocol):
-    """The ranks that run a model together; rank 0 is the leader. All ranks make the same calls in
-    the same order. Calls raise `Unavailable` if a rank is gone or does not answer in time."""
+    """The ranks that run a model together. Rank 0 is the leader. All ranks make the same calls in
+    the same order. A call raises `Unavailable` if a rank is gone or does not answer in time."""
 
     rank: int
     size: int
 
     def wait_for_all(self) -> None:
-        """Returns once every rank has called this method. Waits long enough for the ranks to load.
+        """Returns once every rank has called this method. Waits as long as ranks may take to load.
         The other methods wait at most as long as a step may take."""
-        ...
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum of every rank's `tensor`, bit-equal on all ranks. May overwrite `tensor`."""
-        ...
+        """Returns the sum of every rank's `tensor`, bit-equal on all ranks. May overwrite
+        `tensor`."""
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """The tensors [..., w] of all ranks, concatenated to [..., size * w]."""
-        ...
+        """Returns the tensors [..., w] of all ranks, concatenated to [..., size * w]."""
 
     def gather(self, tensor: Tensor) -> Tensor | None:
         """Like `all_gather`, but only the leader gets the result. The other ranks get None."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One rank's share of a stored tensor that has `width` places along `dim`. The share is the
-    places from `start` to `stop`, padded with zeros to `size` places."""
+    """One rank's share of a stored tensor that has `width` places along `dim`. The share consists
+    of the places from `start` to `stop`, padded with zeros to `size` places. Only shares of the
+    last ranks can be padded."""
 
     dim: int
     width: int
@@ -138,32 +133,32 @@ class Share:
 
     @classmethod
     def of(cls, width: int, ranks: Ranks, dim: int) -> Share:
-        """The share of this rank. Only shares of the last ranks can be padded."""
         size = -(-width // ranks.size)
         start = min(width, ranks.rank * size)
         return cls(dim, width, start, min(width, start + size), size)
 
 
 class RowwiseLinear(nn.Module):
-    """A linear layer. Each rank has some columns of the weight. The ranks sum their products."""
+    """A linear layer, [..., in] -> [..., out]. Each rank has some columns of the weight. The ranks
+    sum their products."""
 
     def __init__(self, local: nn.Linear, ranks: Ranks, cut: slice | None) -> None:
-        """`cut` selects this rank's columns of the input. None if the input has only this rank's
-        columns."""
+        """`cut` selects this rank's columns of the input. None if the input [..., in / size] has
+        only these columns."""
         super().__init__()
         self.local, self.bias = local, local.bias
         local.bias = None  # type: ignore[assignment]
         self._ranks, self._cut = ranks, cut
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Maps [..., in] to [..., out]. Without `cut` the input is [..., in / size]."""
         mine = hidden if self._cut is None else hidden[..., self._cut]
         product = self._ranks.all_reduce(self.local(mine))
         return product if self.bias is None else product + self.bias
 
 
 class GatheredLinear(nn.Module):
-    """A linear layer. Each rank has some rows of the weight. Every rank gets all outputs."""
+    """A linear layer, [..., in] -> [..., out]. Each rank has some rows of the weight. Every rank
+    gets all outputs."""
 
     def __init__(self, local: nn.Linear, ranks: Ranks) -> None:
         super().__init__()
@@ -171,13 +166,12 @@ class GatheredLinear(nn.Module):
         self._ranks = ranks
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Maps [..., in] to [..., out]."""
         return self._ranks.all_gather(self.local(hidden))
 
 
 class VocabularyEmbedding(nn.Module):
-    """An embedding. Each rank has some rows of the weight, and the ranks sum their results. A rank
-    that does not have a token's row adds zeros, so the sum is exact."""
+    """An embedding, [...] -> [..., width]. Each rank has some rows of the weight. The ranks sum
+    their results. A rank that does not have a token's row adds zeros, so the sum is exact."""
 
     def __init__(self, embedding: nn.Embedding, share: Share, ranks: Ranks) -> None:
         super().__init__()
@@ -187,7 +181,6 @@ class VocabularyEmbedding(nn.Module):
         self.local = embedding
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """Maps [...] to [..., width]."""
         index = token_ids - self._share.start
         elsewhere = (token_ids < self._share.start) | (token_ids >= self._share.stop)
         rows = self.local(index.masked_fill(elsewhere, 0))
@@ -195,8 +188,8 @@ class VocabularyEmbedding(nn.Module):
 
 
 class VocabularyHead(nn.Module):
-    """An LM head. Each rank has some rows of the weight. The leader gets the logits. The other
-    ranks get an empty tensor [..., 0]."""
+    """An LM head, [..., width] -> [..., vocab_size]. Each rank has some rows of the weight. Only
+    the leader gets the logits. The other ranks get an empty tensor [..., 0]."""
 
     def __init__(self, local: nn.Linear, vocab_size: int, ranks: Ranks) -> None:
         super().__init__()
@@ -205,25 +198,25 @@ class VocabularyHead(nn.Module):
         self._ranks = ranks
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Maps [..., width] to [..., vocab_size] on the leader."""
         mine = self.local(hidden)
         logits = self._ranks.gather(mine)
         return mine[..., :0] if logits is None else logits[..., : self._vocab_size]
 
 
 def least(ranks: Ranks, number: int, device: torch.device) -> int:
-    """The least of the numbers that the ranks pass. The ranks exchange the numbers on `device`."""
+    """Returns the least of the numbers that the ranks pass. The ranks exchange the numbers on
+    `device`."""
     return int(ranks.all_gather(torch.tensor([number], device=device)).min())
 
 
 def of_leader(ranks: Ranks, tensor: Tensor) -> Tensor:
-    """The leader's `tensor`. All ranks must pass a tensor of the same shape and dtype."""
+    """Returns the leader's `tensor`. All ranks must pass a tensor of the same shape and dtype."""
     return ranks.all_gather(tensor)[..., : tensor.shape[-1]]
 
 
 def _cut_to_share(module: Any, plan: Mapping[str, str], ranks: Ranks) -> dict[str, Share]:
-    """Replaces each parameter that is divided among ranks by a parameter on the meta device that
-    has the size of this rank's share. Returns the shares by the names of the parameters."""
+    """Replaces each parameter that is divided among ranks by a parameter of this rank's share, on
+    the meta device. Returns the shares by the names of the parameters."""
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     check(isinstance(embedding, nn.Embedding), "the model's embedding is no nn.Embedding")
     check(isinstance(head, nn.Linear), "the model's head is no linear layer")
@@ -248,7 +241,6 @@ def _cut_to_share(module: Any, plan: Mapping[str, str], ranks: Ranks) -> dict[st
 def _join_ranks(
     module: Any, plan: Mapping[str, str], shares: Mapping[str, Share], ranks: Ranks
 ) -> None:
-    """Wraps the divided layers in modules that exchange tensors among ranks."""
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     paths = {found: path for path, found in module.named_modules()}
     vocab_size = head.out_features
@@ -268,8 +260,8 @@ def _join_ranks(
 
 
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Splits the dotted name of a tensor or submodule. Returns the module that has it as an
-    attribute, and the attribute's name."""
+    """Returns the module that has the tensor or submodule `name` as an attribute, and the
+    attribute's name."""
     path, _, attribute = name.rpartition(".")
     return module.get_submodule(path), attribute
 
@@ -278,8 +270,8 @@ def load_shard(
     path: Path, ranks: Ranks, *, key: str, **options: Unpack[LoadOptions]
 ) -> tuple[nn.Module, ModelInfo]:
     """Loads this rank's share of the model in `path`, in evaluation mode on the rank's device.
-    Returns the share and a description of the whole model. `key` is the setting of the number of
-    ranks, for errors. `options` are those of `load_model`. Raises `ConfigError`."""
+    Returns the share and a description of the whole model. `key` is the name of the setting of the
+    number of ranks, for errors. Raises `ConfigError`."""
     name = options.get("name", str(path))
     check_weights(path, name)
     where = use_device(**options)
@@ -328,8 +320,8 @@ def _fill(module: Any, shares: Mapping[str, Share], path: Path, name: str) -> No
 
 
 def _read(file: Any, stored: str, tensor: Tensor, share: Share | None) -> Tensor | None:
-    """Reads the values for `tensor`, a share of a stored tensor, in the dtype of `tensor`. Returns
-    None if the stored tensor has another shape than expected."""
+    """Reads the values of `tensor` from its `share` of a stored tensor. Returns None if the stored
+    tensor has another shape than expected."""
     view = file.get_slice(stored)
     expected, place = [*tensor.shape], [slice(None)] * tensor.dim()
     missing = 0
