@@ -115,12 +115,11 @@ class VllmEngine(PagedSequences):
         not depend on the other tokens of its step. If `enforce_eager` or `deterministic`, the model
         is not compiled.
 
-        `draft_layer` is a drafting head on this model. Of several ranks only rank 0 has a head, but
-        every rank needs the `draft_check`. The head reads the model's output if
-        `draft_reads_output`, otherwise the inputs of layers.
+        `draft_layer` is a drafting head, on rank 0 only. Every rank needs the `draft_check`. The
+        head reads the model's output if `draft_reads_output`, otherwise the inputs of layers.
 
-        Raises `ConfigError` if vLLM cannot load the model, if tokens cannot be removed from the
-        model's state, or if the model does not return the hidden states that the head reads."""
+        Raises `ConfigError` if vLLM or this engine cannot run the model, or the head on the
+        model."""
         self._device, self._ranks = use_device(**options), ranks
         self._deterministic = deterministic
         name, compiles = options.get("name", str(path)), not (enforce_eager or deterministic)
