@@ -17,11 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 class SelfDrafter:
-    """Drafts with an EAGLE-3 head or an MTP layer, which runs as one more layer on the target's
-    pages. Each pass of that layer drafts one token of every proposal."""
+    """Drafts with an EAGLE-3 head or an MTP layer on the target's pages. Each pass of the head
+    drafts one token of every proposal."""
 
     def __init__(self, layer: LoadedDraftHead, engine: DraftingEngine) -> None:
-        """`engine` is the target's engine."""
         self.engine = engine
         self._head = layer.module
         self._sampler = DraftSampler(DraftVocabulary.of(layer.token_ids))
@@ -30,19 +29,19 @@ class SelfDrafter:
         self, requests: Sequence[DraftRequest], hidden_states: Sequence[Tensor]
     ) -> list[Proposal]:
         """Returns a proposal for each request, in order. Each proposal has at most the requested
-        number of tokens. The target's sequence of a request must hold all committed tokens but the
-        newest. Without penalties, the request's `token_ids` needs only the newest token.
-        `hidden_states` are the engine's features [D] at the token before the newest. The sequences
-        stay unchanged.
+        number of tokens. The engine must hold all committed tokens of a request except the newest
+        token. Without penalties, the request's `token_ids` needs only the newest token.
+        `hidden_states` are the engine's features [D] at the token before the newest token. The
+        engine's sequences stay unchanged.
 
-        A proposal depends on no uncommitted token of earlier drafts. The only random numbers that
-        it depends on are those of its own round. If a pass fails, or no token can be drawn from its
-        logits, the tokens drawn so far are proposed. Dropping these tokens could bias the
-        output, because the failure may depend on their values."""
+        A proposal depends only on committed tokens and on the random numbers of its own round. If a
+        pass fails, or if no token can be drawn from the pass's logits, the tokens drawn so far are
+        proposed. Dropping these tokens could bias the output, because the failure may depend on
+        their values."""
         drafts = [AutoregressiveDraft(request) for request in requests]
         features, engine = list(hidden_states), self.engine
         lengths = {draft.sequence_id: engine.length(draft.sequence_id) for draft in drafts}
-        # If the engine holds another number of tokens, the draft would be wrong.
+        # If the engine holds another number of tokens, the features are of another token.
         for draft in drafts:
             if lengths[draft.sequence_id] != draft.request.noise.committed_length - 1:
                 draft.stop()
@@ -63,8 +62,8 @@ class SelfDrafter:
     def _fitting(
         self, drafts: Sequence[AutoregressiveDraft], active: Sequence[int]
     ) -> dict[int, SequenceStep]:
-        """Returns a step for each of the `active` drafts for which there are pages. Ends the other
-        active drafts."""
+        """Returns steps of the `active` drafts for which there are pages. Ends the other active
+        drafts."""
         steps = {
             index: SequenceStep(drafts[index].sequence_id, (drafts[index].newest,), 1)
             for index in active
@@ -81,7 +80,7 @@ class SelfDrafter:
 
     def _logits(self, steps: Mapping[int, SequenceStep], features: list[Tensor]) -> Tensor:
         """Returns the logits [R, N] after R steps. The keys of `steps` are indices of drafts.
-        Replaces the `features` of these drafts by the features that their next steps read."""
+        Replaces the `features` of these drafts by those for the next steps."""
         given = [features[index] for index in steps]
         hidden = torch.cat(self.engine.forward_draft([*steps.values()], given))
         for index, row in zip(steps, self._head.carry(hidden), strict=True):

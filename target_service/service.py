@@ -1,5 +1,4 @@
-"""The target as a `ReplicaService`. It receives items from streams, answers with verdicts, and runs
-ahead."""
+"""The target as a `ReplicaService`, which answers items with verdicts and runs ahead."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ class TargetService(SteppedService):
         grammars: Grammars | None = None,
     ) -> None:
         """A step has at most `max_num_seqs` sessions and `max_num_batched_tokens` tokens. With
-        `costs`, the time of a step is limited, too, and a step waits for sessions that are expected
+        `costs`, the time of a step is limited too, and a step waits for sessions that are expected
         soon (`BatchingDelay`). A `self_drafter` must use this engine. `clock` measures the time of
         drafting, in seconds. Without `grammars`, sessions with a constraint are refused."""
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
@@ -58,8 +57,8 @@ class TargetService(SteppedService):
         self._ahead: OrderedDict[str, RunAhead] = OrderedDict()
 
     def submit(self, work: StepRequest) -> None:
-        """If the item allows run-ahead, starts or extends the session's run-ahead. Queues any other
-        item."""
+        """If the item allows run-ahead, starts or continues the session's run-ahead. Otherwise
+        queues the item."""
         item, [sender] = work.item, work.senders
         session_id = item.head.session_id
         ahead = self._ahead.get(session_id)
@@ -79,7 +78,7 @@ class TargetService(SteppedService):
 
     def _run_next(self, session_id: str, ahead: RunAhead) -> None:
         """Queues the next round of a session that runs ahead. If no further round is allowed, sends
-        the verdicts that wait to be sent together."""
+        the verdicts that the sender still keeps."""
         item = ahead.next_item(self._description.max_model_len)
         if item is None:
             ahead.sender.flush(session_id)
@@ -91,11 +90,7 @@ class TargetService(SteppedService):
         super().submit(work)
 
     def _on_round_done(
-        self,
-        session_id: str,
-        ahead: RunAhead,
-        work: StepRequest,
-        answer: VerifyAnswer | None,
+        self, session_id: str, ahead: RunAhead, work: StepRequest, answer: VerifyAnswer | None
     ) -> None:
         if self._ahead.get(session_id) is not ahead or ahead.running is not work:
             return
@@ -115,26 +110,25 @@ class TargetService(SteppedService):
 
 
 class RunAhead:
-    """The run-ahead of one session. It consists of the round of `item` and up to `item.run_ahead`
-    further rounds. Each round commits one token.
+    """The run-ahead of one session: the round of `item` and up to `item.run_ahead` further rounds.
+    Each round commits one token.
 
     | round | committed length at its start | verdict |
     | --- | --- | --- |
-    | `item.head.round + j` | `item.head.committed_length + j` | `replies[j]`, once it is known |
-    """
+    | `item.head.round + j` | `item.head.committed_length + j` | `replies[j]`, once it is known |"""
 
     def __init__(self, item: VerifyItem, sender: AnswerSender) -> None:
         self.sender = sender
         self.running: StepRequest | None = None
-        """The round that is queued or being computed; None if there is none."""
+        """The round that is queued or being computed. None if there is no such round."""
         self._item = item
         self.replies: list[VerdictReply] = []
         self._tokens: list[int] = list(item.head.append)
-        """All committed tokens after `item.head.base_length`. The last `len(replies)` of them are
+        """All committed tokens after `item.head.base_length`. The last `len(replies)` tokens are
         from this run-ahead."""
         self._digests: list[int] = [item.head.prefix_digest]
-        """`_digests[i]` is the digest of the prefix that ends before `_tokens[i]`. The last digest
-        is that of the whole prefix."""
+        """`_digests[i]` is the digest of the prefix before `_tokens[i]`. The last digest is that of
+        all committed tokens."""
         for token_id in self._tokens:
             self._digests.append(extend_digest(self._digests[-1], token_id))
 
@@ -145,9 +139,9 @@ class RunAhead:
     def continues(self, item: VerifyItem) -> bool:
         """Whether this run-ahead can answer `item`. The item must ask for a round with a known
         verdict or for the next round, with the same prefix and parameters. The item must also allow
-        all rounds that this run-ahead allows. An item that allows fewer rounds is from another
-        coordinator, which may want to draft earlier. This coordinator must not get verdicts for
-        which it did not ask."""
+        all rounds that this run-ahead allows. An item that allows fewer rounds comes from another
+        coordinator, which may want to draft earlier and must not get verdicts for which it did not
+        ask."""
         mine, asked = self._item.head, item.head
         offset = asked.base_length - mine.base_length
         rounds = asked.round - mine.round
@@ -166,10 +160,10 @@ class RunAhead:
         )
 
     def extend(self, item: VerifyItem, sender: AnswerSender) -> list[VerdictReply]:
-        """Makes `item` the item of this run-ahead, and drops the rounds before it. The item must
+        """Makes `item` the item of this run-ahead, and drops all earlier rounds. The item must
         satisfy `continues`. If the item has come again or over another connection, the coordinator
-        may lack verdicts. In this case, returns the known verdicts from the item's round on.
-        Otherwise returns an empty list."""
+        may lack verdicts. Then returns the known verdicts from the item's round on, otherwise an
+        empty list."""
         rounds = item.head.round - self._item.head.round
         may_be_lost = rounds == 0 or sender is not self.sender
         offset = item.head.base_length - self._item.head.base_length
@@ -192,8 +186,7 @@ class RunAhead:
     def next_item(self, length_max: int) -> VerifyItem | None:
         """Returns the next round to run. If all allowed rounds have run, or if the prefix would be
         longer than `length_max` tokens, returns None. The first round is `item` itself. Each later
-        round appends the token of the round before to the cached prefix. Only the first round asks
-        for features."""
+        round appends the token of the round before to the cached prefix."""
         head = self._item.head
         rounds = len(self.replies)
         if rounds == 0:

@@ -2,9 +2,9 @@
 
 stage of an item                                        answer if the stage fails
 validate the item                                       `Refused`
-find the prefix that it states in the cache             `Resync`
-find room in the step for its new tokens                `Unfinished`
-run its new tokens and its proposal, in the one pass    `Refused`
+find the item's prefix in the cache                     `Resync`
+find room in the step for the new tokens                `Unfinished`
+run the new tokens and the proposal in the pass         `Refused`
 compute the verdict, on the device of the logits        `Refused`
 """
 
@@ -46,13 +46,13 @@ from .self_drafting import SelfDrafter
 logger = logging.getLogger(__name__)
 
 _REPLACEMENT = 0
-"""The token that runs in place of a draft token outside the target's vocabulary. Such a draft token
-has p = 0 and is never accepted, so the logits after it are never used."""
+"""This token runs in place of a draft token outside the target's vocabulary. Such a draft token has
+p = 0 and is never accepted, so the logits after the token are never used."""
 
 _ROWS_AT_ONCE = {"cpu": 64, "cuda": 256}
-"""The largest number of rows of logits from which verdicts are computed together, by device. Larger
-batches are no faster and take more memory. On a GPU, 256 rows of 128,000 tokens take 125 MiB. If
-the rows of several sessions are copied into one tensor, they take up to twice this memory."""
+"""Verdicts are computed from at most this many rows of logits together, by device. More rows are no
+faster and take more memory. On a GPU, 256 rows of 128,000 tokens take 125 MiB, and up to twice this
+memory if the rows of several sessions are copied into one tensor."""
 
 
 class _Round(Work):
@@ -62,18 +62,18 @@ class _Round(Work):
     sampling: SamplingParams
     proposal: Proposal
     step: SequenceStep
-    """The item's part of the forward pass. If the step asks for no logits, it runs only a part of
-    the prefix."""
+    """The item's part of the forward pass. A step without logits runs only a part of the prefix."""
     question: Question
-    """The input of the verdict's computation."""
+    """The input from which the verdict is computed."""
     features: Tensor
-    """[K+1, D]: the target's features for a self-drafter, one row for each row of logits."""
+    """[K+1, D]: the target's features, one row for each row of logits. Set only with a
+    self-drafter."""
     history = NO_HISTORY
-    """The tokens that penalties count."""
+    """The tokens to which penalties apply."""
     allowed: Allowed | None = None
-    """Tells which tokens may follow the committed tokens. None = all tokens."""
+    """Says which tokens may follow the committed tokens. None = all tokens."""
     untold: frozenset[int] = frozenset()
-    """`RowMasks.untold` of the proposal."""
+    """See `RowMasks.untold`."""
 
     @property
     def demand(self) -> SlotDemand:
@@ -97,9 +97,9 @@ class _Round(Work):
         return decide(verdict, proposal.token_ids, head.rule, uniforms, proposal.parents)
 
     def within(self, verdict: Verdict) -> Verdict:
-        """If the outcome of `verdict` reaches no row in `untold`, returns `verdict`. Otherwise
-        returns a verdict that ends with the draft token before the first such row. So the next
-        round fails after this token, as plain decoding would."""
+        """If the outcome of `verdict` reaches a row in `untold`, returns a verdict that ends with
+        the draft token before this row. Then the next round fails after this token, as plain
+        decoding would. Otherwise returns `verdict`."""
         path = self.outcome(verdict).path if self.untold else ()
         last = next((index for index in path if index + 1 in self.untold), None)
         if last is None:
@@ -108,7 +108,7 @@ class _Round(Work):
 
 
 class Verifier(StepWorker):
-    """Runs the steps of a target."""
+    """Runs the steps of a target. See `TargetService` for the parameters."""
 
     _engine: Engine
 
@@ -120,12 +120,10 @@ class Verifier(StepWorker):
         clock: Callable[[], float],
         grammars: Grammars | None,
     ) -> None:
-        """A `self_drafter` must use this engine. `clock` measures the time of drafting, in seconds.
-        Without `grammars`, sessions with a constraint are refused."""
         super().__init__(engine, budget, grammars)
         self._clock: Callable[[], float] = lambda: clock() + engine.stated_seconds
         self.keeper: FeatureKeeper | None = None
-        """The engine, if it keeps hidden states for drafts."""
+        """The engine if it keeps hidden states for drafts, otherwise None."""
         if isinstance(engine, FeatureKeeper) and engine.feature_width:
             self.keeper = engine
         self._self_drafter = self_drafter
@@ -195,12 +193,12 @@ class Verifier(StepWorker):
 
     def _finish(self, rounds: Sequence[_Round], logits: Sequence[Tensor]) -> None:
         # Chains are recorded before any verdict, so that tokens and slots agree even if a verdict
-        # fails. A tree is recorded with its verdict. If this verdict fails, the session's next step
-        # drops the slots of the tree.
+        # fails. A tree is recorded with its verdict. If the verdict of a tree fails, the session's
+        # next step drops the slots of the tree.
         for one in rounds:
             if not one.step.parents:
                 self._table.record(one.step.sequence_id, one.step.token_ids)
-        # Verdicts take little work. More threads would gain little, and might wait for busy cores.
+        # Verdicts are little work, and more threads might wait for busy cores.
         with on_threads(1):
             self._judge(rounds, logits)
         if self.keeper is not None:
@@ -209,7 +207,6 @@ class Verifier(StepWorker):
             self._add_proposals(rounds, self._self_drafter)
 
     def _judge(self, rounds: Sequence[_Round], logits: Sequence[Tensor]) -> None:
-        """Answers each round from its logits [K+1, V]."""
         for one, rows in zip(rounds, logits, strict=True):
             if one.step.num_logits == 0:
                 one.answer = Unfinished.CONTINUES
@@ -227,7 +224,7 @@ class Verifier(StepWorker):
                 self._fail(one, error)
 
     def _reply(self, one: _Round, verdict: Verdict | OutriderError) -> VerdictReply:
-        """Returns the answer with this verdict. If `verdict` is an error, raises it."""
+        """Returns the answer with this verdict. If `verdict` is an error, raises the error."""
         if isinstance(verdict, OutriderError):
             raise verdict
         item, proposal = one.item, one.proposal
@@ -245,8 +242,7 @@ class Verifier(StepWorker):
         return VerdictReply(one.head.key, verdict, cached_length, logprobs, audit=audited)
 
     def _keep_path(self, one: _Round, path: Sequence[int]) -> None:
-        """Keeps only the accepted path of a tree's slots. The coordinator will accept the same
-        path."""
+        """Keeps only those slots of a tree that belong to the accepted path."""
         name, token_ids = one.step.sequence_id, one.step.token_ids
         num_drafted = len(one.proposal)
         new, drafted = token_ids[:-num_drafted], token_ids[-num_drafted:]
@@ -255,9 +251,9 @@ class Verifier(StepWorker):
         self._table.record(name, (*new, *(drafted[index] for index in path)))
 
     def _add_features(self, rounds: Sequence[_Round], keeper: FeatureKeeper) -> None:
-        """Adds hidden states of committed tokens to the verdicts of items that ask for them. Copies
-        all of them from the device together. If this fails, later verdicts bring these hidden
-        states."""
+        """Adds hidden states of committed tokens to the verdicts of items that ask for hidden
+        states. Copies the hidden states of all items from the device at once. If this fails, later
+        verdicts bring these hidden states."""
         width = keeper.feature_width
         wanting: list[tuple[_Round, int, int]] = []
         try:
@@ -275,8 +271,8 @@ class Verifier(StepWorker):
             one.answer = replace(one.answer, features=Features(first, width, rows.tobytes()))
 
     def _add_proposals(self, rounds: Sequence[_Round], drafter: SelfDrafter) -> None:
-        """Adds the next proposal to the verdicts of items that ask for one. If this fails, the
-        verdicts are sent without proposals, which only costs speed."""
+        """Adds the next proposal to the verdicts of items that ask for a proposal. If this fails,
+        the verdicts are sent without proposals, which only costs speed."""
         wanting: list[_Round] = []
         requests: list[DraftRequest] = []
         features: list[Tensor] = []
@@ -314,8 +310,8 @@ class Verifier(StepWorker):
             )
 
     def _next_request(self, one: _Round, outcome: Outcome) -> DraftRequest | None:
-        """Returns the request for the proposal after an outcome. If the session has reached the
-        model's length, returns None."""
+        """Returns the request for the proposal after an outcome, or None if the session has reached
+        the model's length."""
         item, history = one.item, one.history
         length = one.head.committed_length + len(outcome.token_ids)
         room = self._engine.info.max_model_len - length - sum(item.next_siblings)
@@ -334,14 +330,14 @@ class Verifier(StepWorker):
 
 
 def _answered(rounds: Sequence[_Round]) -> list[_Round]:
-    """The rounds with a verdict."""
     return [one for one in rounds if isinstance(one.answer, VerdictReply)]
 
 
 def _features_wanted(rounds: Sequence[_Round], width: int) -> list[tuple[_Round, int, int]]:
-    """The rounds whose verdicts get features, each with the range (first, end) of positions. The
-    rows are limited for each message and for the step. Rounds that lack the fewest rows come first,
-    because a draft proposes only when it lacks no rows. Later verdicts bring the other rows."""
+    """Returns the rounds whose verdicts get features, each with the range (first, end) of
+    positions. A message and a step have a limited number of rows. Rounds that lack the fewest rows
+    come first, because a draft proposes only when it lacks no rows. Later verdicts bring the
+    missing rows."""
     lacking: list[tuple[_Round, int, int]] = []
     for one in _answered(rounds):
         first = one.item.features_from
@@ -362,8 +358,7 @@ def _features_wanted(rounds: Sequence[_Round], width: int) -> list[tuple[_Round,
 
 
 def _verdicts(questions: Sequence[Question]) -> list[Verdict | OutriderError]:
-    """For each question the verdict, or the error of its computation. Computes at most
-    `_ROWS_AT_ONCE` rows together."""
+    """Returns the verdict of each question, or the error of its computation."""
     if not questions:
         return []
     num, num_rows = len(questions), sum(len(question.logits) for question in questions)
@@ -379,9 +374,9 @@ def _verdicts(questions: Sequence[Question]) -> list[Verdict | OutriderError]:
 def _logprobs(
     logits: Tensor, proposal: Proposal, num_logprobs: int, verdict: Verdict
 ) -> tuple[PositionLogprobs, ...]:
-    """Returns 2K+1 log-probabilities from the raw logits [K+1, V]. The first K are of the draft
-    tokens, each from the row after its parent. The others are of the corrections n = 0..K, each
-    from row n."""
+    """Returns 2K+1 log-probabilities from the raw logits [K+1, V]. The first K are those of the
+    draft tokens, each from the row after the token's parent. The others are those of the
+    corrections n = 0..K, each from row n."""
     entries = raw_logprobs(
         logits,
         (*proposal.token_ids, *verdict.correction),

@@ -124,8 +124,7 @@ class VllmEngine(PagedSequences):
         self._deterministic = deterministic
         name, compiles = options.get("name", str(path)), not (enforce_eager or deterministic)
         captures = compiles and self._device.type == "cuda"
-        # A step on a draft replica has drafted tokens besides batched tokens. A step of a trial
-        # has up to `BATCHED_TOKENS_DEFAULT` tokens.
+        # Draft replicas also run drafted tokens, and trials up to `BATCHED_TOKENS_DEFAULT` tokens.
         drafted = max_num_seqs * (NUM_DRAFT_TOKENS_MAX + 2)
         most = max(max_num_batched_tokens + drafted, BATCHED_TOKENS_DEFAULT)
         with refusing(f"model {name}:"):
