@@ -1,11 +1,10 @@
 """Decides whether a paged engine can run a model, by the model's configuration and by a trial.
 
-A model is refused if one of its layers keeps more for a token than one key and one value. It is
-also refused if the logits of a sequence depend on the other sequences of a step. The trial runs the
-same tokens as two sequences, one of them in two steps. The logits of both sequences must equal
+A model is refused if one of its layers keeps more for a token than one key and one value, or if the
+logits of a sequence depend on the other sequences of a step. The trial runs the same tokens as two
+sequences, one sequence in one step, the other in two steps. The logits of both sequences must equal
 those of the module's own dense attention, up to rounding. A deterministic engine also compares
-steps of several sizes with each other (`dependent_at`).
-"""
+steps of several sizes with each other (`dependent_at`)."""
 
 import inspect
 from collections.abc import Sequence
@@ -15,42 +14,38 @@ import torch
 from torch import Tensor
 
 from outrider.engine.attention import set_attention
-from outrider.engine.interface import (
-    DraftingEngine,
-    Engine,
-    ModelInfo,
-    SequenceStep,
-)
+from outrider.engine.interface import DraftingEngine, Engine, ModelInfo, SequenceStep
 from outrider.errors import ConfigError
 
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
-"""Kinds of layers that keep one key and one value for each token, and nothing else."""
+"""Layers of these kinds keep one key and one value for each token, and nothing else."""
 TRIAL_SEQUENCES = 2
 _TRIAL_TOKENS = 21
 _TRIAL_CHUNK = 13
-"""The first step of the trial runs this many tokens of one sequence. The second step runs the other
+"""The first step of the trial runs this many tokens of one sequence. The second step runs all other
 tokens of both sequences."""
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
-"""For each dtype, the largest difference between two results of the trial, divided by their norm,
-that rounding in another order may cause. Attention to wrong slots, or at wrong positions, makes a
-difference of about 1."""
+"""Maps a dtype to the largest allowed difference between two results of the trial, divided by their
+norm. Smaller differences are due to rounding. Attention to wrong slots or at wrong positions makes
+a difference of about 1."""
 _HALF_TOLERANCE = 0.2
-"""The same limit for dtypes of 16 bits."""
+"""The largest allowed difference for dtypes of 16 bits."""
 _LONG_TRIAL_TOKENS = 136
-"""Length of the sequence that `dependent_at` runs. Attention in fixed shapes divides a sequence of
-this length into more than one split."""
+"""`dependent_at` runs a sequence of this length. Attention in fixed shapes divides such a sequence
+into more than one split."""
 _ALONE_TOKENS = 5
 """`dependent_at` first runs the sequence alone, with this many tokens in each step."""
 _CROWDED_ROWS = (8, 16, 32, 64, 128, 256, 512)
-"""`dependent_at` then runs the sequence in steps of these sizes, in tokens of all sequences."""
+"""`dependent_at` then runs the sequence in steps of these numbers of tokens, together with other
+sequences."""
 CROWD_SLOTS = 1024
-"""The number of slots of the cache for `dependent_at`. It suffices for the sequences of the largest
-step, even if the last page of each sequence is partly empty."""
+"""The number of slots of the cache for `dependent_at`. The sequences of the largest step fit into
+these slots, even if the last page of each sequence is partly empty."""
 _Model = Any
 
 
 def check_supported(module: _Model, info: ModelInfo) -> None:
-    """Raises `ConfigError` for a model whose configuration shows that it cannot run."""
+    """Raises `ConfigError` if the configuration shows that the model cannot run."""
     config = module.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS
     recurrent = getattr(module, "_is_stateful", False)
@@ -73,8 +68,8 @@ def check_supported(module: _Model, info: ModelInfo) -> None:
 
 
 def _unscaled_length(config: Any) -> int | None:
-    """The length up to which the rotary embedding `longrope` uses fixed frequencies. None if the
-    model has another rotary embedding."""
+    """Returns the length up to which the rotary embedding `longrope` uses fixed frequencies.
+    Returns None if the model has another rotary embedding."""
     parameters = getattr(config, "rope_parameters", None) or {}
     by_layer = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
     lengths = [
@@ -86,7 +81,7 @@ def _unscaled_length(config: Any) -> int | None:
 
 
 def trial_tokens(info: ModelInfo) -> tuple[int, ...]:
-    """The tokens of the trial, at most `max_model_len`."""
+    """Returns the tokens of the trial, at most `max_model_len` tokens."""
     return _varied_tokens(min(_TRIAL_TOKENS, info.max_model_len), info)
 
 
@@ -95,8 +90,8 @@ def _varied_tokens(num: int, info: ModelInfo) -> tuple[int, ...]:
 
 
 def dense_logits(module: _Model, token_ids: Sequence[int]) -> Tensor:
-    """Logits [T, V] of the module's own dense attention, without a cache. The module stays set to
-    dense attention."""
+    """Returns the logits [T, V] of the module's own dense attention, without a cache. Afterwards
+    the module is set to dense attention."""
     set_attention(module, "eager")
     with torch.inference_mode():
         ids = torch.tensor([token_ids], device=next(module.parameters()).device)
@@ -128,10 +123,9 @@ def check_features(engine: DraftingEngine, expected: Tensor) -> None:
 
 
 def _check_close(found: Tensor, expected: Tensor, what: str) -> None:
-    """Raises `ConfigError`, with the message `what`, if the two differ. Compares the norm over all
-    rows, because in 16 bits a single row may differ much. For example, in bfloat16 the input of the
-    demo target's layer 15 differs by 0.57 of its norm at the trial's second token, but by at most
-    0.03 at all other tokens."""
+    """Compares the norm over all rows, because in 16 bits a single row may differ much. For
+    example, in bfloat16 the input of the demo target's layer 15 differs by 0.57 of its norm at the
+    trial's second token, but by at most 0.03 at all other tokens."""
     exact = expected.double()
     difference = (found.double() - exact).norm() / exact.norm()
     tolerance = _TOLERANCES.get(expected.dtype, _HALF_TOLERANCE)
@@ -141,10 +135,10 @@ def _check_close(found: Tensor, expected: Tensor, what: str) -> None:
 
 def dependent_at(engine: Engine, max_num_seqs: int) -> int | None:
     """Compares the logits of a sequence that runs alone with its logits in steps together with
-    other sequences. Returns the size in tokens of the smallest step in which any bit differs. None
-    if no bit differs. Does not try sizes for which the engine has too few pages. Afterwards no
-    sequence is held. Runs all steps even after a difference, because all ranks of a model must run
-    the same steps."""
+    other sequences. Returns the number of tokens of the smallest step in which any bit differs, or
+    None if no bit differs. Does not try sizes for which the engine has too few pages. Runs all
+    steps even after a difference, because all ranks of a model must run the same steps. Afterwards
+    the engine holds no sequence."""
     ids = _varied_tokens(min(_LONG_TRIAL_TOKENS, engine.info.max_model_len), engine.info)
     alone = _logits_in_parts(engine, ids, _ALONE_TOKENS, _ALONE_TOKENS, max_num_seqs)
     differ = []
@@ -159,9 +153,9 @@ def dependent_at(engine: Engine, max_num_seqs: int) -> int | None:
 def _logits_in_parts(
     engine: Engine, ids: tuple[int, ...], part: int, num_rows: int, max_num_seqs: int
 ) -> Tensor:
-    """Logits [T, V] of `ids`, which run in parts of `part` tokens, one part in each step. Other
-    sequences precede the part in its step, and fill the step up to `num_rows` tokens. If the engine
-    has too few pages for the other sequences, the part runs alone."""
+    """Runs `ids` in parts of `part` tokens, one part in each step, and returns the logits [T, V].
+    In each step, other sequences precede the part, and fill the step up to `num_rows` tokens. If
+    the engine has too few pages for the other sequences, the part runs alone."""
     rows = []
     for start in range(0, len(ids), part):
         chunk = ids[start : start + part]
@@ -177,7 +171,8 @@ def _logits_in_parts(
 
 
 def _crowd(info: ModelInfo, num_tokens: int, num_sequences: int) -> list[SequenceStep]:
-    """At most `num_sequences` new sequences with up to `num_tokens` tokens in total."""
+    """Returns steps of at most `num_sequences` new sequences, with up to `num_tokens` tokens in
+    total."""
     steps: list[SequenceStep] = []
     while num_tokens > 0 and len(steps) < num_sequences:
         ids = _varied_tokens(min(num_tokens, info.max_model_len), info)

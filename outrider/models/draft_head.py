@@ -1,4 +1,4 @@
-"""The interface of draft heads. A draft head runs as one more layer on a target's pages
+"""The interface of draft heads, which run as one more layer on a target's pages
 (`outrider/engine/draft_layer.py`)."""
 
 from collections.abc import Callable, Iterator, Sequence
@@ -9,21 +9,19 @@ import torch
 from torch import Tensor, nn
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Attention of N pairs (see `DraftHead`), in which each pair attends to itself and to all earlier
-pairs. Takes queries [N, heads, key width], keys [N, kv heads, key width] and values [N, kv heads,
-value width]. Returns [N, heads, value width]."""
-
-
+"""Computes the attention of N pairs (see `DraftHead`). Each pair attends to itself and to all
+earlier pairs. Takes queries [N, heads, key width], keys [N, kv heads, key width] and values [N, kv
+heads, value width]. Returns [N, heads, value width]."""
 OUTPUT = -1
-"""The entry of `DraftHead.layer_ids` that means the output of the norm after the target's last
+"""This entry of `DraftHead.layer_ids` means the output of the norm after the target's last
 layer."""
 
 
 class DraftHead(nn.Module):
     """A draft head of width D. Its input is a pair of a feature g of one token and the id of the
-    next token. The feature is computed from the taps, which are the inputs of some of the target's
-    layers at the feature's token. The output for a pair is the hidden state h. In shapes, `..`
-    means any leading sizes."""
+    next token. The feature is computed from the *taps*, the inputs of some of the target's layers
+    at the feature's token. The output for a pair is the hidden state h. In shapes, `..` means any
+    leading sizes."""
 
     width: int
     num_kv_heads: int
@@ -42,40 +40,41 @@ class DraftHead(nn.Module):
     """Whether the feature of a drafted pair is norm(h). Otherwise the feature is h."""
 
     def ways(self, num_layers: int) -> dict[str, Any]:
-        """The ways in which this head may have been trained to read a target of `num_layers`
-        layers. Maps a way's name, for messages, to an argument of `read_as`. The first way is that
-        of the head's files."""
+        """Returns the ways in which this head may have been trained to read a target of
+        `num_layers` layers. Maps a way's name, for messages, to an argument of `read_as`. The first
+        way is the one that the head's files state."""
         raise NotImplementedError
 
     def read_as(self, way: Any) -> None:
-        """From now on the head reads the target in this way, a value of `ways`."""
+        """Makes the head read the target in this way, a value of `ways`."""
         raise NotImplementedError
 
     def fuse(self, hidden: Tensor) -> Tensor:
-        """The feature g [.., D] of the taps [.., taps * D_t]. The taps are concatenated in the
-        order of `layer_ids`. D_t is the target's width."""
+        """Returns the feature g [.., D] of the taps [.., taps * D_t]. The taps are concatenated in
+        the order of `layer_ids`. D_t is the target's width."""
         raise NotImplementedError
 
     def keys_and_values(
         self, features: Tensor, token_ids: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The rotated keys [.., kv heads, key width] and the values [.., kv heads, value width] of
-        pairs. The pairs are given as features [.., D], token ids [..] and rotary positions [..]."""
+        """Returns the rotated keys [.., kv heads, key width] and the values [.., kv heads, value
+        width] of the pairs of features [.., D] and token ids [..], at rotary positions [..]."""
         raise NotImplementedError
 
     def step(
         self, features: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend
     ) -> Tensor:
-        """The hidden states h [.., D] of pairs. The pairs are given as for `keys_and_values`."""
+        """Returns the hidden states h [.., D] of pairs. The pairs are given as for
+        `keys_and_values`."""
         raise NotImplementedError
 
     def carry(self, hidden: Tensor) -> Tensor:
-        """The feature [.., D] of the next drafted pair, from h [.., D] of this pair."""
+        """Returns the feature [.., D] of the next drafted pair, from h [.., D] of this pair."""
         carried: Tensor = self.norm(hidden) if self.carries_normed else hidden
         return carried
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [.., draft vocabulary], in float32, from h [.., D]."""
+        """Returns logits [.., draft vocabulary], in float32, from h [.., D]."""
         logits: Tensor = self.lm_head(self.norm(hidden)).float()
         return logits
 
@@ -111,9 +110,10 @@ class LoadedDraftHead:
 
 
 def _attend_in_chains(queries: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Attention [B, L, heads, E] of the newest query of each chain. The `queries` are scaled
-    already. The first of `pairs` has the keys and values [B, L, kv heads, E] of the text, which a
-    chain sees up to its start. Each further entry has one key and one value of every chain."""
+    """Returns the attention output [B, L, heads, E] of the newest query of each chain. The
+    `queries` are scaled already. The first of `pairs` has the keys and values [B, L, kv heads, E]
+    of the text, which a chain sees up to its start. Each further entry has one key and one value of
+    every chain."""
 
     def by_head(vectors: Tensor) -> Tensor:
         """[B, heads, L, E]"""

@@ -1,17 +1,17 @@
-"""Checks whether a published head reads the layers of its target that it was trained on.
+"""Checks whether a published head reads those layers of its target on which it was trained.
 
-A head's files may number layers differently, or not name them at all. A head that reads wrong
-layers raises no error, but drafts badly. For the check, the target writes a short text. At each
-place the head's likeliest token is compared with the target's, once after the text itself and once
-after one drafted pair. This is repeated for each way to read the target:
+A head's files may number layers differently, or not name the layers. A head that reads wrong layers
+raises no error, but drafts badly. For the check, the target writes a short text. At each place the
+head's likeliest token is compared with the target's, once after the text itself and once after one
+drafted pair. This is repeated for each way to read the target:
 
 way                    feature of the pair that ends at token j
 stated                 inputs of the stated layers at token j - 1
 one layer up or down   inputs of the layers after or before the stated layers at token j - 1
 before a norm          for MTP layers: the input, not the output, of the target's last norm at token
                        j - 1; in the drafted pair, the input of the layer's own norm
-pairs one off          inputs of the stated layers at token j; only logged, because in use the
-                       target has not run token j when the head drafts
+pairs one off          inputs of the stated layers at token j; only logged, because in use the head
+                       drafts before the target has run token j
 """
 
 import logging
@@ -33,11 +33,11 @@ from outrider.tokenizer import TokenizerText
 
 TOKENS_WRITTEN = 64
 AGREEMENT_MIN = 0.2
-"""If a head agrees with its target at a smaller share of places than this, a warning is logged.
+"""If a head agrees with its target at a smaller share of places than this, the check warns.
 Published heads agree at 0.6 or more of the places, but only at 0.1 if they read a wrong layer."""
 _GAIN_MIN = 0.1
-"""Another way to read is chosen if its share of places is higher than that of the stated way by at
-least this number. Chance causes smaller differences."""
+"""Another way is chosen only if its share of places is at least this much higher than the share of
+the stated way. Smaller differences may be chance."""
 _DEPTHS = 2
 _PROMPT = "Explain in a few sentences why the sky is blue."
 _log = logging.getLogger(__name__)
@@ -50,8 +50,8 @@ class Reading:
     token_ids: Tensor
     """[T]: the prompt, then the `TOKENS_WRITTEN` tokens of the text."""
     hidden: Sequence[Tensor]
-    """The input [T, D] of each layer. If the target has a norm after the last layer, also the input
-    of this norm."""
+    """The input [T, D] of each layer, and of the norm after the last layer if the target has this
+    norm."""
     likeliest: Tensor
     """[T]: the target's likeliest token after each token."""
     num_layers: int
@@ -67,9 +67,9 @@ def checked_head(
     loaded: LoadedDraftHead | None, read: Reader, info: ModelInfo, tokenizer: Any | None, name: str
 ) -> LoadedDraftHead | None:
     """Chooses a way to read (see `_GAIN_MIN`), and returns the head set to this way. If this is not
-    the stated way, or if the head agrees with its target too rarely, the result has a `note`.
-    `name` is for this note. A rank without a head passes None, because all ranks must run the
-    target for the leader's `Reading`."""
+    the stated way, or if the head agrees with its target too rarely, the result has a `note` about
+    the head `name`. A rank without a head passes None, because all ranks must run the target for
+    the leader's `Reading`."""
     note = ""
     try:
         with torch.inference_mode():
@@ -88,8 +88,8 @@ def checked_head(
 
 
 def _prompt(info: ModelInfo, tokenizer: Any | None) -> Sequence[int]:
-    """A prompt in the target's chat format, because heads are trained on that format. If the target
-    has no chat format, the prompt is plain text."""
+    """Returns a prompt in the target's chat format, on which heads are trained. If the target has
+    no chat format, returns a plain text."""
     if tokenizer is None:
         return trial_tokens(info)
     text = TokenizerText(tokenizer, info.name)
@@ -108,7 +108,7 @@ def _check(loaded: LoadedDraftHead, reading: Reading, prompt_length: int) -> str
     first = max(0, prompt_length - 2)  # The first chain that begins with a written token.
 
     def agreement(way: str, offset: int = 0) -> float:
-        """The share of places where the head agrees with its target, over all depths."""
+        """Returns the share of places where the head agrees with its target, over all depths."""
         head.read_as(ways[way])
         features = head.fuse(torch.cat([hidden[index] for index in head.layer_ids], -1))
         num_chains = len(text) - _DEPTHS
@@ -147,8 +147,8 @@ def _check(loaded: LoadedDraftHead, reading: Reading, prompt_length: int) -> str
 
 
 def library_reader(target: Any, ranks: Ranks | None) -> Reader:
-    """A reader for a transformers module with its own attention. `ranks` are the ranks that share
-    the module, if there are several."""
+    """Returns a reader for a transformers module with its own attention. `ranks` are the ranks
+    among which the module is divided."""
     return partial(_read, target, ranks)
 
 
@@ -168,8 +168,8 @@ def _read(target: Any, ranks: Ranks | None, prompt: Sequence[int]) -> Reading:
 
 
 def likeliest_tokens(logits: Tensor, ranks: Ranks | None) -> Tensor:
-    """The likeliest tokens [..] by logits [.., V]. Of several ranks, only the leader has logits.
-    The other ranks get the leader's tokens."""
+    """Returns the likeliest tokens [..] by logits [.., V]. Of several ranks, only the leader has
+    logits. The other ranks get the leader's tokens."""
     if ranks is None:
         return logits.argmax(-1)
     return of_leader(ranks, logits.argmax(-1) if ranks.rank == 0 else logits.sum(-1).long())

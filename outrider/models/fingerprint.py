@@ -1,5 +1,4 @@
-"""Fingerprints of weights, tokenizers and numerics. Services compare them to find out whether they
-run the same model."""
+"""Fingerprints of weights, tokenizers and numerics, by which services compare their models."""
 
 from __future__ import annotations
 
@@ -21,20 +20,20 @@ _BLOCK_BYTES = 4096
 _BLOCKS_PER_FILE = 64
 _BLOCKS_PER_TENSOR = 4
 _HEADER_BYTES_MAX = 100 * 2**20
-"""The largest header that the safetensors format allows."""
+"""The safetensors format allows no larger header."""
 PICKLED_FILE = "pytorch_model.bin"
-"""The file in PyTorch's own format, in which many published EAGLE-3 heads are stored. Outrider
-reads only the tensors of this file, and only if there are no safetensors."""
+"""Many published EAGLE-3 heads are stored in a file of this name, in PyTorch's own format. If there
+are no safetensors, Outrider reads the tensors of this file."""
 _digest = partial(hashlib.blake2b, digest_size=16)
 _COUNTS = frozenset({"cpu_name", "num_logical_cores", "num_physical_cores", "num_sockets"})
-"""Entries of `torch.cpu.get_capabilities` that describe neither instructions nor caches."""
+"""These entries of `torch.cpu.get_capabilities` describe neither instructions nor caches."""
 _VOLATILE_CONFIG_KEYS = frozenset(
     {"_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
 )
 
 
 def numerics_fingerprint(device: torch.device, *details: object) -> str:
-    """A fingerprint of everything on which seeded output depends, except the weights. It covers the
+    """Returns a fingerprint of everything on which seeded output depends, except the weights: the
     versions of torch, transformers and outrider, the machine, and `details`. The machine is the
     name of the GPU, or the instructions and caches of the CPU."""
     import torch
@@ -50,8 +49,9 @@ def numerics_fingerprint(device: torch.device, *details: object) -> str:
 
 
 def file_fingerprint(path: Path) -> str:
-    """A fingerprint of a file's size and of some blocks that are spread evenly over the file. It is
-    fast for files of any size. Another file with the same fingerprint can be forged."""
+    """Returns a fingerprint of a file's size and of some blocks that are spread evenly over the
+    file. This is fast for files of any size. Another file with the same fingerprint can be
+    forged."""
     digest = _digest()
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -61,7 +61,7 @@ def file_fingerprint(path: Path) -> str:
 
 
 def weights_fingerprint(directory: Path) -> str:
-    """A fingerprint of the configuration and of all tensors."""
+    """Returns a fingerprint of the configuration and of all tensors."""
     config = json.loads((directory / "config.json").read_text("utf-8"))
     essentials = {k: v for k, v in config.items() if k not in _VOLATILE_CONFIG_KEYS}
     text = json.dumps(essentials, sort_keys=True) + tensors_fingerprint(directory)
@@ -69,9 +69,9 @@ def weights_fingerprint(directory: Path) -> str:
 
 
 def tensors_fingerprint(directory: Path) -> str:
-    """A fingerprint of the names, dtypes, shapes and sampled blocks of all tensors. It depends
-    neither on the configuration nor on how the tensors are divided among safetensors files. If
-    there are no safetensors, the result is the fingerprint of the file `PICKLED_FILE`."""
+    """Returns a fingerprint of the names, dtypes, shapes and sampled blocks of all tensors. The
+    result depends neither on the configuration nor on the division of the tensors among files. If
+    there are no safetensors, returns the fingerprint of the file `PICKLED_FILE`."""
     entries: dict[str, bytes] = {}
     paths = sorted(directory.glob("*.safetensors"))
     if not paths and (pickled := directory / PICKLED_FILE).is_file():
@@ -99,7 +99,7 @@ def tensors_fingerprint(directory: Path) -> str:
 def _add_range(
     digest: hashlib.blake2b, file: BinaryIO, begin: int, end: int, num_blocks: int
 ) -> None:
-    """Adds `num_blocks` blocks that are spread evenly over the bytes from `begin` to `end`."""
+    """Adds blocks that are spread evenly over the bytes from `begin` to `end`."""
     last = max(0, end - begin - _BLOCK_BYTES)
     for start in sorted({last * i // (num_blocks - 1) for i in range(num_blocks)}):
         file.seek(begin + start)
@@ -107,16 +107,15 @@ def _add_range(
 
 
 TokenizerTable = dict[str, str]
-"""The meaning of a tokenizer's ids. "id N" maps to the spelling of token N, also for added and
-special tokens. "merge N" maps to the N-th pair that a byte-pair encoding merges.
+"""The meaning of a tokenizer's ids. "id N" maps to the spelling of token N, which may be an added
+or special token. "merge N" maps to the N-th pair that a byte-pair encoding merges.
 
-The table does not say which tokens begin, end or pad a text. So a base model may draft for its
-instruction-tuned variant, which has the same tokens but ends texts with another token.
-"""
+The table does not say which tokens begin, end or pad a text, so that a base model may draft for its
+instruction-tuned variant, which ends texts with another token."""
 
 
 def tokenizer_table(tokenizer: Any) -> TokenizerTable:
-    """The table of a loaded tokenizer of the transformers library."""
+    """Returns the table of a tokenizer of the transformers library."""
     tokens = sorted(tokenizer.get_vocab().items(), key=itemgetter(1))
     backend = getattr(tokenizer, "backend_tokenizer", None)
     merges: list[Any] = []
@@ -128,8 +127,7 @@ def tokenizer_table(tokenizer: Any) -> TokenizerTable:
 
 
 def tokenizer_fingerprint(tokenizer: Any | None) -> str:
-    """A fingerprint of a loaded tokenizer's table, equal in all processes. Empty if there is no
-    tokenizer."""
+    """Returns a fingerprint of a tokenizer's table, or an empty text if there is no tokenizer."""
     if tokenizer is None:
         return ""
     content = json.dumps([*tokenizer_table(tokenizer).items()])
@@ -141,9 +139,8 @@ def compare_tokenizers(
 ) -> None:
     """Raises `ConfigError`, with both names and one difference, unless both tables are equal.
 
-    The models' logits may have different widths, because columns that pad the vocabulary have no
-    tokens in the table. Two models without tokenizers (None) are accepted.
-    """
+    The models' logits may have different widths, because the table lacks columns that only pad the
+    vocabulary. Two models without tokenizers (None) are accepted."""
     if target == draft:
         return
     introduction = f"draft model {draft_name} does not share the tokenizer of target {target_name}"
