@@ -1,4 +1,4 @@
-"""EAGLE-3 heads as they are published (arXiv 2503.01840). A head is one more layer of a target:
+"""Published EAGLE-3 heads (arXiv 2503.01840). A head is one more layer of a target:
 
     g_i    = fc [t_a, t_b, ..]           t_a is the input of the target's layer a at position i
     pair j = (g_{j-1}, token j), from 1; its rotary position is j - 1
@@ -17,8 +17,7 @@ raw          at the top, as for a Llama   the same, or one lower   `midlayer.*`,
 
 Both forms have `fc`, `norm`, `lm_head` and `embed_tokens`. If a file lacks `lm_head` or
 `embed_tokens`, those of the target are used. If the draft vocabulary is a part of the target's
-vocabulary, there is also a `d2t`.
-"""
+vocabulary, there is also a `d2t`."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -46,7 +45,7 @@ from outrider.models.published_drafters import read_config, read_tensors
 from outrider.models.sources import CONFIG_FILE
 
 _LAYER = "transformer_layer_config"
-"""The key of the layer's sizes in the speculators form. The raw form has them at the top level."""
+"""The key of the layer's sizes in the speculators form."""
 _LAYER_FIELDS = (
     "attention_bias", "head_dim", "hidden_act", "hidden_size", "intermediate_size",
     "max_position_embeddings", "mlp_bias", "num_attention_heads", "num_key_value_heads",
@@ -56,14 +55,15 @@ _LAYER_IDS = (
     "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids",
 )  # fmt: skip
 _NEUTRAL_AT_ONE = ("logit_scale", "partial_rotary_factor")
-"""Factors that the formulas above lack. So they must be 1, which changes nothing."""
+"""The formulas above lack these factors, so the factors must be 1."""
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Types of rotary embeddings whose angles depend only on the position."""
+"""The angles of these types of rotary embeddings depend only on the position."""
 _OUTPUT_BIAS = "layers.0.self_attn.o_proj.bias"
-"""Some files have biases only for queries, keys and values. Then this bias is zero."""
+"""If files have biases only for queries, keys and values, this bias is zero."""
 _EMBEDDINGS, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _NOT_WEIGHTS = ("inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
-"""Suffixes of tensors that are ignored. Some checkpoints have them, but no head uses them."""
+"""Tensors with these suffixes are ignored. Some checkpoints have such tensors, but no head uses
+them."""
 _SPECULATORS_VERSION = "0.9.0"
 """`save_speculators` writes the form of this version of speculators."""
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -71,12 +71,11 @@ _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle3Config:
-    """A head's configuration, from either form of files."""
+    """A head's configuration, from files of either form."""
 
     layer: LlamaConfig
     draft_vocab_size: int
     layer_ids: tuple[int, ...]
-    """See `DraftHead.layer_ids`."""
     target_width: int
     norm_before_residual: bool = False
     norm_before_fc: bool = False
@@ -87,14 +86,14 @@ class Eagle3Config:
 
 
 class Eagle3LayerConfig(LlamaConfig):  # type: ignore[misc]
-    """The configuration of a layer whose width need not be a multiple of its number of heads."""
+    """The configuration of a layer whose width need not be a multiple of the number of heads."""
 
     def validate_architecture(self) -> None:
-        """Does nothing. The overridden method would require that the width is such a multiple."""
+        """Does nothing. The base class would raise an error for other widths."""
 
 
 class _Attention(nn.Module):
-    """The projections of the layer's attention. `Eagle3Head` calls them one by one."""
+    """The projections of the layer's attention, which `Eagle3Head` calls one by one."""
 
     def __init__(self, config: LlamaConfig, qk_norm: bool) -> None:
         super().__init__()
@@ -116,9 +115,7 @@ class _Layer(nn.Module):
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = LlamaRMSNorm(width, eps)
-        """The norm of embeddings."""
         self.hidden_norm = LlamaRMSNorm(width, eps)
-        """The norm of features."""
         self.self_attn = _Attention(config, qk_norm)
         self.post_attention_layernorm = LlamaRMSNorm(width, eps)
         self.mlp = LlamaMLP(config)
@@ -128,7 +125,6 @@ class Eagle3Head(DraftHead):
     """An EAGLE-3 head of width D. The names of its parameters are those of the speculators form."""
 
     def __init__(self, config: Eagle3Config) -> None:
-        """The weights have transformers' initial values."""
         super().__init__()
         layer, num_taps = config.layer, len(config.layer_ids)
         width, eps = layer.hidden_size, layer.rms_norm_eps
@@ -155,7 +151,8 @@ class Eagle3Head(DraftHead):
         self.rotary_emb = LlamaRotaryEmbedding(layer)
 
     def ways(self, num_layers: int) -> dict[str, Any]:
-        """The ways are the stated layers, the layers after them, and the layers before them."""
+        """The ways are the stated layers, the layers after these layers, and the layers before
+        them."""
         found = [tuple(index + by for index in self.layer_ids) for by in (0, 1, -1)]
         return {
             f"layers {', '.join(map(str, layer_ids))}": layer_ids
@@ -164,15 +161,14 @@ class Eagle3Head(DraftHead):
         }
 
     def read_as(self, way: tuple[int, ...]) -> None:
-        """From now on reads the layers `way`."""
         self.layer_ids = way
 
     def drop_pairs(self) -> None:
-        """Frees all weights that `fuse` does not use. Afterwards only `fuse` may be called."""
+        """Frees all weights that `fuse` does not use. Afterwards call only `fuse`."""
         del self.embed_tokens, self.layers, self.norm, self.lm_head
 
     def drop_fuse(self) -> None:
-        """Frees the weights that only `fuse` uses. Afterwards `fuse` must not be called."""
+        """Frees the weights that only `fuse` uses. Afterwards do not call `fuse`."""
         del self.fc, self.input_norm, self.fc_norm
 
     def fuse(self, hidden: Tensor) -> Tensor:
@@ -208,7 +204,7 @@ class Eagle3Head(DraftHead):
         return self.layers[0]
 
     def _join(self, features: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """x [.., 2 D] and r [.., D] of pairs, by the formulas above."""
+        """Returns x [.., 2 D] and r [.., D] of the formulas above."""
         embedded = self._layer.input_layernorm(self.embed_tokens(token_ids))
         normed = self._layer.hidden_norm(features)
         residual = normed if self.config.norm_before_residual else features
@@ -225,7 +221,7 @@ class Eagle3Head(DraftHead):
         return _rotated(attention.k_norm(keys), angles), values
 
     def _angles(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The cosines and sines [.., 1, head_dim] of positions [..]. They get the dtype of
+        """Returns the cosines and sines [.., 1, head_dim] of positions [..], in the dtype of
         `like`."""
         cos, sin = self.rotary_emb(like, positions)
         return cos.unsqueeze(-2), sin.unsqueeze(-2)
@@ -245,9 +241,9 @@ class LoadedEagle3(LoadedDraftHead):
 
 
 def load_eagle3(path: Path, target: Any, *, name: str, target_name: str) -> LoadedEagle3:
-    """Loads the head in `path`, called `name`, for the module `target`, called `target_name`. The
-    head gets the dtype and device of the target's embeddings. Raises `ConfigError` if the files are
-    broken, or if they do not fit the target."""
+    """Loads the head in `path` for the module `target`. The head gets the dtype and device of the
+    target's embeddings. Raises `ConfigError` if the files are broken, or if they do not fit the
+    target."""
     with refusing(f"drafter {name}:"):
         try:
             tensors = {
@@ -282,8 +278,8 @@ def _draft_vocabulary(
     tensors: Mapping[str, Tensor], target: Any, target_name: str
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the token ids [N] of the head's logits, in ascending order, and the weights, with the
-    rows of `lm_head` in the same order. If the files lack `lm_head` or `embed_tokens`, takes those
-    of the target."""
+    rows of `lm_head` in the order of the ids. If the files lack `lm_head` or `embed_tokens`, takes
+    those of the target."""
     weights = {key: values for key, values in tensors.items() if key not in ("d2t", "t2d")}
     weights.setdefault(_EMBEDDINGS, target.get_input_embeddings().weight)
     rows = target.get_output_embeddings().weight
@@ -312,13 +308,10 @@ def _draft_vocabulary(
 
 
 def _head_config(
-    stated: dict[str, Any],
-    tensors: Mapping[str, Tensor],
-    target: Any,
-    target_name: str,
+    stated: dict[str, Any], tensors: Mapping[str, Tensor], target: Any, target_name: str
 ) -> Eagle3Config:
-    """The configuration of a head, from its files. Raises `ConfigError` if Outrider cannot serve
-    such a head."""
+    """Returns the configuration of a head. Raises `ConfigError` if Outrider cannot serve the
+    head."""
     places = (stated, stated.get("eagle_config") or {})
 
     def find(*keys: str) -> Any:
@@ -371,7 +364,7 @@ def _head_config(
 
 
 def _layer_config(stated: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LlamaConfig:
-    """The layer's configuration. Sizes that are not stated are taken from the tensors."""
+    """Returns the layer's configuration. Takes sizes that are not stated from the tensors."""
     values = {key: stated[key] for key in _LAYER_FIELDS if stated.get(key) is not None}
     num_layers, heads = stated.get("num_hidden_layers", 1), stated.get("num_attention_heads", 0)
     kv_heads = values.get("num_key_value_heads", heads)
@@ -421,10 +414,10 @@ def save_speculators(
     architectures: Sequence[str],
     num_draft_tokens: int,
 ) -> None:
-    """Writes a head in the speculators form. `architectures` are those of its target, and
-    `token_ids` are the tokens of its logits. `num_draft_tokens` is the default number of draft
-    tokens of a round. Embeddings are written even if they are the target's, because speculators
-    0.9.0 would leave missing ones unset."""
+    """Writes a head in the speculators form. `architectures` are those of the target, and
+    `token_ids` are the tokens of the head's logits. `num_draft_tokens` is the default number of
+    draft tokens of a round. The files have embeddings even if these are the target's, because
+    speculators 0.9.0 would leave missing embeddings unset."""
     config, layer = head.config, head.config.layer
     method = {"proposal_type": "greedy", "speculative_tokens": num_draft_tokens}
     stated = {

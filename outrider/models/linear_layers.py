@@ -1,4 +1,4 @@
-"""Linear layers and activations that replace those of a transformers model on a CPU."""
+"""Replacements of a model's linear layers and activations on a CPU."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,14 +12,14 @@ from outrider.engine.cpu.kernels import PaceKernels
 
 _PACKED_FOR_ROWS = 16
 """oneDNN chooses the layout of a weight for products with this number of rows. All numbers from 5
-to 64 give the same layout. With that layout, products of 1 to 256 rows take at most 2 % longer than
-with the best layout. With the layout for 1 row, larger products in float32 take up to twice as
+to 64 give the same layout, with which products of 1 to 256 rows take at most 2 % longer than with
+their best layout. With the layout for 1 row, larger products in float32 take up to twice as
 long."""
 
 
 class InferenceLinear(nn.Module):
-    """A linear layer without gradients and hooks: [..., in] -> [..., out]. The output has the dtype
-    of the input."""
+    """A linear layer, [..., in] -> [..., out], without gradients and hooks. The output has the
+    dtype of the input."""
 
     def __init_subclass__(cls) -> None:
         cls.__call__ = cls.forward  # type: ignore[method-assign]
@@ -28,8 +28,7 @@ class InferenceLinear(nn.Module):
         """`weight` is [out, in], `bias` [out]."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        # The bias is no `nn.Parameter`, because reading a parameter takes as long as a small
-        # operator.
+        # Not an `nn.Parameter`, because reading a parameter takes as long as a small operator.
         self.bias = None if bias is None else bias.detach().contiguous()
 
     @property
@@ -42,12 +41,11 @@ class FusedLinear(InferenceLinear):
     """Multiplies with fused CPU kernels. Inputs and outputs have the dtype of the kernels."""
 
     def __init__(self, kernels: PaceKernels, weight: Tensor, bias: Tensor | None) -> None:
-        """Copies `weight` into the layout of the kernels. Its shape must satisfy
+        """Copies `weight` into the layout of the kernels. The shape of `weight` must satisfy
         `kernels.can_pack`."""
         super().__init__(weight, bias)
         self.kernels = kernels
         self.packed = kernels.pack(weight.detach().contiguous())
-        """The weight in the layout of `PaceKernels.pack`."""
 
     def forward(self, rows: Tensor) -> Tensor:
         if not rows.numel():  # The kernels take no empty matrices.
@@ -62,11 +60,10 @@ class FusedLinear(InferenceLinear):
 
 
 class PackedLinear(InferenceLinear):
-    """Multiplies with oneDNN on a CPU. The weight is in oneDNN's layout.
+    """Multiplies with oneDNN on a CPU.
 
     The first call with a new number of rows takes up to 0.7 ms longer, because oneDNN prepares a
-    kernel. oneDNN keeps up to 1,024 kernels in a process.
-    """
+    kernel. oneDNN keeps up to 1,024 kernels in a process."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """Copies `weight` (bfloat16 or float32) into oneDNN's layout."""
@@ -86,15 +83,15 @@ class PackedLinear(InferenceLinear):
 
 
 _ROWS_MIN = 4
-"""`WidenedLinear` multiplies fewer rows than this in bfloat16."""
+"""`WidenedLinear` multiplies fewer rows than this without conversion."""
 _BLOCK_WEIGHTS = 2**20
-"""`WidenedLinear` converts blocks of at most this many weights. If one output has more weights, a
-block has the weights of one output."""
+"""`WidenedLinear` converts at most this many weights at a time, or the weights of one output if
+these are more."""
 
 
 class WidenedLinear(InferenceLinear):
     """Multiplies in float32, for weights in bfloat16 on a CPU without bfloat16 instructions.
-    Converts the weight to float32 one block at a time."""
+    Converts one block of the weight at a time."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """Shares the memory of `weight` if it is contiguous."""
@@ -117,8 +114,8 @@ class WidenedLinear(InferenceLinear):
 def quick(
     weight: Tensor, bias: Tensor | None, kernels: PaceKernels | None = None
 ) -> InferenceLinear | None:
-    """The fastest layer on this machine for a weight [out, in]. None if the layer of transformers
-    is the fastest. Uses the `kernels` if they can pack the weight."""
+    """Returns the fastest layer on this machine for a weight [out, in]. Returns None if the layer
+    of transformers is the fastest. Uses the `kernels` if they can pack the weight."""
     if weight.device.type != "cpu" or weight.dim() != 2 or weight.numel() == 0:
         return None
     if kernels is not None and weight.dtype == kernels.dtype and kernels.can_pack(*weight.shape):
@@ -131,14 +128,14 @@ def quick(
 
 
 _BLOCK_ROWS = 16
-"""The largest number of rows that `BlockedLinear` multiplies at a time. With so few rows, a row's
-result does not depend on the other rows. In tests in bfloat16, oneDNN changed to AMX tiles, which
-round differently, at more than 32 rows."""
+"""`BlockedLinear` multiplies at most this many rows at a time. With so few rows, a row's result
+does not depend on the other rows. In bfloat16 tests with more than 32 rows, oneDNN changed to AMX
+tiles, which round differently."""
 
 
 class BlockedLinear(nn.Module):
-    """A linear layer that multiplies at most `_BLOCK_ROWS` rows at a time: [..., in] ->
-    [..., out]."""
+    """A linear layer, [..., in] -> [..., out], that multiplies at most `_BLOCK_ROWS` rows at a
+    time."""
 
     def __init__(self, linear: Any) -> None:
         super().__init__()
@@ -162,8 +159,8 @@ def block_rows(module: nn.Module) -> None:
 
 
 _ACTIVATION_ELEMENTS = 2**14
-"""PyTorch computes GELU of more elements than this on several threads. For other functions, the
-limit is twice as high."""
+"""PyTorch computes GELU of more elements than this on several threads. The limit of other functions
+is twice as high."""
 _LANES = 64
 """A multiple of the number of elements in a CPU's vector register."""
 _ELEMENT_WISE = (
@@ -177,8 +174,9 @@ _ELEMENT_WISE = (
 
 
 class AlignedActivation(nn.Module):
-    """An element-wise function [...] -> [...]. It runs on pieces of the input, each on one thread
-    and padded to whole vectors. So an element's result does not depend on its place."""
+    """An element-wise function, [...] -> [...]. The function runs on pieces of the input. Each
+    piece runs on one thread and is padded to whole vectors, so an element's result does not depend
+    on its place."""
 
     def __init__(self, function: nn.Module) -> None:
         super().__init__()

@@ -45,7 +45,8 @@ def read_weights(path: Path) -> dict[str, Any]:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The files that transformers would load. Other files may hold the same weights again."""
+    """Returns the files that transformers would load. Other files may hold the same weights
+    again."""
     if (path / WEIGHTS_FILE).is_file():
         return [path / WEIGHTS_FILE]
     if (path / _INDEX_FILE).is_file():
@@ -55,8 +56,8 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def stored_names(module: Any, wanted: Mapping[str, Any], stored: Iterable[str]) -> dict[str, str]:
-    """Maps the name of each tensor in the model, which is a key of `wanted`, to its stored name.
-    The names may differ if an earlier version of transformers stored the tensors."""
+    """Maps the name of each tensor in the model to its stored name, which may differ if an earlier
+    version of transformers stored the tensors. `wanted` has the names in the model as keys."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
@@ -73,20 +74,19 @@ DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
-"""The values of `--dtype`, besides `auto`, which means the dtype in which the weights are stored.
-"""
+"""The values of `--dtype` except `auto`, which means the dtype of the stored weights."""
 MAX_MODEL_LEN_DEFAULT = 2048
-"""The length of models whose configuration states no length."""
+"""The length of a model whose configuration states no length."""
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 _ATTENTION = "sdpa"
-"""The attention of a loaded model, until an engine sets another one."""
+"""The attention of a loaded model, until an engine sets another attention."""
 _LOADING_ERRORS = (
     ValueError, OSError, ImportError, KeyError, TypeError, RuntimeError, AssertionError,
     SafetensorError,
 )  # fmt: skip
-"""Errors that libraries raise when they load broken or unknown files."""
+"""Libraries raise these errors when they load broken or unknown files."""
 
 _log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ _log = logging.getLogger(__name__)
 @contextmanager
 def refusing(what: str, quantization: str = "") -> Iterator[None]:
     """Turns errors of loading broken or unknown files into a `ConfigError`. If the weights have a
-    `quantization`, the error adds that vLLM may run them."""
+    `quantization`, the message says that vLLM may run them."""
     try:
         yield
     except _LOADING_ERRORS as error:
@@ -102,8 +102,8 @@ def refusing(what: str, quantization: str = "") -> Iterator[None]:
 
 
 def quantization_of(config: Any) -> str:
-    """The quantisation of a checkpoint's weights, by its configuration. Empty if the weights are
-    not quantised."""
+    """Returns the quantisation that a checkpoint's configuration states, or an empty text if the
+    weights are not quantised."""
     stated = getattr(config, "quantization_config", None) or {}
     stated = stated if isinstance(stated, dict) else stated.to_dict()
     return str(stated.get("quant_method", "unnamed")) if stated else ""
@@ -119,14 +119,14 @@ class LoadOptions(TypedDict, total=False):
     """How a model is loaded."""
 
     name: str
-    """The model's name in messages; by default its directory."""
+    """The model's name in messages, by default the model's directory."""
     dtype: str
     """A key of `DTYPES`, or `auto`."""
     device: str
     num_threads: int | None
-    """Torch's number of threads, set for the whole process; None = unchanged."""
+    """Torch's number of threads in the whole process. None = unchanged."""
     max_model_len: int | None
-    """At most the length that the model's configuration states; None = that length."""
+    """At most the length that the model's configuration states. None = the stated length."""
     trust_remote_code: bool
 
 
@@ -154,7 +154,7 @@ def load_model(path: Path, **options: Unpack[LoadOptions]) -> tuple[nn.Module, M
             trust_remote_code=remote,
             output_loading_info=True,
             # transformers chooses layers for quantised weights by the device. Some of these layers
-            # cannot be moved to another device later.
+            # cannot be moved to another device.
             **({"device_map": {"": str(where)}} if quantization and where.type != "cpu" else {}),
         )
     wrong = ""
@@ -171,8 +171,8 @@ def load_model(path: Path, **options: Unpack[LoadOptions]) -> tuple[nn.Module, M
 
 
 def describe(module: Any, path: Path, **options: Unpack[LoadOptions]) -> ModelInfo:
-    """The description of the model in `path`, of which `module` is an instance. The module's
-    parameters need no values. Raises `ConfigError`."""
+    """Describes the model in `path`, of which `module` is an instance. The module's parameters need
+    no values. Raises `ConfigError`."""
     head = getattr(module.get_output_embeddings(), "weight", None)
     vocab_size = module.config.get_text_config().vocab_size if head is None else len(head)
     return describe_files(path, module.config, vocab_size, str(module.dtype), **options)
@@ -181,7 +181,7 @@ def describe(module: Any, path: Path, **options: Unpack[LoadOptions]) -> ModelIn
 def describe_files(
     path: Path, config: Any, vocab_size: int, loaded_dtype: str, **options: Unpack[LoadOptions]
 ) -> ModelInfo:
-    """The description of the model in `path`, by its configuration. Raises `ConfigError`."""
+    """Describes the model in `path` by its configuration. Raises `ConfigError`."""
     name = options.get("name", str(path))
     tokenizer = load_tokenizer(path, trust_remote_code=options.get("trust_remote_code", False))
     stated, length = _stated_length(config), options.get("max_model_len")
@@ -204,8 +204,8 @@ def describe_files(
 
 
 def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any | None:
-    """The tokenizer in a model's directory; None if there is none. Raises `ConfigError` if the
-    tokenizer cannot be loaded."""
+    """Returns the tokenizer in a model's directory, or None if the directory has no tokenizer.
+    Raises `ConfigError` if the tokenizer cannot be loaded."""
     if not any((path / file).is_file() for file in _TOKENIZER_FILES):
         return None
     from transformers import AutoTokenizer
@@ -217,22 +217,22 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any | None
 
 
 def stated_length(path: Path, *, trust_remote_code: bool = False) -> int | None:
-    """The greatest length that a model's configuration allows. None if the configuration states no
-    length. Reads no weights. Raises `ConfigError` if the configuration cannot be read."""
+    """Returns the greatest length that a model's configuration allows, or None if the configuration
+    states no length. Raises `ConfigError` if the configuration cannot be read."""
     return _stated_length(_config(path, trust_remote_code))
 
 
 def stated_tokens(path: Path, *, trust_remote_code: bool = False) -> tuple[int, str]:
-    """The stated width of a model's logits (0 if not stated), and the fingerprint of its tokenizer
-    (empty if there is none). Reads no weights. Raises `ConfigError` if a file cannot be read."""
+    """Returns the stated width of a model's logits (0 if not stated), and the fingerprint of the
+    model's tokenizer. Raises `ConfigError` if a file cannot be read."""
     text_config = _config(path, trust_remote_code).get_text_config()
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
     return int(getattr(text_config, "vocab_size", None) or 0), tokenizer_fingerprint(tokenizer)
 
 
 def stated_eos_token_ids(path: Path, tokenizer: Any) -> tuple[int, ...]:
-    """The ids of all tokens that end a text by any of a model's files. Reads no weights.
-    `tokenizer` must be from the same directory."""
+    """Returns the ids of all tokens that end a text by any of a model's files. `tokenizer` must be
+    from the same directory."""
     from transformers import AutoConfig, GenerationConfig
 
     sources = [tokenizer]
@@ -243,7 +243,7 @@ def stated_eos_token_ids(path: Path, tokenizer: Any) -> tuple[int, ...]:
 
 
 def check_same_tokenizer(target: str, draft: str, *, trust_remote_code: bool = False) -> None:
-    """Raises `ConfigError` unless two models, given by their names, have the same tokenizer."""
+    """Raises `ConfigError` unless the models of these names have the same tokenizer."""
     tables = []
     for name in (target, draft):
         path = resolve_model(name, trust_remote_code=trust_remote_code)
@@ -253,8 +253,8 @@ def check_same_tokenizer(target: str, draft: str, *, trust_remote_code: bool = F
 
 
 def use_device(**options: Unpack[LoadOptions]) -> torch.device:
-    """Returns the model's device, and sets torch's number of threads. If the device is a CUDA
-    device, makes it the calling thread's current device. Raises `SettingError`."""
+    """Returns the model's device, and sets torch's number of threads. Makes a CUDA device the
+    calling thread's current device. Raises `SettingError`."""
     where = resolve_device(options.get("device", "auto"))
     if where.type == "cuda":
         torch.cuda.set_device(where)
@@ -266,10 +266,10 @@ def use_device(**options: Unpack[LoadOptions]) -> torch.device:
 
 
 def resolve_device(device: str, rank: int = 0) -> torch.device:
-    """The device of a rank. `auto` means `cuda` if there is a CUDA device, otherwise `cpu`. `cuda`
-    without an index means one of the process's visible devices, chosen by `rank`. On Ray, these
-    are the devices that Ray has assigned to the process. A CUDA device in the result has an index.
-    Raises `SettingError`."""
+    """Returns the device of a rank. `auto` means `cuda` if there is a CUDA device, otherwise `cpu`.
+    `cuda` without an index means one of the process's visible devices, chosen by `rank`. The
+    visible devices of a Ray actor are those that Ray has assigned to the actor. A CUDA device in
+    the result has an index. Raises `SettingError`."""
     num_visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "auto":
         device = "cuda" if num_visible else "cpu"
@@ -293,7 +293,7 @@ def resolve_device(device: str, rank: int = 0) -> torch.device:
 
 
 def resolve_dtype(dtype: str) -> torch.dtype | str:
-    """The argument of `from_pretrained` for a value of `--dtype`. Raises `SettingError`."""
+    """Returns the argument of `from_pretrained` for a value of `--dtype`. Raises `SettingError`."""
     if dtype == "auto":
         return dtype
     if dtype not in DTYPES:
@@ -317,7 +317,6 @@ def _stated_length(config: Any) -> int | None:
 
 
 def _eos_in(sources: Iterable[Any]) -> tuple[int, ...]:
-    """The ids of all tokens that end a text by any of these configurations and tokenizers."""
     found: set[int] = set()
     for source in sources:
         value = getattr(source, "eos_token_id", None)
@@ -329,9 +328,9 @@ def _eos_in(sources: Iterable[Any]) -> tuple[int, ...]:
 def empty_model(
     path: Path, *, takes_quantised: bool = False, **options: Unpack[LoadOptions]
 ) -> Any:
-    """A model whose parameters have no values yet. Its buffers, such as rotary frequencies, already
-    have values, because no file contains them. If the files are quantised, ignores the quantisation
-    with `takes_quantised`, and otherwise raises `ConfigError`."""
+    """Returns a model whose parameters have no values yet. The model's buffers, such as rotary
+    frequencies, have values, because no file contains them. If the files are quantised, raises
+    `ConfigError`, or with `takes_quantised` ignores the quantisation."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     name, remote = options.get("name", str(path)), options.get("trust_remote_code", False)
@@ -356,8 +355,8 @@ def empty_model(
 
 
 def _resolve_stored_dtype(config: Any, dtype: str, path: Path) -> torch.dtype:
-    """The dtype for a value of `--dtype`. `auto` means the dtype in the configuration. If the
-    configuration states no dtype, `auto` means the dtype of the first stored tensor."""
+    """Resolves `auto` to the dtype in the configuration. If the configuration states no dtype,
+    resolves `auto` to the dtype of the first stored tensor."""
     if dtype != "auto":
         return DTYPES[dtype]
     stated = getattr(config.get_text_config(), "dtype", None)
@@ -371,16 +370,15 @@ def _resolve_stored_dtype(config: Any, dtype: str, path: Path) -> torch.dtype:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Until the context ends, every new parameter moves to the meta device as soon as a module
-    registers the parameter. At that time, the parameter's memory is not written yet."""
+    """In this context, every new parameter moves to the meta device as soon as a module registers
+    it, before the parameter's memory is written."""
 
     def emptied(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta:
             return None
         return nn.Parameter(parameter.to("meta"), requires_grad=False)
 
-    # The hook's annotation does not allow it to return a parameter, but PyTorch's documentation
-    # does.
+    # PyTorch's documentation allows the hook to return a parameter, but its annotation does not.
     hook = nn.modules.module.register_module_parameter_registration_hook(emptied)  # type: ignore[arg-type]
     try:
         yield
@@ -395,10 +393,9 @@ def put_weights(
     drafter: str,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Gives all parameters of a drafter's module their values from `tensors`, on the device, and
-    the dtype `dtype`. If `dtype` is None, each parameter keeps its own dtype. `drafter` is the
-    drafter's name, for messages. Raises `ConfigError` if weights are missing, do not fit, or are
-    not finite."""
+    """Gives all parameters of a drafter's module their values from `tensors`, on the device, in the
+    dtype `dtype`. If `dtype` is None, each parameter keeps its own dtype. `drafter` is the
+    drafter's name. Raises `ConfigError` if weights are missing, do not fit, or are not finite."""
     found: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
         if name not in tensors:

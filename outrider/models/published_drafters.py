@@ -5,9 +5,8 @@ eagle3   `speculators_model_type`; or a tensor `fc` and a layer with a `hidden_n
 mtp      `speculators_model_type`; or tensors of MTP layers without tensors of a layer 0
 pard     `pard_token` in the configuration of a causal language model
 
-Other known kinds are refused with an error that names the kind. If no kind is recognised, the
-directory may hold a model.
-"""
+Drafters of other known kinds are refused. If no kind is recognised, the directory may hold a
+model."""
 
 import json
 from enum import StrEnum
@@ -25,8 +24,8 @@ from outrider.models.student import is_student
 
 
 class DrafterFormat(StrEnum):
-    """A kind of published drafter that `recognise` accepts. If MTP layers are in a directory of
-    their own, a deployment refuses them, because it loads MTP layers from their target's files."""
+    """A kind of published drafter that `recognise` accepts. A deployment still refuses a directory
+    of MTP layers, because it loads MTP layers only from their target's files."""
 
     EAGLE3 = "eagle3"
     MTP = "mtp"
@@ -54,20 +53,20 @@ _UNSERVED_KEYS = {
     "pard2_target_layers": "PARD-2",
     "ptd_token_id": "P-EAGLE",
 }
-"""Keys of `config.json` that only drafters of these kinds have."""
+"""Only drafters of these kinds have these keys in `config.json`."""
 _SHAPES: dict[str, tuple[Any, str]] = {
     "transformer_layer_config": (dict, "an object is allowed"),
     "eagle_config": (dict | None, "an object is allowed"),
     "pard_token": (int, "a token's number is allowed"),
 }
-"""Maps keys of `config.json` to the type that the key's value must have, and to that type in words.
-A file may lack these keys."""
+"""Maps a key of `config.json` to the type of its value, and to this type in words. A file may lack
+these keys."""
 
 
 def recognise(directory: Path) -> DrafterFormat | None:
-    """The kind of the published drafter in `directory`. None if `directory` holds a student or no
-    known drafter. Raises `ConfigError` for kinds that are not served, and for files that cannot be
-    read."""
+    """Returns the kind of the published drafter in `directory`. Returns None if `directory` holds a
+    student or no known drafter. Raises `ConfigError` for kinds that are not served, and for files
+    that cannot be read."""
     if is_student(directory) or not (directory / CONFIG_FILE).is_file():
         return None
     with refusing(f"drafter {directory}:"):
@@ -88,7 +87,8 @@ def recognise(directory: Path) -> DrafterFormat | None:
 
 
 def _unserved_kind(stated: dict[str, Any], names: set[str]) -> str:
-    """The name of the drafter's kind if that kind is not served; else empty."""
+    """Returns the name of the drafter's kind if that kind is not served, otherwise an empty
+    text."""
     declared = stated.get("speculators_model_type")
     if declared is not None and declared not in (DrafterFormat.EAGLE3, DrafterFormat.MTP):
         return str(declared)
@@ -117,13 +117,14 @@ def _has_mtp_layers(names: set[str]) -> bool:
 
 
 def _is_model(names: set[str]) -> bool:
-    """Whether the tensors include layer 0 of a model, under any prefix. An example is
+    """Whether the tensors include layer 0 of a model, under any prefix, as in
     `model.language_model.layers.0`."""
     return any("layers.0." in name and not name.startswith("mtp.") for name in names)
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The content of a published drafter's `config.json`. Raises `OSError` or `ValueError`."""
+    """Returns the content of a published drafter's `config.json`. Raises `OSError` or
+    `ValueError`."""
     stated = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
     if not isinstance(stated, dict):
         raise ValueError(f"{path / CONFIG_FILE} holds no object")
@@ -137,15 +138,15 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Every tensor of a published drafter, by name. Reads safetensors. If there are no safetensors,
-    reads the tensors in `PICKLED_FILE`, but runs no code in this file. Raises `ValueError` or an
-    error of the libraries."""
+    """Returns every tensor of a published drafter by name. Reads safetensors. If there are no
+    safetensors, reads the tensors in `PICKLED_FILE`, and runs no code of this file. Raises
+    `ValueError` or an error of the libraries."""
     pickled = path / PICKLED_FILE
     if any(path.glob("*.safetensors")) or not pickled.is_file():
         return read_weights(path)
     try:
         found = load_state_dict(pickled)
-    # If the file contains code, the unpickler refuses it with errors of its own.
+    # If the file contains code, the unpickler raises errors of its own.
     except Exception as error:
         raise ValueError(f"{pickled} cannot be read as tensors alone: {error}") from error
     if not isinstance(found, dict) or not all(isinstance(v, Tensor) for v in found.values()):
@@ -154,6 +155,6 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def tensor_names(path: Path) -> set[str]:
-    """The names of a published drafter's tensors. Raises the same errors as `read_tensors`."""
+    """Returns the names of a published drafter's tensors. Raises the errors of `read_tensors`."""
     with open_weights(path) as files:
         return set(files or read_tensors(path))
