@@ -1,11 +1,10 @@
 """Probes that compare a module with its replacement by calling both.
 
-The names and shapes of a module's parts suggest a replacement. Only a call shows whether the module
-also clamps, adds an offset or rotates in another way. A probe calls module and replacement with a
-few random rows of different magnitudes. Large rows show a clamp, and small rows show an epsilon. If
-the results differ, the module is not replaced. A probe of a block leaves out the block's last
-layer, because the replacement uses the same layer, and because this layer may wait for other ranks.
-"""
+The names and shapes of a module's parts suggest a replacement, but only a call shows whether the
+module also clamps, adds an offset or rotates in another way. A probe calls module and replacement
+with a few random rows of different magnitudes. Large rows show a clamp, and small rows show an
+epsilon. A probe leaves out the last layer of a block, because the replacement uses the same layer,
+and because this layer may wait for other ranks."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,21 +16,21 @@ from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
 PROBE_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
-"""Errors that a module raises if it cannot take a probe."""
+"""A module that cannot take a probe raises these errors."""
 _SIZES = (1e-3, 1.0, 1.0, 1e2)
-"""Magnitudes of the rows of a probe."""
+"""The magnitudes of the rows of a probe."""
 _ROUNDINGS = 64
 """The largest allowed difference of two results, as a multiple of the machine epsilon times the
-largest value of the row."""
+row's largest value."""
 _ROUNDINGS_SHORT = 8
-"""The same limit for dtypes under 32 bits. This limit is smaller, because sums are computed in 32
+"""The same limit for dtypes under 32 bits. The limit is smaller because sums are computed in 32
 bits, and only their results are rounded to the dtype."""
 _PROBE = "outrider_probe"
 
 
 def probe_rows(width: int, like: Tensor) -> Tensor:
-    """Random rows [1, 4, width] with magnitudes `_SIZES`, and with the dtype and device of `like`.
-    Every call with the same arguments returns the same rows."""
+    """Returns random rows [1, 4, width] with magnitudes `_SIZES`, and with the dtype and device of
+    `like`. Calls with the same arguments return the same rows."""
     generator = torch.Generator().manual_seed(width)
     rows = torch.randn(1, len(_SIZES), width, generator=generator, dtype=torch.float64)
     return (rows * torch.tensor(_SIZES, dtype=torch.float64)[:, None]).to(like)
@@ -51,8 +50,8 @@ def agree(one: Tensor, other: Tensor) -> bool:
 def same_rows(
     original: nn.Module, replacement: nn.Module, width: int, like: Tensor, last: str = ""
 ) -> bool:
-    """Whether two modules map a probe [1, 4, width] to the same rows. The layer with the name
-    `last` is left out of both modules."""
+    """Whether two modules map a probe [1, 4, width] to the same rows, if the layer `last` is left
+    out of both modules."""
     rows = probe_rows(width, like)
     replaced = {last: nn.Identity()} if last else {}
     try:
@@ -64,8 +63,8 @@ def same_rows(
 
 def same_wiring(layer: nn.Module, replacement: Callable[[Any], nn.Module]) -> bool:
     """Whether a layer and its replacement connect their blocks in the same way. Replaces the blocks
-    by simple functions, and calls layer and replacement. Both must return the same output and pass
-    the same arguments to attention."""
+    by simple functions. With these functions, layer and replacement must return the same output and
+    pass the same arguments to attention."""
     called: list[dict[str, Any]] = []
 
     def attend(hidden_states: Tensor, **given: Any) -> tuple[Tensor, None]:
@@ -99,11 +98,10 @@ class _Stub(nn.Module):
 def call_attention(
     block: Any, width: int, like: Tensor, rotated: int
 ) -> tuple[tuple[Tensor, ...], dict[str, Any]] | None:
-    """Runs a probe [1, 4, width] through an attention `block`, up to its layer `o_proj`. The first
-    `rotated` elements of each head get a rotary angle. Returns two values. The first has the query,
-    key and value that the attention function gets, and the input of `o_proj`. The second has the
-    options that the block itself passes to the attention function. Returns None if the block cannot
-    be called like Llama's."""
+    """Runs a probe [1, 4, width] through an attention `block`, up to the layer `o_proj`. The first
+    `rotated` elements of each head get a rotary angle. Returns the query, key and value of the
+    attention function and the input of `o_proj`, and then the options that the block itself passes
+    to the attention function. Returns None if the block cannot be called like Llama's."""
     rows, angles = probe_rows(width, like), probe_rows(rotated, like)
     calls: list[Any] = []
     mask, given = object(), {"position_ids": angles[..., 0].long(), "calls": calls}
@@ -127,14 +125,9 @@ def call_attention(
 
 
 def _note(
-    block: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    **options: Any,
+    block: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """An attention function that records its arguments, and returns the query."""
+    """An attention function that records its arguments and returns the query."""
     options["calls"].append(((query, key, value), attention_mask, options))
     return query.transpose(1, 2).contiguous(), None
 
@@ -144,7 +137,6 @@ AttentionInterface.register(_PROBE, _note)
 
 @contextmanager
 def _replaced(block: Any, **attributes: Any) -> Iterator[None]:
-    """Sets these attributes of `block` until the context ends."""
     before = {name: getattr(block, name) for name in attributes}
     try:
         for name, value in attributes.items():

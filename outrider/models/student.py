@@ -1,4 +1,4 @@
-"""A student: a small model that was trained for one target, and uses the target's embeddings and
+"""A student is a small model that was trained for one target, and uses the target's embeddings and
 head.
 
 file                what it holds
@@ -9,8 +9,7 @@ file                what it holds
                     one scale for each row (`NAME.scale`)
 `README.md`         the model card
 
-The student's head has only the rows of `draft_token_ids` of the target's head.
-"""
+The student's head has only the rows of `draft_token_ids` of the target's head."""
 
 import json
 from collections.abc import Mapping
@@ -55,13 +54,11 @@ class StudentDescription:
     """The content of `drafter.json`."""
 
     format: Literal[3]
-    """`FORMAT`. No other format can be read."""
     kind: Literal["student"]
-
     target: str
     """The target's name, for messages."""
     target_fingerprint: str
-    """`tensors_fingerprint` of the target."""
+    """The target's `tensors_fingerprint`."""
     vocab_size: int
     """The target's vocabulary size."""
     draft_vocab_size: int
@@ -76,7 +73,7 @@ def is_student(directory: Path) -> bool:
 
 
 def read_description(directory: Path, name: str) -> StudentDescription:
-    """The content of `drafter.json`. Raises `ConfigError` if it is invalid."""
+    """Returns the content of `drafter.json`. Raises `ConfigError` if the content is invalid."""
     path = directory / DESCRIPTION_FILE
     wrong = f"drafter {name}: {path}"
     try:
@@ -102,8 +99,8 @@ def read_description(directory: Path, name: str) -> StudentDescription:
 def check_target(
     directory: Path, *, name: str, target_directory: Path, target_name: str
 ) -> StudentDescription:
-    """The description of the student in `directory`. Raises `ConfigError` unless the student was
-    trained for the weights in `target_directory`."""
+    """Returns the description of the student in `directory`. Raises `ConfigError` unless the
+    student was trained for the weights in `target_directory`."""
     description = read_description(directory, name)
     found = tensors_fingerprint(target_directory)
     if description.target_fingerprint != found:
@@ -121,8 +118,7 @@ def load_student(
 ) -> tuple[nn.Module, ModelInfo]:
     """Loads the student in `path` as `load_model` loads a model, with embeddings and head of the
     target in `target_directory`. The student's logits are [.., N], for the N `logit_token_ids` of
-    the returned description. Raises `ConfigError`, also if the student was trained for another
-    target."""
+    the returned description. Raises `ConfigError`."""
     name = options.get("name", str(path))
     description = check_target(
         path, name=name, target_directory=target_directory, target_name=target
@@ -139,7 +135,7 @@ def load_student(
             )
         tensors = read_weights(path)
         token_ids = _checked_token_ids(tensors, description)
-        # Converted here already, as float32 of all weights at a time would need more memory.
+        # Converted one by one, because float32 of all weights would need more memory.
         weights = {
             key: _restored(key, tensors).to(parameter.dtype)
             for key, parameter in module.named_parameters()
@@ -187,12 +183,12 @@ def save_student(
 
 
 def as_stored(values: Tensor) -> Tensor:
-    """The values that a weight has after it is stored and loaded, in its own dtype."""
+    """Returns the values that a weight has after it is stored and loaded, in the weight's dtype."""
     return _restored("", _stored("", values)).to(values.dtype)
 
 
 def _stored(name: str, values: Tensor) -> dict[str, Tensor]:
-    """The tensors that store a weight. A matrix becomes int8, with a scale for each row."""
+    """Returns the tensors that store a weight. A matrix becomes int8, with a scale for each row."""
     if values.dim() != 2:
         return {name: values.contiguous()}
     rows = values.float()
@@ -201,8 +197,7 @@ def _stored(name: str, values: Tensor) -> dict[str, Tensor]:
 
 
 def _restored(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
-    """The weight that `_stored` has turned into tensors. Raises `ValueError` if the number of
-    scales is wrong."""
+    """Inverts `_stored`. Raises `ValueError` if the number of scales is wrong."""
     values = tensors[name]
     if values.dtype != torch.int8:
         return values
@@ -213,7 +208,8 @@ def _restored(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def _checked_token_ids(tensors: Mapping[str, Tensor], description: StudentDescription) -> Tensor:
-    """The token ids [N] of the head's rows. Raises `ValueError` if they are invalid."""
+    """Returns the token ids [N] of the head's rows. Raises `ValueError` if these ids are
+    invalid."""
     token_ids = tensors[_TOKEN_IDS]
     shape, num, size = [*token_ids.shape], description.draft_vocab_size, description.vocab_size
     if shape != [num] or token_ids.dtype not in (torch.int32, torch.int64):
@@ -224,8 +220,8 @@ def _checked_token_ids(tensors: Mapping[str, Tensor], description: StudentDescri
 
 
 def target_ends(directory: Path, *, drafter: str, **options: Unpack[LoadOptions]) -> Any:
-    """The model in `directory`, in which only embeddings and head have values. `drafter` is the
-    name of the drafter that needs the model, for messages. Raises `ConfigError`."""
+    """Loads the model in `directory` with values only for embeddings and head. `drafter` is the
+    name of the drafter that needs the model. Raises `ConfigError`."""
     where = use_device(**options)
     empty = empty_model(directory, takes_quantised=True, **options)
     check(empty.get_output_embeddings().bias is None, "drafters are made for heads without a bias")
@@ -238,9 +234,9 @@ def target_ends(directory: Path, *, drafter: str, **options: Unpack[LoadOptions]
 
 
 def target_weights(module: Any, target_directory: Path, name: str) -> tuple[Tensor, Tensor]:
-    """Embeddings [V, D] and head [V, D] from the target's files. `name` is the drafter's name, for
-    messages. `module` is a model of the target's architecture, the target or a student. Its
-    parameters need no values. Raises `ConfigError`."""
+    """Returns embeddings [V, D] and head [V, D] from the target's files. `name` is the drafter's
+    name. `module` is the target or a student, whose parameters need no values. Raises
+    `ConfigError`."""
     embeddings, head = _shared_with_target(module)
     with open_weights(target_directory) as files:
         names = stored_names(module, dict(module.named_parameters()), files)
@@ -260,7 +256,7 @@ def target_weights(module: Any, target_directory: Path, name: str) -> tuple[Tens
 
 
 def _shared_with_target(module: Any) -> tuple[str, str]:
-    """The names of the embeddings' weight and of the head's weight."""
+    """Returns the names of the weights of the embeddings and the head."""
     wanted = (module.get_input_embeddings().weight, module.get_output_embeddings().weight)
     names = {id(found): name for name, found in module.named_parameters()}
     embeddings, head = (names[id(parameter)] for parameter in wanted)

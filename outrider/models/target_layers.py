@@ -10,8 +10,7 @@ from outrider.errors import ConfigError
 
 
 def layers_of(module: Any) -> nn.ModuleList:
-    """The decoder's layers. Raises `ConfigError` unless the model has them at
-    `base_model.layers`."""
+    """Returns the decoder's layers. Raises `ConfigError` unless they are at `base_model.layers`."""
     layers = getattr(module.base_model, "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise ConfigError(f"a {type(module).__name__} has no list of layers")
@@ -19,8 +18,8 @@ def layers_of(module: Any) -> nn.ModuleList:
 
 
 def last_norm(module: Any) -> nn.Module:
-    """The norm between the decoder's last layer and the head. Raises `ConfigError` unless the model
-    has this norm at `base_model.norm`, as Llama, Qwen and Gemma do."""
+    """Returns the norm between the decoder's last layer and the head. Raises `ConfigError` unless
+    the norm is at `base_model.norm`, as in Llama, Qwen and Gemma."""
     norm = getattr(module.base_model, "norm", None)
     if not isinstance(norm, nn.Module):
         raise ConfigError(f"a {type(module).__name__} has no norm behind its layers")
@@ -34,12 +33,12 @@ class Watched(nn.Module):
         super().__init__()
         self.inner = inner
         self.read: Any = None
-        """The first argument of the last call; None before the first call."""
+        """The first argument of the last call. None before the first call."""
         self.train(inner.training)
 
     def __getattr__(self, name: str) -> Any:
         """Returns an attribute of the inner module, because a base model may read attributes of its
-        layers, for example a layer's kind."""
+        layers."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -52,7 +51,7 @@ class Watched(nn.Module):
         return found
 
     def rows_read(self) -> Tensor:
-        """The input [T, D] of the last call, which was made with one sequence [1, T, D]. Raises
+        """Returns the input [T, D] of the last call, which had one sequence [1, T, D]. Raises
         `ConfigError` if there was no call with a positional argument."""
         if self.read is None:
             kind = type(self.inner).__name__
@@ -77,8 +76,8 @@ def watch_layers(module: Any, indices: Sequence[int]) -> list[Watched]:
 
 
 def _place_of(module: Any, index: int) -> tuple[nn.Module, str]:
-    """The parent module of a layer, or of the norm after the layers, and the attribute's name in
-    this parent."""
+    """Returns the parent module of a layer, or of the norm after the layers, and the attribute's
+    name in this parent."""
     layers = layers_of(module)
     if index < len(layers):
         return layers, str(index)
