@@ -64,7 +64,6 @@ class _Round(Work):
     step: SequenceStep
     """The item's part of the forward pass. A step without logits runs only a part of the prefix."""
     question: Question
-    """The input from which the verdict is computed."""
     features: Tensor
     """[K+1, D]: the target's features, one row for each row of logits. Set only with a
     self-drafter."""
@@ -72,8 +71,7 @@ class _Round(Work):
     """The tokens to which penalties apply."""
     allowed: Allowed | None = None
     """Says which tokens may follow the committed tokens. None = all tokens."""
-    untold: frozenset[int] = frozenset()
-    """See `RowMasks.untold`."""
+    untold: frozenset[int] = frozenset()  # see `RowMasks`
 
     @property
     def demand(self) -> SlotDemand:
@@ -310,8 +308,6 @@ class Verifier(StepWorker):
             )
 
     def _next_request(self, one: _Round, outcome: Outcome) -> DraftRequest | None:
-        """Returns the request for the proposal after an outcome, or None if the session has reached
-        the model's length."""
         item, history = one.item, one.history
         length = one.head.committed_length + len(outcome.token_ids)
         room = self._engine.info.max_model_len - length - sum(item.next_siblings)
@@ -358,7 +354,6 @@ def _features_wanted(rounds: Sequence[_Round], width: int) -> list[tuple[_Round,
 
 
 def _verdicts(questions: Sequence[Question]) -> list[Verdict | OutriderError]:
-    """Returns the verdict of each question, or the error of its computation."""
     if not questions:
         return []
     num, num_rows = len(questions), sum(len(question.logits) for question in questions)

@@ -139,7 +139,6 @@ def _noted_attention(
     softcap: float | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """Records the block, and returns zeros in the shape of the attention output."""
     layers, max_model_len = _FOUND.get()
     if any(layer.block is block for layer in layers):
         raise ConfigError("one of its layers runs twice for each token")

@@ -142,14 +142,10 @@ class StepPlan:
     """The inputs of a forward pass over T new tokens. With fixed shapes, padding follows the values
     in `token_ids`, `position_ids` and `logit_rows`."""
 
-    token_ids: Tensor
-    """[1, T]."""
-    position_ids: Tensor
-    """[1, T]."""
-    slots: Tensor
-    """[T]: the slots to which keys and values are written."""
-    logit_rows: Tensor
-    """[R]: the rows whose logits are wanted."""
+    token_ids: Tensor  # [1, T]
+    position_ids: Tensor  # [1, T]
+    slots: Tensor  # [T]
+    logit_rows: Tensor  # [R]
     groups: dict[int | None, list[Group]]
     """The groups for each window size. The key None means the whole context."""
 
@@ -251,13 +247,13 @@ def _padded(array: _Ints) -> _Ints:
 
 
 def _slots_of(held: HeldSequence, page_size: int) -> _Ints:
-    """The slots of all tokens of a sequence in order, including the new tokens."""
     firsts = np.array(held.pages, dtype=np.int64) * page_size
     slots = (firsts[:, None] + np.arange(page_size)).reshape(-1)
     return slots[: held.length + len(held.step.token_ids)]
 
 
 def tree_of(parents: Sequence[int]) -> Tree:
+    """The tree of `SequenceStep.parents`."""
     num = len(parents)
     depths = np.zeros(num, dtype=np.int64)
     ranks = np.zeros(num, dtype=np.int64)

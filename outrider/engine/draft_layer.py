@@ -79,7 +79,6 @@ class PairLayer:
         return self._head.step(torch.stack([*features]), plan.token_ids[0], places, attend_pairs)
 
     def _put(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Writes keys and values [T, heads, width] to slots [T]."""
         self._pairs.cache.write(slots, keys.transpose(0, 1), values.transpose(0, 1))
 
 
@@ -90,8 +89,7 @@ class DraftLayer:
         """`layers` have the shapes `draft_shapes`."""
         features, *pairs = layers
         self._head = head
-        self._features = features.keys[0]
-        """[slots, D]."""
+        self._features = features.keys[0]  # [slots, D]
         self.pairs = PairLayer(head, pairs[0]) if pairs else None
 
     def write(self, step: HeldStep, tapped: Sequence[Tensor]) -> Tensor:

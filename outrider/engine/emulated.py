@@ -70,9 +70,7 @@ class EmulatedEngine:
     with a real model."""
 
     draft_layer: LoadedDraftHead | None = None
-    """The head of a target, if `head_on` is "target"."""
     head: LoadedDraftHead | None = None
-    """The head of a draft, if `head_on` is "draft"."""
     feature_width = 0
 
     def __init__(

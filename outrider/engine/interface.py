@@ -29,10 +29,8 @@ class ModelInfo:
     logit_token_ids: tuple[int, ...] = field(default=(), repr=False)
     """The token id of each column of the logits, ascending. Empty if the logits have a column for
     every token id."""
-    numerics: str = ""
-    """See `ReplicaDescription.numerics`."""
-    features: str = ""
-    """See `ReplicaDescription.features`."""
+    numerics: str = ""  # see `ReplicaDescription`
+    features: str = ""  # see `ReplicaDescription`
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +50,15 @@ class SequenceStep:
 
 @dataclass(frozen=True, slots=True)
 class PageCounts:
-    """Counts of an engine's pages."""
+    """Counts of an engine's pages. `Engine.attach` was given `prefix_queries` tokens, and found
+    `prefix_hits` of these in cached pages."""
 
     num_pages: int
     num_free: int
     num_evictable: int
     """How many cached pages no sequence holds."""
     prefix_queries: int
-    """How many tokens were passed to `Engine.attach`."""
     prefix_hits: int
-    """How many tokens `Engine.attach` found in cached pages."""
     page_size: int = PAGE_SIZE
 
     @property

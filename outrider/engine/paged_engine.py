@@ -197,8 +197,6 @@ class PagedEngine(PagedSequences):
         return None if self._deterministic and found is None else decoder
 
     def _make_independent(self, num_pages: int) -> None:
-        """If a row's logits depend on other rows, makes the linear layers compute rows in blocks.
-        If the logits then still depend on other rows, raises `SettingError`."""
         num_pages = min(num_pages, -(-CROWD_SLOTS // PAGE_SIZE))
         for is_last in (False, True):
             self._use_pages(num_pages)
@@ -252,7 +250,6 @@ class PagedEngine(PagedSequences):
         return True
 
     def _use_pages(self, num_pages: int) -> None:
-        """Allocates this many empty pages, and forgets all sequences."""
         shapes = [layer.shape for layer in self._layers]
         cache = KVCache(shapes, num_pages, self._decoder is not None, self._draft_shapes)
         if self.draft_layer is not None:
@@ -309,8 +306,6 @@ class PagedEngine(PagedSequences):
             return super()._run(run, steps, whole)
 
     def _run_whole(self, step: HeldStep) -> Tensor:
-        """Runs the model on a step as `Steps.run` does. If there is a draft layer, also writes its
-        features and pairs."""
         rows = self._steps.run(step)
         if self._draft is not None:
             if isinstance(self._steps, FusedSteps):

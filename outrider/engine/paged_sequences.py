@@ -72,6 +72,7 @@ class PagedSequences:
         return rows[: sum(sizes)], sizes
 
     def features(self) -> Sequence[Tensor]:
+        """See `DraftingEngine.features`."""
         return self._features
 
     def forward_draft(
@@ -101,6 +102,7 @@ class PagedSequences:
         self._run(lambda _: torch.empty(0), steps, whole=False)
 
     def fork(self, sequence_id: str, branch_id: str) -> None:
+        """See `Engine.fork`."""
         if self._moves:
             self._settle()
         _add(self._copies, self._pool.fork(sequence_id, branch_id))
@@ -138,6 +140,7 @@ class PagedSequences:
             raise
 
     def take_step_seconds(self) -> float:
+        """See `Engine.take_step_seconds`."""
         return self.stated_seconds
 
     @contextmanager

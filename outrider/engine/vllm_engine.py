@@ -193,7 +193,6 @@ class VllmEngine(PagedSequences):
         set_default_torch_wrap(self._config.compilation_config.ir_enable_torch_wrap)
 
     def _join_groups(self) -> None:
-        """Makes vLLM use the ranks' process group."""
         size, rank = (1, 0) if self._ranks is None else (self._ranks.size, self._ranks.rank)
         if not dist.is_initialized():
             store = dist.HashStore()  # type: ignore[attr-defined]
@@ -290,8 +289,6 @@ class VllmEngine(PagedSequences):
     def _use_draft_layer(
         self, draft_check: DraftCheck, max_num_seqs: int, reads_output: bool
     ) -> None:
-        """Checks the head, and makes the model return the inputs of the layers that the head
-        reads."""
         num_layers = self._config.model_config.hf_text_config.num_hidden_layers
         if not reads_output:
             self._show(range(num_layers + 1))
@@ -381,8 +378,6 @@ class VllmEngine(PagedSequences):
         set_cudagraph_capturing_enabled(False)
 
     def _check_rows(self, max_num_seqs: int) -> None:
-        """Raises `SettingError` if a row's logits depend on other rows. Otherwise sets
-        `ModelInfo.numerics`."""
         num_rows = dependent_at(self, max_num_seqs)
         if num_rows is not None:
             raise SettingError(
@@ -411,8 +406,6 @@ class VllmEngine(PagedSequences):
         return list(torch.split(rows.to(torch.float32, copy=True), sizes))
 
     def _run_whole(self, step: HeldStep) -> Tensor:
-        """Runs the model on a step, and returns logits. If there is a draft layer, also writes the
-        layer's features and pairs."""
         hidden, tapped = self._hidden_of(step)
         if self._draft is not None:
             found = self._draft.write(step, [tapped[at] for at in self._taps])

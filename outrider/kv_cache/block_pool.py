@@ -27,8 +27,7 @@ _ID_TYPE = "I"
 
 
 class BlockPool:
-    """The pages of one engine, and the sequences on these pages. A method with the name of a method
-    of `Engine` has the same contract.
+    """The pages of one engine, and the sequences on these pages.
 
     The pool's state depends only on its calls. So all ranks of a model, which make the same calls,
     assign the same pages. The time of a call is proportional to the number of pages that the call
@@ -51,6 +50,7 @@ class BlockPool:
         self._prefix_hits = 0
 
     def length(self, sequence_id: str) -> int:
+        """See `Engine.length`."""
         sequence = self._sequences.get(sequence_id)
         return 0 if sequence is None else sequence.length
 
@@ -69,6 +69,7 @@ class BlockPool:
         return tuple(ids[start % size : self.length(sequence_id) - start // size * size])
 
     def counts(self) -> PageCounts:
+        """See `Engine.page_counts`."""
         return PageCounts(
             num_pages=self.num_pages,
             num_free=len(self._free),
@@ -79,6 +80,7 @@ class BlockPool:
         )
 
     def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
+        """See `Engine.attach`."""
         check(self.length(sequence_id) == 0, f"{sequence_id} is held already")
         self.release(sequence_id)
         sequence = self._sequences[sequence_id] = PagedSequence(salt)
@@ -92,13 +94,14 @@ class BlockPool:
         return sequence.length
 
     def find(self, token_ids: Sequence[int], salt: str = "") -> FoundPrefix:
+        """See `Engine.find`."""
         pages = tuple(prefix.page for prefix in self._known_prefixes(token_ids, salt))
         return FoundPrefix(len(pages) * self.page_size, pages)
 
     def fork(self, sequence_id: str, branch_id: str) -> list[Copy]:
-        """Returns the page copies to make before the next step: one copy if the last page is not
-        full, else no copy. If there is no page for this copy, raises `OutOfPages` and changes
-        nothing."""
+        """See `Engine.fork`. Returns the page copies to make before the next step: one copy if the
+        last page is not full, else no copy. If there is no page for this copy, raises `OutOfPages`
+        and changes nothing."""
         sequence = self._sequences.get(sequence_id)
         if sequence is None:
             raise InvariantError(f"{sequence_id} is unknown and cannot be forked")
@@ -117,6 +120,7 @@ class BlockPool:
         without: Iterable[str] = (),
         begun: Mapping[str, FoundPrefix] | None = None,
     ) -> bool:
+        """See `Engine.can_hold`."""
         return self._is_roomy(steps) or self._num_missing(steps, without, begun or {}) <= 0
 
     def append(self, steps: Sequence[SequenceStep], whole: bool = True) -> list[Copy]:
@@ -157,10 +161,10 @@ class BlockPool:
                 self._remember(sequence)
 
     def keep(self, sequence_id: str, length: int, path: Sequence[int] = ()) -> list[Copy]:
-        """Returns the slot moves to make before the next call. All kept slots must be written
-        already. A slot's number is page * page size + place in the page. The moves may be made one
-        by one in this order, or all at once. Until the sequence's next step, the pages to which the
-        moves write are not shared. If a move fails, call `forget`.
+        """See `Engine.keep`. Returns the slot moves to make before the next call. All kept slots
+        must be written already. A slot's number is page * page size + place in the page. The moves
+        may be made one by one in this order, or all at once. Until the sequence's next step, the
+        pages to which the moves write are not shared. If a move fails, call `forget`.
 
         If another sequence holds a page to which a move would write, as after a fork in the middle
         of a tree, the move writes to a copy of the page. If there is no page for the copy, raises
@@ -183,7 +187,7 @@ class BlockPool:
         return moves
 
     def release(self, sequence_id: str) -> None:
-        """Forgets the sequence. The sequence's full pages stay remembered."""
+        """See `Engine.release`. The sequence's full pages stay remembered."""
         if sequence_id in self._sequences:
             self._remember(self._sequences[sequence_id])
             self._drop(sequence_id)
@@ -287,7 +291,6 @@ class BlockPool:
             prefixes.append(self._prefixes.add(parent, self._packed_ids(page), page))
 
     def _forget(self, page: int) -> None:
-        """Forgets the prefix that ends in a page, and all prefixes that continue it."""
         for forgotten in self._prefixes.forget(page):
             if not self._holders[forgotten]:
                 del self._remembered[forgotten]
@@ -310,7 +313,6 @@ class BlockPool:
         return [(page, copy)]
 
     def _write(self, sequence: PagedSequence, token_ids: Sequence[int]) -> None:
-        """Assigns the ids to the next slots. Takes new pages as needed."""
         size, pages, start = self.page_size, sequence.pages, sequence.length
         missing = -(-(start + len(token_ids)) // size) - len(pages)
         if missing:

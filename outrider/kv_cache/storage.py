@@ -29,7 +29,6 @@ class LayerShape:
     """The shape of the key and value that one attention layer keeps for a token."""
 
     num_heads: int
-    """The number of key-value heads."""
     key_width: int
     value_width: int
     dtype: torch.dtype
@@ -80,10 +79,8 @@ class KeysAndValues:
             size = (num_layers * shape.num_heads, num_slots, width)
             return torch.zeros(size, dtype=shape.dtype, device=shape.device)
 
-        self.keys = tensor(shape.key_width)
-        """[heads, slots, key width]."""
-        self.values = tensor(shape.value_width)
-        """[heads, slots, value width]."""
+        self.keys = tensor(shape.key_width)  # [heads, slots, key width]
+        self.values = tensor(shape.value_width)  # [heads, slots, value width]
 
     def gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Returns keys and values [heads, n, width] of slots [n]."""
@@ -127,7 +124,6 @@ class BlockedKeysAndValues:
         """[pages, heads, page size, width], but the memory of each page and head holds a matrix
         [width, page size], whose columns are the keys of the slots."""
         self.values = torch.zeros_like(self.keys)
-        """[pages, heads, page size, width]."""
         self._columns = self.keys.view(*size[:2], size[3], size[2])
 
     def copy(self, sources: Tensor, targets: Tensor, unit: int) -> None:

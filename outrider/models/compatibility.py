@@ -26,10 +26,9 @@ _TRIAL_CHUNK = 13
 tokens of both sequences."""
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
 """Maps a dtype to the largest allowed difference between two results of the trial, divided by their
-norm. Smaller differences are due to rounding. Attention to wrong slots or at wrong positions makes
-a difference of about 1."""
+norm. `_HALF_TOLERANCE` is for dtypes of 16 bits. Smaller differences are due to rounding. Attention
+to wrong slots or at wrong positions makes a difference of about 1."""
 _HALF_TOLERANCE = 0.2
-"""The largest allowed difference for dtypes of 16 bits."""
 _LONG_TRIAL_TOKENS = 136
 """`dependent_at` runs a sequence of this length. Attention in fixed shapes divides such a sequence
 into more than one split."""
@@ -171,8 +170,6 @@ def _logits_in_parts(
 
 
 def _crowd(info: ModelInfo, num_tokens: int, num_sequences: int) -> list[SequenceStep]:
-    """Returns steps of at most `num_sequences` new sequences, with up to `num_tokens` tokens in
-    total."""
     steps: list[SequenceStep] = []
     while num_tokens > 0 and len(steps) < num_sequences:
         ids = _varied_tokens(min(num_tokens, info.max_model_len), info)

@@ -58,7 +58,6 @@ class Reading:
 
 
 Reader = Callable[[Sequence[int]], Reading]
-"""Makes a `Reading` from a prompt."""
 DraftCheck = Callable[[LoadedDraftHead | None, Reader, ModelInfo], LoadedDraftHead | None]
 """`checked_head` without its last two parameters."""
 
@@ -108,7 +107,6 @@ def _check(loaded: LoadedDraftHead, reading: Reading, prompt_length: int) -> str
     first = max(0, prompt_length - 2)  # The first chain that begins with a written token.
 
     def agreement(way: str, offset: int = 0) -> float:
-        """Returns the share of places where the head agrees with its target, over all depths."""
         head.read_as(ways[way])
         features = head.fuse(torch.cat([hidden[index] for index in head.layer_ids], -1))
         num_chains = len(text) - _DEPTHS

@@ -310,8 +310,6 @@ def _draft_vocabulary(
 def _head_config(
     stated: dict[str, Any], tensors: Mapping[str, Tensor], target: Any, target_name: str
 ) -> Eagle3Config:
-    """Returns the configuration of a head. Raises `ConfigError` if Outrider cannot serve the
-    head."""
     places = (stated, stated.get("eagle_config") or {})
 
     def find(*keys: str) -> Any:

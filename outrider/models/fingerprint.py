@@ -99,7 +99,6 @@ def tensors_fingerprint(directory: Path) -> str:
 def _add_range(
     digest: hashlib.blake2b, file: BinaryIO, begin: int, end: int, num_blocks: int
 ) -> None:
-    """Adds blocks that are spread evenly over the bytes from `begin` to `end`."""
     last = max(0, end - begin - _BLOCK_BYTES)
     for start in sorted({last * i // (num_blocks - 1) for i in range(num_blocks)}):
         file.seek(begin + start)

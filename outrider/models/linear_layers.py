@@ -25,7 +25,6 @@ class InferenceLinear(nn.Module):
         cls.__call__ = cls.forward  # type: ignore[method-assign]
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """`weight` is [out, in], `bias` [out]."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
         # Not an `nn.Parameter`, because reading a parameter takes as long as a small operator.
@@ -197,7 +196,6 @@ def align_activations(module: nn.Module) -> None:
 def _wrap(
     module: nn.Module, wrapper: Callable[[Any], nn.Module], kinds: tuple[type[nn.Module], ...]
 ) -> None:
-    """Wraps every module of the classes `kinds` that is not wrapped yet."""
     for parent in list(module.modules()):
         if parent.__class__ is wrapper:
             continue

@@ -76,12 +76,10 @@ DTYPES = {
 }
 """The values of `--dtype` except `auto`, which means the dtype of the stored weights."""
 MAX_MODEL_LEN_DEFAULT = 2048
-"""The length of a model whose configuration states no length."""
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 _ATTENTION = "sdpa"
-"""The attention of a loaded model, until an engine sets another attention."""
 _LOADING_ERRORS = (
     ValueError, OSError, ImportError, KeyError, TypeError, RuntimeError, AssertionError,
     SafetensorError,
@@ -121,7 +119,6 @@ class LoadOptions(TypedDict, total=False):
     name: str
     """The model's name in messages, by default the model's directory."""
     dtype: str
-    """A key of `DTYPES`, or `auto`."""
     device: str
     num_threads: int | None
     """Torch's number of threads in the whole process. None = unchanged."""

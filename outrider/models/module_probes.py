@@ -18,7 +18,6 @@ from transformers.modeling_utils import AttentionInterface
 PROBE_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
 """A module that cannot take a probe raises these errors."""
 _SIZES = (1e-3, 1.0, 1.0, 1e2)
-"""The magnitudes of the rows of a probe."""
 _ROUNDINGS = 64
 """The largest allowed difference of two results, as a multiple of the machine epsilon times the
 row's largest value."""
@@ -127,7 +126,6 @@ def call_attention(
 def _note(
     block: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """An attention function that records its arguments and returns the query."""
     options["calls"].append(((query, key, value), attention_mask, options))
     return query.transpose(1, 2).contiguous(), None
 

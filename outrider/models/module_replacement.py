@@ -52,7 +52,6 @@ class NativeRMSNorm(nn.Module):
         self.eps = eps
         self._inside = torch.promote_types(weight.dtype, torch.float32)
         self.factor = weight.detach().to(self._inside) + offset
-        """[D]: weight + offset."""
         self._scale = self.factor * self.factor.numel() ** 0.5
         self._floor = self._scale.new_tensor((self.factor.numel() * eps) ** 0.5)
         self._has_kernel = weight.is_cuda and offset == 0
@@ -323,7 +322,6 @@ def _linear_weight(layer: Any) -> Tensor | None:
 
 
 def _joinable(*linears: nn.Module) -> bool:
-    """Whether `_joined` can join these layers."""
     return all(
         _is_plain(linear)
         and not _is_hooked(linear)

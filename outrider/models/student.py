@@ -56,11 +56,8 @@ class StudentDescription:
     format: Literal[3]
     kind: Literal["student"]
     target: str
-    """The target's name, for messages."""
     target_fingerprint: str
-    """The target's `tensors_fingerprint`."""
     vocab_size: int
-    """The target's vocabulary size."""
     draft_vocab_size: int
     """The number of rows of the student's head."""
 
@@ -256,7 +253,6 @@ def target_weights(module: Any, target_directory: Path, name: str) -> tuple[Tens
 
 
 def _shared_with_target(module: Any) -> tuple[str, str]:
-    """Returns the names of the weights of the embeddings and the head."""
     wanted = (module.get_input_embeddings().weight, module.get_output_embeddings().weight)
     names = {id(found): name for name, found in module.named_parameters()}
     embeddings, head = (names[id(parameter)] for parameter in wanted)

@@ -179,8 +179,7 @@ class _NotingLayer(nn.Module):
 @torch.inference_mode()
 def _observe(module: Any, blocks: Sequence[Any], num_positions: int) -> list[_Rotation]:
     """Runs the model with placeholders for its layers, and returns the rotation of each layer.
-    Raises `CannotFuse` if the model has other parts than the layers, an embedding, a norm, rotary
-    positions and a head."""
+    Raises `CannotFuse` if the parts outside of the layers are not those of a Llama."""
     base = module.base_model
     parts = {name for name, _ in base.named_children()}
     if parts != {"embed_tokens", "layers", "norm", "rotary_emb"}:

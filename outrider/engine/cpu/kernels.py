@@ -76,10 +76,8 @@ class LayerWeights(NamedTuple):
     up: Tensor
     down: Tensor
     mlp_norm: Tensor | None
-    rotation: int
-    """The index of the layer's rotation in `FusedDecoder.rotations`."""
-    kind: int
-    """The index of the layer's window in `FusedDecoder.windows`."""
+    rotation: int  # an index of `FusedDecoder.rotations`
+    kind: int  # an index of `FusedDecoder.windows`
     scaling: float
     softcap: float
     """See `AttentionLayer.softcap`; 0 = no bound."""

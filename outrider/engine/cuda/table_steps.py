@@ -38,7 +38,6 @@ _BLOCK_ROWS_MIN = 16
 """A matrix product on tensor cores has at least this many rows."""
 _WIDTH_MIN = 16
 _BLOCK_SLOTS = 64
-"""The number of slots that a program loads at a time."""
 _WIDE = 128
 """If heads are wider than this, a program loads half of `_BLOCK_SLOTS` at a time, because more
 slots do not fit into shared memory."""
@@ -73,16 +72,11 @@ class TableStep:
     """The tables of a step of R rows, on the device."""
 
     form: KernelForm
-    token_ids: Tensor
-    """[1, R]."""
-    position_ids: Tensor
-    """[1, R]."""
-    slots: Tensor
-    """[R]: the slots to which keys and values are written."""
-    logit_rows: Tensor
-    """[L]: the rows whose logits are wanted."""
-    blocks: Tensor
-    """[B, BLOCK_WORDS], see `_blocks`."""
+    token_ids: Tensor  # [1, R]
+    position_ids: Tensor  # [1, R]
+    slots: Tensor  # [R]
+    logit_rows: Tensor  # [L]
+    blocks: Tensor  # [B, BLOCK_WORDS]
     pages: Tensor
     page_size: int
     ancestors: Tensor | None
@@ -109,8 +103,6 @@ class TableStep:
 
 
 def _begins(counts: Sequence[int]) -> list[int]:
-    """Where each of several consecutive parts of these sizes begins, and where the last part
-    ends."""
     return [0, *accumulate(counts)]
 
 
@@ -167,7 +159,6 @@ def _block_tokens_max(shared_heads: int) -> int:
 
 
 def _padded_power(number: int) -> int:
-    """The smallest power of two >= `number` >= 1."""
     return 1 << (number - 1).bit_length()
 
 
@@ -227,16 +218,14 @@ def attend_tables(query: Tensor, layer: LayerPages, step: TableStep) -> Tensor:
 
 
 TableAttention = Callable[[Tensor, LayerPages, TableStep], Tensor]
-"""The type of `attend_tables`."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceBackend:
-    """The attention kernels of a device."""
+    """The attention kernels of a device, which should run `num_programs` programs at a time."""
 
     attend: TableAttention
     num_programs: int
-    """The number of programs of a kernel that the device should run at a time."""
 
 
 def find_backend(device: torch.device, dtype: torch.dtype) -> DeviceBackend | None:

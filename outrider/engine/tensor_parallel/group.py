@@ -199,7 +199,6 @@ def _store(rendezvous: Rendezvous, timeout_s: float, listening_fd: int | None = 
 
 
 def _sockets(store: Any, rendezvous: Rendezvous, rank: int, timeout_s: float) -> SocketAllReduce:
-    """Connects to the ranks before this one, and accepts connections from the ranks after it."""
     listening, port = listen(rendezvous.host)
     with listening:
         store.set(f"sockets/{rank}", str(port))

@@ -296,7 +296,7 @@ def check_shares(
 
 
 def _fill(module: Any, shares: Mapping[str, Share], path: Path, name: str) -> None:
-    """Reads the values of every tensor. A tensor with several names is read only once."""
+    """Reads the values of every tensor, once if the tensor has several names."""
     tensors = module.state_dict(keep_vars=True)
     shared: dict[int, list[str]] = {}
     for key, tensor in tensors.items():
