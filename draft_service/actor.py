@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class DraftActor(ReplicaHost):
-    """A draft in its own process."""
+    """The process of a draft replica."""
 
     def build(
         self, config: DraftConfig, executor: ThreadExecutor, engine: Any, costs: StepCosts | None
@@ -36,8 +36,8 @@ class DraftActor(ReplicaHost):
                     head, info, max_num_seqs=config.max_num_seqs, kv_cache_memory_bytes=num_bytes
                 )
             if head is not None:
-                # For a head, a pass over committed tokens runs attention only for the last token.
-                # So the measured costs of passes do not apply to a head.
+                # The measured costs do not apply, because a head's pass over committed tokens runs
+                # attention only for the last token.
                 drafter, costs = FeatureDrafter(head, engine), None
             elif (token := parallel_token(config)) is not None:
                 drafter = ParallelDrafter(engine, token)

@@ -25,14 +25,14 @@ from outrider.speculation.proposal import Proposal
 
 
 class HeadEngine(PagedSequences):
-    """An engine that runs a head. A slot holds a pair of a token and the feature of the token
-    before it. So passes need features besides tokens."""
+    """An engine that runs a head. For each new token, a pass needs the feature of the token before
+    it."""
 
     def __init__(
         self, head: LoadedEagle3, info: ModelInfo, *, max_num_seqs: int, kv_cache_memory_bytes: int
     ) -> None:
-        """A step has at most `max_num_seqs` sequences. Pages use at most `kv_cache_memory_bytes`,
-        and are no more than `max_num_seqs` sequences of full length can fill."""
+        """Pages use at most `kv_cache_memory_bytes`, and are no more than `max_num_seqs` sequences
+        of full length can fill."""
         weight = head.module.embed_tokens.weight
         shape = pair_shape(head.module, weight.dtype, weight.device)
         longest = max_num_seqs * -(-info.max_model_len // PAGE_SIZE)
@@ -43,10 +43,10 @@ class HeadEngine(PagedSequences):
         self._use_pool(BlockPool(num_pages, PAGE_SIZE), cache, max_num_seqs)
 
     def run(self, steps: Sequence[SequenceStep], features: Tensor) -> Tensor:
-        """Like `Engine.forward`, for T new tokens. For each of these, `features` [T, D] has the
-        feature of the token before it (arbitrary for the first token of a sequence). A step may
-        want one row of logits or none. Returns the head's output [L, D] for the last token of each
-        of the L steps that want a row."""
+        """Like `Engine.forward`, for T new tokens. `features` [T, D] has the feature of the token
+        before each new token. For the first token of a sequence, this feature is arbitrary. A step
+        wants one row of logits or none. Returns the head's output [L, D] for the last tokens of the
+        L steps that want a row."""
         ends = [end - 1 for end in accumulate(len(step.token_ids) for step in steps)]
         wanted = [index for index, step in enumerate(steps) if step.num_logits]
         newest = [ends[index] for index in wanted]
@@ -54,7 +54,7 @@ class HeadEngine(PagedSequences):
 
         def run(step: HeldStep) -> Tensor:
             sequences, size = step.sequences, step.page_size
-            if others:  # If a step wants a row, `draft` writes the pair of its last token.
+            if others:  # If a step wants a row, `draft` writes the slot of its last token.
                 before = [_but_last(one) if one.step.num_logits else one for one in sequences]
                 before = [one for one in before if one.step.token_ids]
                 self._layer.write(HeldStep(before, size), features[others])
@@ -66,52 +66,48 @@ class HeadEngine(PagedSequences):
         return self._run(run, steps)[0]
 
     def draft(self, steps: Sequence[SequenceStep], features: Sequence[Tensor]) -> Tensor:
-        """Returns the head's output [N, D] for one draft token of each of N sequences. `features`
-        are [D] each. Sequences never share the slots of draft tokens. `keep` must drop these slots
-        before the next `run`."""
+        """Returns the head's output [N, D] for one draft token of each of N sequences, from N
+        `features` [D]. The slots of draft tokens are never shared. Before the next `run`, `keep`
+        must drop them."""
         rows, _ = self._run(lambda held: self._layer.draft(held, features), steps, whole=False)
         return rows
 
 
 def _but_last(held: HeldSequence) -> HeldSequence:
-    """Returns the step without its last token."""
     step = SequenceStep(held.step.sequence_id, held.step.token_ids[:-1], 0)
     return replace(held, step=step)
 
 
 def _last(held: HeldSequence) -> HeldSequence:
-    """Returns a step with the last token alone."""
     *before, newest = held.step.token_ids
     step = SequenceStep(held.step.sequence_id, (newest,), 1)
     return HeldSequence(step, held.length + len(before), held.pages)
 
 
 class _HeadDraft(AutoregressiveDraft):
-    """A draft and the state that its next pass needs."""
-
     carried: Tensor
-    """[D]: takes the place of the feature of the token before the newest one. The target has not
-    computed this feature."""
+    """[D]: the head's output of the last pass. The next pass reads this output in place of a
+    feature that the target has not computed yet."""
 
 
 class FeatureDrafter(ModelDrafter):
-    """A `ModelDrafter` with a head. After a finished proposal, the engine holds only committed
-    tokens whose features are known. If the features of some committed tokens are missing, the
-    proposal is empty. There is no look-ahead."""
+    """A `ModelDrafter` with a head. If the features of some committed tokens are missing, the
+    proposal is empty."""
 
     looks_ahead = False
     reads_features = True
     engine: Any
 
     def __init__(self, head: LoadedEagle3, engine: Any) -> None:
-        """`engine` is a `HeadEngine`, or emulates one."""
+        """`engine` is a `HeadEngine`, or an emulated engine with a head."""
         super().__init__(engine)
         self._head = head.module
 
     def propose(
         self, requests: Sequence[DraftRequest | AutoregressiveDraft]
     ) -> list[Proposal | OutriderError | AutoregressiveDraft]:
-        """Like `ModelDrafter.propose`."""
+        """Like `ModelDrafter.propose`. The engine then holds no draft tokens of finished proposals,
+        because the head ran them on guessed features."""
         found = super().propose(requests)
         for request, result in zip(requests, found, strict=True):
             if not isinstance(result, AutoregressiveDraft):
@@ -122,9 +118,9 @@ class FeatureDrafter(ModelDrafter):
         return found
 
     def begin(self, request: DraftRequest) -> AutoregressiveDraft | None:
-        """Like `ModelDrafter.begin`. The draft will run the committed tokens whose features are
-        known, and draw only if all are known. Raises `BadRequest` for features that do not fit this
-        head."""
+        """Like `ModelDrafter.begin`. The draft runs the committed tokens whose features are known,
+        and draws tokens only if all features are known. Raises `BadRequest` if the features do not
+        fit the head."""
         draft, features = super().begin(request), request.features
         if draft is None or features is None:
             return None
@@ -143,8 +139,6 @@ class FeatureDrafter(ModelDrafter):
         return _HeadDraft(request, num_wanted, unseen)
 
     def _pass(self, branches: Sequence[Any], beside: Sequence[SequenceStep] = ()) -> list[Tensor]:
-        """Runs new drafts with the features of their requests. Drafts that have tokens continue
-        from `carried`."""
         fresh = [branch for branch in branches if not branch.token_ids]
         begun = [branch for branch in branches if branch.token_ids]
         hidden = []
@@ -164,7 +158,7 @@ class FeatureDrafter(ModelDrafter):
         return [found.get(id(branch), logits[:0]) for branch in branches]
 
     def _rows(self, branch: AutoregressiveDraft) -> Tensor:
-        """[T, D], bfloat16: for each token to run, the feature of the token before it."""
+        """Returns, for each token to run, the feature of the token before it: [T, D], bfloat16."""
         features, held = branch.request.features, self.engine.length(branch.sequence_id)
         if features is None:
             raise InvariantError("a pass without features")

@@ -1,20 +1,20 @@
-"""Drafts for the possible outcomes of rounds whose verdict is not known yet.
+"""Look-ahead: drafts for the likely outcomes of rounds whose verdict is not known yet.
 
-    a round       C = committed tokens, x_1..x_K = its proposal
-    read          one pass runs C x_1..x_K; its rows predict the last token y of each outcome
-    outcomes      C x_1..x_n y for likely n and y: forks of the session, all drafted together
-    pushed        each finished proposal, with the tokens x_1..x_n y that it assumes
+Let C be the committed tokens of a session, and x_1..x_K the proposal of its newest round.
 
-A round starts when its `DraftItem` arrives. If the coordinator has a proposal, the item contains
-it. Otherwise, if there is a draft for the actual outcome of the previous round, this draft is
-continued. If there is none, a new draft begins. Every pass adds a token to each of its drafts.
-Drafts that a coordinator waits for come first. Then come the likeliest outcomes of all sessions, as
-many as fit into a pass.
+- The round is *read*: one pass runs x_1..x_K after C. The rows of logits predict the token y that
+  follows n accepted draft tokens, for n = 0..K.
+- An *outcome* is x_1..x_n y. Each likely outcome is drafted on a fork of the session's sequence.
+- Each finished proposal is pushed to the coordinator, with the outcome that it assumes.
 
-The sequence that drafted a proposal has already run all tokens of the proposal but x_K. If the
-distributions of all x_i were kept, they predict the outcomes in which a token is rejected. Drafts
-of these outcomes begin at once. They run in the same pass that runs x_K to predict the outcomes
-with a bonus.
+A round begins when its `DraftItem` arrives. If the coordinator already has a proposal, the item
+contains this proposal. Otherwise the coordinator waits for a draft. If the actual outcome of the
+previous round is being drafted, that draft continues, else a new draft begins. A pass adds a token
+to every draft that a coordinator waits for, and to the drafts of the likeliest outcomes that fit.
+
+Often only the last token x_K must still be run, because drafting has run the others. If the
+distributions of all x_i were kept, the outcomes with a correction are predicted from them, and
+their drafts begin before the round is read.
 """
 
 import logging
@@ -49,7 +49,8 @@ from outrider.speculation.sampling_params import SamplingParams
 
 _log = logging.getLogger(__name__)
 Outcome = tuple[int, ...]
-"""x_1..x_n y: the tokens that a round may commit. Empty stands for an unknown outcome."""
+"""x_1..x_n y: the tokens that a round may commit. An empty tuple means that the outcome is unknown.
+"""
 
 
 class RoundAhead:
@@ -71,21 +72,19 @@ class RoundAhead:
         self.wanted: AutoregressiveDraft | None = None
         """The unfinished draft that the coordinator waits for."""
         self.basis: AutoregressiveDraft | None = None
-        """The draft of the proposal, if its sequence still holds all tokens but x_K, and if the
-        distributions of all x_i were kept. Then outcomes can be forked from this sequence before
-        the round is read."""
+        """The draft of x_1..x_K, if its sequence still holds all tokens but x_K, and if the
+        distributions of all x_i were kept. Outcomes can be forked from its sequence before the
+        round is read."""
         self.is_read = False
         """Whether the round was read, or cannot be read."""
         self.guesses: OutcomeGuesses | None = None
         self.chances: dict[Outcome, float] = {}
-        """The outcomes to draft, and their probabilities."""
+        """The probability of each outcome to draft."""
         self.outcomes: dict[Outcome, AutoregressiveDraft] = {}
         """The unfinished draft of each outcome."""
         self.finished: dict[Outcome, SealedProposal] = {}
-        """The finished proposal of each outcome."""
         self.kept: dict[Outcome, AutoregressiveDraft] = {}
-        """Finished drafts whose sequences are kept. If the outcome of one of these drafts comes
-        true, the draft is the next round's `basis`."""
+        """Finished drafts. The draft of the actual outcome becomes the next round's `basis`."""
 
     @property
     def session_id(self) -> str:
@@ -97,7 +96,7 @@ class RoundAhead:
 
     @property
     def seen(self) -> Sequence[LikelyTokens]:
-        """For each x_i, the likely tokens of its distribution. Empty without a `basis`."""
+        """For each x_i, the likely tokens of its distribution. Empty if there is no `basis`."""
         return () if self.basis is None else self.basis.rows[: len(self.drafted)]
 
     @property
@@ -109,8 +108,8 @@ class RoundAhead:
 
     @property
     def reading(self) -> SequenceStep:
-        """The step that reads the round. Without a `basis`, the step wants a row of logits for each
-        number of accepted tokens. With a `basis`, it wants only the row of the bonus."""
+        """The step that reads the round. It asks for the logits that predict the bonus. If there is
+        no `basis`, it also asks for the logits that predict the corrections."""
         num_logits = 1 if self.basis is not None else len(self.drafted) + 1
         return SequenceStep(self.session_id, self.to_read, num_logits)
 
@@ -133,7 +132,6 @@ class LookAhead:
         table: SessionTable,
         max_num_seqs: int,
     ) -> None:
-        """At most `max_num_seqs` sequences share a pass."""
         self._engine = drafter.engine
         self._table = table
         self._drafter = drafter
@@ -142,7 +140,7 @@ class LookAhead:
         self._outcome_models = OutcomeModels()
         self._numbers = count()
         self._stale: list[AutoregressiveDraft] = []
-        """Drafts of ended rounds. Their sequences are released after the next pass."""
+        """Drafts of ended rounds. Their sequences are released after a later pass."""
 
     def works_on(self, item: DraftItem) -> bool:
         """Whether the newest round of the item's session belongs to this item."""
@@ -150,16 +148,16 @@ class LookAhead:
         return found is not None and found.item is item
 
     def progress(self, item: DraftItem) -> Answers:
-        """Returns `Answers` without an answer. They say whether more answers to this item will
-        follow. `works_on` must be true for the item."""
+        """Says whether more answers to the item will follow. `works_on` must be true for the item.
+        """
         return self._advanced(self._rounds[item.head.session_id], ())
 
     def begin(
         self, item: DraftItem, committed: tuple[int, ...], unseen: tuple[int, ...]
     ) -> Answers:
-        """Ends the session's previous round and starts the round of `item`. The session's sequence
-        must hold all `committed` tokens except `unseen`. Returns the answers that are already
-        known."""
+        """Ends the session's previous round and begins the round of `item`. The session's sequence
+        must hold all `committed` tokens except the last ones, `unseen`. Returns the answers that
+        are already known."""
         before = self._rounds.get(item.head.session_id) or RoundAhead(item, (), ())
         now = RoundAhead(item, committed, unseen)
         self._rounds[now.session_id] = now
@@ -219,7 +217,7 @@ class LookAhead:
         return [self._advanced(now, self._harvest(now)) for now in rounds]
 
     def forget(self, session_id: str) -> None:
-        """Drops the session's round; ignores unknown sessions."""
+        """Drops the session's round. Ignores unknown sessions."""
         self._outcome_models.forget(session_id)
         found = self._rounds.pop(session_id, None)
         if found is not None:
@@ -235,14 +233,13 @@ class LookAhead:
         if any(isinstance(answer, Refused) for answer in answers):
             self.forget(now.session_id)
             return Answers(tuple(answers), more=False)
-        # The round is kept until the session's next item, which may use a finished proposal.
         is_over = now.is_read and not now.outcomes
         return Answers(tuple(answers), not is_over, now.wanted is not None)
 
     def _come_true(self, before: RoundAhead, committed: tuple[int, ...]) -> Outcome:
-        """Returns the actual outcome of the round `before`, and reports it to the outcome model. If
-        nothing was guessed, or if `committed` shows that the next round does not directly follow
-        `before`, returns an empty outcome."""
+        """Returns the actual outcome of the round `before`, and reports this outcome to the outcome
+        model. If nothing was guessed, or if rounds between `before` and the round with the tokens
+        `committed` are missing, returns an empty outcome."""
         length, guesses = len(before.committed), before.guesses
         outcome = committed[length:]
         num_accepted = len(outcome) - 1
@@ -260,11 +257,10 @@ class LookAhead:
     def _begin_wanted(
         self, now: RoundAhead, taken: AutoregressiveDraft | None
     ) -> list[DraftAnswer]:
-        """Begins the draft that a coordinator waits for. Continues `taken`, the draft of the
-        outcome that came true, or begins a new draft. If `taken` has at least half of its tokens,
-        it is proposed as it is, because each further token takes a pass, and the last tokens are
-        the least likely to be accepted. How many tokens `taken` has depends only on when the item
-        came, not on any token's value. So the output stays exact."""
+        """Continues `taken`, the draft of the actual outcome, or begins a new draft. If `taken` has
+        at least half of its tokens, proposes them at once, because each further token takes a pass,
+        and the last tokens are the least likely to be accepted. The number of tokens depends only
+        on the time at which the item came, not on any token's value, so the output stays exact."""
         if taken is not None:
             num_held = len(taken.token_ids)
             taken.num_wanted = min(taken.num_wanted, now.item.num_draft_tokens)
@@ -283,8 +279,8 @@ class LookAhead:
     def _answer(
         self, now: RoundAhead, proposal: SealedProposal, out_of_time: bool = False
     ) -> ProposalReply:
-        """Returns the answer with the requested proposal. Cuts the proposal to the requested K,
-        because it may have been drafted for a larger K."""
+        """Returns the answer with the requested proposal, cut to the requested K. A proposal that
+        was drafted before the request may be longer."""
         proposal = proposal.cut(now.item.num_draft_tokens)
         now.drafted = proposal.token_ids
         held = self._engine.length(now.session_id)
@@ -292,8 +288,6 @@ class LookAhead:
         return ProposalReply(key, proposal, len(now.committed), held, out_of_time=out_of_time)
 
     def _is_readable(self, now: RoundAhead) -> bool:
-        """Whether the round can be read. The session must look ahead. Its sequence must hold all
-        tokens before `to_read`, and must be able to run `to_read`."""
         info = self._engine.info
         length = len(now.committed) + len(now.drafted)
         return (
@@ -308,8 +302,8 @@ class LookAhead:
     def _likely_rows(
         self, rounds: Sequence[RoundAhead], logits: Sequence[torch.Tensor]
     ) -> list[LikelyTokens | None]:
-        """Returns the likely tokens of each round's rows, or None for a round with a row that is
-        not a distribution. Processes rounds with equal parameters together."""
+        """Returns the likely tokens of each round's rows of logits. A round with a row that is not
+        a distribution gets None."""
         groups: dict[SamplingParams, list[int]] = {}
         for index, now in enumerate(rounds):
             groups.setdefault(now.sampling, []).append(index)
@@ -328,9 +322,9 @@ class LookAhead:
         return [found[index] for index in range(len(rounds))]
 
     def _begin_outcomes(self, now: RoundAhead, read: LikelyTokens | None) -> None:
-        """Begins to draft the likeliest outcomes, while there are pages. Ends the drafts of other
-        outcomes. `read` has the rows of the pass that read the round, the bonus last. It is None if
-        the round is not read yet."""
+        """Begins to draft the likeliest outcomes, as far as there are pages, and ends the drafts of
+        other outcomes. `read` comes from the pass that read the round. It is None if the round is
+        not read yet."""
         parts = [*now.seen]
         if read is not None:
             parts.append(read)
@@ -359,7 +353,7 @@ class LookAhead:
         self._release([*begun.values()])
 
     def _branch_off(self, now: RoundAhead, outcome: Outcome) -> None:
-        """Begins to draft an outcome, on a fork. Raises `OutOfPages`."""
+        """Begins to draft an outcome on a fork. Raises `OutOfPages`."""
         name = f"{now.session_id}/{next(self._numbers)}"
         at_basis = now.basis is not None and not now.is_read
         source = now.basis.sequence_id if now.basis and at_basis else now.session_id
@@ -392,7 +386,6 @@ class LookAhead:
             if not branch.is_whole:
                 continue
             del now.outcomes[outcome]
-            # If the outcome comes true, this draft is the next round's `basis`.
             if branch.is_seen and self._drafter.holds(branch):
                 now.kept[outcome] = branch
             else:
@@ -402,8 +395,7 @@ class LookAhead:
         return answers
 
     def _answer_wanted(self, now: RoundAhead, branch: AutoregressiveDraft) -> DraftAnswer:
-        """Returns the answer with the requested proposal, which is finished. After this call, the
-        round can be read."""
+        """Returns the answer to the round's item. Its draft `branch` is finished."""
         now.wanted = None
         is_own = branch.sequence_id == now.session_id
         if branch.error is not None:
@@ -435,11 +427,11 @@ class LookAhead:
         return [reply]
 
     def _recover(self, wanted: Sequence[AutoregressiveDraft], error: Exception) -> bool:
-        """Recovers from a failed pass. Drops the drafts of all outcomes. A `wanted` draft that has
-        tokens ends with these tokens. If a draft caused the error, each `wanted` draft without
-        tokens runs again alone. If the engine may have caused the error, each of them ends with the
-        error. But if the engine may have caused it and no `wanted` draft has tokens, returns False,
-        and the caller must raise the error."""
+        """Recovers from a failed pass. Drops the drafts of all outcomes. Each `wanted` draft that
+        has tokens ends with these tokens. If a draft caused the error, each `wanted` draft without
+        tokens runs again alone. If the engine may have caused the error, each `wanted` draft
+        without tokens ends with the error. In this case, if no `wanted` draft has tokens, recovers
+        nothing and returns False."""
         _log.info("a pass of the draft failed: %r", error)
         self.give_way()
         is_own = isinstance(error, OutriderError) and not isinstance(error, EngineLost)
@@ -460,8 +452,8 @@ class LookAhead:
         return True
 
     def _drop_evicted(self, now: RoundAhead) -> None:
-        """Drops the drafts of outcomes that have lost their pages to an older session. If the
-        requested draft has lost its pages, stops it with the tokens that it has."""
+        """Drops the outcomes whose drafts have lost their pages to an older session. If the wanted
+        draft has lost its pages, the draft ends with the tokens that it has."""
         if now.wanted is not None and not self._drafter.holds(now.wanted):
             now.wanted.stop()
         now.outcomes = {at: one for at, one in now.outcomes.items() if self._drafter.holds(one)}
@@ -474,9 +466,8 @@ class LookAhead:
         branches.clear()
 
     def _end(self, now: RoundAhead) -> None:
-        """Ends a round and releases its sequences, also that of an unfinished proposal. Only the
-        sequences of finished drafts are released later, after the next pass, because a coordinator
-        may wait for this pass."""
+        """Ends a round and releases its sequences. The sequences of finished drafts are released
+        after a later pass, because a coordinator may wait for the next pass."""
         if now.wanted is not None and now.wanted.sequence_id != now.session_id:
             self._release([now.wanted])
         self._stale += now.kept.values()

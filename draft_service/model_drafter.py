@@ -20,12 +20,10 @@ class ModelDrafter:
     """Drafts with a model. After `propose`, the engine holds the committed tokens and all draft
     tokens except the last one, which was drawn but never run.
 
-    A proposal is empty if the prefix has a token outside the model's vocabulary or is longer than
-    `max_model_len`. A proposal has fewer tokens than requested if more tokens would exceed
-    `max_model_len`, or if there is no time for another draw. The drafter checks the time before
-    each pass. If a pass also runs the prefix, the drafter checks the time after this pass instead.
-    If a pass fails after the first draw, the drawn tokens are still proposed. One of them may be
-    the cause of the failure, and to drop a token because of its value would bias the output."""
+    If the prefix has a token outside the model's vocabulary, or is longer than `max_model_len`, the
+    proposal is empty. A proposal has fewer tokens than requested if more would exceed
+    `max_model_len`, or if its time limit is over. If a pass fails after the first draw, the drawn
+    tokens are still proposed (`AutoregressiveDraft.end` says why)."""
 
     looks_ahead = True
     """Whether look-ahead works with this drafter."""
@@ -45,18 +43,17 @@ class ModelDrafter:
     def propose(
         self, requests: Sequence[DraftRequest | AutoregressiveDraft]
     ) -> list[Proposal | OutriderError | AutoregressiveDraft]:
-        """Like `Drafter.propose`, with two further kinds of results. The first is an error, if
-        nothing could be drawn for a session. The second is an unfinished draft. The next call
-        continues this draft if it gets the draft in place of a request. Drafts are left unfinished
-        if the time limit of a finished proposal is over, because that proposal can be sent only
-        after this call.
+        """Like `Drafter.propose`, with two further kinds of results. If nothing could be drawn for
+        a session, the result is an error. If the time limit of another session's proposal is over,
+        and that proposal is finished, the call ends early and the result is an unfinished draft. To
+        continue the draft, pass it to the next call in place of a request.
 
-        The engine must hold a proper prefix of each request's tokens, or all tokens that were run
-        for an unfinished draft. A request for no tokens also runs the prefix. If the engine's first
-        pass fails and no draft in this pass has tokens yet, raises the error."""
+        For a request, the engine must hold a proper prefix of the committed tokens. For an
+        unfinished draft, it must hold all tokens that were run. A request for no tokens also runs
+        the prefix. If the first pass fails and none of its drafts has tokens, raises the error."""
         kept = [one for one in requests if isinstance(one, AutoregressiveDraft)]
         for branch in kept:
-            if not self.holds(branch):  # A draft without pages ends with the tokens that it has.
+            if not self.holds(branch):
                 branch.stop()
         branches = [
             one if isinstance(one, AutoregressiveDraft) else self.begin(one) for one in requests
@@ -91,7 +88,7 @@ class ModelDrafter:
         self, branches: Sequence[AutoregressiveDraft], beside: Sequence[SequenceStep] = ()
     ) -> list[Tensor]:
         """Runs one pass, in which each of these unfinished drafts gets one more token, or an error.
-        The same pass runs the steps `beside` of other sequences. Returns the logits of these steps.
+        The pass also runs the steps `beside` of other sequences. Returns the logits of these steps.
         Raises the errors of the engine."""
         if not (branches or beside):
             return []
@@ -103,8 +100,7 @@ class ModelDrafter:
     def _pass(
         self, branches: Sequence[AutoregressiveDraft], beside: Sequence[SequenceStep] = ()
     ) -> list[Tensor]:
-        """Returns the logits of the steps `beside`, and then the logits from which the branches
-        draw."""
+        """Returns the logits of the steps `beside`, and then the logits of the branches."""
         return self.engine.forward([*beside, *map(self._step, branches)])
 
     def _step(self, branch: AutoregressiveDraft) -> SequenceStep:
@@ -114,9 +110,9 @@ class ModelDrafter:
     def _grow(
         self, active: list[AutoregressiveDraft], together: Sequence[AutoregressiveDraft]
     ) -> None:
-        """Extends the `active` drafts until none lacks a token. Each pass adds a token to every
-        draft that lacks one. If the time limit of a finished draft in `together` is over, returns
-        earlier, because this draft is sent only after the step."""
+        """Extends the `active` drafts to their end, a token a pass. If the time limit of a finished
+        draft in `together` is over, returns earlier, because that draft is sent only after the
+        step."""
         while active:
             self.num_passes += 1
             try:
@@ -129,7 +125,7 @@ class ModelDrafter:
                 for branch in active:
                     self.end(branch, error)
                 return
-            # A draft whose prefix ran in this pass checks its time only now.
+            # If the pass has run the prefix of a draft, the time limit is checked only now.
             going_on = [i for i, one in enumerate(active) if one.token_ids or one.goes_on()]
             active = self._draw([active[i] for i in going_on], [logits[i] for i in going_on])
             active = [branch for branch in active if branch.goes_on()]
@@ -139,8 +135,8 @@ class ModelDrafter:
     def _draw(
         self, branches: Sequence[AutoregressiveDraft], rows: Sequence[Tensor]
     ) -> list[AutoregressiveDraft]:
-        """Draws the next token of each branch from its row of logits [1, V]. Returns the branches
-        that got a token."""
+        """Draws a token for each branch from its logits [1, V]. Returns the branches that got one.
+        """
         drawn = self._sampler.draw(branches, rows)
         if len(drawn) < len(branches):
             for branch in branches:

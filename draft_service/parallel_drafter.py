@@ -14,8 +14,8 @@ from outrider.models.published_drafters import DrafterFormat, read_config, recog
 
 
 def parallel_token(config: DraftConfig) -> int | None:
-    """Returns the token that a PARD model reads in place of each token that is not drawn yet. If
-    the draft is not a PARD model, returns None. Raises the errors of `recognise`."""
+    """Returns the token that a PARD model reads in place of tokens that are not drawn yet. Returns
+    None if the draft is not a PARD model."""
     model, directory = config.drafter.model, Path(config.directory)
     if not config.directory or model is None:
         return None
@@ -25,20 +25,14 @@ def parallel_token(config: DraftConfig) -> int | None:
 
 
 class ParallelDrafter(ModelDrafter):
-    """A `ModelDrafter` whose proposals take one pass each:
-
-        run       the committed tokens that are not held, then K - 1 times the parallel token
-        drawn     x_1, ..., x_K from the last K rows, independent of each other
-        held      the committed tokens; the slots after them are dropped at once
-
-    All tokens are drawn together. With a penalty, a grammar or siblings, tokens are drawn one after
-    another, because each draw then depends on the tokens before it.
-    """
+    """A `ModelDrafter` whose proposals take one pass each. After the committed tokens, the pass
+    runs K - 1 copies of the parallel token. Draft tokens x_1..x_K are drawn from the last K rows of
+    logits. The slots of the copies are dropped at once."""
 
     in_one_pass = True
 
     def __init__(self, engine: Engine, token_id: int) -> None:
-        """`token_id` is the parallel token. Raises `ConfigError` if the model has no such token."""
+        """`token_id` is the parallel token. Raises `ConfigError` if it is not in the vocabulary."""
         super().__init__(engine)
         if not 0 <= token_id < engine.info.vocab_size:
             raise ConfigError(
@@ -68,8 +62,7 @@ class ParallelDrafter(ModelDrafter):
             self._sampler.draw([branch for branch, _ in left], next_rows)
             left = [(branch, own[1:]) for branch, own in left if branch.goes_on()]
         for branch in branches:
-            # The drafted tokens have not been run. With look-ahead, the session's next pass runs
-            # them.
+            # No draft token has been run, so the draft cannot be the `basis` of look-ahead.
             branch.unseen = tuple(branch.token_ids)
             branch.rows.clear()
         return [branch for branch in branches if branch.token_ids]

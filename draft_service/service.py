@@ -1,4 +1,4 @@
-"""The draft's `ReplicaService`: it receives items from streams and answers with proposals."""
+"""The draft's `ReplicaService`."""
 
 import asyncio
 from dataclasses import replace
@@ -30,12 +30,10 @@ class DraftService(SteppedService):
         grammars: Grammars | None = None,
     ) -> None:
         """A step has at most `max_num_seqs` sessions and `max_num_batched_tokens` tokens. A step
-        has fewer tokens if `costs` show that other sessions would notice the longer step.
-        `grammars`, for the engine's tokenizer, let drafts obey constraints. If the drafter drafts
-        `in_one_pass`, the service's description omits `costs`, because coordinators would count a
-        pass for each draft token."""
+        has fewer tokens if `costs` show that other sessions would notice the longer step."""
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
         self._proposer, self._engine = Proposer(drafter, budget, grammars), drafter.engine
+        # From `costs`, coordinators would compute the time of a pass for each draft token.
         told = None if drafter.in_one_pass else costs
         description = replace(
             describe_model(drafter.engine.info, max_num_seqs, told),
@@ -44,10 +42,9 @@ class DraftService(SteppedService):
         super().__init__(self._proposer, executor, description, budget.note_seconds)
 
     def _work(self, item: DraftItem, sender: AnswerSender) -> StepRequest:
-        """Starts the time limit of an item's draft. The limit's clock includes the time that an
-        emulated engine states for the running step. If nothing is drawn when the time is over, a
-        timer reports an empty draft. A session that looks ahead has no such timer, because the
-        round's tokens may already be drawn. For such a session, only steps check the limit."""
+        """Starts the time limit of an item's draft. Without look-ahead, `work.deadline` makes a
+        timer report an empty draft if nothing is drawn when the time is over. With look-ahead, only
+        steps check the limit, because the round's tokens may already be drawn."""
         time, engine = asyncio.get_running_loop().time, self._engine
         deadline = DraftDeadline.after(
             item.budget_us, lambda: time() + engine.stated_seconds, time()

@@ -1,5 +1,4 @@
-"""The draft's worker. A step first makes the engine's sequences agree with the committed tokens.
-Then it calls the drafter once for all sessions."""
+"""The draft's worker: it turns the items of a step into calls of the drafter."""
 
 import logging
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ class _Drafting(Work):
     sampling: SamplingParams
     request: DraftRequest
     draft: AutoregressiveDraft | None = None
-    """The unfinished draft, if there is one. The drafter gets this draft in place of `request`."""
+    """The unfinished draft. If there is one, the drafter gets it in place of `request`."""
     num_recorded: int
     """How many of the session's tokens the session table has recorded."""
     is_whole: bool
@@ -41,9 +40,9 @@ class _Drafting(Work):
 
     @property
     def demand(self) -> SlotDemand:
-        """Slots for the committed tokens and a proposal. If the session does not look ahead, the
-        proposal's last token needs no slot, because it is drawn but never run. A drafter that reads
-        features can run a token only if it has the feature of the token before it."""
+        """Slots for the committed tokens and a proposal. Without look-ahead, the proposal's last
+        token is never run and needs no slot. A drafter that reads features cannot run tokens whose
+        features have not come."""
         item = self.item
         if self._drafter.reads_features:
             reach = 0 if item.features is None else item.features.end + 1
@@ -60,11 +59,8 @@ _Found = Proposal | OutriderError | AutoregressiveDraft
 
 
 class Proposer(StepWorker):
-    """The draft's worker.
-
-    If a session gets no pages, its answer is an empty proposal, and the round continues without a
-    draft. The output stays exact, because the lack of pages depends on no token's value.
-    """
+    """Drafts for the items of a step. If a session gets no pages, its proposal is empty. The output
+    stays exact, because the lack of pages depends on no token's value."""
 
     def __init__(
         self,
@@ -72,26 +68,25 @@ class Proposer(StepWorker):
         budget: TokenBudget,
         grammars: Grammars | None = None,
     ) -> None:
-        """Looks ahead if items ask for look-ahead and the drafter supports it. Without `grammars`,
-        draft tokens may violate a session's constraint. The target rejects such tokens."""
+        """Without `grammars`, draft tokens may violate a session's constraint. The target rejects
+        these tokens."""
         super().__init__(drafter.engine, budget, grammars)
         self._drafter, self._budget = drafter, budget
         self._look_ahead: LookAhead | None = None
         if drafter.looks_ahead:
             self._look_ahead = LookAhead(drafter, self._table, budget.max_steps)
         self._unfinished: dict[str, _Drafting] = {}
-        """The unfinished item of each session. The next step that gets this item continues it."""
+        """The unfinished item of each session. The next step that gets the item continues it."""
 
     def looks_ahead(self, item: DraftItem) -> bool:
-        """Whether the item's session drafts later rounds before they are requested. Any thread may
-        call this."""
+        """Whether later rounds of the item's session are drafted before they are requested. Any
+        thread may call this."""
         wants = item.look_ahead > 0 and item.head.constraint is None
         return wants and self._look_ahead is not None
 
     def step(self, items: Sequence[DraftItem]) -> list[Any]:
-        """Like `StepWorker.step`. With look-ahead, new rounds begin first. If a new round is
-        answered without a pass, the step ends, because answers are sent only after a step.
-        Otherwise one pass advances all rounds."""
+        """Like `StepWorker.step`. If the answer to a new item is known at once, the step ends
+        without a pass, because answers are sent only after the step."""
         works = [self._work(item) for item in items]
         ahead = self._look_ahead
         if ahead is None:
@@ -112,16 +107,14 @@ class Proposer(StepWorker):
         return [work.answer for work in works]
 
     def _work(self, item: DraftItem) -> _Drafting:
-        """Returns the unfinished work of an item, or new work. If an earlier item of the session
-        has an unfinished draft, ends this draft."""
         name = item.head.session_id
         work = self._unfinished.pop(name, None)
         if work is not None and work.item is item:
             work.answer = None
             return work
         if work is not None and self._table.length(name):
-            # A head has run draft tokens with guessed features. Their slots must not be used for
-            # committed tokens, even if the tokens are equal.
+            # Drops the draft tokens of an earlier item, even if they are equal to committed tokens,
+            # because a head has run them on guessed features.
             self._table.keep(name, len(work.request.token_ids))
         return _Drafting(item, self._drafter)
 
@@ -137,16 +130,17 @@ class Proposer(StepWorker):
 
     def park(self, session_ids: Sequence[str]) -> None:
         for session_id in session_ids:
-            self._unfinished.pop(session_id, None)
-            if self._look_ahead is not None:
-                self._look_ahead.forget(session_id)
+            self._forget(session_id)
         super().park(session_ids)
 
     def release(self, session_id: str) -> None:
+        self._forget(session_id)
+        super().release(session_id)
+
+    def _forget(self, session_id: str) -> None:
         self._unfinished.pop(session_id, None)
         if self._look_ahead is not None:
             self._look_ahead.forget(session_id)
-        super().release(session_id)
 
     def _give_way(self) -> None:
         if self._look_ahead is not None:
@@ -212,7 +206,6 @@ class Proposer(StepWorker):
         key, deadline = work.head.key, work.item.deadline
         held = self._record(work, proposal.spine_ids)
         if work.is_whole or held < len(work.request.token_ids):
-            # If the engine could not run tokens of the prefix, the proposal is empty.
             sealed, length = SealedProposal.of(proposal), work.head.committed_length
             work.answer = ProposalReply(key, sealed, length, held, out_of_time=deadline.has_cut)
         elif deadline.is_over and deadline.close_undrawn():
@@ -221,10 +214,10 @@ class Proposer(StepWorker):
             work.answer = Unfinished.CONTINUES
 
     def _record(self, work: _Drafting, drafted: Sequence[int]) -> int:
-        """Records the tokens that were run for an item. Returns how many tokens of the session are
-        held now."""
+        """Records the tokens that were run for an item. Returns how many tokens of the session the
+        engine holds now."""
         name = work.head.session_id
-        # The engine may have evicted tokens, or dropped a head's guesses.
+        # The engine may have evicted tokens, or dropped those that a head ran on guessed features.
         if self._engine.length(name) < work.num_recorded:
             work.num_recorded = self._table.length(name)
         run = (*work.request.token_ids, *drafted)[work.num_recorded :]

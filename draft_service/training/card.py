@@ -18,9 +18,8 @@ def render_card(
     seconds: Mapping[str, float],
     measured: Mapping[str, Measured],
 ) -> str:
-    """Returns the card of a drafter for `target`. `fingerprint` is the fingerprint of the target's
-    tensors. `seconds` has the time of each stage. The keys of `measured` name the measured
-    texts."""
+    """Returns the model card. `target` and `fingerprint` are the name of the target and the
+    fingerprint of its tensors. `seconds` are by stage. `measured` is by the name of the texts."""
     learner, now = trainer.learner, trainer.progress
     times = ", ".join(f"{stage} {spent / 60:.1f} min" for stage, spent in seconds.items())
     start = ""

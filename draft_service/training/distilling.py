@@ -1,18 +1,13 @@
-"""Makes a drafter for a target: corpus, the target's answers, training, measurement, card.
+"""Makes a drafter for a target, from the corpus to the model card.
 
-All intermediate results are in `$OUTRIDER_CACHE/distillation/<target>/`. So a run that was killed
-can resume, and later runs reuse the results of earlier runs:
+Each stage keeps its results in a folder of `$OUTRIDER_CACHE/distillation/<target>/`. So a killed
+run can be resumed, and later runs reuse the results. A folder's name has a hash of everything that
+its content depends on.
 
-folder              content                         its key is a hash of
-`measured-<key>`    the target's answers to         the same as for `written-<key>`
-                    prompts to measure with
-`written-<key>`     the texts that the target       dtype, seed, prompts, template, end-of-text
-                    wrote                           ids, greatest length, and whether time ends
-                                                    the writing
-`answers-<key>`     the target's distributions      dtype, all tokens of the documents in order,
-                    along documents                 and the layers whose inputs are kept
-`<kind>-<key>`      checkpoint                      the answers, which documents are held out, and
-                                                    the options of training
+measured-<hash>     the answers that the target wrote to the prompts of `--measure`
+written-<hash>      the texts to train with that the target wrote
+answers-<hash>      the target's distributions along texts
+<kind>-<hash>       the checkpoint of a drafter
 """
 
 import math
@@ -54,14 +49,14 @@ from .training import Report, Trainer
 from .writing import WrittenCorpus
 
 WRITING_SHARE = 0.4
+"""Share of the time in which the target writes texts."""
 READING_SHARE = 0.15
-"""Shares of the time in which the target writes texts, and computes its distributions along written
-and given texts."""
+"""Share of the time in which the target computes its distributions along texts."""
 TRAINING_SHARE = 1 - WRITING_SHARE - READING_SHARE
 """Training gets the remaining time, but at least this share."""
 TOKENS_A_SECOND = {"cpu": 500, "cuda": 20_000}
-"""If the given texts have this many tokens for each second of the whole time, they are enough. Then
-the target writes no texts, and half of the time for writing is added to the time for reading."""
+"""If the texts of `--corpus` have this many tokens for each second of the whole time, the target
+writes no texts. Half of the time for writing is then added to the time for reading."""
 _TOGETHER = {"cpu": 96, "cuda": 512}
 """Number of conversations that are written side by side."""
 _GPU_SHARE = 0.6
@@ -73,16 +68,16 @@ class Distilled:
 
     out: Path
     measured: Sequence[Measured]
-    """Acceptance in held-out texts. If prompts to measure with were given, a second element has the
-    acceptance in the answers to these prompts."""
+    """First the acceptance in held-out texts, then, with `--measure`, in the answers to its
+    prompts."""
     num_steps: int
     seconds: float
     """Time of all stages except measuring, including earlier parts of the same run."""
 
 
 def distill(options: DistillOptions, target: Target, cache: Path, report: Report) -> Distilled:
-    """Makes the drafter. Raises `SettingError` for invalid options before anything is run, and
-    `ConfigError` if another run for this target is in progress."""
+    """Makes the drafter. Raises `SettingError` for invalid options, and `ConfigError` if another
+    run for this target is in progress."""
     options = replace(options, out=check_out(options.out))
     files = [] if options.corpus is None else corpus_files(options.corpus)
     fingerprint = tensors_fingerprint(target.directory)
@@ -92,8 +87,6 @@ def distill(options: DistillOptions, target: Target, cache: Path, report: Report
 
 
 class _Run:
-    """One call of `distill`."""
-
     def __init__(
         self,
         options: DistillOptions,
@@ -115,12 +108,12 @@ class _Run:
         num_given = sum(document.num_learned for document in self._given)
         enough = TOKENS_A_SECOND[module.device.type] * options.minutes * 60
         self._missing = max(0.0, 1 - num_given / enough)
-        """The share of the training text that the target writes."""
+        """The share of the texts to train with that the target writes."""
         _check_prompts(options, info.max_model_len - 1)
 
     def finish(self, fingerprint: str) -> Distilled:
-        """Runs all stages. First, the target answers the prompts of `--measure`. So the run fails
-        early if these prompts do not fit into the target's pages."""
+        """Runs all stages. The prompts of `--measure` come first, because they may not fit into the
+        target's pages, and the run then fails early."""
         options, learner, seconds = self._options, self._learner, self._options.minutes * 60
         prompts = self._ask_to_measure() if options.measure else None
         tokens = options.tokens
@@ -128,7 +121,7 @@ class _Run:
             "writing", "written", options.prompts, self._tokens_max, tokens=tokens,
             seconds=None if tokens is not None else WRITING_SHARE * self._missing * seconds,
         )  # fmt: skip
-        # A run that is bounded by steps must not depend on the time.
+        # With `--steps`, the drafter must not depend on the time.
         share = READING_SHARE + (1 - self._missing) * WRITING_SHARE / 2
         cache = self._ask(corpus, math.inf if options.steps is not None else share * seconds)
         if not learner.is_trained:
@@ -159,8 +152,6 @@ class _Run:
         return Distilled(options.out, [*measured.values()], num_steps, sum(spent.values()))
 
     def _ask_to_measure(self) -> TeacherCache:
-        """Returns the target's answers to the prompts to measure with, and its distributions along
-        these answers."""
         options, info = self._options, self._info
         prompts = [prompt for prompt in options.measure for _ in MEASURED_TEMPERATURES]
         tokens_max = min(max(map(len, prompts)) + MEASURED_TOKENS_MAX, info.max_model_len)
@@ -183,8 +174,7 @@ class _Run:
         tokens_max: int,
         **options: Any,
     ) -> WrittenCorpus:
-        """Lets the target write texts, unless they are already written. `options` are those of
-        `WrittenCorpus`."""
+        """Lets the target write the missing texts. `options` are those of `WrittenCorpus`."""
         seed, template = self._options.seed, self._target.template
         folder = folder_name(
             kind, str(self._module.dtype), sorted(self._info.eos_token_ids), seed, template,
@@ -214,7 +204,7 @@ class _Run:
 
     def _ask(self, corpus: WrittenCorpus, seconds: float) -> TeacherCache:
         """Asks the target for its distributions along the written and the given texts. Holds out
-        conversations whose prompt is also a prompt to measure with."""
+        conversations whose prompt is also a prompt of `--measure`."""
         measured = set(self._options.measure)
         written = [
             replace(document, is_held_out=document.is_held_out or document.prompt in measured)
@@ -224,11 +214,10 @@ class _Run:
         self._check_enough(documents)
         cache = self._cache(documents)
         cache.fill(seconds, lambda part: self._report("reading", part, None))
-        self._check_enough(cache.known)  # Time may end before all documents are read.
+        self._check_enough(cache.known)  # The time may be over before all documents are read.
         return cache
 
     def _check_enough(self, documents: Sequence[Document]) -> None:
-        """Raises `SettingError` unless there are enough texts to learn from and to measure on."""
         num, num_held_out = len(documents), sum(document.is_held_out for document in documents)
         if num < HELD_OUT_EVERY:
             wrong = f"only {num} texts were written or given; at least {HELD_OUT_EVERY} are needed"
@@ -255,14 +244,12 @@ class _Run:
 
 
 def _long_enough(documents: Sequence[Document]) -> list[Document]:
-    """Returns the documents with at least two learned tokens. Some drafters cannot draft the first
-    learned token."""
+    """Drops documents with fewer than two learned tokens. An EAGLE-3 head cannot draft the second
+    token of a text."""
     return [document for document in documents if document.num_learned >= 2]
 
 
 def _check_prompts(options: DistillOptions, longest: int) -> None:
-    """Raises `SettingError` if a prompt is empty or too long, or if a prompt to measure with is
-    also one to learn from."""
     for number, prompt in enumerate(options.measure, start=1):
         if prompt in options.prompts:
             raise SettingError(

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from outrider.errors import SettingError
 
 HELD_OUT_EVERY = 32
-"""One text in this many is held out, with all pieces of the text."""
+"""One text in this many is held out."""
 _HELD_OUT_KEY = b"outrider distill: held out"
 DOCUMENT_TOKENS_MAX = 1024
 """Longer texts are cut into pieces. Conversations are never longer."""
@@ -26,23 +26,21 @@ CORPUS_FILES_MAX = 100_000
 _SUFFIXES = (".txt", ".md", ".jsonl")
 Array = npt.NDArray[Any]
 Encode = Callable[[str], Sequence[int]]
-"""Turns a text into token ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """The token ids around a user's turn. For a model without a template, `before` is the beginning
-    of a text, and there are no turns."""
+    """The token ids around a user's turn."""
 
     before: tuple[int, ...]
+    """The beginning of a conversation. For a model without a template, the beginning of a text."""
     after: tuple[int, ...]
-    """The tokens between the turn and the answer. Empty if there are no turns."""
+    """The tokens between the turn and the answer. Empty for a model without a template."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text, or a piece of a text. Tokens from `first` on are learned. Earlier tokens are only
-    read."""
+    """A text, or a piece of one. Tokens from index `first` on are learned, the others only read."""
 
     token_ids: Array
     first: int
@@ -53,7 +51,7 @@ class Document:
     temperature: float | None
     """Temperature of the target's answer. None for a text from `--corpus`."""
     is_held_out: bool = False
-    """Whether the document is used to measure a drafter, and not to train it."""
+    """Whether the document measures drafters, and does not train them."""
 
     @property
     def num_learned(self) -> int:
@@ -61,28 +59,27 @@ class Document:
 
     @property
     def prompt(self) -> tuple[int, ...]:
-        """The prompt of a conversation."""
         return tuple(self.token_ids[: self.answer_first].tolist())
 
 
 def is_kept_back(token_ids: npt.ArrayLike) -> bool:
-    """Whether a text of these tokens is held out. A keyed hash of the tokens decides. So all runs
-    of `outrider distill` hold out the same texts, and no drafter of an earlier run has learned
-    them."""
+    """Whether a text of these tokens is held out. A keyed hash of the tokens decides. So every run
+    of `outrider distill` holds out the same texts, and a drafter that is trained further has not
+    learned them before."""
     data = np.asarray(token_ids, dtype="<i4").tobytes()
     digest = hashlib.blake2b(data, digest_size=8, key=_HELD_OUT_KEY).digest()
     return int.from_bytes(digest, "little") % HELD_OUT_EVERY == 0
 
 
 def shuffled(documents: Sequence[Document]) -> list[Document]:
-    """Returns the documents in a random order that depends only on their number. If time ends
-    before all documents are read, those that were read are a fair sample."""
+    """Returns the documents in a random order that depends only on their number. If the time is
+    over before all documents are read, those that were read are a fair sample."""
     order = np.random.default_rng(0).permutation(len(documents))
     return [documents[index] for index in order]
 
 
 def corpus_files(directory: Path) -> list[Path]:
-    """Returns the files to read, sorted. Raises `SettingError` if there are none or too many."""
+    """Returns the files to read. Raises `SettingError` if there are none or too many."""
     if not directory.is_dir():
         raise SettingError("corpus", f"{directory} is not a folder")
     found = sorted(
@@ -98,9 +95,8 @@ def corpus_files(directory: Path) -> list[Path]:
 
 
 def read_corpus(paths: Sequence[Path], encode: Encode | None, tokens_max: int) -> list[Document]:
-    """Returns the texts of these files, in order, in pieces of at most `tokens_max` tokens.
-    `encode` is None for a target without a tokenizer. Raises `SettingError`, which names file and
-    line."""
+    """Returns the texts of these files in pieces of at most `tokens_max` tokens. Raises
+    `SettingError` with file and line if a text cannot be read, and if there is no `encode`."""
     found: list[Document] = []
     for text in (text for path in paths for text in _texts(path)):
         if encode is None:

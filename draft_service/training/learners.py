@@ -1,13 +1,9 @@
 """Drafters in training: small models (students) and EAGLE-3 heads.
 
-A drafter drafts chains along each text. A chain begins after a position p of the text. Its draft
-token i is compared with the target's answer for position p + i. The drafter reads the text's tokens
-up to p + i - 1, as if they were the earlier draft tokens and had been accepted.
-
-kind         chains                              the drafter reads
-student      of one token, after every position  the text's tokens
-EAGLE-3      of `NUM_DEPTHS` tokens, after       the text's tokens, what the target's layers read
-             every position but the first        up to p - 1, and then its own outputs
+A drafter drafts chains of tokens along a text. A student drafts one token after every position. An
+EAGLE-3 head drafts `NUM_DEPTHS` tokens after every position but the first. Each draft token is
+compared with the target's answer at the token's position. In place of its earlier draft tokens, the
+drafter reads the text's tokens (teacher forcing).
 """
 
 import copy
@@ -50,23 +46,17 @@ from .teacher import Batch, Target
 NUM_DEPTHS = 3
 """Length of the chains that train and measure an EAGLE-3 head."""
 _LAYERS_WITH_TAPS = 7
-"""A target of n layers needs at least this many layers, so that 2, n // 2 and n - 3 are
-distinct."""
-_EAGLE3_INNER_WIDTHS = 4
-"""Inner width of a new EAGLE-3 head, as a multiple of the target's width."""
-_EPS, _ROPE_THETA = 1e-5, 10_000.0
-"""Epsilon of a new EAGLE-3 head's norms, and the base of its rotary embedding if the target does
-not state one base for all of its layers."""
+"""If the target had fewer layers, two of the three `Eagle3.taps` would be equal."""
 _FIRST_SCALE = 0.25
-"""The last norm of a new EAGLE-3 head begins with the weight of the target's last norm, times this
-factor. The target's norm was trained for the output of the last layer. After an earlier layer, it
-makes predictions far too confident. (Cross-entropy of the target's norm and head after layer 6 of
-the demo target: 15.2 with factor 1, 6.7 with 0.3.)"""
+"""The last norm of a new EAGLE-3 head begins with the weight of the target's last norm times this
+factor. Without the factor, predictions are far too confident, because the target's norm was trained
+for the last layer's output, and the head reads earlier layers. (Cross-entropy of the target's norm
+and head after layer 6 of the demo target: 15.2 with factor 1, 6.7 with 0.3.)"""
 _QUIET = ("fc", "o_proj", "down_proj")
-"""Linear layers of a new EAGLE-3 head that begin with weights near zero. Then an identity is added
-to `fc`. So at first the head passes its input on almost unchanged."""
 _QUIET_DEVIATION = 1e-3
-"""Standard deviation of the weights near zero."""
+"""The weights of the linear layers `_QUIET` of a new EAGLE-3 head begin near zero, with this
+standard deviation. `fc` also begins with an identity. So a new head passes its input on almost
+unchanged."""
 
 
 class Depth(NamedTuple):
@@ -75,7 +65,7 @@ class Depth(NamedTuple):
     hidden: Tensor
     """[C, D]: the input from which `Learner.head` computes the logits of the draft tokens."""
     rows: Tensor
-    """[C], ascending: the rows of the batch that have the target's answers for these tokens."""
+    """[C], ascending: the rows of the batch that have the target's answers for the draft tokens."""
 
 
 class Learner:
@@ -83,22 +73,21 @@ class Learner:
 
     kind: ClassVar[str]
     taps: tuple[int, ...] = ()
-    """Layers of the target, counted from 0. A drafter reads what these layers read."""
+    """Layers of the target, counted from 0. The drafter reads the inputs of these layers."""
     num_depths: int | None = None
-    """How many tokens one step of the drafter drafts. None if a step drafts one token, and the next
-    step reads this token."""
+    """How many tokens one step drafts. None = one token, which the next step reads."""
     stored_form: ClassVar[str]
-    """Text for the model card about the stored weights."""
+    """The sentences of the model card about the stored weights."""
     key: object
-    """Distinguishes the drafter from others of the same kind, target and texts."""
+    """Differs between drafters of the same kind, target and texts."""
     module: Any
     weights: dict[str, nn.Parameter]
-    """The weights to train, by name."""
+    """The weights to train."""
     token_ids: Array
     """[N], ascending: the tokens of the columns of the drafter's logits."""
 
     def __init__(self, options: DistillOptions, target: Any) -> None:
-        """`target` is the target's module. Raises `SettingError` for options that do not fit it."""
+        """Raises `SettingError` if the options do not fit the target's module `target`."""
         self._options = options
         self._target = target
         self._embeddings = target.get_input_embeddings().weight
@@ -108,12 +97,12 @@ class Learner:
 
     @property
     def head(self) -> Tensor:
-        """[N, D]: the rows of the target's head for `token_ids`. They are not trained."""
+        """[N, D]: the rows of the target's head for `token_ids`. These rows are not trained."""
         raise NotImplementedError
 
     def load(self, start: Path, target: Target) -> None:
-        """Loads a trained drafter, to train it further. Raises `SettingError` if it does not fit
-        the target."""
+        """Loads a trained drafter, to train it further. Raises `SettingError` if the drafter does
+        not fit the target."""
         name = self._options.start_name or str(start)
         with blaming("start_from"):
             module, token_ids = self._load(start, target, name)
@@ -122,18 +111,17 @@ class Learner:
         self._train(module, np.array(token_ids, dtype=np.int64))
 
     def make(self, token_ids: Array) -> None:
-        """Makes a new drafter for the tokens `token_ids` [N], ascending. Weights that are not
-        copied from the target depend on the seed and their shapes alone."""
+        """Makes a new drafter that can propose the tokens `token_ids` [N], ascending."""
         self._train(self._make(torch.from_numpy(token_ids)), token_ids)
         self.key = self._options.layers, len(token_ids)
 
     def draft(self, batch: Batch) -> list[Depth]:
-        """Draft tokens 1, 2, .. of one step, for all chains along the texts of `batch`. Keeps
-        gradients where they are enabled."""
+        """Drafts chains along the texts of `batch`. Element i, from 0 on, has draft token i of all
+        chains with more than i tokens."""
         raise NotImplementedError
 
     def as_stored(self, weight: Tensor) -> Tensor:
-        """Returns a weight as it is after saving and loading."""
+        """Returns the weight as it would be after saving and loading."""
         raise NotImplementedError
 
     def save(self, directory: Path, target: Target, fingerprint: str) -> None:
@@ -141,7 +129,7 @@ class Learner:
         raise NotImplementedError
 
     def _load(self, start: Path, target: Target, name: str) -> tuple[Any, Sequence[int]]:
-        """Returns the module of the drafter in `start`, and the tokens of its logits."""
+        """Returns the module of the drafter in `start`, and the tokens of its logits' columns."""
         raise NotImplementedError
 
     def _make(self, token_ids: Tensor) -> Any:
@@ -160,8 +148,8 @@ class Learner:
 
 
 class Eagle3(Learner):
-    """One layer, whose input is what three layers of the target read. A step drafts `NUM_DEPTHS`
-    tokens. The files have the format that speculators and vLLM load."""
+    """One layer, which reads the inputs of three layers of the target. For a draft token, whose
+    inputs the target has not computed, the head reads its own output instead."""
 
     kind = EAGLE3
     stored_form = (
@@ -189,9 +177,9 @@ class Eagle3(Learner):
         return weight
 
     def draft(self, batch: Batch) -> list[Depth]:
-        """Chains are cut off at the ends of documents. The chain of row r begins with the pair of
-        that row's token, and is compared with rows r, r + 1, .. A text's first token has no
-        pair."""
+        """Draft token i of the chain that begins in row r is compared with row r + i, if that row
+        belongs to the same document. The head reads pairs of a token and the hidden states at the
+        token before it, so the first token of a text has no pair."""
         module, width = self.module, batch.token_ids.shape[1]
         features = module.fuse(batch.features[:, :-1].to(self.head.dtype))
         tokens = nn.functional.pad(batch.token_ids[:, 1:], (0, NUM_DEPTHS - 1))
@@ -208,12 +196,9 @@ class Eagle3(Learner):
         return found
 
     def as_stored(self, weight: Tensor) -> Tensor:
-        """Returns the weight itself, because it is stored without quantisation."""
         return weight
 
     def save(self, directory: Path, target: Target, fingerprint: str) -> None:
-        """Stores the target's id or directory, from which `speculators` reads the target's
-        configuration."""
         is_id = "/" in target.name and not Path(target.name).exists()
         save_speculators(
             directory, self.module, self.token_ids.tolist(), num_draft_tokens=NUM_DEPTHS,
@@ -227,18 +212,17 @@ class Eagle3(Learner):
         return found.module, found.token_ids
 
     def _make(self, token_ids: Tensor) -> Any:
-        """Returns a layer that at first passes on what the target's third-last layer reads. It has
-        the target's width and number of heads. The layer's inputs are normalised, so that the
-        weights need not learn the scale of the inputs."""
+        """Returns a layer that passes on the input of the target's third-last layer, until it is
+        trained. Each input is normalised, so that training need not learn the inputs' scale."""
         sizes, width = self._target.config.get_text_config(), self._width
         heads = sizes.num_attention_heads
         rope = getattr(sizes, "rope_parameters", None) or {}
         layer = Eagle3LayerConfig(
             vocab_size=len(self._embeddings), hidden_size=width,
-            intermediate_size=_EAGLE3_INNER_WIDTHS * width, num_attention_heads=heads,
+            intermediate_size=4 * width, num_attention_heads=heads,
             num_key_value_heads=getattr(sizes, "num_key_value_heads", heads),
             head_dim=getattr(sizes, "head_dim", None) or width // heads,
-            rms_norm_eps=_EPS, rope_theta=rope.get("rope_theta", _ROPE_THETA),
+            rms_norm_eps=1e-5, rope_theta=rope.get("rope_theta", 10_000.0),
             max_position_embeddings=sizes.max_position_embeddings,
         )  # fmt: skip
         with parameters_on_meta():
@@ -261,8 +245,8 @@ class Eagle3(Learner):
         return module.to(self._embeddings.device)
 
     def _fill(self, module: nn.Module) -> None:
-        """Initialises linear layers that have no values, in the target's dtype and on its device.
-        The weights of `_QUIET` are near zero. Others have torch's default distribution."""
+        """Initialises the linear layers that have no values yet. Layers other than `_QUIET` get
+        torch's default distribution."""
         generator = torch.Generator().manual_seed(self._options.seed)
         for name, linear in module.named_modules():
             if isinstance(linear, nn.Linear) and linear.weight.is_meta:
@@ -281,9 +265,8 @@ class Eagle3(Learner):
 
 
 class Student(Learner):
-    """A small model of the target's architecture, with the target's embeddings and copies of some
-    of the target's layers. Embeddings and head are neither stored nor trained, so a student needs
-    less data. It is trained without dropout, because it is served without dropout."""
+    """A small model of the target's architecture, with copies of some of the target's layers.
+    Embeddings and head are the target's, and are neither stored nor trained."""
 
     kind = STUDENT
     stored_form = (
@@ -329,7 +312,7 @@ class Student(Learner):
             device=target.device, trust_remote_code=target.trust_remote_code,
         )  # fmt: skip
         student: Any = module
-        # Uses the target's own embeddings, because a copy would be trained but not stored.
+        # A copy of the target's embeddings would be trained but not stored.
         student.get_input_embeddings().weight = self._embeddings
         return student, info.logit_token_ids
 
@@ -371,8 +354,8 @@ LEARNERS: dict[str, type[Learner]] = {learner.kind: learner for learner in (Stud
 
 
 def _norm_weight(norm: nn.Module, width: int) -> Tensor:
-    """[D]: the factors of an RMS or layer norm. These factors are measured, because model families
-    store them in different ways."""
+    """[D]: the factors of an RMS or layer norm. They are measured, because model families store
+    them in different ways (Gemma stores the factor minus 1)."""
     like = next(norm.parameters(), torch.empty(0))
     ones = torch.ones(width, dtype=like.dtype, device=like.device)
     ones[1::2] = -1
@@ -389,9 +372,7 @@ def use_plain_attention(module: Any) -> None:
 
 _LAYERS_TO_COPY = 4
 """A student with fewer layers gets no copying layers."""
-_NUM_TEXTS = 8
-_NUM_TOKENS = 64
-"""Length of a text before it is repeated."""
+_NUM_TEXTS, _NUM_TOKENS = 8, 64
 _SCORE_MIN = 0.2
 """A copying head gives at least this share of its attention to the token that it looks for."""
 
@@ -399,11 +380,10 @@ _SCORE_MIN = 0.2
 def kept_layers(
     num_wanted: int, num_layers: int, copying: tuple[int, int] | None = None
 ) -> list[int]:
-    """Returns the layers of the target that a student gets, in ascending order. It gets the last
-    layer. If at least four layers are wanted, it gets the two layers of `copying`. The remaining
-    layers are the first layers of the target. (Layers that are spread evenly, or two at
-    each end, gave students of the demo target less acceptance.) Raises `SettingError` if the target
-    has too few layers."""
+    """Returns the layers of the target that a student gets, ascending: the last layer, the two
+    `copying` layers if at least four are wanted, and then the target's first layers. (For the demo
+    target, layers spread evenly, or two from each end, gave less acceptance.) Raises `SettingError`
+    if the target has too few layers."""
     if num_wanted > num_layers:
         raise SettingError("layers", f"{num_wanted} is more than the target's {num_layers}")
     kept = {num_layers - 1} if num_wanted > 1 else set()
@@ -416,8 +396,8 @@ def kept_layers(
 def copying_layers(target: Any) -> tuple[int, int] | None:
     """Returns the two layers with which the target copies from earlier text (an induction head). A
     head of the first layer attends to the previous token. A head of the second, later layer attends
-    to the token that followed an earlier occurrence of the current token. If no heads attend
-    enough, as in an untrained model, or if the library does not return attention, returns None."""
+    to the token that followed an earlier occurrence of the current token. Returns None if no heads
+    attend enough, as in an untrained model, or if the library does not return attention."""
     before, after = _scores(target)
     pairs = [
         (first, max(range(first + 1, len(after)), key=lambda layer: after[layer]))
@@ -430,7 +410,8 @@ def copying_layers(target: Any) -> tuple[int, int] | None:
 def _scores(target: Any) -> tuple[list[float], list[float]]:
     """Returns two scores of each layer. The first is the largest share of attention that a head
     gives to the previous token. The second is the largest share that a head gives to the token that
-    followed the current token's earlier occurrence. Shares are means over random texts."""
+    followed the current token's earlier occurrence. The shares are means over random texts, each of
+    which is repeated once."""
     embeddings = target.get_input_embeddings().weight
     generator = torch.Generator().manual_seed(0)
     texts = torch.randint(embeddings.shape[0], (_NUM_TEXTS, _NUM_TOKENS), generator=generator)
@@ -446,8 +427,7 @@ def _scores(target: Any) -> tuple[list[float], list[float]]:
     again = torch.arange(_NUM_TOKENS, ids.shape[1])
 
     def most(columns: Tensor, rows: Tensor) -> list[float]:
-        """For each layer, the largest mean over texts and positions that a head has. A layer's
-        weights are [B, heads, T, T]."""
+        """Returns, for each layer, the largest mean over texts and positions that a head has."""
         looks = (weights[:, :, rows, columns] for weights in read.attentions or ())
         return [float(look.float().mean(dim=(0, 2)).max()) for look in looks]
 

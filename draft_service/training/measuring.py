@@ -14,14 +14,14 @@ from .learners import Learner
 from .teacher import Batch, Dataset
 
 MEASURED_TEMPERATURES = (0.0, 1.0)
-"""The target answers each prompt to measure with once at each of these temperatures."""
+"""The target answers each prompt of `--measure` once at each of these temperatures."""
 MEASURED_TOKENS_MAX = 128
-"""Largest number of tokens of an answer to such a prompt. `outrider bench acceptance` has the same
-default."""
+"""Largest number of tokens in an answer to a prompt of `--measure`. `outrider bench acceptance` has
+the same default."""
 MEASURED_PROMPT_TOKENS_MAX = 4096
-"""Largest number of tokens of a prompt to measure with. One pass reads a prompt and its answer. In
-this pass over T tokens, attention holds up to three tensors [heads, T, T]. For 9 heads in half
-precision, each of these tensors takes 0.3 GB."""
+"""Largest number of tokens in a prompt of `--measure`. One pass reads the prompt and its answer.
+For T tokens, attention then holds up to three tensors [heads, T, T]. With 9 heads in half
+precision, each tensor takes 0.3 GB."""
 _ROWS_OF_A_BLOCK = 512
 _TOKENS_OF_A_PASS = 4096
 
@@ -32,23 +32,21 @@ class Measured:
     likeliest count as rejected."""
 
     num_tokens: int
-    """Number of measured tokens, in texts of all temperatures."""
     greedy: float
-    """Share of positions where p and q have the same likeliest token. The positions are in texts
-    that the target wrote at temperature 0, or in all texts if there are no such texts."""
+    """Share of positions where p and q have the same likeliest token, in texts that the target
+    wrote at temperature 0. If there are none, the share is from all texts."""
     sampled: float
-    """Mean of sum min(p, q) at temperature 1, where q is truncated as in a proposal. The positions
-    are in texts that the target wrote at temperature 1, or in all texts if there are no such
-    texts."""
+    """Mean of sum min(p, q) at temperature 1, with q truncated as in a proposal, in texts that the
+    target wrote at temperature 1. If there are none, the mean is from all texts."""
     by_position: tuple[float | None, ...]
-    """At temperature 1: for each draft token, the probability that it is accepted if all draft
+    """The probability, at temperature 1, that draft token 1, 2, .. is accepted after all draft
     tokens before it are accepted."""
 
 
 def measure(learner: Learner, dataset: Dataset) -> Measured:
     """Drafts along the held-out documents. Measures only answers, because user turns were drawn
-    with other sampling parameters. p and q have temperature 1, whatever the text's temperature.
-    `greedy` and `sampled` measure only the first draft token of each chain."""
+    with other sampling parameters. `greedy` and `sampled` are about the first draft token of each
+    chain."""
     firsts: dict[float | None, list[Array]] = {}
     texts: list[list[Array]] = []
     for chosen in dataset.cache.batches(dataset.held_out, _TOKENS_OF_A_PASS):
@@ -92,9 +90,9 @@ def _read(learner: Learner, batch: Batch) -> list[_Depth]:
 
 
 def _scores(logits: Tensor, batch: Batch, rows: Tensor) -> Tensor:
-    """Compares `logits` [C, N] with the target's answers at these `rows` [C]. Returns [C, 3]:
-    whether the likeliest tokens agree, sum min(p, q), and min(1, q(x) / p(x)) of the text's token
-    x."""
+    """Compares the drafter's `logits` [C, N] with the target's answers at these `rows` [C]. Returns
+    [C, 3]: whether the likeliest tokens are the same, sum min(p, q), and min(1, q(x) / p(x)) of the
+    text's token x."""
     q = logits.float().softmax(dim=1)
     kept = q.topk(min(DRAFT_SUPPORT_ENTRIES, q.shape[1]), dim=1)
     q = torch.zeros_like(q).scatter_(1, kept.indices, kept.values)

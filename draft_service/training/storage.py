@@ -14,14 +14,14 @@ from outrider.files import locked
 
 CARD_FILE = "README.md"
 CACHE_VERSION = 5
-"""Increment this if the format of a folder's content changes. Then folders of older versions are no
-longer used."""
+"""Increment this number if the format of a folder's content changes. Folders with another number
+are not used."""
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a path at which the caller writes a file. Then renames this file to `path`. So readers
-    of `path` find the old file or the complete new file."""
+    """Yields a path at which the caller writes a file, and then renames the file to `path`. So
+    `path` never has an incomplete file."""
     partial = path.with_name(f".{path.name}.partial")
     yield partial
     with partial.open("rb") as file:
@@ -44,15 +44,13 @@ def alone_in(directory: Path) -> Iterator[None]:
 
 
 def folder_name(kind: str, *parts: object) -> str:
-    """Returns the name of a folder whose content depends only on these parts. The name has a hash
-    of the `repr` of the parts."""
+    """Returns the name of a folder whose content depends only on `parts`. Hashes their `repr`."""
     key = hashlib.blake2b(repr((CACHE_VERSION, *parts)).encode(), digest_size=8).hexdigest()
     return f"{kind}-{key}"
 
 
 class Stopwatch:
-    """Counts the seconds of a stage, including earlier runs. The number is stored in the directory
-    of the stage's results."""
+    """Counts the seconds of a stage, including earlier runs. Stores the number in `directory`."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -75,14 +73,13 @@ class Stopwatch:
             self.save()
 
     def save(self) -> None:
-        """Stores the time for the next run. So the time is known even if this run is killed."""
         with replacing(self._path) as partial:
             partial.write_text(json.dumps(round(self.seconds, 3)))
 
 
 def check_out(out: Path) -> Path:
-    """Returns the directory, with links resolved. Raises `SettingError` if it is not empty, or if a
-    drafter cannot be written there."""
+    """Returns `out` with links resolved. Raises `SettingError` if it is not empty, or if a drafter
+    cannot be written there."""
     try:
         out = out.resolve()
         if out.exists() and not (out.is_dir() and next(out.iterdir(), None) is None):
@@ -96,7 +93,7 @@ def check_out(out: Path) -> Path:
 
 @contextmanager
 def filled(out: Path) -> Iterator[Path]:
-    """Yields an empty directory that the caller fills. Then renames it to `out`. Raises
+    """Yields an empty directory that the caller fills, and then renames it to `out`. Raises
     `SettingError` if a file cannot be written."""
     try:
         with _beside(out) as work:

@@ -1,17 +1,15 @@
-"""The target's answers about every learned token. They are computed once and kept on disk.
+"""Asks the target about every learned token, and keeps the answers on disk.
 
-array       content of the row of a learned token; rows are in the order of the documents
-`ids`       [64]: the likeliest tokens, likeliest first, as uint16, or as uint32 for a large
-            vocabulary
-`logprobs`  [64]: their log-probabilities in the target's distribution at temperature 1, float16
-`written`   the log-probability of the text's own token, float16
+For the R learned tokens of some documents, in order, the answers are these arrays:
 
-A drafter that learns from features needs another array, with a row for every token of a text:
+ids         [R, 64]: the target's likeliest tokens, likeliest first; uint16 or uint32
+logprobs    [R, 64]: their log-probabilities at temperature 1; float16
+written     [R]: the log-probability of the learned token itself; float16
 
-`features`  [W]: what some of the target's layers read at this token, side by side, as the bits of
-            bfloat16
+For an EAGLE-3 head, the answers also have a row for each of the T tokens of the documents:
 
-A file holds the arrays of `_DOCUMENTS_OF_A_FILE` documents.
+features    [T, W]: the inputs of some of the target's layers at this token, side by side, as the
+            bits of bfloat16
 """
 
 from __future__ import annotations
@@ -60,7 +58,7 @@ class Target:
     trust_remote_code: bool = False
 
     def load(self) -> tuple[Any, ModelInfo]:
-        """Loads the model. Each stage must load it again, because stages change the module. Raises
+        """Loads the model. A stage that changes the module must load a module of its own. Raises
         `ConfigError`."""
         return load_model(
             self.directory, name=self.name, dtype=self.dtype, device=self.device,
@@ -69,8 +67,7 @@ class Target:
 
 
 class TeacherCache:
-    """The target's answers about documents. The cache has the answers about the first documents of
-    a list. `fill` adds answers about further documents."""
+    """The target's answers about documents, in files of `_DOCUMENTS_OF_A_FILE` documents each."""
 
     def __init__(
         self,
@@ -79,9 +76,8 @@ class TeacherCache:
         module: Any,
         taps: Sequence[int] = (),
     ) -> None:
-        """The answers are stored in a folder in `place`. `module` is the target's module. `taps`
-        are layers of the target, counted from 0. The cache keeps what these layers read, as
-        features."""
+        """The folder of the files is in `place`. `module` is the target's module. The inputs of its
+        layers `taps`, counted from 0, are kept as features."""
         self.documents: list[Document] = []
         for start in range(0, len(documents), _DOCUMENTS_OF_A_FILE):
             pool = documents[start : start + _DOCUMENTS_OF_A_FILE]
@@ -95,22 +91,21 @@ class TeacherCache:
         self._taps = taps
         sizes = [(one.num_learned, len(one.token_ids)) for one in self.documents]
         self._starts = np.cumsum([(0, 0), *sizes], axis=0, dtype=np.int64)
-        """Where each document starts among all learned tokens, and among all tokens."""
+        """The number of learned tokens, and the number of all tokens, before each document."""
         self._files: list[Any] = []
         while self._path.exists():
             self._open()
 
     @property
     def known(self) -> list[Document]:
+        """The documents whose answers are kept. These are the first of `documents`."""
         return self.documents[: len(self._files) * _DOCUMENTS_OF_A_FILE]
 
     def answers(self, indices: Iterable[int]) -> dict[str, Array]:
-        """Returns the arrays of these documents, one after another."""
+        """Returns the answers about these documents, joined in this order."""
         return _joined(self._answer(index) for index in indices)
 
     def _answer(self, index: int, names: Sequence[str] = ()) -> dict[str, Array]:
-        """Returns the arrays of one document. If `names` are given, returns only the arrays with
-        these names."""
         number = index // _DOCUMENTS_OF_A_FILE
         first = self._starts[number * _DOCUMENTS_OF_A_FILE]
         learned, whole = (slice(*ends) for ends in (self._starts[index : index + 2] - first).T)
@@ -121,8 +116,8 @@ class TeacherCache:
         }
 
     def batches(self, indices: Sequence[int], size: int) -> list[list[int]]:
-        """Batches of documents of similar length. A batch has at most `size` tokens, padding
-        included, or a single longer document."""
+        """Divides documents into batches of similar length. A batch has at most `size` tokens,
+        padding included, or a single longer document."""
         found: list[list[int]] = []
         for index in sorted(indices, key=lambda index: len(self.documents[index].token_ids)):
             length = len(self.documents[index].token_ids)
@@ -132,23 +127,20 @@ class TeacherCache:
         return found
 
     def fill(self, seconds: float, progress: Callable[[float], None]) -> None:
-        """Asks the target about documents whose answers are not known, until all answers are known
-        or the time is over. `seconds` include earlier runs. The first file is filled in any
-        case."""
+        """Asks the target about further documents, until all answers are known or the time is over.
+        The `seconds` include earlier runs. The first file is always filled."""
         size = _TOKENS_OF_A_PASS[self.device.type]
         with self.spent.working():
             while (start := len(self.known)) < len(self.documents) and (
                 not self._files or self.spent.seconds < seconds
             ):
                 pool = range(start, min(start + _DOCUMENTS_OF_A_FILE, len(self.documents)))
-                # Time does not end the first file.
                 by_time = self.spent.seconds / max(seconds, 1e-9) if self._files else 0.0
                 answers, num_asked = [], start
                 for batch in self.batches(pool, size):
                     progress(min(1.0, max(by_time, num_asked / len(self.documents))))
-                    answers.append(
-                        ask(self._module, [self.documents[i] for i in batch], self._taps)
-                    )
+                    documents = [self.documents[index] for index in batch]
+                    answers.append(ask(self._module, documents, self._taps))
                     num_asked += len(batch)
                 with replacing(self._path) as partial:
                     save_file(_joined(answers), partial)
@@ -156,9 +148,8 @@ class TeacherCache:
                 self.spent.save()
 
     def likeliest_tokens(self, num_wanted: int) -> Array:
-        """Returns the `num_wanted` tokens to which the target gives most probability in the
-        documents to learn from, as ascending ids. Of equally probable tokens, takes those with the
-        lowest ids."""
+        """Returns the ids, ascending, of the `num_wanted` tokens to which the target gives most
+        probability in the documents to learn from."""
         mass = np.zeros(self.vocab_size)
         for index, document in enumerate(self.known):
             if not document.is_held_out:
@@ -177,7 +168,6 @@ class TeacherCache:
 
 
 def _fingerprint(documents: Sequence[Document]) -> str:
-    """Returns a hash of the documents' tokens, in order, and of where the learned tokens begin."""
     digest = hashlib.blake2b(digest_size=16)
     for document in documents:
         digest.update(np.array([len(document.token_ids), document.first], np.int32).tobytes())
@@ -191,8 +181,7 @@ def _joined(parts: Iterable[dict[str, Array]]) -> dict[str, Array]:
 
 
 def ask(module: Any, documents: Sequence[Document], taps: Sequence[int]) -> dict[str, Array]:
-    """Returns the target's answers about the learned tokens of `documents`, as arrays by name.
-    Their rows are in the order of the documents."""
+    """Returns the target's answers about the learned tokens of `documents`, as arrays by name."""
     device = module.device
     ids, rows, following = (torch.from_numpy(part).to(device) for part in packed(documents))
     with torch.inference_mode(), watched_layers(module, taps) as watched:
@@ -215,12 +204,10 @@ def ask(module: Any, documents: Sequence[Document], taps: Sequence[int]) -> dict
     return answers
 
 
-def packed(
-    documents: Sequence[Document],
-) -> tuple[Array, Array, Array]:
-    """Returns three arrays for B documents. The first is their token ids [B, T], padded with zeros.
-    The second, [R], has those of the B * T positions that precede a learned token. The third, [R],
-    has these learned tokens."""
+def packed(documents: Sequence[Document]) -> tuple[Array, Array, Array]:
+    """Returns the token ids [B, T] of B documents, padded with zeros. For their R learned tokens,
+    also returns the index of the position before each token, among all B * T positions, and the
+    tokens themselves."""
     width = max(len(document.token_ids) for document in documents)
     ids = np.zeros((len(documents), width), dtype=np.int64)
     rows = []
@@ -233,8 +220,8 @@ def packed(
 
 
 def _likeliest(module: Any, hidden: Tensor, following: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """For each of the rows `hidden` [R, D]: the ids and the log-probabilities [R, 64] of the
-    likeliest tokens, and the log-probability [R] of the token in `following` [R]."""
+    """Returns the ids and the log-probabilities [R, 64] of the likeliest tokens after the rows
+    `hidden` [R, D], and the log-probabilities [R] of the tokens `following` [R]."""
     logits = module.get_output_embeddings()(hidden).float()
     normaliser = logits.logsumexp(dim=1, keepdim=True)
     values, ids = largest(logits, min(ENTRIES, logits.shape[1]))
@@ -259,7 +246,8 @@ def check_head(module: Any) -> None:
 
 
 _POOL = 1024
-"""Each run of this many documents is sorted by length, so that batches need little padding."""
+"""Documents are sorted by length within groups of this many, so that batches need little padding.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,10 +258,9 @@ class TeacherRows:
     """[R, M]: the column of the drafter's head for each of the M likeliest tokens. Where `mass`
     is 0, the column is arbitrary."""
     mass: Tensor
-    """[R, M], float32: p of each of these tokens. 0 for a token without a column."""
+    """[R, M], float32: p of the M likeliest tokens. A token without a column has mass 0."""
 
     def at(self, rows: Tensor | slice) -> TeacherRows:
-        """Returns the answers at these rows [C]."""
         return TeacherRows(self.columns[rows], self.mass[rows])
 
 
@@ -284,7 +271,7 @@ class Batch:
     token_ids: Tensor
     """[B, T], padded with zeros. A causal model does not read the padding after a text."""
     rows: Tensor
-    """[R]: those of the B * T positions that precede a learned token."""
+    """[R]: the indices of the positions before learned tokens, among all B * T positions."""
     following: Tensor
     """[R]: the column of the drafter's head for each learned token; -1 for a token without a
     column."""
@@ -296,16 +283,16 @@ class Batch:
     behind: Tensor
     """[R]: how many later rows belong to the same document."""
     features: Tensor
-    """[B, T, W], bfloat16: what some of the target's layers read at every token, side by side. W is
-    0 if the cache has no features."""
+    """[B, T, W], bfloat16: `features` of the cache for every token. If the cache has none, W is 0.
+    """
 
 
 class Dataset:
-    """Documents with the target's answers, for a drafter whose head has the columns `token_ids`.
-    Methods take and return indices of documents."""
+    """Documents with the target's answers, for one drafter. Methods take and return indices of
+    documents."""
 
     def __init__(self, cache: TeacherCache, token_ids: Array) -> None:
-        """`token_ids` [N] ascend."""
+        """`token_ids` [N], ascending, are the tokens of the columns of the drafter's head."""
         self.cache = cache
         self._columns = np.full(cache.vocab_size, -1, dtype=np.int64)
         self._columns[token_ids] = np.arange(len(token_ids))
@@ -314,8 +301,8 @@ class Dataset:
         self.learned = [i for i, document in enumerate(documents) if not document.is_held_out]
 
     def epoch(self, seed: int, number: int, batch_tokens: int) -> list[list[int]]:
-        """Returns each document to learn from once, in batches of up to `batch_tokens` tokens,
-        padding included. The order depends on `seed` and `number` alone."""
+        """Returns batches that have each document to learn from once. The order depends on `seed`
+        and `number` alone."""
         random = np.random.default_rng((seed, number))
         order = [self.learned[i] for i in random.permutation(len(self.learned))]
         batches: list[list[int]] = []

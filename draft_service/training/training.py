@@ -1,8 +1,8 @@
-"""Trains a drafter. At first the loss is cross-entropy, later mostly the likelihood of acceptance.
+"""Trains a drafter. At first the loss is cross-entropy, later mostly -log(acceptance).
 
 The budget is a number of steps or of seconds. Learning rate and loss depend on the used share of
-the budget. A checkpoint has everything that later steps depend on. So a run that was killed and
-resumed gives the same results as a run that was not.
+the budget. With a budget of steps, a run that is killed and resumed makes the same drafter as a run
+without a kill.
 """
 
 import time
@@ -21,25 +21,22 @@ from .storage import Stopwatch, replacing
 from .teacher import ROWS_OF_A_BLOCK, Batch, Dataset, TeacherRows
 
 BATCH_TOKENS = {"cpu": 4096, "cuda": 32_768}
-"""Number of tokens in a batch in the last part of the budget, padding included."""
+"""Number of tokens in a batch at the end of training, padding included."""
 _BATCH_PARTS = ((0.5, 0.25), (0.8, 0.5))
-"""Pairs (used share of the budget, share of `BATCH_TOKENS`). The first pair whose used share is not
-reached when an epoch begins gives the size of the epoch's batches. After the last pair, batches
-have `BATCH_TOKENS`. At first, many small steps gain most. Later, steps with less noise gain
-more."""
+"""Pairs (used share of the budget, share of `BATCH_TOKENS`). If an epoch begins before the used
+share of a pair is reached, its batches have that share of `BATCH_TOKENS`. At first, many small
+steps gain most. Later, steps with less noise gain more."""
 _PEAK_RATE_BY_WIDTH = 0.864
 _PEAK_RATE_MAX = 2e-3
 """The peak learning rate is `_PEAK_RATE_BY_WIDTH` / the model's width, but at most this number."""
 _TRAINED_RATE = 0.5
-"""If a drafter is trained further, its peak rate is multiplied by this factor."""
+"""If a drafter is trained further, the learning rate is multiplied by this factor."""
 _WARM_UP = 0.04
 _LIKELIHOOD_FROM = 0.25
 _LIKELIHOOD_UP_TO = 0.5
 _LIKELIHOOD_SHARE = 0.9
-"""Until the share `_LIKELIHOOD_FROM` of the budget is used, the loss is cross-entropy alone. After
-that, the weight of the likelihood of acceptance rises linearly. It reaches `_LIKELIHOOD_SHARE` when
-the share `_LIKELIHOOD_UP_TO` is used. If a drafter is trained further, the weight is always
-`_LIKELIHOOD_SHARE`."""
+"""While the used share of the budget grows from `_LIKELIHOOD_FROM` to `_LIKELIHOOD_UP_TO`, the
+weight of -log(acceptance) in the loss grows linearly from 0 to `_LIKELIHOOD_SHARE`."""
 _DEPTH_SHARE = 0.8
 """Weight of a draft token in the loss, relative to the draft token before it. The weight is less
 than 1, because later draft tokens are accepted less often."""
@@ -49,26 +46,26 @@ _LARGEST_GRADIENT = 1.0
 _CHECKPOINT_S = 60.0
 
 Report = Callable[[str, float, float | None], None]
-"""Called with the current stage, the finished share of this stage, and, in training, the loss."""
+"""The arguments are the current stage, the finished share of this stage, and, in training, the
+loss."""
 
 
 def learning_rate(part: float, width: int, is_trained: bool) -> float:
-    """Returns the learning rate when `part` of the budget is used. The rate rises linearly until
-    `part` is `_WARM_UP`, and then falls linearly to 0."""
+    """Returns the learning rate when the share `part` of the budget is used. The rate rises
+    linearly until `_WARM_UP`, and then falls linearly to 0."""
     peak = min(_PEAK_RATE_BY_WIDTH / width, _PEAK_RATE_MAX) * (_TRAINED_RATE if is_trained else 1)
     return peak * max(0.0, min(part / _WARM_UP, (1 - part) / (1 - _WARM_UP)))
 
 
 def batch_tokens(part: float, most: int) -> int:
-    """Returns the number of tokens in a batch, up to `most`, for an epoch that begins when `part`
-    of the budget is used."""
+    """Returns the number of tokens in a batch, for an epoch that begins when the share `part` of
+    the budget is used."""
     shares = (share for until, share in _BATCH_PARTS if part < until)
     return int(most * next(shares, 1.0))
 
 
 def likelihood_share(part: float, is_trained: bool) -> float:
-    """Returns the weight of the likelihood of acceptance in the loss, when `part` of the budget is
-    used."""
+    """Returns the weight of -log(acceptance) in the loss."""
     if is_trained:
         return _LIKELIHOOD_SHARE
     over = (part - _LIKELIHOOD_FROM) / (_LIKELIHOOD_UP_TO - _LIKELIHOOD_FROM)
@@ -76,21 +73,21 @@ def likelihood_share(part: float, is_trained: bool) -> float:
 
 
 class Progress(BaseModel):
-    """What a checkpoint holds besides weights and the optimizer's moments."""
+    """The part of a checkpoint beside weights and the optimizer's moments."""
 
     num_steps: int = 0
     num_tokens: int = 0
     """Number of tokens learned so far, repetitions included."""
     epoch: int = 0
     done_of_epoch: int = 0
-    """Number of finished batches of this epoch."""
+    """Number of finished batches of the current epoch."""
     batch_tokens: int = 0
-    """Number of tokens in a batch of this epoch."""
+    """Number of tokens in a batch of the current epoch."""
 
 
 class Trainer:
-    """Trains one learner, with checkpoints in a folder of its own. The optimizer works on float32
-    copies of the learner's weights, called masters."""
+    """Trains one learner. The optimizer works on float32 copies of the learner's weights, called
+    masters."""
 
     def __init__(
         self,
@@ -100,7 +97,8 @@ class Trainer:
         options: DistillOptions,
         seconds: float,
     ) -> None:
-        """The budget is `options.steps`, or, if that is None, `seconds`."""
+        """`directory` gets the checkpoint. The budget is `options.steps`. If these are None, the
+        budget is `seconds`."""
         self.learner = learner
         self._dataset = dataset
         self._options, self._seconds = options, seconds
@@ -124,14 +122,13 @@ class Trainer:
 
     @property
     def part(self) -> float:
-        """The share of the budget that is used."""
+        """The used share of the budget."""
         if self._options.steps is not None:
             return min(1.0, self.progress.num_steps / self._options.steps)
         return min(1.0, self.spent.seconds / max(self._seconds, 1e-9))
 
     def run(self, report: Callable[[float, float], None]) -> None:
-        """Trains until the budget is used. Calls `report` with the used share and the loss. A kill
-        loses the steps since the last checkpoint."""
+        """Trains until the budget is used. Calls `report` with the used share and the loss."""
         with self.spent.working():
             saved = time.monotonic()
             batches = self._batches()
@@ -152,7 +149,6 @@ class Trainer:
             now.batch_tokens = batch_tokens(self.part, self._batch_tokens_max)
 
     def _step(self, indices: list[int]) -> float:
-        """Learns from a batch. Returns the loss."""
         batch = self._dataset.batch(indices)
         part, weights, is_trained = self.part, self.learner.weights, self.learner.is_trained
         loss = self._loss(batch, likelihood_share(part, is_trained))
@@ -206,18 +202,18 @@ class Trainer:
 
 
 _LEAST_OVERLAP = 1e-3
-"""In the gradient of -log overlap, an overlap below this number counts as this number."""
+"""In the gradient of -log(acceptance), smaller acceptance counts as this number."""
 
 
 def overlap_loss(
     hidden: Tensor, head: Tensor, teacher: TeacherRows, likelihood_share: float
 ) -> Tensor:
-    """Returns the mean loss over R rows. It has a gradient for `hidden` only. `hidden` [R, D] and
-    `head` [N, D] have the same dtype. `likelihood_share` is the weight of the likelihood of
-    acceptance. Cross-entropy has the remaining weight."""
+    """Returns the mean loss over R rows, with a gradient for `hidden` only. `hidden` [R, D] and
+    `head` [N, D] have the same dtype. -log(acceptance) has the weight `likelihood_share`, and
+    cross-entropy has the remaining weight."""
     num_rows, size = len(hidden), ROWS_OF_A_BLOCK[hidden.device.type]
     loss, slopes = torch.zeros((), device=hidden.device), list[Tensor]()
-    # Differentiates each block of rows immediately, to free the block's logits.
+    # Differentiates each block of rows at once, to free its logits.
     for start in range(0, num_rows, size):
         rows = slice(start, start + size)
         block = hidden[rows].detach().requires_grad_()
@@ -230,7 +226,6 @@ def overlap_loss(
 
 
 def _summed_loss(logits: Tensor, teacher: TeacherRows, share: float) -> Tensor:
-    """Returns the loss, summed over all rows of `logits` [R, N]."""
     p = teacher.mass
     listed = logits.float().log_softmax(dim=1).gather(1, teacher.columns)
     overlaps = torch.minimum(p, listed.exp()).sum(dim=1)

@@ -1,5 +1,5 @@
-"""Lets the target write a corpus of conversations. The target first writes the user's turn, after
-nothing but the beginning of the chat template. Then it writes the answer."""
+"""Lets the target write a corpus of conversations. After only the beginning of the chat template,
+the target writes the user's turn. Then it writes the answer."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -27,16 +27,13 @@ still differ."""
 _TURN_TOKENS_MAX = 512
 _ANSWER_TOKENS_MAX = 320
 _BEGINNING = 16
-"""Number of an answer's first tokens that may decide whether a conversation is held out. If time
-cuts off a shorter answer, its conversation is dropped. The missing tokens could change whether the
-conversation is held out."""
+"""Number of an answer's first tokens that may decide whether the conversation is held out."""
 
 
 class WrittenCorpus:
-    """Conversations in a file, one in each line. If a kill has cut off a line, its conversation is
-    written again. A conversation depends only on seed, index and target, apart from rounding in the
-    target's steps. The target answers the given prompts first. After that, it also writes user
-    turns."""
+    """Conversations in a file, one in each line. The target first answers the given prompts. Then
+    it writes whole conversations. Apart from rounding in the target's steps, a conversation depends
+    only on seed, index and target. If a kill cuts off a line, its conversation is written again."""
 
     def __init__(
         self,
@@ -51,9 +48,9 @@ class WrittenCorpus:
         temperatures: Sequence[float] = TEMPERATURES,
         answer_tokens_max: int = _ANSWER_TOKENS_MAX,
     ) -> None:
-        """Conversations have at most `tokens_max` tokens. All prompts must be shorter. With
-        `tokens`, `write` stops when the answers have this many tokens. With `seconds`, it stops
-        after this time, which includes earlier runs. Without both, it only answers the prompts."""
+        """Conversations have at most `tokens_max` tokens, and all prompts must be shorter. `write`
+        stops when the answers have `tokens` tokens, or when it has run for `seconds`, including
+        earlier runs. If both are None, `write` only answers the prompts."""
         self.template = template
         self.seed = seed
         self.tokens_max = tokens_max
@@ -66,8 +63,8 @@ class WrittenCorpus:
         self._records: dict[int, dict[str, Any]] = {}
         """Conversations by index."""
         self._num_first = self._first_tokens = 0
-        """How many conversations precede the first missing index, and how many tokens the answers
-        of these conversations have."""
+        """The number of conversations before the first missing index, and of tokens in their
+        answers."""
         if self._path.exists():
             data = self._path.read_bytes()
             whole = data[: data.rfind(b"\n") + 1]
@@ -76,11 +73,10 @@ class WrittenCorpus:
                 self._keep(json.loads(line))
 
     def documents(self) -> list[Document]:
-        """Returns the written conversations. If a number of tokens is wanted, returns only the
-        first conversations, until their answers have this many tokens. A hash of the prompt decides
-        whether a conversation is held out, because answers to the same prompt are alike. Texts that
-        the target wrote without a user's turn share their prompt, so their hash includes the
-        beginning of the answer."""
+        """Returns the written conversations. With `tokens`, returns the first conversations whose
+        answers have this many tokens together. Because answers to the same prompt are alike, a hash
+        of the prompt decides whether a conversation is held out. All texts without a user's turn
+        have the same prompt, so their hash includes the beginning of the answer."""
         records = list(self._records.values())
         if self._tokens is not None:
             missing, records = self._tokens, []
@@ -100,7 +96,7 @@ class WrittenCorpus:
 
     @property
     def part(self) -> float:
-        """The share of the writing that is done, from 0 to 1."""
+        """The finished share of the writing."""
         done, wanted = float(len(self._records)), float(len(self._prompts))
         if self._tokens is not None:
             done, wanted = self._first_tokens, self._tokens
@@ -110,9 +106,9 @@ class WrittenCorpus:
 
     @torch.inference_mode()
     def write(self, engine: Engine, num_together: int, progress: Callable[[float], None]) -> None:
-        """Lets the target write the missing conversations. Each pass continues `num_together` of
-        them, or fewer if the pages of `engine` hold fewer. If the time is over, unfinished
-        conversations are kept as they are, except for very short answers."""
+        """Lets the target write the missing conversations, up to `num_together` at a time. If the
+        time is over, keeps the unfinished conversations. Drops those with fewer than `_BEGINNING`
+        tokens in the answer, because the missing tokens could decide whether they are held out."""
         room = engine.page_counts().num_slots // self.tokens_max
         num_together = max(1, min(num_together, room))
         end = len(self._prompts) if self._tokens is self._seconds is None else None
@@ -156,8 +152,7 @@ class WrittenCorpus:
 
 
 class _Conversation:
-    """An unfinished conversation. If the user's turn is not given, it is drawn first, and becomes
-    part of the prompt. Then the answer is drawn."""
+    """An unfinished conversation. A user's turn that is drawn becomes part of the prompt."""
 
     def __init__(self, corpus: WrittenCorpus, index: int, prompt: Sequence[int] = ()) -> None:
         self.index = index
@@ -179,7 +174,8 @@ class _Conversation:
         self.unseen = tuple(self.prompt[engine.attach(self.name, self.prompt) :])
 
     def question(self, logits: torch.Tensor) -> Question:
-        """Returns the question whose verdict is the next token, drawn from `logits` [1, V]."""
+        """Returns a question about an empty proposal. Its verdict has the next token, drawn from
+        `logits` [1, V]."""
         params = _TURN if self.is_turn else SamplingParams(temperature=self._temperature)
         rule = Rule.GREEDY if params.greedy else Rule.COUPLED
         noise = RoundNoise(self._seed, rule, len(self.prompt) + len(self.answer))
