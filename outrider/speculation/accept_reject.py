@@ -1,5 +1,4 @@
-"""Turns a verdict into an outcome. The functions are pure, so coordinator and target compute the
-same outcome."""
+"""Turns a verdict into an outcome. Coordinator and target both compute the outcome."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ class Origin(StrEnum):
     CORRECTION = "correction"
     BONUS = "bonus"
     STORED = "stored"
-    """The token of a resumed session comes from the store, which does not keep origins."""
+    """The origin of a resumed session's earlier tokens. The store does not keep their origins."""
 
 
 @value(frozen=True, slots=True)
@@ -39,16 +38,14 @@ class Outcome:
 
     @property
     def last(self) -> int:
-        """Index of the row that the last token was drawn from. Row 0 follows the last committed
-        token. Row i + 1 follows draft token i."""
+        """Index of the row from which the last token was drawn."""
         return self.path[-1] + 1 if self.path else 0
 
 
 def count_accepted(rule: Rule, passes: Iterable[bool]) -> int:
     """The number of accepted draft tokens of a chain. `passes` has the result of each token's own
-    test. Block accepts the longest prefix whose last token passes, even if earlier tokens fail (Sun
-    et al., ICLR 2025, algorithm 2). The other rules accept the tokens before the first failure, and
-    do not read later results."""
+    test. Block accepts the longest prefix whose last token passes (Sun et al., ICLR 2025, algorithm
+    2). The other rules accept the tokens before the first failure."""
     if rule is Rule.BLOCK:
         return max((i for i, passed in enumerate(passes, start=1) if passed), default=0)
     num = 0
@@ -60,8 +57,7 @@ def count_accepted(rule: Rule, passes: Iterable[bool]) -> int:
 
 
 def survival(rule: Rule, accept_probability: Sequence[float]) -> tuple[float, ...]:
-    """For n = 1..K, the probability that at least n draft tokens are accepted.
-    `accept_probability` [K] has the probability that each token passes its own test."""
+    """For n = 1..K, the probability that at least n draft tokens are accepted."""
     if rule is Rule.BLOCK:
         refusals = [1.0 - chance for chance in reversed(accept_probability)]
         return tuple(1.0 - none_passes for none_passes in accumulate(refusals, mul))[::-1]
@@ -75,13 +71,10 @@ def decide(
     uniforms: Iterable[float],
     parents: tuple[int, ...] = (),
 ) -> Outcome:
-    """Accepts or rejects draft tokens, and adds the token that follows the accepted ones.
-
-    Draft token i passes iff uniforms[i] <= verdict.accept_probability[i]. `uniforms` [N] are in (0,
-    1), so a token with probability 0 never passes. In a tree (`parents`), the first sibling that
-    passes is accepted, and then its children are tested. Raises `InvariantError` if the lengths of
-    verdict and proposal do not match.
-    """
+    """Accepts or rejects draft tokens, and adds the token that follows the accepted ones. Draft
+    token i passes iff uniforms[i] <= verdict.accept_probability[i]. `uniforms` [N] are in (0, 1).
+    In a tree (`parents`), the first sibling that passes is accepted, and then its children are
+    tested. Raises `InvariantError` if the lengths of verdict and proposal do not match."""
     num_draft_tokens, accept = len(proposal_ids), verdict.accept_probability
     if len(accept) != num_draft_tokens or len(verdict.correction) != num_draft_tokens + 1:
         raise InvariantError(
@@ -107,13 +100,10 @@ def decide(
 def ending_at(
     verdict: Verdict, index: int, proposal_ids: Sequence[int], parents: tuple[int, ...] = ()
 ) -> Verdict:
-    """A verdict under which a round commits the path up to draft token `index`, and nothing after
-    this token. The draft token becomes the correction of the row that judges it.
-
-    This verdict is for an outcome whose path contains the draft token, if no token can be drawn
-    after the draft token. The distribution of the committed tokens is unchanged, because under
-    every rule the probability of committing a path up to a token does not depend on later rows.
-    """
+    """A verdict under which a round commits the path up to draft token `index`, and nothing more.
+    It is for an outcome that accepts this draft token, if no token can be drawn after the token.
+    The distribution of the committed tokens is unchanged, because under every rule the probability
+    of committing a path up to a token does not depend on later rows."""
     tree = draft_tree(parents, len(proposal_ids))
     accept = [0.0] * len(proposal_ids)
     ancestor = tree.parents[index]
@@ -148,7 +138,7 @@ class Verdict:
     """The target's answer to a proposal of K tokens."""
 
     accept_probability: tuple[float, ...]
-    """[K]: draft token i passes iff its uniform is at most element i. In a chain, element i is
-    min(1, p / q) under token, and h_i under block. Under coupled and greedy, it is 0 or 1."""
+    """[K]: the probability that each draft token passes its own test. In a chain, this is min(1, p
+    / q) under token, and h_i under block. Under coupled and greedy, it is 0 or 1."""
     correction: tuple[int, ...]
     """[K+1]: the token that follows n accepted draft tokens."""

@@ -1,18 +1,14 @@
 """Checks whether committed tokens look as if they were drawn from the target's distribution.
 
 Let p_i be the target's distribution of token x_i, given all earlier tokens. If x_i is drawn from
-p_i, its surprise -log p_i(x_i) has the mean H(p_i), the entropy, and the variance of -log p_i under
-p_i. Mean and variance follow from p_i without x_i. So the sum of surprise minus entropy is a
-martingale, even though a session's tokens decide where the session ends. For many tokens, this sum
-divided by the square root of the summed variances is approximately standard normal.
+p_i, its surprise -log p_i(x_i) has the entropy of p_i as its mean. So the sum of surprise minus
+entropy is a martingale, even though a session's tokens decide where the session ends. For many
+tokens, this sum divided by the square root of the summed variances of -log p_i is approximately
+standard normal. If the tokens come from another distribution, the sum drifts away from 0, unless
+the mean surprise under that distribution equals the entropy of p_i.
 
-If the tokens come from another distribution, the mean of surprise minus entropy is the cross
-entropy minus the entropy of p. This difference is negative if the other distribution is sharper,
-and otherwise usually positive. The audit does not detect another distribution whose mean surprise
-equals that of p.
-
-Greedy tokens are compared with the likeliest token. An audit uses the same transforms as verdicts,
-in float64. So an audit detects wrong noise, acceptance or residuals, but not a wrong transform.
+Greedy tokens are compared with the likeliest token. An audit uses the same transforms as verdicts.
+So it detects wrong noise, acceptance or residuals, but not a wrong transform.
 """
 
 from collections.abc import Sequence
@@ -31,10 +27,9 @@ from outrider.speculation.logits_processing import (
 from outrider.speculation.sampling_params import SamplingParams
 
 NEAR_TIE = 2.0**-6
-"""A greedy token is a near tie if its logit is this close to the largest logit. The distance is
-relative to the largest logit, or absolute if the largest logit is below 1. Rounding to bfloat16 can
-move two logits this far apart, because neighbouring bfloat16 numbers differ by up to 2^-7 of their
-size."""
+"""A greedy token is a near tie if its logit is at most `NEAR_TIE` * max(1, |m|) below the largest
+logit m. Rounding to bfloat16 can move two logits this far apart, because neighbouring bfloat16
+numbers differ by up to 2^-7 of their size."""
 _P_MIN = 1e-300
 """Replaces p = 0 in a division 0 / p."""
 
@@ -45,9 +40,9 @@ def audit(
     params: SamplingParams,
     history: TokenHistory = NO_HISTORY,
 ) -> AuditSums:
-    """Compares token i of a chain with row i of `logits` [N, V], which have any float type, are on
-    the CPU, and stay unchanged. Penalties count `history` as in a verdict. Raises `InvariantError`
-    for rows that `target_probabilities` refuses."""
+    """Compares token i of a chain with row i of `logits` [N, V], which are on the CPU. Penalties
+    count `history` as in a verdict. Raises `InvariantError` for rows that `target_probabilities`
+    refuses."""
     num, vocab_size = logits.shape
     check(len(token_ids) == num, f"{len(token_ids)} tokens and {num} rows")
     inside = [index for index in range(num) if token_ids[index] < vocab_size]

@@ -1,4 +1,4 @@
-"""The sums that `audit.py` computes and explains. Code that only reads them needs no torch."""
+"""The sums of an audit (`audit.py`). This module does not import torch."""
 
 from dataclasses import dataclass
 
@@ -15,8 +15,8 @@ class AuditSums:
     num_near_ties: int = 0
     """Greedy tokens that are a near tie of the likeliest token."""
     surprise: float = 0.0
-    """Sum of -log p(x), nats; 0 for greedy tokens."""
+    """Sum of -log p(x), in nats, without greedy tokens."""
     entropy: float = 0.0
-    """Expected value of `surprise`; 0 for greedy tokens."""
+    """Expected value of `surprise`."""
     variance: float = 0.0
-    """Sum of the variances of -log p(x) under p, nats squared."""
+    """Variance of `surprise`, in nats squared."""

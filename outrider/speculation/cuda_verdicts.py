@@ -32,16 +32,14 @@ _WARPS = 16
 
 
 Transforms = tuple[SamplingParams, TokenHistory, Sequence[TokenMask | None]]
-"""The parameters, history and masks that change the logits of one session. There is one mask for
-each row, or no mask at all."""
-
-
+"""The parameters, history and masks that change the logits of one session. The sequence of masks
+has an entry for each row, or is empty."""
 _FAILED: set[torch.device] = set()
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether the device is CUDA, Triton is installed, and `give_up` was not called for this
-    device."""
+    """Whether verdicts and draws on the device use kernels: it is CUDA, Triton is installed, and
+    `give_up` was not called for it."""
     return device.type == "cuda" and device not in _FAILED and _has_compiler()
 
 
@@ -57,22 +55,23 @@ def give_up(device: torch.device) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JudgedRows:
-    """The kernels' results, [R] each, on the CPU."""
+    """The kernels' results for each row: [R] each, on the CPU."""
 
     maxima: RealArray
-    """The largest logit; NaN if any is NaN."""
+    """The largest logit. NaN if any logit is NaN."""
     behind: RealArray
     """If the row judges a draft token: min(1, p / q), or, under block, pi of the path up to this
     token. NaN if the token is outside its q."""
     left: RealArray
     """Z of block verification (`verification.py`)."""
     drawn: IntArray
-    """The token drawn from the row, or from the residual if the row judges a draft token."""
+    """The token drawn from the row. If the row judges a draft token, it is drawn from the residual.
+    """
 
 
 class RowJudge:
-    """One batch of verdicts. `__init__` starts the first kernels. While these run, the host
-    prepares the input of `settle`, which runs the last kernel."""
+    """One batch of verdicts. `__init__` starts the first kernels, and `settle` runs the last one.
+    The host can prepare the arguments of `settle` while the first kernels run."""
 
     def __init__(
         self,
@@ -81,9 +80,8 @@ class RowJudge:
         sizes: IntArray,
         drafted: IntArray,
     ) -> None:
-        """`logits` [R, V] are float32 or narrower. `transforms` and `sizes` have an element for
-        each session; `sizes` has its number of rows. `drafted` [R] is the draft token that each row
-        judges, or -1."""
+        """`logits` [R, V] are float32 or narrower. `transforms` and `sizes`, the numbers of rows,
+        are by session. `drafted` [R] is the draft token that each row judges, or -1."""
         from outrider.speculation.triton_kernels import change_rows
 
         num_rows, width = logits.shape
@@ -114,10 +112,10 @@ class RowJudge:
         blocks: npt.NDArray[np.bool_],
         q: Sequence[DraftDistribution | None],
     ) -> JudgedRows:
-        """`keys` has the noise of each row. If a row judges a draft token, `num_before` [R] is the
-        number of draft tokens before this token in its chain, otherwise -1. `blocks` [R] says
-        whether the rule is block. `q` has the distribution of each judged draft token, or None if
-        its draw was certain."""
+        """`keys` are for the noise of each row. `num_before` [R] is the number of draft tokens
+        before the one that a row judges, or -1 if the row judges none. `blocks` [R] says whether
+        the rule is block. `q` has the distribution of each judged draft token, or None if its draw
+        was certain."""
         device = self._weights.device
         packed = [b"" if each is None else each.packed for each in q]
         words = np.zeros((len(keys), JUDGED_WORDS), dtype=np.int64)
@@ -147,7 +145,7 @@ def weigh(weights: Tensor, found: Tensor, logits: Tensor, words: Tensor) -> None
 
 
 def settle(weights: Tensor, found: Tensor, words: Tensor, sent: Tensor, stride: int) -> None:
-    """Runs `settle_rows` on the current device. `sent` may have any type."""
+    """Runs `settle_rows` on the current device."""
     from outrider.speculation.triton_kernels import settle_rows
 
     num_rows, width = weights.shape
@@ -163,9 +161,8 @@ def settle(weights: Tensor, found: Tensor, words: Tensor, sent: Tensor, stride: 
 def _changes(
     transforms: Sequence[Transforms], sizes: IntArray, words: IntArray, width: int
 ) -> list[npt.NDArray[Any]]:
-    """The arrays to send after the rows' words: tables of tokens with biases or penalties, then
-    masks. Writes the offsets of these arrays into `words`. Returns an empty list if no row has a
-    bias, a penalty or a mask."""
+    """Returns the arrays to send after the rows' words: tables of tokens with biases or penalties,
+    and then masks. Writes the offsets of these arrays into `words`."""
     tables: list[npt.NDArray[Any]] = []
     masks: dict[int, tuple[int, TokenMask]] = {}
     words[:, 7] = -1
@@ -196,7 +193,7 @@ def _changes(
 
 
 def send(parts: Sequence[npt.NDArray[Any]], device: torch.device) -> Tensor:
-    """Copies the bytes of all parts to a device in one copy. Does not wait for the copy's end."""
+    """Copies the bytes of all parts to a device in one copy, without waiting for its end."""
     words = torch.from_numpy(np.concatenate([part.reshape(-1).view(np.uint8) for part in parts]))
     return words.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else words
 

@@ -1,11 +1,10 @@
 """Draws draft tokens.
 
-Under the rules token and block, a draft truncates its distribution, quantises it into counts, and
-draws from the counts. The draft sends the counts to the target, so q is exactly the distribution of
-the draw. To quantise, the cumulative distribution is multiplied by `COUNT_TOTAL` and rounded. The
-differences of successive numbers are the counts, so each count is within 1 of its token's share. A
-draw takes one uniform u. The drawn token is the first at which the running sum of counts, in the
-order sent, exceeds u times their total. Siblings are drawn one after another, without replacement.
+Under the rules token and block, a draft truncates its distribution, quantises it into counts, draws
+from the counts, and sends them to the target. So q is exactly the distribution of the draw. The
+counts are the differences of the cumulative distribution, after it is multiplied by `COUNT_TOTAL`
+and rounded. A draw takes one uniform u, and returns the first token at which the running sum of
+counts exceeds u times their total. Siblings are drawn one after another, without replacement.
 
 Under the rule coupled, a draw is the race that the target runs (`gumbel_max.py`).
 """
@@ -59,10 +58,10 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 
 _Reals = TypeVar("_Reals", RealArray, Tensor)
 DraftedToken = tuple[int, DraftDistribution | None]
-"""A token and the distribution that it was drawn from. The distribution is None if the rule does
-not use q, or if the draw was certain (one-hot)."""
+"""A token and the distribution from which it was drawn. The distribution is None if the rule does
+not use q, or if the draw was certain."""
 DraftedGroup = tuple[tuple[int, ...], DraftDistribution | None]
-"""Siblings, and the distribution that they were drawn from without replacement."""
+"""Siblings, and the distribution from which they were drawn without replacement."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,13 +82,13 @@ class LikelyTokens:
         return cls(ids, np.concatenate([part.mass for part in parts]))
 
     def split(self, sizes: Sequence[int]) -> list[LikelyTokens]:
-        """Splits the rows into consecutive parts of these sizes, as views."""
+        """Splits the rows into consecutive parts of these sizes."""
         ends = [*accumulate(sizes)][:-1]
         parts = zip(np.split(self.ids, ends), np.split(self.mass, ends), strict=True)
         return [LikelyTokens(ids, mass) for ids, mass in parts]
 
     def row(self, index: int) -> LikelyTokens:
-        """One row, as a view."""
+        """One row."""
         return LikelyTokens(self.ids[index : index + 1], self.mass[index : index + 1])
 
 
@@ -101,14 +100,13 @@ def draw_from_logits(
     history: TokenHistory = NO_HISTORY,
     vocabulary: DraftVocabulary | None = None,
 ) -> tuple[list[DraftedToken], LikelyTokens | None]:
-    """Draws the next token for each of B sessions. The sessions have the same rule and parameters,
-    and the same `history` if there are penalties. Session b draws at depth `indices[b]` of its
-    round. `logits` [B, V] stay unchanged. With a `vocabulary`, `logits` are [B, N]. All other
+    """Draws the next token for each of B sessions with the same rule and parameters. With
+    penalties, they also have the same `history`. Session b draws at depth `indices[b]` of its
+    round, from row b of `logits` [B, V]. With a `vocabulary`, `logits` are [B, N]. All other
     arguments and results use the target's ids.
 
-    Also returns the `likely_tokens` of the rows, or None if the draws take each row's likeliest
-    token. Raises `InvariantError` for rows that `target_probabilities` refuses.
-    """
+    Also returns the `likely_tokens` of the rows, or None if each draw takes the likeliest token.
+    Raises `InvariantError` for rows that `target_probabilities` refuses."""
     check(len(noises) == len(indices) == len(logits), "one noise and index for each row")
     if not noises:
         return [], None
@@ -138,8 +136,8 @@ def draw_siblings(
     """Draws up to `counts[b]` siblings at one position of each of B sessions that have the same
     rule and parameters, without penalties. The first sibling is the token that `draw_from_logits`
     draws. Under token, further siblings are drawn from the returned q without replacement. Under
-    coupled, they have the next highest scores in the race of the `DRAFT_SUPPORT_ENTRIES` likeliest
-    tokens. Under greedy, they are the next likeliest tokens."""
+    coupled, further siblings have the next highest scores in the race of the
+    `DRAFT_SUPPORT_ENTRIES` likeliest tokens. Under greedy, they are the next likeliest tokens."""
     check(len(noises) == len(indices) == len(counts) == len(logits), "a count for each row")
     check(not params.penalised, "penalties would count siblings")
     rule = _shared_rule(noises)
@@ -179,8 +177,8 @@ def likely_tokens(
     history: TokenHistory = NO_HISTORY,
     vocabulary: DraftVocabulary | None = None,
 ) -> LikelyTokens:
-    """The `DRAFT_SUPPORT_ENTRIES` likeliest tokens of each row of a draft's `logits` [R, V] under
-    `params`. With a `vocabulary`, the ids in parameters and history must be its columns. Raises
+    """The `DRAFT_SUPPORT_ENTRIES` likeliest tokens of each row of a draft's `logits` [R, V]. With a
+    `vocabulary`, the ids in `params` and `history` must be columns of `logits`. Raises
     `InvariantError` for rows that `target_probabilities` refuses."""
     count = min(DRAFT_SUPPORT_ENTRIES, logits.shape[1])
     if not params.tempered_alone:
@@ -191,7 +189,7 @@ def likely_tokens(
     padded[:, : logits.shape[1]] = logits
     padded[:, logits.shape[1] :] = float("-inf")
     values, columns = largest(padded, count)
-    if values.device.type != "cpu":  # One wait for the device, not two.
+    if values.device.type != "cpu":  # Waits for the device once.
         values, columns = torch.stack([values.double(), columns.double()]).cpu()
         columns = columns.long()
     mass = values.double().numpy()
@@ -202,8 +200,8 @@ def likely_tokens(
 
 def arrival_order(rows: LikelyTokens, keys: RowKeys) -> tuple[IntArray, RealArray]:
     """Runs a race among the tokens of each row. Returns the tokens, highest score first, and the
-    logarithms of their scores (log mass + Gumbel noise): [R, M] each. Tokens without mass come
-    last, as -1 with the logarithm -inf."""
+    logarithms of their scores (log mass + Gumbel noise): [R, M] each. Tokens without mass become -1
+    with the logarithm -inf, and come last."""
     found = scores(torch.from_numpy(rows.mass), torch.from_numpy(rows.ids), keys).numpy()
     order = np.argsort(-found, axis=1)
     found = np.take_along_axis(found, order, 1)
@@ -216,30 +214,28 @@ def quantise(
     probabilities: Tensor, entries_max: int, vocabulary: DraftVocabulary | None = None
 ) -> DraftDistribution:
     """Quantises the `entries_max` likeliest of `probabilities` [V], likeliest first. Tokens whose
-    count would be 0 are left out, so a single token may be left. With a `vocabulary`,
-    `probabilities` have its columns, and the result has the target's ids.
-    """
+    count would be 0 are left out. With a `vocabulary`, `probabilities` have its columns, and the
+    result has the target's ids."""
     rows = likely_by_weight(probabilities[None], entries_max, vocabulary)
     return _as_distributions(rows.ids, _host_levels(rows.mass))[0]
 
 
 def count_levels(mass: _Reals) -> _Reals:
     """Quantises `mass` [R, M], float64. Returns the cumulative counts [R, M]: whole numbers up to
-    `COUNT_TOTAL`. Takes arrays, and tensors on any device."""
+    `COUNT_TOTAL`."""
     sums = mass.cumsum(1)
     levels: _Reals = (sums / sums[:, -1:] * COUNT_TOTAL).round()
     return levels
 
 
 def _host_levels(mass: RealArray) -> RealArray:
-    """`count_levels` on the CPU. Raises `InvariantError` for a row without mass."""
     check(bool((mass.sum(1) > 0).all()), "a row without mass is no distribution")
     return count_levels(mass)
 
 
 def place_of(levels: Any, count: Any) -> Any:
-    """For each row, the index of the first of its `levels` [R, M] that exceeds its `count` [R, 1]:
-    [R]. Takes arrays, and tensors on any device."""
+    """For each row, the index [R] of the first of the `levels` [R, M] that exceeds `count` [R, 1].
+    """
     return (levels <= count).sum(1)
 
 
@@ -251,14 +247,14 @@ def _drawn_counts(keys: RowKeys) -> RealArray:
 
 
 def draw_quantised(token_ids: IntArray, levels: RealArray, keys: RowKeys) -> IntArray:
-    """Draws one token from each of R distributions: [R]. `levels` are the `count_levels` of the
-    tokens `token_ids` [R, M]."""
+    """Draws one token from each of R distributions: [R]. `levels` are the `count_levels` of
+    `token_ids` [R, M]."""
     drawn: IntArray = token_ids[np.arange(len(levels)), place_of(levels, _drawn_counts(keys))]
     return drawn
 
 
 def _weights(logits: Tensor, params: SamplingParams, history: TokenHistory) -> Tensor:
-    """The distributions of `logits` [B, V] up to a factor, padded to whole blocks, on the CPU."""
+    """The distributions of `logits` [B, V] up to a factor, padded to whole blocks."""
     logits = logits.cpu()
     width = -(-logits.shape[1] // BLOCK) * BLOCK
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
@@ -276,8 +272,7 @@ def likely_by_weight(
 
 
 def _token_ids(columns: Tensor, vocabulary: DraftVocabulary | None) -> IntArray:
-    """The ids of the tokens of these columns. A column that pads a row has no mass, and gets an
-    arbitrary id."""
+    """The tokens of these columns. A column that pads a row gets an arbitrary token."""
     found: IntArray = columns.numpy()
     if vocabulary is None:
         return found
@@ -286,7 +281,6 @@ def _token_ids(columns: Tensor, vocabulary: DraftVocabulary | None) -> IntArray:
 
 
 def quantised_draws(rows: LikelyTokens, keys: RowKeys) -> list[DraftedToken]:
-    """Quantises the distribution of each row, and draws a token from it."""
     levels = _host_levels(rows.mass)
     tokens = draw_quantised(rows.ids, levels, keys).tolist()
     return [
@@ -320,7 +314,6 @@ def _without_replacement(q: DraftDistribution, numbers: Sequence[float]) -> tupl
 
 
 def _likeliest_first(logits: Tensor, count: int) -> list[int]:
-    """The columns of the `count` largest of `logits` [V], largest first (ties: lowest first)."""
     columns = largest_ids(logits, count)
     order = logits[columns].argsort(descending=True, stable=True)
     found: list[int] = columns[order].tolist()
@@ -328,15 +321,14 @@ def _likeliest_first(logits: Tensor, count: int) -> list[int]:
 
 
 def one_hot(columns: Sequence[int], vocabulary: DraftVocabulary | None) -> list[DraftedToken]:
-    """The tokens of these columns, as certain draws."""
     if vocabulary is not None:
         columns = vocabulary.token_ids[list(columns)].tolist()
     return [(token_id, None) for token_id in columns]
 
 
 def raced(weights: Tensor, keys: RowKeys, vocabulary: DraftVocabulary | None) -> list[DraftedToken]:
-    """The winner of the race in each row. The noise depends on token ids, not on columns, so the
-    weights of a `vocabulary` are first moved to their ids."""
+    """The winner of the race in each row. The noise belongs to token ids, so the weights of a
+    `vocabulary` are first moved from their columns to their ids."""
     if vocabulary is not None:
         table = vocabulary.table(weights.device)
         columns = weights[:, : len(table)]
@@ -351,15 +343,14 @@ def _shared_rule(noises: Sequence[RoundNoise]) -> Rule:
 
 
 _ROW_WORDS = 16
-"""Number of the int64 words of a row. Words 0..5 are for `weigh_rows`. Words 6 and 7 say whether
-the draw is coupled, and whether it is quantised. Words 8..13 are for `settle_rows`. Word 14 is the
-drawn count, as a float64."""
+"""Number of int64 words for each row. Words 0..5 are for `weigh_rows`, and words 8..13 for
+`settle_rows`. Words 6 and 7 say whether the draw is coupled and whether it is quantised. Word 14 is
+the drawn count, as a float64."""
 _COUPLED, _QUANTISED, _KEYS, _COUNT = 6, 7, 8, 14
 
 
 def can_draw_on_device(logits: Tensor, params: SamplingParams) -> bool:
-    """Whether `draw_on_device` can be used: the device has kernels, the logits are narrower than
-    float64, and there is no bias and no penalty."""
+    """Whether `draw_on_device` can be used."""
     is_narrow = logits.dtype != torch.float64
     return is_narrow and has_kernels(logits.device) and not (params.penalised or params.logit_bias)
 
@@ -371,8 +362,8 @@ def draw_on_device(
     indices: Sequence[int],
     vocabulary: DraftVocabulary | None = None,
 ) -> tuple[list[DraftedToken], list[LikelyTokens | None]]:
-    """Like `draw_from_logits`, for sessions whose rules and parameters may differ. Waits for the
-    device only once. Returns a `LikelyTokens` or None for each row."""
+    """Like `draw_from_logits`, for sessions whose rules and parameters may differ. The second
+    result has an entry for each row. Waits for the device only once."""
     is_greedy = np.array(
         [one.greedy or noise.rule is Rule.GREEDY for one, noise in zip(params, noises, strict=True)]
     )
@@ -411,7 +402,7 @@ def draw_on_device(
 
 
 def _likeliest_columns(logits: Tensor, vocabulary: DraftVocabulary | None) -> list[Tensor]:
-    """The likeliest token of each row and its logit, [R, 1] each."""
+    """The likeliest token and the largest logit of each row, [R, 1] each."""
     maxima, columns = logits.max(dim=1, keepdim=True)
     return [_ids_on_device(columns, vocabulary), maxima.double()]
 
@@ -423,9 +414,8 @@ def _drawn_columns(
     any_coupled: bool,
     any_filtered: bool,
 ) -> list[Tensor]:
-    """For each row: the drawn token and the largest logit, [R, 1] each, and the likeliest tokens,
-    their masses and the `count_levels` of the masses, [R, M] each. `rows` [R, `_ROW_WORDS`] has the
-    words of the rows."""
+    """For each row, the drawn token and the largest logit, [R, 1] each. Then the likeliest tokens,
+    their masses and the `count_levels` of the masses, [R, M] each."""
     reals, flags = rows.view(torch.float64), rows.view(torch.bool)
     token, maxima = _likeliest_columns(logits, vocabulary)
     if any_coupled or any_filtered:
