@@ -37,7 +37,6 @@ from outrider.replica.worker import draft_request
 from outrider.speculation.draft_sampling import LikelyTokens
 from outrider.speculation.logits_processing import allowed_early, joined_rows
 from outrider.speculation.outcome_prediction import (
-    RANKS_MAX,
     OutcomeGuesses,
     OutcomeModel,
     OutcomeModels,
@@ -148,8 +147,7 @@ class LookAhead:
         return found is not None and found.item is item
 
     def progress(self, item: DraftItem) -> Answers:
-        """Says whether more answers to the item will follow. `works_on` must be true for the item.
-        """
+        """Says whether more answers to the item will follow. `works_on` must be true for the item."""
         return self._advanced(self._rounds[item.head.session_id], ())
 
     def begin(
@@ -332,7 +330,7 @@ class LookAhead:
             return
         rows, noise = LikelyTokens.joined(parts), now.item.head.noise
         try:
-            now.guesses = guess_outcomes(rows, now.sampling, noise, now.drafted, RANKS_MAX)
+            now.guesses = guess_outcomes(rows, now.sampling, noise, now.drafted)
         except OutriderError as error:
             _log.debug("the outcomes of a round cannot be predicted: %s", error)
             return

@@ -234,8 +234,7 @@ def _host_levels(mass: RealArray) -> RealArray:
 
 
 def place_of(levels: Any, count: Any) -> Any:
-    """For each row, the index [R] of the first of the `levels` [R, M] that exceeds `count` [R, 1].
-    """
+    """For each row, the index [R] of the first of the `levels` [R, M] that exceeds `count` [R, 1]."""
     return (levels <= count).sum(1)
 
 

@@ -1,25 +1,24 @@
 """Noise for each token of a row of weights, and draws with this noise.
 
-A row's seed, place and stream give four Philox words (`random_streams.py`), which form two 64-bit
-keys. From these keys, SplitMix64's finaliser (Steele, Lea, Flood: Fast Splittable Pseudorandom
-Number Generators, OOPSLA 2014) computes 64 random bits for each index i: number i of the row. The
-second key is applied by XOR between the finaliser's two multiplications.
+*Numbers*: a row's seed, place and stream give four Philox words (`random_streams.py`), which form
+two 64-bit keys. From the keys and an index i, SplitMix64's finaliser (Steele, Lea, Flood: Fast
+Splittable Pseudorandom Number Generators, OOPSLA 2014) computes 64 random bits: number i of the
+row. The second key is applied by XOR between the finaliser's two multiplications.
 
-A race draws the token v with the highest score w_v / t_v. The waits t_v are independent Exp(1). So
-v wins with probability w_v / sum w, and the weights w need not be normalised. This is the
-Gumbel-max trick over log w. If a draft and a target race with the same keys, they usually draw the
-same token.
+*Races*: a race draws the token v with the highest score w_v / t_v. The waits t_v are independent
+Exp(1). So v wins with probability w_v / sum w, and the weights w need not be normalised. This is
+the Gumbel-max trick over log w. If a draft and a target race with the same keys, they usually draw
+the same token.
 
-Waits have two levels, so that a race over a large vocabulary computes only a few of them. Tokens
+*Waits* have two levels, so that a race over a large vocabulary computes only a few of them. Tokens
 128 b .. 128 b + 127 form block b. The shortest of a block's 128 waits is Exp(128), and each token
 is equally likely to have it. Exp(1) is memoryless, so every other wait is the shortest one plus an
-independent Exp(1). Let E = -log u be the Exp(1) from the upper 52 bits of a number:
+independent Exp(1). Let E_i = -log u be the Exp(1) from the upper 52 bits of number i.
 
-    number 2^32 + b   the shortest wait of block b is m_b = E / 128; the number's lower 7 bits are
-                      the place in the block of the token that has this wait
-    number v          every other token v of the block waits m_b + E
-
-Token v can win only if w_v / m_b exceeds the best score found so far.
+- The shortest wait of block b is m_b = E_i / 128 with i = 2^32 + b. The lower 7 bits of number i
+  say which token of the block has this wait.
+- Every other token v of the block waits m_b + E_v. So v can win only if w_v / m_b exceeds the best
+  score found so far.
 """
 
 from functools import lru_cache
@@ -33,7 +32,6 @@ from torch import Tensor
 from outrider.speculation.random_streams import RowKeys, row_words
 
 BLOCK = 128
-"""Number of tokens in a block."""
 _BLOCK_BITS = 7
 _BLOCK_NUMBERS = 2**32
 """Index of the number of block 0. All token ids are smaller."""
@@ -43,8 +41,7 @@ _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _FIRST = 0xBF58476D1CE4E5B9 - 2**64
 _SECOND = 0x94D049BB133111EB - 2**64
 _FRACTION_BITS = 52
-"""A uniform is (n + 0.5) * 2^-52, where n has 52 bits. A float64 holds each uniform exactly, and no
-uniform is 0 or 1."""
+"""A uniform is (n + 0.5) * 2^-52, where n has 52 bits. So no uniform is 0 or 1."""
 IntArray: TypeAlias = npt.NDArray[np.int64]
 RealArray: TypeAlias = npt.NDArray[np.float64]
 _Ints = TypeVar("_Ints", IntArray, Tensor)
@@ -77,9 +74,9 @@ def uniforms(keys: tuple[_Ints, _Ints], indices: _Ints) -> _Ints:
 
 
 def race(weights: Tensor, keys: RowKeys) -> Tensor:
-    """The winner of each row's race: [R], int64. `weights` [R, V] are float32 or float64, >= 0, on
-    the CPU, and stay unchanged. A row without a positive weight gives token 0. Of equal scores, the
-    lowest id wins."""
+    """The winner of each row's race: [R], int64. `weights` [R, V] are float32 or float64, >= 0, and
+    on the CPU. A row without a positive weight gives token 0. Of equal scores, the lowest id wins.
+    """
     num_rows, width = weights.shape
     if width <= _DENSE_WIDTH:
         return scores(weights, torch.arange(width)[None], keys).argmax(dim=1)
@@ -90,8 +87,8 @@ def race(weights: Tensor, keys: RowKeys) -> Tensor:
 
 
 def scores(weights: Tensor, token_ids: Tensor, keys: RowKeys) -> Tensor:
-    """The scores w / t of some tokens, on the CPU: [R, M], float64. `weights` [R, M] belong to
-    `token_ids` ([R, M] or [1, M], int64, >= 0). In each row, the highest score wins the race."""
+    """The scores w / t of the tokens `token_ids` ([R, M] or [1, M], int64) with the `weights` [R,
+    M], on the CPU: [R, M], float64."""
     low, high = map(torch.from_numpy, token_keys(keys))
     blocks = numbers((low, high), (token_ids >> _BLOCK_BITS) + _BLOCK_NUMBERS)
     later = _exponentials(numbers((low, high), token_ids))
@@ -104,9 +101,8 @@ def _pruned_race(
     weights: npt.NDArray[Any], tops: npt.NDArray[Any], keys: tuple[IntArray, IntArray]
 ) -> IntArray:
     """Like `race`, for rows of whole blocks. `tops` [R, V / 128] has the largest weight of each
-    block. First computes, for each block, the score of the token with the shortest wait. Then
-    computes only those other scores that could exceed the best of the first scores.
-    """
+    block. First computes the score of the token with the shortest wait in each block. Then computes
+    only the scores that could exceed the best of these."""
     num_rows, num_blocks = tops.shape
     blocks = weights.reshape(-1, BLOCK)
     bits = numbers(keys, _block_numbers(num_blocks))
@@ -143,7 +139,6 @@ def _block_numbers(num_blocks: int) -> IntArray:
 
 
 def _column(low: npt.NDArray[Any], high: npt.NDArray[Any]) -> IntArray:
-    """64-bit keys from pairs of 32-bit words, as a column."""
     key: IntArray = ((high << np.uint64(32)) | low).view(np.int64)[:, None]
     return key
 

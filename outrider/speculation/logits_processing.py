@@ -1,8 +1,7 @@
-"""Turns logits into the distribution that is sampled, on the CPU. Float64 logits are processed in
-float64, narrower logits in float32. Sums over a row are always in float64.
+"""Turns logits into the distribution that is sampled, on the CPU.
 
-Order: logit bias, penalties, temperature, min-p, top-k, top-p, renormalisation. A filter sees only
-what the filters before it kept. So top-p is a share of the mass that min-p and top-k kept.
+The order is logit bias, penalties, temperature, min-p, top-k, top-p, renormalisation. A filter sees
+only what the filters before it kept. So top-p is a share of the mass that min-p and top-k kept.
 """
 
 from __future__ import annotations
@@ -26,25 +25,25 @@ from outrider.speculation.proposal import ROOT, Proposal
 from outrider.speculation.sampling_params import SamplingParams
 
 _HEAD_ENTRIES = 64
-"""Top-p first searches this number of largest weights. If the mass of these is too small, top-p
-searches all weights."""
+"""Top-p first searches this number of largest weights. If their mass is too small, top-p searches
+all weights."""
 _BUCKETS = {
     np.dtype(np.float32): (np.int32, 0x3F800000, 17),
     np.dtype(np.float64): (np.int64, 0x3FF0000000000000, 46),
 }
-"""For each type of float: the integer type of the same size, the bits of 1.0, and a shift. After
-the shift, the bits of a float are its exponent and six bits of its fraction. So the weights between
-two neighbouring powers of 2 have 64 buckets."""
+"""For each type of float: the integer type of the same size, the bits of 1.0, and a shift. The
+shift leaves the exponent of a float and six bits of its fraction. So the weights between two
+neighbouring powers of 2 are in 64 buckets."""
 _NUM_BUCKETS = 64 * 64
-"""Weights from 1 down to 2^-64 have these buckets. Smaller weights share the last bucket."""
+"""The buckets of weights from 1 down to 2^-64. Smaller weights share the last bucket."""
 _BLOCK = 64
 """`largest` compares the maxima of blocks of this size first."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenHistory:
-    """The tokens that penalties count. In row i of a verdict, penalties count the prompt, the
-    output and `drafted_ids[:i]`. A drafter appends its own draft tokens to `output_ids`."""
+    """The tokens that penalties count. In row i of a verdict, these are the prompt, the output and
+    `drafted_ids[:i]`. A drafter appends its own draft tokens to `output_ids`."""
 
     prompt_ids: Sequence[int] = ()
     output_ids: Sequence[int] = ()
@@ -57,11 +56,11 @@ NO_HISTORY = TokenHistory()
 def target_probabilities(
     logits: Tensor, params: SamplingParams, history: TokenHistory = NO_HISTORY
 ) -> Tensor:
-    """The sampled distribution of every row: [R, V], float64, rows sum to 1. `logits` [R, V] may
-    have any float type and stay unchanged. If `params` are greedy, a row is one-hot at its largest
-    logit (of equal logits, at the lowest id). A logit of -inf gets probability 0. Ids of V or more
-    in the bias or the history are ignored, because draft and target may pad their vocabularies
-    differently. Raises `InvariantError` for a row that has NaN or +inf, or only -inf."""
+    """The sampled distribution of every row: [R, V], float64, rows sum to 1. If `params` are
+    greedy, a row is one-hot at its largest logit (of equal logits, at the lowest id). Ids of V or
+    more in the bias or the history are ignored, because draft and target may pad their vocabularies
+    differently. Raises `InvariantError` for a row of `logits` [R, V] that has NaN or +inf, or only
+    -inf."""
     check(logits.dim() == 2 and logits.shape[1] > 0, "logits are [rows, vocabulary]")
     logits = logits.cpu()
     weights = torch.empty(logits.shape, dtype=torch.float64)
@@ -73,8 +72,8 @@ def write_weights(
     logits: Tensor, params: SamplingParams, history: TokenHistory, weights: Tensor
 ) -> None:
     """Writes the sampled distribution of every row of `logits` [R, V], up to a factor, to `weights`
-    [R, W], float32 or float64. Columns beyond V become 0. A row without a distribution becomes NaN,
-    for which `check_weights` raises an error."""
+    [R, W], float32 or float64. Columns beyond V become 0. For a row without a distribution, writes
+    NaN, and `check_weights` raises an error."""
     width = logits.shape[1]
     adjusted = adjusted_logits(logits, params, history)
     weights[:, width:] = float("-inf")
@@ -94,8 +93,8 @@ def write_weights(
 
 
 def row_sums(weights: Tensor) -> Tensor:
-    """The sum of each row of `weights` [R, V]: [R], float64. The rounding of a sum does not depend
-    on the other rows."""
+    """The sum of each row of `weights` [R, V]: [R], float64. The rounding does not depend on the
+    other rows."""
     num_rows, width = weights.shape
     if weights.dtype == torch.float64 or width % _BLOCK:
         return weights.cumsum(dim=1, dtype=torch.float64)[:, -1]
@@ -108,8 +107,7 @@ def row_sums(weights: Tensor) -> Tensor:
 
 
 def joined_rows(parts: Sequence[Tensor]) -> Tensor:
-    """The rows [n, V] of all parts as [R, V]. If the parts are adjacent in memory, like the parts
-    of one pass, copies nothing."""
+    """The rows [n, V] of all parts as [R, V]. If the parts are adjacent in memory, copies nothing."""
     first = parts[0]
     begin = end = first.data_ptr()
     for part in parts:
@@ -127,8 +125,7 @@ def likeliest(
     logits: Tensor, params: SamplingParams, history: TokenHistory = NO_HISTORY
 ) -> list[int]:
     """The id of the largest logit of each row [R, V] after bias and penalties. Of equal logits,
-    takes the lowest id. Takes logits on any device. Raises `InvariantError` for rows that
-    `target_probabilities` refuses."""
+    takes the lowest id. Raises `InvariantError` for rows that `target_probabilities` refuses."""
     found, maxima = _largest(logits)
     check_maxima(maxima)
     adjusted = adjusted_logits(logits, params, history)
@@ -136,8 +133,8 @@ def likeliest(
 
 
 def _largest(logits: Tensor) -> tuple[list[int], list[float]]:
-    """The index of the largest value of each row, and the value. Of equal values, takes the lowest
-    index. NaN counts as larger than any number."""
+    """The index of the largest value of each row (of equal values, the lowest), and the value. NaN
+    counts as larger than any number."""
     if logits.device.type != "cpu":
         largest, ids = logits.max(dim=1)
         ids, largest = torch.stack([ids.double(), largest.double()]).tolist()
@@ -152,12 +149,9 @@ def adjusted_logits(
     logits: Tensor, params: SamplingParams, history: TokenHistory = NO_HISTORY
 ) -> Tensor:
     """`logits` [R, V] after bias and penalties, as a float64 copy on the CPU. If there is no bias
-    and no penalty, returns `logits` itself.
-
-    If a token is in the prompt or the output, the repetition penalty divides its logit if positive,
-    and multiplies it if negative (Keskar et al. 2019). If a token is in the output, presence and
-    frequency penalties are subtracted from its logit.
-    """
+    and no penalty, returns `logits` itself. For tokens of the prompt and the output, the repetition
+    penalty divides positive logits, and multiplies negative ones (Keskar et al. 2019). For tokens
+    of the output, presence and frequency penalties are subtracted."""
     if not (params.logit_bias or params.penalised):
         return logits
     adjusted = logits.to("cpu", torch.float64, copy=True)
@@ -181,8 +175,8 @@ def changed_tokens(
     params: SamplingParams, history: TokenHistory, vocab_size: int
 ) -> npt.NDArray[np.int64]:
     """The E tokens that have a bias or that penalties count: [E, 3]. A row has the token's id, the
-    bits of its bias as a float64, and a count. The count is twice the token's count in the output,
-    plus 1 if the prompt has the token."""
+    bits of its bias as a float64, and twice the token's count in the output, plus 1 if the prompt
+    has the token."""
     biases, prompt = dict(params.logit_bias), set(history.prompt_ids)
     output = Counter(history.output_ids)
     known = prompt.union(biases, output, history.drafted_ids)
@@ -202,9 +196,8 @@ def raw_logprobs(
 ) -> tuple[tuple[float, tuple[tuple[int, float], ...]], ...]:
     """For each chosen token i: its log-probability under row `rows[i]` of the raw `logits` [R, V],
     and the `num_top` likeliest tokens of this row as (id, log-probability), likeliest first. Of
-    equally likely tokens, the lowest id comes first. A token outside the vocabulary, or with a
-    logit of -inf, has the log-probability -inf.
-    """
+    equally likely tokens, the lowest id comes first. A token outside the vocabulary has the
+    log-probability -inf."""
     _check_rows(logits)
     exact = logits.double()
     normaliser = exact.logsumexp(dim=1, keepdim=True)
@@ -226,8 +219,8 @@ def raw_logprobs(
 
 
 def largest_ids(values: Tensor, count: int) -> Tensor:
-    """The ids of the `count` largest of `values` [V], in ascending order. Of equal values, those
-    with the lowest ids are included."""
+    """The ids of the `count` largest of `values` [V], ascending. Of equal values, includes those
+    with the lowest ids."""
     count = min(count, len(values))
     if count == 0:
         return torch.empty(0, dtype=torch.int64, device=values.device)
@@ -241,8 +234,7 @@ def largest_ids(values: Tensor, count: int) -> Tensor:
 
 
 def check_maxima(maxima: Sequence[float]) -> None:
-    """Raises `InvariantError` unless each row's largest logit is finite. The maximum of a row with
-    NaN must be NaN."""
+    """Raises `InvariantError` if the largest logit of a row is NaN or infinite."""
     for row, largest in enumerate(maxima):
         check(
             math.isfinite(largest),
@@ -251,8 +243,8 @@ def check_maxima(maxima: Sequence[float]) -> None:
 
 
 def check_weights(weights: Tensor, logits: Sequence[Tensor]) -> Tensor:
-    """The `row_sums` of `weights`, which `write_weights` has computed from the parts `logits`.
-    Raises `InvariantError` for rows without a distribution."""
+    """The `row_sums` of the weights that `write_weights` has computed from `logits`. Raises
+    `InvariantError` for rows without a distribution."""
     sums = row_sums(weights)
     if not bool(sums.isfinite().all()):
         for part in logits:
@@ -266,9 +258,8 @@ def _check_rows(logits: Tensor) -> None:
 
 def _keep_likely(row: Tensor, min_p: float, top_k: int, top_p: float) -> None:
     """Applies min-p, top-k and top-p to `row` [V], whose weights are at most 1. Dropped weights
-    become 0. Of equal weights at the boundary, those with the lowest ids are kept. Only the largest
-    weights are sorted. If top-p keeps more weights than are sorted, one bucket is sorted in their
-    place: the bucket at the boundary."""
+    become 0. Of equal weights at the boundary, keeps those with the lowest ids. Sorts only the
+    largest weights."""
     if min_p > 0.0:
         _keep_from(row, float(row.amax() * min_p))
     is_cut = 0 < top_k < len(row)
@@ -294,15 +285,13 @@ def _keep_likely(row: Tensor, min_p: float, top_k: int, top_p: float) -> None:
 
 
 def _keep_from(row: Tensor, least: float) -> None:
-    """Sets weights below `least` to 0."""
     kind = row.numpy().dtype
     below = np.nextafter(np.asarray(least, dtype=kind), np.asarray(0.0, dtype=kind))
     torch.nn.functional.threshold(row, float(below), 0.0, inplace=True)
 
 
 def _drop_last_ties(row: Tensor, excess: int) -> None:
-    """Finds the ids that share the smallest positive weight of `row`. Sets the weights of the
-    `excess` highest of these ids to 0."""
+    """Of the ids that share the smallest positive weight of `row`, drops the `excess` highest."""
     if excess > 0:
         ties = (row == row[row > 0].amin()).nonzero()[:, 0]
         row[ties[-excess:]] = 0.0
@@ -311,17 +300,14 @@ def _drop_last_ties(row: Tensor, excess: int) -> None:
 def largest(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest weights of each row of `weights` [R, V], largest first, and their
     indices: [R, count] each. If several weights equal the smallest included weight, any of them may
-    be included.
-
-    On a CPU, only the `count` blocks with the largest maxima are searched. They contain the
-    `count` largest weights.
-    """
+    be included."""
     num_rows, width = weights.shape
     count = min(count, width)
     if weights.device.type != "cpu" or width % _BLOCK or width < 4 * _BLOCK * count:
         found = weights.topk(count, dim=1)
         return found.values, found.indices
     blocks = weights.view(num_rows, -1, _BLOCK)
+    # The `count` blocks with the largest maxima contain the `count` largest weights.
     chosen = blocks.amax(dim=2).topk(count, dim=1, sorted=False).indices
     inside = blocks.gather(1, chosen[..., None].expand(-1, -1, _BLOCK)).view(num_rows, -1)
     found = inside.topk(count, dim=1)
@@ -331,12 +317,8 @@ def largest(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 def _long_head_end(row: npt.NDArray[Any], goal: float) -> tuple[float, int]:
     """Adds the weights of `row` [V], largest first, until their sum reaches `goal`. Returns the
-    last weight added, and how many were added.
-
-    The leading bits of a positive float are its exponent and the start of its fraction. These bits
-    divide the weights into buckets by size. Only the bucket in which the sum reaches the goal is
-    sorted.
-    """
+    last weight added, and how many were added. The leading bits of the floats divide the weights
+    into buckets by size. Sorts only the bucket in which the sum reaches the goal."""
     integers, bits_of_one, shift = _BUCKETS[row.dtype]
     buckets = (bits_of_one - row.view(integers)) >> shift
     np.minimum(buckets, _NUM_BUCKETS - 1, out=buckets)
@@ -354,7 +336,7 @@ class DraftVocabulary:
     """The tokens of a reduced draft vocabulary, one for each column of the draft's logits."""
 
     token_ids: npt.NDArray[np.int64]
-    """[N], ascending. So of several columns, the lowest has the lowest id."""
+    """[N], ascending."""
     _tables: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -363,12 +345,12 @@ class DraftVocabulary:
 
     @classmethod
     def of(cls, token_ids: Sequence[int]) -> DraftVocabulary | None:
-        """The vocabulary of these tokens. None for an empty list, which means that all tokens have
-        a column."""
+        """The vocabulary of these tokens. Returns None for an empty list, which stands for all
+        tokens."""
         return cls(np.array(token_ids, dtype=np.int64)) if token_ids else None
 
     def table(self, device: torch.device) -> Tensor:
-        """`token_ids` on the device. Every call returns the same tensor."""
+        """`token_ids` on the device."""
         if device not in self._tables:
             self._tables[device] = torch.from_numpy(self.token_ids).to(device)
         return self._tables[device]
@@ -405,8 +387,8 @@ def masked_logits(
     masks: Sequence[TokenMask | None],
     vocabulary: DraftVocabulary | None = None,
 ) -> Tensor:
-    """A copy of `logits`, with -inf for each token that the mask of its row forbids. If no row has
-    a mask, returns `logits` itself. `logits` are [R, V], or [R, N] with a `vocabulary`."""
+    """A copy of `logits`, [R, V], or [R, N] with a `vocabulary`. Tokens that the mask of their row
+    forbids get -inf. If no row has a mask, returns `logits` itself."""
     wanted = [row for row, mask in enumerate(masks) if mask is not None]
     given = [mask for mask in masks if mask is not None]
     if not given:
@@ -429,14 +411,14 @@ class RowMasks:
     tokens that may follow draft token i. If draft token i is forbidden, element i + 1 is None. The
     target then rejects draft token i, so no outcome uses the row after it."""
     untold: frozenset[int]
-    """Rows whose mask cannot be computed, although the draft token before the row is allowed. An
-    outcome that reaches such a row is cut off after this draft token (`ending_at`)."""
+    """Rows after allowed draft tokens whose mask cannot be computed. An outcome that reaches one of
+    these rows ends with the draft token before it (`ending_at`)."""
 
 
 def row_masks(allowed: Allowed, proposal: Proposal) -> RowMasks:
     """The masks for the rows of a proposal. Raises `Incompatible` if the mask after the committed
-    tokens cannot be computed. A mask after a draft token that cannot be computed raises no error,
-    because the draft token may be rejected, and a draft must not make a session fail."""
+    tokens cannot be computed, but not for masks after draft tokens, because a draft must not make a
+    session fail."""
     masks = [allowed.after(())]
     untold: set[int] = set()
     paths: list[tuple[int, ...]] = []
@@ -497,9 +479,9 @@ def allowed_early(
 def draft_mask(
     allowed: Allowed, drafted: Sequence[int], vocabulary: DraftVocabulary | None = None
 ) -> TokenMask | None:
-    """The tokens that a draft may draw after `drafted`. None if the draft must stop, because the
-    completion has ended, because no token of the draft's vocabulary may follow, or because the mask
-    cannot be computed. The result depends on committed and proposed tokens alone."""
+    """The tokens that a draft may draw after `drafted`. Returns None if the draft must stop,
+    because the completion has ended, because no token of the draft's vocabulary may follow, or
+    because the mask cannot be computed."""
     try:
         mask = allowed.after(drafted)
     except OutriderError:

@@ -2,13 +2,13 @@
 
 A round of K draft tokens has K + 1 kinds of outcome. For n = 0..K, n draft tokens are accepted, and
 a correction follows (for n = K, the bonus). The correction wins a race (`gumbel_max.py`) over the
-target's distribution, or over the residual after a rejection. The noise of this race depends only
-on the session's seed and the place, so the draft knows the noise. The draft runs the race over its
-own distribution q. Its guesses are the tokens with the highest log q + Gumbel noise.
+target's distribution, or over the residual after a rejection. The draft knows the noise of this
+race, so it runs the race over its own distribution q. Its guesses are the tokens with the highest
+log q + Gumbel noise.
 
 The acceptance of a draft token is also predicted from noise. Under the rules coupled and greedy,
-the race decides: the larger the draft token's lead over the next token, the likelier is acceptance.
-Under the rules token and block, a uniform u decides: the smaller u, the likelier is acceptance.
+acceptance is likelier if the draft token's score leads by more in the race. Under the rules token
+and block, acceptance is likelier if the uniform u that tests the draft token is smaller.
 
 Predictions do not bias the output. Under token and block, the tokens that are drafted for an
 outcome have the next round's noise, which is independent of the noise that predictions use. Under
@@ -25,11 +25,7 @@ import torch
 from torch import Tensor
 
 from outrider.errors import check
-from outrider.limits import (
-    DRAFTED_SEEDS_MAX,
-    LOOK_AHEAD_MAX,
-    NUM_DRAFT_TOKENS_MAX,
-)
+from outrider.limits import DRAFTED_SEEDS_MAX, LOOK_AHEAD_MAX, NUM_DRAFT_TOKENS_MAX
 from outrider.speculation.draft_sampling import LikelyTokens, arrival_order, likely_tokens
 from outrider.speculation.gumbel_max import IntArray, RealArray
 from outrider.speculation.logits_processing import DraftVocabulary
@@ -38,22 +34,19 @@ from outrider.speculation.random_streams import RoundNoise, verdict_keys
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
 EVIDENCE_MAX = 16.0
-"""Evidence for or against a draft token is clipped to this size. A probability of e^-16 is
-practically 0."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OutcomeGuesses:
-    """A draft's guesses for a round of K draft tokens. `OutcomeModel` computes their
-    probabilities."""
+    """A draft's guesses for a round of K draft tokens."""
 
     corrections: list[list[int]]
     """Row n has the guesses of the correction after n accepted tokens, best first. The guesses do
     not include draft token n + 1. Row K, for the bonus, may be missing."""
     scores: RealArray
-    """[K + 1, R], or [K, R] without the bonus. The score of a guess is log q + Gumbel noise, or the
-    logit if the parameters are greedy, up to a constant for each row. Scores descend in each row.
-    After the row's last guess, scores are -inf."""
+    """[K + 1, R], or [K, R] without the bonus: the scores of the guesses, up to a constant for each
+    row. A score is log q + Gumbel noise. If the parameters are greedy, it is the logit. Scores
+    descend in each row, and are -inf after the last guess."""
     evidence: RealArray
     """[K]: the evidence that each draft token is accepted, within +-`EVIDENCE_MAX`. Under coupled
     and greedy, the evidence is the token's score minus the best other score of its row. Under token
@@ -64,8 +57,7 @@ class OutcomeGuesses:
         return len(self.evidence)
 
     def rank(self, num_accepted: int, correction: int) -> int | None:
-        """The index of `correction` among the guesses after `num_accepted` tokens. None if
-        `correction` was not guessed."""
+        """The index of `correction` among the guesses after `num_accepted` tokens, or None."""
         guessed = self.corrections[num_accepted] if num_accepted < len(self.corrections) else []
         return guessed.index(correction) if correction in guessed else None
 
@@ -73,10 +65,9 @@ class OutcomeGuesses:
 def likely_rows(
     logits: Tensor, params: SamplingParams, vocabulary: DraftVocabulary | None = None
 ) -> LikelyTokens:
-    """The likeliest tokens of each row of a draft's `logits` [R, V], with their masses. If `params`
-    are greedy, logits take the place of masses. With a `vocabulary`, `logits` have its columns. The
-    returned ids are always the target's. Raises `InvariantError` for penalties, and where
-    `likely_tokens` raises it."""
+    """The likeliest tokens of each row of a draft's `logits` [R, V], or [R, N] with a `vocabulary`.
+    If `params` are greedy, the mass of a token is its logit. Raises the errors of `likely_tokens`,
+    and `InvariantError` for penalties."""
     check(not params.penalised, "penalties would count draft tokens")
     if vocabulary is not None:
         params = vocabulary.params(params)
@@ -93,21 +84,19 @@ def guess_outcomes(
     params: SamplingParams,
     noise: RoundNoise,
     drafted: Sequence[int],
-    count: int,
 ) -> OutcomeGuesses:
-    """Guesses up to `count` corrections after each number n of accepted tokens, for the round of
-    `noise` with the draft tokens `drafted`. Row n of `rows` [K + 1] comes from `likely_rows`, for
-    the logits after n draft tokens. If `params` are not greedy, the row may also come from
-    `draw_from_logits`. If row K is missing, the bonus is not guessed."""
+    """Guesses up to `RANKS_MAX` corrections after each number n of accepted tokens, for the round
+    of `noise` with the draft tokens `drafted`. Row n of `rows` [K + 1] has the likely tokens after
+    n draft tokens. If row K is missing, the bonus is not guessed."""
     check(len(rows) in (len(drafted), len(drafted) + 1), "one row for each outcome")
     if params.greedy:
         ids, scores = rows.ids, rows.mass
     else:
         keys = verdict_keys([noise], [draft_tree((), len(drafted))])
         ids, scores = arrival_order(rows, keys[: len(rows)])
-    own, ids, scores = _apart(drafted, ids[:, : count + 1], scores[:, : count + 1])
+    own, ids, scores = _apart(drafted, ids[:, : RANKS_MAX + 1], scores[:, : RANKS_MAX + 1])
     evidence = _evidence(noise, drafted, own, scores[: len(drafted), 0])
-    scores = scores[:, :count]
+    scores = scores[:, :RANKS_MAX]
     sizes = np.isfinite(scores).sum(axis=1).tolist()
     corrections = [row[:size] for row, size in zip(ids.tolist(), sizes, strict=True)]
     return OutcomeGuesses(corrections, scores, evidence)
@@ -117,7 +106,7 @@ def _apart(
     drafted: Sequence[int], ids: IntArray, scores: RealArray
 ) -> tuple[RealArray, IntArray, RealArray]:
     """Removes draft token i from row i of `ids` and `scores`. Returns the scores [K] of the removed
-    tokens (-inf if a row lacks its token), and the new ids and scores."""
+    tokens, or -inf if a row does not have the token, and the new ids and scores."""
     num_drafted = len(drafted)
     found = np.zeros(ids.shape, dtype=bool)
     found[:num_drafted] = ids[:num_drafted] == np.array(drafted, dtype=np.int64)[:, None]
@@ -130,8 +119,8 @@ def _apart(
 def _evidence(
     noise: RoundNoise, drafted: Sequence[int], own: RealArray, others: RealArray
 ) -> RealArray:
-    """Computes `OutcomeGuesses.evidence`. `own` [K] are the draft tokens' scores. `others` [K] are
-    the best other scores of their rows."""
+    """`OutcomeGuesses.evidence`. `own` [K] are the draft tokens' scores, and `others` [K] the best
+    other scores of their rows."""
     if not noise.rule.absolute_noise:
         found = -np.log(np.fromiter(noise.accept_uniforms(len(drafted)), np.float64))
     else:
@@ -142,15 +131,12 @@ def _evidence(
 
 _FADE = 1 - 1 / 500
 """Each new outcome multiplies the weight of earlier outcomes by this factor."""
-_PRIOR_WEIGHT = 1.0
-_PRIOR_OFFSET = 0.0
-_PRIOR_SHARPNESS = 1.0
+_PRIOR_WEIGHT, _PRIOR_OFFSET, _PRIOR_SHARPNESS = 1.0, 0.0, 1.0
 """Initial coefficients. Under coupled, they fit a draft whose logits have errors as large as the
 Gumbel noise."""
 _PRIOR_INFORMATION = 5.0
-"""Initial information about each coefficient. About twenty outcomes give as much information."""
-_WEIGHT_MAX = 8.0
-_OFFSET_MAX = 6.0
+"""Initial information about each coefficient, as much as about twenty outcomes give."""
+_WEIGHT_MAX, _OFFSET_MAX = 8.0, 6.0
 _STEP_MAX = 0.5
 """Largest change of a coefficient by one outcome."""
 RANKS_MAX = 16
@@ -158,8 +144,6 @@ RANKS_MAX = 16
 
 
 class LikelyOutcome(NamedTuple):
-    """A predicted outcome, and its probability."""
-
     num_accepted: int
     rank: int
     """Index of the outcome's correction in row `num_accepted` of `OutcomeGuesses.corrections`."""
@@ -187,8 +171,7 @@ class _Corrections(_Coefficient):
     """Predicts which guess of a correction is right, by a softmax of coefficient times score."""
 
     def chances(self, scores: RealArray) -> RealArray:
-        """The probabilities [N, R] of guesses with these `scores` [N, R], which descend in each
-        row. A row without guesses has zeros."""
+        """The probabilities [N, R] of guesses with these `scores` [N, R]."""
         known = np.isfinite(scores)
         best = np.where(known[:, :1], scores[:, :1], 0.0)
         behind = np.where(known, scores - best, 0.0)
@@ -198,7 +181,7 @@ class _Corrections(_Coefficient):
         return weights
 
     def note(self, scores: RealArray, rank: int) -> None:
-        """Learns that guess `rank` was right. `scores` [R] are those of its row."""
+        """Learns that of the guesses with these `scores` [R], guess `rank` was right."""
         known = scores[np.isfinite(scores)]
         known = known - known[0]
         chances = self.chances(known[None])[0]
@@ -207,7 +190,7 @@ class _Corrections(_Coefficient):
 
 
 class OutcomeModel:
-    """Learns from the outcomes of rounds under one rule, to predict outcomes of later rounds."""
+    """Predicts outcomes of rounds, and learns from outcomes of earlier rounds."""
 
     def __init__(self) -> None:
         self._weight = _Coefficient(_PRIOR_WEIGHT, 0.0, _WEIGHT_MAX)
@@ -220,14 +203,13 @@ class OutcomeModel:
         )
 
     def _acceptance(self, depth: int, evidence: float) -> float:
-        """The probability that a draft token of this depth and evidence is accepted, given that all
-        draft tokens before it are accepted."""
+        """The probability that a draft token is accepted if all draft tokens before it are."""
         total = self._weight.value * evidence + self._offsets[depth].value
         return 1 / (1 + math.exp(-total))
 
     def note(self, guesses: OutcomeGuesses, num_accepted: int, rank: int | None) -> None:
         """Learns from a round with `num_accepted` accepted draft tokens. `rank` is the index of the
-        right guess of the correction, or None if no guess was right."""
+        right guess of the correction, or None."""
         for depth in range(min(num_accepted + 1, guesses.num_drafted)):
             evidence = float(guesses.evidence[depth])
             chance = self._acceptance(depth, evidence)
@@ -239,8 +221,7 @@ class OutcomeModel:
             law.note(guesses.scores[num_accepted], rank)
 
     def plan(self, guesses: OutcomeGuesses, num_guesses: int) -> list[LikelyOutcome]:
-        """Up to `num_guesses` of the guessed outcomes, likeliest first, and at most
-        `LOOK_AHEAD_MAX`."""
+        """Up to `num_guesses` outcomes, likeliest first, but at most `LOOK_AHEAD_MAX`."""
         evidence = guesses.evidence.tolist()
         accepted = [self._acceptance(*place) for place in enumerate(evidence)]
         reached = np.cumprod([1.0, *accepted])
@@ -265,9 +246,9 @@ class OutcomeModel:
 class OutcomeModels:
     """The models that the sessions of a draft replica share, by rule and temperature.
 
-    Under token and block, only the first session with a seed uses the shared models. The shared
-    models learn from this session's outcomes, which depend on its noise. A later session with the
-    same seed has the same noise, so it gets its own model.
+    Under token and block, a shared model learns from outcomes that depend on the noise of a seed.
+    Predictions for another session with this seed would then depend on its noise. So only the first
+    session with a seed uses the shared models. A later one gets a model of its own.
     """
 
     def __init__(self, seeds_max: int = DRAFTED_SEEDS_MAX) -> None:
@@ -278,11 +259,10 @@ class OutcomeModels:
         self._first: dict[int, str] = {}
         """The first session with each seed."""
         self._alone: dict[str, OutcomeModel] = {}
-        """The models of sessions whose seed was used before."""
 
     def of(self, session_id: str, seed: int, rule: Rule, temperature: float) -> OutcomeModel:
-        """The model that a session uses. Each temperature, rounded to one decimal, has its own
-        model, because the temperature determines how well scores predict outcomes."""
+        """The model that a session uses. Temperatures have separate models, because the temperature
+        determines how well scores predict outcomes."""
         if not rule.absolute_noise:
             if seed not in self._first and len(self._first) >= self._seeds_max:
                 self._first.clear()
@@ -292,6 +272,5 @@ class OutcomeModels:
         return self._shared.setdefault((rule, round(temperature, 1)), OutcomeModel())
 
     def forget(self, session_id: str) -> None:
-        """Drops the model that only this session used, if there is one. The session's seed stays
-        known."""
+        """Drops the model that only this session uses. The session's seed stays known."""
         self._alone.pop(session_id, None)
