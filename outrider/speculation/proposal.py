@@ -13,11 +13,9 @@ from outrider.speculation.sampling_params import Rule
 from outrider.values import value
 
 COUNT_TOTAL = 2**16
-"""The counts of a draft distribution sum to this number. q(v) is v's count / COUNT_TOTAL, which a
-float holds exactly."""
+"""The counts of a draft distribution sum to this number. q(v) is v's count / `COUNT_TOTAL`."""
 _SIZE_BYTES = 2
-ID_BYTES = 4
-ENTRY_BYTES = ID_BYTES + 2
+ENTRY_BYTES = 4 + 2
 Q_BYTES_MAX = TREE_TOKENS_MAX * (_SIZE_BYTES + DRAFT_SUPPORT_ENTRIES_MAX * ENTRY_BYTES)
 """The largest number of bytes that `encode_q` returns."""
 
@@ -26,10 +24,8 @@ class UnreadableQ(BadRequest):
     """Raised if the q of a group of siblings cannot be decoded."""
 
     def __init__(self, group: int, message: str, *, after_draw: bool = False) -> None:
-        """`group` is the index of the group. If bytes follow the last group, `group` is the number
-        of groups. `after_draw` says whether the fault may depend on the tokens that were drawn from
-        this q, or on later tokens. If `after_draw` is False, q was faulty before its tokens were
-        drawn."""
+        """`group` is the index of the group, or the number of groups if bytes follow the last one.
+        `after_draw` says whether the fault may depend on tokens that were drawn from this q."""
         super().__init__("proposal.q", message)
         self.group = group
         self.after_draw = after_draw
@@ -38,8 +34,7 @@ class UnreadableQ(BadRequest):
 @dataclass(frozen=True, slots=True)
 class DraftDistribution:
     """q, truncated to some tokens. The ids are distinct. The counts are positive and sum to
-    `COUNT_TOTAL`. In a proposal, None stands for a distribution with a single token.
-    """
+    `COUNT_TOTAL`. In a proposal, None stands for a distribution with a single token."""
 
     token_ids: tuple[int, ...]
     counts: tuple[int, ...]
@@ -54,10 +49,9 @@ class DraftDistribution:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Draft tokens that form a chain or a tree. The i-th group of siblings was drawn from `q[i]`
-    without replacement. If each draw of the group was certain, `q[i]` is None. In a chain, each
-    token is a group. If the rule does not use q, `q` is empty.
-    """
+    """Draft tokens that form a chain or a tree. Group i of siblings was drawn from `q[i]` without
+    replacement, or each of its draws was certain and `q[i]` is None. In a chain, each token is a
+    group. If the rule does not use q, `q` is empty."""
 
     token_ids: tuple[int, ...] = ()
     q: tuple[DraftDistribution | None, ...] = ()
@@ -69,12 +63,10 @@ class Proposal:
 
     @property
     def tree(self) -> DraftTree:
-        """The structure of the tokens. A chain is a tree without siblings."""
         return draft_tree(self.parents, len(self.token_ids))
 
     @property
     def spine_ids(self) -> tuple[int, ...]:
-        """The tokens of the spine. In a chain, these are all tokens."""
         if not self.parents:
             return self.token_ids
         return tuple(self.token_ids[index] for index in self.tree.spine)
@@ -106,8 +98,8 @@ class SealedProposal:
 
     def cut(self, num_depths: int) -> SealedProposal:
         """The first `num_depths` tokens of each path, with their q. The tokens of a tree must be
-        ordered by depth, as `caterpillar_tree` orders them. Verifying the cut proposal is exact
-        only if `num_depths` does not depend on the tokens."""
+        ordered by depth. Verifying the cut proposal is exact only if `num_depths` does not depend
+        on the tokens."""
         tree = self.tree
         if num_depths >= tree.num_depths:
             return self
@@ -123,14 +115,14 @@ class SealedProposal:
         return SealedProposal(self.token_ids[:num], self.q[:end], parents)
 
     def without_q(self, rule: Rule) -> SealedProposal:
-        """The same tokens without their q. If `rule` uses q, the tokens count as certain draws."""
+        """The same tokens as certain draws, without their q."""
         q = (None,) * len(self.tree.groups) if rule.needs_q else ()
         return SealedProposal(self.token_ids, encode_q(q), self.parents)
 
     def readable(self) -> tuple[SealedProposal, bool]:
         """Returns the proposal, cut before the first q that cannot be decoded, and whether the
-        draft counts as broken. The draft counts as broken if the fault may depend on a token that
-        is cut off, because verifying the cut proposal is then not exact."""
+        fault may depend on a token that was cut off. Verifying the cut proposal is then not exact.
+        """
         try:
             self.open()
         except UnreadableQ as error:
@@ -156,9 +148,8 @@ NOTHING_SEALED = SealedProposal()
 
 
 def require_q(proposal: SealedProposal, rule: Rule) -> None:
-    """Raises `BadRequest` if `rule` uses q and the proposal has no q. It would also be exact to
-    count the proposal's tokens as certain draws, but the target would accept fewer tokens, and no
-    error would say why."""
+    """Raises `BadRequest` if `rule` uses q and the proposal has no q. If its tokens counted as
+    certain draws, the target would accept fewer of them, and no error would say why."""
     if rule.needs_q and proposal.token_ids and not proposal.q:
         raise BadRequest(
             "proposal.q",
@@ -169,7 +160,7 @@ def require_q(proposal: SealedProposal, rule: Rule) -> None:
 
 def encode_q(q: Sequence[DraftDistribution | None]) -> bytes:
     """Encodes each distribution of q as its number n of entries (uint16), n ids (uint32) and n
-    counts (uint16), little endian. None has n = 0. `decode_q` is the inverse."""
+    counts (uint16), little endian. None has n = 0."""
     parts: list[bytes] = []
     for distribution in q:
         packed = b"" if distribution is None else distribution.packed
@@ -180,14 +171,9 @@ def encode_q(q: Sequence[DraftDistribution | None]) -> bytes:
 
 
 def decode_q(data: bytes, drawn: Sequence[Sequence[int]]) -> tuple[DraftDistribution | None, ...]:
-    """Decodes the distribution of each group of siblings. `drawn` has the tokens of each group.
-    Returns () if `data` is empty. Raises `UnreadableQ` if
-
-    - `data` is shorter or longer than its numbers of entries say;
-    - a group has 1 entry, or more than `DRAFT_SUPPORT_ENTRIES_MAX`;
-    - ids are equal, a count is 0, or the counts do not sum to `COUNT_TOTAL`;
-    - a drawn token is not among the ids.
-    """
+    """The inverse of `encode_q`. `drawn` has the tokens of each group of siblings. Returns () if
+    `data` is empty. Raises `UnreadableQ` if `data` has another length than its numbers of entries
+    say, or if a group's distribution is invalid or lacks one of the group's tokens."""
     if not data:
         return ()
     q: list[DraftDistribution | None] = []
@@ -243,7 +229,7 @@ ROOT = -1
 
 @dataclass(frozen=True)
 class DraftTree:
-    """The structure of N draft tokens. All fields name a token by its index."""
+    """The structure of N draft tokens. Tokens are named by their index."""
 
     parents: tuple[int, ...]
     """[N]: the draft token that each token follows, or `ROOT`."""
@@ -254,13 +240,12 @@ class DraftTree:
     """[N]: how many draft tokens precede each token on its path."""
     ranks: tuple[int, ...]
     """[N]: how many tokens of the same depth have a lower index. Depth and rank determine a token's
-    noise. In a chain, all ranks are 0."""
+    noise."""
     groups: tuple[tuple[int, ...], ...]
     """The groups of siblings, ordered by their first token. Each group has one q."""
 
     @cached_property
     def spine(self) -> tuple[int, ...]:
-        """The path of first siblings."""
         path: list[int] = []
         siblings = self.children[0]
         while siblings:
@@ -273,19 +258,14 @@ class DraftTree:
         return max(self.depths, default=-1) + 1
 
     def shared_with_spine(self, path: Sequence[int]) -> int:
-        """The number of tokens at the beginning of a path that are also on the spine."""
-        num = 0
-        for token, on_spine in zip(path, self.spine, strict=False):
-            if token != on_spine:
-                break
-            num += 1
-        return num
+        """The number of tokens that a path shares with the spine."""
+        return sum(token == on_spine for token, on_spine in zip(path, self.spine, strict=False))
 
 
 @lru_cache(maxsize=256)
 def draft_tree(parents: tuple[int, ...], num_tokens: int) -> DraftTree:
-    """The tree of `num_tokens` draft tokens. Without `parents`, it is a chain. Raises `BadRequest`
-    if the parents form no tree, or if the tree is too large to verify."""
+    """The tree of `num_tokens` draft tokens. If `parents` is empty, the tree is a chain. Raises
+    `BadRequest` if the parents form no tree, or if the tree is too large to verify."""
     if not parents:
         parents = tuple(range(ROOT, num_tokens - 1))
     if len(parents) != num_tokens:
@@ -311,7 +291,7 @@ def draft_tree(parents: tuple[int, ...], num_tokens: int) -> DraftTree:
 
 
 def caterpillar_tree(siblings: Sequence[int]) -> tuple[int, ...]:
-    """The parents of a tree whose i-th token of the spine has `siblings[i]` siblings without
+    """The parents of a tree in which token i of the spine has `siblings[i]` siblings without
     children. Tokens are ordered by depth. At each depth, the spine's token comes first. Returns ()
     if no token has siblings."""
     if not any(siblings):

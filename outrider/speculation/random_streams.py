@@ -6,15 +6,15 @@
 | coupled        | TARGET, position | -             | TARGET, position | TARGET, position     |
 | greedy         | -                | -             | -                | -                    |
 
-Under the rules token and block, a draft's draw uses one uniform number: the number for token id 0.
-The draw of sibling j uses the number for token id j. Every other draw is a race over the numbers of
-all tokens (`gumbel_max.py`). So a draft can predict a correction by running the same race.
+Under the rules token and block, a draft's draw uses one number: the number for token id 0. The draw
+of sibling j uses the number for token id j. Every other draw is a race over the numbers of all
+tokens (`gumbel_max.py`).
 
-In a tree, i is the depth of a draft token. Tokens of the same depth have different numbers, because
-a token's rank at its depth is part of its place. The token after a draft token of depth i is drawn
-at i + 1. This is a RESIDUAL draw if the draft token has children, otherwise a TARGET draw.
+In a tree, i is the depth of a draft token. A token's rank at its depth is also part of its place.
+The token after a draft token of depth i is drawn at i + 1. This is a RESIDUAL draw if the draft
+token has children, otherwise a TARGET draw.
 
-A position is absolute: the committed length at the round's start plus the index. An index place
+A *position* is absolute: the committed length at the round's start plus the index. An *index place*
 holds these two numbers separately. No two rounds of a session start at the same committed length,
 so every round has new index places.
 
@@ -48,9 +48,6 @@ INDEX_TAG = 0x80000000
 SIBLING_SHIFT = 16
 INDEX_MAX = 2**16 - 1
 SIBLING_MAX = 2**15 - 1
-NO_ACCEPT_NOISE = 0.5
-"""Takes the place of every uniform under coupled and greedy. Acceptance probabilities are 0 or 1
-under these rules, so every number in (0, 1) gives the same result."""
 
 
 class Stream(IntEnum):
@@ -64,7 +61,7 @@ class Stream(IntEnum):
 
 
 class Place(NamedTuple):
-    """The two 32-bit words of a Philox counter that say where in the session a number is used."""
+    """Two 32-bit words of a Philox counter. They say where in the session a number is used."""
 
     a: int
     b: int
@@ -72,8 +69,7 @@ class Place(NamedTuple):
 
 @value(frozen=True, slots=True)
 class RoundNoise:
-    """The noise of one round of a session. `committed_length` is the session's number of committed
-    tokens at the round's start."""
+    """The noise of one round. `committed_length` is the number of committed tokens at its start."""
 
     seed: int
     rule: Rule
@@ -84,7 +80,7 @@ class RoundNoise:
         check(0 <= self.committed_length <= WORD_MASK, "a committed length has 32 bits")
 
     def place(self, index: int, sibling: int = 0) -> Place:
-        """The place of the token at depth `index`, 0..K, with the rank `sibling` at this depth."""
+        """The place of the token at depth `index` with the rank `sibling` at this depth."""
         check(0 <= index <= INDEX_MAX, f"index {index} is not in 0..{INDEX_MAX}")
         check(0 <= sibling <= SIBLING_MAX, f"sibling {sibling} is not in 0..{SIBLING_MAX}")
         if self.rule.absolute_noise:
@@ -94,21 +90,18 @@ class RoundNoise:
 
     @property
     def draft_stream(self) -> Stream:
-        """The stream of the draft's draws. Under coupled, the draft shares the target's stream."""
         return Stream.TARGET if self.rule.absolute_noise else Stream.DRAFT
 
     @property
     def residual_stream(self) -> Stream:
-        """The stream of the draw after a rejection."""
         return Stream.TARGET if self.rule.absolute_noise else Stream.RESIDUAL
 
     def accept_uniforms(
         self, num_draft_tokens: int, parents: tuple[int, ...] = ()
     ) -> Iterator[float]:
-        """u_i in (0, 1) for each draft token of a chain, or of a tree with these `parents`. Token i
-        passes its test iff u_i <= its acceptance probability."""
-        if self.rule.absolute_noise:
-            return repeat(NO_ACCEPT_NOISE, num_draft_tokens)
+        """u_i in (0, 1) for each draft token of a chain, or of a tree with these `parents`."""
+        if self.rule.absolute_noise:  # Acceptance probabilities are 0 or 1, so any u_i will do.
+            return repeat(0.5, num_draft_tokens)
         ones, b, stream = _places_in_one(num_draft_tokens, parents)
         steps = _kept_key_steps(*_key(self.seed), ones)
         words, _, _, _ = rounds(0, self.committed_length * ones, b, stream, steps, ones)
@@ -122,8 +115,8 @@ def _index_word(index: int, sibling: int) -> int:
 
 @lru_cache(maxsize=256)
 def _places_in_one(num_draft_tokens: int, parents: tuple[int, ...]) -> tuple[int, int, int]:
-    """Three arguments of `rounds`, each for all draft tokens at once: `ones`, the second words of
-    the index places, and the streams."""
+    """`ones`, the second words of the index places, and the streams, as arguments of `rounds` for
+    all draft tokens at once."""
     tree = draft_tree(parents, num_draft_tokens)
     words = map(_index_word, tree.depths, tree.ranks)
     ones = sum(1 << 64 * number for number in range(num_draft_tokens))
@@ -132,7 +125,7 @@ def _places_in_one(num_draft_tokens: int, parents: tuple[int, ...]) -> tuple[int
 
 
 def verdict_keys(noises: Sequence[RoundNoise], trees: Sequence[DraftTree]) -> RowKeys:
-    """The keys for the N + 1 rows of each round's tree, one round after another. Row 0 draws the
+    """The keys for the N + 1 rows of each round's verdict, one round after another. Row 0 draws the
     token after the last committed token. Row i + 1 draws the token after draft token i."""
     places = [_verdict_places(tree.parents) for tree in trees]
     depth, word, has_children = (np.concatenate(each) for each in zip(*places, strict=True))
@@ -154,8 +147,8 @@ def verdict_keys(noises: Sequence[RoundNoise], trees: Sequence[DraftTree]) -> Ro
 
 @lru_cache(maxsize=256)
 def _verdict_places(parents: tuple[int, ...]) -> tuple[WordArray, WordArray, npt.NDArray[np.bool_]]:
-    """For each row of a tree's verdict: the depth of the token to draw, the second word of its
-    index place, and whether the row judges draft tokens."""
+    """For each row of a verdict: the depth of the token to draw, the second word of its index
+    place, and whether the row judges draft tokens."""
     tree = draft_tree(parents, len(parents))
     depths = [0, *(depth + 1 for depth in tree.depths)]
     words = map(_index_word, depths, (0, *tree.ranks))
@@ -167,8 +160,7 @@ def _verdict_places(parents: tuple[int, ...]) -> tuple[WordArray, WordArray, npt
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """The seed of choice number `choice` of a request with `n` choices. Choice 0 has the request's
-    own seed."""
+    """The seed of one of a request's choices. Choice 0 has the request's own seed."""
     check(0 <= choice <= WORD_MASK, f"choice {choice} is not a 32-bit number")
     if choice == 0:
         return seed
@@ -181,7 +173,7 @@ def _key(seed: int) -> tuple[int, int]:
 
 
 def draft_keys(noises: Sequence[RoundNoise], indices: Sequence[int]) -> RowKeys:
-    """The keys of one draft's draw in each round. The draw in round i is at depth `indices[i]`."""
+    """The keys of a draft's draw at depth `indices[i]` of each round i."""
     rows = [
         (*noise.place(index), noise.draft_stream, *_key(noise.seed))
         for noise, index in zip(noises, indices, strict=True)
@@ -196,19 +188,16 @@ _KEY_STEP_HIGH = 0xBB67AE85
 _ROUNDS = 10
 _WORD_SCALE = 2.0**-32
 _FEW = 16
-"""Up to this number of rows, `row_words` computes each row with Python integers. For so few rows,
-the hundred array operations that compute all rows together would take longer."""
+"""Up to this number of rows, Python integers are faster than arrays."""
 
 WordArray: TypeAlias = npt.NDArray[Any]
 """Arrays of 32-bit words. The type is uint64, so that a product of two words keeps its high half.
 """
 _Words = TypeVar("_Words", int, WordArray)
-
-
 KeySteps: TypeAlias = list[tuple[_Words, _Words]]
 RowKeys: TypeAlias = npt.NDArray[np.uint64]
-"""[R, 5]: the counter and the key of each of R rows: `Place.a`, `Place.b`, the stream, and the low
-and the high word of the seed."""
+"""[R, 5]: for each row, `Place.a`, `Place.b`, the stream, and the low and the high word of the
+seed."""
 
 
 def row_words(keys: RowKeys) -> tuple[WordArray, ...]:
@@ -224,19 +213,17 @@ def row_words(keys: RowKeys) -> tuple[WordArray, ...]:
 
 
 def uniform(word: float) -> float:
-    """Turns a random word into a number in (0, 1)."""
+    """Turns a 32-bit random word into a number in (0, 1)."""
     return (word + 0.5) * _WORD_SCALE
 
 
 def rounds(
     c0: _Words, c1: _Words, c2: _Words, c3: _Words, steps: KeySteps[_Words], ones: int = 1
 ) -> tuple[_Words, _Words, _Words, _Words]:
-    """Philox4x32-10: turns the four words of a counter, and a key's `key_steps`, into four random
-    words. All words have 32 bits. Arguments are integers, or arrays that broadcast.
-
-    An integer may hold the words of several counters in 64-bit fields. Eight counters in one
-    integer take little longer than one. `ones`, here and in `key_steps`, has a 1 in each field.
-    """
+    """Philox4x32-10: turns the four 32-bit words of a counter, and a key's `key_steps`, into four
+    random words. Arguments are integers, or arrays that broadcast. An integer may also hold the
+    words of several counters in 64-bit fields. `ones`, here and in `key_steps`, then has a 1 in
+    each field. Eight counters in one integer take little longer than one."""
     mask = WORD_MASK * ones
     for key_low, key_high in steps:
         product_0 = c0 * _MULTIPLIER_0
@@ -248,7 +235,7 @@ def rounds(
 
 
 def key_steps(low: _Words, high: _Words, ones: int = 1) -> KeySteps[_Words]:
-    """The key of each round of Philox, from the words of the seed."""
+    """The keys of the rounds of Philox, from the words of the seed."""
     mask = WORD_MASK * ones
     lows = [low + number * _KEY_STEP_LOW for number in range(_ROUNDS)]
     highs = [high + number * _KEY_STEP_HIGH for number in range(_ROUNDS)]
@@ -256,4 +243,3 @@ def key_steps(low: _Words, high: _Words, ones: int = 1) -> KeySteps[_Words]:
 
 
 _kept_key_steps = lru_cache(maxsize=1024)(key_steps)
-"""Cached `key_steps` of integers. A session has the same key in all its rounds."""

@@ -28,7 +28,7 @@ class Rule(StrEnum):
 
     @property
     def absolute_noise(self) -> bool:
-        """Whether noise depends on the token's absolute position, and not on the round."""
+        """Whether noise depends on absolute positions, and not on rounds."""
         return self in (Rule.COUPLED, Rule.GREEDY)
 
     @property
@@ -39,8 +39,7 @@ class Rule(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """The transforms from logits to the sampled distribution. `check_sampling` checks their
-    ranges."""
+    """The transforms from logits to the sampled distribution."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -51,21 +50,20 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, bias that is added to its logit), sorted by id."""
+    """Pairs of a token id and a bias, which is added to the token's logit, sorted by id."""
     min_tokens: int = 0
-    """While the completion has fewer tokens than this, EOS and stop tokens cannot be drawn, and
-    stop strings are ignored."""
+    """While the completion has fewer tokens, EOS and stop tokens cannot be drawn, and stop strings
+    are ignored."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the completion, like EOS."""
 
     @property
     def greedy(self) -> bool:
-        """Whether the temperature is so low that the likeliest token is taken."""
         return self.temperature < GREEDY_TEMPERATURE
 
     @property
     def penalised(self) -> bool:
-        """Whether a penalty applies, so that the transforms depend on earlier tokens."""
+        """Whether a penalty makes the transforms depend on earlier tokens."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
     @property
@@ -79,8 +77,7 @@ class SamplingParams:
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     def hash(self) -> int:
-        """A 64-bit hash of these parameters. It is the same in every process, and the same for 1 as
-        for 1.0."""
+        """A 64-bit hash that is the same in every process, and the same for 1 as for 1.0."""
         floats: dict[str, Any] = {name: float(getattr(self, name)) for name, *_ in _RANGES}
         biases = tuple(sorted((int(v), float(bias)) for v, bias in self.logit_bias))
         whole = {name: int(getattr(self, name)) for name in ("top_k", "min_tokens")}
@@ -103,8 +100,8 @@ _RANGES = (
 def check_sampling(
     params: SamplingParams, field: str = "sampling", vocab_size: int | None = None
 ) -> None:
-    """Raises `BadRequest` for a parameter outside its limits, NaN included. Without `vocab_size`,
-    `top_k` and token ids are not compared with the vocabulary."""
+    """Raises `BadRequest` for a parameter outside its limits. Without `vocab_size`, `top_k` and
+    token ids are not compared with the vocabulary."""
     for name, low, high, is_closed in _RANGES:
         value = getattr(params, name)
         if not (low <= value <= high and (is_closed or value > low)):  # Also refuses NaN.
