@@ -1,18 +1,14 @@
 """Three Triton kernels that compute verdicts on a CUDA device. This module is imported only where
-Triton is installed. Each program computes one row, and its results do not depend on the rows of
-other sessions.
+Triton is installed. Each program computes one row.
 
-`change_rows` applies masks, biases and penalties to logits. It runs only if a row has any of these.
-
-`weigh_rows` turns logits into weights exp((x - max) / T) and applies min-p, top-k and top-p. Top-k
-and top-p find the smallest weight to keep by a search over the bits of floats, because positive
-floats have the same order as their bits. Each pass over the row reduces the searched range to a
-quarter.
-
-`settle_rows` computes the acceptance of the draft token that a row judges, subtracts the token's q
-(`verification.py`), and draws the token that follows (`gumbel_max.py`). A draw first computes the
-scores of two tokens of each block: the one with the shortest wait, and the one with the largest
-weight. Then it computes all scores of each block in which another token could win.
+- `change_rows` applies masks, biases and penalties to logits, if a row has any of these.
+- `weigh_rows` turns logits into weights exp((x - max) / T) and applies min-p, top-k and top-p. The
+  smallest weight to keep is found by a search over the bits of floats, because positive floats have
+  the same order as their bits. Each pass over the row reduces the searched range to a quarter.
+- `settle_rows` computes the acceptance of the draft token that a row judges, subtracts the token's
+  q (`verification.py`), and draws the next token (`gumbel_max.py`). A draw first computes two
+  scores of each block: of the token with the shortest wait, and of the token with the largest
+  weight. Then it computes all scores of each block in which another token could win.
 """
 # mypy: ignore-errors
 
@@ -24,7 +20,7 @@ import triton.language as tl
 from outrider.speculation import cuda_verdicts, gumbel_max, proposal
 
 ROW_WORDS = tl.constexpr(cuda_verdicts.ROW_WORDS)
-"""Number of the int64 words of a row:
+"""Number of int64 words for each row:
 
     0..2    temperature, min-p and top-p, as float64
     3       top-k
@@ -35,9 +31,9 @@ ROW_WORDS = tl.constexpr(cuda_verdicts.ROW_WORDS)
     9..11   repetition, presence and frequency penalty, as float64
 """
 ENTRY_WORDS = tl.constexpr(3)
-"""Number of the words of a token in the table, see `logits_processing.changed_tokens`."""
+"""Number of int64 words for each token that `logits_processing.changed_tokens` lists."""
 JUDGED_WORDS = tl.constexpr(cuda_verdicts.JUDGED_WORDS)
-"""Number of the int64 words of a row that `settle_rows` reads:
+"""Number of further int64 words that `settle_rows` reads for each row:
 
     0..4    the row's `RowKeys`
     5       the number of draft tokens before the row's draft token, or -1 if it judges none
@@ -51,14 +47,13 @@ MAXIMUM, TOTAL, DRAFTED, ACCEPTED, LEFT, DRAWN = [tl.constexpr(i) for i in range
     MAXIMUM    the largest logit; NaN if any logit is NaN
     TOTAL      the sum of the weights
     DRAFTED    p of the draft token
-    ACCEPTED   the draft token's acceptance, or, under block, pi after the draft token; NaN if its q
-               does not contain the draft token
+    ACCEPTED   the draft token's acceptance, or, under block, pi after the draft token; NaN if the
+               draft token is outside its q
     LEFT       Z of block verification
     DRAWN      the drawn token
 
-Until `settle_rows` runs, ACCEPTED and LEFT have other numbers: the largest changed logit of a row,
-as float64, and its token. `change_rows` stores these numbers, and `weigh_rows` reads them for
-greedy rows.
+Before `settle_rows` writes ACCEPTED and LEFT, they hold the largest changed logit of a row, as
+float64, and its token. `change_rows` writes these, and `weigh_rows` reads them for greedy rows.
 """
 BITS_OF_ONE = tl.constexpr(0x3F800000)
 COUNT_TOTAL = tl.constexpr(proposal.COUNT_TOTAL)
@@ -81,9 +76,9 @@ def _is_reached(parts, goal):
 @triton.jit
 def _keep_goal(row, width, low, goal, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
     """Keeps the largest of the weights [width] at `row`, until their number, or with `BY_MASS`
-    their mass, reaches `goal`. Of equal weights, keeps those with the lowest ids. Sets the other
-    weights to 0. `low` is a lower bound for the bits of the smallest weight to keep. Returns the
-    mass of the kept weights."""
+    their mass, reaches `goal`, and sets the others to 0. Of equal weights, keeps those with the
+    lowest ids. `low` is a lower bound for the bits of the smallest weight to keep. Returns the mass
+    of the kept weights."""
     lane = tl.arange(0, BLOCK)
     high = tl.full((), BITS_OF_ONE + 1, tl.int32)
     while high - low > 1:

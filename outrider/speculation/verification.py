@@ -12,9 +12,9 @@ n = 0..K is p_{n+1}, the target's distribution after n draft tokens.
 Here pos(z) = max(z, 0), pi_0 = 1, and pi_i = min(1, pi_{i-1} p_i(x_i) / q_i(x_i)). A law is a
 distribution up to a factor. Correction K is a draw from p_{K+1} under every rule.
 
-In a tree, row 0 follows the last committed token, and row i + 1 follows draft token i. A row judges
-the draft tokens that follow the same token as the row. Under the rules coupled and greedy, a draft
-token is accepted if it is the target's own token of the row that judges it. Block has no tree.
+In a tree, row 0 *judges* the draft tokens that follow the last committed token, and row i + 1 those
+that follow draft token i. Under the rules coupled and greedy, a draft token is accepted if it is
+the target's own token of the row that judges it. Block has no tree.
 
 Under the rule token, a row p judges siblings s_1, s_2, .., which were drawn from q without
 replacement. They are tested in turn, beginning with p^1 = p and q^1 = q. s_j is accepted with the
@@ -24,8 +24,8 @@ token is drawn from the last p^{j+1}. After a leaf, the next token is drawn from
 rejection: SpecInfer, arXiv 2305.09781. Draws without replacement: Sequoia, arXiv 2402.12374.)
 
 The code represents a row by weights, which are p up to a factor, and by their sum. A token beyond
-the width of p has p = 0, and a token outside q's support has q = 0. So the vocabularies of draft
-and target may be padded differently, and a residual always covers the target's whole vocabulary.
+the width of p has p = 0, and a token outside q's support has q = 0. So draft and target may pad
+their vocabularies differently.
 """
 
 from __future__ import annotations
@@ -62,11 +62,10 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 
 _log = logging.getLogger(__name__)
 _NEARLY_EMPTY = 1e-4
-"""A row that keeps more than this share of its mass after a subtraction is certainly not empty."""
-
+"""If a row keeps more than this share of its mass after a subtraction, it is certainly not empty.
+"""
 _PI_MIN = 1e-290
-"""A path with a smaller pi counts as impossible. A mass divided by a number from this one up is
-finite."""
+"""A path with a smaller pi counts as impossible, because a division by pi could overflow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +85,13 @@ class Question:
     """The data that determine a verdict."""
 
     logits: Tensor
-    """[N + 1, V] of any float type, on any device. Verification does not change them."""
+    """[N + 1, V] of any float type, on any device."""
     params: SamplingParams
     history: TokenHistory
-    """The tokens that penalties count. Penalties need a chain."""
     proposal: Proposal
     noise: RoundNoise
     masks: Sequence[TokenMask | None] = ()
-    """The mask of each row. Masks are applied before all transforms. Empty = no masks."""
+    """The mask of each row, applied before all transforms. Empty = no masks."""
 
     def check(self) -> None:
         """Raises `InvariantError` if the fields do not fit together."""
@@ -110,8 +108,8 @@ class Question:
 def verdicts_from_logits(questions: Sequence[Question]) -> list[Verdict]:
     """Verdicts on the proposals of several sessions. All logits must have the same width, type and
     device. A verdict does not depend on the other questions, not even in its rounding. Raises
-    `InvariantError` if the rule needs a q that is missing, if a draft token is outside its q, and
-    for rows that `target_probabilities` refuses."""
+    `InvariantError` if the rule needs a missing q, if a draft token is outside its q, and for rows
+    that `target_probabilities` refuses."""
     for question in questions:
         question.check()
     verdicts: dict[int, Verdict] = {}
@@ -123,8 +121,6 @@ def verdicts_from_logits(questions: Sequence[Question]) -> list[Verdict]:
 
 
 def _suits_kernels(question: Question) -> bool:
-    """Whether kernels can answer the question. Kernels handle neither trees with q nor float64
-    logits."""
     is_tree = bool(question.proposal.parents) and question.noise.rule.needs_q
     is_double = question.logits.dtype == torch.float64
     return has_kernels(question.logits.device) and not is_tree and not is_double
@@ -133,7 +129,7 @@ def _suits_kernels(question: Question) -> bool:
 def try_kernels(logits: Tensor, token_ids: Sequence[int] = ()) -> None:
     """Compiles and tries the kernels of the device of `logits`. `logits` are [2, V], or [2, N] for
     a drafter with the reduced vocabulary `token_ids` [N]. If the kernels fail, or draw other tokens
-    than the CPU, verdicts and draws on this device use no kernels from now on."""
+    than the CPU, the device uses no kernels from now on."""
     if not has_kernels(logits.device):
         return
     params, noise = SamplingParams(top_k=50, top_p=0.9), RoundNoise(0, Rule.TOKEN, 1)
@@ -183,7 +179,6 @@ def _drawn_verdicts(questions: Sequence[Question]) -> list[Verdict]:
 
 
 def _verdicts_on_device(questions: Sequence[Question]) -> list[Verdict]:
-    """Verdicts by the kernels of `cuda_verdicts.py`."""
     proposals = [each.proposal for each in questions]
     noises = [each.noise for each in questions]
     rules = [noise.rule for noise in noises]
@@ -225,8 +220,7 @@ def _verdicts_on_device(questions: Sequence[Question]) -> list[Verdict]:
 
 
 def check_parts(rows: Tensor, proposal: Proposal, rule: Rule) -> None:
-    """Raises `InvariantError` if the number of rows does not fit the proposal, if the rule needs a
-    q that is missing, or if a tree is to be verified by the rule block."""
+    """Raises `InvariantError` if rows, proposal and rule do not fit together."""
     num_rows, shape = len(proposal.token_ids) + 1, rows.shape
     if len(shape) != 2 or shape[1] == 0 or shape[0] != num_rows:
         raise InvariantError(
@@ -257,8 +251,8 @@ def _weights(questions: Sequence[Question]) -> Tensor:
 def verdicts_from_weights(
     weights: Tensor, sums: RealArray, entries: Sequence[tuple[Proposal, RoundNoise]]
 ) -> list[Verdict]:
-    """Verdicts on these proposals. `weights` [R, V] and `sums` [R] are the rows of all proposals,
-    one after another. Overwrites both."""
+    """Verdicts on these proposals. `weights` [R, V] are the rows of all proposals, one after
+    another, and `sums` [R] their sums. Overwrites both."""
     accept: dict[int, tuple[float, ...]] = {}
     chains: dict[tuple[Rule, int], list[int]] = {}
     ends = [*accumulate(len(proposal) + 1 for proposal, _ in entries)]
@@ -289,21 +283,20 @@ def verdicts_from_weights(
 
 
 def check_drafted(is_in_support: bool) -> None:
-    """Raises `InvariantError` for a draft token outside its q."""
     check(is_in_support, "a draft token lies outside the distribution it was drawn from")
 
 
 def _own_tokens(own: list[int], proposal: Proposal) -> Verdict:
-    """A verdict that accepts a draft token iff it is the target's own token of the row that judges
-    it. `own` [N + 1] has the target's own token of each row."""
+    """A verdict that accepts draft tokens that are the target's own tokens. `own` [N + 1] has the
+    target's own token of each row."""
     pairs = zip(proposal.tree.parents, proposal.token_ids, strict=True)
     return Verdict(tuple(float(own[parent + 1] == ids) for parent, ids in pairs), tuple(own))
 
 
 def tree_law(weights: Tensor, sums: RealArray, proposal: Proposal) -> tuple[float, ...]:
     """The acceptance probability of each token of a tree under the rule token: [N]. `weights`
-    [N + 1, V] and `sums` [N + 1] are the tree's rows. Overwrites each row that judges siblings with
-    the weights from which the next token is drawn after all siblings are rejected."""
+    [N + 1, V] and `sums` [N + 1] are the tree's rows. A row that judges siblings is overwritten
+    with the weights from which the next token is drawn if all siblings are rejected."""
     tree = proposal.tree
     accept = [0.0] * len(proposal)
     for group, entry in zip(tree.groups, proposal.q, strict=True):
@@ -325,14 +318,15 @@ def tree_law(weights: Tensor, sums: RealArray, proposal: Proposal) -> tuple[floa
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Places:
-    """Finds the entries of q, [B, K, M], in rows of weights."""
+    """The entries of each q, [B, K, M], and their places in rows of weights. Entries beyond the
+    width of the weights are 0."""
 
     flat: Tensor
     """[B * K * M]: the entries' indices into the flattened weights."""
     before: RealArray
-    """[B, K, M]: the weights of the entries. 0 for a token beyond the width of the weights."""
+    """[B, K, M]: the weights of the entries."""
     mass: RealArray
-    """[B, K, M]: q of the entries. 0 for a token beyond the width of the weights."""
+    """[B, K, M]: q of the entries."""
     p: RealArray
     """[B, K]: the weight of each draft token."""
     q: RealArray
@@ -340,8 +334,7 @@ class _Places:
 
     @classmethod
     def of(cls, weights: Tensor, rows: IntArray, drafts: DraftRows) -> _Places:
-        """Finds the entries of each draft token's q in its row. `rows` [B, K] are indices of
-        `weights` [R, V]."""
+        """`rows` [B, K] are indices of `weights` [R, V]."""
         width, support, mass = weights.shape[1], drafts.support, drafts.mass
         inside = support < width
         flat = torch.from_numpy((rows[..., None] * width + np.where(inside, support, 0)).ravel())
@@ -355,10 +348,10 @@ class _Places:
     def subtract(
         self, weights: Tensor, sums: RealArray, rows: IntArray, amounts: RealArray
     ) -> RealArray:
-        """Subtracts `amounts` [B, K] times q from the rows. Weights that would be negative become
-        0. Returns the new sums of the rows: [B, K]. A row that would become empty stays unchanged,
-        and its returned sum is 0. Apart from rounding errors, no outcome uses such a row, because
-        its draft token is always accepted, or because the path to the row is impossible."""
+        """Subtracts `amounts` [B, K] times q from the rows. Negative weights become 0. Returns the
+        new sums of the rows: [B, K]. If a row would become empty, it stays unchanged and its
+        returned sum is 0. Apart from rounding errors, no outcome uses this row, because its draft
+        token is always accepted, or because the path to the row is impossible."""
         change = np.maximum(self.before - self.mass * amounts[..., None], 0.0) - self.before
         self._add(weights, change)
         left: RealArray = np.maximum(sums[rows] + change.sum(axis=2), 0.0)
@@ -380,8 +373,8 @@ def chain_law(
     rule: Rule, weights: Tensor, sums: RealArray, rows: IntArray, drafts: DraftRows
 ) -> RealArray:
     """The acceptance probabilities [B, K] of B chains. Row `rows[b, i]` of `weights` [R, V] judges
-    draft token i of chain b. `sums` [R] are the sums of all rows. Overwrites the rows that judge
-    draft tokens with the weights from which corrections are drawn."""
+    draft token i of chain b. `sums` [R] are the sums of all rows. The rows that judge draft tokens
+    are overwritten with the weights from which corrections are drawn."""
     places = _Places.of(weights, rows, drafts)
     totals = sums[rows]
     p, q = places.p / totals, places.q
@@ -421,8 +414,7 @@ def _block_acceptance(pi: RealArray, z: RealArray) -> RealArray:
 
 
 def _drafts(proposals: Sequence[Proposal]) -> DraftRows:
-    """Turns chains of the same length into arrays. If a q is None, its only entry is the draft
-    token."""
+    """Turns chains of the same length into arrays."""
     supports, counts, sizes = [], [], []
     for proposal in proposals:
         for token_id, entry in zip(proposal.token_ids, proposal.q, strict=True):
