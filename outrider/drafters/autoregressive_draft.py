@@ -1,4 +1,4 @@
-"""Draws the tokens of many proposals together from logits, for drafters with a model or a head."""
+"""Draws draft tokens from logits, for drafters with a model or a head."""
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
@@ -45,19 +45,18 @@ class AutoregressiveDraft:
         num_wanted: int | None = None,
         unseen: tuple[int, ...] = (),
     ) -> None:
-        """Begins a proposal of `num_wanted` tokens; None = as many as the request asks for."""
+        """Begins a proposal of `num_wanted` tokens, by default as many as the request asks for."""
         self.request = request
         self.num_wanted = request.num_draft_tokens if num_wanted is None else num_wanted
         self.unseen = unseen
-        """Tokens that the model's next pass must run, so that the next token can be drawn."""
+        """The tokens that the model's next pass must run."""
         self.deadline = request.deadline
         self.token_ids: list[int] = []
         self.beside: list[tuple[int, ...]] = []
         """The siblings of each drafted token."""
         self.q: list[DraftDistribution | None] = []
         self.rows: list[LikelyTokens] = []
-        """Has, for each drafted token, the likely tokens from which it was drawn. Incomplete if
-        the likely tokens are unknown."""
+        """The likely tokens from which each token was drawn. Incomplete if they are unknown."""
         self.error: OutriderError | None = None
         """The error that ended the draft before its first token."""
 
@@ -72,8 +71,8 @@ class AutoregressiveDraft:
         return self.error is not None or len(self.token_ids) >= self.num_wanted
 
     def goes_on(self) -> bool:
-        """Whether to draw another token. If no time is left, the draft ends with the tokens that it
-        has. Call this once before each draw. After True, a draw must follow."""
+        """Whether to draw another token. If no time is left, the draft ends. After True, a draw
+        must follow before the next call."""
         if self.is_whole:
             return False
         if not self.deadline.allows_draw():
@@ -83,19 +82,19 @@ class AutoregressiveDraft:
 
     @property
     def newest(self) -> int:
-        """The last drafted token. If no token is drafted yet, the last committed token."""
+        """The last drafted token, or the last committed token if none is drafted yet."""
         return self.token_ids[-1] if self.token_ids else self.request.token_ids[-1]
 
     @property
     def num_candidates(self) -> int:
-        """Number of tokens to draw for the next position, siblings included."""
+        """Number of tokens to draw at the next position, siblings included."""
         depth, siblings = len(self.token_ids), self.request.siblings
         return 1 + siblings[depth] if depth < len(siblings) else 1
 
     @property
     def draws_at_once(self) -> bool:
-        """Whether tokens can be drawn from several rows of logits at once, because each token
-        depends on its row alone. False with penalties, a grammar or siblings."""
+        """Whether each token depends on its row of logits alone, so that several tokens can be
+        drawn at once."""
         request = self.request
         return not (
             request.sampling.penalised or request.allowed is not None or any(request.siblings)
@@ -103,7 +102,7 @@ class AutoregressiveDraft:
 
     @property
     def is_seen(self) -> bool:
-        """Whether the draft has tokens, and `rows` has the likely tokens of each."""
+        """Whether the draft has tokens, and `rows` is complete."""
         return 0 < len(self.token_ids) == len(self.rows)
 
     @property
@@ -118,7 +117,7 @@ class AutoregressiveDraft:
         )
 
     def add(self, token_ids: tuple[int, ...], q: DraftDistribution | None) -> None:
-        """Appends the first of `token_ids` to the draft. The others are its siblings."""
+        """Appends the first of `token_ids`, with the others as its siblings."""
         self.token_ids.append(token_ids[0])
         self.beside.append(token_ids[1:])
         self.q.append(q)
@@ -128,8 +127,8 @@ class AutoregressiveDraft:
         self.num_wanted = len(self.token_ids)
 
     def end(self, error: Exception) -> None:
-        """Ends the draft after an error. Tokens that were drawn are still proposed. One of them may
-        have caused the error, and dropping a token because of its value would bias the output."""
+        """Ends the draft after an error. Drawn tokens are still proposed. One of them may have
+        caused the error, and dropping a token because of its value would bias the output."""
         if self.token_ids:
             logger.info("a draft ends after %d tokens: %s", len(self.token_ids), error)
             self.stop()
@@ -140,7 +139,6 @@ class AutoregressiveDraft:
 
     @property
     def proposal(self) -> Proposal:
-        """The tokens drafted so far, with q if the rule uses q."""
         if not self.token_ids:
             return EMPTY_PROPOSAL
         q = tuple(self.q) if self.request.rule.needs_q else ()
@@ -155,7 +153,7 @@ class DraftSampler:
     """Draws the next tokens of many drafts from a model's logits."""
 
     def __init__(self, vocabulary: DraftVocabulary | None) -> None:
-        """`vocabulary` has the token of each column of the logits; None = all tokens."""
+        """`vocabulary` has the token of each column of the logits. None = all tokens."""
         self.vocabulary = vocabulary
 
     def run(
@@ -164,8 +162,7 @@ class DraftSampler:
         next_logits: Callable[[Sequence[int]], Tensor],
     ) -> None:
         """Draws all drafts to their end. `next_logits` gets the indices of the drafts that
-        continue. It may stop some of these drafts. It returns logits [R, N], with a row for each
-        draft that it did not stop."""
+        continue, and may stop some of them. It returns the logits [R, N] of the others."""
         while active := [index for index, draft in enumerate(drafts) if draft.goes_on()]:
             logits = next_logits(active)
             going_on = [drafts[index] for index in active if not drafts[index].is_whole]
@@ -174,9 +171,9 @@ class DraftSampler:
     def draw(
         self, drafts: Sequence[AutoregressiveDraft], rows: Sequence[Tensor]
     ) -> list[AutoregressiveDraft]:
-        """Draws tokens for each draft from its rows of logits [n, N], one token from each row. Only
-        a draft that `draws_at_once` may have several rows. If no token can be drawn from a row, or
-        the grammar allows no further token, the draft ends. Returns the drafts that got a token."""
+        """Draws one token from each row of a draft's logits [n, N]. Only a draft that
+        `draws_at_once` may have several rows. If no token can be drawn from a row, or the grammar
+        allows no further token, the draft ends. Returns the drafts that got a token."""
         if any(draft.request.allowed is not None for draft in drafts):
             drafts, rows = self._masked(drafts, rows)
         lengths = [len(draft.token_ids) for draft in drafts]
@@ -195,8 +192,8 @@ class DraftSampler:
     def _masked(
         self, drafts: Sequence[AutoregressiveDraft], rows: Sequence[Tensor]
     ) -> tuple[list[AutoregressiveDraft], list[Tensor]]:
-        """Returns the drafts that may continue, and their rows of logits, to which the grammars'
-        masks are applied. Masked rows are on the CPU."""
+        """Returns the drafts that may continue, and their rows of logits under the grammars' masks.
+        Masked rows are on the CPU."""
         going_on: list[AutoregressiveDraft] = []
         left: list[Tensor] = []
         masks: dict[int, TokenMask] = {}
@@ -217,8 +214,8 @@ class DraftSampler:
         return going_on, left
 
     def _draw(self, drafts: list[AutoregressiveDraft], rows: list[Tensor]) -> None:
-        """Draws for the drafts of one group of `_alike`. If an error is raised, draws from each row
-        alone. This gives the same tokens, and the error ends only the draft that caused it."""
+        """Draws for the drafts of one group of `_alike`. If that raises an error, draws from each
+        row alone, so that the error ends only the draft that caused it."""
         by_row = [draft for draft, own in zip(drafts, rows, strict=True) for _ in range(len(own))]
         depths = [
             len(draft.token_ids) + index
@@ -247,7 +244,7 @@ class DraftSampler:
     ) -> tuple[list[DraftedGroup], Sequence[LikelyTokens | None]]:
         """Draws from each row of `logits`. `drafts` and `depths` have an entry for each row.
         Returns each row's token with its siblings, and the likely tokens from which the token was
-        drawn. The likely tokens are None if they are unknown."""
+        drawn, or None if they are unknown."""
         sampling = drafts[0].request.sampling
         noises = [draft.request.noise for draft in drafts]
         counts = [draft.num_candidates for draft in drafts]
@@ -273,9 +270,8 @@ def _alike(
     drafts: Sequence[AutoregressiveDraft], rows: Sequence[Tensor]
 ) -> tuple[list[int], list[list[int]]]:
     """Divides the drafts into groups that can be drawn together, and returns their indices. The
-    first group is drawn on the device of its rows. The drafts of each other group share rule,
-    parameters and device. A draft with penalties is a group of its own. Drafts with siblings and
-    drafts without siblings are in different groups."""
+    first group is drawn on the device of its rows, by `draw_on_device`. The drafts of each other
+    group share rule and parameters. A draft with penalties is a group of its own."""
     groups: dict[Hashable, list[int]] = {}
     for index, (draft, row) in enumerate(zip(drafts, rows, strict=True)):
         sampling, is_single = draft.request.sampling, draft.num_candidates == 1

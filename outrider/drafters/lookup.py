@@ -1,4 +1,4 @@
-"""Prompt lookup, and what all look-up drafters share: guesses with scores, and indexed texts."""
+"""Prompt lookup, and the base of all look-up drafters: guesses with scores, and indexed texts."""
 
 from __future__ import annotations
 
@@ -23,16 +23,14 @@ class Guess:
     """Expected number of accepted tokens."""
 
     def within(self, request: DraftRequest) -> Guess:
-        """Cuts the guess before the first token that the session's grammar forbids, because the
-        target would reject this token. The cut depends on committed tokens alone, like the guess.
-        """
+        """Cuts the guess before the first token that the session's grammar forbids."""
         if request.allowed is None or not self.token_ids:
             return self
         token_ids = self.token_ids[: request.allowed.num_legal(self.token_ids)]
         return Guess(token_ids, min(self.score, float(len(token_ids))))
 
     def proposal(self, request: DraftRequest) -> Proposal:
-        """The guess as a one-hot proposal."""
+        """The guess as a proposal of certain draws."""
         if not self.token_ids:
             return EMPTY_PROPOSAL
         return Proposal(self.token_ids, (None,) * len(self.token_ids) * request.rule.needs_q)
@@ -42,15 +40,14 @@ NO_GUESS = Guess()
 
 
 def share_of(num: int, num_all: int, match_length: int) -> float:
-    """The share of `num` among `num_all` occurrences of a match. Because one short match is weak
-    evidence, the count of all occurrences is increased by 1 / `match_length`."""
+    """The share of `num` among `num_all` occurrences of a match. One short match is weak evidence,
+    so `num_all` is increased by 1 / `match_length`."""
     return num / (num_all + 1 / match_length)
 
 
 class LookupDrafter:
     """A `Drafter` without a model. Keeps the indexed texts of at most `SEQUENCES_PER_REPLICA_MAX`
-    sessions. If a session's text is missing, the drafter builds it again. So proposals do not
-    depend on which texts were kept."""
+    sessions, and builds missing texts again."""
 
     def __init__(self, begin: Callable[[DraftRequest], Any]) -> None:
         """`begin` makes an empty text for a request's session."""
@@ -58,12 +55,11 @@ class LookupDrafter:
         self._texts: Newest[str, Any] = Newest(SEQUENCES_PER_REPLICA_MAX)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        """Returns one-hot proposals that the sessions' grammars allow."""
+        """Returns proposals that the sessions' grammars allow."""
         return [self.guess(request).within(request).proposal(request) for request in requests]
 
     def guess(self, request: DraftRequest) -> Guess:
-        """Returns a guess. The session's grammar may forbid its tokens. The guess is empty if the
-        request asks for no tokens."""
+        """Returns a guess, whose tokens the session's grammar may forbid."""
         if request.num_draft_tokens == 0:
             return NO_GUESS
         text = self._texts.pop(request.session_id, None)
@@ -78,7 +74,7 @@ class LookupDrafter:
         self._texts.pop(session_id, None)
 
     def _guess(self, request: DraftRequest, text: Any) -> Guess:
-        """A guess from `text`, which has exactly the request's committed tokens."""
+        """Returns a guess from `text`, which has exactly the request's committed tokens."""
         raise NotImplementedError
 
 
@@ -89,9 +85,9 @@ class TextIndex:
     """A text of tokens, with an index of the n-grams in it. The text grows at its end, and may be
     cut at its beginning.
 
-    A *place* is a position between two tokens. Its number counts all tokens before it, including
-    those that were cut off. The index links each place to the previous place that follows the same
-    n-gram. Appending or cutting a token takes O(1). A token takes some 200 bytes of memory.
+    A *place* is a position between two tokens. Its number is the number of tokens before it,
+    including those that were cut off. The index links each place to the previous place that follows
+    the same n-gram. Appending or cutting a token takes O(1). A token takes about 200 bytes.
     """
 
     def __init__(self, gram_length: int) -> None:
@@ -102,8 +98,7 @@ class TextIndex:
         self._last: dict[tuple[int, ...], int] = {}
         """Maps each n-gram to the place after its last occurrence."""
         self._previous: list[int] = []
-        """Has, for the place after each kept token, the previous place that follows the same
-        n-gram."""
+        """The link of the place after each kept token."""
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -113,8 +108,8 @@ class TextIndex:
         return self._num_cut + len(self._ids)
 
     def begins(self, token_ids: Sequence[int], digests: TokenSequence | None = None) -> bool:
-        """Whether `token_ids` starts with this whole text. Call this only if nothing was cut from
-        the text. Takes O(1) if `digests` is at least as long as the text."""
+        """Whether `token_ids` starts with this whole text, from which nothing was cut. Takes O(1)
+        if `digests` is at least as long as the text."""
         if digests is not None and len(self._ids) <= len(digests):
             return digests.holds(len(self._ids), self._digest)
         return list(token_ids[: len(self._ids)]) == self._ids
@@ -162,7 +157,7 @@ class TextIndex:
 
     def match_length(self, place: int, tail: Sequence[int]) -> int:
         """How many tokens before `place` equal the last tokens of `tail`. The n-gram before `place`
-        must be the last n-gram of `tail`, so it is not compared again."""
+        must be the last n-gram of `tail`."""
         ids, end = self._ids, place - self._num_cut
         limit = min(end, len(tail))
         length = min(self._gram_length, limit)
@@ -177,20 +172,15 @@ class TextIndex:
 
 
 OCCURRENCES_MAX = 256
-"""Maximum number of occurrences of the last `ngram_min` tokens among which the longest match is
-found. The latest occurrences are searched."""
+"""Number of latest occurrences among which the longest match is found."""
 TOKENS_PER_MATCH = 3
-"""Maximum number of draft tokens for each token of the match, because a short match predicts only
-few tokens."""
+"""Maximum number of draft tokens for each token of the match. A short match predicts few tokens."""
 
 
 class NgramDrafter(LookupDrafter):
     """Prompt lookup: proposes the tokens that followed an earlier occurrence of the session's last
-    tokens in the same session.
-
-    A look-up takes at most O(OCCURRENCES_MAX * ngram_max), for a text of any length. The defaults
-    were the best ones for texts of a chat model of 135 million parameters, at K = 8 and 16.
-    """
+    tokens in the same session. A look-up takes at most O(OCCURRENCES_MAX * ngram_max). The defaults
+    were the best for texts of a chat model of 135 million parameters, at K = 8 and 16."""
 
     def __init__(self, ngram_min: int = 1, ngram_max: int = 16) -> None:
         """A match has at least `ngram_min` tokens. Matches of `ngram_max` tokens or more count as
@@ -199,9 +189,9 @@ class NgramDrafter(LookupDrafter):
         self._ngram_max = ngram_max
 
     def _guess(self, request: DraftRequest, text: TextIndex) -> Guess:
-        """The tokens that followed the longest match, or the most recent of equally long matches.
-        If too few tokens follow the match, the guess repeats these tokens, because the text has
-        begun to repeat itself."""
+        """The tokens that followed the longest match (of equally long matches, the latest). If too
+        few tokens follow the match, the text has begun to repeat itself, so the guess repeats these
+        tokens."""
         start = match_length = 0
         tail = text.slice(text.end - self._ngram_max, text.end)
         for place in islice(text.earlier(), OCCURRENCES_MAX):

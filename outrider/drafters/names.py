@@ -7,10 +7,10 @@ from enum import StrEnum
 from outrider.errors import SettingError, did_you_mean
 
 AUTO = "auto"
-"""The default. It means `suffix` (`docs/performance.md` says why)."""
+"""Stands for `suffix`."""
 DEMO = "demo"
 SHIPPED = (f"{DEMO}-drafter", f"{DEMO}-head")
-"""A model and an EAGLE-3 head, which come with this package for the target `demo`."""
+"""The model and the EAGLE-3 head that come with this package for the target `demo`."""
 _HYBRID = "hybrid"
 EAGLE3 = "eagle3"
 MTP = "mtp"
@@ -22,20 +22,17 @@ _REMOVED = {
     "quantized": "a quantised copy of the target takes nearly as long as the target; use a smaller "
     "model, or eagle3:DIR_OR_ID",
 }
-"""The kinds that only earlier versions had: why each was removed, and what to use instead."""
+"""For each kind of earlier versions, why it was removed and what to use instead."""
 _KIND = re.compile(r"[A-Za-z][\w-]+")
-"""Matches text before a colon that is read as a kind, not as part of a path. No hub id has a colon.
-A directory whose name has a colon can be written as `./NAME`. A single letter may be a Windows
-drive."""
+"""If the text before a colon matches, it is read as a kind. No hub id has a colon, and a directory
+can be written as `./NAME`. A single letter does not match, because it may be a Windows drive."""
 _FORMS = (
     "`auto`, `ngram`, `suffix`, a model, `eagle3:DIR_OR_ID`, `mtp` or `hybrid:LOOKUP,MODEL`, "
     "whose MODEL may also be a head"
 )
-
-
 NEAR_WORD = 0.75
-"""If `difflib` finds a model's name at least this similar to a word, the name counts as misspelt. A
-draft's name is compared with `_WORDS`, and a target's name with `demo`."""
+"""If `difflib` finds a model's name at least this similar to one of `_WORDS` (a target's name: to
+`demo`), the name counts as misspelt."""
 
 
 class LookupKind(StrEnum):
@@ -47,23 +44,22 @@ class LookupKind(StrEnum):
 
 _LOOKUPS = {kind.value: kind for kind in LookupKind}
 _WORDS = (AUTO, *_LOOKUPS, DEMO, *SHIPPED, *_KINDS)
-"""Words that a `--draft-model` may be or begin with, besides names of models."""
+"""Words, besides names of models, that a `--draft-model` may be or begin with."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftModel:
-    """A model that drafts."""
+    """A model or head that drafts on draft replicas."""
 
     name: str
     """A directory, a .gguf file or a hub id."""
     reads_features: bool = False
-    """Whether the model is a head, which reads hidden states that the target sends."""
+    """Whether it is a head, which reads hidden states that the target sends."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterChoice:
-    """A look-up, a model, a head, or a hybrid. A hybrid has a look-up and either a model or a head,
-    which drafts when the look-up is not confident."""
+    """A look-up, a model, a head, or a hybrid of a look-up with one of the others."""
 
     lookup: LookupKind | None
     model: DraftModel | None
@@ -71,18 +67,16 @@ class DrafterChoice:
     """The head with which the target drafts: a directory, a hub id, or `mtp` for the MTP layer in
     the target's own files. None if the target does not draft."""
     kind: str = ""
-    """The head's kind, `mtp` or `eagle3`; empty without a head. An `eagle3` head may also run on
-    draft replicas, and is then the `model`."""
+    """The head's kind, `mtp` or `eagle3`. Empty if there is no head."""
 
     @property
     def is_lookup(self) -> bool:
-        """Whether a look-up drafts alone. Coordinators then make the proposals, and no draft
-        replica runs."""
+        """Whether a look-up drafts alone, in the coordinators."""
         return self.model is None and self.on_target is None
 
     @property
     def reads_target(self) -> bool:
-        """Whether the drafter has a head, which reads the target's hidden states."""
+        """Whether the drafter has a head."""
         reads = self.model is not None and self.model.reads_features
         return reads or self.on_target is not None
 
@@ -113,13 +107,13 @@ def parse_drafter(name: str) -> DrafterChoice:
 
 
 def eagle3_name(draft_model: str, name: str) -> str:
-    """Inserts `eagle3:` before the head's `name`, which is the end of `draft_model`."""
+    """Inserts `eagle3:` before the head's `name`, with which `draft_model` ends."""
     return draft_model.removesuffix(name) + f"{EAGLE3}:{name}"
 
 
 def same_drafter(one: str, other: str) -> bool:
-    """Whether two values of `draft_model` may mean the same drafter. The name of a published head
-    needs no `eagle3:` before it, because the head's files say that it is an EAGLE-3 head."""
+    """Whether two values of `draft_model` may mean the same drafter. A published head may be named
+    without `eagle3:`, because its files say that it is an EAGLE-3 head."""
     return bool({*_meanings(one)} & {*_meanings(other)})
 
 
@@ -131,9 +125,8 @@ def _meanings(draft_model: str) -> tuple[DrafterChoice, ...]:
 
 
 def check_model_name(name: str) -> None:
-    """Checks the name of a draft model that is not on this machine, before it is looked for on the
-    hub. Raises `SettingError` if the name resembles one of `_WORDS`, and so is probably
-    misspelt. A name with a slash never raises, so any model of the hub can be named."""
+    """Raises `SettingError` if the name of a model that is not on this machine resembles one of
+    `_WORDS` and is probably misspelt. A name with a slash is always accepted."""
     if "/" in name or name in (DEMO, *SHIPPED):
         return
     if hint := did_you_mean(name, _WORDS, NEAR_WORD):
@@ -164,13 +157,12 @@ class DrafterDescription:
     """One row of `outrider drafters`."""
 
     draft_model: str
-    """As `--draft-model` takes it."""
     proposes: str
     files: str
     memory: str
     training: str
     q: str
-    """`one-hot` if nothing of q is sent, `sparse` if q is sent for the likeliest tokens."""
+    """`one-hot` if each draw is certain, `sparse` if q is sent for the likeliest tokens."""
 
 
 DRAFTERS = (
@@ -220,4 +212,4 @@ DRAFTERS = (
         "the model's", "that of both parts", "the model's", "one-hot or sparse",
     ),
 )  # fmt: skip
-"""The default first, then all kinds from the cheapest on. A shipped drafter follows its kind."""
+"""The default, and then all kinds, the cheapest first."""

@@ -3,10 +3,8 @@ answers to the same tenant.
 
 The method is from Oliaro et al., "SuffixDecoding" (2024, arXiv 2411.04975). A *match* is an earlier
 occurrence of the last tokens. The *share* of a token is the fraction of the matches that the token
-follows. A draft grows while the product of its tokens' shares is large enough. Its length is at
-most a multiple of the match's length. The paper keeps a tree of all suffixes, which takes O(depth)
-memory for each token. Here an index finds the latest matches, and each round counts what followed
-them.
+follows. The paper keeps a tree of all suffixes, which takes O(depth) memory for each token. Here an
+index finds the latest matches, and each round counts the tokens that followed them.
 """
 
 from collections import OrderedDict
@@ -21,8 +19,7 @@ from outrider.limits import SUFFIX_SEEDS_MAX
 
 MATCH_IN_SESSION_MIN = 1
 MATCH_IN_HISTORY_MIN = 2
-"""Minimum length of a match in earlier answers, where single tokens match often and predict little.
-"""
+"""In earlier answers, single tokens match often and predict little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +32,12 @@ class SuffixConfig:
     min_score: float = 0.1
     """A draft ends before the product of its tokens' shares falls below this value."""
     tokens_per_tenant: int = 2**17
-    """Maximum number of tokens in a tenant's history. The oldest outputs are dropped first."""
+    """Size of a tenant's history. The oldest outputs are dropped first."""
     tokens_total: int = 2**19
-    """Maximum number of tokens in the histories of all tenants together. The tenant that has added
-    no output for the longest time loses outputs first."""
+    """Size of the histories of all tenants together. The tenant that has added no output for the
+    longest time loses outputs first."""
     occurrences_max: int = 64
-    """Maximum number of matches that are read in the session, and also in the tenant's history. The
-    latest matches are read."""
+    """Number of latest matches that are read in the session, and also in the tenant's history."""
     tokens_per_match: int = 4
     """Maximum number of draft tokens for each token of the match."""
 
@@ -57,17 +53,14 @@ class _Occurrence:
     """How many tokens before the place equal the session's last tokens."""
 
     def follower(self, drafted: Sequence[int]) -> int:
-        """The token that comes `len(drafted)` tokens after the place. If the text is shorter, the
-        drafted tokens count as its continuation, because a session's text ends where the draft
-        begins."""
+        """The token that comes `len(drafted)` tokens after the place. The drafted tokens count as
+        the continuation of the text, because a session's text ends where the draft begins."""
         place = self.place + len(drafted)
         beyond = place - self.text.end
         return self.text.token(place) if beyond < 0 else drafted[beyond]
 
 
 class _SessionText(TextIndex):
-    """A session's tokens, and the data with which its output is added to the history."""
-
     def __init__(self, request: DraftRequest) -> None:
         super().__init__(MATCH_IN_SESSION_MIN)
         self.tenant = request.tenant
@@ -78,31 +71,29 @@ class _SessionText(TextIndex):
 class SuffixDrafter(LookupDrafter):
     """Drafts from a session's own text, and from its tenant's history of finished outputs.
 
-    A tenant's sessions with the same seed have the same noise. If noise is keyed by the absolute
-    position, all these sessions read the history. If noise is keyed by the round, the output of the
-    first session depends on its noise. If another session copied drafts from this output, the
-    drafts would depend on the noise that tests them. This would bias the tests. So only the first
-    session then reads the history. The others do not even read the outputs of other seeds, because
-    the length of the first session's output may decide which outputs are kept.
+    Sessions with the same seed have the same noise. If noise is keyed by the round, and a session
+    copied drafts from the output of an earlier session with its seed, the drafts would depend on
+    the noise that tests them. This would bias the tests. So only the tenant's first session with a
+    seed then reads the history. Later sessions do not even read the outputs of other seeds, because
+    the length of the first session's output may decide which outputs are kept. If noise is keyed by
+    the absolute position, all sessions read the history.
 
-    Only the first session with a seed adds its output to the history, when it ends. If the drafter
-    forgets the seed, it also forgets this output.
+    Only the first session with a seed adds its output to the history, when the session ends. If the
+    drafter forgets the seed, it also forgets this output.
 
     A round takes at most O(occurrences_max * (depth + L * K)) for matches of L different lengths.
-    Appending or forgetting a token takes O(1). `TextIndex` states the memory.
     """
 
     def __init__(
         self, config: SuffixConfig | None = None, seeds_max: int = SUFFIX_SEEDS_MAX
     ) -> None:
-        """`seeds_max` is the number of seeds whose first session is remembered."""
         super().__init__(_SessionText)
         self._config = config or SuffixConfig()
         self._history = History(self._config.tokens_per_tenant, self._config.tokens_total)
         self._seeds_max = seeds_max
         self._first_of_seed: OrderedDict[tuple[str, int], str | None] = OrderedDict()
-        """Maps each tenant and seed to the first session, the oldest entry first. The value is None
-        once that session has ended."""
+        """Maps each tenant and seed to the first session, or to None after that session has ended.
+        The oldest `seeds_max` entries are kept."""
 
     def _guess(self, request: DraftRequest, text: TextIndex) -> Guess:
         is_first = self._is_first(request)
@@ -115,9 +106,8 @@ class SuffixDrafter(LookupDrafter):
         return _continuation(found, request.num_draft_tokens, self._config)
 
     def release(self, session_id: str) -> None:
-        """Ends the session. If the session is the first with its seed, adds the last tokens of its
-        prompt and its output to the history. Tokens that were committed after the session's last
-        call of `propose` are not added."""
+        """Ends the session. If it is the first with its seed, adds the last tokens of its prompt
+        and its output to the history, as far as `propose` has seen them."""
         text = self._texts.pop(session_id, None)
         if text is None or self._first_of_seed.get((text.tenant, text.seed)) != session_id:
             return
@@ -127,7 +117,6 @@ class SuffixDrafter(LookupDrafter):
             self._history.add(text.tenant, text.seed, text.slice(start, text.end))
 
     def _is_first(self, request: DraftRequest) -> bool:
-        """Whether the session is the tenant's first with its seed."""
         key = request.tenant, request.noise.seed
         first = self._first_of_seed.setdefault(key, request.session_id)
         if len(self._first_of_seed) > self._seeds_max:
@@ -145,8 +134,8 @@ class SuffixDrafter(LookupDrafter):
 
 
 def _continuation(found: Sequence[_Occurrence], num_tokens: int, config: SuffixConfig) -> Guess:
-    """Makes a guess for each length of a match, from all matches that are at least as long. Returns
-    the guess with the best score."""
+    """Returns the best guess. A guess is made for each length of a match, from all matches that are
+    at least as long."""
     best = NO_GUESS
     for length in sorted({occurrence.length for occurrence in found}, reverse=True):
         limit = min(num_tokens, config.tokens_per_match * length)
@@ -162,8 +151,8 @@ def _continuation(found: Sequence[_Occurrence], num_tokens: int, config: SuffixC
 def _most_frequent(
     matching: Sequence[_Occurrence], length: int, limit: int, min_score: float
 ) -> Guess:
-    """Drafts the token that follows most of the occurrences, or the lowest id of equally frequent
-    tokens. Drafts each further token from only those occurrences that continued with all drafted
+    """Drafts the token that follows most of the occurrences. Of equally frequent tokens, drafts the
+    lowest id. Drafts each further token from the occurrences that continued with all drafted
     tokens."""
     drafted: list[int] = []
     score, product = 0.0, 1.0
@@ -187,20 +176,19 @@ def _most_frequent(
 
 
 END = -1
-"""Stands after every output in a history. No token has this id, so neither matches nor drafts
-extend over two outputs."""
+"""Stands after every output in a history, so that neither matches nor drafts extend over two
+outputs."""
 
 
 class _TenantHistory(TextIndex):
     def __init__(self) -> None:
         super().__init__(MATCH_IN_HISTORY_MIN)
         self.lengths: OrderedDict[int, int] = OrderedDict()
-        """Maps each seed to the length of its output, `END` included; oldest first."""
+        """Maps each seed, the oldest first, to the length of its output with `END`."""
 
 
 class History:
-    """The finished outputs of each tenant. Adding an output takes O(1) for each token that is added
-    or dropped."""
+    """The finished outputs of each tenant."""
 
     def __init__(self, tokens_per_tenant: int, tokens_total: int) -> None:
         self._tokens_per_tenant = min(tokens_per_tenant, tokens_total)
@@ -208,17 +196,15 @@ class History:
         self._tenants: OrderedDict[str, _TenantHistory] = OrderedDict()
         """The tenants in the order of their last outputs, oldest first."""
         self._num_tokens = 0
-        """Number of tokens of all tenants, including an `END` for each output."""
 
     def of(self, tenant: str) -> TextIndex | None:
-        """The tenant's outputs in one text, an `END` after each; None if there are none. The text
-        is valid until the next `add`."""
+        """The tenant's outputs in one text. None if there are none. The text is valid until the
+        next `add`."""
         return self._tenants.get(tenant)
 
     def add(self, tenant: str, seed: int, token_ids: Sequence[int]) -> None:
-        """Adds an output, or only its last tokens if it is too long for a tenant's history. To make
-        room, drops older outputs: first the tenant's own, then those of others. The tenant must
-        have no output of this seed yet."""
+        """Adds an output, of which only the last tokens may fit. To make room, drops older outputs,
+        first the tenant's own. The tenant must have no output of this seed yet."""
         room = self._tokens_per_tenant - 1
         if room < 1:
             return
@@ -235,8 +221,8 @@ class History:
             self._forget_oldest(next(iter(self._tenants)))
 
     def forget(self, tenant: str, seed: int) -> None:
-        """If the tenant's output of this seed is kept, forgets it and all older outputs. The
-        history then depends neither on the tokens of that output nor on their number."""
+        """If the tenant's output of this seed is kept, forgets it. Also forgets all older outputs,
+        because the output's length has decided which of them were kept."""
         while tenant in self._tenants and seed in self._tenants[tenant].lengths:
             self._forget_oldest(tenant)
 
