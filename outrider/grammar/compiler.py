@@ -1,5 +1,4 @@
-"""Compiles constraints to grammars that compute token masks. Caches the grammars by tenant and
-digest."""
+"""Compiles constraints to grammars, and caches the grammars by tenant and digest."""
 
 import asyncio
 import json
@@ -44,7 +43,7 @@ if version("llguidance").startswith("1.7."):  # In this version the pattern allo
     _SPACES = {"whitespace_flexible": False, "item_separator": " ?, ?", "key_separator": " ?: ?"}
 _REASON_CHARS_MAX = 400
 _Key = tuple[str, bytes]
-"""A tenant, and the digest of a constraint."""
+"""A tenant and the digest of a constraint."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -58,11 +57,8 @@ class Grammar:
     eos_bits: bytes
     """The mask that allows only the tokens of `eos_token_ids`."""
     vocab_size: int
-    """Size of the tokenizer's vocabulary."""
     digest: bytes
-    """The constraint's digest."""
     tenant: str = ""
-    """The tenant whose sessions use the grammar."""
     compile_s: float = 0.0
     """The CPU time of the compilation."""
 
@@ -71,8 +67,8 @@ class Grammar:
         return self.tenant, self.digest
 
     def is_used_up(self) -> bool:
-        """Whether the grammar can compute no more masks. All copies of the grammar's matcher share
-        the lexer's states, whose number is limited."""
+        """Whether the grammar can compute no more masks. All copies of its matcher share the
+        lexer's states, whose number is limited."""
         copy = self.start.deep_copy()
         copy.compute_bitmask()
         return bool(copy.is_error())
@@ -86,8 +82,7 @@ class _Refusal:
     """Makes a new error for each caller. A shared error would keep the stack frames of all callers
     that raise it in memory, and with the frames their requests."""
     until_s: float = math.inf
-    """The time at which the refusal ends. A later request compiles the constraint again, because
-    the constraint may have been slow by chance."""
+    """The time at which the refusal ends, because the constraint may have been slow by chance."""
 
 
 class GrammarTokenizer:
@@ -95,7 +90,7 @@ class GrammarTokenizer:
 
     def __init__(self, tokenizer: Any, eos_token_ids: tuple[int, ...]) -> None:
         """`tokenizer` is a fast tokenizer of Hugging Face, or the JSON of its backend. Takes about
-        a second. Raises `ConfigError` for any other tokenizer, and if there are no end tokens."""
+        a second. Raises `ConfigError` for other tokenizers, and if there are no end tokens."""
         if not eos_token_ids:
             raise ConfigError("a constraint needs a token that ends a text; the model has none")
         try:
@@ -114,8 +109,8 @@ class GrammarTokenizer:
         self.eos_bits = bytes(words)
 
     def compile(self, constraint: Constraint) -> Grammar:
-        """Compiles a constraint. Raises `BadRequest`, with the kind as its field, if the constraint
-        cannot be met or is too large."""
+        """Raises `BadRequest`, with the kind as its field, if the constraint cannot be met or is
+        too large."""
         try:
             text = _grammar_text(constraint)
         except ValueError as error:
@@ -123,7 +118,7 @@ class GrammarTokenizer:
             raise BadRequest(constraint.kind, reason) from None
         start = LLMatcher(self.tokens, text, log_level=0, limits=self._limits)
         if not start.is_error():
-            # The first mask is slow. It is computed here, so that it does not delay a step.
+            # The first mask is slow, so a step must not compute it.
             first = start.deep_copy()
             first.compute_bitmask()
             if first.is_error():
@@ -138,7 +133,7 @@ class GrammarTokenizer:
 
 def backend_json(tokenizer: Any) -> str:
     """The JSON of the backend of a fast tokenizer of Hugging Face, without padding and truncation.
-    Raises `ConfigError` for any other tokenizer."""
+    Raises `ConfigError` for other tokenizers."""
     backend = copy(getattr(tokenizer, "backend_tokenizer", None))
     if backend is None:
         raise ConfigError("the model's tokenizer is not one of Hugging Face's fast ones")
@@ -148,46 +143,44 @@ def backend_json(tokenizer: Any) -> str:
 
 
 class Grammars:
-    """The grammars of one process: the most recent grammars, and all grammars that are still
-    referenced. Any thread may look up grammars and refusals. Tenants share no grammars, so that
-    times and refusals reveal nothing about another tenant's requests."""
+    """The grammars of one process: the most recent ones, and all that are still referenced. Any
+    thread may look up grammars and refusals. Tenants share no grammars, so that times and refusals
+    reveal nothing about another tenant's requests."""
 
     def __init__(self, load: Callable[[], GrammarTokenizer]) -> None:
         """`load` is called before the first constraint is compiled. If `load` raises `ConfigError`,
         the constraint is refused."""
         self._load = load
         self.clock: Callable[[], float] = time.thread_time
-        """The CPU time of the thread, in seconds."""
         self.now: Callable[[], float] = time.monotonic
-        """The time, in seconds."""
         self._tokenizer: GrammarTokenizer | None = None
         self._loading = threading.Lock()
         self._lock = threading.Lock()
         self._found: Newest[_Key, Grammar | _Refusal] = Newest(GRAMMARS_MAX)
         self._held: WeakValueDictionary[_Key, Grammar] = WeakValueDictionary()
-        """All grammars that are still referenced, even if they are no longer in `_found`."""
+        """All grammars that are still referenced."""
         self._slow: WeakSet[Grammar] = WeakSet()
         """Grammars that have delayed a step once."""
         self.slow_ahead: WeakSet[Grammar] = WeakSet()
-        """Grammars that were too slow after draft tokens. Such a grammar is only used after
-        committed tokens. Only the thread that runs steps may use this set."""
+        """Grammars that were too slow after draft tokens, and are only used after committed tokens.
+        Only the thread that runs steps may use this set."""
         self._calls: SharedCalls[_Key, Grammar | _Refusal] = SharedCalls(COMPILE_THREADS, "grammar")
 
     def find(self, digest: bytes, tenant: str = "") -> Grammar | OutriderError | None:
-        """The compiled grammar, or the error that refused the constraint; None if the digest is
+        """The compiled grammar, or the error that refused the constraint. None if the digest is
         unknown."""
         found = self._look_up((tenant, digest))
         return found.error() if isinstance(found, _Refusal) else found
 
     def get(self, constraint: Constraint, tenant: str = "") -> Grammar:
-        """The grammar of a constraint. If it is unknown, compiles it on this thread. Raises
-        `BadRequest`, with the kind as its field, if the constraint is refused."""
+        """The grammar of a constraint. If the grammar is unknown, compiles it on this thread.
+        Raises `BadRequest`, with the kind as its field, if the constraint is refused."""
         found = self._look_up((tenant, constraint.digest()))
         return _grammar_of(found or self._compile(constraint, tenant))
 
     async def prepare(self, constraint: Constraint, tenant: str = "") -> Grammar:
         """Like `get`, but compiles on other threads. Raises `Overloaded` if too many constraints
-        wait to be compiled, or if this one waits too long."""
+        wait to be compiled, or if this constraint waits too long."""
         key = tenant, constraint.digest()
         found = self._look_up(key)
         if found is None:
@@ -201,11 +194,10 @@ class Grammars:
         return _grammar_of(found)
 
     def renewed(self, used_up: Grammar) -> Grammar:
-        """A new grammar in place of `used_up`, which can compute no more masks. If another session
-        has compiled the constraint again, returns that grammar. Otherwise compiles the constraint
-        on this thread, while all sessions wait. If the last compilation took longer than
-        `MASK_S_MAX`, this wait would be too long, and a `BadRequest` is raised. The next session
-        with this constraint then compiles it before its first step."""
+        """A new grammar for the constraint of `used_up`, which can compute no more masks. If no
+        other session has compiled the constraint again, compiles it on this thread, while all
+        sessions wait. Raises `BadRequest` if the last compilation took longer than `MASK_S_MAX`,
+        because this wait would be too long."""
         key = used_up.key
         with self._lock:
             if self._known(key) is used_up:
@@ -218,7 +210,7 @@ class Grammars:
         return self.get(used_up.constraint, used_up.tenant)
 
     def note_slow(self, grammar: Grammar) -> None:
-        """Records that a grammar has delayed a step for too long. The second time, refuses its
+        """Records that a grammar has delayed a step for too long. The second time, refuses the
         constraint for `TOO_SLOW_S` and raises `BadRequest`."""
         if grammar not in self._slow:
             self._slow.add(grammar)
@@ -243,7 +235,6 @@ class Grammars:
             return found
 
     def _compile(self, constraint: Constraint, tenant: str) -> Grammar | _Refusal:
-        """Compiles a constraint, and keeps the grammar or the error."""
         found: Grammar | _Refusal
         try:
             tokenizer = self._tokens()
@@ -308,20 +299,19 @@ def _grammar_text(constraint: Constraint) -> str:
 
 
 def _check_strict(schema: dict[str, Any], field: str) -> None:
-    """Raises `BadRequest` for a lenient schema, because the compiler would ignore those parts of
-    the schema that it does not support."""
+    """Raises `BadRequest` for a lenient schema. In such a schema, the compiler would ignore
+    unsupported parts."""
     options = schema.get("x-guidance")
     if isinstance(options, dict) and options.get("lenient", False) is not False:
         raise BadRequest(field, "x-guidance.lenient is not allowed: parts would be ignored")
 
 
 def _literal(text: str) -> str:
-    """An expression that matches exactly this text."""
+    """A regular expression that matches exactly this text."""
     return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
 
 
 def _reason(error: str) -> str:
-    """The compiler's message, on one line."""
     return " ".join(error.split())[:_REASON_CHARS_MAX]
 
 
@@ -336,11 +326,12 @@ _APART = _NOTES | {"allOf", "$ref", "patternProperties", "enum", "const", *_UNIO
 """Keys that `_Document._combined` ignores, or handles one by one."""
 _MANY = 1e9
 _REFERENCES_MAX = 8
-"""Maximum number of references that are followed to find the type of an alternative."""
+"""Number of references that are followed to find the type of an alternative."""
 
 
 def check_alternatives(schema: dict[str, Any], field: str) -> None:
-    """Raises `BadRequest` if a schema has so many alternatives that masks would take too long."""
+    """Raises `BadRequest` if a schema has so many alternatives that masks would take too long. An
+    *alternative* is an entry of anyOf, oneOf or enum that may be an object or a list."""
     try:
         found = _Document(schema).num_alternatives()
     except RecursionError:
@@ -355,21 +346,19 @@ def check_alternatives(schema: dict[str, Any], field: str) -> None:
 
 
 class _Document:
-    """A schema, and the numbers of alternatives in its parts."""
 
     def __init__(self, schema: dict[str, Any]) -> None:
         self._schema = schema
         self._reached: dict[int, float] = {}
-        """Maps the `id` of a visited part to the result of `_reach` for this part."""
+        """The result of `_reach` for each visited part, by the part's `id`."""
         self._all_listed = sum(map(self._listed, self._parts()))
 
     def num_alternatives(self) -> float:
-        """The number of alternatives in all parts. Each part counts once, even if several
-        references name it."""
+        """The number of alternatives in all parts. A part that several references name counts once.
+        """
         return sum(map(self._own, self._parts()))
 
     def _parts(self) -> Iterator[dict[str, Any]]:
-        """Every object of the document."""
         waiting: list[Any] = [self._schema]
         while waiting:
             part = waiting.pop()
@@ -378,9 +367,8 @@ class _Document:
                 yield part
 
     def _own(self, schema: dict[str, Any]) -> float:
-        """The number of alternatives that a schema lists itself. If several parts of the schema
-        apply together, their alternatives can be combined. If the number of combinations is larger,
-        returns that number."""
+        """The number of alternatives that a schema lists itself, or, if larger, the number of
+        combinations of the alternatives of parts that apply together."""
         found, parts = self._listed(schema), self._combined(schema)
         if len(parts) < 2:
             return found
@@ -389,13 +377,13 @@ class _Document:
         return min(max(found, LIST_ALTERNATIVE * ways), _MANY)
 
     def _listed(self, schema: dict[str, Any]) -> float:
-        """The alternatives that a schema lists itself."""
+        """The number of alternatives that a schema lists itself."""
         values = [{"const": value} for value in _list_at(schema, "enum")]
         return sum(map(self._of_union, [values, *(_list_at(schema, key) for key in _UNIONS)]))
 
     def _of_union(self, entries: list[Any]) -> float:
-        """The sum of the weights of a union's alternatives. The result is 0 if only one alternative
-        has a weight above 0, because then there is no choice."""
+        """The sum of the weights of a union's alternatives. Returns 0 if only one alternative has a
+        weight above 0, because there is no choice."""
         counted = [weight for weight in map(self._weight, entries) if weight > 0]
         return float(sum(counted)) if len(counted) > 1 else 0.0
 
@@ -415,8 +403,7 @@ class _Document:
         return 1 if kinds and kinds <= {"object", *_SCALARS} else LIST_ALTERNATIVE
 
     def _combined(self, schema: dict[str, Any]) -> list[float]:
-        """The numbers of alternatives in those parts of a schema that apply together. Parts without
-        alternatives are left out."""
+        """The numbers of alternatives, if above 0, in the parts of a schema that apply together."""
         patterns = schema.get("patternProperties")
         at_once = [
             *_list_at(schema, "allOf"),
@@ -432,7 +419,7 @@ class _Document:
         return [part for part in parts if part > 0]
 
     def _reach(self, value: Any) -> float:
-        """The number of alternatives in a value and in all parts that it refers to."""
+        """The number of alternatives in a value and in all parts to which it refers."""
         if not isinstance(value, dict | list):
             return 0.0
         known = self._reached.get(id(value))
@@ -447,15 +434,14 @@ class _Document:
         return found
 
     def _reach_by(self, reference: Any) -> float:
-        """`_reach` of the part that a reference names. If the document has no such part, returns
-        the number of all alternatives that the document lists."""
+        """`_reach` of the part that a reference names, or `_all_listed` if the document has no part
+        with this name."""
         if not isinstance(reference, str):
             return 0.0
         target = self._target(reference)
         return self._all_listed if target is None else self._reach(target)
 
     def _target(self, reference: Any) -> Any:
-        """The part of this document that a reference names; None if no part has this name."""
         if not isinstance(reference, str) or not reference.startswith("#"):
             return None
         found: Any = self._schema

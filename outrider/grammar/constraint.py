@@ -33,21 +33,20 @@ class ConstraintKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """The text that the whole completion must match. To make a constraint, call `of_schema`,
-    `of_regex`, `of_choices`, `any_object` or `read`. These methods do not check whether the
-    constraint can be compiled."""
+    """A constraint that the whole completion must match. The class methods that make a constraint
+    do not check whether it can be compiled."""
 
     kind: ConstraintKind
     text: str
-    """Depending on `kind`: a schema as compact JSON, a regular expression, or a JSON list of
-    choices. The keys of an answer have the order of the schema's keys."""
+    """By `kind`, a schema as compact JSON, a regular expression, or a JSON list of choices. An
+    answer's keys have the order of the schema's keys."""
 
     @classmethod
     def of_schema(
         cls, schema: str | Mapping[str, Any], field: str = ConstraintKind.JSON_SCHEMA
     ) -> Constraint:
-        """JSON that matches a schema. The schema is JSON text or a mapping. Raises `BadRequest` if
-        the schema is not a JSON object, or exceeds the size or depth in `outrider.limits`."""
+        """JSON that matches a schema. Raises `BadRequest` if the schema is not a JSON object, or
+        exceeds the size or depth in `outrider.limits`."""
         if isinstance(schema, str):
             _check_size(schema, CONSTRAINT_BYTES_MAX, field)
             schema = _loaded(schema, field)
@@ -65,8 +64,8 @@ class Constraint:
 
     @classmethod
     def of_regex(cls, regex: str, field: str = ConstraintKind.REGEX) -> Constraint:
-        """Text that a regular expression matches from beginning to end. Anchors around the whole
-        expression have no effect. Raises `BadRequest` if the expression is empty or too long."""
+        """Text that a regular expression matches from beginning to end. Raises `BadRequest` if the
+        expression is empty or too long."""
         if not isinstance(regex, str):
             raise BadRequest(field, "must be a string")
         _check_size(regex, REGEX_BYTES_MAX, field)
@@ -91,8 +90,8 @@ class Constraint:
 
     @classmethod
     def read(cls, kind: str, text: str, field: str = "constraint") -> Constraint:
-        """The constraint with this kind and canonical text, which come from a message or the store.
-        Raises `BadRequest` if they are invalid."""
+        """The constraint with a kind and a text that come from a message or the store. Raises
+        `BadRequest` if they are invalid."""
         if kind == ConstraintKind.JSON_OBJECT:
             return cls.any_object()
         if kind == ConstraintKind.JSON_SCHEMA:
@@ -130,7 +129,6 @@ def _loaded(text: str, field: str) -> Any:
 
 
 def _dumped(value: Any, field: str) -> str:
-    """Canonical JSON: compact, with keys in the order given."""
     try:
         return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError) as error:
@@ -161,7 +159,7 @@ def _check_depth(value: Any, field: str) -> None:
 
 
 def containers_in(value: Any) -> list[Any]:
-    """The containers directly inside a container."""
+    """The lists and objects directly inside a list or object."""
     parts: Iterable[Any] = ()
     if isinstance(value, Mapping):
         parts = value.values()
@@ -171,8 +169,7 @@ def containers_in(value: Any) -> list[Any]:
 
 
 def _without_anchors(regex: str) -> str:
-    """Removes every ^ at the beginning and every unescaped $ at the end. If it is called again
-    with its result, it changes nothing."""
+    """Removes every ^ at the beginning and every unescaped $ at the end."""
     bare = regex.lstrip("^")
     while bare.endswith("$"):
         before = bare[:-1]

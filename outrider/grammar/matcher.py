@@ -1,9 +1,7 @@
-"""Computes which tokens may follow a session's tokens, by its grammar. A matcher's state depends
-only on the constraint and the completion. So the state can be rebuilt, and it can be rolled back
-when tokens are discarded.
+"""Computes which tokens may follow a session's tokens, by its grammar.
 
 If a text can continue in only one way, a mask allows only the token with which the tokenizer would
-begin this continuation. The grammar would also accept other tokens that begin the continuation.
+begin this continuation, although the grammar accepts other tokens that begin it.
 """
 
 from __future__ import annotations
@@ -23,31 +21,26 @@ _USED_UP = "it needs too many states"
 
 
 class PrefixMatcher:
-    """Follows one completion. This class, not the grammar, keeps track of end tokens, because the
-    grammar only tells whether the text may end. If the text must end, the grammar rejects all
-    tokens."""
+    """Follows one completion. This class, not the grammar, handles end tokens, because the grammar
+    only tells whether the text may end."""
 
     def __init__(self, grammar: Grammar, grammars: Grammars) -> None:
-        """`grammars` replaces a grammar that has no states left (is *used up*), and records slow
-        grammars."""
+        """If the grammar is *used up* (has no states left), `grammars` replaces it."""
         self.grammar = grammar
-        """The grammar in use. A grammar that is used up is replaced by a new one."""
         self._grammars = grammars
         self._matcher: LLMatcher = grammar.start.deep_copy()
         self._is_broken = False
         """Whether the grammar's matcher has failed and must be rebuilt."""
         self._is_ahead = False
-        """Whether the next mask is for a position after draft tokens, which may be rejected."""
+        """Whether the next mask is for a position after draft tokens."""
         self._tokens: list[int] = []
         """The tokens up to the current state, all of which are allowed."""
         self._num_fed = 0
-        """The number of `_tokens` that the grammar has consumed. These are all tokens before the
-        first end token."""
+        """The number of `_tokens` before the first end token. The grammar has consumed these."""
 
     def ask_ahead(self, is_ahead: bool) -> None:
         """Sets whether the next calls of `stand` and `mask` are for a position after draft tokens.
-        If the grammar is too slow there, only later calls with `is_ahead` fail: they raise
-        `Incompatible`."""
+        Raises `Incompatible` if the grammar has been too slow after draft tokens."""
         self._is_ahead = is_ahead
         if is_ahead and self.grammar in self._grammars.slow_ahead:
             raise Incompatible(f"{self.grammar.constraint.kind}: is too slow after draft tokens")
@@ -90,8 +83,8 @@ class PrefixMatcher:
         return TokenMask(bits)
 
     def _consume(self, token_ids: Sequence[int]) -> int:
-        """Adds `token_ids` up to the first token that is not allowed. Returns the number of tokens
-        that were added."""
+        """Adds `token_ids` up to the first token that is not allowed. Returns how many were added.
+        """
         grammar, num_legal = self.grammar, 0
         if self._num_fed == len(self._tokens):
             words = []
@@ -113,8 +106,8 @@ class PrefixMatcher:
         return num_legal
 
     def _feed(self, words: Sequence[int]) -> int:
-        """Lets the grammar consume `words` up to the first token that the grammar does not allow.
-        Returns the number of consumed tokens."""
+        """Lets the grammar consume `words` up to the first token that it does not allow. Returns
+        how many were consumed."""
         if not words:
             return 0
         began = self._grammars.clock()
@@ -123,7 +116,6 @@ class PrefixMatcher:
         return num_legal
 
     def _back_to(self, length: int) -> None:
-        """Drops all but the first `length` tokens."""
         del self._tokens[length:]
         back = self._num_fed - length
         self._num_fed = min(self._num_fed, length)
@@ -133,9 +125,8 @@ class PrefixMatcher:
             raise self._too_hard()
 
     def _mend(self) -> bool:
-        """If the grammar is used up, replaces it and returns True. The caller must then try again.
-        Raises `Incompatible` if the constraint gets no new grammar, or if the matcher has failed
-        for another reason."""
+        """If the grammar is used up, replaces it and returns True. Raises `Incompatible` if the
+        constraint gets no new grammar, or if the matcher has failed for another reason."""
         if self.grammar.is_used_up():
             try:
                 self.grammar = self._grammars.renewed(self.grammar)
@@ -157,7 +148,7 @@ class PrefixMatcher:
         return not self._is_broken
 
     def _check_time(self, began: float, num_tokens: int) -> None:
-        """If the grammar took too long, reports it, because all sessions of the step had to wait.
+        """Reports a grammar that took too long, because all sessions of the step had to wait.
         Raises `Incompatible` if the constraint is now refused."""
         allowed = MASK_S_MAX * -(-num_tokens // FOLLOWED_AT_ONCE)
         if self._grammars.clock() - began <= allowed:
@@ -171,8 +162,6 @@ class PrefixMatcher:
             raise self._too_hard(error.reason) from error
 
     def _too_hard(self, reason: str = "") -> Incompatible:
-        """Returns the error of a grammar that cannot be followed. At the next call, the matcher is
-        rebuilt."""
         self._is_broken = True
         said = " ".join((reason or self._matcher.get_error() or "it is too hard").split())[:200]
         kind, num_tokens = self.grammar.constraint.kind, self._num_fed
@@ -180,15 +169,15 @@ class PrefixMatcher:
 
 
 class Followed:
-    """Tells which tokens may follow a session's committed tokens. Implements `Allowed`."""
+    """Implements `Allowed`."""
 
     __slots__ = ("_committed", "_length", "_matcher")
 
     def __init__(
         self, matcher: PrefixMatcher, length: int, committed: tuple[int, ...] = ()
     ) -> None:
-        """The session's committed tokens are the first `length` tokens of the matcher, and then
-        `committed`."""
+        """The committed tokens are the first `length` tokens of the matcher, and then `committed`.
+        """
         self._matcher = matcher
         self._length = length
         self._committed = committed
@@ -212,9 +201,8 @@ class Followed:
 
 
 class Matchers:
-    """The matchers of a replica's sessions. Keeps the `MATCHERS_MAX` most recently used matchers.
-    If another matcher is needed, builds it again. Only the thread that runs steps may use this
-    object."""
+    """The matchers of a replica's sessions. Keeps the `MATCHERS_MAX` most recently used matchers,
+    and builds missing ones again. Only the thread that runs steps may use this object."""
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
@@ -224,9 +212,8 @@ class Matchers:
         self, session_id: str, compiled: Grammar | OutriderError, completion: Sequence[int]
     ) -> Followed:
         """Tells which tokens may follow a session's completion. The result is valid until the next
-        call for this session. `compiled` is the grammar of the session's constraint, or the error
-        of its compilation. Raises `Incompatible` if `compiled` is an error, if the constraint has
-        been refused since, or if the grammar does not allow the completion."""
+        call for this session. `compiled` is what `Grammars.find` has returned. Raises
+        `Incompatible` if the constraint is refused, or does not allow the completion."""
         matcher = self._matchers.pop(session_id, None)
         if isinstance(compiled, OutriderError):
             raise Incompatible(compiled.message) from compiled

@@ -18,8 +18,8 @@ class TokenMask:
     """The tokens allowed at one position."""
 
     bits: Bits
-    """[W]: one bit for each token, eight a byte, the lowest bit first. Tokens beyond the last bit
-    are forbidden."""
+    """[W]: one bit for each token, eight in a byte, the lowest bit first. Tokens beyond the last
+    bit are forbidden."""
     is_over: bool = False
     """Whether the completion has ended and only end tokens may follow."""
 
@@ -37,8 +37,7 @@ class TokenMask:
 
 class Allowed(Protocol):
     """Tells which tokens may follow the committed tokens of one session, by its grammar or its
-    `min_tokens`. The answers depend only on the tokens and the request. The object is valid until
-    the session's tokens change."""
+    `min_tokens`. The object is valid until the session's tokens change."""
 
     def after(self, drafted: Sequence[int]) -> TokenMask | None:
         """The tokens that may follow the committed tokens and `drafted`. None if `drafted` is not
@@ -51,5 +50,5 @@ class Allowed(Protocol):
         ...
 
     def behind(self, committed: Sequence[int]) -> Allowed:
-        """The object for the same session after it has also committed these tokens."""
+        """The object for the same session after it has committed these further tokens."""
         ...
