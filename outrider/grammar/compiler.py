@@ -346,7 +346,6 @@ def check_alternatives(schema: dict[str, Any], field: str) -> None:
 
 
 class _Document:
-
     def __init__(self, schema: dict[str, Any]) -> None:
         self._schema = schema
         self._reached: dict[int, float] = {}
@@ -354,8 +353,7 @@ class _Document:
         self._all_listed = sum(map(self._listed, self._parts()))
 
     def num_alternatives(self) -> float:
-        """The number of alternatives in all parts. A part that several references name counts once.
-        """
+        """The number of alternatives in all parts. A part that several references name counts once."""
         return sum(map(self._own, self._parts()))
 
     def _parts(self) -> Iterator[dict[str, Any]]:
