@@ -125,12 +125,7 @@ class RoundAhead:
 class LookAhead:
     """The rounds of all sessions of a draft. Only the executor's thread may use this class."""
 
-    def __init__(
-        self,
-        drafter: ModelDrafter,
-        table: SessionTable,
-        max_num_seqs: int,
-    ) -> None:
+    def __init__(self, drafter: ModelDrafter, table: SessionTable, max_num_seqs: int) -> None:
         self._engine = drafter.engine
         self._table = table
         self._drafter = drafter

@@ -63,10 +63,7 @@ class Proposer(StepWorker):
     stays exact, because the lack of pages depends on no token's value."""
 
     def __init__(
-        self,
-        drafter: ModelDrafter,
-        budget: TokenBudget,
-        grammars: Grammars | None = None,
+        self, drafter: ModelDrafter, budget: TokenBudget, grammars: Grammars | None = None
     ) -> None:
         """Without `grammars`, draft tokens may violate a session's constraint. The target rejects
         these tokens."""

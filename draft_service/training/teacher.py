@@ -70,11 +70,7 @@ class TeacherCache:
     """The target's answers about documents, in files of `_DOCUMENTS_OF_A_FILE` documents each."""
 
     def __init__(
-        self,
-        place: Path,
-        documents: Sequence[Document],
-        module: Any,
-        taps: Sequence[int] = (),
+        self, place: Path, documents: Sequence[Document], module: Any, taps: Sequence[int] = ()
     ) -> None:
         """The folder of the files is in `place`. `module` is the target's module. The inputs of its
         layers `taps`, counted from 0, are kept as features."""

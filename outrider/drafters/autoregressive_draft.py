@@ -40,10 +40,7 @@ class AutoregressiveDraft:
     """A proposal whose tokens are being drawn."""
 
     def __init__(
-        self,
-        request: DraftRequest,
-        num_wanted: int | None = None,
-        unseen: tuple[int, ...] = (),
+        self, request: DraftRequest, num_wanted: int | None = None, unseen: tuple[int, ...] = ()
     ) -> None:
         """Begins a proposal of `num_wanted` tokens, by default as many as the request asks for."""
         self.request = request
@@ -157,9 +154,7 @@ class DraftSampler:
         self.vocabulary = vocabulary
 
     def run(
-        self,
-        drafts: Sequence[AutoregressiveDraft],
-        next_logits: Callable[[Sequence[int]], Tensor],
+        self, drafts: Sequence[AutoregressiveDraft], next_logits: Callable[[Sequence[int]], Tensor]
     ) -> None:
         """Draws all drafts to their end. `next_logits` gets the indices of the drafts that
         continue, and may stop some of them. It returns the logits [R, N] of the others."""

@@ -10,12 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 from outrider.errors import BadRequest, InvariantError
-from outrider.limits import (
-    CHOICES_MAX,
-    CONSTRAINT_BYTES_MAX,
-    REGEX_BYTES_MAX,
-    SCHEMA_DEPTH_MAX,
-)
+from outrider.limits import CHOICES_MAX, CONSTRAINT_BYTES_MAX, REGEX_BYTES_MAX, SCHEMA_DEPTH_MAX
 
 DIGEST_BYTES = 16
 ANY_OBJECT = '{"type":"object"}'

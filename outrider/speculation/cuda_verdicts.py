@@ -74,11 +74,7 @@ class RowJudge:
     The host can prepare the arguments of `settle` while the first kernels run."""
 
     def __init__(
-        self,
-        logits: Tensor,
-        transforms: Sequence[Transforms],
-        sizes: IntArray,
-        drafted: IntArray,
+        self, logits: Tensor, transforms: Sequence[Transforms], sizes: IntArray, drafted: IntArray
     ) -> None:
         """`logits` [R, V] are float32 or narrower. `transforms` and `sizes`, the numbers of rows,
         are by session. `drafted` [R] is the draft token that each row judges, or -1."""

@@ -189,10 +189,7 @@ def changed_tokens(
 
 
 def raw_logprobs(
-    logits: Tensor,
-    chosen: Sequence[int],
-    num_top: int,
-    rows: Sequence[int],
+    logits: Tensor, chosen: Sequence[int], num_top: int, rows: Sequence[int]
 ) -> tuple[tuple[float, tuple[tuple[int, float], ...]], ...]:
     """For each chosen token i: its log-probability under row `rows[i]` of the raw `logits` [R, V],
     and the `num_top` likeliest tokens of this row as (id, log-probability), likeliest first. Of
@@ -383,9 +380,7 @@ class DraftVocabulary:
 
 
 def masked_logits(
-    logits: Tensor,
-    masks: Sequence[TokenMask | None],
-    vocabulary: DraftVocabulary | None = None,
+    logits: Tensor, masks: Sequence[TokenMask | None], vocabulary: DraftVocabulary | None = None
 ) -> Tensor:
     """A copy of `logits`, [R, V], or [R, N] with a `vocabulary`. Tokens that the mask of their row
     forbids get -inf. If no row has a mask, returns `logits` itself."""

@@ -80,10 +80,7 @@ def likely_rows(
 
 
 def guess_outcomes(
-    rows: LikelyTokens,
-    params: SamplingParams,
-    noise: RoundNoise,
-    drafted: Sequence[int],
+    rows: LikelyTokens, params: SamplingParams, noise: RoundNoise, drafted: Sequence[int]
 ) -> OutcomeGuesses:
     """Guesses up to `RANKS_MAX` corrections after each number n of accepted tokens, for the round
     of `noise` with the draft tokens `drafted`. Row n of `rows` [K + 1] has the likely tokens after
