@@ -142,7 +142,7 @@ class LookAhead:
         return found is not None and found.item is item
 
     def progress(self, item: DraftItem) -> Answers:
-        """Says whether more answers to the item will follow. `works_on` must be true for the item."""
+        """Says whether more answers to the item will follow. Needs `works_on(item)`."""
         return self._advanced(self._rounds[item.head.session_id], ())
 
     def begin(

@@ -91,8 +91,6 @@ class Learner:
         self._options = options
         self._target = target
         self._embeddings = target.get_input_embeddings().weight
-        self._width: int = self._embeddings.shape[1]
-        self._num_target_layers: int = target.config.get_text_config().num_hidden_layers
         self.is_trained = False
 
     @property
@@ -214,7 +212,7 @@ class Eagle3(Learner):
     def _make(self, token_ids: Tensor) -> Any:
         """Returns a layer that passes on the input of the target's third-last layer, until it is
         trained. Each input is normalised, so that training need not learn the inputs' scale."""
-        sizes, width = self._target.config.get_text_config(), self._width
+        sizes, width = self._target.config.get_text_config(), self._embeddings.shape[1]
         heads = sizes.num_attention_heads
         rope = getattr(sizes, "rope_parameters", None) or {}
         layer = Eagle3LayerConfig(
@@ -278,9 +276,8 @@ class Student(Learner):
         super().__init__(options, target)
         self._layers: list[int] = []
         if options.start_from is None:
-            num_wanted = options.layers or LAYERS
-            copying = copying_layers(target)
-            self._layers = kept_layers(num_wanted, self._num_target_layers, copying)
+            num_layers = target.config.get_text_config().num_hidden_layers
+            self._layers = kept_layers(options.layers or LAYERS, num_layers, copying_layers(target))
 
     @property
     def head(self) -> Tensor:

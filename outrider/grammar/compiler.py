@@ -353,7 +353,7 @@ class _Document:
         self._all_listed = sum(map(self._listed, self._parts()))
 
     def num_alternatives(self) -> float:
-        """The number of alternatives in all parts. A part that several references name counts once."""
+        """The number of alternatives in all parts. Each part counts once."""
         return sum(map(self._own, self._parts()))
 
     def _parts(self) -> Iterator[dict[str, Any]]:

@@ -83,7 +83,7 @@ class PrefixMatcher:
         return TokenMask(bits)
 
     def _consume(self, token_ids: Sequence[int]) -> int:
-        """Adds `token_ids` up to the first token that is not allowed. Returns how many were added."""
+        """Adds `token_ids` up to the first one that is not allowed. Returns how many were added."""
         grammar, num_legal = self.grammar, 0
         if self._num_fed == len(self._tokens):
             words = []
@@ -175,7 +175,7 @@ class Followed:
     def __init__(
         self, matcher: PrefixMatcher, length: int, committed: tuple[int, ...] = ()
     ) -> None:
-        """The committed tokens are the first `length` tokens of the matcher, and then `committed`."""
+        """The committed tokens are the matcher's first `length` tokens, and then `committed`."""
         self._matcher = matcher
         self._length = length
         self._committed = committed

@@ -234,7 +234,7 @@ def _host_levels(mass: RealArray) -> RealArray:
 
 
 def place_of(levels: Any, count: Any) -> Any:
-    """For each row, the index [R] of the first of the `levels` [R, M] that exceeds `count` [R, 1]."""
+    """For each row, the index of the first of its `levels` [R, M] above its `count` [R, 1]: [R]."""
     return (levels <= count).sum(1)
 
 

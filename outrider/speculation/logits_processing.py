@@ -107,7 +107,7 @@ def row_sums(weights: Tensor) -> Tensor:
 
 
 def joined_rows(parts: Sequence[Tensor]) -> Tensor:
-    """The rows [n, V] of all parts as [R, V]. If the parts are adjacent in memory, copies nothing."""
+    """The rows [n, V] of all parts as [R, V]. Parts that are adjacent in memory are not copied."""
     first = parts[0]
     begin = end = first.data_ptr()
     for part in parts:
