@@ -77,23 +77,32 @@ def tensors_fingerprint(directory: Path) -> str:
     if not paths and (pickled := directory / PICKLED_FILE).is_file():
         return file_fingerprint(pickled)
     for path in paths:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > _HEADER_BYTES_MAX:
-                raise ConfigError(f"{path}: not a safetensors file (a header of {length} bytes)")
-            header = json.loads(file.read(length))
-            start = file.tell()
-            for name, entry in header.items():
-                if name != "__metadata__":
-                    begin, end = entry["data_offsets"]
-                    digest = _digest()
-                    digest.update(json.dumps([name, entry["dtype"], entry["shape"]]).encode())
-                    _add_range(digest, file, start + begin, start + end, _BLOCKS_PER_TENSOR)
-                    entries[name] = digest.digest()
+        try:
+            entries |= _tensor_digests(path)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{path}: not a safetensors file ({error})") from error
     whole = _digest()
     for name in sorted(entries):
         whole.update(entries[name])
     return whole.hexdigest()
+
+
+def _tensor_digests(path: Path) -> dict[str, bytes]:
+    digests: dict[str, bytes] = {}
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > _HEADER_BYTES_MAX:
+            raise ValueError(f"a header of {length} bytes")
+        header = json.loads(file.read(length))
+        start = file.tell()
+        for name, entry in header.items():
+            if name != "__metadata__":
+                begin, end = entry["data_offsets"]
+                digest = _digest()
+                digest.update(json.dumps([name, entry["dtype"], entry["shape"]]).encode())
+                _add_range(digest, file, start + begin, start + end, _BLOCKS_PER_TENSOR)
+                digests[name] = digest.digest()
+    return digests
 
 
 def _add_range(

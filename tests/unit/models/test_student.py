@@ -149,6 +149,14 @@ def test_the_fingerprint_is_the_tensors(target: Path, tmp_path: Path) -> None:
     assert tensors_fingerprint(copy) != tensors_fingerprint(target)
 
 
+@pytest.mark.parametrize("header", ["", "[]", '{"weight": [1]}', '{"weight": {}}', "{"])
+def test_a_file_with_a_broken_header_has_no_fingerprint(header: str, tmp_path: Path) -> None:
+    size = len(header).to_bytes(8, "little")
+    (tmp_path / WEIGHTS_FILE).write_bytes(size + header.encode())
+    with pytest.raises(ConfigError, match="not a safetensors file"):
+        tensors_fingerprint(tmp_path)
+
+
 def test_the_fingerprint_tells_heads_in_torchs_own_file_apart(tmp_path: Path) -> None:
     for seed, name in enumerate(("a", "a-again", "b")):
         torch.manual_seed(seed // 2)
