@@ -116,9 +116,9 @@ class Group:
     rows: slice | Tensor
     """[N * T]: each token's row in the step."""
     targets: Tensor | None
-    """[N * T]: the row to which each token's output is written. This is the row in `rows`, except
-    for tokens that only pad a segment. Their output is written to a spare row after the step's last
-    row. None without fixed shapes."""
+    """[N * T]: the row to which each token's output is written. This is the token's row in `rows`.
+    If the token only pads a segment, this is a spare row after the step's last row. None without
+    fixed shapes."""
     slots: Tensor
     """[N * L]: the slots of each segment. If a segment has fewer than L slots, its first slot is
     repeated."""
@@ -297,7 +297,7 @@ def _segments(
 
 def _alike(segments: Sequence[_Segment], view: _View) -> list[list[_Segment]]:
     """Divides segments into groups. The segments of a group have the same number of tokens, and at
-    least half as many slots as its longest segment."""
+    least half as many slots as the group's longest segment."""
 
     def size(segment: _Segment) -> tuple[int, int]:
         return view.num_tokens(segment), view.num_slots(segment)

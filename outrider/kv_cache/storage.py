@@ -58,7 +58,8 @@ def memory_budget(
     """Returns the number of bytes for keys and values. Call this after the model is loaded. On a
     GPU, the process may use `gpu_memory_utilization` times `num_gpus` (None = 1) of the GPU's
     memory. The result is the part of this memory that the process does not use yet, at most the
-    GPU's free memory, less `num_others` bytes for other uses. On a CPU, the result is fixed."""
+    GPU's free memory. Of this part, `num_others` bytes are left for other uses. On a CPU, the
+    result is fixed."""
     if device.type != "cuda":
         return KV_CACHE_BYTES_DEFAULT
     # `memory_reserved` would count memory that PyTorch keeps after weights were copied and freed.
@@ -87,8 +88,8 @@ class KeysAndValues:
         return self.keys.index_select(1, slots), self.values.index_select(1, slots)
 
     def gather_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Like `gather`, but takes numbers [heads * n] of rows of the tensors flattened to [heads *
-        slots, width]. PyTorch runs `gather_rows` on several threads, but `gather` on one thread."""
+        """Like `gather`, for row numbers [heads * n] of the tensors in the shape [heads * slots,
+        width]. PyTorch runs `gather_rows` on several threads, but `gather` on one thread."""
         shape = (self.keys.shape[0], len(rows) // self.keys.shape[0], -1)
         keys, values = (
             tensor.view(-1, tensor.shape[2]).index_select(0, rows).view(shape)

@@ -121,8 +121,8 @@ def _has_draft_vocabulary(directory: Path) -> bool:
 
 
 def _demo_gguf() -> Path:
-    """Finds the demo's GGUF file without importing its package, which would load another inference
-    library."""
+    """Finds the demo's GGUF file without importing the demo's package, because the import would
+    load another inference library."""
     try:
         files = metadata.files(DEMO_DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
