@@ -1,6 +1,5 @@
 """What a session's owner decides, sends to the store, and may show."""
 
-import json
 from dataclasses import replace
 
 import hypothesis.strategies as st
@@ -40,21 +39,6 @@ def test_an_append_says_all_that_a_successor_must_know() -> None:
     assert (append.draft, append.target) == (draft, CacheState("t", 5))
     assert append.counters == Counters(2, 4, 0)
     assert append.logprobs == '{"a": 1}\n{"a": 2}\n'
-
-
-@pytest.mark.parametrize("stored", range(6))
-def test_a_lost_tail_is_sent_again_and_stays_shown(stored: int) -> None:
-    """Whatever is left of three tokens of prompt and three of output, log-probabilities too."""
-    session = opened()
-    lines = [json.dumps(k) for k in range(3)]
-    session.decide([1, 2, 3], NO_COUNTS, logprobs=lines)
-    session.acknowledge(6)
-    session.acknowledge(stored)
-    session.check_integrity()
-    assert session.showable_length == 6
-    append = session.next_append()
-    assert (append.expected_length, append.token_ids) == (stored, session.tokens.since(stored))
-    assert append.logprobs == "".join(line + "\n" for line in lines[max(stored - 3, 0) :])
 
 
 def test_a_long_gap_is_sent_in_pieces() -> None:
@@ -131,25 +115,27 @@ def test_a_resumed_session_goes_on_from_what_is_stored() -> None:
 
 
 class OwnerMachine(RuleBasedStateMachine):
-    """Against a list and a stored length that may fall: in the end all is stored, in order, and
-    what may be shown never shrinks and was stored at some time."""
+    """The store may lose its last tokens. In the end all is stored, in order, with its
+    log-probabilities. What may be shown never shrinks, and was stored at some time."""
 
     def __init__(self) -> None:
         super().__init__()
         self.session = opened()
         self.decided = list(new_session().token_ids)
         self.stored = list(self.decided)
-        self.longest = len(self.decided)
+        self.longest = self.shown = len(self.decided)
 
     @rule(ids=st.lists(st.integers(0, TOKEN_ID_MAX), min_size=1, max_size=5))
     def decide(self, ids: list[int]) -> None:
-        self.session.decide(ids, NO_COUNTS)
+        self.session.decide(ids, NO_COUNTS, logprobs=[str(one) for one in ids])
         self.decided += ids
 
     @precondition(lambda self: self.session.num_uncommitted > 0)
     @rule(answered=st.booleans())
     def send(self, answered: bool) -> None:
         append = self.session.next_append()
+        answer = self.decided[max(3, append.expected_length) :]
+        assert append.logprobs == "".join(f"{one}\n" for one in answer)
         if append.expected_length == len(self.stored):
             self.stored += append.token_ids
             assert append.prefix_digest == TokenSequence(self.stored).digest()
@@ -166,7 +152,8 @@ class OwnerMachine(RuleBasedStateMachine):
         self.session.check_integrity()
         assert self.stored == self.decided[: len(self.stored)]
         assert list(self.session.tokens.ids) == self.decided
-        assert self.session.showable_length <= self.longest
+        assert self.shown <= self.session.showable_length <= self.longest
+        self.shown = self.session.showable_length
 
     def teardown(self) -> None:
         """The store answers the session's end with its length."""
