@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import pytest
@@ -77,16 +77,19 @@ class Service(ToldCoordinator):
             self.closed.set()
 
 
-@asynccontextmanager
-async def serving(
-    service: Service | None = None, tls: TlsFiles | None = None, **options: Any
-) -> AsyncIterator[int]:
-    """Runs a server and yields its port."""
-    told: Any = service or Service()
-    server = http_server(told, HttpOptions(tls=tls, **options))
+async def started(service: Service | None = None, **options: Any) -> tuple[Any, int]:
+    """A server that has started, and its port."""
+    server = http_server(service or Service(), HttpOptions(**options))
     await server.start()
+    return server, int(server.address.rpartition(":")[2])
+
+
+@asynccontextmanager
+async def serving(service: Service | None = None, **options: Any) -> AsyncIterator[int]:
+    """Runs a server and yields its port."""
+    server, port = await started(service, **options)
     try:
-        yield int(server.address.rpartition(":")[2])
+        yield port
     finally:
         async with asyncio.timeout(WAIT_S):
             await server.stop()
@@ -185,7 +188,7 @@ async def test_a_client_that_stops_reading_is_given_up(
     tls, context = encryption
     num_pieces = 20_000  # More than the buffers of the kernel hold.
     service = Service(num_pieces)
-    async with serving(service, tls) as port, connected(port, context) as (reader, writer):
+    async with serving(service, tls=tls) as port, connected(port, context) as (reader, writer):
         writer.write(posted(STREAM))
         async with asyncio.timeout(WAIT_S):
             await service.closed.wait()
@@ -193,7 +196,7 @@ async def test_a_client_that_stops_reading_is_given_up(
         with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
             await reader.readexactly(num_pieces * len(PIECE))
     service = Service(1000)
-    async with serving(service, tls) as port, connected(port, context) as (reader, writer):
+    async with serving(service, tls=tls) as port, connected(port, context) as (reader, writer):
         writer.write(posted(STREAM))
         read = b""
         async with asyncio.timeout(WAIT_S):
@@ -419,13 +422,10 @@ async def test_one_grpc_server_takes_the_port_over_from_another() -> None:
 
 async def test_clients_notice_nothing_of_several_hand_overs() -> None:
     """Neither on new connections nor on a kept one."""
-    told: Any = Service()
-    server = http_server(told, HttpOptions(shares_port=True))
-    await server.start()
-    port = int(server.address.rpartition(":")[2])
+    server, port = await started(shares_port=True)
     for shares in (False, True):
         with pytest.raises(ConfigError, match=r"cannot listen on .*Address already in use"):
-            await http_server(told, HttpOptions(port=port, shares_port=shares)).start()
+            await started(port=port, shares_port=shares)
     over = asyncio.Event()
 
     async def ask_all_the_time(*, keeps: bool) -> int:
@@ -440,9 +440,8 @@ async def test_clients_notice_nothing_of_several_hand_overs() -> None:
 
     asking = [asyncio.create_task(ask_all_the_time(keeps=index % 2 == 0)) for index in range(8)]
     for _ in range(6):
-        options = HttpOptions(port=port, shares_port=True, takes_over=True)
-        old, server = server, http_server(told, options)
-        await server.start()
+        old = server
+        server, _ = await started(port=port, shares_port=True, takes_over=True)
         await asyncio.sleep(0.1)
         await old.stop(1.0)
     over.set()
@@ -453,10 +452,7 @@ async def test_clients_notice_nothing_of_several_hand_overs() -> None:
 async def test_a_request_that_still_comes_is_answered() -> None:
     """Also on a connection that was queued or idle when the server began to stop. The answer has
     `Connection: close`."""
-    told: Any = Service()
-    server = http_server(told, HttpOptions(shares_port=True))
-    await server.start()
-    port = int(server.address.rpartition(":")[2])
+    server, port = await started(shares_port=True)
     silent, begun, used = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
     begun[1].write(GET[:20])
     assert await status(used) == 200
@@ -479,10 +475,8 @@ async def test_a_request_that_still_comes_is_answered() -> None:
 async def test_a_server_that_drains_refuses_new_requests_until_running_ones_end() -> None:
     """By 503 with `Retry-After`, on any connection. Connections without a request are closed."""
     go_on = asyncio.Event()
-    server = http_server(cast(Any, Service(1, go_on)), HttpOptions())
-    await server.start()
-    url = f"http://{server.address}"
-    port = int(url.rpartition(":")[2])
+    server, port = await started(Service(1, go_on))
+    url = f"http://127.0.0.1:{port}"
     async with connected(port) as stream, connected(port) as idle, httpx.AsyncClient() as http:
         stream[1].write(posted(STREAM))
         await stream[0].readuntil(b"data: ")
@@ -506,9 +500,7 @@ async def test_a_server_that_drains_refuses_new_requests_until_running_ones_end(
 
 async def test_requests_that_outlast_the_grace_are_told_why_they_end() -> None:
     service = Service(1, asyncio.Event())
-    server = http_server(cast(Any, service), HttpOptions())
-    await server.start()
-    port = int(server.address.rpartition(":")[2])
+    server, port = await started(service)
     async with connected(port) as stream, connected(port) as whole, asyncio.timeout(WAIT_S):
         for pair, body in ((stream, STREAM), (whole, BODY)):
             pair[1].write(posted(body))
