@@ -116,16 +116,6 @@ def test_a_shipped_head_is_known_by_its_files() -> None:
     assert found.draft.model == "eagle3:demo-head"
 
 
-def test_a_head_drafts_on_the_target(tiny: Path, tmp_path: Path) -> None:
-    """The target gets the head's directory, and the draft gets none."""
-    head = save_tiny_eagle3(tmp_path / "head", tiny, (1, 2, 5))
-    for draft_model in (f"eagle3:{head}", f"hybrid:ngram,eagle3:{head}"):
-        config = resolved(tiny, draft_model=draft_model)
-        assert (config.target.head_directory, config.target.head_kind) == (str(head), "eagle3")
-        assert config.draft.directory == ""
-        assert (config.coordinator.lookup is not None) == draft_model.startswith("hybrid")
-
-
 def test_a_head_may_run_on_draft_replicas(tiny: Path, tmp_path: Path) -> None:
     """Both roles get the directory of the head. Other drafters refuse `eagle3_on`."""
     head = save_tiny_eagle3(tmp_path / "head", tiny, (1, 2, 5))
@@ -156,13 +146,14 @@ def test_a_published_head_is_known_by_its_files(
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
     for name in (str(head), "owner/head"):
-        for given in (name, f"eagle3:{name}", f"hybrid:ngram,{name}"):
-            config = resolved(tiny, draft_model=given)
-            target, named = config.target, given.replace(name, f"eagle3:{name}")
-            assert config.draft.model in (given, named)
+        for kind in ("", "eagle3:", "hybrid:ngram,", "hybrid:ngram,eagle3:"):
+            config = resolved(tiny, draft_model=kind + name)
+            target, named = config.target, f"{kind.removesuffix('eagle3:')}eagle3:{name}"
+            assert config.draft.model in (kind + name, named)
             assert config.draft.drafter.kind == target.head_kind == "eagle3"
             assert (target.head, target.head_directory) == (name, str(head))
             assert config.draft.directory == ""
+            assert (config.coordinator.lookup is not None) == kind.startswith("hybrid")
     for settings, message in (
         ({"look_ahead": 2}, "^look_ahead: .*once the outcome is known"),
         ({"draft_model": f"eagle3:{tiny}"}, "^draft_model: .*not those of an EAGLE-3 head"),
