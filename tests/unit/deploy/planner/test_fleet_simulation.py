@@ -4,12 +4,10 @@ hand."""
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from command_lines import refusal, reported
 
 from deploy.cli.main import main
 from deploy.planner.rounds import Line, Option, ServiceTimes
@@ -167,24 +165,6 @@ def test_an_emulated_engine_says_what_is_simulated(capsys: pytest.CaptureFixture
     figures = report["simulated"]["figures"]
     assert figures["tokens_per_round"] == pytest.approx(2.2, abs=0.2)
     assert 20 < 1e3 * 4 / figures["rounds_per_second"] < 60
-
-
-def test_a_saved_report_is_simulated_without_models(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Two simulations of a report have the same result."""
-    pair = _pair(0.8, 0.6, look_ahead=2, hit_rate=0.5)
-    path = tmp_path / "plan.json"
-    path.write_text("{}")
-    flags = ("plan", "--simulate", "--from-report", str(path), *FLEET, "--simulated-seconds", "2")
-    assert f"error: --from-report: {path} is not " in refusal(capsys, *flags)
-    path.write_text(json.dumps({"pair": asdict(pair)}))
-    report, _ = reported(capsys, *flags)
-    found = report["simulated"]
-    assert (found["load"]["sessions"], found["fleet"]["targets"]) == (4, 2)
-    assert report["pair"]["way"]["look_ahead"] == 2
-    assert found["figures"]["tokens_per_second"] > 0
-    assert reported(capsys, *flags)[0] == report
 
 
 @pytest.mark.parametrize(("tpot_ms", "said"), [("15", "meet 15 ms"), ("1", "meets 1 ms")])

@@ -41,6 +41,7 @@ EMULATED = ("--simulate", "--engine", "emulated:acceptance_rates=0.8")
             "head_on=draft is wrong",
         ),
         (("--simulate", "--from-report", "/no/where", *FLEET), "error: --from-report: can"),
+        (("--simulate", "--from-report", __file__, *FLEET), f": {__file__} is not the output of"),
         (
             ("--devices", "h100"),
             "--devices: 'h100' is wrong; it must begin with h200-8b or h200-70b-fp8",
