@@ -30,7 +30,8 @@ GIVEN = {
 class Fleet:
     """A fake reconciler. It records its calls, and the connections of commands."""
 
-    def __init__(self) -> None:
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
         self.exists = True
         self.opened: list[tuple[str, str, Path | None]] = []
         """For each connection its address, its namespace, and the file of the token that was sent.
@@ -54,6 +55,11 @@ class Fleet:
         self.verdict: Any = "taken"
         self.reports: list[TrialReport | None] = [None]
         """Reports of a trial, one entry for each call of `overview`; the last entry stays."""
+
+    def run(self, *words: str, code: int = 0) -> tuple[str, str]:
+        """What a command prints to standard output and to standard error."""
+        assert main(words) == code
+        return self._capsys.readouterr()
 
     async def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         if self.num_lost:
@@ -99,9 +105,9 @@ class Fleet:
 
 
 @pytest.fixture
-def fleet(monkeypatch: pytest.MonkeyPatch) -> Fleet:
+def fleet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Fleet:
     """The record of a deployment that runs on this machine."""
-    made = Fleet()
+    made = Fleet(capsys)
 
     class Connection:
         def __init__(self, address: str, namespace: str, token: Path | None) -> None:
@@ -156,36 +162,32 @@ def test_what_is_wrong_is_told_in_one_line_and_nothing_is_asked_for(
 
 
 def test_where_nothing_runs_there_is_nothing_to_scale(
-    capsys: pytest.CaptureFixture[str], fleet: Fleet, monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:  # fmt: skip
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The same holds if a deployment was killed and has left its record."""
     fleet.exists = False
     monkeypatch.setenv("OUTRIDER_STATE_DIR", str(tmp_path / "other"))
     for _ in range(2):
-        assert main(["scale", "draft=2"]) == 1
-        assert capsys.readouterr().err.startswith("outrider: error: nothing runs here; start a ")
+        _, err = fleet.run("scale", "draft=2", code=1)
+        assert err.startswith("outrider: error: nothing runs here; start a ")
         publish(state_directory(os.environ), record())
     assert fleet.opened == []
-    assert main(["scale", "draft=2", "--address", "far:1", "--deployment-name", "there"]) == 1
-    assert "no deployment of this name runs on the Ray cluster" in capsys.readouterr().err
+    far = ("--address", "far:1", "--deployment-name", "there")
+    _, err = fleet.run("scale", "draft=2", *far, code=1)
+    assert "no deployment of this name runs on the Ray cluster" in err
     assert (fleet.opened, fleet.num_open) == ([("far:1", "outrider-there", None)], 0)
 
 
-def test_what_is_wanted_is_said_to_the_reconciler_and_printed(
-    capsys: pytest.CaptureFixture[str], fleet: Fleet
-) -> None:
+def test_what_is_wanted_is_said_to_the_reconciler_and_printed(fleet: Fleet) -> None:
     """The numbers of other roles stay. If the reconciler dies, the call is repeated."""
     fleet.num_lost = 2
-    assert main(["scale", "draft=3", "target=2"]) == 0
+    out, _ = fleet.run("scale", "draft=3", "target=2")
     assert (fleet.opened, fleet.num_open) == ([(RAY, "outrider-d", None)], 0)
     assert fleet.wants == [{"draft": 3, "target": 2}]
-    assert capsys.readouterr().out == "wanted: coordinator=1, target=2, draft=3\n"
+    assert out == "wanted: coordinator=1, target=2, draft=3\n"
     fleet.scaling = AutoscaleConfig(autoscale_targets="1:3")
-    assert main(["scale", "draft=0", f"target={REPLICAS_MAX}"]) == 0
-    assert capsys.readouterr().err.startswith(
-        "note: autoscaling may change the number of targets (1 to 3);"
-    )
+    _, err = fleet.run("scale", "draft=0", f"target={REPLICAS_MAX}")
+    assert err.startswith("note: autoscaling may change the number of targets (1 to 3);")
 
 
 def test_settings_name_a_deployment_elsewhere(fleet: Fleet, tmp_path: Path) -> None:
@@ -200,30 +202,25 @@ def test_settings_name_a_deployment_elsewhere(fleet: Fleet, tmp_path: Path) -> N
     assert fleet.opened == [("far:1", "outrider-there", None), (RAY, "outrider-d", token)]
 
 
-def test_a_given_address_is_never_ignored(capsys: pytest.CaptureFixture[str], fleet: Fleet) -> None:
+def test_a_given_address_is_never_ignored(fleet: Fleet) -> None:
     """It may be that of the deployment on this machine, or the setting that started it."""
     run_here(state_directory(os.environ), record(settings={"address": "auto"}))
-    assert main(["scale", "draft=3", "--address", "far:1"]) == 1
-    err = capsys.readouterr().err
+    _, err = fleet.run("scale", "draft=3", "--address", "far:1", code=1)
     assert "no deployment of this machine is on the Ray cluster at far:1; name one" in err
     assert (fleet.opened, fleet.wants) == ([], [])
     for words in (["far:1", "--deployment-name", "d"], [RAY], ["auto"]):
-        assert main(["scale", "draft=3", "--address", *words]) == 0
+        fleet.run("scale", "draft=3", "--address", *words)
     here = (RAY, "outrider-d", None)
     assert fleet.opened == [("far:1", "outrider-d", None), here, here]
 
 
-def test_a_wait_ends_as_soon_as_there_are_as_many(
-    capsys: pytest.CaptureFixture[str], fleet: Fleet
-) -> None:
+def test_a_wait_ends_as_soon_as_there_are_as_many(fleet: Fleet) -> None:
     """Leaving replicas do not count. If the wait was too short, the numbers are still wanted."""
     fleet.num_leaving = 1
     fleet.seen = [{"draft": 1, "target": 1}, {"draft": 2, "target": 2}, {"draft": 3, "target": 2}]
-    assert main(["scale", "draft=3", "target=2", "--wait", "60"]) == 0
-    assert fleet.seen == [{"draft": 3, "target": 2}]
-    assert capsys.readouterr().out == "serving: target=2, draft=3\n"
-    assert main(["scale", "target=3", "--wait", "0.1"]) == 1
-    out, err = capsys.readouterr()
+    out, _ = fleet.run("scale", "draft=3", "target=2", "--wait", "60")
+    assert (out, fleet.seen) == ("serving: target=2, draft=3\n", [{"draft": 3, "target": 2}])
+    out, err = fleet.run("scale", "target=3", "--wait", "0.1", code=1)
     assert out == "wanted: coordinator=1, target=3, draft=1\n"
     assert "not serving after 0.1 s: see `outrider status`" in err
 
@@ -237,8 +234,7 @@ def test_what_is_another_setting_is_asked_for_and_nothing_else(
     told, _ = reported(capsys, "upgrade", *words)
     assert fleet.changes == [{"max_num_seqs": 7}]
     assert told == {"changes": {"max_num_seqs": 7}, "replicas_to_replace": 0}
-    assert main(["upgrade", "--draft-model", "emulated"]) == 0
-    assert capsys.readouterr().out == "nothing changes\n"
+    assert fleet.run("upgrade", "--draft-model", "emulated") == ("nothing changes\n", "")
     assert (len(fleet.changes), fleet.num_open) == (1, 0)
     fleet.given = load_config(GIVEN | {"deployment_name": "there"}, {})
     there = ["--address", "far:2", "--deployment-name", "there", "--max-num-seqs", "7"]
@@ -247,20 +243,17 @@ def test_what_is_another_setting_is_asked_for_and_nothing_else(
     assert fleet.opened[2:] == [("far:2", "outrider-there", None)]
 
 
-def test_what_is_left_of_an_upgrade_is_told(
-    capsys: pytest.CaptureFixture[str], fleet: Fleet
-) -> None:
+def test_what_is_left_of_an_upgrade_is_told(fleet: Fleet) -> None:
     """This also holds for an upgrade that another command has begun."""
     fleet.stale = [2]
-    words = ["upgrade", "--draft-model", "emulated"]
-    assert main(["upgrade", "--max-num-seqs", "7"]) == 0
-    assert capsys.readouterr().out == "max_num_seqs: replicas still to be replaced: 2\n"
+    words = ("upgrade", "--draft-model", "emulated")
+    out, _ = fleet.run("upgrade", "--max-num-seqs", "7")
+    assert out == "max_num_seqs: replicas still to be replaced: 2\n"
     fleet.failures = ("target-2 did not start: no memory",)
-    assert main([*words, "--wait", "0.1"]) == 1
-    assert "not done after 0.1 s: target-2 did not start: no memory" in capsys.readouterr().err
+    _, err = fleet.run(*words, "--wait", "0.1", code=1)
+    assert "not done after 0.1 s: target-2 did not start: no memory" in err
     fleet.stale = [2, 1, 0]
-    assert main([*words, "--wait", "60"]) == 0
-    assert capsys.readouterr().out == "the upgrade that is running: done\n"
+    assert fleet.run(*words, "--wait", "60")[0] == "the upgrade that is running: done\n"
 
 
 @pytest.mark.parametrize("verdict", ["taken", "not taken"])
@@ -269,8 +262,7 @@ def test_a_trial_is_waited_for_and_its_end_is_told(
 ) -> None:
     """With `--wait` only. A share of 0 ends the trial, whatever a file of settings says."""
     fleet.verdict, words = verdict, ["upgrade", "--draft-model", "b", "--trial-share", "0.2"]
-    assert main([*words, "--trial-minutes", "2", "--wait", "60"]) == 0
-    out = capsys.readouterr().out
+    out, _ = fleet.run(*words, "--trial-minutes", "2", "--wait", "60")
     assert out.startswith(f"trial of b on 20% of the sessions: {verdict}: -4 %\n")
     assert ("draft_model: done" in out) == (verdict == "taken")
     assert (fleet.trials, fleet.changes) == ([({"draft_model": "b"}, 0.2, 120.0)], [])
@@ -278,8 +270,7 @@ def test_a_trial_is_waited_for_and_its_end_is_told(
     assert (told["trial"]["state"], fleet.trials[1][2]) == ("runs", 900.0)
     settings = tmp_path / "settings.yaml"
     settings.write_text("draft_model: b")
-    assert main(["upgrade", "--config", str(settings), "--trial-share", "0"]) == 0
-    assert "not taken: it was ended" in capsys.readouterr().out
-    assert main(["upgrade", "--trial-share", "0.5"]) == 0
-    assert capsys.readouterr().out == "nothing changes\n"
+    out, _ = fleet.run("upgrade", "--config", str(settings), "--trial-share", "0")
+    assert "not taken: it was ended" in out
+    assert fleet.run("upgrade", "--trial-share", "0.5")[0] == "nothing changes\n"
     assert len(fleet.trials) == 2
