@@ -192,7 +192,7 @@ async def test_it_goes_round_until_one_has_the_session() -> None:
 
 
 async def test_other_calls_go_to_one_that_answers() -> None:
-    each = [Scripted((BROKEN,), ("first",)), Scripted(("second",), (BROKEN,))]  # type: ignore[arg-type]
+    each = [Scripted((BROKEN,), ("first",)), Scripted(("second",), (BROKEN,))]
     transport = resuming(each)
     assert await transport.call("describe", 1.0) == "second"
     assert await transport.call("describe", 1.0) == "first"
@@ -226,8 +226,7 @@ class Names:
 
 def pool(names: Any, now: list[float], first: int | None = 0) -> Any:
     """Endpoints are addresses in capitals instead of connections."""
-    connect: Any = str.upper
-    return EndpointPool(names, connect, lambda: now[0], first)
+    return EndpointPool(names, str.upper, lambda: now[0], first)
 
 
 def test_clients_that_wait_for_one_lease_do_not_wake_together() -> None:
@@ -299,9 +298,8 @@ async def test_a_request_goes_on_at_a_coordinator_that_came_later(named: Any, ea
     begun = any(script for script in each.values())
     new = Scripted((STARTED, SECOND, FINISHED) if begun else WHOLE)
     found = {name: Scripted(*script) for name, script in each.items()} | {"new": new}
-    connect: Any = found.__getitem__
     clock = asyncio.get_running_loop().time
-    transport = ResumingTransport(EndpointPool(Names(*named), connect, clock))
+    transport = ResumingTransport(EndpointPool(Names(*named), found.__getitem__, clock))
     await asyncio.sleep(1.0)
     assert [event async for event in transport.events(REQUEST, 60.0)] == [*WHOLE]
     await transport.close()
@@ -311,9 +309,8 @@ async def test_a_request_goes_on_at_a_coordinator_that_came_later(named: Any, ea
 @pytest.mark.parametrize("num_coordinators", [1, 8])
 async def test_waits_begin_short_however_many_coordinators_there_are(num_coordinators: int) -> None:
     each = [Scripted((BROKEN,), (BROKEN,), WHOLE) for _ in range(num_coordinators)]
-    connect: Any = lambda name: each[int(name)]  # noqa: E731
-    clock = asyncio.get_running_loop().time
-    endpoints = EndpointPool(lambda: ",".join(map(str, range(num_coordinators))), connect, clock)
+    clock, names = asyncio.get_running_loop().time, ",".join(map(str, range(num_coordinators)))
+    endpoints = EndpointPool(lambda: names, lambda name: each[int(name)], clock)
     transport = ResumingTransport(endpoints, random=lambda: 0.0)
     assert [event async for event in transport.events(REQUEST, 60.0)] == [*WHOLE]
     assert clock() == pytest.approx(0.025 + 0.05)

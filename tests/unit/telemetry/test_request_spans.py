@@ -34,6 +34,7 @@ REQUEST = GenerateRequest((1, 2, 3))
 
 def test_one_setting_says_where_telemetry_goes() -> None:
     assert Destination.parse("") == Destination()
+    assert start_exports("", "target", "127.0.0.1") is None
     both = Destination.parse("otlp=http://collector:4317, prometheus=9464")
     assert both == Destination("http://collector:4317", 9464)
     anywhere = Destination.parse("prometheus=0")
@@ -236,7 +237,3 @@ def test_a_port_beyond_the_last_is_a_configuration_error() -> None:
     """Each further replica on a machine adds 3 to the port."""
     with pytest.raises(ConfigError, match="port must be 0-65535"):
         start_exports("prometheus=65533", "coordinator", "127.0.0.1", 1)
-
-
-def test_off_is_off() -> None:
-    assert start_exports("", "target", "127.0.0.1") is None
