@@ -40,14 +40,7 @@ from outrider.errors import (
     Unavailable,
 )
 from outrider.messages import ProposalReply
-from outrider.request import (
-    Finished,
-    GenerateRequest,
-    PromptTokens,
-    RoundReport,
-    Started,
-    Tokens,
-)
+from outrider.request import Finished, GenerateRequest, PromptTokens, RoundReport, Started, Tokens
 from outrider.sessions.store import FinishReason, SessionRecord
 from outrider.speculation.proposal import DraftDistribution, Proposal, SealedProposal, encode_q
 from outrider.speculation.sampling_params import Rule, SamplingParams

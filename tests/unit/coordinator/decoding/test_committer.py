@@ -10,13 +10,7 @@ from script_store import ScriptStore
 from session_model import IDS, new_session
 
 from coordinator.decoding.committer import Committer, SessionCommits
-from outrider.errors import (
-    DataLoss,
-    OutriderError,
-    StaleEpoch,
-    StoreUnavailable,
-    Unavailable,
-)
+from outrider.errors import DataLoss, OutriderError, StaleEpoch, StoreUnavailable, Unavailable
 from outrider.limits import (
     APPENDS_PER_CALL_MAX,
     COMMIT_RETRY_MS_MAX,

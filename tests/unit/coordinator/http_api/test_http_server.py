@@ -21,12 +21,7 @@ from uvicorn.server import ServerState
 
 from coordinator.auth.access_control import access_control_of
 from coordinator.http_api.app import http_server
-from coordinator.http_api.server import (
-    HttpConnection,
-    HttpOptions,
-    OpenConnections,
-    TlsFiles,
-)
+from coordinator.http_api.server import HttpConnection, HttpOptions, OpenConnections, TlsFiles
 from deploy.fleet.preflight import check_ports
 from outrider.client import Client
 from outrider.config import load_config

@@ -30,12 +30,7 @@ from coordinator.routing.replica_pool import ReplicaPool, SessionRoute
 from outrider.config import DraftConfig
 from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.lookup import Guess, NgramDrafter
-from outrider.errors import (
-    BadRequest,
-    DeadlineExceeded,
-    LinkLost,
-    NotFound,
-)
+from outrider.errors import BadRequest, DeadlineExceeded, LinkLost, NotFound
 from outrider.hidden_states import Features
 from outrider.limits import SILENT_DRAFT_S
 from outrider.messages import ProposalReply, ReplyKey, Resync, VerdictReply
