@@ -399,10 +399,15 @@ def test_events_that_a_client_cannot_read_are_the_coordinators_fault(event: Any,
 
 
 @pytest.mark.parametrize("constraint", CONSTRAINTS)
-def test_a_constraint_survives(constraint: Constraint | None) -> None:
-    request = replace(GenerateRequest("hello"), constraint=constraint)
-    message = pb.GenerateRequest.FromString(request_to_proto(request).SerializeToString())
-    assert request_from_proto(message).constraint == constraint
+def test_requests_survive(constraint: Constraint | None) -> None:
+    full = GenerateRequest(
+        prompt=(1, 2), model="m", sampling=SamplingParams(temperature=0.5, logit_bias=((3, 1.0),)),
+        max_tokens=7, stop=("a",), ignore_eos=True, seed=0, rule=Rule.BLOCK, num_draft_tokens=0,
+        deadline_ms=1000, logprobs=0, include_rounds=True, draft_deadline_ms=20,
+    )  # fmt: skip
+    for request in (GenerateRequest("hello", constraint=constraint), full):
+        message = pb.GenerateRequest.FromString(request_to_proto(request).SerializeToString())
+        assert request_from_proto(message) == request
 
 
 @pytest.mark.parametrize(
