@@ -7,25 +7,12 @@ from unittest.mock import AsyncMock
 import grpc
 import pytest
 
-from outrider.errors import (
-    BadRequest,
-    DataLoss,
-    DeadlineExceeded,
-    Incompatible,
-    InvariantError,
-    NotFound,
-    OutriderError,
-    Overloaded,
-    PermissionDenied,
-    StaleEpoch,
-    Unauthenticated,
-    Unavailable,
-)
+from outrider import errors
 from outrider.limits import ERROR_MESSAGE_CHARS_MAX
 from outrider.transport.status import abort, status_to_error
 
 
-async def through_grpc(error: Exception) -> OutriderError:
+async def through_grpc(error: Exception) -> errors.OutriderError:
     context = AsyncMock()
     await abort(context, error, "Target.Verify")
     code, details, metadata = context.abort.await_args.args
@@ -35,20 +22,20 @@ async def through_grpc(error: Exception) -> OutriderError:
 @pytest.mark.parametrize(
     "error",
     [
-        BadRequest("sampling.top_p", "2.0 is not in (0, 1]"),
-        *(
-            kind("so it is")
-            for kind in (
-                Unauthenticated, PermissionDenied, NotFound, Incompatible, StaleEpoch, DataLoss,
-                DeadlineExceeded,
-            )
-        ),
-        Overloaded("full", 250),
-        Unavailable("no target", 1500),
+        errors.BadRequest("sampling.top_p", "2.0 is not in (0, 1]"),
+        errors.Unauthenticated("no key"),
+        errors.PermissionDenied("not yours"),
+        errors.NotFound("gone"),
+        errors.Incompatible("other weights"),
+        errors.StaleEpoch("taken over"),
+        errors.DataLoss("lost"),
+        errors.DeadlineExceeded("late"),
+        errors.Overloaded("full", 250),
+        errors.Unavailable("no target", 1500),
     ],
     ids=lambda error: type(error).__name__,
-)  # fmt: skip
-async def test_every_error_comes_back_as_itself(error: OutriderError) -> None:
+)
+async def test_every_error_comes_back_as_itself(error: errors.OutriderError) -> None:
     back = await through_grpc(error)
     assert type(back) is type(error)
     assert back.message == error.message
@@ -58,7 +45,7 @@ async def test_every_error_comes_back_as_itself(error: OutriderError) -> None:
 async def test_a_bug_is_internal_logged_and_not_told(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR):
         back = await through_grpc(KeyError("secret"))
-        own = await through_grpc(InvariantError("tables disagree"))
+        own = await through_grpc(errors.InvariantError("tables disagree"))
     assert (back.grpc_code, own.grpc_code) == (13, 13)
     assert "secret" not in back.message
     assert "Target.Verify" in back.message
@@ -67,7 +54,7 @@ async def test_a_bug_is_internal_logged_and_not_told(caplog: pytest.LogCaptureFi
 
 
 async def test_long_messages_are_cut() -> None:
-    back = await through_grpc(BadRequest("f" * 5000, "x" * 50_000))
+    back = await through_grpc(errors.BadRequest("f" * 5000, "x" * 50_000))
     assert len(back.field) == ERROR_MESSAGE_CHARS_MAX
     assert len(back.message) <= 2 * ERROR_MESSAGE_CHARS_MAX + 2
 
@@ -76,4 +63,4 @@ def test_details_of_strangers_do_no_harm() -> None:
     metadata: Any = grpc.aio.Metadata(("grpc-status-details-bin", b"\xff\xff"))
     code = grpc.StatusCode.UNAVAILABLE
     error = status_to_error(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), metadata, "down"))
-    assert (type(error), error.message) == (Unavailable, "down")
+    assert (type(error), error.message) == (errors.Unavailable, "down")

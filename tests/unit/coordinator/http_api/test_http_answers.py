@@ -11,19 +11,7 @@ from models import byte_fallback_tokenizer, byte_level_tokenizer
 from coordinator.http_api.answers import Answer, ChatAnswer, CompletionAnswer, Json, NativeEvents
 from coordinator.http_api.bodies import ChatBody, CompletionBody
 from coordinator.http_api.reading import error_response, to_json
-from outrider.errors import (
-    BadRequest,
-    DataLoss,
-    DeadlineExceeded,
-    Incompatible,
-    NotFound,
-    OutriderError,
-    Overloaded,
-    PermissionDenied,
-    StaleEpoch,
-    Unauthenticated,
-    Unavailable,
-)
+from outrider import errors
 from outrider.messages import PositionLogprobs
 from outrider.request import (
     Event,
@@ -264,21 +252,21 @@ def test_tokens_are_spelled_as_they_stand_in_a_text(tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("error", "status", "kind", "param", "code"),
     [
-        (BadRequest("top_p", "bad"), 400, "invalid_request_error", "top_p", "invalid_value"),
-        (Unauthenticated("no"), 401, "authentication_error", None, "invalid_api_key"),
-        (PermissionDenied("no"), 403, "permission_error", None, "permission_denied"),
-        (NotFound("no"), 404, "invalid_request_error", "model", "model_not_found"),
-        (Incompatible("no"), 409, "server_error", None, "conflict"),
-        (StaleEpoch("no"), 409, "server_error", None, "conflict"),
-        (Overloaded("no", 1500), 429, "rate_limit_error", None, "rate_limit_exceeded"),
-        (Unavailable("no"), 503, "service_unavailable_error", None, "unavailable"),
-        (DeadlineExceeded("no"), 504, "timeout_error", "deadline_ms", "deadline_exceeded"),
-        (DataLoss("no"), 500, "server_error", None, "internal_error"),
-        (OutriderError("no"), 500, "server_error", None, "internal_error"),
+        (errors.BadRequest("top_p", "bad"), 400, "invalid_request_error", "top_p", "invalid_value"),
+        (errors.Unauthenticated("no"), 401, "authentication_error", None, "invalid_api_key"),
+        (errors.PermissionDenied("no"), 403, "permission_error", None, "permission_denied"),
+        (errors.NotFound("no"), 404, "invalid_request_error", "model", "model_not_found"),
+        (errors.Incompatible("no"), 409, "server_error", None, "conflict"),
+        (errors.StaleEpoch("no"), 409, "server_error", None, "conflict"),
+        (errors.Overloaded("no", 1500), 429, "rate_limit_error", None, "rate_limit_exceeded"),
+        (errors.Unavailable("no"), 503, "service_unavailable_error", None, "unavailable"),
+        (errors.DeadlineExceeded("no"), 504, "timeout_error", "deadline_ms", "deadline_exceeded"),
+        (errors.DataLoss("no"), 500, "server_error", None, "internal_error"),
+        (errors.OutriderError("no"), 500, "server_error", None, "internal_error"),
     ],
 )
 def test_one_shape_and_one_status_for_each_error(
-    error: OutriderError, status: int, kind: str, param: str | None, code: str
+    error: errors.OutriderError, status: int, kind: str, param: str | None, code: str
 ) -> None:
     response = error_response(error)
     assert response.status_code == status
@@ -286,7 +274,7 @@ def test_one_shape_and_one_status_for_each_error(
     assert told == {"message": error.message, "type": kind, "param": param, "code": code}
     assert response.headers.get("retry-after") == {429: "2", 503: "1"}.get(status)
     # OpenAI's client repeats each request with 409 or 504. It must, if a session was taken over.
-    stays = isinstance(error, Incompatible | DeadlineExceeded)
+    stays = isinstance(error, errors.Incompatible | errors.DeadlineExceeded)
     assert response.headers.get("x-should-retry") == ("false" if stays else None)
 
 

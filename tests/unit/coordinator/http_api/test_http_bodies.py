@@ -16,20 +16,9 @@ from told_coordinator import ToldCoordinator
 
 from coordinator.http_api.bodies import ChatBody, CompletionBody, TranslatedBody
 from coordinator.http_api.reading import SHOWN_CHARS_MAX, read_body, wrong_body
+from outrider import limits
 from outrider.errors import BadRequest
 from outrider.grammar.constraint import Constraint
-from outrider.limits import (
-    CHAT_MESSAGES_MAX,
-    CHAT_PARTS_MAX,
-    HTTP_BODY_BYTES_MAX,
-    HTTP_CONTAINERS_MAX,
-    HTTP_FIELDS_MAX,
-    HTTP_VALUES_MAX,
-    LOGIT_BIAS_ENTRIES_MAX,
-    PROMPTS_MAX,
-    SEED_MAX,
-    STOP_TOKEN_IDS_MAX,
-)
 from outrider.request import ChatMessage, GenerateRequest
 from outrider.speculation.random_streams import choice_seed
 from outrider.speculation.sampling_params import Rule, SamplingParams
@@ -104,7 +93,7 @@ def test_every_field_arrives() -> None:
     assert only(chat(speculation={"enabled": False})).num_draft_tokens == 0
 
 
-@given(seed=st.integers(0, SEED_MAX), n=st.integers(1, 16), num_prompts=st.integers(1, 4))
+@given(seed=st.integers(0, limits.SEED_MAX), n=st.integers(1, 16), num_prompts=st.integers(1, 4))
 def test_choices_have_seeds_of_their_own(seed: int, n: int, num_prompts: int) -> None:
     """Choice j of each prompt has `choice_seed(seed, j)`, and stands at prompt * n + j."""
     asked = completion(prompt=[[i + 1] for i in range(num_prompts)], n=n, seed=seed)
@@ -132,7 +121,7 @@ def test_prompts_of_every_kind(prompt: Any, prompts: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "prompt", [None, 5, [], [[]] * (PROMPTS_MAX + 1), [1, "a"], [True], [1.0], ["a", [1]]]
+    "prompt", [None, 5, [], [[]] * (limits.PROMPTS_MAX + 1), [1, "a"], [True], [1.0], ["a", [1]]]
 )
 def test_what_is_no_prompt_is_refused_by_name(prompt: Any) -> None:
     assert refused(completion, {"prompt": prompt}).field == "prompt"
@@ -156,7 +145,7 @@ def test_text_parts_are_lines_and_developers_are_the_system() -> None:
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"min_tokens": 3.0}, "min_tokens"),
         ({"stop_token_ids": [1, "2"]}, "stop_token_ids[1]"),
-        ({"stop_token_ids": [1] * (STOP_TOKEN_IDS_MAX + 1)}, "stop_token_ids"),
+        ({"stop_token_ids": [1] * (limits.STOP_TOKEN_IDS_MAX + 1)}, "stop_token_ids"),
         ({"logit_bias": {"01": 1}}, "logit_bias"),
         ({"messages": [USER, {"role": "function", "content": "x"}]}, "messages[1].role"),
         ({"tool_choice": "required"}, "tool_choice"),
@@ -313,7 +302,7 @@ def test_forms_that_are_none(fields: dict[str, Any], said: str) -> None:
 
 def filled(before: str, item: str, after: str) -> bytes:
     """A body with as many items as the limit on its size allows."""
-    room = HTTP_BODY_BYTES_MAX - len(before) - len(after)
+    room = limits.HTTP_BODY_BYTES_MAX - len(before) - len(after)
     return (before + ",".join([item] * (room // (len(item) + 1))) + after).encode()
 
 
@@ -322,7 +311,7 @@ BODIES: dict[str, tuple[str, Callable[[], bytes], str | None]] = {
     "messages": (NATIVE, lambda: filled('{"messages":[', '{"role":"a"}', "]}"), None),
     "items": (
         "/v1/responses",
-        lambda: json.dumps({"input": [USER] * (HTTP_CONTAINERS_MAX - 2)}).encode(),
+        lambda: json.dumps({"input": [USER] * (limits.HTTP_CONTAINERS_MAX - 2)}).encode(),
         "input",
     ),
     "a schema": (
@@ -393,15 +382,15 @@ async def test_no_body_holds_up_the_loop(name: str) -> None:
     assert gap_s < GAP_S
 
 
-BIASES = {str(n): 1 for n in range(LOGIT_BIAS_ENTRIES_MAX + 1)}
+BIASES = {str(n): 1 for n in range(limits.LOGIT_BIAS_ENTRIES_MAX + 1)}
 
 
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({f"f{n}": 1 for n in range(HTTP_FIELDS_MAX)}, None, "the body has 129 fields"),
-        ({"messages": [USER] * (CHAT_MESSAGES_MAX + 1)}, "messages", "at most 4096 items"),
-        ({"messages": [{"content": [{}] * (CHAT_PARTS_MAX + 1)}]}, "messages", "8192 parts"),
+        ({f"f{n}": 1 for n in range(limits.HTTP_FIELDS_MAX)}, None, "the body has 129 fields"),
+        ({"messages": [USER] * (limits.CHAT_MESSAGES_MAX + 1)}, "messages", "at most 4096 items"),
+        ({"messages": [{"content": [{}] * (limits.CHAT_PARTS_MAX + 1)}]}, "messages", "8192 parts"),
         ({"logit_bias": BIASES}, "logit_bias", "should have at most 1024 items"),
         ({"stop": ["a"] * 17}, "stop", "must be a string or a list of at most 16 strings"),
         ({"n": 17}, "n", "should be less than or equal to 16; got 17"),
@@ -440,7 +429,8 @@ def test_marks_inside_of_texts_are_no_values(text: str) -> None:
     body = {"prompt": text, "stop": ['\\"', '"', "\\"]}
     assert read_body(b"\xef\xbb\xbf" + json.dumps(body).encode()) == body
     for value, words in (
-        ([1] * (HTTP_VALUES_MAX + 1), "values"), ([[]] * (HTTP_CONTAINERS_MAX + 1), "lists"),
-    ):  # fmt: skip
+        ([1] * (limits.HTTP_VALUES_MAX + 1), "values"),
+        ([[]] * (limits.HTTP_CONTAINERS_MAX + 1), "lists"),
+    ):
         with pytest.raises(BadRequest, match=f"more than .* {words}"):
             read_body(json.dumps({"prompt": text, "x": value}).encode())
