@@ -284,6 +284,7 @@ def sums_of(host: Host, gain: float) -> None:
 TRIED = {"draft_num_threads": 3}
 HEADS = {"engine": "transformers", "model": "large", "draft_model": "eagle3:a"}
 OTHER_HEADS = {"draft_model": "eagle3:b"}
+LOOK_UP, MODEL = {"draft_model": "suffix"}, HEADS | {"draft_model": "small"}
 
 
 @pytest.mark.parametrize("role", ["draft", "target"])
@@ -431,41 +432,27 @@ async def test_a_drafter_that_is_gone_ends_its_trial() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "values", "said"),
+    ("settings", "values", "share", "said"),
     [
-        ("emulated", {"draft_model": "suffix"}, "on drafts and 'suffix' on coordinators, but a t"),
-        ("suffix", {"draft_model": "emulated"}, "'suffix' runs on coordinators and 'emulated' on"),
-        ("suffix", {"draft_model": "ngram"}, "both on draft replicas, or both on targets; without"),
-        ("small", {"draft_model": "eagle3:b"}, "'small' runs on drafts and 'eagle3:b' on targets"),
-        ("eagle3:a", {"draft_model": "small"}, "'eagle3:a' runs on targets and 'small' on drafts"),
-        ("eagle3:a", {"max_num_seqs": 7}, "max_num_seqs: a trial on targets changes nothing but"),
-        ("emulated", {"max_num_seqs": 7}, "change each coordinator and each target, too|target, t"),
-        ("emulated", {"deadline_ms": 7}, "nothing to try; draft replicas"),
+        ({}, {"draft_model": "suffix"}, 0.5, "on drafts and 'suffix' on coordinators, but a t"),
+        (LOOK_UP, {"draft_model": "emulated"}, 0.5, "'suffix' runs on coordinators and 'emulated'"),
+        (LOOK_UP, {"draft_model": "ngram"}, 0.5, "both on draft replicas, or both on targets; wi"),
+        (MODEL, {"draft_model": "eagle3:b"}, 0.5, "'small' runs on drafts and 'eagle3:b' on tar"),
+        (HEADS, {"draft_model": "small"}, 0.5, "'eagle3:a' runs on targets and 'small' on drafts"),
+        (HEADS, {"max_num_seqs": 7}, 0.5, "max_num_seqs: a trial on targets changes nothing but"),
+        ({}, {"max_num_seqs": 7}, 0.5, "change each coordinator and each target, too|target, t"),
+        ({}, {"deadline_ms": 7}, 0.5, "nothing to try; draft replicas"),
+        # Shares with which the replica on trial and the others would have unlike loads.
+        ({}, TRIED, 0.2, "--trial-share: 0.2 is wrong beside 1 .* from 0.25 to 0.9, best 0.5, so"),
+        ({"num_drafts": 3}, TRIED, 0.6, "0.6 is wrong beside 3 .* from 0.125 to 0.5, best 0.25,"),
     ],
 )
 async def test_what_replicas_of_one_role_cannot_try_is_refused(
-    first: str, values: dict[str, Any], said: str
+    settings: dict[str, Any], values: dict[str, Any], share: float, said: str
 ) -> None:
-    settings = {} if first in ("emulated", "suffix") else HEADS
-    async with playing(**settings | {"draft_model": first}) as (_, found):
+    async with playing(**settings) as (_, found):
         with pytest.raises(ConfigError, match=said):
-            await found.begin_trial(values, 0.5, 600.0)
-        assert (await found.overview()).trial is None
-
-
-@pytest.mark.parametrize(
-    ("num_drafts", "share", "said"),
-    [
-        (1, 0.2, "--trial-share: 0.2 is wrong beside 1 .* from 0.25 to 0.9, best 0.5, so that"),
-        (3, 0.6, "--trial-share: 0.6 is wrong beside 3 .* from 0.125 to 0.5, best 0.25, so"),
-    ],
-)
-async def test_a_share_that_loads_drafts_unlike_is_refused(
-    num_drafts: int, share: float, said: str
-) -> None:
-    async with playing(num_drafts=num_drafts) as (_, found):
-        with pytest.raises(ConfigError, match=said):
-            await found.begin_trial(TRIED, share, 600.0)
+            await found.begin_trial(values, share, 600.0)
         assert (await found.overview()).trial is None
 
 
