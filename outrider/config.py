@@ -256,6 +256,9 @@ class TargetConfig(ModelServerConfig):
     head_directory: Internal[str] = ""
     shows_features: Internal[bool] = False
     """Whether the target sends hidden states to an EAGLE-3 head on draft replicas."""
+    stream_interval_ms: Annotated[int, between(0, 1000)] = limits.STREAM_INTERVAL_MS
+    """In plain decoding, the target collects the tokens of this time into one message, ms. A longer
+    interval saves CPU time, but streams get their tokens in larger groups."""
 
 
 @checked("draft_", _OF_REPLICAS + _OF_MODELS)

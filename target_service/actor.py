@@ -30,6 +30,7 @@ class TargetActor(ReplicaHost):
             max_num_batched_tokens=config.max_num_batched_tokens,
             self_drafter=self_drafter_of(engine),
             grammars=build_grammars(config, engine.info.eos_token_ids),
+            stream_interval_ms=config.stream_interval_ms,
         )  # fmt: skip
 
 

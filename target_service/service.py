@@ -12,7 +12,11 @@ from outrider.engine.interface import Engine
 from outrider.engine.step_costs import StepCosts
 from outrider.errors import check
 from outrider.grammar.compiler import Grammars
-from outrider.limits import BATCHED_TOKENS_DEFAULT, SEQUENCES_PER_REPLICA_MAX
+from outrider.limits import (
+    BATCHED_TOKENS_DEFAULT,
+    SEQUENCES_PER_REPLICA_MAX,
+    STREAM_INTERVAL_MS,
+)
 from outrider.messages import VerdictReply, VerifyAnswer, VerifyItem
 from outrider.replica.batching_delay import BatchingDelay
 from outrider.replica.executors import StepExecutor
@@ -38,11 +42,14 @@ class TargetService(SteppedService):
         self_drafter: SelfDrafter | None = None,
         clock: Callable[[], float] = time.perf_counter,
         grammars: Grammars | None = None,
+        stream_interval_ms: int = STREAM_INTERVAL_MS,
     ) -> None:
         """A step has at most `max_num_seqs` sessions and `max_num_batched_tokens` tokens. With
         `costs`, the time of a step is limited too, and a step waits for sessions that are expected
         soon (`BatchingDelay`). A `self_drafter` must use this engine. `clock` measures the time of
-        drafting, in seconds. Without `grammars`, sessions with a constraint are refused."""
+        drafting, in seconds. Without `grammars`, sessions with a constraint are refused. Verdicts of
+        rounds that run ahead wait up to `stream_interval_ms` for others, so that one message
+        carries all of them."""
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
         verifier = Verifier(engine, budget, self_drafter, clock, grammars)
         layer = getattr(engine, "draft_layer", None)
@@ -55,6 +62,7 @@ class TargetService(SteppedService):
         batching_delay = None if costs is None else BatchingDelay(costs.step_seconds, max_num_seqs)
         super().__init__(verifier, executor, description, budget.note_seconds, batching_delay)
         self._ahead: OrderedDict[str, RunAhead] = OrderedDict()
+        self._held_s = stream_interval_ms / 1e3
 
     def submit(self, work: StepRequest) -> None:
         """If the item allows run-ahead, starts or continues the session's run-ahead. Otherwise
@@ -84,7 +92,8 @@ class TargetService(SteppedService):
             ahead.sender.flush(session_id)
             return
         work = self._work(item, ahead.sender)
-        work.may_wait = bool(ahead.replies)
+        if ahead.may_hold:
+            work.held_s = self._held_s
         work.on_done = partial(self._on_round_done, session_id, ahead)
         ahead.running = work
         super().submit(work)
@@ -158,6 +167,13 @@ class RunAhead:
             == (mine.epoch, mine.rule, mine.seed, mine.prompt_length, mine.sampling)
             and asked.constraint_hash == mine.constraint_hash
         )
+
+    @property
+    def may_hold(self) -> bool:
+        """Whether the next round's verdict may wait for others. The coordinator waits for the first
+        verdict. After half of the rounds, it must ask for more, or the run-ahead would end."""
+        ahead = self._item.run_ahead
+        return len(self.replies) not in (0, ahead - ahead // 2)
 
     def extend(self, item: VerifyItem, sender: AnswerSender) -> list[VerdictReply]:
         """Makes `item` the item of this run-ahead, and drops all earlier rounds. The item must

@@ -434,7 +434,7 @@ class SteppedService:
         start: float,
         end: float,
     ) -> None:
-        frames: dict[tuple[AnswerSender, bool], list[Any]] = {}
+        frames: dict[tuple[AnswerSender, float], list[Any]] = {}
         stamped: list[Any] = []
         num_sharing = sum(answer is not Unfinished.WAITS for answer in answers)
         for work, answer in zip(batch, answers, strict=True):
@@ -456,9 +456,12 @@ class SteppedService:
                 self.sessions.answer(work.session_id, end)
             stamped.append(timed[-1] if timed else work.unfinished or Unfinished.CONTINUES)
             for sender in work.senders:
-                frames.setdefault((sender, work.may_wait), []).extend(timed)
-        for (sender, may_wait), frame in frames.items():
-            (sender.hold if may_wait else sender.send)(frame)
+                frames.setdefault((sender, work.held_s), []).extend(timed)
+        for (sender, held_s), frame in frames.items():
+            if held_s > 0:
+                sender.hold(frame, held_s)
+            else:
+                sender.send(frame)
         delay = self._batching_delay
         for work, answer in zip(batch, stamped, strict=True):
             if work.unfinished is None:

@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outrider.errors import DeadlineExceeded, OutriderError, Overloaded
-from outrider.limits import ANSWERS_HELD_MS, STREAM_QUEUE_ITEMS_MAX
+from outrider.limits import STREAM_QUEUE_ITEMS_MAX
 from outrider.messages import Refused, ReplyKey
 
 if TYPE_CHECKING:
@@ -75,13 +75,11 @@ class AnswerSender:
         and is also among `answers`, it is sent once. Sends nothing on a closed connection."""
         self._take_along(_sessions_of(answers), answers)
 
-    def hold(self, answers: Sequence[Any]) -> None:
-        """Holds answers for up to `ANSWERS_HELD_MS`, and then sends all held answers in one
-        message."""
+    def hold(self, answers: Sequence[Any], seconds: float) -> None:
+        """Holds answers. After at most `seconds`, sends all held answers in one message."""
         self._held += answers
         if self._timer is None and self._held:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(ANSWERS_HELD_MS / 1e3, self._flush_all)
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._flush_all)
 
     def flush(self, session_id: str) -> None:
         """Sends the held answers of a session."""
@@ -112,8 +110,8 @@ class StepRequest:
     on_done: Callable[[StepRequest, Any], None] | None = None
     """Called after the answer was sent, with the answer, or with None if the request was
     dropped."""
-    may_wait: bool = False
-    """Whether the answer may be sent by `AnswerSender.hold`."""
+    held_s: float = 0.0
+    """How long the answer may wait for others, so that one message carries all of them, s."""
     cancelled: bool = False
     place: int = 0
     """Place in the queue; earlier items have smaller places."""

@@ -8,7 +8,6 @@ import pytest
 from rounds import Player, Replica, make_head, session_name
 from toy_engine import ToyEngine
 
-from outrider.limits import ANSWERS_HELD_MS
 from outrider.messages import Refused, ReplyKey, Resync, VerdictReply, VerifyAnswer, VerifyItem
 from outrider.replica.step_request import AnswerSender
 from outrider.speculation.proposal import Proposal, SealedProposal
@@ -18,6 +17,7 @@ pytestmark = pytest.mark.virtual
 
 PROMPT = (1, 2, 3)
 RULE = Rule.TOKEN
+HELD_S = 0.04
 
 
 def target(**options: Any) -> Replica:
@@ -75,13 +75,29 @@ def ask_round(tokens: Sequence[int], base: int, round_index: int, run_ahead: int
 
 async def test_it_goes_on_as_far_as_allowed_with_the_same_tokens(setting: Replica) -> None:
     """One question with an allowance of 5 gives 6 verdicts, equal to those of 6 questions. The
-    first leaves at once, the others with the last of the allowance."""
+    first leaves at once. The third later one takes two along, so that the coordinator can ask for
+    more before the target pauses. The others leave with the last of the allowance."""
     wanted = await plain_tokens(6)
     frames = await frames_of(setting, ask_round(PROMPT, 0, 0, 5))
-    assert [[answer.key.round for answer in frame] for frame in frames] == [[0], [1, 2, 3, 4, 5]]
+    assert [[answer.key.round for answer in frame] for frame in frames] == [[0], [1, 2, 3], [4, 5]]
     answers = [answer for frame in frames for answer in frame]
     assert own_tokens(answers) == dict(enumerate(wanted[3:]))
     assert [answer.cached_length for answer in answers] == list(range(3, 9))
+
+
+@pytest.mark.parametrize(
+    ("interval_ms", "sizes"),
+    [(0, [1] * 16), (25, [1, 3, 3, 2, 3, 3, 1]), (1000, [1, 8, 7])],
+)
+async def test_verdicts_wait_for_others_during_the_stream_interval(
+    interval_ms: int, sizes: list[int]
+) -> None:
+    """A step takes 10 ms. The verdict of the eighth later round never waits."""
+    setting = Replica("target", ToyEngine(), step_s=0.01, stream_interval_ms=interval_ms)
+    frames = await frames_of(setting, ask_round(PROMPT, 0, 0, 15))
+    assert [len(frame) for frame in frames] == sizes
+    assert [answer.key.round for frame in frames for answer in frame] == list(range(16))
+    await setting.close()
 
 
 async def test_a_verdict_that_ends_the_text_takes_held_ones_along() -> None:
@@ -105,24 +121,23 @@ async def test_a_held_answer_leaves_in_time_or_with_a_later_one_of_its_session()
         sent.append((asyncio.get_running_loop().time(), [one.message for one in answers]))
 
     outlet = AnswerSender(note)
-    outlet.hold([refused(1, "first")])
+    outlet.hold([refused(1, "first")], HELD_S)
     await asyncio.sleep(0.01)
-    outlet.hold([refused(1, "second"), refused(2, "second's")])
+    outlet.hold([refused(1, "second"), refused(2, "second's")], HELD_S)
     outlet.flush(session_name(2))
     await asyncio.sleep(0.99)
-    outlet.hold([refused(1, "third"), refused(2, "third's")])
+    outlet.hold([refused(1, "third"), refused(2, "third's")], HELD_S)
     outlet.send([refused(1, "fourth")])
     again = refused(1, "fifth")
-    outlet.hold([again])
+    outlet.hold([again], HELD_S)
     outlet.send([again])
     await asyncio.sleep(1)
-    held_s = ANSWERS_HELD_MS / 1e3
     assert sent == [
         (0.01, ["second's"]),
-        (held_s, ["first", "second"]),
+        (HELD_S, ["first", "second"]),
         (1.0, ["third", "fourth"]),
         (1.0, ["fifth"]),
-        (1.0 + held_s, ["third's"]),
+        (1.0 + HELD_S, ["third's"]),
     ]
 
 
