@@ -1,30 +1,5 @@
-"""All errors that Outrider raises on purpose, with their gRPC codes and HTTP statuses.
-
-    OutriderError
-    ├── BadRequest            INVALID_ARGUMENT      400   names the field
-    ├── Unauthenticated       UNAUTHENTICATED       401
-    ├── PermissionDenied      PERMISSION_DENIED     403
-    ├── NotFound              NOT_FOUND             404
-    │   └── SessionNotFound
-    ├── Incompatible          FAILED_PRECONDITION   409   fingerprints that do not match
-    ├── StaleEpoch            ABORTED               409   another coordinator owns the session
-    ├── DataLoss              DATA_LOSS             500   stored tokens are gone
-    │   └── OtherTokens                                   the client holds other tokens
-    ├── Overloaded            RESOURCE_EXHAUSTED    429   with a time to retry after
-    │   └── OutOfPages                                    an engine's memory is full of sequences
-    ├── Unavailable           UNAVAILABLE           503   with a time to retry after
-    │   ├── StreamBroken                                  no coordinator answers the client
-    │   ├── EngineLost                                    no step can run; the replica ends
-    │   ├── LinkLost                                      a stream to a replica broke
-    │   └── StoreUnavailable                              Redis does not answer
-    ├── DeadlineExceeded      DEADLINE_EXCEEDED     504
-    ├── ConfigError           (start-up only: one line and exit code 2)
-    │   └── SettingError                                  names the setting
-    ├── StepUndone            INTERNAL              500   a draft step failed and was undone
-    └── InvariantError        INTERNAL              500   a bug
-
-An error says what was wrong, what was expected, and what to do.
-"""
+"""All errors that Outrider raises on purpose, with their gRPC codes and HTTP statuses. An error
+says what was wrong, what was expected, and what to do."""
 
 import difflib
 from collections.abc import Iterable
@@ -35,7 +10,7 @@ NO_TOKENIZER = "the model has no tokenizer; give token_ids"
 
 
 class OutriderError(Exception):
-    """Base of all errors. `grpc_code` is a google.rpc.Code."""
+    """INTERNAL: the base of all errors. `grpc_code` is a google.rpc.Code."""
 
     grpc_code: int = 13
     http_status: int = 500
@@ -50,7 +25,7 @@ class OutriderError(Exception):
 
 
 class BadRequest(OutriderError, grpc_code=3, http_status=400):
-    """A field of a request is wrong. `field` is its path, such as `sampling.top_p`."""
+    """INVALID_ARGUMENT: a request's field is wrong. `field` is its path: `sampling.top_p`."""
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(f"{field}: {reason}")
@@ -59,15 +34,15 @@ class BadRequest(OutriderError, grpc_code=3, http_status=400):
 
 
 class Unauthenticated(OutriderError, grpc_code=16, http_status=401):
-    """The request has no key or a wrong key."""
+    """UNAUTHENTICATED: the request has no key or a wrong key."""
 
 
 class PermissionDenied(OutriderError, grpc_code=7, http_status=403):
-    """The caller is known but may not do this."""
+    """PERMISSION_DENIED: the caller is known but may not do this."""
 
 
 class NotFound(OutriderError, grpc_code=5, http_status=404):
-    """There is no such session or model."""
+    """NOT_FOUND: there is no such session or model."""
 
 
 class SessionNotFound(NotFound):
@@ -75,15 +50,15 @@ class SessionNotFound(NotFound):
 
 
 class Incompatible(OutriderError, grpc_code=9, http_status=409):
-    """Two replicas, or a request and a replica, do not fit together."""
+    """FAILED_PRECONDITION: two replicas, or a request and a replica, do not fit together."""
 
 
 class StaleEpoch(OutriderError, grpc_code=10, http_status=409):
-    """Another coordinator has taken over the session."""
+    """ABORTED: another coordinator has taken over the session."""
 
 
 class DataLoss(OutriderError, grpc_code=15, http_status=500):
-    """Tokens that were committed can no longer be read."""
+    """DATA_LOSS: tokens that were committed can no longer be read."""
 
 
 class OtherTokens(DataLoss):
@@ -99,7 +74,7 @@ class _Retryable(OutriderError):
 
 
 class Overloaded(_Retryable, grpc_code=8, http_status=429):
-    """A request rate, a number of concurrent requests or a queue has reached its limit."""
+    """RESOURCE_EXHAUSTED: a request rate, a number of requests or a queue is at its limit."""
 
 
 class OutOfPages(Overloaded):
@@ -107,7 +82,7 @@ class OutOfPages(Overloaded):
 
 
 class Unavailable(_Retryable, grpc_code=14, http_status=503):
-    """A service that the request needs does not answer."""
+    """UNAVAILABLE: a service that the request needs does not answer."""
 
 
 class StreamBroken(Unavailable):
@@ -128,7 +103,7 @@ class StoreUnavailable(Unavailable):
 
 
 class DeadlineExceeded(OutriderError, grpc_code=4, http_status=504):
-    """The deadline passed before the answer came."""
+    """DEADLINE_EXCEEDED: the deadline passed before the answer came."""
 
 
 class ConfigError(OutriderError, grpc_code=9):

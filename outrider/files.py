@@ -68,7 +68,7 @@ class FileWatch(Generic[Found]):
         read: Callable[[], Found],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`read` returns the contents of `paths`. Its first call is here, and may raise. The files
+        """`read` returns the contents of `paths`. It is called here first, and may raise. The files
         are checked for changes at most every `KEY_FILE_LOOK_MS`. `clock` returns seconds."""
         self._paths = [path for path in paths if path is not None]
         self._read = read

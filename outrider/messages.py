@@ -60,7 +60,7 @@ class RoundHead:
 
     @property
     def committed_length(self) -> int:
-        """Number of committed tokens when the round began. Seeds the round's random numbers."""
+        """Number of committed tokens when the round began."""
         return self.base_length + len(self.append)
 
     @property
@@ -107,16 +107,13 @@ class VerifyItem:
     """Number of further rounds that the target may run and answer without new items."""
     num_logprobs: int | None = None
     num_next_draft_tokens: int = 0
-    """For a target that drafts for itself: the largest number of draft tokens for the next
-    round."""
+    """Largest number of draft tokens for the next round, if the target drafts for itself."""
     next_siblings: tuple[int, ...] = ()
-    """Numbers of siblings of the next round's first, second, ... draft token. See
-    `DraftRequest.siblings`."""
+    """Numbers of siblings of the next round's draft tokens (`DraftRequest.siblings`)."""
     features_from: int | None = None
     """Asks for features of the committed tokens from this position on; None = no features."""
     next_budget_us: int = 0
-    """Time limit for drafting the next round's proposal, from the start of drafting; 0 = no
-    limit."""
+    """Time limit for drafting the next round, from the start of drafting; 0 = no limit."""
     audit: bool = False
     """Whether to audit the proposal, a chain of committed tokens of a session that has ended."""
 
@@ -148,8 +145,7 @@ class DraftItem:
     held: tuple[int, ...] | None = None
     """The round's proposal, if the coordinator already has it and asks only for look-ahead."""
     siblings: tuple[int, ...] = ()
-    """Numbers of siblings of the proposal's first, second, ... token. See `DraftRequest.siblings`.
-    Empty with look-ahead."""
+    """Numbers of siblings of the draft tokens (`DraftRequest.siblings`). Empty with look-ahead."""
     features: Features | None = None
     """Features that the draft lacks; None for drafts that read no features."""
     budget_us: int = field(default=0, compare=False)
@@ -170,8 +166,8 @@ class DraftItem:
 
     @property
     def gives_way(self) -> bool:
-        """Whether the item asks only for look-ahead. A newer item of the session may then begin
-        before this item ends."""
+        """Whether a newer item of the session may begin before this item ends. This holds if the
+        item asks only for look-ahead."""
         return self.held is not None and self.look_ahead > 0
 
 
@@ -193,13 +189,11 @@ class VerdictReply:
     cached_length: int
     """Number of tokens of prefix and proposal that the replica holds now."""
     logprobs: tuple[PositionLogprobs, ...] = ()
-    """[2K+1]: first for the K draft tokens, then for the K+1 corrections. Empty unless asked
-    for."""
+    """[2K+1]: of the K draft tokens, then of the K+1 corrections. Empty unless asked for."""
     queue_ms: float = 0.0
     compute_ms: float = 0.0
     next_proposal: SealedProposal = NOTHING_SEALED
-    """Proposal for the next round. It follows this round's outcome, and may have fewer tokens than
-    asked for."""
+    """Proposal that follows this round's outcome. May have fewer tokens than asked for."""
     next_base_length: int = 0
     """Number of committed tokens that `next_proposal` extends."""
     next_draft_ms: float = 0.0
@@ -299,6 +293,5 @@ class ReplicaDescription:
 
     @property
     def weights(self) -> str:
-        """Identifies weights, data type and maximum length. A session can continue only on a
-        replica with an equal value."""
+        """A session can continue only on a replica with the same value."""
         return f"{self.weights_fingerprint}/{self.dtype}/{self.max_model_len}"

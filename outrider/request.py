@@ -50,8 +50,7 @@ class GenerateRequest:
     include_rounds: bool = False
     """Whether to send a `RoundReport` for every round."""
     draft_deadline_ms: int | None = None
-    """Time limit for drafting in a round. At the limit, the draft returns the tokens that it has
-    drawn."""
+    """Time limit for drafting in a round. The draft then returns the tokens that it has drawn."""
     constraint: Constraint | None = None
     """The whole completion must match this constraint. The completion ends when no further token
     can match."""
@@ -155,7 +154,6 @@ class Metrics:
 
     num_rounds: int
     num_draft_tokens: int
-    """All proposed tokens."""
     num_accepted_draft_tokens: int
     mean_acceptance_length: float
     time_to_first_token_ms: float
@@ -186,9 +184,7 @@ class Finished:
     usage: Usage
     metrics: Metrics
     stop_string: str | None = None
-    """The stop string that ended the text, if any."""
     stop_token_id: int | None = None
-    """The stop token that ended the text, if any."""
 
 
 Event = Started | PromptTokens | Tokens | RoundReport | Finished

@@ -49,8 +49,7 @@ NOT_SETTINGS = (
     "OUTRIDER_CACHE", "OUTRIDER_STATE_DIR", "OUTRIDER_TEST_DATA", "OUTRIDER_CA_CERT",
     "OUTRIDER_CLIENT_CERT", "OUTRIDER_CLIENT_KEY",
 )  # fmt: skip
-"""Variables that begin with `OUTRIDER_` but are not settings of a deployment. These variables are
-paths of local files, or credentials of clients."""
+"""Variables that begin with `OUTRIDER_` but are paths of local files or credentials of clients."""
 
 _KIND_NAMES = {
     "string": "a string", "integer": "a whole number", "number": "a number",

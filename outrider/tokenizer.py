@@ -48,8 +48,7 @@ class TokenizerText:
         """The bytes of the tokens `<0x00>` to `<0xFF>`, by token id. Some tokenizers spell unknown
         text with these tokens. Other tokenizers do not have them."""
         self._marks: dict[tuple[str, ...], dict[int, str]] = {(): {}}
-        """For each tuple of names that `stream` was called with, the special tokens by id. Only a
-        few different tuples occur."""
+        """Special tokens by id, for each of the few tuples of names given to `stream`."""
         longest = max((len(token.encode()) for token in vocabulary), default=0)
         self.token_bytes_max = max(longest, UNKNOWN_BYTES_MAX)
         """Largest number of bytes of text that one token stands for."""
@@ -156,8 +155,8 @@ class TokenizerText:
             raise BadRequest("chat", f"the model's chat template failed: {error}") from error
 
     def backend_json(self) -> str:
-        """The tokenizer as JSON of Hugging Face's library `tokenizers`. Raises `ConfigError` for a
-        tokenizer that does not use this library."""
+        """The tokenizer as JSON of the library `tokenizers`. Raises `ConfigError` for a tokenizer
+        that does not use this library."""
         return backend_json(self._tokenizer)
 
     def decode(self, token_ids: Sequence[int], with_special: bool = False) -> str:

@@ -47,9 +47,8 @@ class ReplicaServicer:
         self, frames: AsyncIterator[Any], context: Any = None
     ) -> AsyncGenerator[bytes]:
         """Takes frames of items and yields frames of answers, until the caller ends the stream.
-        Raises errors of `frames`. Raises `Overloaded` if the caller does not read its answers. If
-        the caller then reads nothing for `STUCK_WRITE_MS`, cancels the task that iterates over the
-        answers."""
+        Raises errors of `frames`. Raises `Overloaded` if the caller does not read its answers, or
+        cancels the current task if the caller still reads nothing after `STUCK_WRITE_MS`."""
         stream = _Stream(self._codec, asyncio.current_task())
         stream.connection = self._service.connect(stream.answer)
         reader = asyncio.create_task(stream.read(frames), name="stream reader")
