@@ -137,12 +137,10 @@ NGRAM_MAX = 64
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32", "float64"]
 NgramMin = Annotated[
-    int,
-    between(1, NGRAM_MAX, description="Shortest match of prompt lookup, in tokens."),
+    int, between(1, NGRAM_MAX, description="Shortest match of prompt lookup, in tokens.")
 ]
 NgramMax = Annotated[
-    int,
-    between(1, NGRAM_MAX, description="Longest match of prompt lookup, in tokens."),
+    int, between(1, NGRAM_MAX, description="Longest match of prompt lookup, in tokens.")
 ]
 
 

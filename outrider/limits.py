@@ -32,9 +32,9 @@ ALTERNATIVES_MAX = 256
 """Number of lists and objects among the alternatives of a JSON schema. The time for a mask may grow
 with the cube of this number."""
 LIST_ALTERNATIVE = 4
-"""An alternative that may be a list counts as this many, because lists are slower than objects."""
+"""How much an alternative that may be a list counts towards `ALTERNATIVES_MAX`."""
 COMPILE_S_MAX = 2.0  # constraints that take longer to compile are refused
-MASK_S_MAX = 0.25  # for a token's mask; a constraint that takes longer twice is refused
+MASK_S_MAX = 0.25  # time for a token's mask; a constraint that takes longer twice is refused
 FOLLOWED_AT_ONCE = 64  # a matcher may take MASK_S_MAX for this many committed tokens
 TOO_SLOW_S = 60  # how long a constraint that was too slow is refused
 COMPILE_BYTES_MAX = 2**30  # memory for compiling a constraint, in addition to the tokenizer's
@@ -52,9 +52,9 @@ GRPC_METADATA_BYTES_MAX = 16 * 2**10
 GRPC_PENDING_CALLS_MAX = 8192  # calls not yet begun; gRPC's lower default would drop some
 GRPC_PENDING_S_MAX = 60  # gRPC drops a call that has not begun after this time
 GRPC_HANDSHAKE_MS = 10_000  # for TLS and the first HTTP/2 frame of a connection
-GRPC_IDLE_MS = 300_000  # after which a connection without calls is closed
-GRPC_AGE_MS = 300_000  # after which a connection takes no new calls, so clients connect anew
-GRPC_AGE_GRACE_MS = DEADLINE_MS_MAX + 60_000  # for the running calls of a connection of that age
+GRPC_IDLE_MS = 300_000  # a connection without calls is closed after this time
+GRPC_AGE_MS = 300_000  # an older connection takes no new calls, so clients connect anew
+GRPC_AGE_GRACE_MS = DEADLINE_MS_MAX + 60_000  # how long an old connection's calls may still run
 BULK_ITEM_BYTES = 32 * 2**10  # larger items travel on the bulk stream
 
 SESSIONS_PER_COORDINATOR_MAX = 4096
@@ -68,7 +68,7 @@ FEATURES_MAX = 512  # committed tokens whose features one message may have
 FEATURES_BYTES_MAX = 4 * 2**20  # of features in one message
 FEATURES_STEP_BYTES_MAX = 8 * 2**20  # of features in all messages of a step
 FEATURES_WIDTH_MAX = 2**15  # numbers in the features of a token
-HYBRID_SCORE_MIN = 0.6  # expected tokens at which a look-up replaces the model
+HYBRID_SCORE_MIN = 0.6  # a hybrid's look-up drafts if it expects this many accepted tokens
 HYBRID_MODEL_TOKENS = 1  # draft tokens of a hybrid's model in a round
 LOOK_AHEAD_MAX = 64  # outcomes of a round that a draft may predict
 LOOK_AHEAD_DEFAULT = 16  # predicted outcomes by default, if drafting does not delay the target

@@ -186,8 +186,7 @@ class _Said:
         method = self.values.get("method", "draft_model")
         if value and (method != "draft_model" or self.values.get("model") in (None, *_NGRAM)):
             raise self.error(
-                "parallel_drafting",
-                "true needs a model that drafts: method draft_model, and model",
+                "parallel_drafting", "true needs a model that drafts: method draft_model, and model"
             )
 
     def acceptance_rates(self) -> tuple[float, ...]:

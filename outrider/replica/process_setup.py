@@ -342,10 +342,7 @@ def _lacking_on_vllm(config: ReplicaConfig) -> tuple[str, str] | None:
 
 
 def _kernels(
-    config: ReplicaConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    ranks: Ranks | None,
+    config: ReplicaConfig, device: torch.device, dtype: torch.dtype, ranks: Ranks | None
 ) -> PaceKernels | None:
     from outrider.engine.cpu.kernels import KernelsUnavailable, load_pace
 
@@ -366,9 +363,7 @@ def _kernels(
 
 
 def _load(
-    config: ReplicaConfig,
-    num_threads: int,
-    ranks: Ranks | None,
+    config: ReplicaConfig, num_threads: int, ranks: Ranks | None
 ) -> tuple[torch.nn.Module, ModelInfo]:
     from outrider.engine.tensor_parallel.sharding import load_shard
     from outrider.models.loading import load_model
@@ -459,10 +454,7 @@ def build_head(config: DraftConfig) -> tuple[LoadedEagle3, ModelInfo, int]:
     described = describe(empty_model(target, **options), target, **options)
     features = _features_of(described, path)
     info = replace(
-        described,
-        weights_fingerprint=features,
-        logit_token_ids=head.token_ids,
-        features=features,
+        described, weights_fingerprint=features, logit_token_ids=head.token_ids, features=features
     )
     head.module.drop_fuse()
     speed_up(head.module)

@@ -428,11 +428,7 @@ class SteppedService:
         return answers
 
     def _answer(
-        self,
-        batch: list[StepRequest],
-        answers: Sequence[Any],
-        start: float,
-        end: float,
+        self, batch: list[StepRequest], answers: Sequence[Any], start: float, end: float
     ) -> None:
         frames: dict[tuple[AnswerSender, float], list[Any]] = {}
         stamped: list[Any] = []

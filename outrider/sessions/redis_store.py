@@ -84,10 +84,7 @@ class RedisStore(SessionStore):
     finished_ttl_ms = limits.FINISHED_TTL_S * 1000
 
     def __init__(
-        self,
-        client: redis.asyncio.Redis,
-        key_prefix: str,
-        wait_replicas: int = 0,
+        self, client: redis.asyncio.Redis, key_prefix: str, wait_replicas: int = 0
     ) -> None:
         self._client = client
         self._scripts = ScriptRunner(client, wait_replicas, f"{key_prefix}replicated")

@@ -39,13 +39,7 @@ from outrider.telemetry.metrics import (
     times,
     watch,
 )
-from outrider.telemetry.observer import (
-    AuditOutcome,
-    Observation,
-    Readings,
-    RequestObserver,
-    Side,
-)
+from outrider.telemetry.observer import AuditOutcome, Observation, Readings, RequestObserver, Side
 from outrider.telemetry.setup import read_traceparent, write_traceparent
 
 TRACED_ROUNDS = 2

@@ -77,11 +77,7 @@ class ObservedSteps:
         self._crashes.add(1)
 
     def stepped(
-        self,
-        works: Sequence[StepRequest],
-        answers: Sequence[Any],
-        start: float,
-        end: float,
+        self, works: Sequence[StepRequest], answers: Sequence[Any], start: float, end: float
     ) -> None:
         """A step has run, from `start` to `end` (loop time), and its answers were sent."""
         self._steps.add(1)

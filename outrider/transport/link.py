@@ -87,9 +87,7 @@ class MemoryLink(Link):
     """A link to a service on the same event loop."""
 
     def __init__(
-        self,
-        service: ReplicaService,
-        deliver: Callable[[Callable[[], None]], None] = deliver_soon,
+        self, service: ReplicaService, deliver: Callable[[Callable[[], None]], None] = deliver_soon
     ) -> None:
         super().__init__()
         self._service = service

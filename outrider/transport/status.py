@@ -9,13 +9,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from outrider.errors import (
-    BadRequest,
-    OutriderError,
-    Overloaded,
-    Unavailable,
-    error_from_code,
-)
+from outrider.errors import BadRequest, OutriderError, Overloaded, Unavailable, error_from_code
 from outrider.limits import ERROR_MESSAGE_CHARS_MAX
 
 logger = logging.getLogger(__name__)

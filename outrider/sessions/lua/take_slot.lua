@@ -22,7 +22,7 @@ end
 if rate > 0 then
   local full_at = math.max(tonumber(redis.call('GET', KEYS[1]) or 0) or 0, now_ms) + 60000 / rate
   local over_ms = full_at - now_ms - 60000 * depth
-  -- Times are stored in thousandths; the tolerance covers their rounding.
+  -- Times are stored in thousandths of a millisecond. The tolerance covers their rounding.
   if over_ms > 0.5 then return {'rate', math.ceil(over_ms)} end
   redis.call('SET', KEYS[1], string.format('%.3f', full_at), 'PX',
     string.format('%.0f', math.ceil(full_at - now_ms) + 1))
