@@ -679,17 +679,13 @@ def merge(
 def translated_layers(
     flags: Mapping[str, object], environment: Mapping[str, str], file: Path | None = None
 ) -> list[tuple[Setting, object, str]]:
-    """Returns the result of `layers`, but with each `speculative_config` replaced by the settings
-    that it stands for. If several layers have a `speculative_config`, only the last one counts.
+    """The settings of all layers, in increasing precedence (see `layers`). The settings that a
+    `speculative_config` stands for replace it. If several layers have one, only the last counts.
     Raises `ConfigError` if a layer also has a setting that its `speculative_config` stands for."""
     settings = deployment_settings()
     found: list[tuple[Setting, object, str]] = []
     translated: list[tuple[Setting, object, str]] = []
-    for given in (
-        layers(settings, file, {}, {}), layers(settings, None, environment, {}),
-        layers(settings, None, {}, flags),
-    ):  # fmt: skip
-        layer = {one.key: (one, raw, source) for one, raw, source in given}
+    for layer in layers(settings, file, environment, flags):
         if SPECULATIVE_CONFIG in layer:
             _, text, source = layer.pop(SPECULATIVE_CONFIG)
             found = [one for one in found if one not in translated]

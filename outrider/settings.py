@@ -194,20 +194,23 @@ def layers(
     file: Path | None,
     environment: Mapping[str, str],
     flags: Mapping[str, object],
-) -> Iterator[tuple[Setting, object, str]]:
-    """Yields the settings that a YAML file, the environment and flags set, in this order: each
-    setting, its raw value, and the source to name in errors. If a setting is set several times, its
-    last value counts. Raises `ConfigError` for an unknown key."""
-    if file is not None:
-        for key, raw in _read_yaml(file).items():
-            yield _known(settings, key, f"{file}: {key}"), raw, f"{file}: {key}"
+) -> Iterator[dict[str, tuple[Setting, object, str]]]:
+    """Yields what a YAML file, the environment and flags set, in this order. By key, each of these
+    layers has the setting, its raw value, and the source to name in errors. Raises `ConfigError`
+    for an unknown key."""
+    told = {} if file is None else _read_yaml(file)
+    yield {
+        key: (_known(settings, key, f"{file}: {key}"), raw, f"{file}: {key}")
+        for key, raw in told.items()
+    }
+    layer = {}
     for variable, text in environment.items():
         if variable.startswith(ENVIRONMENT_PREFIX) and variable not in NOT_SETTINGS:
             key = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
-            yield _known(settings, key, variable), text, variable
-    for key, raw in flags.items():
-        found = _known(settings, key, key)
-        yield found, raw, found.flag
+            layer[key] = _known(settings, key, variable), text, variable
+    yield layer
+    known = {key: _known(settings, key, key) for key in flags}
+    yield {key: (known[key], raw, known[key].flag) for key, raw in flags.items()}
 
 
 def _known(settings: Mapping[str, Setting], key: str, source: str) -> Setting:

@@ -139,9 +139,9 @@ class SessionStore(Protocol):
     (`append`, `finish`, `release`) state owner and epoch. The store compares these with the stored
     owner and epoch:
 
-      - Lower epoch: a former owner's write. `StaleEpoch`, and nothing changes.
+      - Lower epoch: a former owner writes. The write raises `StaleEpoch` and changes nothing.
       - Same epoch, other owner: the store lost a take-over and later gave the same epoch to another
-        owner. `StaleEpoch`, and nothing changes.
+        owner. The write raises `StaleEpoch` and changes nothing.
       - Same epoch and owner: the write is carried out.
       - Higher epoch: the store lost the take-over that gave this epoch. The session belongs to this
         owner again and runs, even if it was finished. The stored tokens may be a former owner's, so
@@ -165,8 +165,8 @@ class SessionStore(Protocol):
     async def hold_lease(self, owner: str) -> Mapping[str, bool]:
         """Renews the owner's lease. While the lease lasts, no other owner can take over a session
         of this owner. Returns the ids of sessions that others have tried to take over since the
-        last call, and for each whether it should be cancelled. The owner then cancels the sessions
-        that should be cancelled, and releases those that it does not run."""
+        last call. The value True asks the owner to cancel the session. Of the sessions returned,
+        the owner releases those that it does not run."""
 
     async def end_lease(self, owner: str) -> None:
         """Ends the owner's lease, so that others may take over the owner's sessions at once."""
@@ -208,8 +208,8 @@ class SessionStore(Protocol):
 
     async def claim_key(self, key: str, value: str = "", replaces: str = "") -> str:
         """Stores `value` under a key that has no value or has the value `replaces`. If `value` is
-        empty, only reads. Returns the key's value, or an empty text if there is none. From each
-        call on, the store keeps the value for as long as a session that is opened now."""
+        empty, only reads. Returns the key's value, or an empty text if there is none. After each
+        call, the store keeps the value for as long as a session without writes."""
 
     async def close(self) -> None:
         """Closes connections. Sessions stay stored."""
