@@ -1,17 +1,26 @@
-"""A deployment on local Ray whose target and draft each have two ranks."""
+"""A deployment on local Ray whose target and draft each have two ranks, and whose secrets are in no
+data of Ray and in no list of processes. Ray answers no call without its token."""
 
 import asyncio
+import json
 import os
+import re
+import secrets
 import signal
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 import torch
 from models import byte_level_tokenizer, save_tiny_model
+from redis_servers import START_S, Server, free_port
 
+from deploy.cli.serve import ask_registry
 from deploy.fleet.launcher import Deployment
+from deploy.fleet.ray_cluster import check_asks_for_token
 from outrider.client import Client, GenerateRequest
 from outrider.config import load_config
 from outrider.models.loading import load_model
@@ -22,8 +31,17 @@ VOCAB_SIZE = 320
 NUM_TOKENS = 24
 END_S = 150.0
 """Ray looks again for a place that it has not found, after longer and longer delays."""
+PASSWORD, KEY = secrets.token_hex(16), f"key-{secrets.token_hex(16)}"
+MARKER = f"marker-{secrets.token_hex(8)}:"
+"""The prefix of Redis' keys. Ray knows it and it is no secret, so a search that cannot find
+anything is noticed."""
+PART_BYTES = 2**24
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group("shared")]
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.xdist_group("shared"),
+    pytest.mark.timeout(3 * END_S),
+]
 
 
 @pytest.fixture(scope="module")
@@ -36,28 +54,46 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture(scope="module")
+def redis_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """The port of a Redis server that asks for a password."""
+    port = free_port()
+    config = f"port {port}\nbind 127.0.0.1\nsave ''\nrequirepass {PASSWORD}\n"
+    running = Server(tmp_path_factory.mktemp("redis") / "server", config, port=port)
+    give_up_at = time.monotonic() + START_S
+    while not running.info(PASSWORD):
+        assert time.monotonic() < give_up_at
+        time.sleep(0.05)
+    yield port
+    running.kill()
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(
-    models: Path, tmp_path_factory: pytest.TempPathFactory
+    models: Path, redis_port: int, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Deployment]:
-    """Five processes: two ranks of each model, and the coordinator."""
+    """Five processes: two ranks of each model, and the coordinator. They get each secret in two
+    ways: as a setting, and as an environment variable."""
     settings = {
         "model": str(models / "target"), "draft_model": str(models / "draft"), "device": "cpu",
         "dtype": "float32", "grpc_port": 0, "port": 0, "stop_timeout_s": 0, "length_control": False,
-        "tensor_parallel_size": 2, "draft_tensor_parallel_size": 2,
+        "tensor_parallel_size": 2, "draft_tensor_parallel_size": 2, "api_key": KEY,
+        "redis_url": f"redis://:{PASSWORD}@127.0.0.1:{redis_port}/0", "redis_key_prefix": MARKER,
     }  # fmt: skip
-    async with Deployment(load_config(settings, {}), tmp_path_factory.mktemp("shared")) as started:
-        yield started
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OUTRIDER_REDIS_PASSWORD", PASSWORD)
+        patch.setenv("OUTRIDER_API_KEY", KEY)
+        state = tmp_path_factory.mktemp("shared")
+        async with Deployment(load_config(settings, {}), state) as started:
+            yield started
 
 
 async def _greedy(deployment: Deployment, num_draft_tokens: int) -> tuple[int, ...]:
     request = GenerateRequest(
-        PROMPT,
-        sampling=SamplingParams(temperature=0.0),
-        max_tokens=NUM_TOKENS,
+        PROMPT, sampling=SamplingParams(temperature=0.0), max_tokens=NUM_TOKENS,
         num_draft_tokens=num_draft_tokens,
-    )
-    async with Client(deployment.address) as client:
+    )  # fmt: skip
+    async with Client(deployment.address, api_key=KEY) as client:
         completion = await client.complete(request)
     if num_draft_tokens:
         assert completion.metrics.num_draft_tokens > 0
@@ -80,7 +116,101 @@ async def test_shared_models_write_what_the_whole_target_writes(
         assert await _greedy(shared, num_draft_tokens) == expected
 
 
-@pytest.mark.timeout(3 * END_S)
+@dataclass(frozen=True)
+class Process:
+    pid: int
+    words: bytes
+    """The command line."""
+
+    @property
+    def parent(self) -> int:
+        stat = Path(f"/proc/{self.pid}/stat").read_text()
+        return int(stat.rpartition(")")[2].split()[1])
+
+    def memory_has(self, secrets: list[bytes]) -> set[bytes]:
+        """The texts that are anywhere in the process's memory."""
+        found = set()
+        with Path(f"/proc/{self.pid}/mem").open("rb", buffering=0) as memory:
+            for line in Path(f"/proc/{self.pid}/maps").read_text().splitlines():
+                place = re.match(r"([0-9a-f]+)-([0-9a-f]+) rw", line)
+                if place is None:
+                    continue
+                at, end = (int(number, 16) for number in place.groups())
+                before = b""
+                while at < end:
+                    try:
+                        memory.seek(at)
+                        part = memory.read(min(PART_BYTES, end - at))
+                    except (OSError, ValueError, OverflowError):
+                        break
+                    if not part:
+                        break
+                    found |= {one for one in secrets if one in before + part}
+                    before, at = part[-200:], at + len(part)
+        return found
+
+
+def _token_of(deployment: Deployment) -> Path:
+    """The file of Ray's token."""
+    assert deployment.ray.token is not None
+    return deployment.ray.token
+
+
+def processes() -> list[Process]:
+    """All processes whose command line this user may read."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            found.append(Process(int(place.name), (place / "cmdline").read_bytes()))
+        except OSError:
+            continue
+    return found
+
+
+async def test_status_reaches_the_redis_that_the_record_names(shared: Deployment) -> None:
+    record = shared.record
+    assert PASSWORD not in json.dumps(asdict(record))
+    known, error = await ask_registry(record, 5.0)
+    assert error is None
+    addresses = {record.grpc_address, *record.target_addresses, *record.draft_addresses}
+    assert set(known) == addresses
+    without = replace(record, redis=record.redis | {"password_file": ""})
+    assert "OUTRIDER_REDIS_PASSWORD" in str(await ask_registry(without, 5.0))
+
+
+async def test_no_secret_stands_in_a_list_of_processes(shared: Deployment) -> None:
+    token = _token_of(shared)
+    planted = [PASSWORD.encode(), KEY.encode(), token.read_bytes()]
+    for process in processes():
+        assert not [one for one in planted if one in process.words], process.words
+
+
+async def test_no_secret_stands_in_rays_head(shared: Deployment) -> None:
+    """No secret is in the memory or the environment of the processes that know the arguments of
+    actors. Files with a secret are readable by their owner only."""
+    head = [one for one in processes() if b"gcs_server" in one.words or b"/raylet/" in one.words]
+    token = _token_of(shared)
+    ours = [one for one in head if one.parent == os.getpid()]
+    assert len(ours) == 2
+    found = [one.memory_has([PASSWORD.encode(), KEY.encode(), MARKER.encode()]) for one in ours]
+    assert {MARKER.encode()} in found, "the search finds nothing"
+    assert all(one <= {MARKER.encode()} for one in found)
+    [log_dir] = re.findall(rb"--log_dir=([^\0]+)", b"".join(sorted(one.words for one in ours)))[:1]
+    session, state = Path(log_dir.decode()).parent, token.parent.parent
+    for path in (one for place in (session, state) for one in place.rglob("*") if one.is_file()):
+        text = path.read_bytes()
+        if PASSWORD.encode() in text or KEY.encode() in text:
+            assert path == token.parent / "redis.password"
+            assert path.stat().st_mode & 0o777 == 0o600
+
+
+async def test_ray_answers_nobody_without_its_token(shared: Deployment) -> None:
+    token = _token_of(shared)
+    assert token.stat().st_mode & 0o777 == 0o600
+    assert token.parent.stat().st_mode & 0o777 == 0o700
+    check_asks_for_token(shared.ray.found)
+
+
 async def test_a_replica_that_any_rank_leaves_is_replaced(shared: Deployment) -> None:
     before = shared.overview.of("target")[0]
     serving, other = before.places
