@@ -181,9 +181,10 @@ UNEVEN = random_pair(3, 4)
 
 
 def check_rejected(
-    pair: ToyPair, rule: Rule, controller: Controller, rows: Logits = lambda p: p
-) -> None:
-    tokens = Sequences(pair, rule, NUM_SEQUENCES).decode(controller, NUM_TOKENS, rows)
+    pair: ToyPair, rule: Rule, controller: Controller, rows: Logits = lambda p: p,
+    num: int = NUM_SEQUENCES,
+) -> None:  # fmt: skip
+    tokens = Sequences(pair, rule, num).decode(controller, NUM_TOKENS, rows)
     assert chi_square(cells_of(tokens, 3), pair.law(NUM_TOKENS)).rejects
 
 
@@ -220,4 +221,5 @@ def test_siblings_that_share_their_noise_are_found(monkeypatch):
     monkeypatch.setattr(random_streams, "draft_tree", shared)
     places = random_streams._places_in_one.__wrapped__
     monkeypatch.setattr(random_streams, "_places_in_one", places)
-    check_rejected(flat_pair([0.2, 0.6, 0.2], [0.8, 0.1, 0.1]), Rule.TOKEN, drafts(1, 1))
+    pair = flat_pair([0.2, 0.6, 0.2], [0.8, 0.1, 0.1])
+    check_rejected(pair, Rule.TOKEN, drafts(1, 1), num=2_000)  # Without a cache it is slow.
