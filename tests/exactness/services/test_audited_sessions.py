@@ -138,22 +138,6 @@ def test_planted_faults_are_far_beyond_chance(
     assert abs(z(sums)) > 8
 
 
-def test_tokens_that_a_filter_should_have_cut_are_impossible(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(
-        target_service.verifier, "verdicts_from_logits", partial(changed, top_p=1.0)
-    )
-    sums = audited(Rule.TOKEN, SamplingParams(top_p=0.8), num=4)
-    assert sums.num_impossible > 0.05 * sums.num_tokens
-
-
-def test_greedy_tokens_of_the_draft_are_unlikely(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target_service.verifier, "verdicts_from_logits", all_accepted)
-    sums = audited(None, SamplingParams(temperature=0.0), num=4)
-    assert sums.num_unlikely > 0.3 * sums.num_tokens
-
-
 REQUEST = GenerateRequest((1, 2, 3), seed=5, max_tokens=40)
 
 
