@@ -1,9 +1,9 @@
-"""Draft and target behind real gRPC servers on loopback: many sessions on one stream, broken links,
-bulky items, and invalid messages."""
+"""A target behind a real gRPC server on loopback: broken links, what travels once, bulky items, and
+invalid messages."""
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -11,8 +11,6 @@ import pytest
 from rounds import PATIENCE_S, Listener, ask, item_message, make_head, session_name
 from toy_engine import ToyEngine
 
-from draft_service.model_drafter import ModelDrafter
-from draft_service.service import DraftService
 from outrider.errors import LinkLost, Unavailable
 from outrider.grammar.constraint import Constraint
 from outrider.limits import BULK_ITEM_BYTES, GRPC_MESSAGE_BYTES_MAX
@@ -20,7 +18,7 @@ from outrider.messages import Refused, Resync, VerdictReply, VerifyItem
 from outrider.replica.executors import ThreadExecutor
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.channel import open_channel
-from outrider.transport.codec import DRAFT, VERIFY
+from outrider.transport.codec import VERIFY
 from outrider.transport.grpc_link import target_link
 from outrider.transport.server import RpcServer, ServerOptions
 from outrider.transport.stream_server import ReplicaServicer
@@ -31,57 +29,41 @@ PROMPT = (1, 2, 3)
 VERIFY_PATH = "/outrider.v1.Target/Verify"
 
 
-@dataclass
-class Pair:
-    """A target and a draft on one server each."""
+class Target:
+    """A target on a server of its own."""
 
-    target: TargetService
-    draft: DraftService
-    target_server: RpcServer
-    draft_server: RpcServer
-    engine: ToyEngine
+    async def start(self, port: int = 0) -> None:
+        engine = ToyEngine()
+        executor = ThreadExecutor("target", engine.take_step_seconds)
+        self.service = TargetService(engine, executor, max_num_seqs=256)
+        api = ReplicaServicer(self.service, VERIFY).grpc_service
+        self.server = RpcServer([api], ServerOptions(port=port))
+        await self.server.start()
+        await self.server.set_serving(True)
+        self.address = self.server.address
 
-    @property
-    def target_port(self) -> int:
-        return int(self.target_server.address.rpartition(":")[2])
-
-
-async def start_target(engine: ToyEngine, port: int = 0) -> tuple[TargetService, RpcServer]:
-    executor = ThreadExecutor("target", engine.take_step_seconds)
-    service = TargetService(engine, executor, max_num_seqs=256)
-    server = RpcServer([ReplicaServicer(service, VERIFY).grpc_service], ServerOptions(port=port))
-    await server.start()
-    await server.set_serving(True)
-    return service, server
+    async def stop(self) -> None:
+        await self.server.stop()
+        await self.service.close()
+        self.service.check_integrity()
 
 
 @pytest.fixture
-async def pair() -> AsyncIterator[Pair]:
-    engine, draft_engine = ToyEngine(), ToyEngine(salt=2)
-    target, target_server = await start_target(engine)
-    executor = ThreadExecutor("draft", draft_engine.take_step_seconds)
-    draft = DraftService(ModelDrafter(draft_engine), executor, max_num_seqs=256)
-    draft_server = RpcServer([ReplicaServicer(draft, DRAFT).grpc_service])
-    await draft_server.start()
-    made = Pair(target, draft, target_server, draft_server, engine)
+async def target() -> AsyncIterator[Target]:
+    made = Target()
+    await made.start()
     yield made
-    for server in (made.target_server, made.draft_server):
-        await server.stop()
-    await made.target.close()
-    await made.draft.close()
-    made.target.check_integrity()
-    made.draft.check_integrity()
+    await made.stop()
 
 
-async def test_a_link_breaks_and_is_opened_anew(pair: Pair) -> None:
+async def test_a_link_breaks_and_is_opened_anew(target: Target) -> None:
     """When the server stops, the listener is told once. While there is no server, `send` fails
     fast. After a restart, a send opens the stream again with full sampling parameters, and the new
     target answers that it holds nothing."""
-    link = target_link(pair.target_server.address)
+    link = target_link(target.address)
     heard = Listener(link)
-    port = pair.target_port
     assert isinstance(await ask(link, heard, VerifyItem(make_head(PROMPT))), VerdictReply)
-    await pair.target_server.stop()
+    await target.stop()
     await heard.wait(num_lost=1)
     assert isinstance(heard.lost[0], LinkLost)
     with pytest.raises(LinkLost):
@@ -89,8 +71,7 @@ async def test_a_link_breaks_and_is_opened_anew(pair: Pair) -> None:
     with pytest.raises(Unavailable):
         await link.describe(1.0)
 
-    await pair.target.close()
-    pair.target, pair.target_server = await start_target(ToyEngine(), port)
+    await target.start(int(target.address.rpartition(":")[2]))
     item = VerifyItem(make_head((*PROMPT, 4), 3, round_index=1))
     answers_before = len(heard.answers)
     async with asyncio.timeout(PATIENCE_S):
@@ -115,8 +96,8 @@ def sent_head(stream: Any, item: VerifyItem) -> Any:
     return target_pb2.VerifyRequest.FromString(stream.encode(item)).items[0].head
 
 
-async def test_sampling_parameters_travel_once(pair: Pair) -> None:
-    link = target_link(pair.target_server.address)
+async def test_sampling_parameters_travel_once(target: Target) -> None:
+    link = target_link(target.address)
     heard = Listener(link)
     sampling = SamplingParams(temperature=1, top_k=3, logit_bias=((5, 2), (1, -1)))
     first = VerifyItem(make_head(PROMPT, rule=Rule.TOKEN, sampling=sampling))
@@ -137,16 +118,16 @@ async def test_sampling_parameters_travel_once(pair: Pair) -> None:
     await link.close()
 
 
-async def test_a_constraint_travels_once(pair: Pair) -> None:
+async def test_a_constraint_travels_once(target: Target) -> None:
     heard_heads = []
-    take = pair.target.take
+    take = target.service.take
 
     def noting(item: Any, outlet: Any) -> None:
         heard_heads.append(item.head)
         outlet.send([Refused(item.head.key, 9, "only for inspection")])
 
-    pair.target.take = noting  # type: ignore[method-assign]
-    link = target_link(pair.target_server.address)
+    target.service.take = noting  # type: ignore[method-assign]
+    link = target_link(target.address)
     heard = Listener(link)
     small = Constraint.of_regex("[ab]+")
     large = Constraint.of_schema({"title": "x" * BULK_ITEM_BYTES})
@@ -165,15 +146,15 @@ async def test_a_constraint_travels_once(pair: Pair) -> None:
     other = make_head(PROMPT, session=1, round_index=2, constraint=Constraint.any_object())
     await ask(link, heard, VerifyItem(other))
     assert heard_heads[-1].constraint == Constraint.any_object()
-    pair.target.take = take  # type: ignore[method-assign]
+    target.service.take = take  # type: ignore[method-assign]
     await link.close()
 
 
 @pytest.mark.parametrize(("first", "name"), [(None, "normal"), (82, "normal"), (0, "bulk")])
 async def test_many_features_come_by_the_stream_of_bulky_items(
-    pair: Pair, first: int | None, name: str
+    target: Target, first: int | None, name: str
 ) -> None:
-    link = target_link(pair.target_server.address)
+    link = target_link(target.address)
     text = [index % 7 for index in range(100)]
     await ask(link, Listener(link), VerifyItem(make_head(text), features_from=first))
     used = [name for name, stream in link._streams.items() if stream._sent]
@@ -196,11 +177,11 @@ async def send_raw(address: str, frames: list[bytes]) -> tuple[list[Any], grpc.S
     return replies, code, details
 
 
-async def test_what_cannot_be_decoded_is_the_callers_fault(pair: Pair) -> None:
+async def test_what_cannot_be_decoded_is_the_callers_fault(target: Target) -> None:
     """The status is INVALID_ARGUMENT, not INTERNAL. If a frame has a good item, an item with a bad
     id and an item without parameters, each item gets its own answer. A message above the size limit
     is not read."""
-    address = pair.target_server.address
+    address = target.address
     _, code, details = await send_raw(address, [b"\xff\xff\xff"])
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert "outrider.v1.VerifyRequest" in details
