@@ -192,7 +192,6 @@ def save_tiny_drafter(directory: Path, target: Path, token_ids: Sequence[int]) -
 def tiny_eagle3(
     target: Any,
     token_ids: Sequence[int],
-    seed: int = 1,
     layer_ids: Sequence[int] = (),
     width: int = 24,
 ) -> LoadedEagle3:
@@ -209,7 +208,7 @@ def tiny_eagle3(
         target_width=sizes.hidden_size,
     )  # fmt: skip
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
+        torch.manual_seed(1)
         head = Eagle3Head(config).to(target.dtype).requires_grad_(False).eval()
         for parameter in head.parameters():
             if parameter.dim() > 1:
@@ -229,18 +228,24 @@ def save_tiny_eagle3(directory: Path, target: Path, token_ids: Sequence[int]) ->
 
 
 def save_tiny_raw_eagle3(directory: Path, target: Path, token_ids: Sequence[int]) -> Path:
-    """Saves such a head in the format of EAGLE, as a torch file."""
+    """Saves such a head in the format of EAGLE."""
     save_tiny_eagle3(directory, target, token_ids)
-    weights = directory / "model.safetensors"
+    stated = json.loads((directory / "config.json").read_text())
+    layers = "eagle_aux_hidden_state_layer_ids"
+    as_raw(directory, architectures=["LlamaForCausalLMEagle3"], **{layers: stated[layers]})
+    return directory
+
+
+def as_raw(directory: Path, **stated: Any) -> None:
+    """Rewrites the files of a head in the format of EAGLE: a torch file, and a flat configuration,
+    which also states this."""
+    weights, file = directory / "model.safetensors", directory / "config.json"
     raw = {k.replace("layers.0.", "midlayer."): v for k, v in load_file(weights).items()}
     weights.unlink()
     torch.save(raw, directory / "pytorch_model.bin")
-    file = directory / "config.json"
-    stated = json.loads(file.read_text())
-    kept = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids")
-    flat = stated["transformer_layer_config"] | {key: stated[key] for key in kept}
-    file.write_text(json.dumps(flat | {"architectures": ["LlamaForCausalLMEagle3"]}))
-    return directory
+    config = json.loads(file.read_text())
+    flat = {"draft_vocab_size": config["draft_vocab_size"]} | config["transformer_layer_config"]
+    file.write_text(json.dumps(flat | stated))
 
 
 CORPUS = (

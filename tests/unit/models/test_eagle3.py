@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import tiny_config, tiny_module
+from models import as_raw, tiny_config, tiny_module
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -211,18 +211,6 @@ def change_tensors(directory: Path, changes: Callable[[dict[str, Tensor]], Any])
     save_file(tensors, file)
 
 
-def as_raw(directory: Path, **changes: Any) -> None:
-    """Rewrites a directory in the raw form: pickled, flat, `midlayer.*`."""
-    tensors = load_file(str(directory / "model.safetensors"))
-    (directory / "model.safetensors").unlink()
-    raw = {key.replace("layers.0.", "midlayer."): values for key, values in tensors.items()}
-    torch.save(raw, directory / "pytorch_model.bin")
-    layer = json.loads((directory / "config.json").read_text())["transformer_layer_config"]
-    (directory / "config.json").write_text(
-        json.dumps({**layer, "draft_vocab_size": len(DRAFT_IDS), **changes})
-    )
-
-
 @pytest.mark.parametrize(
     ("stated", "expected"),
     [
@@ -273,7 +261,6 @@ def save_without_ends(directory: Path, target: Any) -> Path:
 
 
 def test_what_is_not_stored_is_the_targets(tmp_path: Path) -> None:
-    """Embeddings, which stay shared, and rows of the head."""
     target = tiny_target()
     save_without_ends(tmp_path, target)
     module = load(tmp_path, target).module
@@ -282,7 +269,6 @@ def test_what_is_not_stored_is_the_targets(tmp_path: Path) -> None:
 
 
 def test_ends_of_a_quantised_target_are_read_from_its_files(tmp_path: Path) -> None:
-    """As they are there, unless they are quantised, too."""
     module = tiny_target()
     stored = {name: values.clone() for name, values in module.state_dict().items()}
     stored["model.layers.0.self_attn.q_proj.qweight"] = torch.zeros(4, dtype=torch.int32)

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,7 +39,6 @@ def load(drafter: Path, target: Path) -> tuple[torch.nn.Module, tuple[int, ...]]
 
 
 def test_a_drafter_computes_what_was_saved(target: Path, drafter: Path) -> None:
-    """Up to int8 rows, with the target's own embeddings and head, which it does not store."""
     module, token_ids = load(drafter, target)
     assert token_ids == TOKEN_IDS
     whole = AutoModelForCausalLM.from_pretrained(target)
@@ -68,23 +66,18 @@ def test_it_is_served_by_its_directory(target: Path, drafter: Path) -> None:
     torch.testing.assert_close(logits, module(torch.tensor([PROMPT])).logits[0, -2:])
 
 
-def test_another_target_is_refused(drafter: Path, tmp_path: Path) -> None:
+def test_another_target_and_ranks_are_refused(target: Path, drafter: Path, tmp_path: Path) -> None:
     other = save_tiny_model(tmp_path / "other", seed=5)
-    flags = {"model": str(other), "draft_model": str(drafter)}
-    with pytest.raises(
-        SettingError, match=r"trained for the target tiny .* outrider distill"
-    ) as bad:
-        resolve_models(load_config(flags, {}))
-    assert bad.value.key == "draft_model"
+    for key, changes, said in (
+        ("draft_model", {"model": str(other)}, r"trained for the target tiny .* outrider distill"),
+        ("draft_tensor_parallel_size", {"draft_tensor_parallel_size": 2}, "one rank"),
+    ):
+        flags = {"model": str(target), "draft_model": str(drafter)} | changes
+        with pytest.raises(SettingError, match=said) as bad:
+            resolve_models(load_config(flags, {}))
+        assert bad.value.key == key
     with pytest.raises(ConfigError, match="trained for the target tiny"):
         load(drafter, other)
-
-
-def test_ranks_are_refused(target: Path, drafter: Path) -> None:
-    flags = {"model": str(target), "draft_model": str(drafter), "draft_tensor_parallel_size": 2}
-    with pytest.raises(SettingError, match="one rank") as bad:
-        resolve_models(load_config(flags, {}))
-    assert bad.value.key == "draft_tensor_parallel_size"
 
 
 @pytest.mark.parametrize(
@@ -107,34 +100,24 @@ def test_a_wrong_description_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("changes", "message"),
     [
-        (lambda tensors: tensors.pop("model.norm.weight"), "lack the weights model.norm.weight"),
-        (
-            lambda tensors: tensors.update({"model.norm.weight": torch.zeros(1)}),
-            r"model.norm.weight is \[1\]; .* is needed",
-        ),
-        (
-            lambda tensors: tensors["model.norm.weight"].fill_(torch.nan),
-            "model.norm.weight is not finite",
-        ),
+        ({}, "lack the weights model.norm.weight"),
+        ({"model.norm.weight": torch.zeros(1)}, r"model.norm.weight is \[1\]; .* is needed"),
+        ({"model.norm.weight": torch.full((32,), torch.nan)}, "model.norm.weight is not finite"),
     ],
 )
 def test_broken_files_are_refused(
-    target: Path,
-    drafter: Path,
-    change: Callable[[dict[str, torch.Tensor]], object],
-    message: str,
+    target: Path, drafter: Path, changes: dict[str, torch.Tensor], message: str
 ) -> None:
     tensors = load_file(drafter / "model.safetensors")
-    change(tensors)
-    save_file(tensors, drafter / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors | changes, drafter / "model.safetensors")
     with pytest.raises(ConfigError, match=message):
         load(drafter, target)
 
 
 def test_the_fingerprint_is_the_tensors(target: Path, tmp_path: Path) -> None:
-    """The same in other files and beside another configuration; another for one other number."""
     tensors = load_file(target / "model.safetensors")
     names = sorted(tensors)
     copy = tmp_path / "copy"
