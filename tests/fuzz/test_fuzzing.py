@@ -14,7 +14,6 @@ LAST = re.compile(r"requests=(\d+) http=(\d+) grpc=(\d+) failed=(\d+) control=(\
 
 
 def test_nothing_that_is_sent_does_any_harm() -> None:
-    """Feeds all fixed inputs, and random input for some seconds. Each run feeds the same input."""
     found = subprocess.run(
         [sys.executable, "-m", "tests.fuzz", "--seconds", "6", "--least", "21", "--seed", "1"],
         cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,

@@ -56,8 +56,6 @@ ANSWERED: list[dict[str, Any]] = [
 
 
 async def test_every_way_gives_the_same_answer(stack: Stack) -> None:
-    """The ways agree in tokens, text, origins, log-probabilities and counts of seeded requests. The
-    draft equals the target, so rounds are the same each time."""
     for fields in ANSWERED:
         request = GenerateRequest(**({"prompt": PROMPT, "max_tokens": 12, "seed": 7} | fields))
         by_grpc = await stack.client.complete(request)

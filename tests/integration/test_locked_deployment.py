@@ -98,8 +98,6 @@ def test_by_address_flags_and_variables_say_all(locked: Locked) -> None:
 
 
 def test_no_key_is_left_where_others_may_look(locked: Locked) -> None:
-    """No key is in the record, in logs, on command lines or in reports. Only the key file of this
-    user's commands has one."""
     key = locked.key
     own = (locked.state / "cli.key").read_text()
     for path in locked.state.rglob("*"):

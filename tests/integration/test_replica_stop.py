@@ -113,7 +113,6 @@ async def test_a_replica_whose_engine_is_lost_ends_by_itself() -> None:
 
 
 async def test_steps_that_take_longer_than_the_grace_are_not_waited_for() -> None:
-    """The streams are cut. The running step ends, and the other items are dropped."""
     hosted = Hosted()
     await hosted.start()
     hosted.send(1)

@@ -92,13 +92,10 @@ def test_objects_and_configuration_are_valid(variant: str, test_data: Path, tmp_
     ],
 )
 def test_a_slip_in_the_values_is_told(value: str, words: str) -> None:
-    """Helm refuses the value, and says where it is."""
     assert words in refusal(*value.split())
 
 
 def test_values_reach_the_configuration(tmp_path: Path) -> None:
-    """Models, GPUs of a rank, settings of several types, Redis and its authority are as given in
-    the values."""
     config = configuration(render([EVERY_OPTION]), tmp_path)
     assert (config.num_targets, config.num_drafts, config.num_coordinators) == (2, 4, 3)
     assert config.target.model == "meta-models/large"
@@ -118,7 +115,6 @@ def test_values_reach_the_configuration(tmp_path: Path) -> None:
 
 
 def test_no_secret_is_in_a_config_map() -> None:
-    """A password in the values is in a Secret and in no other object."""
     manifests = render((), ["redis.auth.password=ahoy-captain"])
     for manifest in manifests:
         if manifest["kind"] != "Secret":

@@ -91,7 +91,6 @@ class Release:
 
 @pytest.mark.parametrize("stranger", [STRANGER, FAR_STRANGER], ids=["near", "far"])
 def test_only_the_coordinators_ports_face_users(stranger: Source) -> None:
-    """A stranger reaches only two of all ports of all pods."""
     assert Release().reached(stranger) == {("coordinator", GRPC), ("coordinator", HTTP)}
 
 
@@ -122,7 +121,6 @@ def test_what_the_head_knows_is_for_the_head() -> None:
 
 
 def test_who_is_named_is_admitted_and_nobody_else() -> None:
-    """Users, scrapers, clients of Redis and the gateway each reach only their ports."""
     release = Release("speculation", [EVERY_OPTION], OWN_REDIS)
     user = Source({"uses": "outrider"}, {"kubernetes.io/metadata.name": "applications"})
     scraper = Source({}, {"kubernetes.io/metadata.name": "monitoring"})

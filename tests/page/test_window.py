@@ -301,7 +301,6 @@ async def test_marks_do_not_need_colours(window: Browser, stack: Stack) -> None:
 
 
 async def test_many_rounds(window: Browser, stack: Stack) -> None:
-    """Only the newest rounds have bars, and the newest bar is visible."""
     await generate(
         window, prompt="z", seed=1, max_tokens=ROWS_MAX + 30, num_draft_tokens=0,
     )  # fmt: skip
@@ -325,8 +324,6 @@ async def test_the_fleet_is_followed(window: Browser, stack: Stack) -> None:
 
 
 async def test_a_fleet_of_several_coordinators(window: Browser, stack: Stack) -> None:
-    """All coordinators are shown. What only this coordinator knows is marked, and a registry that
-    does not answer is reported."""
     note = "return document.getElementById('fleet-note').textContent"
     await window.until("return document.querySelectorAll('#fleet tr').length === 3")
     assert await window.run(note) == ""
@@ -394,8 +391,6 @@ async def test_text_is_never_markup(window: Browser, tmp_path: Path) -> None:
 
 
 async def test_the_reference_shows_every_operation(window: Browser, stack: Stack) -> None:
-    """Each operation is shown with the fields of its body, including nested ones, and with its
-    answers."""
     await window.run("location.href = 'docs'")
     cards = await window.until(
         "return [...document.querySelectorAll('#docs section')].map(one => one.textContent)"

@@ -190,8 +190,6 @@ def test_a_model_that_does_not_show_its_layers_is_refused(
 
 
 async def test_text_is_the_same_with_and_without_a_head(tmp_path: Path) -> None:
-    """Greedy and coupled text through the services is the same, for one session alone and for
-    several at once."""
     engine: Any = build_engine(replace(saved_eagle3(tmp_path), deterministic=True), 1)
     assert engine.draft_layer.note  # The head agrees with its target only by chance.
     drafter = Counted(self_drafter_of(engine))

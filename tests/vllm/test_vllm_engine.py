@@ -28,8 +28,6 @@ def dense(module: Any, token_ids: list[int]) -> torch.Tensor:
 def test_any_steps_give_the_logits_of_the_library(
     family: str, tmp_path: Path, make_engine: MakeEngine
 ) -> None:
-    """Runs prompts together with verifications, cuts, forks and cached prefixes, also across the
-    ends of pages."""
     module = save(family, tmp_path)
     engine = make_engine(tmp_path)
     chance = random.Random(5)

@@ -123,8 +123,6 @@ async def test_look_ahead_changes_no_token(tmp_path: Path, make_engine: MakeEngi
 
 @pytest.mark.timeout(2 * START_S)
 async def test_text_goes_on_at_another_target(tmp_path: Path) -> None:
-    """The deployment runs on Ray. One of two targets is killed while it has half of the
-    sessions."""
     vocab_size = 320
     for name, seed in (("target", 1), ("draft", 2)):
         config = config_of("llama")

@@ -91,7 +91,6 @@ def test_the_example_of_the_block_paper():
     ],
 )
 def test_transformed_targets(rule, params):
-    """p after the target's transforms; q is whatever the draft was drawn from."""
     pair = random_pair(5, 2)
     target = target_probabilities((pair.p + 1e-3).log(), params)
     assert_exact(make_pair(target, pair.q), rule, 2)

@@ -151,7 +151,6 @@ def test_a_tree_may_stop_by_what_was_drawn(num_siblings, seed):
 
 @pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.COUPLED, Rule.GREEDY])
 def test_the_first_sibling_is_what_a_chain_has(rule):
-    """The others are different tokens, drawn from the same distribution."""
     random = np.random.default_rng(5)
     params = SamplingParams(temperature=0.0) if rule is Rule.GREEDY else SamplingParams()
     for seed in range(50):
@@ -166,7 +165,6 @@ def test_the_first_sibling_is_what_a_chain_has(rule):
 
 
 def test_a_path_is_decided_by_siblings_in_turn():
-    """The first that passes continues with its own children; a bonus follows a leaf."""
     parents = (-1, -1, 1, 1)
     verdict = Verdict((0.1, 0.9, 0.1, 0.9), (10, 11, 12, 13, 14))
     expected = {

@@ -24,7 +24,6 @@ def test_no_two_prompts_begin_alike() -> None:
 def test_one_run_prints_every_figure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All services run in this process."""
     pair = pair_here(tmp_path / "redis", lambda _: ToyEngine(320, 1, max_model_len=512))
     monkeypatch.setattr("benchmarks.engine.running_pair", pair)
     monkeypatch.setattr("benchmarks.engine.SESSIONS", (1, 2))

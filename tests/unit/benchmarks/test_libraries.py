@@ -107,7 +107,6 @@ def test_every_peer_has_a_file_that_make_installs_it_from() -> None:
 
 
 def test_the_process_imports_the_standard_library_alone() -> None:
-    """The program runs without this repository and without any package."""
     command = [sys.executable, "-I", "-S", library_process.__file__]
     assert subprocess.run(command, input=b"", capture_output=True).returncode == 0
 

@@ -64,7 +64,6 @@ async def test_a_proposal_is_the_pure_function_of_its_item(
 
 
 async def test_a_batch_proposes_what_each_session_would_alone(setting: Replica) -> None:
-    """Sessions with different rules, K and parameters share steps."""
     kinds = [
         (Rule.TOKEN, 4, SamplingParams(temperature=0.7)),
         (Rule.TOKEN, 2, SamplingParams(temperature=0.7)),

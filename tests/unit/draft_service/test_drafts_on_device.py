@@ -46,7 +46,6 @@ def requests() -> list[DraftRequest]:
 def test_the_same_proposals(
     token_ids: tuple[int, ...], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Equal token ids; q up to rounding."""
     draw_without_kernels(monkeypatch)
     module = tiny_module(tiny_config("llama", VOCAB))
     module = (tiny_drafter(module, token_ids) if token_ids else module).to(device)

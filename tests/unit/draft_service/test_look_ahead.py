@@ -63,8 +63,6 @@ async def draft() -> AsyncIterator[Replica]:
 
 @pytest.mark.parametrize("rule", list(Rule))
 async def test_what_is_pushed_is_what_would_be_proposed(draft: Replica, rule: Rule) -> None:
-    """Under every rule, with q, for the next round. Some assume that all draft tokens are accepted,
-    some that one is rejected."""
     asked = item(PROMPT, rule=rule)
     answer, *pushed = await draft.send(asked)
     sampling = GREEDY if rule is Rule.GREEDY else PLAIN
@@ -96,7 +94,6 @@ async def test_a_round_goes_on_from_the_proposal_that_is_held(draft: Replica) ->
 
 
 async def test_an_outcome_that_is_known_is_answered_before_anything_runs(draft: Replica) -> None:
-    """As when the push and the question cross."""
     _, *pushed = await draft.send(item(PROMPT))
     chosen = pushed[1]
     committed = (*PROMPT, *chosen.assumed)
@@ -177,7 +174,6 @@ async def test_a_step_corrects_what_steps_cost_unless_its_answer_was_known() -> 
 
 @pytest.mark.virtual
 async def test_without_look_ahead_a_step_is_foretold_by_its_passes() -> None:
-    """Three passes take 30 ms; each was predicted to take 20."""
     draft = draft_over(step_s=0.030, costs=StepCosts((1, 64), (0.020, 0.020)))
     await draft.send(item(PROMPT, look_ahead=0))
     corrections = draft.service._proposer._budget._corrections
@@ -186,7 +182,6 @@ async def test_without_look_ahead_a_step_is_foretold_by_its_passes() -> None:
 
 
 async def test_a_round_may_want_fewer_tokens_than_were_drafted_for_it(draft: Replica) -> None:
-    """As at the end of a completion."""
     _, *pushed = await draft.send(item(PROMPT))
     committed = (*PROMPT, *pushed[0].assumed)
     known, *_ = await draft.send(item(committed, len(PROMPT) - 1, round_index=1, count=2))
@@ -252,7 +247,6 @@ async def test_pages_that_are_needed_are_there() -> None:
 
 
 async def test_a_session_that_loses_its_pages_is_answered_what_it_has(draft: Replica) -> None:
-    """As when an older one takes them while its proposal grows."""
     draft.link.send(item(PROMPT, count=6))
     while len(draft.engine.batches) <= 2:
         await asyncio.sleep(0)

@@ -92,7 +92,6 @@ def test_a_round_reads_the_new_tokens_only() -> None:
 
 @pytest.mark.parametrize("rule", list(Rule))
 def test_proposals_are_one_hot(rule: Rule) -> None:
-    """Under rules that use q each position has one."""
     (proposal,) = NgramDrafter().propose([request([1, 2, 3, 1, 2], 2, rule=rule)])
     expected_q = (None, None) if rule in (Rule.TOKEN, Rule.BLOCK) else ()
     assert proposal == Proposal((3, 1), expected_q)

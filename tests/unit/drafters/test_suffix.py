@@ -99,7 +99,6 @@ def finish(
 
 
 def test_an_answer_serves_the_next_session_of_its_tenant_alone() -> None:
-    """With the last tokens of the prompt before it."""
     drafter = SuffixDrafter(SuffixConfig())
     finish(drafter, "a", (1, 2, 3, 4, 5, 6), tenant="one", seed=1)
     again = request((9, 8, 1, 2), session_id="b", tenant="one", seed=2)

@@ -122,8 +122,6 @@ def run_in_parts(engine: PagedEngine, plan: list[Part], seed: int, num_shared: i
 def test_parts_neighbours_and_refused_tokens_change_nothing(
     subject: Subject, plan: list[Part], seed: int, num_shared: int
 ) -> None:
-    """Alone one by one, in chunks of any size, among any others, before refused tokens, behind a
-    prefix that another sequence left."""
     found = run_in_parts(subject.engine, plan, seed, num_shared)
     assert torch.equal(found, subject.expected[LENGTH - len(found) :])
 
@@ -185,8 +183,6 @@ FUNCTIONS = (nn.SiLU(), nn.GELU(), nn.GELU(approximate="tanh"), nn.Sigmoid())
 @pytest.mark.parametrize("function", FUNCTIONS, ids=str)
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 def test_an_aligned_activation_knows_no_places(function: nn.Module, num_threads: int) -> None:
-    """float32: an element's value is the same wherever it stands, in a tensor of any size, on any
-    number of threads; a view's too."""
     aligned = AlignedActivation(function)
     values = torch.randn(90_000, generator=torch.Generator().manual_seed(1)) * 4
     torch.set_num_threads(num_threads)

@@ -220,7 +220,6 @@ async def test_a_model_without_an_end_of_text_has_no_constraints() -> None:
     ],
 )  # fmt: skip
 def test_the_largest_constraints_take_less_than_what_is_allowed(constraint: Constraint) -> None:
-    """Whether they are compiled or refused; and each mask takes less than allowed."""
     began = time.thread_time()
     with suppress(BadRequest, Incompatible):
         matcher = PrefixMatcher(tokens().compile(constraint), grammars())

@@ -26,7 +26,6 @@ def test_the_same_schema_has_one_text_and_one_digest() -> None:
 
 
 def test_different_constraints_have_different_digests() -> None:
-    """Constraints of different kinds have different digests, even with the same text."""
     each = [
         Constraint.of_schema({"properties": {"a": {}, "b": {}}}),
         Constraint.of_schema({"properties": {"b": {}, "a": {}}}),  # Their order is the answer's.

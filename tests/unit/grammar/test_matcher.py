@@ -30,8 +30,6 @@ from outrider.limits import FOLLOWED_AT_ONCE, MASK_S_MAX, TOO_SLOW_S
 def test_after_any_extends_and_rollbacks_the_mask_is_that_of_a_fresh_matcher(
     name: str, seed: int, steps: list[int]
 ) -> None:
-    """Extends by legal tokens, end tokens among them, and by wrong ones, and goes back by any
-    number."""
     chosen = random.Random(seed)
     matcher, token_ids = PrefixMatcher(grammar(name), grammars()), []
     for step in steps:
@@ -132,7 +130,6 @@ def with_states(lexer_states_max: int) -> Grammars:
 
 
 def test_sessions_that_use_a_grammar_up_go_on_with_the_next() -> None:
-    """Running sessions continue with the same masks, and new sessions can begin."""
     chosen = random.Random(2)
     known, letters = with_states(300), [hf_tokenizer().encode(c)[0] for c in "abcd"]
     first = known.get(MANY_STATES)

@@ -65,7 +65,6 @@ def test_the_layers_that_a_head_was_made_for_are_found(
 def test_the_sides_of_norms_that_an_mtp_layer_was_made_for_are_found(
     is_normed: bool, carries_normed: bool
 ) -> None:
-    """The target's last one, and the layer's own."""
     target = mtp_target("glm4_moe", VOCAB, LENGTH)
     loaded = tiny_mtp(target)
     head: Any = loaded.module
@@ -94,7 +93,6 @@ def test_the_sides_of_norms_that_an_mtp_layer_was_made_for_are_found(
 
 
 def test_a_head_that_is_of_no_use_is_named(target: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """A random head, which keeps the stated layers; and a head that cannot be checked is served."""
     loaded = tiny_eagle3(target, range(VOCAB), layer_ids=LAYER_IDS)
     found: Any = checked_head(loaded, library_reader(target, None), INFO, None, "HEAD")
     assert found.module.layer_ids == LAYER_IDS

@@ -213,7 +213,6 @@ def test_the_first_difference_between_tokenizers_is_named(
 def test_equal_tokenizers_pass_whatever_the_width_of_the_logits(
     spoken: Path, tmp_path: Path
 ) -> None:
-    """A draft with 320 logits and a target padded to 336 share a tokenizer of 320 ids."""
     narrow = save_tiny_model(tmp_path, vocab_size=320, seed=5, tokenizer=byte_level_tokenizer())
     check_same_tokenizer(str(spoken), str(narrow))
     other = save_tiny_model(tmp_path / "o", vocab_size=320, tokenizer=byte_level_tokenizer(300))

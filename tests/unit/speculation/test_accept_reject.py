@@ -47,14 +47,12 @@ def test_left_rules_stop_and_block_looks_at_all(uniforms, left, block):
 
 
 def test_an_empty_proposal_gives_the_bonus():
-    """K = 0 is plain decoding."""
     assert decide(Verdict((), (7,)), (), Rule.BLOCK, ()) == Outcome((), (7,), (B,))
 
 
 @settings(deadline=None)
 @given(st.lists(st.booleans(), max_size=8))
 def test_count_accepted_against_its_definition(passes):
-    """The longest prefix of passes; under block the last pass of all."""
     runs = [n for n in range(len(passes) + 1) if all(passes[:n])]
     assert count_accepted(Rule.TOKEN, passes) == max(runs)
     ends = [0] + [n for n in range(1, len(passes) + 1) if passes[n - 1]]
@@ -63,7 +61,6 @@ def test_count_accepted_against_its_definition(passes):
 
 @given(st.sampled_from(list(Rule)), st.lists(st.floats(0, 1), max_size=5))
 def test_survival_against_the_law_of_the_count(rule, accept):
-    """The probability of n or more accepted tokens, by summing over which tests pass."""
     expected = [0.0] * len(accept)
     for passes in itertools.product((False, True), repeat=len(accept)):
         chance = math.prod(a if passed else 1 - a for a, passed in zip(accept, passes, strict=True))
@@ -73,7 +70,6 @@ def test_survival_against_the_law_of_the_count(rule, accept):
 
 
 def test_each_window_has_ratios_of_its_own() -> None:
-    """Two texts, one of which has no window of two tokens."""
     texts = [[np.array([1.0, 0.5, 0.25]), np.array([0.2, 0.4])], [np.array([0.6])]]
     found = acceptance_of_windows(texts, 3)
     assert found[0] == pytest.approx((1.0 + 0.5 + 0.25 + 0.6) / 4)

@@ -201,7 +201,6 @@ def history(vocabulary: DraftVocabulary) -> TokenHistory:
 def test_it_draws_as_the_whole_vocabulary_with_nothing_elsewhere(
     vocabulary: DraftVocabulary, logits: torch.Tensor, name: str, rule: Rule
 ) -> None:
-    """The same tokens and distributions in the target's ids, from logits and from probabilities."""
     params = PARAMS[name]
     rule = Rule.GREEDY if params.greedy else rule
     places, seen = list(range(ROWS)), history(vocabulary)

@@ -56,7 +56,6 @@ def test_waits_are_independent_and_exponential():
     zeros=st.sampled_from([0.0, 0.5, 0.999]),
 )
 def test_the_winner_is_that_of_all_waits(seed, width, spread, dtype, zeros):
-    """Flat, peaked and sparse rows, of whole blocks or not; weights are unchanged."""
     generator = torch.Generator().manual_seed(seed)
     weights = (torch.randn(4, width, generator=generator, dtype=dtype) * spread).softmax(dim=1)
     weights[torch.rand(4, width, generator=generator) < zeros] = 0.0

@@ -51,7 +51,6 @@ def test_round_trip(q):
 @settings(deadline=None)
 @given(st.binary(max_size=60), st.lists(st.integers(0, 9), max_size=3))
 def test_hostile_bytes_are_refused_or_sound(data, token_ids):
-    """Any bytes give sound distributions or `BadRequest`."""
     try:
         q = decode_q(data, [(token_id,) for token_id in token_ids])
     except BadRequest:
@@ -85,7 +84,6 @@ def packed(ids, counts):
     ],
 )
 def test_what_is_refused(data, token_ids, words):
-    """The error names the field, the position and the reason."""
     with pytest.raises(BadRequest, match=words) as caught:
         decode_q(data, [(token_id,) for token_id in token_ids])
     assert caught.value.field == "proposal.q"
@@ -163,7 +161,6 @@ def test_large_trees_are_refused() -> None:
 
 
 def test_a_sealed_tree_opens() -> None:
-    """With one q for each group of siblings."""
     q = DraftDistribution((3, 4, 5), (COUNT_TOTAL - 2, 1, 1))
     proposal = Proposal((4, 3, 9), (q, None), (-1, -1, 0))
     assert SealedProposal.of(proposal).open() == proposal

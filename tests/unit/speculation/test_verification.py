@@ -174,8 +174,6 @@ def test_float32_rows_are_the_float64_ones_to_their_precision(dtype, rule, param
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_sessions_in_one_pass_have_the_verdicts_that_each_has_alone(dtype):
-    """Bit for bit: all rules, chains of several lengths, a tree, filters and penalties, two
-    threads."""
     generator = torch.Generator().manual_seed(5)
     questions = []
     for index, rule in enumerate([*Rule, *Rule, Rule.TOKEN]):

@@ -198,7 +198,6 @@ async def test_a_proposal_takes_over(setting: Replica) -> None:
 
 
 async def test_other_tokens_than_its_own_restart_it(setting: Replica) -> None:
-    """What the coordinator committed counts: decoding continues from its prefix."""
     wanted = await plain_tokens(1)
     other = (wanted[3] + 1) % 8
     await setting.send(ask_round(PROMPT, 0, 0, 4))

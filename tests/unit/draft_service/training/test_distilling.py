@@ -103,8 +103,6 @@ def test_acceptance_of_an_eagle3_head_grows(target: Target, tmp_path: Path) -> N
 def test_a_run_that_is_killed_ends_as_one_that_was_not(
     target: Target, whole: tuple[Path, Measured], tmp_path: Path, stage: str, part: float
 ) -> None:  # fmt: skip
-    """Bit for bit, on one machine."""
-
     def kill(now: str, done: float, loss: float | None) -> None:
         if now == stage and done >= part:
             raise KeyboardInterrupt
@@ -119,8 +117,6 @@ def test_a_run_that_is_killed_ends_as_one_that_was_not(
 
 
 def test_another_dtype_finds_nothing_of_the_former(target: Target, tmp_path: Path) -> None:
-    """No text, answers or student, which would belong to another target."""
-
     def folders(dtype: str) -> set[str]:
         run(replace(target, dtype=dtype), tmp_path, out=tmp_path / dtype, steps=1, tokens=1500)
         return {path.name for path in tmp_path.glob("cache/distillation/*/*-*")}
@@ -132,7 +128,6 @@ def test_another_dtype_finds_nothing_of_the_former(target: Target, tmp_path: Pat
 
 
 def test_two_runs_for_one_target_do_not_mix(target: Target, tmp_path: Path) -> None:
-    """The second is refused at every stage of the first, which is not disturbed."""
     stages: set[str] = set()
 
     def meanwhile(stage: str, part: float, loss: float | None) -> None:
@@ -172,7 +167,6 @@ def test_prompts_to_measure_with_are_not_learned_from(
 
 
 def test_too_few_texts_are_refused_before_they_are_read(target: Target, tmp_path: Path) -> None:
-    """Written or given ones; also if all would be learned from."""
     spelled = replace(target, encode=lambda text: [int(digit) for digit in text.strip()])
     (tmp_path / "corpus").mkdir()
     stages: set[str] = set()
@@ -192,7 +186,6 @@ def test_too_few_texts_are_refused_before_they_are_read(target: Target, tmp_path
 
 
 def test_a_drafter_learns_on(target: Target, whole: tuple[Path, Measured], tmp_path: Path) -> None:
-    """From where it stood, with its own head; the old drafter is unchanged."""
     before = weights(whole[0])
     start = {"start_from": whole[0] / "out", "layers": None, "draft_vocab": None}
     first = begun(target, whole[0], tmp_path, **start)

@@ -114,7 +114,6 @@ def chains(module: Any, learner: Any, document: Document) -> Iterator[list[tuple
 def test_hidden_states_tokens_and_answers_of_a_chain_belong_together(
     module: Any, dataset_of: Callable[[Learner], Dataset], kind: str
 ) -> None:
-    """Compared with the definition, document by document."""
     learner = loud(module, kind)
     dataset = dataset_of(learner)
     indices = dataset.learned[:7]
@@ -184,7 +183,6 @@ def test_what_is_measured_is_what_serving_would_find(
 
 @pytest.mark.parametrize("family", ["llama", "gemma"])
 def test_a_new_head_begins_with_the_targets_norm(family: str) -> None:
-    """However the norm's weight is stored; but less confident."""
     config = tiny_config(family, VOCAB)
     config.num_hidden_layers = NUM_LAYERS
     module = tiny_module(config)

@@ -16,7 +16,6 @@ def fill(out: Path) -> None:
 def test_new_and_empty_directories_are_filled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also through a link, which stays, and from within; nothing is left beside them."""
     place = tmp_path / "place"
     for name in ("empty", "here", "aim"):
         (place / name).mkdir(parents=True)
@@ -47,7 +46,6 @@ def test_what_cannot_be_filled_is_refused_beforehand(tmp_path: Path) -> None:
 
 
 def test_a_failure_at_the_end_leaves_nothing(tmp_path: Path) -> None:
-    """Also one while the drafter is written."""
     out = tmp_path / "out"
     with pytest.raises(SettingError, match="could be written there"), filled(out):
         out.write_text("x")

@@ -68,7 +68,6 @@ def test_progress_is_told_before_each_pass(
 def test_the_head_is_for_the_tokens_with_most_of_the_mass(
     module: Any, documents: list[Document], tmp_path: Path
 ) -> None:
-    """Over learned text, as far as tokens are among the likeliest."""
     cache = TeacherCache(tmp_path, documents, module)
     cache.fill(1e9, lambda part: None)
     learned = np.zeros(VOCAB)
@@ -81,7 +80,6 @@ def test_the_head_is_for_the_tokens_with_most_of_the_mass(
 
 
 def test_an_epoch_is_every_learned_document_once(module: Any, tmp_path: Path) -> None:
-    """In batches within their size, in an order given by seed and number; without held-out ones."""
     documents = [
         Document(np.zeros(6 + i % 9, np.int32), 1, 1, None, i % 32 == 0) for i in range(96)
     ]

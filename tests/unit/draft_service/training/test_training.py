@@ -34,7 +34,6 @@ def definition(
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 def test_loss_and_gradient_are_as_defined(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In several blocks of rows."""
     monkeypatch.setitem(training.ROWS_OF_A_BLOCK, "cpu", 3)
     generator = torch.Generator().manual_seed(1)
     teacher = teacher_rows()

@@ -30,8 +30,6 @@ def lines(directory: Path) -> dict[int, dict[str, Any]]:
 
 
 def test_a_conversation_has_the_templates_form(tmp_path: Path) -> None:
-    """A turn drawn by the target between the template's parts, then the answer; learning begins
-    with the turn."""
     found = write(tmp_path, 200)
     for index, record in lines(tmp_path).items():
         prompt = record["prompt"]
@@ -49,7 +47,6 @@ def test_a_conversation_has_the_templates_form(tmp_path: Path) -> None:
 
 
 def test_text_depends_on_seed_and_index_alone(tmp_path: Path) -> None:
-    """Not on how many are written side by side."""
     write(tmp_path / "few", 120, together=2)
     write(tmp_path / "many", 120, together=7)
     write(tmp_path / "other", 120, seed=6)
