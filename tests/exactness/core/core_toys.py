@@ -103,11 +103,11 @@ def random_pair(vocab_size: int, seed: int) -> ToyPair:
     return make_pair(torch.from_numpy(p), torch.from_numpy(q))
 
 
-def flat_pair(p: list[float], *drafters: list[float], entries_max: int = 64) -> ToyPair:
+def flat_pair(p: list[float], *drafters: list[float]) -> ToyPair:
     num_states = 1 + len(p) + len(p) ** 2
     target = torch.tensor(p, dtype=torch.float64).expand(num_states, -1)
     rows = torch.tensor(drafters, dtype=torch.float64)[:, None].expand(-1, num_states, -1)
-    return make_pair(target, rows, entries_max)
+    return make_pair(target, rows)
 
 
 def sampling_pair() -> ToyPair:
@@ -138,10 +138,7 @@ GoesOn = Callable[[tuple[int, ...]], float]
 
 
 def round_law(
-    pair: ToyPair,
-    rule: Rule,
-    k: int,
-    goes_on: GoesOn = lambda path: 1.0,
+    pair: ToyPair, rule: Rule, k: int, goes_on: GoesOn = lambda path: 1.0
 ) -> tuple[np.ndarray, float]:
     """The law of k+1 tokens, [V] * (k+1), if one round of K = k under token or block is followed by
     the target alone; and the expected number of accepted draft tokens. `goes_on` decides before

@@ -16,10 +16,6 @@ SIZES = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
 
-OPTIONS = DeviceOptions(context_tokens=20, num_draft_tokens=3)
-
-CPU = torch.device("cpu")
-
 
 @pytest.fixture(autouse=True)
 def _few_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,15 +23,12 @@ def _few_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "REPETITIONS", 2)
 
 
-def report_of(backend: DeviceBackend | None) -> Any:
-    module, info = random_llama(CPU, torch.float32, "tiny", **SIZES)
-    return measure(module, info, OPTIONS, backend, lambda _: None).values
-
-
 @pytest.mark.parametrize("backend", [None, DeviceBackend(attend_by_tables, 8)])
 def test_what_is_reported(backend: DeviceBackend | None) -> None:
     """An ideal step reads the weights at the speed of a copy."""
-    values = report_of(backend)
+    options = DeviceOptions(context_tokens=20, num_draft_tokens=3)
+    module, info = random_llama(torch.device("cpu"), torch.float32, "tiny", **SIZES)
+    values: Any = measure(module, info, options, backend, lambda _: None).values
     layer = 32 * (32 + 16 + 16 + 32 + 3 * 48) + 2 * 32
     assert values["weight_bytes"] == 4 * (2 * layer + 32 + 64 * 32)
     assert (values["device"], values["dtype"], values["context_tokens"]) == ("cpu", "float32", 20)

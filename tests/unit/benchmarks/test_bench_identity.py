@@ -40,6 +40,5 @@ async def test_all_ways_are_held_against_plain_decoding(side: Side, tmp_path: Pa
     assert found["ways"][0]["different"] == ([1] if side.differs else [])
     coupled = [call for call in side.calls if call.rule is Rule.COUPLED]
     assert {(call.seed, call.temperature) for call in coupled} == {(0, 1.0), (1, 1.0)}
-    assert (
-        sum(call.num_draft_tokens == 0 for call in coupled) == 4
-    )  # Without a context and with one.
+    # Plain answers without a context and with one.
+    assert sum(call.num_draft_tokens == 0 for call in coupled) == 4

@@ -57,13 +57,8 @@ class Pair:
     async def verify(
         self, tokens: Sequence[int], proposal: SealedProposal, first: int | None, **head: Any
     ) -> VerdictReply:
-        reply = await self.target.ask(
-            VerifyItem(
-                make_head(tokens, seed=SEED, prompt_length=len(PROMPT), **head),
-                proposal,
-                features_from=first,
-            )
-        )
+        made = make_head(tokens, seed=SEED, prompt_length=len(PROMPT), **head)
+        reply = await self.target.ask(VerifyItem(made, proposal, features_from=first))
         assert isinstance(reply, VerdictReply), reply
         return reply
 
@@ -188,7 +183,6 @@ def _close(ours: Features, theirs: Features) -> bool:
 
 
 async def test_a_tree_sends_the_path_that_was_accepted() -> None:
-    """The spine is the chain's; if a candidate beside it is accepted, its features are sent."""
     async with running() as pair:
         text, options = [*PROMPT, 7], {"rule": Rule.COUPLED}
         features = pair.features(text, 0)
@@ -207,19 +201,16 @@ async def test_a_tree_sends_the_path_that_was_accepted() -> None:
 
 
 async def test_features_of_all_that_is_held_can_be_had_again() -> None:
-    """After a prefix that another session has left, and repeatedly."""
     text = [*PROMPT, *(i * 7 % VOCAB for i in range(3 * PAGE_SIZE))]
     async with running() as pair:
         for session in (1, 2):
             for first in (0, 5):
-                found = await pair.verify(
-                    text, NOTHING_SEALED, first, session=session, round_index=first
-                )
-                assert found.features is not None
-                end = len(text)  # The verdict's own token is the one without a slot.
-                expected = pair.features([*text, 0], first)
-                assert (found.features.first, found.features.end) == (first, end)
-                assert _close(found.features, expected)
+                rounds = {"session": session, "round_index": first}
+                found = (await pair.verify(text, NOTHING_SEALED, first, **rounds)).features
+                assert found is not None
+                # The verdict's own token has no slot.
+                assert (found.first, found.end) == (first, len(text))
+                assert _close(found, pair.features([*text, 0], first))
         assert pair.target.engine.page_counts().prefix_hits > 0
 
 
@@ -239,8 +230,6 @@ async def test_a_step_sends_so_many_features_first_to_those_that_lack_fewest(
 async def test_a_verdict_comes_without_features_that_cannot_be_had(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As when the device has no memory for them."""
-
     def fail(ranges: Any) -> Any:
         raise torch.OutOfMemoryError("no memory")
 
@@ -252,7 +241,6 @@ async def test_a_verdict_comes_without_features_that_cannot_be_had(
 
 
 async def test_sessions_are_drafted_for_together_each_from_its_own() -> None:
-    """With several lengths and rules, one on pages that another has left."""
     text = [*PROMPT, *(i * 7 % VOCAB for i in range(40))]
     asked = {1: (12, Rule.TOKEN, 2), 2: (38, Rule.COUPLED, 3), 3: (2, Rule.TOKEN, 1)}
     async with running() as pair:
@@ -272,7 +260,6 @@ async def test_sessions_are_drafted_for_together_each_from_its_own() -> None:
 async def test_the_pair_that_is_drafted_from_is_written_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of 5, 1 and 2 new tokens."""
     num_written: list[int] = []
     async with running() as pair:
         cache = pair.engine._layer._pairs.cache
@@ -291,7 +278,6 @@ async def test_the_pair_that_is_drafted_from_is_written_once(
 
 
 async def test_a_session_that_was_forgotten_is_asked_for_again() -> None:
-    """What it holds tells a coordinator which features it lacks."""
     text = [*PROMPT, *(i * 5 % VOCAB for i in range(20))]
     async with running() as pair:
         await pair.propose(text[:20], pair.features(text[:20], 0))
@@ -309,7 +295,6 @@ async def test_a_session_that_was_forgotten_is_asked_for_again() -> None:
 
 
 async def test_features_of_few_tokens_take_pages_for_these_alone() -> None:
-    """However long their session is; it is the older one, and others keep their pages."""
     long, short = ([i * step % VOCAB for i in range(3 * PAGE_SIZE)] for step in (5, 7))
     async with running(num_pages=3) as pair:
         for end, session in ((3, 1), (3, 2), (6, 1)):
@@ -336,7 +321,6 @@ async def test_features_of_tokens_that_were_never_committed_are_forgotten() -> N
     [(Features(0, 4, bytes(8)), "features.width"), (Features(0, 24, bytes(7 * 48)), "features")],
 )
 async def test_features_that_cannot_be_are_refused(features: Features, name: str) -> None:
-    """Without effect on other sessions of the step."""
     async with running() as pair:
         text = (1, 2, 3, 4, 1, 2, 3)
         good = pair.features(text, 0)
@@ -370,7 +354,6 @@ async def test_an_unfinished_draft_goes_on_and_holds_no_guesses() -> None:
 
 
 async def test_a_draft_that_is_given_up_leaves_no_slots_of_its_guesses() -> None:
-    """A newer item of its session comes. What is committed next is what it had drawn."""
     async with running() as pair:
         worker, text = pair.service._worker, list(PROMPT)
         first = interrupted(pair, text)

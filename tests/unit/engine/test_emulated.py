@@ -11,10 +11,8 @@ from outrider.engine.interface import SequenceStep
 from outrider.errors import ConfigError
 
 
-def rows(
-    engine: EmulatedEngine, tokens: tuple[int, ...], num: int, name: str = "s"
-) -> torch.Tensor:
-    return engine.forward([SequenceStep(name, tokens, num)])[0].clone()
+def rows(engine: EmulatedEngine, tokens: tuple[int, ...], num: int) -> torch.Tensor:
+    return engine.forward([SequenceStep("s", tokens, num)])[0].clone()
 
 
 def probabilities(logits: torch.Tensor) -> torch.Tensor:
@@ -52,7 +50,6 @@ def test_a_bad_specification_names_its_key(text: str, named: str) -> None:
 def test_each_row_is_a_zipf_law_on_distinct_ids(
     vocab_size: int, support: int, order: int, seed: int
 ) -> None:
-    """Also where the support is small against the vocabulary, or all of it."""
     support = min(support, vocab_size)
     spec = EmulatedSpec(vocab_size=vocab_size, support=support, order=order, seed=seed)
     target, draft = EmulatedEngine(spec, "target"), EmulatedEngine(spec, "draft")
@@ -119,7 +116,6 @@ def test_of_a_tree_the_first_token_behind_a_row_is_judged() -> None:
 
 
 def test_stated_times() -> None:
-    """A target step costs by new tokens, a draft step by rows; both are read once."""
     spec = EmulatedSpec.parse("verify_ms=10,verify_tokens=4,draft_ms=2,draft_branches=3")
     target, draft = EmulatedEngine(spec, "target"), EmulatedEngine(spec, "draft")
     for engine in (target, draft):
@@ -135,7 +131,6 @@ def test_stated_times() -> None:
 
 
 def test_a_head_drafts_by_the_law_and_the_time_of_a_draft() -> None:
-    """On its target, whose slots it gives back, and on a draft, which is sent rows."""
     spec = EmulatedSpec.parse("vocab_size=90,verify_ms=10,draft_ms=2,feature_width=5,head_on=draft")
     draft = EmulatedEngine(spec.model_copy(update={"head_on": ""}), "draft")
     expected = rows(draft, (1, 2, 3), 1)

@@ -17,17 +17,12 @@ from outrider.models.module_replacement import speed_up
 MAX_MODEL_LEN = 256
 
 
-def module_for(kernels: Any, family: str, **changes: Any) -> Any:
+def decoder_of(kernels: Any, family: str, **changes: Any) -> FusedDecoder:
     config = tiny_config(family, VOCAB, MAX_MODEL_LEN)
     for name, value in changes.items():
         setattr(config, name, value)
     module = tiny_module(config, dtype=kernels.dtype)
     speed_up(module, kernels=kernels)
-    return module
-
-
-def decoder_of(kernels: Any, family: str, **changes: Any) -> FusedDecoder:
-    module = module_for(kernels, family, **changes)
     return FusedDecoder(module, find_layers(module, MAX_MODEL_LEN), MAX_MODEL_LEN, kernels)
 
 
@@ -51,10 +46,6 @@ def test_others_are_refused_by_name(family: str, changes: dict[str, Any], reason
         decoder_of(ReferenceKernels(torch.float32), family, **changes)
 
 
-def span_tokens(decoder: FusedDecoder) -> int | None:
-    return find_span_tokens(decoder, MAX_MODEL_LEN, [1])
-
-
 @pytest.mark.parametrize("operator", ["linear", "norm", "rotate", "mlp", "attend"])
 def test_rows_that_depend_on_others_are_found(operator: str) -> None:
     """An operator that rounds otherwise where there are more than 4 rows."""
@@ -67,7 +58,8 @@ def test_rows_that_depend_on_others_are_found(operator: str) -> None:
         return found
 
     layers = type("Dependent", (ReferenceLayers,), {operator: dependent})
-    assert span_tokens(decoder_of(ReferenceKernels(torch.bfloat16, layers), "qwen3")) is None
+    decoder = decoder_of(ReferenceKernels(torch.bfloat16, layers), "qwen3")
+    assert find_span_tokens(decoder, MAX_MODEL_LEN, [1]) is None
 
 
 def test_missing_kernels_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

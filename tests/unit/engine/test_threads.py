@@ -41,7 +41,6 @@ TRIAL = [1, 2] * TRIAL_STEPS
 
 
 def test_fewer_threads_run_while_others_use_the_cores() -> None:
-    """And all again some time later, which shows soon whether that still holds."""
     machine = Machine(one=0.013, two=0.010)
     machine.run(10)
     machine.times = {1: 0.02, 2: 0.2}
@@ -54,14 +53,7 @@ def test_fewer_threads_run_while_others_use_the_cores() -> None:
     assert set(machine.run(20)) == {2}
 
 
-linux = pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
-
-
-def niceness(thread: int) -> int:
-    return os.getpriority(os.PRIO_PROCESS, thread)
-
-
-@linux
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
 async def test_helpers_of_a_step_are_nicer_than_its_own_thread() -> None:
     """In a process of its own, since the threads of a numeric library stay."""
     code = (
@@ -79,5 +71,5 @@ async def test_helpers_of_a_step_are_nicer_than_its_own_thread() -> None:
         sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE
     )
     output, _ = await process.communicate()
-    own = niceness(0)
+    own = os.getpriority(os.PRIO_PROCESS, 0)
     assert output.decode().split() == [str(own), str(own + NICENESS), str(own + NICENESS)]

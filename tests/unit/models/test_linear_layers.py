@@ -5,10 +5,7 @@ import torch
 from torch import nn
 
 from outrider.models import linear_layers
-from outrider.models.linear_layers import (
-    PackedLinear,
-    WidenedLinear,
-)
+from outrider.models.linear_layers import PackedLinear, WidenedLinear
 
 ROW_COUNTS = (0, 1, 2, 3, 5, 8, 16, 17, 64, 100, 256, 512)
 HAS_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -54,7 +51,6 @@ def test_any_number_of_rows(dtype: torch.dtype, bias: bool, out_features: int) -
 def test_many_rows_are_widened(
     bias: bool, block_weights: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are multiplied in float32, by blocks of any size, and rounded once."""
     monkeypatch.setattr(linear_layers, "_BLOCK_WEIGHTS", block_weights)
     layer = random_layer(torch.bfloat16, bias)
     widened = WidenedLinear(layer.weight, layer.bias)

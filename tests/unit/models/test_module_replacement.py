@@ -46,10 +46,6 @@ RELATIVES = {
 """Settings of other models of the library, and how many of two attention blocks are fused."""
 
 
-def relative_config(model_type: str) -> Any:
-    return AutoConfig.for_model(model_type, **(SIZES | RELATIVES[model_type][0]))
-
-
 def twins(config: Any, dtype: torch.dtype, attention: str = "sdpa") -> tuple[Any, Any]:
     """A model as the library runs it, and the same one sped up."""
     config._attn_implementation = attention
@@ -96,8 +92,10 @@ def test_logits_of_whole_models(
 def test_whatever_differs_keeps_its_own_code(
     model_type: str, dtype: torch.dtype, tolerance: float
 ) -> None:
-    original, swapped = twins(relative_config(model_type), dtype, "eager")
-    assert classes(swapped)[FusedAttention] == RELATIVES[model_type][1]
+    settings, num_fused = RELATIVES[model_type]
+    config = AutoConfig.for_model(model_type, **(SIZES | settings))
+    original, swapped = twins(config, dtype, "eager")
+    assert classes(swapped)[FusedAttention] == num_fused
     assert relative_error(some_logits(swapped), some_logits(original)) <= tolerance
     if dtype == torch.float32:
         assert classes(swapped)[nn.Linear] == 0
@@ -173,7 +171,6 @@ def test_configurations_within_a_blocks_keep_their_attention(
 @pytest.mark.parametrize("dtype", [torch.float32, SHORT])
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_norms_of_rows_of_any_size(dtype: torch.dtype, offset: float) -> None:
-    """Rows of zeros, of the size of epsilon, and large ones, against the formula in float64."""
     generator = torch.Generator().manual_seed(5)
     rows = torch.randn(6, 96, generator=generator, dtype=LONG)
     rows = (rows * torch.tensor([0, 1e-4, 3e-3, 1, 1e4, 1e8], dtype=LONG)[:, None]).to(dtype)

@@ -63,7 +63,6 @@ def naive_row(logits: list[float], params: SamplingParams) -> list[float]:
     min_p=st.sampled_from([0.0, 0.013, 0.37, 1.0]),
 )
 def test_filters_against_the_naive_form(rows, temperature, top_p, top_k, min_p):
-    """Every combination of filters, with ties and forbidden tokens."""
     params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     logits = torch.tensor(rows, dtype=torch.float64)
     result = target_probabilities(logits, params)
@@ -167,8 +166,8 @@ def test_raw_logprobs():
 V = 300
 
 
-def mask_of(ids: Sequence[int], vocab_size: int = V) -> TokenMask:
-    flags = np.zeros(vocab_size, dtype=bool)
+def mask_of(ids: Sequence[int]) -> TokenMask:
+    flags = np.zeros(V, dtype=bool)
     flags[list(ids)] = True
     return TokenMask(np.packbits(flags, bitorder="little"))
 

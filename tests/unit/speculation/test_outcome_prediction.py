@@ -101,8 +101,6 @@ def test_a_reduced_vocabulary_is_guessed_in_the_targets_ids() -> None:
 
 @pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.COUPLED])
 def test_rows_that_were_seen_need_not_be_run_again(rule: Rule) -> None:
-    """The rows of the draws give the same corrections. With a row for the bonus, all guesses are
-    the same."""
     noise = RoundNoise(5, rule, 40)
     whole = guess_outcomes(likely_rows(logits(), HOT), HOT, noise, DRAFTED)
     *seen, bonus = likely_rows(logits(), HOT).split([1] * (K + 1))
@@ -125,12 +123,12 @@ def guesses(evidence: list[float], scores: list[float] = SCORES) -> OutcomeGuess
     return OutcomeGuesses(corrections, rows, np.array(evidence))
 
 
-def learned(weight: float, offset: float, sharpness: float, num_rounds: int = 3000) -> OutcomeModel:
+def learned(weight: float, offset: float, sharpness: float) -> OutcomeModel:
     """A model after rounds drawn with these coefficients."""
     draw = random.Random(3)
     fan_out = OutcomeModel()
     shares = [math.exp(sharpness * score) for score in SCORES]
-    for _ in range(num_rounds):
+    for _ in range(3000):
         seen = guesses([draw.uniform(0, 3) for _ in range(4)])
         accepted = 0
         while accepted < 4 and draw.random() < chance(weight * seen.evidence[accepted] + offset):

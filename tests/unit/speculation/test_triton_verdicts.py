@@ -60,7 +60,6 @@ def question(
     rule: Rule,
     params: SamplingParams,
     num: int = 4,
-    vocab_size: int = 1_000,
     seed: int = 1,
     logits: torch.Tensor | None = None,
     is_masked: bool = False,
@@ -69,7 +68,7 @@ def question(
     the second row, and all tokens beyond a limit."""
     generator = torch.Generator().manual_seed(seed)
     if logits is None:
-        logits = torch.randn((num + 1, vocab_size), generator=generator) * 3
+        logits = torch.randn((num + 1, 1_000), generator=generator) * 3
     noise = RoundNoise(seed, rule, 100 + seed)
     flatter = replace(params, temperature=1.25 * params.temperature, top_p=1.0, logit_bias=())
     flatter = replace(flatter, repetition_penalty=1.0)
@@ -80,7 +79,7 @@ def question(
     asked = Question(logits.to(DEVICE), params, history, proposal, noise)
     if not is_masked:
         return asked
-    bits = np.random.default_rng(seed).integers(0, 256, (num + 1, vocab_size // 9), dtype=np.uint8)
+    bits = np.random.default_rng(seed).integers(0, 256, (num + 1, 1_000 // 9), dtype=np.uint8)
     masks: list[TokenMask | None] = [*map(TokenMask, bits)]
     masks[1:2] = [None] * len(masks[1:2])
     return replace(asked, masks=masks)
@@ -115,7 +114,6 @@ def test_each_is_what_it_would_be_alone() -> None:
     ],
 )  # fmt: skip
 def test_what_filters_keep(spread: float, params: SamplingParams) -> None:
-    """For wide rows and for ties."""
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn((3, 5_000 if ON_CUDA else 1_500), generator=generator) * spread
     logits[2] = (logits[2] * 4).round() / 4
@@ -176,8 +174,6 @@ def test_kernels_that_do_not_run_are_given_up(
 
 
 def test_a_draft_that_is_the_target_leaves_nothing_to_correct() -> None:
-    """A draft equal to the target always has its tokens accepted, except for a token outside the
-    target's vocabulary."""
     logits = torch.full((2, 300), -torch.inf)
     logits[:, 7] = 0.0
     asked = question(Rule.TOKEN, SAMPLINGS[0], num=1, logits=logits)

@@ -52,11 +52,9 @@ class Target(Replica):
         next_siblings: tuple[int, ...] = (),
         **head: Any,
     ) -> VerdictReply:
+        made = make_head(tokens, seed=SEED, prompt_length=len(PROMPT), **head)
         item = VerifyItem(
-            make_head(tokens, seed=SEED, prompt_length=len(PROMPT), **head),
-            proposal,
-            num_next_draft_tokens=num_next,
-            next_siblings=next_siblings,
+            made, proposal, num_next_draft_tokens=num_next, next_siblings=next_siblings
         )
         reply = await self.ask(item)
         assert isinstance(reply, VerdictReply), reply
@@ -82,8 +80,7 @@ class Target(Replica):
             output = (*tokens[len(PROMPT) :], *drafted[1:])
             [(token_id, distribution)], _ = draw_from_logits(
                 self.logits(tokens, drafted), sampling, [noise], [depth],
-                history=TokenHistory(PROMPT, output),
-                vocabulary=DraftVocabulary.of(HEAD_IDS),
+                TokenHistory(PROMPT, output), DraftVocabulary.of(HEAD_IDS),
             )  # fmt: skip
             drafted.append(token_id)
             q.append(distribution)
@@ -108,8 +105,6 @@ def tiny_engine(**options: Any) -> tuple[Any, PagedEngine]:
 
 @pytest.mark.parametrize(("rule", "sampling"), RULES)
 async def test_what_is_proposed_behind_each_outcome(rule: Rule, sampling: SamplingParams) -> None:
-    """In many rounds, with draft tokens accepted and rejected and the next round's noise: the
-    head draws from all pairs of the text."""
     async with Target() as target:
         tokens, proposal = list(PROMPT), NOTHING_SEALED
         accepted = []
@@ -129,8 +124,6 @@ async def test_what_is_proposed_behind_each_outcome(rule: Rule, sampling: Sampli
 
 @pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.COUPLED, Rule.GREEDY])
 async def test_siblings_stand_beside_what_is_drawn(rule: Rule) -> None:
-    """The spine is the chain's; siblings are accepted at times, and the next proposal continues
-    there."""
     sampling = GREEDY if rule is Rule.GREEDY else SamplingParams()
     async with Target() as target:
         tokens, proposal, beside = list(PROMPT), NOTHING_SEALED, 0
@@ -152,16 +145,11 @@ async def test_siblings_stand_beside_what_is_drawn(rule: Rule) -> None:
 async def test_rounds_of_several_sessions_are_drafted_for_together() -> None:
     wants = {1: (Rule.TOKEN, 2), 2: (Rule.COUPLED, 0), 3: (Rule.COUPLED, 3), 4: (Rule.TOKEN, 1)}
     async with Target() as target:
-        items = [
-            VerifyItem(
-                make_head([*PROMPT, n], session=n, rule=rule, seed=SEED, prompt_length=len(PROMPT)),
-                num_next_draft_tokens=num_next,
-            )
-            for n, (rule, num_next) in wants.items()
-        ]
-        for item in items:
-            target.link.send(item)
-        replies = {int(r.key.session_id, 16): r for r in await target.listener.wait(len(items))}
+        options: dict[str, Any] = {"seed": SEED, "prompt_length": len(PROMPT)}
+        for n, (rule, num_next) in wants.items():
+            head = make_head([*PROMPT, n], session=n, rule=rule, **options)
+            target.link.send(VerifyItem(head, num_next_draft_tokens=num_next))
+        replies = {int(r.key.session_id, 16): r for r in await target.listener.wait(len(wants))}
         for number, (rule, num_next) in wants.items():
             tokens = [*PROMPT, number, *replies[number].verdict.correction]
             found = replies[number].next_proposal.open()
@@ -186,7 +174,7 @@ async def test_no_more_is_proposed_than_fits() -> None:
             assert len(reply.next_proposal) == expected
 
 
-async def test_a_verdict_stands_without_a_proposal() -> None:
+async def test_a_verdict_stands_without_a_proposal_and_the_target_says_that_it_drafts() -> None:
     class Broken:
         def __init__(self, engine: Any) -> None:
             self.engine = engine
@@ -198,15 +186,11 @@ async def test_a_verdict_stands_without_a_proposal() -> None:
 
     async with Target() as target:
         expected = await target.verify(PROMPT, NOTHING_SEALED, num_next=3)
+        assert (await target.link.describe(1.0)).drafts_itself
     async with Target(Broken) as target:
         reply = await target.verify(PROMPT, NOTHING_SEALED, num_next=3)
     assert reply.verdict == expected.verdict
     assert reply.next_proposal == NOTHING_SEALED
-
-
-async def test_the_target_says_that_it_drafts() -> None:
-    async with Target() as target:
-        assert (await target.link.describe(1.0)).drafts_itself
 
 
 async def test_drafting_on_pages_leaves_the_target_as_it_was() -> None:

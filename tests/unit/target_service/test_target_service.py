@@ -3,10 +3,11 @@ session."""
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from rounds import GREEDY, Replica, make_head, session_name
+from rounds import Replica, make_head, session_name
 from toy_engine import ToyEngine, toy_logits
 from verdict_laws import score
 
@@ -21,21 +22,14 @@ PROMPT = (1, 2, 3)
 HALVES = DraftDistribution((4, 5), (2**15, 2**15))
 
 
-def target(engine: ToyEngine | None = None, max_num_seqs: int = 64) -> Replica:
-    return Replica("target", engine or ToyEngine(), max_num_seqs=max_num_seqs)
+def target(engine: ToyEngine | None = None) -> Replica:
+    return Replica("target", engine or ToyEngine())
 
 
 @pytest.fixture
 async def setting() -> AsyncIterator[Replica]:
     async with target() as made:
         yield made
-
-
-def expected_rows(prefix: tuple[int, ...], drafted: tuple[int, ...], salt: int = 1) -> torch.Tensor:
-    tokens = (*prefix, *drafted)
-    return torch.stack(
-        [toy_logits(salt, tokens[:n], 8) for n in range(len(prefix), len(tokens) + 1)]
-    )
 
 
 @pytest.mark.parametrize(
@@ -56,7 +50,9 @@ async def test_a_verdict_is_the_pure_function_of_its_item(
     sampling = SamplingParams(temperature=0.0 if rule is Rule.GREEDY else 0.9, presence_penalty=0.7)
     head = make_head(PROMPT, rule=rule, sampling=sampling, prompt_length=2)
     reply = await setting.ask(VerifyItem(head, SealedProposal.of(proposal)))
-    rows = expected_rows(PROMPT, proposal.token_ids)
+    tokens = (*PROMPT, *proposal.token_ids)
+    ends = range(len(PROMPT), len(tokens) + 1)
+    rows = torch.stack([toy_logits(1, tokens[:end], 8) for end in ends])
     history = TokenHistory(PROMPT[:2], PROMPT[2:], proposal.token_ids)
     p = target_probabilities(rows, sampling, history)
     assert isinstance(reply, VerdictReply)
@@ -83,25 +79,19 @@ async def test_a_prefix_that_is_not_held_is_asked_for(setting: Replica) -> None:
     )
 
 
+def sampled(**params: Any) -> VerifyItem:
+    return VerifyItem(make_head(PROMPT, rule=Rule.TOKEN, sampling=SamplingParams(**params)))
+
+
 BAD_ITEMS = [
     ("head.append", VerifyItem(make_head((1, 8)))),
     ("proposal", VerifyItem(make_head(range(8)), SealedProposal((1,)))),
-    ("head.rule", VerifyItem(make_head(PROMPT, rule=Rule.TOKEN, sampling=GREEDY))),
+    ("head.rule", sampled(temperature=0.0)),
     ("proposal.q", VerifyItem(make_head(PROMPT, rule=Rule.BLOCK), SealedProposal((1,)))),
     ("proposal.q", VerifyItem(make_head(PROMPT, rule=Rule.BLOCK), SealedProposal((1,), b"\1"))),
     ("head.sampling", VerifyItem(replace(make_head(PROMPT), sampling=None))),
-    (
-        "sampling.top_k",
-        VerifyItem(make_head(PROMPT, rule=Rule.TOKEN, sampling=SamplingParams(top_k=9))),
-    ),
-    (
-        "sampling.logit_bias",
-        VerifyItem(
-            make_head(
-                PROMPT, rule=Rule.TOKEN, sampling=SamplingParams(logit_bias=((2, 1.0), (8, 1.0)))
-            )
-        ),
-    ),
+    ("sampling.top_k", sampled(top_k=9)),
+    ("sampling.logit_bias", sampled(logit_bias=((2, 1.0), (8, 1.0)))),
 ]
 
 
@@ -112,13 +102,11 @@ async def test_a_bad_item_is_refused_and_its_neighbours_are_answered(
     setting = target(ToyEngine(max_model_len=8))
     others = [VerifyItem(make_head(PROMPT, session=session)) for session in (2, 3)]
     answers = await setting.send(others[0], bad, others[1])
-    by_session = {answer.key.session_id: answer for answer in answers}
-    refused = by_session[session_name(1)]
+    refused, *verdicts = sorted(answers, key=lambda answer: answer.key.session_id)
     assert isinstance(refused, Refused)
     assert refused.code == 3
     assert refused.message.startswith(f"{field}: ")
-    assert isinstance(by_session[session_name(2)], VerdictReply)
-    assert isinstance(by_session[session_name(3)], VerdictReply)
+    assert [type(one) for one in verdicts] == [VerdictReply] * 2
     assert setting.engine.batches == [[session_name(2), session_name(3)]]
     await setting.close()
 
@@ -144,11 +132,7 @@ async def test_logits_that_are_no_numbers_hurt_their_own_session_only(setting: R
         *(VerifyItem(make_head(PROMPT, session=session)) for session in (1, 2, 3))
     )
     kinds = {answer.key.session_id: type(answer) for answer in answers}
-    assert kinds == {
-        session_name(1): VerdictReply,
-        session_name(2): Refused,
-        session_name(3): VerdictReply,
-    }
+    assert [kinds[session_name(n)] for n in (1, 2, 3)] == [VerdictReply, Refused, VerdictReply]
     assert setting.engine.length(session_name(2)) == 0
 
 

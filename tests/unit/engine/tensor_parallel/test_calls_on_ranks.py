@@ -21,13 +21,7 @@ from outrider.engine.tensor_parallel.parallel_engine import (
     replay,
 )
 from outrider.engine.tensor_parallel.rank_rpc import FrameReceiver, FrameSender, tune
-from outrider.errors import (
-    BadRequest,
-    EngineLost,
-    InvariantError,
-    OutOfPages,
-    StepUndone,
-)
+from outrider.errors import BadRequest, EngineLost, InvariantError, OutOfPages, StepUndone
 
 WAIT_S = 10.0
 INFO = ModelInfo("toy", 100, 64, "float32", (), "weights", "")

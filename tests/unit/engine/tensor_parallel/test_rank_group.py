@@ -14,12 +14,7 @@ import torch
 import torch.distributed as dist
 from rank_processes import JOIN_S, LARGE, add_up, processes
 
-from outrider.engine.tensor_parallel.group import (
-    _store,
-    added_up,
-    join,
-    lead,
-)
+from outrider.engine.tensor_parallel.group import _store, added_up, join, lead
 from outrider.engine.tensor_parallel.rank_rpc import LOOPBACK, OpenRendezvous, Rendezvous
 from outrider.errors import ConfigError, Unavailable
 
@@ -30,15 +25,14 @@ ONE_STEP = b"1"
 
 
 @contextmanager
-def _team(num_followers: int, step_timeout_s: float = STEP_TIMEOUT_S) -> Iterator[Any]:
-    """The leader's group and its frames, and the followers' processes."""
-    opened = OpenRendezvous(LOOPBACK, num_followers + 1)
-    arguments = [(opened.rendezvous, rank + 1, step_timeout_s) for rank in range(num_followers)]
-    with processes(add_up, arguments) as followers:
-        group, frames = lead(opened, CPU, JOIN_S, step_timeout_s)
+def _pair() -> Iterator[Any]:
+    """The leader's group and its frames, and the follower's process."""
+    opened = OpenRendezvous(LOOPBACK, 2)
+    with processes(add_up, [(opened.rendezvous, 1, STEP_TIMEOUT_S)]) as [follower]:
+        group, frames = lead(opened, CPU, JOIN_S, STEP_TIMEOUT_S)
         try:
             group.check_alike("")
-            yield group, frames, followers
+            yield group, frames, follower
         finally:
             frames.close()
             group.close()
@@ -110,13 +104,11 @@ def test_the_table_shows_nothing_without_the_token() -> None:
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_dies_or_stands_still_fails_the_step_within_its_timeout(end: int) -> None:
-    """A killed rank is noticed at once, a stopped one after the timeout, in small and large sums.
-    Nothing hangs."""
-    with _team(1) as (group, frames, followers):
+    with _pair() as (group, frames, follower):
         _step(group, frames)
-        os.kill(followers[0].pid, end)
+        os.kill(follower.pid, end)
         if end == signal.SIGKILL:
-            followers[0].join(JOIN_S)
+            follower.join(JOIN_S)
             with pytest.raises(Unavailable):
                 frames.send(ONE_STEP)
         for num_numbers in (3, LARGE):

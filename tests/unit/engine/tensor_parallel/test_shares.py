@@ -11,10 +11,7 @@ from thread_ranks import on_each, thread_ranks
 from transformers import MixtralConfig, Olmo2Config, Phi3Config
 
 from outrider.config import TargetConfig
-from outrider.engine.tensor_parallel.sharding import (
-    check_shares,
-    load_shard,
-)
+from outrider.engine.tensor_parallel.sharding import check_shares, load_shard
 from outrider.errors import ConfigError, SettingError
 from outrider.models.loading import load_model
 from outrider.replica.process_setup import build_engine
@@ -65,16 +62,13 @@ def _numbers(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-@pytest.mark.parametrize("size", [4])
 @pytest.mark.parametrize(
     "family", ["llama", "qwen3", "mistral", "gemma", "gemma3", "gpt_neox", "phi3", "olmo2"]
 )
-def test_the_leader_has_the_logits_of_the_whole_model(
-    tmp_path: Path, family: str, size: int
-) -> None:
+def test_the_leader_has_the_logits_of_the_whole_model(tmp_path: Path, family: str) -> None:
     """In float64 to 1e-10, for all styles of plans, with tied heads and others; the other ranks get
     none. Every rank has the same description of the model, and holds little beyond its share."""
-    path = _saved(tmp_path, family)
+    path, size = _saved(tmp_path, family), 4
     whole, info = load_model(path)
     ranks = thread_ranks(size)
     shares = [load_shard(path, rank, key=KEY) for rank in ranks]
