@@ -230,7 +230,6 @@ def pool(names: Any, now: list[float], first: int | None = 0) -> Any:
 
 
 def test_clients_that_wait_for_one_lease_do_not_wake_together() -> None:
-    """Nor early, whenever in its last two seconds they asked."""
     drawn, now, wakes = random.Random(3), [0.0], list[float]()
     for _ in range(500):
         left_ms = drawn.randint(1, 2000)

@@ -130,7 +130,6 @@ def test_what_is_not_understood_is_refused_by_its_key(
 
 
 def test_a_stronger_layer_wins_and_one_layer_says_a_thing_once(tmp_path: Path) -> None:
-    """What a weaker layer's configuration set is dropped if another layer sets one."""
     file = tmp_path / "settings.yaml"
     file.write_text("speculative_config: {method: suffix, num_speculative_tokens: 4}\n")
     assert merge({"num_draft_tokens": "2"}, {}, file) == {

@@ -43,7 +43,6 @@ async def test_without_a_draft_only_a_target_that_drafts_counts_as_delayed(
 
 
 async def test_errors_name_the_model_as_callers_know_it(tmp_path: Path) -> None:
-    """And not its directory on the server."""
     byte_level_tokenizer().save_pretrained(tmp_path)
     config = CoordinatorConfig(tokenizer_directory=str(tmp_path), served_model_name="mine")
     text = _load_text(config)

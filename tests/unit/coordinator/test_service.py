@@ -108,7 +108,6 @@ async def test_no_request_is_taken_while_the_event_loop_is_late(
 async def test_commits_may_take_a_grace_beyond_the_deadline(
     num_shown: int, error: type[Exception]
 ) -> None:
-    """`COMMIT_GRACE_S`, and no longer."""
     loop: Any = asyncio.get_running_loop()
     async with bench() as b:
         until = loop.time() + 1 + COMMIT_GRACE_S
@@ -151,7 +150,6 @@ async def test_a_short_silence_is_no_trouble(what: str, silent_s: float, is_heal
 
 
 async def test_a_session_whose_store_is_away_at_its_end_waits() -> None:
-    """If the store stays away, the request ends after its deadline."""
     async with bench() as b:
         loop, finish = asyncio.get_running_loop(), b.store.finish
         b.store.finish = failing(finish, until=5.0)
@@ -180,7 +178,6 @@ def noted_openings(b: Bench, then: Callable[[int], Awaitable[None]]) -> list[str
 
 
 async def test_a_client_that_goes_while_its_session_is_opened_leaves_no_running_record() -> None:
-    """The store creates the record, but its answer comes after the client has gone."""
     async with bench() as b:
         opened = noted_openings(b, lambda _: asyncio.sleep(0.5))
         with pytest.raises(DeadlineExceeded):
@@ -196,8 +193,6 @@ async def test_a_client_that_goes_while_its_session_is_opened_leaves_no_running_
 
 
 async def test_a_session_is_opened_at_the_second_try() -> None:
-    """The first try created one although the store did not answer; it is recorded as cancelled."""
-
     async def silent_once(number: int) -> None:
         if number == 1:
             raise StoreUnavailable("no answer")
@@ -422,7 +417,6 @@ class Repeating(ToyEngine):
 
 
 async def test_sessions_of_a_target_on_trial_learn_and_are_counted_apart() -> None:
-    """Also once it is lost: they go on with the other target, and are counted there."""
     costs = [StepCosts((1,), (seconds,)) for seconds in (STEP_S, 2 * STEP_S)]
     engines: list[Any] = [Repeating(), Repeating()]
     targets = [
@@ -455,7 +449,6 @@ async def test_sessions_of_a_target_on_trial_learn_and_are_counted_apart() -> No
 
 
 async def test_lengths_are_learned_for_a_target_that_is_not_on_trial() -> None:
-    """Also where the target on trial is the first that a coordinator knows."""
     made = Bench(length_control=True)
     costs = StepCosts((1,), (STEP_S,))
     tried = target_service(costs=costs)

@@ -19,7 +19,6 @@ TARGET = ReplicaRecord(role="target", name="target-0", address="127.0.0.1:1", ho
 
 
 def test_of_other_versions_what_is_known_is_read() -> None:
-    """A later version adds fields, an earlier one has fewer."""
     assert ReplicaRecord.from_json(TARGET.to_json()) == TARGET
     assert ReplicaRecord.from_json(json.dumps(LEAST)) == TARGET
     assert ReplicaRecord.from_json(json.dumps(LEAST | {"mood": "good"})) == TARGET
@@ -70,7 +69,6 @@ class Replica(MemoryRegistry):
 
 
 async def test_a_lease_is_renewed_before_it_ends_and_says_what_has_changed() -> None:
-    """With the next renewal, or at once on request."""
     replica, leaving = Replica(), replace(TARGET, leaving=True)
     await replica.announcer.start()
     await asyncio.sleep(3 * LEASE_S + 0.5)
@@ -91,7 +89,6 @@ async def test_a_lease_is_renewed_before_it_ends_and_says_what_has_changed() -> 
 async def test_while_the_registry_is_away_a_replica_goes_on_and_says_so_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Once for each time that it goes away."""
     replica = Replica()
     await replica.announcer.start()
     for _ in range(2):
@@ -106,7 +103,6 @@ async def test_while_the_registry_is_away_a_replica_goes_on_and_says_so_once(
 
 
 async def test_one_that_cannot_be_announced_at_first_is_not_announced_later() -> None:
-    """Its start fails."""
     replica = Replica()
     replica.failure = StoreUnavailable("away")
     with pytest.raises(StoreUnavailable, match="away"):
@@ -120,7 +116,6 @@ async def test_one_that_cannot_be_announced_at_first_is_not_announced_later() ->
 
 @pytest.mark.parametrize("is_away", [False, True])
 async def test_one_that_is_closed_while_it_is_announced_is_withdrawn(is_away: bool) -> None:
-    """No announcement comes after it. Closing needs no registry."""
     replica = Replica()
     await replica.announcer.start()
     replica.takes_s = 0.5

@@ -122,7 +122,6 @@ async def rounds_of_two(costs: StepCosts | None) -> tuple[int, set[int]]:
 
 @pytest.mark.virtual
 async def test_sessions_that_would_take_turns_share_steps() -> None:
-    """They have 1.8 times as many rounds."""
     num_in_turns, sizes = await rounds_of_two(None)
     assert sizes == {1}
     num_together, sizes = await rounds_of_two(StepCosts((1, 512), (0.075, 0.075)))

@@ -37,7 +37,6 @@ from outrider.replica.process_setup import (
 
 
 def test_an_address_for_all_is_not_advertised() -> None:
-    """0.0.0.0 cannot be called."""
     assert advertised("127.0.0.1", "127.0.0.1:5") == "127.0.0.1:5"
     everywhere = "0.0.0.0"  # noqa: S104
     host, port = advertised(everywhere, f"{everywhere}:5").split(":")
@@ -81,7 +80,6 @@ def test_too_little_memory_names_the_setting_of_its_role(tmp_path: Path) -> None
 
 
 def test_grammars_are_those_of_the_targets_tokenizer(tmp_path: Path) -> None:
-    """Its end-of-text tokens come from the files unless others are given."""
     spoken = save_tiny_model(
         tmp_path / "spoken", vocab_size=320, eos_token_id=5, tokenizer=byte_level_tokenizer()
     )

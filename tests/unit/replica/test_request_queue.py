@@ -25,7 +25,6 @@ def filled(*works: StepRequest, max_batch: int = 2) -> Queue:
 
 
 def test_what_a_step_did_not_finish_keeps_its_place() -> None:
-    """Before requests that waited behind it, and those that came meanwhile."""
     queue = filled(work(1), work(2), work(3))
     first, second = queue.take(0.0)[0]
     queue.add(work(4))

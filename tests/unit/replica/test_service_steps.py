@@ -218,7 +218,6 @@ async def test_a_release_drops_queued_work_and_reaches_the_worker_before_the_nex
 
 
 async def test_an_item_whose_round_is_over_is_refused_without_a_step(desk: Desk) -> None:
-    """Of an older epoch, or behind a newer round of its own; and it is counted."""
     counted: list[str] = []
     observer: Any = SimpleNamespace(
         stale=lambda: counted.append("stale"), stepped=lambda *_: counted.append("step")

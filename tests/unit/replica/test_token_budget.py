@@ -43,7 +43,6 @@ def test_a_step_is_shared_out(
 def test_beside_rounds_a_part_is_as_long_as_the_step_may_grow(
     num_rounds: int, num_prefixes: int
 ) -> None:
-    """The step grows by STEP_GROWTH for each waiting prefix."""
     budget = TokenBudget(512, 64, COSTS)
     grants = budget.share([*[ROUND] * num_rounds, *[prefix(4000)] * num_prefixes])
     part = grants[num_rounds]
@@ -146,7 +145,6 @@ WISHES = st.lists(
 def test_whatever_is_wished(
     demands: list[TokenDemand], max_tokens: int, max_steps: int, costs: StepCosts | None
 ) -> None:
-    """Bounds are kept, indivisible parts stay whole, and at least one item always continues."""
     grants = TokenBudget(max_tokens, max_steps, costs).share(demands)
     assert 0 < sum(grants) <= max_tokens
     assert 0 < sum(grant > 0 for grant in grants) <= max_steps

@@ -71,7 +71,6 @@ def test_the_youngest_gives_way_and_no_more_than_needed() -> None:
 
 
 def test_a_length_that_is_only_claimed_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waits like any session without pages, and the others of its step continue."""
     at = Setting(num_pages=4)
     lengths = []
     can_hold = at.engine.can_hold

@@ -94,7 +94,6 @@ def test_a_url_of_sentinels() -> None:
 
 
 def test_tls_reaches_servers_and_sentinels() -> None:
-    """With the same authority; the password in the URL wins, and is not used for Sentinels."""
     url = "rediss+sentinel://:inner@a:1,b:2/name/3"
     passwords = {"password": "outer", "sentinel_password": "watch"}
     address = RedisAddress(url=url, ca_file="/ca", key_prefix="", **passwords)
@@ -191,7 +190,6 @@ async def test_a_server_that_may_be_replaced_is_left(error: RedisError, num_clos
 
 
 async def test_a_pause_of_this_process_is_not_a_slow_server() -> None:
-    """An answer that came during the pause is read; one that never comes times out."""
     loop = asyncio.get_running_loop()
     answer = loop.create_future()
     reading, writing = socket.socketpair()

@@ -26,7 +26,6 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_log_of_a_replica_is_bounded(tmp_path: Path) -> None:
-    """The newest lines are kept, readable by their user alone."""
     log_to(str(tmp_path), "target-0")
     for index in range(400):
         logging.getLogger("outrider").warning("line %d", index)
@@ -41,7 +40,6 @@ def test_the_log_of_a_replica_is_bounded(tmp_path: Path) -> None:
 def test_replicas_that_have_gone_leave_no_more_than_a_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rotated files go first, then the oldest; other files stay."""
     (tmp_path / "notes.txt").write_bytes(bytes(SMALL))
     for age in range(1, 10):
         path = tmp_path / f"draft-{age}.log{'.1' if age % 2 else ''}"
@@ -56,7 +54,6 @@ def test_replicas_that_have_gone_leave_no_more_than_a_bound(
 def test_the_log_of_a_running_replica_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long it has been quiet; once it has ended its log may go."""
     code = (
         "import logging, sys; from outrider.replica.process_setup import log_to\n"
         "log_to(sys.argv[1], 'target-0')\n"
@@ -100,7 +97,6 @@ def test_the_log_of_a_detached_process_is_bounded(tmp_path: Path) -> None:
 
 
 def test_redis_fills_no_disk(tmp_path: Path) -> None:
-    """Its log is rotated while it runs, replacing the one before; its data are bounded."""
     with EmbeddedRedis(tmp_path) as server, redis.Redis.from_url(server.url) as client:
         assert client.config_get("maxmemory") == {"maxmemory": str(EMBEDDED_REDIS_BYTES_MAX)}
         assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}

@@ -193,7 +193,6 @@ def test_acceptance_is_counted_by_position_and_context_length() -> None:
 def test_a_request_that_breaks_off_ends_all_its_spans_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """And what its decode loop does after that is not an error."""
     recorded = Recorded()
     _round(recorded.observer, 0)
     recorded.observer.round_began(1)

@@ -21,7 +21,6 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0
 async def test_a_connection_without_a_call_is_closed(
     monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
-    """With or without its preface. A channel reconnects with its next call."""
     monkeypatch.setattr("outrider.limits.GRPC_HANDSHAKE_MS", 1_000)
     monkeypatch.setattr("outrider.limits.GRPC_IDLE_MS", 1_000)
     server = RpcServer([], ServerOptions())

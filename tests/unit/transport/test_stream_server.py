@@ -103,7 +103,6 @@ async def test_a_caller_that_only_looks_ahead_waits_for_nothing() -> None:
 
 
 async def test_what_it_remembers_of_rounds_is_bounded() -> None:
-    """The oldest of too many unanswered sessions are not waited for."""
     number = SESSIONS_PER_COORDINATOR_MAX + 2
     items = [VerifyItem(make_head((1, 2), session=session)) for session in range(number)]
     served = Served(codec.VERIFY, *items)

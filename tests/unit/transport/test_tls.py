@@ -58,7 +58,6 @@ def test_every_role_has_a_certificate_of_its_own(tmp_path: Path) -> None:
 
 
 def test_nothing_is_overwritten_unasked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a flag it is refused; `--renew` keeps the authority, `--force` nothing."""
     directory = tmp_path / "tls"
     main(["certs", str(directory)])
     before = {path.name: path.read_bytes() for path in directory.iterdir()}
@@ -80,7 +79,6 @@ def test_nothing_is_overwritten_unasked(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_files_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
-    """The errors name them."""
     one, two = tmp_path / "one", tmp_path / "two"
     for directory in (one, two):
         directory.mkdir()
@@ -103,7 +101,6 @@ def test_files_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_certificate_has_an_end(tmp_path: Path) -> None:
-    """An expired one is refused; none outlives its authority, or is made by one that ends soon."""
     past = NOW - datetime.timedelta(days=3640)
     make_authority(tmp_path, past)
     make_role(tmp_path, "draft", past)
@@ -119,7 +116,6 @@ def test_a_certificate_has_an_end(tmp_path: Path) -> None:
 def test_a_certificate_that_ends_soon_is_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By both ends; a long-lived one is not."""
     make_authority(tmp_path, NOW)
     make_role(tmp_path, "coordinator", NOW)
     make_role(tmp_path, "target", NOW, days=20)

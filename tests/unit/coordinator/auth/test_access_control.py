@@ -35,7 +35,6 @@ async def generation(
      [f"Bearer {KEY}", f"Bearer {KEY}"]],
 )  # fmt: skip
 def test_a_call_without_a_key_is_refused(shown: list[str]) -> None:
-    """The error does not repeat the key."""
     with pytest.raises(Unauthenticated, match=r"^authorization: ") as caught:
         access_control_of(KEY, "").identify(shown)
     assert KEY not in caught.value.message

@@ -127,7 +127,6 @@ async def is_waiting(task: asyncio.Task[Any], seconds: float) -> bool:
 
 
 async def test_sessions_are_batched_while_a_call_runs(b: Bench) -> None:
-    """The first session's append is sent at once; all later ones share the second call."""
     sessions = [await b.session(k) for k in range(50)]
     b.decide(sessions[0])
     await asyncio.sleep(LATENCY_S / 2)
@@ -219,7 +218,6 @@ async def test_a_take_over_stops_one_session_alone(b: Bench) -> None:
 
 @pytest.mark.parametrize("idle", [False, True])
 async def test_a_record_that_is_gone_is_data_loss(b: Bench, idle: bool) -> None:
-    """Also for a session that appends nothing: then its end fails."""
     session = await b.session()
     b.store.restore(({}, {}))
     with pytest.raises(DataLoss):
@@ -288,7 +286,6 @@ async def test_waiting_for_a_removed_session_fails(b: Bench) -> None:
 
 
 async def test_close_stores_what_it_can_and_ends_all_waits() -> None:
-    """The session stays in the store, unfinished, for another owner."""
     b = Bench()
     session, other, sent = [await b.session(k) for k in range(3)]
     b.decide(session)
@@ -364,7 +361,6 @@ async def test_whatever_fails_all_is_stored_once_and_nothing_is_shown_early(
 
 
 async def test_a_lease_is_renewed_by_one_call_per_period(b: Bench) -> None:
-    """For any number of sessions; no other coordinator can take one of them over meanwhile."""
     sessions = [await b.session(k) for k in range(50)]
     start, before = now(), b.store.num_renewals
     await asyncio.sleep(10)

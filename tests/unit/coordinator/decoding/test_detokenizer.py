@@ -63,7 +63,6 @@ def test_a_stop_token_ends_the_text_as_eos_does_and_is_named(end: int, told: int
 def test_only_stop_strings_that_are_completed_after_min_tokens_count(
     text: str, stop: tuple[str, ...], shown: str, cut: int
 ) -> None:
-    """However the tokens are split into rounds."""
     answer, found, reason = completion(stop=stop, min_tokens=3), "", None
     for at in range(0, len(text), cut):
         if reason is None:

@@ -73,7 +73,6 @@ async def test_rounds_with_reports_are_separate_events() -> None:
 
 
 async def test_text_without_a_token_is_a_separate_event() -> None:
-    """It is sent last, and only if the session cannot go on."""
     queue = _queue(_Committed(9))
     queue.write(_entry(0, "a"))
     queue.write(_entry(1, "held back", num_tokens=0))
@@ -90,7 +89,6 @@ def drafted(queue_ms: float, compute_ms: float, *, ahead: bool = False) -> Draft
 
 @pytest.mark.virtual
 async def test_figures_of_rounds_with_a_draft() -> None:
-    """Of four proposals, one was drafted ahead and one waited for its turn."""
     meter = RoundMeter()
     assert meter.figures == Figures(tokens_per_second=0.0)
     for _ in range(500):
@@ -111,7 +109,6 @@ async def test_figures_of_rounds_with_a_draft() -> None:
 
 
 async def test_look_ups_count_for_acceptance_only() -> None:
-    """Not for waits or look-ahead."""
     meter = RoundMeter()
     meter.decided(Drafted(TOKENS, "local", 0.001, 4), num_accepted=2, num_tokens=3)
     found = meter.figures

@@ -136,7 +136,6 @@ async def not_stored(appends: Any) -> list[Any]:
 
 
 async def test_after_its_coordinator_died_a_session_uses_what_the_target_holds() -> None:
-    """The record says what that is, and the session was not released."""
     async with two() as (made, other):
         events = made.service.generate(SEEDED)
         broken = await taken(events, 10)
@@ -152,7 +151,6 @@ async def test_after_its_coordinator_died_a_session_uses_what_the_target_holds()
 
 
 async def test_a_session_is_resumed_with_the_same_weights_only() -> None:
-    """Without any target the client may try again, as one may join here or elsewhere."""
     async with opened() as made:
         broken = await left(made)
         replica = made.service.targets.replicas["t"]
@@ -166,7 +164,6 @@ async def test_a_session_is_resumed_with_the_same_weights_only() -> None:
 
 
 async def test_a_session_waits_for_a_target_and_keeps_its_weights() -> None:
-    """So it can be resumed, even if no target was known when the request came."""
     async with opened() as made:
         targets = made.service.targets
         replica = targets.replicas.pop("t")
@@ -312,7 +309,6 @@ async def test_resumes_count_for_max_sessions() -> None:
 
 
 async def test_concurrent_take_overs_are_limited() -> None:
-    """Clients beyond the limit are told when to try again."""
     async with two(resume_grace_ms=60_000, max_sessions=1_000) as (made, other):
         each = [await left(made) for _ in range(TAKE_OVERS_MAX + 5)]
         take_over = made.store.take_over
@@ -385,7 +381,6 @@ async def test_a_session_is_cancelled_by_any_coordinator(
 
 
 async def test_a_cancellation_that_the_owner_ignores_fails() -> None:
-    """The owner renews its lease, but does nothing else."""
     async with two() as (made, other), aclosing(made.service.generate(SEEDED)) as events:
         broken = await taken(events)
         made.service._committer._on_wanted = lambda wanted: None
@@ -496,7 +491,6 @@ async def test_a_take_over_waits_for_the_release_of_the_one_before() -> None:
 
 
 async def test_an_end_that_was_not_recorded_is_recorded_once_the_store_answers() -> None:
-    """Not only after the time that clients have to come back."""
     async with opened() as made:
         until = asyncio.get_running_loop().time() + 60.0
         planted(made, finish=failing(made.store.finish, until))
@@ -665,7 +659,6 @@ def test_log_probabilities_survive_the_store() -> None:
 @pytest.mark.virtual(False)
 @pytest.mark.parametrize("is_long", [False, True])
 async def test_a_long_replay_leaves_the_event_loop(is_long: bool) -> None:
-    """Other sessions are served while many tokens are pushed and hashed."""
     size = REPLAY_TOKENS_INLINE + is_long
     record = replace(RECORD, token_ids=(1,) * size, logprobs="")
     sessions: Any = OwnedSessions(*[None] * 5)  # type: ignore[arg-type]

@@ -66,7 +66,6 @@ def test_a_depth_that_a_session_has_not_tried_follows_the_one_before() -> None:
     st.integers(1, DEPTHS),
 )
 def test_chances_are_chances(rounds: list[tuple[int, list[float]]], num_asked: int) -> None:
-    """After any rounds they are between 0 and 1, and do not rise with depth."""
     shared = averages()
     own = averages(shared)
     for asked, chances in rounds:

@@ -51,7 +51,6 @@ def test_drafting_that_does_not_pay_ends() -> None:
 
 
 def test_drafting_ends_when_the_draft_is_always_late_and_comes_back() -> None:
-    """Only a trial can show that it is faster again."""
     world = World(acceptance=0.8, draft_s=0.001, tables=False)
     control, stall = world.open(), world.stall
     world.play(control, 400)
@@ -119,7 +118,6 @@ def test_plain_decoding_and_drafting_do_not_alternate() -> None:
 
 
 def test_a_lookup_that_rarely_finds_anything_is_kept_if_that_pays() -> None:
-    """One proposal in five has eight tokens, the others none; nine tokens in ten are accepted."""
     world = World(0.9, 0.0, length=lambda rng: 8 if rng.random() < 0.2 else 0)
     run = world.play(world.open(), 2000)
     assert run.plain_share < 0.2
@@ -191,7 +189,6 @@ def beginnings(world: World, num_sessions: int, first_seed: int = 1) -> list[boo
 
 
 def test_fewer_sessions_begin_with_a_draft_while_that_fails() -> None:
-    """All do again once drafting pays."""
     world = World(acceptance=0.1, draft_s=0.3 * 0.016)
     found = beginnings(world, 100)
     assert all(found[:2])

@@ -138,7 +138,6 @@ class CountedLookups(SuffixDrafter):
 
 
 async def test_look_ups_in_plain_rounds_save_trials() -> None:
-    """In a text without repetition there are few look-ups, and almost no round drafts."""
     lookup = CountedLookups()
     found = await generate(Rule.COUPLED, 4, 0.0, draft_salt=2, lookup=lookup)
     num_drafted = sum(num > 0 for num in found.asked_for)

@@ -56,7 +56,6 @@ def test_tables_are_used_until_something_is_measured() -> None:
 
 
 def test_measured_times_correct_a_table() -> None:
-    """Both sides take 1.5 times as long as their tables say, and messages 2 ms."""
     one = costs()
     rng = random.Random(3)
     for _ in range(400):

@@ -101,7 +101,6 @@ def test_a_whole_chat_completion() -> None:
 
 
 def test_a_streamed_chat_completion() -> None:
-    """The role comes once, before any text; the last chunk has the reason for the end."""
     found = streamed(ONE)
     assert {(chunk["object"], chunk["id"]) for chunk in found} == {
         ("chat.completion.chunk", "chatcmpl-" + "1".rjust(32, "0"))
@@ -126,7 +125,6 @@ def test_usage_in_a_last_chunk_and_in_every_chunk() -> None:
 
 
 def test_choices_of_several_prompts() -> None:
-    """Each prompt counts once. Choices are in order, whichever ends first."""
     events: list[tuple[int, Event]] = [(i, started(i + 1)) for i in range(4)]
     events += [(i, tokens(0, [i + 4], f"t{i}")) for i in (3, 0, 2, 1)]
     events += [(i, finished()) for i in (2, 3, 1, 0)]

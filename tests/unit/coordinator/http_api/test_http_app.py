@@ -107,7 +107,6 @@ async def test_an_error_before_the_first_token_has_its_status(
 async def test_a_bug_is_not_shown(
     before: tuple[Event, ...], stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The client gets a general error. Only the log has the details."""
     found = await Front(Service(*before, ZeroDivisionError("secret"))).post(stream=stream)
     assert found.status_code == (200 if before and stream else 500)
     assert "secret" not in found.text
@@ -179,7 +178,6 @@ async def test_health_is_asked_for_once_a_second() -> None:
 
 
 def test_the_document_tells_what_may_come() -> None:
-    """Every operation lists the type of its answer, and errors."""
     paths = Front(Service()).app.openapi()["paths"]
     for path, operations in paths.items():
         for operation in operations.values():
@@ -201,7 +199,6 @@ def test_the_document_tells_what_may_come() -> None:
     ],
 )
 async def test_answers_are_as_the_document_says(path: str, body: dict[str, Any]) -> None:
-    """Whole answers and chunks match their schemas, which have every field."""
     scored = replace(TOKENS, logprobs=(PositionLogprobs(-1.0, ((7, -1.0),)),))
     prompt = PromptTokens((1,), (None,))
     front = Front(Service(STARTED, *([prompt] if "echo" in body else []), scored, FINISHED))
@@ -273,7 +270,6 @@ async def test_an_answer_that_is_not_waited_for_is_closed(
 async def test_a_client_that_goes_before_its_body_is_there_is_no_bug(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Then nothing is logged, no generation begins, and nothing is sent."""
     front = Front(Service(*WHOLE))
     messages = [{"type": "http.request", "body": b"{", "more_body": True}]
     answer = list[Any]()

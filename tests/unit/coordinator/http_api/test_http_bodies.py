@@ -165,7 +165,6 @@ def test_text_parts_are_lines_and_developers_are_the_system() -> None:
     ],
 )
 def test_what_is_refused_names_the_field(fields: dict[str, Any], field: str) -> None:
-    """Contradictions, fields that are not implemented, and wrong types."""
     found = refused(chat, fields)
     assert found.field == field
     assert found.message.startswith(f"{field}: ")
@@ -229,7 +228,6 @@ JSON = st.recursive(
     value=JSON,
 )
 def test_no_value_of_any_field_is_a_bug(name: str, value: Any) -> None:
-    """Any JSON in a field is accepted, or refused with an error of the caller."""
     value = json.loads(json.dumps(value))
     for translate in (chat, completion):
         try:
@@ -271,7 +269,6 @@ REGEX, CHOICES = Constraint.of_regex("a"), Constraint.of_choices(["a", "b"])
 def test_each_way_to_ask_for_a_form(
     fields: dict[str, Any], constraint: Constraint, field: str
 ) -> None:
-    """Errors about the constraint name the right field."""
     found = completion(**fields)
     assert (only(found).constraint, found.names[constraint.kind]) == (constraint, field)
 

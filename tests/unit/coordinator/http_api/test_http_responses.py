@@ -296,7 +296,6 @@ NAMES = [
 
 
 async def test_a_streamed_response() -> None:
-    """Each item is opened, grows and is closed. The last event has the whole response."""
     events = told((await answered(TOKENS, MORE, FINISHED, stream=True)).text)
     assert [event["type"].removeprefix("response.") for event in events] == NAMES
     assert [event["delta"] for event in events[4:6]] == ["a", "bc"]
@@ -313,7 +312,6 @@ async def test_a_streamed_response() -> None:
 
 
 async def test_an_error_behind_the_first_token_is_a_failed_response() -> None:
-    """An error before the first token has an HTTP status."""
     *events, last = told((await answered(TOKENS, Unavailable("gone"), stream=True)).text)
     assert [event["type"] for event in events] == [f"response.{name}" for name in NAMES[:5]]
     response = last["response"]
@@ -365,7 +363,6 @@ STEPS = [
 
 
 async def test_reasoning_and_calls_are_items_of_their_own() -> None:
-    """Items have the same order in whole responses and in streams."""
     texts = [Tokens(n, (n,), text, (Origin.BONUS,), ()) for n, text in enumerate(TEXTS)]
     fields: Any = {"tools": [FLAT]}
     whole = (await answered(*texts, FINISHED, **fields)).json()
@@ -389,7 +386,6 @@ async def test_reasoning_and_calls_are_items_of_their_own() -> None:
 
 
 async def test_a_call_that_must_come() -> None:
-    """The call is an item, even if it is cut off."""
     fields: Any = {"tools": [FLAT], "tool_choice": {"type": "function", "name": "weather"}}
     event = Tokens(0, (7,), '{"a":', (Origin.BONUS,), ())
     ended = Finished(FinishReason.LENGTH, FINISHED.usage, FINISHED.metrics)

@@ -285,7 +285,6 @@ async def test_a_stream_goes_on_after_any_of_its_events(form: str) -> None:
 
 @pytest.mark.parametrize("form", ["chat", "prompts"])
 async def test_requests_at_the_same_moment_are_one(form: str) -> None:
-    """Each client gets the whole answer, at one coordinator and at two, streamed or not."""
     path, body = FORMS[form]
     whole_body = {**body, "stream": False}
     whole_body.pop("stream_options", None)
@@ -382,7 +381,6 @@ async def test_what_is_told_of_an_answer_by_its_id(form: str) -> None:
 
 
 async def test_an_answer_by_its_id_is_read_as_it_was() -> None:
-    """The resumed answer is parsed as the first one: its reasoning is not content."""
     async with two() as (first, second):
         formats = ChatFormats(cast(Any, Letters()), reasoning_parser="deepseek_r1")
         for one in (first, second):
@@ -442,7 +440,6 @@ async def test_what_a_key_keeps_expires() -> None:
 
 
 async def test_a_request_with_a_key_outlasts_errors() -> None:
-    """A repeated request continues at any coordinator, even after an error before any token."""
     path, body = FORMS["chat"]
     async with two() as (first, second):
         whole = summary(await first.stream(path, body))

@@ -416,7 +416,6 @@ async def test_one_grpc_server_takes_the_port_over_from_another() -> None:
 
 
 async def test_clients_notice_nothing_of_several_hand_overs() -> None:
-    """Neither on new connections nor on a kept one."""
     server, port = await started(shares_port=True)
     for shares in (False, True):
         with pytest.raises(ConfigError, match=r"cannot listen on .*Address already in use"):

@@ -127,7 +127,6 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], field: str) -> None:
 
 @pytest.mark.parametrize("several", [True, False])
 def test_calls_that_must_come_are_held_to_the_schemas(several: bool) -> None:
-    """The answer is a list of calls whose arguments match the schema of their tool."""
     asked = chat(
         tools=BOTH, tool_choice="required", parallel_tool_calls=several,
         response_format={"type": "json_object"},
@@ -228,7 +227,6 @@ FAR = [
 
 @pytest.mark.parametrize(("make", "text", "parts"), [*TEXTS, *FAR])
 def test_what_models_write(make: Callable[[], Reader], text: str, parts: Parts) -> None:
-    """The parts do not depend on how the text is cut into pieces."""
     for width in (1, 2, 3, 7, len(text)):
         assert read(make(), text, width) == parts
 
@@ -248,7 +246,6 @@ def test_what_is_certain_is_told_at_once() -> None:
 @pytest.mark.parametrize("make", [Hermes, partial(Reasoning, Reader(), is_open=False), Mistral])
 @pytest.mark.parametrize("text", ["\n", "[TOOL_CALLS]f", "<tool_call> ", '<tool_call>{"a":"x'])
 def test_no_text_takes_long(make: Callable[[], Reader], text: str) -> None:
-    """The time is linear in the text, even if a mark never comes."""
     reader, began = make(), time.thread_time()
     reader.push(text)
     for _ in range(50_000):
@@ -343,7 +340,6 @@ CALL_TEXT = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
 
 def test_the_template_that_ships(tmp_path: Path) -> None:
-    """The template `hermes` writes ChatML, and the parser `hermes` reads its calls."""
     text = text_of(read_chat_template(HERMES))
     assert text.render(SOLO) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     turns = [

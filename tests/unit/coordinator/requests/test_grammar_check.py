@@ -58,7 +58,6 @@ async def test_a_constraint_that_cannot_be_compiled_is_refused_by_its_field() ->
 async def test_a_constraint_is_compiled_once_for_each_tenant(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is compiled once even if several requests have it at the same time."""
     compiled: list[Constraint] = []
     compile_one = _Compiler.compile
 
@@ -146,7 +145,6 @@ def alter(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
 
 
 async def test_a_line_that_a_library_prints_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither output from Python nor from C is taken for an answer."""
     printing = "print('junk', flush=True), p.os.write(1, b'junk\\n')"
     alter(monkeypatch, f"before = p.limit; p.limit = lambda *_: ({printing}, before(*_))")
     async with encoder() as prompts:
@@ -156,7 +154,6 @@ async def test_a_line_that_a_library_prints_is_no_answer(monkeypatch: pytest.Mon
 async def test_a_bug_in_a_compilation_leaves_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The traceback is on standard error, and the request gets an error."""
     alter(monkeypatch, "p.limit = lambda *_: {}['a bug']")
     async with encoder() as prompts:
         with pytest.raises(InvariantError, match="regex: could not be compiled"):

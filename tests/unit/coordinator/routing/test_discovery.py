@@ -174,7 +174,6 @@ async def test_a_replica_whose_address_has_a_new_owner_is_removed(world: World) 
 
 
 async def test_a_replica_known_from_the_start_is_followed_too(world: World) -> None:
-    """It does not join again, and is removed if the registry does not list it."""
     gone = ScriptedLink()
     await world.pool.join_all({"a": ScriptedLink(), "b": gone})
     gone.away_until = math.inf

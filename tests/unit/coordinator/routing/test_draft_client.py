@@ -169,7 +169,6 @@ async def test_a_draft_says_what_it_holds_after_a_feed(
 
 
 async def test_a_draft_is_fed_again_once_it_has_answered() -> None:
-    """The answer may take longer than a round. Meanwhile no more rows are asked for."""
     link = ScriptedLink()
     draft, one = reading_draft(link)
     assert [await feed(draft, one, index) for index in range(4)] == [0, 3, None, None]
@@ -331,7 +330,6 @@ async def test_a_proposal_whose_time_ran_out_is_used_as_far_as_it_goes() -> None
 
 
 async def test_a_draft_without_time_for_a_first_token_is_asked_again_once_it_is_ready() -> None:
-    """It says so at once, and answers again when it has read what it lacked."""
     link = ScriptedLink(refuse(DeadlineExceeded("its time ran out")))
     draft = draft_of(link)
     loop = asyncio.get_running_loop()
@@ -360,8 +358,6 @@ async def test_tokens_that_were_not_asked_for_are_not_used(
     token_ids: tuple[int, ...], parents: tuple[int, ...], siblings: tuple[int, ...],
     is_believed: bool,
 ) -> None:  # fmt: skip
-    """The target would refuse them, and the request would end."""
-
     def tree(item: Any) -> ProposalReply:
         length = item.head.committed_length
         sealed = SealedProposal(token_ids, b"", parents)
@@ -374,7 +370,6 @@ async def test_tokens_that_were_not_asked_for_are_not_used(
 
 
 async def test_a_proposal_without_q_is_not_used() -> None:
-    """Under the token rule the target would refuse it, with an error for the user."""
     link = ScriptedLink(proposal)
     draft = draft_of(link, one=session(rule=Rule.TOKEN))
     drafted = await draft.propose(1, asked(3), RoundNoise(3, Rule.TOKEN, len(PROMPT)))

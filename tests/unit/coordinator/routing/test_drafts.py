@@ -38,7 +38,6 @@ async def proposed(drafts: Drafts, one: Session, num_tokens: int) -> tuple[int, 
 
 
 async def test_a_proposal_goes_on_from_the_committed_tokens() -> None:
-    """With at most the tokens that were asked for; the target is asked for none."""
     one = opened("0", 1)
     drafts = Drafts(SessionLookup(SuffixDrafter(), one, SamplingParams()))
     assert await proposed(drafts, one, 4) == (2, 3, 1, 2)
@@ -102,7 +101,6 @@ def test_look_ups_get_rare_while_they_fail() -> None:
 
 
 def test_a_plain_session_drafts_once_look_ups_are_right() -> None:
-    """Earlier sessions have learned that drafting loses; only look-ups show that it would not."""
     world = World(acceptance=0.0, draft_s=0.0)
     for seed in range(20):
         world.session(seed, 100)

@@ -117,7 +117,6 @@ async def test_a_replica_that_comes_and_goes_is_asked_at_intervals() -> None:
 
 
 async def test_a_session_stays_with_the_weights_that_it_began_with() -> None:
-    """Otherwise two models would write its text."""
     first, second = ScriptedLink(*[LinkLost("down")] * 99), described(NEW)
     target = target_of(first, second, weights=TOY.weights)
     with pytest.raises(Unavailable, match="no target can be reached"):
@@ -141,7 +140,6 @@ async def test_a_session_moves_to_a_replica_with_bit_equal_logits(alike: int) ->
 
 
 async def test_a_replica_that_comes_back_with_other_weights_is_sent_nothing() -> None:
-    """It must describe itself first."""
     link = ScriptedLink(verdict, verdict)
     one = session()
     target = target_of(link, weights=TOY.weights, one=one)
@@ -154,7 +152,6 @@ async def test_a_replica_that_comes_back_with_other_weights_is_sent_nothing() ->
 
 
 async def test_a_wait_ends_when_it_is_due_whatever_the_waits_before() -> None:
-    """One timer serves all waits, until the session ends."""
     one, loop = session(), asyncio.get_running_loop()
     route = SessionRoute[Any, Any](pool_of(ScriptedLink()), context_of(one))
     for index, (wait_s, answered_s) in enumerate([(9, 1), (2, None), (9, None), (3, 1), (9, 4)]):
@@ -214,7 +211,6 @@ async def test_a_target_that_is_removed_is_left_within_the_round() -> None:
 
 
 async def test_a_session_does_not_return_to_a_broken_draft() -> None:
-    """Not even if the draft that replaced it is lost."""
     first = ScriptedLink(proposal, proposal)
     second = ScriptedLink(proposal, LinkLost("down"))
     draft = draft_of(first, second)
@@ -227,7 +223,6 @@ async def test_a_session_does_not_return_to_a_broken_draft() -> None:
 
 
 async def test_if_the_only_draft_is_broken_the_look_up_proposes_until_there_is_another() -> None:
-    """Nothing of the broken draft is used, also not what it drafted ahead."""
     first, second = ScriptedLink(proposal), ScriptedLink(proposal)
     pool = pool_of(first, role="draft")
     draft = draft_of(pool=pool, config=replace(CONFIG, look_ahead=2))
@@ -341,7 +336,6 @@ async def test_a_target_on_trial_keeps_to_its_share_where_it_differs() -> None:
 
 
 async def test_whether_the_target_drafts_depends_on_the_sessions_own_target() -> None:
-    """As during an upgrade to targets that draft for themselves."""
     itself = described(replace(TOY, drafts_itself=True))
     pool = pool_of(described())
     await pool.join("r1", itself)
@@ -376,8 +370,6 @@ async def test_sessions_are_spread_evenly_and_similar_ones_share_a_replica() -> 
 
 
 async def test_the_health_check_of_a_dozen_silent_targets_is_fast() -> None:
-    """They are not asked one after the other, and one among them that answers is found."""
-
     class Silent(ScriptedLink):
         async def describe(self, timeout_s: float) -> ReplicaDescription:
             if not self.away_until:
@@ -425,7 +417,6 @@ def test_no_replica_gets_more_than_a_quarter_above_the_mean(
 
 
 def test_beyond_the_seats_of_a_step_loads_are_equal() -> None:
-    """Sessions of a replica with more than others would wait."""
     for num_seats, most in ((2, 8), (9, 9), (64, 10)):
         loads = dict.fromkeys("ab", 0)
         for _ in range(16):

@@ -73,7 +73,6 @@ def test_how_much_of_the_next_round_is_asked_for(
 
 
 def test_a_hybrid_asks_its_target_for_few_tokens() -> None:
-    """However many the look-up may propose."""
     drafts = self_drafts(confident=0.6, model_tokens=2)
     length = RoundLength(8, 0, next_max=8, next_siblings=(2, 1, 1))
     assert drafts.next_wanted(length, 99) == NextWanted(2, (2, 1), budget_us=500_000)

@@ -35,7 +35,6 @@ pytestmark = pytest.mark.virtual
 
 
 async def test_a_session_leaves_a_target_that_did_not_answer_twice() -> None:
-    """Its stream is open, but its steps may hang."""
     hanging, other = ScriptedLink(), ScriptedLink(verdict)
     target = target_of(hanging, other)
     await target.verify(0, NOTHING_SEALED)

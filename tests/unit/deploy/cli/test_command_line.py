@@ -114,7 +114,6 @@ def test_what_is_wrong_is_called_what_it_was_set_by(
 
 
 def test_no_error_names_a_flag_that_was_not_given() -> None:
-    """A setting that has its default is called by its key, and a field of a request by its name."""
     taken, missing = SettingError("port", "is taken"), BadRequest("server", "'' is wrong")
     long = BadRequest("sampling.top_p", "is too much")
 
@@ -154,7 +153,6 @@ def test_a_deployment_of_ones_own_is_as_serve_would_start_it(
 def test_help_shows_the_common_options_and_all_where_that_is_asked_for(
     capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    """Each setting has an option in one of the two."""
     shown = []
     for flag in ("--help", "--help=all"):
         with pytest.raises(SystemExit):

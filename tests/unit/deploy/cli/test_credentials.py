@@ -83,7 +83,6 @@ def test_a_deployment_is_told_hashes_and_a_key_of_its_own(tmp_path: Path) -> Non
 
 
 def test_files_are_read_before_anything_starts(tmp_path: Path) -> None:
-    """A wrong file is reported before models are loaded."""
     wrong = tmp_path / "keys"
     wrong.write_text("alice\n")
     certs = {"ssl_certfile": str(wrong), "ssl_keyfile": str(wrong)}
@@ -165,7 +164,6 @@ def test_how_a_server_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_no_key_is_shown(tmp_path: Path) -> None:
-    """Neither settings, nor a `repr`, nor an error about a setting shows one."""
     made = new_key()
     config = load_config({"api_key": f"{KEY},{made}", "served_model_name": f"is {made}"}, {})
     shown = [
@@ -186,7 +184,6 @@ def test_no_key_is_shown(tmp_path: Path) -> None:
 def test_keys_are_made_listed_and_revoked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The key is printed once, on standard output."""
     file = tmp_path / "keys"
     words = ["keys", "--api-key-file", str(file)]
     assert main([*words, "new", "alice", "--tenant", "team", "--concurrency", "4"]) == 0

@@ -19,13 +19,11 @@ from deploy.cli.masking import masked_settings
     ],
 )
 def test_secrets_in_settings_are_masked_and_the_rest_is_not(text: str, shown: str) -> None:
-    """Settings that are marked as secret are left out of the output."""
     settings = {"redis_url": text, "redis_password": text, "max_num_seqs": 3, "telemetry": text}
     assert masked_settings(settings) == {"max_num_seqs": 3, "telemetry": shown}
 
 
 def test_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
-    """It has what a bug report needs: versions, processor, memory, kernels, the Redis server."""
     found, _ = reported(capsys, "collect-env")
     assert {"torch", "ray", "transformers", "grpcio"} <= set(found["packages"])
     assert found["machine"]["available_cores"] >= 1

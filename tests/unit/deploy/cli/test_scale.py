@@ -164,7 +164,6 @@ def test_what_is_wrong_is_told_in_one_line_and_nothing_is_asked_for(
 def test_where_nothing_runs_there_is_nothing_to_scale(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The same holds if a deployment was killed and has left its record."""
     fleet.exists = False
     monkeypatch.setenv("OUTRIDER_STATE_DIR", str(tmp_path / "other"))
     for _ in range(2):
@@ -179,7 +178,6 @@ def test_where_nothing_runs_there_is_nothing_to_scale(
 
 
 def test_what_is_wanted_is_said_to_the_reconciler_and_printed(fleet: Fleet) -> None:
-    """The numbers of other roles stay. If the reconciler dies, the call is repeated."""
     fleet.num_lost = 2
     out, _ = fleet.run("scale", "draft=3", "target=2")
     assert (fleet.opened, fleet.num_open) == ([(RAY, "outrider-d", None)], 0)
@@ -215,7 +213,6 @@ def test_a_given_address_is_never_ignored(fleet: Fleet) -> None:
 
 
 def test_a_wait_ends_as_soon_as_there_are_as_many(fleet: Fleet) -> None:
-    """Leaving replicas do not count. If the wait was too short, the numbers are still wanted."""
     fleet.num_leaving = 1
     fleet.seen = [{"draft": 1, "target": 1}, {"draft": 2, "target": 2}, {"draft": 3, "target": 2}]
     out, _ = fleet.run("scale", "draft=3", "target=2", "--wait", "60")
@@ -244,7 +241,6 @@ def test_what_is_another_setting_is_asked_for_and_nothing_else(
 
 
 def test_what_is_left_of_an_upgrade_is_told(fleet: Fleet) -> None:
-    """This also holds for an upgrade that another command has begun."""
     fleet.stale = [2]
     words = ("upgrade", "--draft-model", "emulated")
     out, _ = fleet.run("upgrade", "--max-num-seqs", "7")

@@ -78,7 +78,6 @@ def test_what_serve_prints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 
 async def test_the_record_is_true_while_replicas_come_and_go(tmp_path: Path) -> None:
-    """It is updated until a role has no replica and cannot start one."""
     state = state_directory(os.environ)
     recorded.run_here(state, record())
     redis = {"redis_url": "unix:///x", "redis_password": "p", "deployment_name": "d"}
@@ -119,7 +118,6 @@ async def test_the_record_is_true_while_replicas_come_and_go(tmp_path: Path) -> 
 async def test_commands_wait_while_the_only_coordinator_is_replaced(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They give up after a limit. Otherwise they get all addresses of the new coordinator."""
     monkeypatch.setattr(progress, "quiet", False)
     state, later = state_directory(os.environ), recorded.record(http_address="h:8")
     away = replace(later, grpc_address="", http_address="")
@@ -137,7 +135,6 @@ async def test_commands_wait_while_the_only_coordinator_is_replaced(
 
 
 async def test_commands_ask_the_record_where_coordinators_are_by_now() -> None:
-    """A coordinator may be replaced by one on another port."""
     state, record = state_directory(os.environ), recorded.record()
     recorded.run_here(state, record)
     async with connected(parse(["chat"])) as known:
@@ -156,7 +153,6 @@ def state() -> Path:
 def test_a_deployment_that_ended_by_itself_is_told_with_its_reason(
     capsys: pytest.CaptureFixture[str], state: Path
 ) -> None:
-    """Nothing is reported of a deployment that was stopped."""
     (state / LOG_NAME).write_text("outrider: stopping\n", "utf-8")
     assert main(["stop"]) == 0
     assert capsys.readouterr().err == "nothing runs\n"
@@ -171,7 +167,6 @@ def test_a_deployment_that_ended_by_itself_is_told_with_its_reason(
 def test_a_record_without_a_process_is_told_and_removed(
     capsys: pytest.CaptureFixture[str], state: Path
 ) -> None:
-    """A deployment that is killed leaves its record behind."""
     publish(state, record(pid=7, grpc_address="127.0.0.1:50051"))
     assert main(["stop"]) == 0
     said = capsys.readouterr().err

@@ -109,7 +109,6 @@ def test_no_draft_is_kept_for_nobody_and_one_comes_for_anybody() -> None:
 
 
 def test_bounds_hold_at_once_and_roles_without_are_left_alone() -> None:
-    """While replicas are missing, the number does not grow."""
     fleet = Fleet(AutoscaleConfig(autoscale_targets="2:3"), target=1, draft=50)
     assert fleet.look(0) == {"target": 2}
     fleet.there["target"], fleet.says["target"]["queue_steps"] = 1, 5.0
@@ -135,7 +134,6 @@ def test_as_many_are_wanted_as_were_there_where_they_have_long_been_enough() -> 
 
 
 def test_those_that_are_away_for_a_moment_stay_wanted() -> None:
-    """The new number is one below the old wanted number, not the number of present replicas."""
     fleet = Fleet(target=8)
     fleet.says["target"] = {"busy": 0.1, "fill": 1.0}
     assert fleet.look(0) == {}

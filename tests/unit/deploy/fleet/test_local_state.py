@@ -35,7 +35,6 @@ def record() -> DeploymentRecord:
 
 
 def test_what_is_published_is_found(directory: Path, record: DeploymentRecord) -> None:
-    """Only its owner can read the file."""
     assert running_deployment(directory) is None
     with exclusive(directory):
         publish(directory, record)
@@ -61,7 +60,6 @@ def test_what_one_that_was_killed_has_left_misleads_nobody(
 
 
 def test_a_damaged_record_is_named(directory: Path) -> None:
-    """A damaged record is not treated as missing, because a deployment may run."""
     for text in ("{", "[]", json.dumps({"pid": 1})):
         (directory / FILE_NAME).write_text(text, encoding="utf-8")
         with pytest.raises(ConfigError, match=FILE_NAME):
@@ -69,7 +67,6 @@ def test_a_damaged_record_is_named(directory: Path) -> None:
 
 
 def test_only_one_holds_the_lock(directory: Path, record: DeploymentRecord) -> None:
-    """A second deployment is refused, with an error that describes the first one."""
     with exclusive(directory):
         with pytest.raises(ConfigError, match="but is not ready"), exclusive(directory):
             pass

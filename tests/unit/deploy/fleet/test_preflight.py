@@ -117,7 +117,6 @@ def test_a_shipped_head_is_known_by_its_files() -> None:
 
 
 def test_a_head_may_run_on_draft_replicas(tiny: Path, tmp_path: Path) -> None:
-    """Both roles get the directory of the head. Other drafters refuse `eagle3_on`."""
     head = save_tiny_eagle3(tmp_path / "head", tiny, (1, 2, 5))
     for given in (str(head), f"hybrid:ngram,{head}"):
         config = resolved(tiny, draft_model=given, eagle3_on="draft")
@@ -173,7 +172,6 @@ def test_a_published_head_is_known_by_its_files(
 
 
 def test_mtp_layers_are_the_targets_own(tiny: Path, tmp_path: Path) -> None:
-    """Wrong combinations are reported before a start."""
     path = MtpReference(mtp_target("glm4_moe")).save(tmp_path)
     on_ranks: dict[str, object] = {"engine": "vllm", "tensor_parallel_size": 2}
     for given, settings in (("mtp", {}), ("hybrid:suffix,mtp", {}), ("mtp", on_ranks)):

@@ -42,7 +42,6 @@ def actor_that(answer: Future[Any]) -> Actor:
 
 
 async def test_what_became_of_an_actor_is_told_by_whether_it_says_where_it_runs() -> None:
-    """An actor that waits has no place. If an actor died, the error gives the reason."""
     answer: Future[Any] = Future()
     answer.set_result(Place(1, "here"))
     actor = actor_that(answer)
@@ -76,7 +75,6 @@ async def test_a_rank_that_cannot_start_is_told_of_without_waiting_for_the_other
 
 
 def test_neighbours_share_the_cores() -> None:
-    """Each rank has at least one. A stated number counts for each rank."""
     ranks = RankLeader(4, 4, 1.0)
     try:
         assert threads_of_a_rank(TargetConfig(), 16, None) == 16
@@ -132,7 +130,6 @@ def test_only_a_head_that_refuses_strangers_is_taken(
 def test_the_users_own_token_is_theirs_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They return when the connection ends, or when the cluster could not be reached."""
     own = {MODE: "token", TOKEN: "own"}
     found: list[dict[str, str]] = []
 

@@ -195,7 +195,6 @@ async def test_one_that_returns_goes_by_what_held_once_it_can() -> None:
 
 
 async def test_changes_add_up_also_where_several_are_asked_for_at_once() -> None:
-    """The other roles keep their plans, and the sessions keep their Redis."""
     async with playing(redis_url="unix:///x") as (_, found):
         await asyncio.gather(found.change({"max_num_seqs": 7}), found.change({"deadline_ms": 999}))
         before = await found.spec()
@@ -248,7 +247,6 @@ async def test_what_cannot_work_is_refused_and_what_held_still_holds() -> None:
 async def test_gpus_are_shared_out_anew_only_where_changes_say_how(
     setting: str, value: str | float, shares: list[float]
 ) -> None:
-    """The result stays. Neither another change nor a restart counts the GPUs again."""
     async with playing(gpus=1.0, **ON_GPUS) as (host, found):
         before = await found.spec()
         host.amounts["GPU"] = 2.0

@@ -32,7 +32,6 @@ async def test_there_are_as_many_as_are_wanted_at_first_and_later() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_a_replica_that_dies_with_any_of_its_ranks_is_replaced(rank: int) -> None:
-    """The other ranks are ended, and the group is removed. A new replica gets the same ports."""
     async with playing(
         engine="transformers", model="m", tensor_parallel_size=2, target_port=7000
     ) as world:
@@ -90,7 +89,6 @@ async def test_starting_is_tried_again_more_and_more_seldom(error: Exception) ->
 
 
 async def test_one_that_is_not_wanted_any_more_never_starts() -> None:
-    """A replica that waits for a place or loads its model is ended, and leaves nothing behind."""
     async with playing() as world:
         for hold in (world.machines.placing, world.machines.loading):
             hold.clear()
@@ -279,7 +277,6 @@ def test_stale_ones_are_replaced_one_by_one_and_role_by_role() -> None:
 
 
 def test_the_last_that_is_there_does_not_leave_for_one_that_may_never_come() -> None:
-    """It leaves if only one replica is wanted."""
     last = view("target", 0, stale=True)
     roles: tuple[Role, ...] = ("target",)
     assert next_steps({"target": 2}, [last], (), roles, roles) == (["target"], [])

@@ -56,7 +56,6 @@ def test_coordinators_of_one_machine_share_ports_with_those_that_they_replace(
 
 
 def test_counts_are_held_within_what_is_possible() -> None:
-    """There may be no draft. Without a draft model there is none."""
     plan = spec(num_coordinators=2, num_targets=3, num_drafts=4)
     most = dict.fromkeys(ROLES, REPLICAS_MAX)
     assert plan.counts == {"coordinator": 2, "target": 3, "draft": 4}
@@ -116,7 +115,6 @@ def _shares(gpus: float, **settings: object) -> tuple[tuple[float, str], tuple[f
     ],
 )
 def test_gpus_are_shared_out(gpus: float, settings: str, target: float, draft: float) -> None:
-    """The configuration states the share of each model. Without that, shares are equal."""
     drafter, *more = settings.split(" ")
     given: dict[str, object] = dict(one.split("=", 1) for one in more)
     given |= {"draft_model": drafter} if drafter else {}
@@ -158,7 +156,6 @@ def test_coordinators_are_replaced_where_what_drafts_is_of_another_kind() -> Non
 def test_models_are_apart_where_neither_waits_for_the_other(
     gpus: float, settings: dict[str, object], expected: bool
 ) -> None:
-    """Apart are two models with separate devices, nodes or cores."""
     config = load_config({"draft_model": "small", **settings}, {})
     placed = plan(config, {"CPU": 8.0, "GPU": gpus}).config
     assert are_apart(placed, same_node=True, num_cores=8) is expected
@@ -188,7 +185,6 @@ def test_a_draft_looks_ahead_where_it_takes_nothing_from_the_target(
 
 
 def test_ranks_ask_for_as_much_each_beside_other_roles() -> None:
-    """The resources are CPUs, GPUs and custom resources."""
     settings = {
         "tensor_parallel_size": 2, "target_num_cpus": 1.5, "target_num_gpus": 0.25,
         "target_resources": "rack=1, disk=0.5", "draft_model": "small", "draft_num_cpus": 0,
@@ -258,7 +254,6 @@ def test_what_cannot_be_asked_for_is_refused_by_its_setting(
 def test_targets_of_one_machine_share_its_cores(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, object], num_threads: int
 ) -> None:
-    """They get equal numbers of cores, unless the number of threads is set (0 = all cores)."""
     monkeypatch.setattr("deploy.fleet.spec.available_cores", lambda: 8)
     config = load_config(settings, {})
     for local, expected in ((True, num_threads), (False, config.target.num_threads)):

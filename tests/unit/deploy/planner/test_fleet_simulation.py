@@ -171,7 +171,6 @@ def test_an_emulated_engine_says_what_is_simulated(capsys: pytest.CaptureFixture
 def test_the_smallest_fleet_is_named(
     tpot_ms: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """If there is none, the output says so. Progress goes to standard error."""
     pair = ("--engine", "emulated:acceptance_rates=0.8/0.64/0.51")
     load = ("--sessions", "2", "--simulated-seconds", "1", "--prompt-tokens", "16")
     assert main(["plan", "--simulate", *pair, *load, "--tpot-ms", tpot_ms]) == 0

@@ -69,8 +69,6 @@ def test_wrong_flags_end_the_command(
 def test_the_command_reads_rehearses_and_prints_one_json_object(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With two tiny models and one prompt, every K of the sweep has a rate."""
-
     async def tables(_: Any) -> list[StepCosts]:
         return [StepCosts((1, 2), (0.001, 0.002))] * 2
 
@@ -113,7 +111,6 @@ def test_the_command_reads_rehearses_and_prints_one_json_object(
 
 
 def test_the_command_that_deploys_a_plan_has_the_flags_of_what_was_measured() -> None:
-    """The command has no key, and no setting that the plan decides."""
     kept = ("--config", "a b.yaml", "--dtype", "float32", "--target-num-threads", "2", "--no-http")
     decided = ("--model", "m", "--draft-model", "d", "--num-drafts", "2", "--num-targets", "2")
     given = parse(["plan", *kept, *decided, "--redis-password", "p", "--api-key", "k" * 20])

@@ -106,7 +106,6 @@ def _played(draft: DraftConfig, sample: Sample, rule: Rule, k: int) -> list[list
 @pytest.mark.parametrize("k", [1, 4, 8])
 @pytest.mark.parametrize("draft", [MODEL, NGRAM, SUFFIX, HYBRID], ids=["m", "n", "s", "h"])
 def test_at_temperature_0_told_rounds_are_played_rounds(draft: DraftConfig, k: int) -> None:
-    """The number of rounds, the proposals, and the acceptance at each depth are exactly equal."""
     sample = _sample(draft, 0.0)
     told = scripted(draft, sample, Rule.GREEDY, k)
     for found, rounds in zip(told, _played(draft, sample, Rule.GREEDY, k), strict=True):

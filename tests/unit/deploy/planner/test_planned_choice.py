@@ -56,7 +56,6 @@ def test_one_session_takes_the_sum_of_its_parts() -> None:
 
 
 def test_a_look_up_waits_for_no_link_and_needs_no_replica() -> None:
-    """This also holds for the rounds of a hybrid in which its look-up proposes."""
     looked_up = _text(4, 0.8, num_steps=0)
     for draft in (None, DRAFT):
         far, near = (_times(draft=draft, round_trip_s=link_s) for link_s in (0.005, 0.0))
@@ -157,8 +156,6 @@ def test_look_ahead_and_replicas_follow_from_the_load() -> None:
 
 
 def test_lines_are_fitted_and_bounded() -> None:
-    """Many points determine the line. Few or similar points hardly change the factor from 1. Times
-    are never negative."""
     line = [(1e-3 * x, 0.003 + 2e-3 * x) for x in range(1, 11)]
     found = fitted(line * 40)
     assert found.factor == pytest.approx(2.0, rel=0.01)
