@@ -26,10 +26,13 @@ class _VirtualSelector(selectors.DefaultSelector):
         """Returns the ready events. If there are none, advances the clock by `timeout`."""
         ready: list[Any] = super().select(0)
         if not ready:
-            if timeout is None:
-                raise InvariantError("every task waits, and no timer is set: the program hangs")
-            self.now += max(timeout, 0.0)
+            self.wait(timeout)
         return ready
+
+    def wait(self, timeout: float | None) -> None:
+        if timeout is None:
+            raise InvariantError("every task waits, and no timer is set: the program hangs")
+        self.now += max(timeout, 0.0)
 
 
 class VirtualClockLoop(asyncio.SelectorEventLoop):
