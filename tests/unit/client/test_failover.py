@@ -41,8 +41,7 @@ WHOLE = (STARTED, FIRST, SECOND, FINISHED)
 
 
 class Scripted:
-    """A transport that answers each call with the next entry of a script; after the last one it
-    does not answer."""
+    """Answers each call with the next entry of a script, and then not at all."""
 
     address = "scripted"
 

@@ -1,5 +1,4 @@
-"""A coordinator's start and end: its name in the store, drafts that are missing, the order of
-shutdown."""
+"""A coordinator's name in the store, its start without drafts, and the order of its shutdown."""
 
 import asyncio
 from dataclasses import replace

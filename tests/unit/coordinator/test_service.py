@@ -163,8 +163,7 @@ async def test_a_session_whose_store_is_away_at_its_end_waits() -> None:
 
 
 def noted_openings(b: Bench, then: Callable[[int], Awaitable[None]]) -> list[str]:
-    """Ids of the sessions that the store creates. Calls `then` with their number before it
-    answers."""
+    """Ids of the sessions that the store creates. Before each answer, calls `then`."""
     opened: list[str] = []
     open_at_once = b.store.open
 

@@ -18,8 +18,8 @@ def one_time(rows: int, sessions: int) -> float:
 
 
 def known(gap_s: float, num: int = 2) -> BatchingDelay:
-    """Sessions 0, 1, ... of 5 rows each that return `gap_s` after each answer. At time 0 all but
-    the first have just been answered."""
+    """Sessions of 5 rows each that return `gap_s` after an answer. All but the first have
+    theirs."""
     batching_delay, now = BatchingDelay(one_time, 8), -100.0
     for _ in range(30):
         for session in range(num):
@@ -98,8 +98,8 @@ def test_a_step_does_not_wait_without_room_or_reason() -> None:
 
 
 async def rounds_of_two(costs: StepCosts | None) -> tuple[int, set[int]]:
-    """Rounds of two sessions that begin 20 ms apart and return after 8 ms, within 10 s of steps of
-    75 ms; and how many shared a step in the end."""
+    """Two sessions that begin 20 ms apart and return after 8 ms have steps of 75 ms for 10 s.
+    Returns their rounds, and the sizes of their last steps."""
     at = Replica("target", ToyEngine(), 0.075, costs=costs)
 
     async def session(number: int) -> None:

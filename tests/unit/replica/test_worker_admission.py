@@ -1,5 +1,4 @@
-"""Which sessions continue when pages are short: the older ones first, and none loses pages in
-vain."""
+"""Which sessions continue when pages are short: the older ones first."""
 
 from copy import deepcopy
 from dataclasses import replace

@@ -1,7 +1,5 @@
-"""Redis may abort a script at any write without undoing it: the session must stay consistent.
-
-Servers differ in which calls they refuse (memory, disk, replicas, rights), so each write of each
-script is refused here once, by the simulation's server in memory."""
+"""Redis may abort a script at any write without undoing it. Here the simulation's server in memory
+refuses each write of each script once."""
 
 from __future__ import annotations
 
@@ -107,8 +105,7 @@ async def appending(bench: Bench) -> Work:
 
 
 async def appending_more(bench: Bench) -> Work:
-    """With other tokens after the end, as an aborted script leaves them. The time to live is below
-    its least."""
+    """An aborted script has left tokens after the end. The time to live is below its least."""
     await (await appending(bench))(bench)
     session = Session(await bench.load(IDS[0]))
     written(session, 9)

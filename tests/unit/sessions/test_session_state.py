@@ -115,8 +115,8 @@ def test_a_resumed_session_goes_on_from_what_is_stored() -> None:
 
 
 class OwnerMachine(RuleBasedStateMachine):
-    """The store may lose its last tokens. In the end all is stored, in order, with its
-    log-probabilities. What may be shown never shrinks, and was stored at some time."""
+    """The store may lose its last tokens. In the end all is stored, with log-probabilities. What
+    may be shown never shrinks, and was stored at some time."""
 
     def __init__(self) -> None:
         super().__init__()

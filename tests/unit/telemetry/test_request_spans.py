@@ -1,5 +1,4 @@
-"""Telemetry without services: settings, trace context, log lines, and the spans and metrics of a
-request."""
+"""Settings of telemetry, trace context, log lines, and a request's spans and metrics."""
 
 import json
 import logging

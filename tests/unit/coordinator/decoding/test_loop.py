@@ -1,5 +1,4 @@
-"""The events that a client gets: only committed tokens, consecutive rounds as one event; and means
-over rounds."""
+"""The events that a client gets, and means over rounds."""
 
 import asyncio
 from typing import Any, cast

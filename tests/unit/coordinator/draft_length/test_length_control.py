@@ -1,8 +1,4 @@
-"""Length control with simulated drafters, costs and clock: no test here waits.
-
-Every world has a seed, so each run is the same. If a rate is compared with that of the best
-constant K, that one is computed from the world's own chances and costs.
-"""
+"""Length control with simulated drafters, costs and clock. The best constant K is computed."""
 
 from dataclasses import replace
 from itertools import pairwise

@@ -60,8 +60,7 @@ def speed(sessions: list[Any], policies: Callable[[], Policies]) -> float:
 def play(
     policy: LengthControl, prompt_length: int, num_max: int, rounds: Any, rng: random.Random
 ) -> float:
-    """How long a session takes, in seconds. For each round, the next recorded one at its position
-    says what is proposed."""
+    """Seconds of a session. The next recorded round at a position says what is proposed."""
     starts = [0, *accumulate(1 + round(sum(percent) / 100) for _, *percent in rounds)]
     unread = prompt_length if policy.plans_plain else 0
     now, position, index, sure_until = 0.0, 0, 0, -1

@@ -1,5 +1,4 @@
-"""Length control in a whole coordinator, with replicas that report their step times, on a virtual
-clock with 2 ms of latency in each direction."""
+"""Length control in a whole coordinator, with 2 ms of latency in each direction."""
 
 import asyncio
 from itertools import pairwise
@@ -49,8 +48,7 @@ class Played(RequestObserver, Observation):
 
 
 class Overheard(MemoryLink):
-    """A link with latency. Calls `on_send` for each message to the replica, and `on_answer` with
-    its answers."""
+    """A link with latency, whose messages in both directions are heard."""
 
     def __init__(self, service: Any, on_send: Any, on_answer: Any = None) -> None:
         loop = asyncio.get_running_loop()
@@ -74,8 +72,8 @@ async def generate(
     lookup: SuffixDrafter | None = None,
     **settings: Any,
 ) -> Played:
-    """Runs one request. The draft is the same model as the target if its salt is 1; with `lookup`
-    there is none."""
+    """Runs one request. The draft equals the target if its salt is 1. With `lookup` there is
+    none."""
     found = Played()
 
     def on_message() -> None:

@@ -38,8 +38,7 @@ ERRORS = {
 
 
 class Body(httpx2.AsyncByteStream):
-    """A body that sends its parts, and then, after some seconds, raises an error or sends nothing
-    more."""
+    """Sends its parts. After some seconds it raises an error, or sends nothing more."""
 
     def __init__(
         self, *parts: bytes, then: Exception | asyncio.Event | None = None, seconds: float = 0.0

@@ -337,8 +337,7 @@ BODIES: dict[str, tuple[str, Callable[[], bytes], str | None]] = {
 
 
 async def called(path: str, body: bytes) -> tuple[int, dict[str, Any], float]:
-    """The status and the error of a call, and the most processor time between two turns of the
-    event loop, s."""
+    """Status and error of a call, and the most processor time between two turns of the loop."""
     service: Any = ToldCoordinator(BadRequest("model", "is none"))
     front = Front(service)
     gaps: list[float] = []

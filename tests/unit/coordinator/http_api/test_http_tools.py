@@ -1,5 +1,4 @@
-"""Tools in chat completions: the fields of bodies, the constraints on answers, and the parsing of
-calls."""
+"""Tools in chat completions: fields of bodies, constraints on answers, parsing of calls."""
 
 import json
 import time
@@ -150,8 +149,7 @@ def test_the_named_tool_is_its_arguments_alone() -> None:
 
 
 def read(reader: Reader, text: str, width: int) -> Parts:
-    """The parts that a parser finds in a text that comes in pieces of this length. Adjacent parts
-    are joined."""
+    """What a parser finds in a text that comes in pieces of this length."""
     parts = [one for at in range(0, len(text), width) for one in reader.push(text[at : at + width])]
     parts += reader.finish()
     return [tuple(part) for part in joined(parts)]

@@ -1,5 +1,4 @@
-"""Actors that do not answer, and connections to a Ray cluster, with faked calls. The tests with a
-real cluster are in `tests/integration`."""
+"""Actors that do not answer, and connections to a Ray cluster, with faked calls."""
 
 import asyncio
 import os

@@ -11,8 +11,8 @@ from deploy.fleet.trial import added, judged
 
 
 def counted(speeds: tuple[float, float], num_sessions: int, num_rounds: int = 30) -> TrialSums:
-    """The sums of coordinators whose sessions have these mean speeds with the old and the new
-    drafter. The speeds have a standard deviation of a fifth, and sessions differ in length."""
+    """Sums of sessions with these mean speeds, old and new. The speeds have a standard deviation of
+    a fifth, and sessions differ in length."""
     random = Random(5)
     meters = [TrialMeter(), TrialMeter()]
     for index in range(2 * num_sessions):

@@ -1,5 +1,4 @@
-"""`outrider plan --devices`: rows that are computed by hand, the advice, and the table in the
-documentation."""
+"""`outrider plan --devices`: its rows, its advice, and the table in the documentation."""
 
 import re
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""`outrider plan --simulate`: its input and output, and fleets whose figures can be computed by
-hand."""
+"""`outrider plan --simulate`, and fleets whose figures can be computed by hand."""
 
 import json
 import math

@@ -57,8 +57,7 @@ def _sample(draft: DraftConfig, temperature: float, draft_salt: int = SALT, num:
 
 
 def _played(draft: DraftConfig, sample: Sample, rule: Rule, k: int) -> list[list[tuple[int, int]]]:
-    """Numbers of proposed and accepted tokens of each round except the first. The sessions are
-    played with the drafters, verdicts and decisions of the services."""
+    """Numbers of proposed and accepted tokens of each round but the first, by real drafters."""
     params = SamplingParams(temperature=sample.temperature)
     target, engine = _engine(), _engine(SALT)
     lookup = build_lookup(draft)

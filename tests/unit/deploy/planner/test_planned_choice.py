@@ -1,5 +1,4 @@
-"""Times of rounds, compared with calculations by hand and with a simulation, and the choices that
-follow from them."""
+"""Times of rounds, compared with calculations by hand, and choices that follow from them."""
 
 import math
 from collections.abc import Sequence
