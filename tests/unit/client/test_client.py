@@ -41,8 +41,7 @@ REQUEST = GenerateRequest("hi")
 
 
 class ScriptedServicer:
-    """Answers with the test's events: an event to send, an error to raise, or an `asyncio.Event` to
-    wait for."""
+    """For each entry, sends the event, raises the error, or waits for the `asyncio.Event`."""
 
     def __init__(self, *events: Event | Exception | asyncio.Event) -> None:
         self.events: Sequence[Event | Exception | asyncio.Event] = events
@@ -145,23 +144,6 @@ async def test_an_error_arrives_as_it_was_raised(
         CompletionBuilder().add(SECOND)
 
 
-async def test_sessions_and_health(
-    client: Client, server: RpcServer, coordinator: ScriptedServicer
-) -> None:
-    session = await client.get_session(ID)
-    assert (session.epoch, session.rule, session.token_ids) == (3, Rule.BLOCK, (1, 2))
-    assert (session.state, session.finish_reason) == ("running", None)
-    await client.cancel(ID)
-    assert coordinator.cancelled == [ID]
-    assert not await client.healthy()
-    await server.set_serving(True)
-    assert await client.healthy()
-    async with Client("127.0.0.1:1") as unreachable:
-        assert not await unreachable.healthy()
-        with pytest.raises(Unavailable):
-            await unreachable.complete(REQUEST)
-
-
 @pytest.mark.parametrize(
     ("field", "fields"),
     [
@@ -212,10 +194,11 @@ async def test_a_cancelled_reader_is_cancelled(
         await coordinator.left.wait()
 
 
-async def test_the_blocking_client_tells_the_same(
-    server: RpcServer, coordinator: ScriptedServicer
+async def test_the_blocking_client_has_all_calls(
+    client: Client, server: RpcServer, coordinator: ScriptedServicer
 ) -> None:
     coordinator.events = (STARTED, FIRST, ROUND, SECOND, FINISHED)
+    assert not await client.healthy()
     await server.set_serving(True)
 
     def use() -> None:
@@ -229,7 +212,9 @@ async def test_the_blocking_client_tells_the_same(
             assert list(asyncio.run(begin())) == [FIRST, ROUND, SECOND, FINISHED]
             assert client.complete(REQUEST).text == "hello"
             assert list(client.resume(ID, 3))[-1] == FINISHED
-            assert client.get_session(ID).token_ids == (1, 2)
+            session = client.get_session(ID)
+            assert (session.epoch, session.rule, session.token_ids) == (3, Rule.BLOCK, (1, 2))
+            assert (session.state, session.finish_reason) == ("running", None)
             client.cancel(ID)
             assert client.describe().num_running == 2
             assert client.healthy()
@@ -242,6 +227,8 @@ async def test_the_blocking_client_tells_the_same(
             client.describe()
         with SyncClient("127.0.0.1:1") as unreachable:
             assert not unreachable.healthy()
+            with pytest.raises(Unavailable):
+                unreachable.complete(REQUEST)
 
     await asyncio.to_thread(use)
     assert (coordinator.cancelled, coordinator.resumed) == ([ID], [(ID, 3)])

@@ -47,14 +47,6 @@ def play(
     note_drafted(one, num_proposed, draft_s, target_s, rest_s)
 
 
-def test_tables_are_used_until_something_is_measured() -> None:
-    found = costs().forecast(3, context=0)
-    assert found.plain_s == pytest.approx(0.016)
-    assert found.round_s == pytest.approx(0.016)
-    assert found.token_s == pytest.approx([0.004] * 3)
-    assert found.row_lost.tolist() == [0.0] * 3
-
-
 def test_measured_times_correct_a_table() -> None:
     one = costs()
     rng = random.Random(3)

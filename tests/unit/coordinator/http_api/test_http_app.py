@@ -28,7 +28,7 @@ from coordinator.http_api.app import (
 from coordinator.http_api.progress import Progress
 from coordinator.http_api.tool_parsers import ChatFormats
 from outrider.api_keys import Caller, add_key
-from outrider.errors import BadRequest, Overloaded, Unavailable
+from outrider.errors import BadRequest, Unavailable
 from outrider.limits import TRACEPARENT_CHARS_MAX
 from outrider.messages import PositionLogprobs
 from outrider.request import Event, GenerateRequest, PromptTokens
@@ -90,16 +90,6 @@ async def test_a_call_goes_on_with_its_callers_trace() -> None:
     await front.post({"traceparent": "x" * (TRACEPARENT_CHARS_MAX + 1)})
     assert [call[1:] for call in front.service.calls] == [("", TRACE, False), ("", "", False)]
     assert front.service.calls[0][0].prompt == (1, 2)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("before", [(), (STARTED,)])
-async def test_an_error_before_the_first_token_has_its_status(
-    stream: bool, before: tuple[Event, ...]
-) -> None:
-    found = await Front(Service(*before, Overloaded("full", 2500))).post(stream=stream)
-    assert (found.status_code, found.headers["retry-after"]) == (429, "3")
-    assert found.json()["error"]["message"] == "full"
 
 
 @pytest.mark.parametrize("before", [(), (STARTED, TOKENS)])

@@ -45,20 +45,6 @@ from outrider.tokens import TokenSequence
 pytestmark = pytest.mark.virtual
 
 
-async def test_a_draft_reads_the_prompt_once() -> None:
-    link = ScriptedLink(proposal, proposal)
-    one = session()
-    draft = draft_of(link, one=one)
-    draft.prefill(3)
-    one.decide((9,), Counters())
-    drafted = await draft.propose(1, asked(3), NOISE)
-    assert drafted.source != "fallback"
-    assert drafted.proposal.token_ids == (0, 1, 2)
-    prefill, item = link.sent
-    assert (prefill.num_draft_tokens, prefill.head.append) == (0, PROMPT)
-    assert (item.head.base_length, item.head.append) == (4, (9,))
-
-
 def verdict(features: Features | None) -> VerdictReply:
     key = ReplyKey("0" * 32, 0, 0)
     return VerdictReply(key, Verdict((), (9,)), 0, features=features)
@@ -473,8 +459,10 @@ async def test_rounds_learn_from_the_k_that_a_proposal_was_drafted_for(
     one.decide((9,), Counters())
     found = await draft.propose(1, asked(wanted), NOISE)
     assert (found.ahead, found.num_asked) == (pushes, drafted_for)
+    prefill, *later = link.sent
+    assert (prefill.num_draft_tokens, prefill.head.append) == (2 if look_ahead else 0, PROMPT)
     if not pushes:
-        assert link.sent[1].held is None
+        assert (later[0].held, later[0].head.base_length, later[0].head.append) == (None, 4, (9,))
 
 
 REPEATS = (5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6)

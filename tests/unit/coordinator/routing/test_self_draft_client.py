@@ -23,6 +23,7 @@ NAME = "0" * 31 + "1"
 PROMPT = (1, 2, 3, 1, 2, 3, 1)
 NOISE = RoundNoise(1, Rule.TOKEN, 6)
 Q = DraftDistribution((4, 5), (2**15, 2**15))
+FEW = {"confident": 0.6, "model_tokens": 2}
 
 
 def self_drafts(
@@ -57,27 +58,22 @@ def sealed(num_tokens: int, parents: tuple[int, ...] = ()) -> SealedProposal:
 
 
 @pytest.mark.parametrize(
-    ("length", "room", "wanted"),
+    ("hybrid", "length", "room", "wanted"),
     [
-        (RoundLength(1, 0, next_max=3), 99, NextWanted(3)),
-        (RoundLength(3, 0, next_max=3, next_siblings=(2, 1)), 99, NextWanted(3, (2, 1))),
-        (RoundLength(3, 0, next_max=3, next_siblings=(2, 1)), 4, NextWanted(3, (1, 0))),
-        (RoundLength(3, 0, next_max=1, next_siblings=(2, 1)), 99, NextWanted(1, (2,))),
-        (RoundLength(0, 5), 99, NextWanted()),  # The target runs ahead.
+        ({}, RoundLength(1, 0, next_max=3), 99, NextWanted(3)),
+        ({}, RoundLength(3, 0, next_max=3, next_siblings=(2, 1)), 99, NextWanted(3, (2, 1))),
+        ({}, RoundLength(3, 0, next_max=3, next_siblings=(2, 1)), 4, NextWanted(3, (1, 0))),
+        ({}, RoundLength(3, 0, next_max=1, next_siblings=(2, 1)), 99, NextWanted(1, (2,))),
+        ({}, RoundLength(0, 5), 99, NextWanted()),  # The target runs ahead.
+        (FEW, RoundLength(8, 0, next_max=8, next_siblings=(2, 1, 1)), 99, NextWanted(2, (2, 1))),
+        (FEW, RoundLength(8, 0, next_max=1, next_siblings=(2, 1, 1)), 99, NextWanted(1, (2,))),
     ],
 )
 def test_how_much_of_the_next_round_is_asked_for(
-    length: RoundLength, room: int, wanted: NextWanted
+    hybrid: dict[str, Any], length: RoundLength, room: int, wanted: NextWanted
 ) -> None:
-    assert replace(self_drafts().next_wanted(length, room), budget_us=0) == wanted
-
-
-def test_a_hybrid_asks_its_target_for_few_tokens() -> None:
-    drafts = self_drafts(confident=0.6, model_tokens=2)
-    length = RoundLength(8, 0, next_max=8, next_siblings=(2, 1, 1))
-    assert drafts.next_wanted(length, 99) == NextWanted(2, (2, 1), budget_us=500_000)
-    fewer = drafts.next_wanted(replace(length, next_max=1), 99)
-    assert fewer == NextWanted(1, (2,), budget_us=500_000)
+    """Of a hybrid's target, few tokens, however many the look-up may propose."""
+    assert replace(self_drafts(**hybrid).next_wanted(length, room), budget_us=0) == wanted
 
 
 async def test_a_proposal_that_came_with_a_verdict_is_used_once() -> None:

@@ -18,18 +18,6 @@ from outrider.registry.registry import ROLES, Role
 pytestmark = pytest.mark.virtual
 
 
-async def test_there_are_as_many_as_are_wanted_at_first_and_later() -> None:
-    async with playing(num_targets=2) as world:
-        assert [len(world.names(role)) for role in ("coordinator", "target", "draft")] == [1, 2, 1]
-        assert await world.registry.wanted() == {"coordinator": 1, "target": 2, "draft": 1}
-        await world.registry.want({"draft": 3, "coordinator": 2})
-        await asyncio.sleep(2)
-        assert [len(world.names(role)) for role in ("coordinator", "target", "draft")] == [2, 2, 3]
-        await world.registry.want({"draft": 0, "target": 1})
-        await asyncio.sleep(5)
-        assert [len(world.names(role)) for role in ("coordinator", "target", "draft")] == [2, 1, 0]
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_a_replica_that_dies_with_any_of_its_ranks_is_replaced(rank: int) -> None:
     async with playing(
