@@ -238,9 +238,8 @@ class CoordinatorService:
         with self._admitted():
             self._check(request)
             _, token_ids = await self._prompts.encode(
-                request.prompt, self.served.max_model_len, request.tools,
-                request.template_variables, add_special_tokens,
-            )  # fmt: skip
+                request, self.served.max_model_len, add_special_tokens=add_special_tokens
+            )
         return token_ids
 
     async def detokenize(self, token_ids: Sequence[int], model: str = "") -> str:
@@ -609,9 +608,7 @@ class CoordinatorService:
         self._load.check()
 
     async def _resolve(self, request: GenerateRequest, tenant: str) -> GenerationParameters:
-        field, prompt_ids = await self._prompts.encode(
-            request.prompt, self.served.max_model_len, request.tools, request.template_variables
-        )
+        field, prompt_ids = await self._prompts.encode(request, self.served.max_model_len)
         if request.constraint is not None:
             ends = self.served.eos_token_ids
             await self._prompts.check_constraint(request.constraint, ends, tenant)

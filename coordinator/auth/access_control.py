@@ -1,12 +1,7 @@
-"""Access control for gRPC and HTTP. It checks API keys. It limits the requests per minute and the
-concurrent generations of each caller, over all coordinators together.
+"""Access control for gRPC and HTTP: checks API keys, and limits each caller over all coordinators.
 
-    caller = access.identify(shown)           # raises Unauthenticated
-    async with access.admit(caller) as grant: # raises Overloaded
-        ...                                   # generate, and call `grant.note` for each event
-
-A token bucket with room for `requests_per_minute` requests limits the requests. It refills evenly.
-Slots limit the concurrent generations: each generation holds one slot.
+A token bucket with room for `requests_per_minute` requests, which refills evenly, limits the
+requests. Slots limit the concurrent generations: each generation holds one slot.
 
 A slot has the id of its session as its name, so a session keeps its slot when another coordinator
 resumes the session. Each coordinator renews the leases of its slots. If a coordinator dies, its
@@ -15,8 +10,8 @@ slots become free after `SLOT_LEASE_MS`.
 A resumption counts as a request. When a coordinator ends, its clients resume all their sessions at
 once. So for resumptions the bucket is `RESUME_DEPTH` times as large.
 
-Slots and buckets are kept in Redis. In the Redis keys below, `<name>` is the caller's name, and the
-braces are literal. Both keys expire.
+Redis keeps slots and buckets under two keys, which expire. `<name>` is the caller's name, and the
+braces are literal:
 
     <prefix>limit:{<name>}:bucket    string: time at which the bucket is full again, ms
     <prefix>limit:{<name>}:slots     sorted set: names of slots, and the ends of their leases, ms
@@ -83,7 +78,7 @@ def watch_keys(
 
 
 class RateExceeded(Overloaded):
-    """The caller has made too many requests. The caller must wait `left_ms` before the next one."""
+    """The caller has made too many requests, and must wait `left_ms` before the next request."""
 
     def __init__(self, caller: Caller, left_ms: int) -> None:
         number = caller.requests_per_minute
@@ -125,8 +120,7 @@ class AccessControl:
         self, keys: FileWatch[Keyring] | None = None, slots: RedisSlots | None = None
     ) -> None:
         """Without `keys`, all callers are `ANYBODY`. Without `slots`, no caller is limited."""
-        self._keys = keys
-        self._store = slots
+        self._keys, self._store = keys, slots
         self._held: dict[str, Counter[str]] = defaultdict(Counter)
         """Caller's name -> slot -> number of streams that use the slot. If a session is resumed
         while its old stream is still open, two streams use the session's slot."""
@@ -160,8 +154,8 @@ class AccessControl:
         return found
 
     def check_call(self, method: str, context: Context) -> None:
-        """Identifies the caller of a gRPC method. Health checks need no key, because probes and
-        load balancers have none."""
+        """Identifies the caller of a gRPC method. Health checks need no key, because probes have
+        none."""
         if not method.startswith(HEALTH_PATH):
             metadata = context.invocation_metadata() or ()
             _CALLER.set(
@@ -169,9 +163,8 @@ class AccessControl:
             )
 
     def check_rate(self, caller: Caller) -> None:
-        """Raises `Overloaded` if the caller must still wait since an earlier request found the
-        caller's bucket empty. Does not ask Redis, so the check can run before a request's body is
-        read."""
+        """Raises `Overloaded` if an earlier request found the caller's bucket empty, and the bucket
+        is still empty. Does not ask Redis, so the check can run before a request's body is read."""
         left_s = self._empty_until.get(caller, 0.0) - asyncio.get_running_loop().time()
         if left_s > 0:
             raise RateExceeded(caller, math.ceil(left_s * 1e3))

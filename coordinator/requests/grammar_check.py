@@ -1,6 +1,6 @@
-"""Checks in child processes whether constraints can be compiled in time and memory.
+"""Checks in child processes whether constraints can be compiled within limits of time and memory.
 
-A request is refused if its constraint fails this check. The check keeps no compiled constraint,
+If a constraint fails this check, its request is refused. The check keeps no compiled constraint,
 because each replica compiles the constraint for itself. Tenants take turns.
 """
 

@@ -2,9 +2,9 @@
 time limit, and may need minutes for a schema of 50 bytes. So it runs in a process of its own, which
 can be killed.
 
-The process needs about 30 MB besides the tokenizer. It reads JSON from standard input: a line with
-the tokenizer, and then a line for each constraint. It answers each constraint with a line on
-standard output. The output of libraries goes to standard error.
+The process reads lines of JSON from standard input: the tokenizer, and then each constraint. It
+answers each constraint with a line on standard output. The output of libraries goes to standard
+error.
 
     <- {"tokenizer": JSON of Hugging Face's tokenizers, as a string, "eos_token_ids": [...]}
     <- {"kind": "regex", "text": "a+"}

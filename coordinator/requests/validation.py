@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import TypeAdapter
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from outrider.tokenizer import TokenizerText
 
 _ROLE = re.compile(rf"[A-Za-z0-9_-]{{1,{limits.ROLE_CHARS_MAX}}}")
-
 
 _NOT_STORED = {"prompt", "model", "default_max_tokens", "tools", "template_variables"}
 
@@ -117,11 +115,20 @@ def resolve(
     defaults: RequestDefaults,
     random_seed: int,
 ) -> GenerationParameters:
-    """Fills in the defaults of a request that `check_fields` has accepted. `prompt_field` is the
-    name of the prompt's field, for errors. Raises `BadRequest` if the prompt is empty, has an
-    unknown token, or is so long that the model has no room for `max_tokens` more."""
-    check_prompt_ids(prompt_ids, prompt_field, model)
-    room = model.max_model_len - len(prompt_ids)
+    """Fills in the defaults of a request that `check_fields` has accepted. Errors name the prompt
+    `prompt_field`. Raises `BadRequest` if the prompt is empty, has an unknown token, or leaves no
+    room for `max_tokens`."""
+    num_ids, length = len(prompt_ids), model.max_model_len
+    if not prompt_ids:
+        raise BadRequest(prompt_field, "the prompt is empty; at least one token is needed")
+    if num_ids >= length:
+        raise BadRequest(
+            prompt_field,
+            f"the prompt has {num_ids} tokens; at most {length - 1} leave room for an answer in "
+            f"the model's length of {length}",
+        )
+    check_ids(prompt_ids, prompt_field, model.vocab_size)
+    room = length - num_ids
     known: dict[str, Any] = {
         "max_tokens": min(room, request.default_max_tokens),
         "seed": random_seed,
@@ -134,8 +141,8 @@ def resolve(
     if known["max_tokens"] > room:
         raise BadRequest(
             "max_tokens",
-            f"the prompt's {len(prompt_ids)} tokens and {known['max_tokens']} more exceed the "
-            f"model's length of {model.max_model_len}; allowed: up to {room}",
+            f"the prompt's {num_ids} tokens and {known['max_tokens']} more exceed the model's "
+            f"length of {length}; allowed: up to {room}",
         )
     if (least := request.sampling.min_tokens) > known["max_tokens"]:
         reason = f"got {least}; allowed: up to max_tokens, which is {known['max_tokens']}"
@@ -149,20 +156,6 @@ def resolve(
     elif request.rule is None:  # The tokens of a seed must not depend on the drafter.
         known["rule"] = defaults.unseeded_rule if request.seed is None else Rule.COUPLED
     return GenerationParameters(**known)
-
-
-def check_prompt_ids(prompt_ids: tuple[int, ...], field: str, model: ReplicaDescription) -> None:
-    """Raises `BadRequest` if the prompt is empty or too long, or has an id outside the
-    vocabulary."""
-    if not prompt_ids:
-        raise BadRequest(field, "the prompt is empty; at least one token is needed")
-    if len(prompt_ids) >= model.max_model_len:
-        raise BadRequest(
-            field,
-            f"the prompt has {len(prompt_ids)} tokens; at most {model.max_model_len - 1} leave "
-            f"room for an answer in the model's length of {model.max_model_len}",
-        )
-    check_ids(prompt_ids, field, model.vocab_size)
 
 
 def check_ids(token_ids: Sequence[int], field: str, vocab_size: int) -> None:
@@ -191,8 +184,7 @@ def check_roles(prompt: Prompt) -> None:
 
 
 def check_stop(stop: tuple[str, ...]) -> None:
-    """Raises `BadRequest` for too many stop strings, or for a stop string that is empty or too
-    long."""
+    """Raises `BadRequest` for too many stop strings, or one that is empty or too long."""
     if len(stop) > limits.STOP_STRINGS_MAX:
         most = limits.STOP_STRINGS_MAX
         raise BadRequest("stop", f"got {len(stop)} strings; allowed: up to {most}")
@@ -215,26 +207,20 @@ class PromptEncoder:
     def __init__(self, text: TokenizerText | None) -> None:
         """If `text` is None, the model has no tokenizer, and takes only token ids."""
         self._text = text
-        self._calls: SharedCalls[tuple[int, bool], tuple[int, ...]]
-        self._calls = SharedCalls(TOKENIZER_THREADS, "tokenizer")
+        self._calls = SharedCalls[tuple[int, bool], tuple[int, ...]](TOKENIZER_THREADS, "tokenizer")
         """Running calls of the tokenizer. Their keys are the `id` of the prompt object, which all
         generations of one request share, and `add_special_tokens`. A running call refers to its
         prompt object. So no other object can get the same `id` meanwhile."""
         self._checks: ConstraintChecks | None = None
 
     async def encode(
-        self,
-        prompt: Prompt,
-        tokens_max: int,
-        tools: Sequence[Mapping[str, Any]] = (),
-        variables: Mapping[str, Any] = MappingProxyType({}),
-        add_special_tokens: bool = True,
+        self, request: GenerateRequest, tokens_max: int, *, add_special_tokens: bool = True
     ) -> tuple[str, tuple[int, ...]]:
-        """Returns the name of the prompt's field, and the prompt's token ids. The chat template
-        gets `tools` and `variables`. `add_special_tokens` affects plain text only. If several calls
-        get the same prompt object at the same time, it is tokenized once. Raises `BadRequest` if
-        the prompt cannot be tokenized, or has more bytes than `tokens_max` tokens can hold."""
-        text, given = self._text, cast(Any, prompt)
+        """Returns the name of the prompt's field, and the prompt's token ids. `add_special_tokens`
+        affects plain text only. If several calls get the same prompt object at the same time, it is
+        tokenized once. Raises `BadRequest` if the prompt cannot be tokenized, or has more bytes
+        than `tokens_max` tokens can hold."""
+        text, prompt, given = self._text, request.prompt, cast(Any, request.prompt)
         if not isinstance(prompt, str) and not _is_chat(prompt):
             return "token_ids", given
         field = "text" if isinstance(prompt, str) else "chat"
@@ -256,7 +242,7 @@ class PromptEncoder:
 
         def tokenize() -> tuple[int, ...]:
             if turns:
-                return tuple(text.encode_chat(turns, tools, variables))
+                return tuple(text.encode_chat(turns, request.tools, request.template_variables))
             return tuple(text.encode(given, add_special_tokens))
 
         return field, await self._calls.result((id(prompt), add_special_tokens), tokenize)

@@ -216,7 +216,7 @@ async def test_generations_of_one_prompt_tokenize_it_once(chat: bool) -> None:
     made: list[Any] = [" ".join(["some", "words"]) for _ in range(2)]
     if chat:
         made = [(ChatMessage("user", text),) for text in made]
-    first, second = made
+    first, second = map(GenerateRequest, made)
     tasks = [asyncio.create_task(prompts.encode(one, 100)) for one in [first] * 9 + [second]]
     await asyncio.sleep(0.05)
     tasks[0].cancel()
