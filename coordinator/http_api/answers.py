@@ -8,18 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from coordinator.http_api.bodies import CompletionBody, StreamOptions, TranslatedBody
-from coordinator.http_api.tool_parsers import AnswerForm, Part, joined
+from coordinator.http_api.bodies import StreamedBody, StreamOptions, TranslatedBody
+from coordinator.http_api.tool_parsers import PLAIN, AnswerForm, Part, joined
 from outrider.messages import PositionLogprobs
-from outrider.request import (
-    Event,
-    Finished,
-    Prompt,
-    PromptTokens,
-    RoundReport,
-    Started,
-    Tokens,
-)
+from outrider.request import Event, Finished, Prompt, PromptTokens, RoundReport, Started, Tokens
 from outrider.sessions.store import FinishReason
 
 if TYPE_CHECKING:
@@ -42,9 +34,9 @@ def as_text(data: bytes) -> str:
 
 
 Scored = tuple[int, list[tuple[bytes, float | None]]]
-"""Describes one token of an answer: its offset in the answer's text, and pairs of bytes and
-log-probability. The first pair is for the token itself. The further pairs are for the likeliest
-tokens at its position. The log-probability of a prompt's first token is None."""
+"""A token's offset in the answer's text, and pairs of bytes and log-probability. The first pair is
+for the token itself. The other pairs are for the likeliest tokens at its position. The
+log-probability of a prompt's first token is None."""
 
 
 class _Scorer:
@@ -52,12 +44,9 @@ class _Scorer:
 
     def __init__(self, text: TokenizerText | None, offset: int = 0, given: str = "") -> None:
         """`offset` is the offset of the first token. For the tokens of a prompt, `given` is the
-        prompt's text. The answer's text leaves out special tokens, except those that `given` spells
-        out."""
-        self._text = text
+        prompt's text. The answer's text has no special tokens, except those within `given`."""
+        self._text, self._offset, self._given = text, offset, given
         self._stream = None if text is None else text.stream()
-        self._offset = offset
-        self._given = given
 
     def score(
         self, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs | None]
@@ -85,15 +74,14 @@ class _Scorer:
 class _Choice:
     """The generated part of one choice of an answer."""
 
-    def __init__(
-        self, text: TokenizerText | None, form: AnswerForm | None, echoed: Prompt | None
-    ) -> None:
+    def __init__(self, text: TokenizerText | None, form: AnswerForm, echoed: Prompt | None) -> None:
         """The choice's text begins with the prompt `echoed`. None = without a prompt."""
         self._text, self._echoed = text, echoed
         self.prompt_scorer = self.scorer = _Scorer(text)
-        self.reader = None if form is None else form.make_reader()
+        self.reader = form.make_reader()
         self.num_calls = 0
-        self.started: Started | None = None
+        self.session_id = ""
+        self.num_prompt_tokens = 0
         self.finished: Finished | None = None
         self.is_opened = False
         """Whether the chunk with `Answer.opening` was made."""
@@ -105,18 +93,13 @@ class _Choice:
 
     def begin(self, started: Started) -> None:
         """Begins the choice with the echoed prompt. The event shows that the prompt's tokens are
-        valid. Invalid tokens could not be decoded."""
-        self.started, before, text = started, self._echoed, self._text
+        valid, so they can be decoded."""
+        self.session_id, self.num_prompt_tokens = started.session_id, started.num_prompt_tokens
+        before, text = self._echoed, self._text
         if not isinstance(before, str):
             before = text.decode(cast(tuple[int, ...], before)) if before and text else ""
         self.prompt_scorer, self.scorer = _Scorer(text, given=before), _Scorer(text, len(before))
         self.parts += [Part("content", before)] if before else []
-
-    def add(self, text: str) -> None:
-        if self.reader is not None:
-            self.parts += self.reader.push(text)
-        elif text:
-            self.parts.append(Part("content", text))
 
     def clear(self) -> None:
         """Begins the next chunk, which is empty."""
@@ -127,13 +110,23 @@ class EventStream:
     """How an answer is sent as server-sent events."""
 
     is_named: ClassVar[bool] = False
-    """Whether each event has an `event:` line with its type."""
+    """Whether each event has an `event:` line with its type, and a `sequence_number`."""
     last: ClassVar[bytes] = b"data: [DONE]\n\n"
     """These bytes end the stream."""
+    is_stream = True
+    """Whether the answer is sent as events. If not, `whole` returns it."""
 
-    def failed(self, error: Json) -> Sequence[Json]:
-        """Returns the events that end a stream with this error."""
-        return [error]
+    def take(self, index: int, event: Event) -> Sequence[Json]:
+        """Adds an event of a choice. Returns the parts to send for this event, often none."""
+        raise NotImplementedError
+
+    def whole(self) -> Json:
+        """Returns the whole answer after all choices have ended."""
+        raise NotImplementedError
+
+    def failed(self, error: Json) -> Json:
+        """Returns the event that ends a stream with this error."""
+        return error
 
 
 class Answer(EventStream):
@@ -154,12 +147,16 @@ class Answer(EventStream):
     ) -> None:
         """`num_draft_tokens` is the server's default. `created` is a time in seconds since 1970."""
         self._asked = asked
-        self._options = asked.body.stream_options or StreamOptions()
+        body, self.is_stream = asked.body, asked.body.stream
+        self._options, self._has_ids = StreamOptions(), False
+        if isinstance(body, StreamedBody):
+            self._options = body.stream_options or self._options
+            self._has_ids = body.return_token_ids
         given = asked.requests[0].num_draft_tokens
         self._num_draft_tokens = num_draft_tokens if given is None else given
-        echoes = isinstance(asked.body, CompletionBody) and asked.body.echo
         self._choices = [
-            _Choice(text, asked.form, one.prompt if echoes else None) for one in asked.requests
+            _Choice(text, asked.form, one.prompt if asked.echoes else None)
+            for one in asked.requests
         ]
         self._envelope: Json = {"id": "", "object": "", "created": created, "model": ""}
         self._rounds: Counter[tuple[int, int]] = Counter()
@@ -172,11 +169,7 @@ class Answer(EventStream):
     logprobs: Callable[[Sequence[Scored]], Json]
     """Returns the log-probabilities of tokens in the form of this API."""
 
-    def whole(self) -> Json | None:
-        """Returns the whole answer after all choices have ended. If the answer is a stream, returns
-        None."""
-        if self._asked.body.stream:
-            return None
+    def whole(self) -> Json:
         choices = [
             self._choice(index, self.message(one), one.finished, one)
             for index, one in enumerate(self._choices)
@@ -184,9 +177,8 @@ class Answer(EventStream):
         return self._object(self.kind, choices, usage=self._usage(), metrics=self._metrics())
 
     def take(self, index: int, event: Event) -> Sequence[Json]:
-        """Adds an event of a choice. Returns the chunks to send for this event, often none."""
         self._note(self._choices[index], event)
-        if not self._asked.body.stream or isinstance(event, Started | RoundReport):
+        if not self.is_stream or isinstance(event, Started | RoundReport):
             return ()
         return self._parts(index, event)
 
@@ -200,7 +192,7 @@ class Answer(EventStream):
                 choice.scored += choice.prompt_scorer.score(event.token_ids, event.logprobs)
             case Tokens():
                 choice.num_tokens += len(event.token_ids)
-                choice.add(event.text_delta)
+                choice.parts += choice.reader.push(event.text_delta)
                 choice.token_ids += event.token_ids
                 if self._asked.has_logprobs:
                     choice.scored += choice.scorer.score(event.token_ids, event.logprobs)
@@ -208,17 +200,16 @@ class Answer(EventStream):
                 self._rounds[len(event.proposed_token_ids), event.num_accepted] += 1
             case Finished():
                 choice.finished = event
-                if choice.reader is not None:
-                    choice.parts += choice.reader.finish()
+                choice.parts += choice.reader.finish()
 
     def _parts(self, index: int, event: Event) -> Sequence[Json]:
         choice, chunks = self._choices[index], list[Json]()
         if self.opening is not None and not choice.is_opened:
             choice.is_opened = True
             chunks.append(self._chunk(self._choice(index, self.opening)))
-        # Without a parser, each round has a chunk, even if the round adds no text. A parser may
-        # hold text back. Then a round has a chunk only if the parser returns a part.
-        is_round = isinstance(event, PromptTokens | Tokens) and choice.reader is None
+        # Without tools and reasoning, each round has a chunk, even if the round adds no text.
+        # Otherwise the parser may hold text back, and a round has a chunk only if there are parts.
+        is_round = isinstance(event, PromptTokens | Tokens) and self._asked.form == PLAIN
         if choice.parts or is_round or (choice.token_ids and choice.finished):
             chunks.append(self._chunk(self._choice(index, self.delta(choice), None, choice)))
             choice.clear()
@@ -254,7 +245,7 @@ class Answer(EventStream):
         form, reason = self._asked.form, finished and str(finished.finish_reason)
         if reason in _CUT_OFF:  # OpenAI's API does not have these reasons.
             reason = "length"
-        elif reason == FinishReason.STOP and form and form.ends_with_calls:
+        elif reason == FinishReason.STOP and form.ends_with_calls:
             reason = "tool_calls" if self._choices[index].num_calls else reason
         found: Json = {
             "index": index,
@@ -265,14 +256,13 @@ class Answer(EventStream):
         }
         if tokens is not None and self._asked.has_logprobs:
             found["logprobs"] = self.logprobs(tokens.scored)
-        if tokens is not None and self._asked.body.return_token_ids:
+        if tokens is not None and self._has_ids:
             found["token_ids"] = tokens.token_ids
         return found
 
     def _usage(self) -> Json:
         # A prompt counts once, however many choices it has.
-        begun = [one.started for one in self._choices[:: self._asked.body.n] if one.started]
-        num_prompt_tokens = sum(one.num_prompt_tokens for one in begun)
+        num_prompt_tokens = sum(one.num_prompt_tokens for one in self._choices[:: self._asked.n])
         num_tokens = sum(one.num_tokens for one in self._choices)
         return {
             "prompt_tokens": num_prompt_tokens,
@@ -296,7 +286,7 @@ class Answer(EventStream):
             "num_draft_tokens": proposed,
             "num_spec_tokens": self._num_draft_tokens,
         }
-        if self._asked.body.speculation.histograms:
+        if self._asked.requests[0].include_rounds:
             lengths = sorted({length for length, _ in self._rounds})
             found["acceptance_histogram"] = self._histogram(self._num_draft_tokens, lengths)
             found["acceptance_histogram_by_draft_length"] = {
@@ -346,26 +336,20 @@ class ChatAnswer(Answer):
         calls: list[Json] = []
         for kind, text in joined(choice.parts):
             if kind == "name":
-                calls.append(self._called(choice, text))
+                index, choice.num_calls = choice.num_calls, choice.num_calls + 1
+                call_id = self._asked.form.call_id(choice.session_id, index)
+                function = {"name": text, "arguments": ""}
+                call = {"index": index, "id": call_id, "type": "function", "function": function}
+                calls.append(call)
             elif kind == "arguments":
-                index = choice.num_calls - 1
                 if not calls:
+                    index = choice.num_calls - 1
                     calls.append({"index": index, "function": {"arguments": ""}})
                 calls[-1]["function"]["arguments"] += text
             else:
                 name = "content" if kind == "content" else "reasoning_content"
                 found[name] = found.get(name, "") + text
         return {**found, "tool_calls": calls} if calls else found
-
-    def _called(self, choice: _Choice, name: str) -> Json:
-        session_id = choice.started.session_id if choice.started else ""
-        index, choice.num_calls = choice.num_calls, choice.num_calls + 1
-        return {
-            "index": index,
-            "id": self._asked.form.call_id(session_id, index) if self._asked.form else "",
-            "type": "function",
-            "function": {"name": name, "arguments": ""},
-        }
 
     def logprobs(self, tokens: Sequence[Scored]) -> Json:
         content = []
@@ -413,11 +397,7 @@ class NativeEvents(EventStream):
         self._stream = None if text is None else text.stream()
         self._num_tokens = 0
 
-    def whole(self) -> None:
-        """Returns None, because native events are always a stream."""
-
     def take(self, index: int, event: Event) -> list[Json]:
-        """Returns the event with the texts of its tokens, as JSON."""
         found = {"type": type(event).__name__.lower(), **asdict(event)}
         text, stream = self._text, self._stream
         if isinstance(event, RoundReport):

@@ -1,15 +1,14 @@
-"""The routes of a coordinator, the middleware that times them, and the responses to requests for
-generations."""
+"""The routes of a coordinator, and the responses to requests for generations."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
-from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -19,29 +18,10 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.auth.access_control import AccessControl
-from coordinator.http_api.answers import (
-    Answer,
-    ChatAnswer,
-    CompletionAnswer,
-    Json,
-    NativeEvents,
-    as_text,
-)
-from coordinator.http_api.bodies import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    NativeBody,
-    ResumeBody,
-    TokenizeBody,
-    TranslatedBody,
-)
-from coordinator.http_api.progress import (
-    Progress,
-    RepeatedRequests,
-    request_keys,
-    split_answer_id,
-)
+from coordinator.http_api import answers, bodies, schemas
+from coordinator.http_api.answers import Answer, EventStream, Json, NativeEvents
+from coordinator.http_api.bodies import CompletionBody, TranslatedBody
+from coordinator.http_api.progress import Progress, RepeatedRequests, request_keys, split_answer_id
 from coordinator.http_api.reading import (
     PAGE,
     BodyRoute,
@@ -52,29 +32,8 @@ from coordinator.http_api.reading import (
     to_json,
 )
 from coordinator.http_api.responses import ResponseAnswer, ResponsesBody
-from coordinator.http_api.schemas import (
-    ChatCompletion,
-    ChatCompletionChunk,
-    Completion,
-    Detokenized,
-    DocumentedApp,
-    Health,
-    Model,
-    ModelList,
-    ResponseEvent,
-    ResponseObject,
-    Tokenized,
-    Version,
-    answers,
-)
-from coordinator.http_api.server import (
-    HttpOptions,
-    HttpServer,
-    LiveResponse,
-    Metrics,
-    send_part,
-)
-from coordinator.http_api.tool_parsers import ChatFormats
+from coordinator.http_api.server import HttpOptions, HttpServer, LiveResponse, Metrics, send_part
+from coordinator.http_api.tool_parsers import AnswerForm, ChatFormats
 from coordinator.routing.discovery import SeenReplica
 from coordinator.service import CoordinatorService
 from outrider.api_keys import Caller
@@ -84,12 +43,9 @@ from outrider.request import Event
 
 if TYPE_CHECKING:
     from outrider.telemetry.metrics import HttpTimes
-    from outrider.tokenizer import TokenizerText
-
 
 Events = AsyncGenerator[tuple[int, Event]]
 """The events of all choices of a request, each with the index of its choice."""
-AnswerKind = Callable[[TranslatedBody, "TokenizerText | None", int, int], Answer | NativeEvents]
 _HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -102,18 +58,12 @@ class Generated(LiveResponse):
     server-sent events. When the response ends for any reason, it closes `events`."""
 
     def __init__(
-        self,
-        events: Events,
-        closing: asyncio.Event,
-        answer: Answer | NativeEvents,
-        progress: Progress,
+        self, events: Events, closing: asyncio.Event, answer: EventStream, progress: Progress
     ) -> None:
         """`answer` turns events into the parts of a stream. `progress` leaves out the parts that
         the client has already."""
         super().__init__(closing)
-        self._events = events
-        self._answer = answer
-        self._progress = progress
+        self._events, self._answer, self._progress = events, answer, progress
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events) as events:
@@ -122,34 +72,32 @@ class Generated(LiveResponse):
                 for part, event_id in self._progress.unsent(index, event, parts):
                     if not self._has_begun:
                         await self._begin(send, 200, _HEADERS)
-                    await send_part(send, self._event(part, event_id))
-        whole = self._answer.whole()
-        if whole is not None:
-            await json_response(whole)(scope, receive, send)
+                    number = self._progress.num_parts - 1
+                    await send_part(send, self._event(part, number, event_id))
+        if not self._answer.is_stream:
+            await json_response(self._answer.whole())(scope, receive, send)
             return
         if not self._has_begun:
             await self._begin(send, 200, _HEADERS)
         await send_part(send, self._answer.last, more=False)
 
-    def _event(self, part: Json, event_id: str = "") -> bytes:
-        name = f"event: {part['type']}\n".encode() if self._answer.is_named else b""
-        shift = self._progress.shift
-        if shift and "sequence_number" in part:
-            part = {**part, "sequence_number": part["sequence_number"] + shift}
+    def _event(self, part: Json, number: int, event_id: str = "") -> bytes:
+        name = b""
+        if self._answer.is_named:
+            name, part = f"event: {part['type']}\n".encode(), {**part, "sequence_number": number}
         line = f"\nid: {event_id}".encode() if event_id else b""
         return name + b"data: " + to_json(part) + line + b"\n\n"
 
     def _error_events(self, error: Json) -> bytes:
-        return b"".join(self._event(part) for part in self._answer.failed(error))
+        return self._event(self._answer.failed(error), self._progress.num_parts)
 
 
 async def _interleaved(
     streams: Sequence[AsyncGenerator[Event]], asked: TranslatedBody, progress: Progress
 ) -> Events:
-    """Merges the events of all streams. Yields the first event of each stream. Then yields the
-    events that the client has already, stream by stream. Then yields all further events as they
-    come. An error of one stream ends all streams. Streams pause while `EVENTS_AHEAD_MAX` events are
-    queued."""
+    """Merges the events of all streams. The first events of all streams come first. The events that
+    the client has already follow, stream by stream. Further events follow as they come. An error of
+    one stream ends all streams. Streams pause while `EVENTS_AHEAD_MAX` events are queued."""
     index, tasks = 0, list[asyncio.Task[None]]()
     queue: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue(EVENTS_AHEAD_MAX)
 
@@ -210,46 +158,26 @@ class Generations:
     """Runs generations and responds with their answers."""
 
     def __init__(
-        self,
-        service: CoordinatorService,
-        access: AccessControl,
-        closing: asyncio.Event,
-        formats: ChatFormats,
+        self, service: CoordinatorService, access: AccessControl, closing: asyncio.Event
     ) -> None:
-        """For `closing` and `formats`, see `build_app`."""
-        self.service = service
-        self.formats = formats
-        self._access = access
-        self._closing = closing
+        """For `closing`, see `HttpServer`."""
+        self._service, self._access, self._closing = service, access, closing
         self._repeated = RepeatedRequests()
 
     def answer(
         self,
         request: Request,
-        body: ChatBody | CompletionBody | ResponsesBody,
-        kind: AnswerKind,
-        headers: RepeatHeaders,
-    ) -> Response:
-        """Responds to a request with this body. Raises `BadRequest`."""
-        asked = body.translate()
-        if isinstance(asked.body, ChatBody):
-            asked = self.formats.fitted(asked)
-        return self.run(request, asked, kind, headers)
-
-    def run(
-        self,
-        request: Request,
         asked: TranslatedBody,
-        kind: AnswerKind,
+        kind: Callable[..., EventStream],
         headers: RepeatHeaders,
         session_id: str = "",
     ) -> Response:
-        """Responds with an answer of this `kind`. If there is a `session_id`, the answer is the
+        """Responds with the answer that `kind` makes. If there is a `session_id`, the answer is the
         rest of that session. Raises `BadRequest`."""
-        service, key, event_id = self.service, headers.idempotency_key, headers.last_event_id
-        answer = kind(asked, service.text, service.defaults.num_draft_tokens, int(time.time()))
-        is_stream = asked.body.stream or isinstance(answer, NativeEvents)
-        if event_id is not None and not (is_stream and (key or session_id)):
+        service, created = self._service, int(time.time())
+        answer = kind(asked, service.text, service.defaults.num_draft_tokens, created)
+        key, event_id = headers.idempotency_key, headers.last_event_id
+        if event_id is not None and not (answer.is_stream and (key or session_id)):
             reason = (
                 "is only for streams of requests with an Idempotency-Key; resume other streams "
                 "with POST /v1/sessions/ID/resume"
@@ -276,11 +204,11 @@ class Generations:
 
         Raises `BadRequest` if the caller's API key allows fewer generations at a time. Raises the
         errors of `CoordinatorService`, with the names of the body's fields."""
-        service, caller = self.service, cast(Caller, request.state.caller)
+        service, caller = self._service, cast(Caller, request.state.caller)
         tenant, number, resumed = caller.tenant, len(asked.requests), list[str]()
         if 0 < caller.concurrency < number:
             raise BadRequest(
-                "n" if asked.body.n > 1 else "prompt",
+                "n" if asked.n > 1 else "prompt",
                 f"asks for {number} generations; the key {caller.name!r} may run "
                 f"{caller.concurrency} at a time",
             )
@@ -325,8 +253,8 @@ class Fleet(BaseModel):
 
 
 HEALTH_CACHED_S = 1.0
-"""The result of a check is reused for this time. A check calls the store and a target, and clients
-can ask for it without a key."""
+"""The result of a check is reused for this time, because a check calls Redis and a target, and
+clients can ask for a check without a key."""
 SLOW_S = 0.5
 """If a check takes longer than this, and a good result is at most `WELL_S` old, the caller gets
 that result."""
@@ -334,7 +262,7 @@ WELL_S = 5.0
 
 
 class CachedHealth:
-    """Caches the health of a coordinator. May be used only on the coordinator's event loop."""
+    """Caches the health of a coordinator."""
 
     def __init__(self, service: CoordinatorService) -> None:
         self._service = service
@@ -455,14 +383,13 @@ def build_app(
     hosts: Collection[str] = (),
     formats: ChatFormats | None = None,
 ) -> FastAPI:
-    """Makes the application. The server sets `closing` when it no longer waits for running
-    requests. `hosts` has the allowed values of the header `Host`. Without `hosts`, every value is
-    allowed. For `formats`, see `http_server`."""
+    """Makes the application. For `closing` and `hosts`, see `HttpServer`. For `formats`, see
+    `http_server`."""
     access = options.access
-    app = DocumentedApp(
+    app = schemas.DocumentedApp(
         title="Outrider",
         version=version("outrider"),
-        docs_url=None,  # `show_docs` replaces FastAPI's page, which loads scripts from elsewhere.
+        docs_url=None,  # `show_page` replaces FastAPI's page, which loads scripts from elsewhere.
         redoc_url=None,
         responses=_ERRORS,
         redirect_slashes=False,
@@ -474,8 +401,8 @@ def build_app(
     if options.times is not None:
         app.add_middleware(TimingMiddleware, times=options.times)
     add_error_handlers(app)
-    formats = formats or ChatFormats(service.text)
-    _add_generation(app, Generations(service, access, closing, formats))
+    runs = Generations(service, access, closing)
+    _add_generation(app, service, runs, formats or ChatFormats(service.text))
     _add_tokens(app, service, access)
     _add_models(app, service)
     _add_operation(app, service, options.metrics)
@@ -483,58 +410,56 @@ def build_app(
 
 
 Headers = Annotated[RepeatHeaders, Header()]
-_REST = ResumeBody()
+_REST = bodies.ResumeBody()
 _REST_OF_ANSWER: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The remaining chunks. If `stream` is false, the whole answer.",
         "content": {"application/json": {}, "text/event-stream": {}},
     },
 }
-_RESUMED: dict[str, tuple[type[Answer], type[ChatBody | CompletionBody]]] = {
-    ChatAnswer.id_prefix: (ChatAnswer, ChatBody),
-    CompletionAnswer.id_prefix: (CompletionAnswer, CompletionBody),
+_RESUMED: dict[str, type[Answer]] = {
+    one.id_prefix: one for one in (answers.ChatAnswer, answers.CompletionAnswer)
 }
-"""The kinds of answers that can be resumed by their ids. The keys are the prefixes of these ids."""
+"""The answers that can be resumed by their ids. The keys are the prefixes of these ids."""
 
 
-def _add_generation(app: FastAPI, runs: Generations) -> None:
-    service = runs.service
+def _add_generation(
+    app: FastAPI, service: CoordinatorService, runs: Generations, formats: ChatFormats
+) -> None:
 
-    @app.post("/v1/chat/completions", responses=answers(ChatCompletion, ChatCompletionChunk))
-    async def chat_completions(body: ChatBody, request: Request, headers: Headers) -> Response:
+    @app.post("/v1/chat/completions", responses=schemas.CHAT)
+    async def chat_completions(
+        body: bodies.ChatBody, request: Request, headers: Headers
+    ) -> Response:
         """Continues a conversation."""
-        return runs.answer(request, body, ChatAnswer, headers)
+        return runs.answer(request, formats.fitted(body.translate()), answers.ChatAnswer, headers)
 
-    @app.post("/v1/completions", responses=answers(Completion, Completion))
+    @app.post("/v1/completions", responses=schemas.COMPLETION)
     async def completions(body: CompletionBody, request: Request, headers: Headers) -> Response:
         """Continues raw text or tokens."""
-        return runs.answer(request, body, CompletionAnswer, headers)
+        return runs.answer(request, body.translate(), answers.CompletionAnswer, headers)
 
-    @app.post("/v1/responses", responses=answers(ResponseObject, ResponseEvent))
+    @app.post("/v1/responses", responses=schemas.RESPONSE)
     async def responses(body: ResponsesBody, request: Request, headers: Headers) -> Response:
         """Continues a conversation. Responses are not stored."""
-        return runs.answer(request, body, partial(ResponseAnswer, body), headers)
+        return runs.answer(request, formats.fitted(body.translate()), ResponseAnswer, headers)
 
     @app.post("/v1/sessions/{answer_id}/resume", responses=_REST_OF_ANSWER)
     async def resume(
-        answer_id: str, request: Request, headers: Headers, body: ResumeBody = _REST
+        answer_id: str, request: Request, headers: Headers, body: bodies.ResumeBody = _REST
     ) -> Response:
-        """Returns the rest of the answer with this id. Only the answer's first choice is
-        resumed."""
+        """Returns the rest of the answer with this id. Only its first choice is resumed."""
         prefix, session_id = split_answer_id(answer_id, _RESUMED)
-        kind, whole = _RESUMED[prefix]
         parameters = await service.stored_parameters(session_id, request.state.caller.tenant)
-        whole_body = whole.model_construct(
-            **dict(body), echo=parameters.prompt_logprobs is not None
-        )
-        form = runs.formats.form(parameters.answer_form)
-        asked = TranslatedBody(whole_body, (parameters,), {}, form=form)
-        return runs.run(request, asked, kind, headers, session_id)
+        form = AnswerForm(**json.loads(parameters.answer_form or "{}"))
+        echoes = parameters.prompt_logprobs is not None
+        asked = TranslatedBody(body, (parameters,), names={}, echoes=echoes, form=form)
+        return runs.answer(request, asked, _RESUMED[prefix], headers, session_id)
 
     described = {"description": _EVENTS, "content": {"text/event-stream": {}}}
 
     @app.post("/api/generate", responses={200: described}, response_class=Response)
-    async def generate(body: NativeBody, request: Request, headers: Headers) -> Response:
+    async def generate(body: bodies.NativeBody, request: Request, headers: Headers) -> Response:
         """Continues a conversation or a prompt, with an event for every round."""
         if "stream" in body.model_fields_set and not body.stream:
             raise BadRequest("stream", "must be true, or be left out: events are always a stream")
@@ -542,20 +467,20 @@ def _add_generation(app: FastAPI, runs: Generations) -> None:
             raise BadRequest("echo", "is served by POST /v1/completions alone; leave it out")
         asked = body.translate()
         if len(asked.requests) != 1:
-            field = "n" if body.n > 1 else "prompt"
+            field = "n" if asked.n > 1 else "prompt"
             raise BadRequest(field, f"asks for {len(asked.requests)} answers; allowed: 1")
         [one] = asked.requests
         one = replace(one, include_rounds=True, default_max_tokens=MAX_TOKENS_DEFAULT)
         asked = replace(asked, requests=(one,))
-        return runs.run(request, asked, lambda *_: NativeEvents(service.text), headers)
+        return runs.answer(request, asked, lambda *_: NativeEvents(service.text), headers)
 
 
 def _add_tokens(app: FastAPI, service: CoordinatorService, access: AccessControl) -> None:
     """Adds `/tokenize` and `/detokenize`. Each call counts as a request of the caller, but not as a
     generation."""
 
-    @app.post("/tokenize", responses={200: {"model": Tokenized}})
-    async def tokenize(body: TokenizeBody, request: Request) -> Response:
+    @app.post("/tokenize", responses={200: {"model": schemas.Tokenized}})
+    async def tokenize(body: bodies.TokenizeBody, request: Request) -> Response:
         """Returns the tokens of a prompt, and their number."""
         asked, special = body.translate(), body.add_special_tokens is not False
         async with access.admit(request.state.caller, num_generations=0):
@@ -567,35 +492,35 @@ def _add_tokens(app: FastAPI, service: CoordinatorService, access: AccessControl
         def as_json() -> str:
             strs, text = None, service.text
             if body.return_token_strs and text is not None:
-                strs = [as_text(text.spell(token_id)) for token_id in token_ids]
+                strs = [answers.as_text(text.spell(token_id)) for token_id in token_ids]
             length, tokens = service.served.max_model_len, list(token_ids)
-            return Tokenized(
+            return schemas.Tokenized(
                 count=len(tokens), max_model_len=length, tokens=tokens, token_strs=strs
             ).model_dump_json()
 
         return Response(await asyncio.to_thread(as_json), media_type="application/json")
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeBody, request: Request) -> Detokenized:
+    async def detokenize(body: bodies.DetokenizeBody, request: Request) -> schemas.Detokenized:
         """Returns the text of tokens. Special tokens appear by their names."""
         async with access.admit(request.state.caller, num_generations=0):
-            return Detokenized(prompt=await service.detokenize(body.tokens, body.model))
+            return schemas.Detokenized(prompt=await service.detokenize(body.tokens, body.model))
 
 
 def _add_models(app: FastAPI, service: CoordinatorService) -> None:
     created = int(time.time())
 
-    def served_model() -> Model:
+    def served_model() -> schemas.Model:
         name, length = service.served.model, service.served.max_model_len
-        return Model(id=name, created=created, root=name, max_model_len=length)
+        return schemas.Model(id=name, created=created, root=name, max_model_len=length)
 
     @app.get("/v1/models")
-    async def list_models() -> ModelList:
+    async def list_models() -> schemas.ModelList:
         """Lists the only model of this server."""
-        return ModelList(data=[served_model()])
+        return schemas.ModelList(data=[served_model()])
 
     @app.get("/v1/models/{name:path}")
-    async def get_model(name: str) -> Model:
+    async def get_model(name: str) -> schemas.Model:
         """Describes the served model. Every other name is an error."""
         if name != service.served.model:
             raise NotFound(
@@ -613,17 +538,17 @@ def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics |
     @app.get("/ping")
     @app.head("/health", include_in_schema=False)
     @app.get("/health")
-    async def health() -> Health:
+    async def health() -> dict[str, str]:
         """Checks whether new requests make progress. If not, the status is 503."""
         trouble = await cached.trouble()
         if trouble:
             raise Unavailable(trouble)
-        return Health()
+        return {"status": "ok"}
 
     @app.get("/version")
-    async def get_version() -> Version:
+    async def get_version() -> dict[str, str]:
         """The version of this program."""
-        return Version(version=app.version)
+        return {"version": app.version}
 
     @app.get("/metrics", responses=_METRICS, response_class=Response)
     async def get_metrics(request: Request) -> Response:
@@ -635,14 +560,11 @@ def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics |
         return Response(text, headers={"content-type": content_type})
 
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
-    async def show_page(request: Request) -> Response:
-        """Sends the page of the window (docs/window.md)."""
-        return await page.get_response("index.html", request.scope)
-
     @app.api_route("/docs", methods=["GET", "HEAD"], include_in_schema=False)
-    async def show_docs(request: Request) -> Response:
-        """Sends the page with the API documentation."""
-        return await page.get_response("docs.html", request.scope)
+    async def show_page(request: Request) -> Response:
+        """Sends the page of the window (docs/window.md), or the page of the API documentation."""
+        name = "docs.html" if request.url.path == "/docs" else "index.html"
+        return await page.get_response(name, request.scope)
 
     @app.get("/api/fleet")
     async def get_fleet() -> Fleet:

@@ -31,33 +31,11 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from coordinator.http_api.reading import SHOWN_CHARS_MAX, UNKNOWN_FIELD
-from coordinator.http_api.tool_parsers import AnswerForm
-from coordinator.http_api.tools import (
-    REQUIRED,
-    Tools,
-    check_arguments,
-    parsed_call,
-    tools_of,
-)
+from coordinator.http_api.tool_parsers import PLAIN, AnswerForm
+from coordinator.http_api.tools import REQUIRED, Tools, check_arguments, parsed_call, tools_of
+from outrider import limits
 from outrider.errors import BadRequest, did_you_mean
 from outrider.grammar.constraint import Constraint
-from outrider.limits import (
-    ANSWERS_MAX,
-    CALLS_MAX,
-    CHAT_MESSAGES_MAX,
-    CHAT_PARTS_MAX,
-    CHOICES_MAX,
-    HTTP_FIELDS_MAX,
-    LOGIT_BIAS_ENTRIES_MAX,
-    PROMPTS_MAX,
-    SEED_BITS,
-    SEED_MAX,
-    STOP_STRINGS_MAX,
-    STOP_TOKEN_IDS_MAX,
-    TEMPLATE_VARIABLE_CHARS_MAX,
-    TEMPLATE_VARIABLES_MAX,
-    TOOLS_MAX,
-)
 from outrider.request import ChatMessage, GenerateRequest, Prompt
 from outrider.speculation.random_streams import choice_seed
 from outrider.speculation.sampling_params import Rule, SamplingParams
@@ -70,6 +48,8 @@ ANY_VALUE = object()
 _COMPLETION_TOKENS = 16
 """OpenAI's default for `max_tokens` of a completion."""
 
+Wish = tuple[str, str, Any]
+"""A field, the kind of constraint that it asks for, and the field's value."""
 Item = TypeVar("Item")
 Several = Annotated[list[Item], Field(fail_fast=True)]
 """A list that may be long. Its validation stops at the first wrong item."""
@@ -100,8 +80,8 @@ class Body(BaseModel):
     def _without_idle_fields(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        if len(values) > HTTP_FIELDS_MAX:
-            raise ValueError(f"has {len(values)} fields; at most {HTTP_FIELDS_MAX} are allowed")
+        if len(values) > (most := limits.HTTP_FIELDS_MAX):
+            raise ValueError(f"has {len(values)} fields; at most {most} are allowed")
         kept, known = dict[str, Any](), cls.model_fields
         for name, value in values.items():
             if name in known:
@@ -113,9 +93,8 @@ class Body(BaseModel):
                     raise field_error(name, f"there is no such field{hint}", UNKNOWN_FIELD)
             elif not _is_idle(value, idle):
                 allowed = " or ".join(map(json.dumps, idle))
-                raise field_error(
-                    name, "is not supported; leave it out" + (allowed and f", or give {allowed}")
-                )
+                more = allowed and f", or give {allowed}"
+                raise field_error(name, f"is not supported; leave it out{more}")
         return kept
 
 
@@ -128,8 +107,7 @@ def _is_idle(value: Any, idle: tuple[Any, ...]) -> bool:
 
 
 def must_be(words: str) -> WrapValidator:
-    """Makes a single error about a union. pydantic reports an error for each member of the
-    union."""
+    """Makes a single error of pydantic's errors about the members of a union."""
 
     def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -221,18 +199,18 @@ class GenerationBody(Body):
     """An EOS token, stop token or stop string can end the text only after this many tokens."""
     temperature: float | None = None
     top_p: float | None = None
-    seed: int | None = Field(default=None, ge=-(2 ** (SEED_BITS - 1)), le=SEED_MAX)
+    seed: int | None = Field(default=None, ge=-(2 ** (limits.SEED_BITS - 1)), le=limits.SEED_MAX)
     """A negative seed S is the same as S + 2**64."""
     stop: Annotated[
-        str | Annotated[Several[str], Field(max_length=STOP_STRINGS_MAX)],
-        must_be(f"a string or a list of at most {STOP_STRINGS_MAX} strings"),
+        str | Annotated[Several[str], Field(max_length=limits.STOP_STRINGS_MAX)],
+        must_be(f"a string or a list of at most {limits.STOP_STRINGS_MAX} strings"),
     ] = []
-    stop_token_ids: Annotated[Several[int], Field(max_length=STOP_TOKEN_IDS_MAX)] = []
+    stop_token_ids: Annotated[Several[int], Field(max_length=limits.STOP_TOKEN_IDS_MAX)] = []
     """Ids of tokens that end the text like an EOS token."""
     stream: bool = False
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] = Field(default={}, max_length=LOGIT_BIAS_ENTRIES_MAX)
+    logit_bias: dict[str, float] = Field(default={}, max_length=limits.LOGIT_BIAS_ENTRIES_MAX)
     """For each token id, a number that is added to the token's logit."""
     top_k: int | None = None
     min_p: float | None = None
@@ -246,22 +224,6 @@ class GenerationBody(Body):
         BeforeValidator(_without_nulls),
     ] = {}
     """The form of the answer, as in vLLM. Has one of the keys json, json_object, regex, choice."""
-
-
-class ChoicesBody(GenerationBody, StreamedBody):
-    """Fields of chat completions and completions."""
-
-    max_tokens: int | None = None
-    n: int = Field(default=1, ge=1, le=ANSWERS_MAX)
-    """Number of answers to each prompt."""
-    response_format: dict[str, Any] | None = None
-    """The form of the answer: text, json_object, or json_schema with its schema."""
-    guided_json: dict[str, Any] | str | None = None
-    """vLLM's older name of structured_outputs.json: a JSON schema of the answer."""
-    guided_regex: str | None = None
-    """A regular expression that the answer matches."""
-    guided_choice: Annotated[Several[str], Field(max_length=CHOICES_MAX)] | None = None
-    """The answer is one of these texts."""
 
     def _translated(
         self,
@@ -295,16 +257,17 @@ class ChoicesBody(GenerationBody, StreamedBody):
             tools=() if tools is None else tools.for_template(),
             **own,
         )
+        n = self.n if isinstance(self, ChoicesBody) else 1
         seeds = [
-            None if self.seed is None else choice_seed(self.seed % 2**SEED_BITS, choice)
-            for choice in range(self.n)
+            None if self.seed is None else choice_seed(self.seed % 2**limits.SEED_BITS, choice)
+            for choice in range(n)
         ]
         requests = tuple(
             replace(request, prompt=prompt, seed=seed) for prompt in prompts for seed in seeds
         )
         more = {"stop[0]": "stop"} if isinstance(self.stop, str) else {}
         more |= {constraint.kind.value: field for field, constraint in found}
-        return TranslatedBody(self, requests, {**_NAMES, **names, **more}, tools)
+        return TranslatedBody(self, requests, {**_NAMES, **names, **more}, n, tools)
 
     def _sampling(self) -> SamplingParams:
         given = self.model_fields_set & {field.name for field in fields(SamplingParams)}
@@ -318,26 +281,12 @@ class ChoicesBody(GenerationBody, StreamedBody):
 
     def _constraints(self, tools: Tools | None) -> list[tuple[str, Constraint]]:
         """Returns the constraints that the body asks for, each with the name of its field. If the
-        answer must be a tool call, `response_format` is ignored. Raises `BadRequest`."""
+        answer must be a tool call, `_format` is ignored. Raises `BadRequest`."""
         held = None if tools is None else tools.constraint()
-        field, asked = "response_format", list[tuple[str, str, Any]]()
-        match None if held else self.response_format:
-            case None | {"type": "text"}:
-                pass
-            case {"type": "json_object"}:
-                asked = [(field, "json_object", True)]
-            case {"type": "json_schema", "json_schema": {"schema": schema}} if schema is not None:
-                asked = [(f"{field}.json_schema.schema", "json", schema)]
-            case {"type": "json_schema"}:
-                raise BadRequest(f"{field}.json_schema.schema", "is missing")
-            case other:
-                kind = other.get("type")
-                raise BadRequest(
-                    f"{field}.type", f"got {kind!r}; allowed: text, json_object, json_schema"
-                )
-        given = self.structured_outputs
+        given, asked = self.structured_outputs, [] if held else self._format()
         asked += [(f"structured_outputs.{kind}", kind, value) for kind, value in given.items()]
-        asked += [(f"guided_{one}", one, getattr(self, f"guided_{one}")) for one in _CONSTRAINTS]
+        olds = ((f"guided_{kind}", kind) for kind in _CONSTRAINTS)
+        asked += [(field, kind, getattr(self, field, None)) for field, kind in olds]
         found = [("tools", held)] if held else []
         return found + [
             (field, _constraint(field, kind, value))
@@ -345,10 +294,49 @@ class ChoicesBody(GenerationBody, StreamedBody):
             if value is not None and not (kind == "json_object" and value is False)
         ]
 
+    def _format(self) -> list[Wish]:
+        """Returns the form of the text that the body asks for. Raises `BadRequest`."""
+        raise NotImplementedError
+
+
+class ChoicesBody(GenerationBody, StreamedBody):
+    """Fields of chat completions and completions."""
+
+    max_tokens: int | None = None
+    n: int = Field(default=1, ge=1, le=limits.ANSWERS_MAX)
+    """Number of answers to each prompt."""
+    response_format: dict[str, Any] = {"type": "text"}
+    """The form of the answer: text, json_object, or json_schema with its schema."""
+    guided_json: dict[str, Any] | str | None = None
+    """vLLM's older name of structured_outputs.json: a JSON schema of the answer."""
+    guided_regex: str | None = None
+    """A regular expression that the answer matches."""
+    guided_choice: Annotated[Several[str], Field(max_length=limits.CHOICES_MAX)] | None = None
+    """The answer is one of these texts."""
+
+    def _format(self) -> list[Wish]:
+        place = "response_format"
+        return wished_format(self.response_format, place, f"{place}.json_schema.schema")
+
 
 _CONSTRAINTS: Mapping[str, Callable[[Any, str], Constraint]] = {
     "json": Constraint.of_schema, "regex": Constraint.of_regex, "choice": Constraint.of_choices,
 }  # fmt: skip
+
+
+def wished_format(given: Mapping[str, Any], field: str, schema_field: str) -> list[Wish]:
+    """Reads a `response_format`. The other arguments are names for errors. Raises `BadRequest`."""
+    match given:
+        case {"type": "text"}:
+            return []
+        case {"type": "json_object"}:
+            return [(field, "json_object", True)]
+        case {"type": "json_schema", "json_schema": {"schema": schema}} if schema is not None:
+            return [(schema_field, "json", schema)]
+        case {"type": "json_schema"}:
+            raise BadRequest(schema_field, "is missing")
+    kind = given.get("type")
+    raise BadRequest(f"{field}.type", f"got {kind!r}; allowed: text, json_object, json_schema")
 
 
 def _constraint(field: str, kind: str, value: Any) -> Constraint:
@@ -418,20 +406,17 @@ class Message(Body):
     content: str | Several[TextPart] | None = None
     reasoning_content: str = ""
     """The assistant's reasoning before its answer."""
-    tool_calls: Annotated[Several[CalledTool], Field(max_length=CALLS_MAX)] = []
+    tool_calls: Annotated[Several[CalledTool], Field(max_length=limits.CALLS_MAX)] = []
     """The calls that the assistant made."""
     tool_call_id: str | None = None
     """The message is the result of the call with this id."""
 
     @model_validator(mode="after")
     def _fit_for_its_role(self) -> Self:
-        for names, role in (
-            ("reasoning_content tool_calls", "assistant"),
-            ("tool_call_id", "tool"),
-        ):
-            for name in names.split():
-                if getattr(self, name) and self.role != role:
-                    raise field_error(name, f"is for messages with the role {role}; leave it out")
+        for name in ("reasoning_content", "tool_calls", "tool_call_id"):
+            role = "tool" if name == "tool_call_id" else "assistant"
+            if getattr(self, name) and self.role != role:
+                raise field_error(name, f"is for messages with the role {role}; leave it out")
         if self.content is None and self.role != "assistant":
             raise field_error("content", "is missing; only the assistant may leave it out")
         if self.tool_call_id is None and self.role == "tool":
@@ -455,8 +440,8 @@ class Message(Body):
             "tool_calls": calls,
             "tool_call_id": self.tool_call_id,
         }
-        given = {name: value for name, value in more.items() if value}
-        return ChatMessage(self.role, lines(self.content or ""), given)
+        more = {name: value for name, value in more.items() if value}
+        return ChatMessage(self.role, lines(self.content or ""), more)
 
 
 class OfFunction(Body):
@@ -496,8 +481,8 @@ class NamedTool(OfFunction):
 
 
 TemplateVariable = (
-    Annotated[str, Field(max_length=TEMPLATE_VARIABLE_CHARS_MAX)]
-    | Annotated[int, Field(ge=-SEED_MAX, le=SEED_MAX)]
+    Annotated[str, Field(max_length=limits.TEMPLATE_VARIABLE_CHARS_MAX)]
+    | Annotated[int, Field(ge=-limits.SEED_MAX, le=limits.SEED_MAX)]
     | float
     | bool
     | None
@@ -508,18 +493,20 @@ def few_parts(messages: Any) -> Any:
     """Refuses messages with so many parts that their validation would block the event loop."""
     if isinstance(messages, list):
         contents = (one.get("content") for one in messages if isinstance(one, dict))
-        if sum(len(one) for one in contents if isinstance(one, list)) > CHAT_PARTS_MAX:
-            raise ValueError(f"have more than {CHAT_PARTS_MAX} parts in all")
+        if sum(len(one) for one in contents if isinstance(one, list)) > limits.CHAT_PARTS_MAX:
+            raise ValueError(f"have more than {limits.CHAT_PARTS_MAX} parts in all")
     return messages
 
 
 Messages = Annotated[
     Several[Message],
-    Field(min_length=1, max_length=CHAT_MESSAGES_MAX),
+    Field(min_length=1, max_length=limits.CHAT_MESSAGES_MAX),
     BeforeValidator(few_parts),
 ]
-ToolList = Annotated[Several[Tool], Field(max_length=TOOLS_MAX)]
-TemplateVariables = Annotated[dict[str, TemplateVariable], Field(max_length=TEMPLATE_VARIABLES_MAX)]
+ToolList = Annotated[Several[Tool], Field(max_length=limits.TOOLS_MAX)]
+TemplateVariables = Annotated[
+    dict[str, TemplateVariable], Field(max_length=limits.TEMPLATE_VARIABLES_MAX)
+]
 
 
 class ConversationBody(GenerationBody):
@@ -531,17 +518,32 @@ class ConversationBody(GenerationBody):
     chat_template_kwargs: TemplateVariables = {}
     """Variables for the chat template, such as enable_thinking."""
 
-    def _chosen(
-        self, functions: Sequence[FunctionTool], choice: str | NamedFunction, place: str
-    ) -> Tools | None:
-        """Returns the tools that the answer may call. For `place`, see `tools_of`."""
+    def _conversation(
+        self,
+        turns: tuple[ChatMessage, ...],
+        functions: Sequence[FunctionTool],
+        choice: str | NamedFunction,
+        place: str,
+        names: Mapping[str, str],
+        max_tokens: int | None,
+        logprobs: bool,
+    ) -> TranslatedBody:
+        """Makes the requests for a conversation. For `place`, see `tools_of`."""
         fields = {"name", "description", "parameters"}
-        return tools_of(
+        tools = tools_of(
             [one.model_dump(include=fields, exclude_unset=True) for one in functions],
             choice if isinstance(choice, str) else REQUIRED,
             "" if isinstance(choice, str) else choice.name,
             several=self.parallel_tool_calls,
             place=place,
+        )
+        return self._translated(
+            [turns],
+            {**names, "logprobs": "top_logprobs"},
+            tools,
+            max_tokens=max_tokens,
+            logprobs=self.top_logprobs if logprobs else None,
+            template_variables=self.chat_template_kwargs,
         )
 
 
@@ -559,40 +561,26 @@ class ChatBody(ChoicesBody, ConversationBody):
     ] = "auto"
     """Whether the answer may call a tool, must call any tool, or must call the named tool."""
 
-    def _turns(self) -> tuple[ChatMessage, ...]:
-        calls = [call for message in self.messages for call in message.tool_calls]
-        check_arguments([call.function.arguments for call in calls], "messages")
-        return tuple(
-            message.turn(f"messages[{index}]") for index, message in enumerate(self.messages)
-        )
-
     def translate(self) -> TranslatedBody:
         """Raises `BadRequest` for fields that contradict each other."""
-        choice = (
-            self.tool_choice.function
-            if isinstance(self.tool_choice, NamedTool)
-            else self.tool_choice
-        )
-        functions = [tool.function for tool in self.tools]
-        return self.translate_with(self._turns(), self._chosen(functions, choice, ".function.name"))
-
-    def translate_with(self, turns: tuple[ChatMessage, ...], tools: Tools | None) -> TranslatedBody:
-        """Translates the body with these messages and tools in place of its own."""
+        calls = [call for message in self.messages for call in message.tool_calls]
+        check_arguments([call.function.arguments for call in calls], "messages")
+        turns = [one.turn(f"messages[{index}]") for index, one in enumerate(self.messages)]
         old, new = self.max_tokens, self.max_completion_tokens  # Two names of one field.
         if old is not None and new is not None and old != new:
             raise BadRequest("max_completion_tokens", f"got {new}, but max_tokens is {old}")
         if self.top_logprobs and not self.logprobs:
             raise BadRequest("top_logprobs", "needs logprobs to be true")
-        names = {"chat": "messages", "chat.messages": "messages", "logprobs": "top_logprobs"}
-        if new is not None:
-            names["max_tokens"] = "max_completion_tokens"
-        return self._translated(
-            [turns],
-            names,
-            tools,
-            max_tokens=old if new is None else new,
-            logprobs=self.top_logprobs if self.logprobs else None,
-            template_variables=self.chat_template_kwargs,
+        choice = self.tool_choice
+        return self._conversation(
+            tuple(turns),
+            [tool.function for tool in self.tools],
+            choice.function if isinstance(choice, NamedTool) else choice,
+            ".function.name",
+            {"chat": "messages", "chat.messages": "messages"}
+            | ({} if new is None else {"max_tokens": "max_completion_tokens"}),
+            old if new is None else new,
+            self.logprobs,
         )
 
 
@@ -602,11 +590,11 @@ class CompletionBody(ChoicesBody):
     prompt: Annotated[
         str
         | Annotated[Several[int], Field(min_length=1)]
-        | Annotated[Several[str], Field(min_length=1, max_length=PROMPTS_MAX)]
-        | Annotated[Several[Several[int]], Field(min_length=1, max_length=PROMPTS_MAX)],
+        | Annotated[Several[str], Field(min_length=1, max_length=limits.PROMPTS_MAX)]
+        | Annotated[Several[Several[int]], Field(min_length=1, max_length=limits.PROMPTS_MAX)],
         must_be(
-            f"a string, a list of 1 to {PROMPTS_MAX} strings, a list of token ids, or a list of "
-            f"1 to {PROMPTS_MAX} such lists"
+            f"a string, a list of 1 to {limits.PROMPTS_MAX} strings, a list of token ids, or a "
+            f"list of 1 to {limits.PROMPTS_MAX} such lists"
         ),
     ]
     logprobs: int | None = None
@@ -620,7 +608,7 @@ class CompletionBody(ChoicesBody):
         prompts: list[Any] = (
             [given] if isinstance(given, str) or isinstance(given[0], int) else given
         )
-        return self._translated(
+        asked = self._translated(
             [one if isinstance(one, str) else tuple(one) for one in prompts],
             {"text": "prompt", "token_ids": "prompt"},
             max_tokens=self.max_tokens,
@@ -628,6 +616,7 @@ class CompletionBody(ChoicesBody):
             prompt_logprobs=self.logprobs if self.echo else None,
             default_max_tokens=_COMPLETION_TOKENS,
         )
+        return replace(asked, echoes=self.echo)
 
 
 class TokenizeBody(Body):
@@ -679,15 +668,19 @@ _NAMES = {name: f"speculation.{name}" for name in ("rule", "num_draft_tokens", "
 class TranslatedBody:
     """A body and the coordinator's requests for it."""
 
-    body: ChoicesBody
+    body: GenerationBody | ResumeBody
     requests: tuple[GenerateRequest, ...]
     """`n` requests for the first prompt, then `n` requests for the second prompt, and so on."""
     names: Mapping[str, str]
     """Maps the names of request fields to those of body fields."""
+    n: int = 1
+    """Number of answers to each prompt."""
     tools: Tools | None = None
     """The tools that the answers may call."""
-    form: AnswerForm | None = None
-    """How the texts of answers are parsed. None = all text is content."""
+    echoes: bool = False
+    """Whether each answer begins with its prompt."""
+    form: AnswerForm = PLAIN
+    """How the texts of answers are parsed."""
 
     @property
     def has_logprobs(self) -> bool:
@@ -699,8 +692,8 @@ class TranslatedBody:
         name = error.field.removeprefix("sampling.")
         head, bracket, rest = name.partition("[")
         name = self.names.get(name) or self.names.get(head, head) + bracket + rest
-        if name.startswith("prompt") and len(self.requests) > self.body.n:
-            name = name.replace("prompt", f"prompt[{index // self.body.n}]", 1)
+        if name.startswith("prompt") and len(self.requests) > self.n:
+            name = name.replace("prompt", f"prompt[{index // self.n}]", 1)
         return BadRequest(name, error.reason)
 
 

@@ -3,9 +3,8 @@
     client --- gateway --- coordinator A    dies in the middle of a stream
                       \\--- coordinator B    goes on after the last event that the client has
 
-A gateway has no sessions, keys or limits of its own. It forwards each request, with its
-`Authorization`, to a coordinator. If that coordinator does not answer, or cannot serve the request
-now, the gateway tries the next coordinator.
+The gateway forwards each request to a coordinator. If that coordinator does not answer, or cannot
+serve the request now, the gateway tries the next coordinator.
 
 If a `POST` has no `Idempotency-Key`, the gateway adds one. Every coordinator can find the request's
 sessions by this key. To resume a stream, the gateway repeats the request. The `Last-Event-ID` of
@@ -31,12 +30,7 @@ from fastapi import FastAPI, HTTPException, Request, Response
 from starlette.types import Receive, Scope, Send
 
 from coordinator.auth.access_control import OPEN
-from coordinator.http_api.reading import (
-    Entrance,
-    add_error_handlers,
-    read_body,
-    whole_body,
-)
+from coordinator.http_api.reading import Entrance, add_error_handlers, read_body, whole_body
 from coordinator.http_api.server import LiveResponse, send_part
 from outrider.backoff import backoff
 from outrider.client.client import RESUMED_TIMEOUT_S
@@ -51,16 +45,16 @@ LAST_ID = "last-event-id"
 CONNECT_S = 5.0
 _BROKEN = (httpx2.ReadError, httpx2.RemoteProtocolError)
 WORKED_S = 1.0
-"""If a connection breaks more than this time after the request was sent, the coordinator was
-probably working on the request. The gateway then counts failures from 0 again."""
+"""If a connection breaks more than this time after the request was sent, the coordinator probably
+worked on the request. The gateway then counts failures from 0 again."""
 _WAIT_S = (0.05, 1.0)
 """The first and the longest wait between two tries, for `backoff`."""
 _METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 _PASSING = frozenset({409, 502, 503})
 """After these statuses, the gateway tries the next coordinator."""
 _PASSING_LATER = _PASSING | {429}
-"""Replaces `_PASSING` once the client's response has begun. Before the response begins, the gateway
-passes the status 429 on, and the client can repeat its request."""
+"""Replaces `_PASSING` once the client's response has begun. Before this, the gateway passes the
+status 429 on to the client, which can repeat its request."""
 _HOP_BY_HOP = frozenset({
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer",
     "transfer-encoding", "upgrade",
@@ -68,8 +62,8 @@ _HOP_BY_HOP = frozenset({
 _NOT_ASKED = _HOP_BY_HOP | {"accept-encoding", "content-length", "expect", "host", LAST_ID}
 _NOT_TOLD = _HOP_BY_HOP | {"date"}
 _INTERRUPTED = b'"type":"service_unavailable_error"'
-"""An event with these bytes and without an id is an error after which another coordinator can go
-on. Generated text cannot contain these bytes, because quotes within JSON strings are escaped."""
+"""After an event with these bytes and without an id, another coordinator can continue the stream.
+Generated text cannot contain these bytes, because quotes within JSON strings are escaped."""
 _ID = re.compile(rb"^id:(.*)", re.MULTILINE)
 _TIMEOUT = httpx2.Timeout(
     connect=CONNECT_S, read=RESUMED_TIMEOUT_S, write=HTTP_STUCK_WRITE_S, pool=None
@@ -95,10 +89,9 @@ def open_transport(verify: ssl.SSLContext | bool = True) -> httpx2.AsyncHTTPTran
 
 @dataclass(frozen=True, slots=True)
 class Coordinators:
-    """The coordinators of a gateway."""
+    """The coordinators of a gateway, by their base URLs."""
 
     pool: EndpointPool[str]
-    """The base URLs of the coordinators."""
     transport: httpx2.AsyncBaseTransport = field(default_factory=open_transport)
     tls_name: str = ""
     """The host name in the coordinators' certificates. Empty = the host of the URL."""
@@ -118,7 +111,6 @@ class Forwarded(LiveResponse):
     def __init__(
         self, coordinators: Coordinators, request: Request, body: bytes, closing: asyncio.Event
     ) -> None:
-        """Raises `HTTPException` for a path without a leading slash."""
         super().__init__(closing)
         self._coordinators = coordinators
         self._method, self._body = request.method, body
@@ -145,7 +137,7 @@ class Forwarded(LiveResponse):
 
     async def _answer(self, send: Send) -> Response | None:
         """Asks one coordinator after another until `_ask` returns. When the time is up, returns the
-        last coordinator's refusal. If the last coordinator did not answer, raises `Unavailable`."""
+        last coordinator's refusal, or raises `Unavailable` if this coordinator did not answer."""
         pool, now = self._coordinators.pool, asyncio.get_running_loop().time
         began, url, failing_since = now(), None, math.inf
         while True:
@@ -177,8 +169,8 @@ class Forwarded(LiveResponse):
 
     @cached_property
     def _deadline_s(self) -> float:
-        """The time limit of the request, s. Parsing a body blocks all other streams. So only a body
-        that contains `deadline_ms` is parsed."""
+        """The time limit of the request, s. Parsing a body blocks all other streams, so a body
+        without `deadline_ms` is not parsed."""
         deadline_ms = None
         if b'"deadline_ms"' in self._body:
             with suppress(BadRequest):
@@ -259,8 +251,8 @@ def _id_of(event: bytes) -> str:
 def _passed_on(
     headers: Iterable[tuple[bytes, bytes]], without: Collection[str]
 ) -> list[tuple[bytes, bytes]]:
-    """Returns the headers to pass on. Leaves out the headers in `without`. Also leaves out the
-    headers that the header `connection` names, because they concern one connection only."""
+    """Returns the headers to pass on: all except those in `without`, and those that the header
+    `connection` names, because they concern one connection only."""
     found = [(name.lower(), value) for name, value in headers]
     named = {
         name.strip().lower() for key, value in found if key == b"connection"
@@ -275,7 +267,7 @@ def _passed_on(
 def build_gateway(
     coordinators: Coordinators, closing: asyncio.Event, hosts: Collection[str] = ()
 ) -> FastAPI:
-    """Makes the application of a gateway. For `closing` and `hosts`, see `app.build_app`."""
+    """Makes the application of a gateway. For `closing` and `hosts`, see `HttpServer`."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_middleware(Entrance, access=OPEN, hosts=hosts)
     add_error_handlers(app)

@@ -1,8 +1,8 @@
 """Resumes broken streams, and continues repeated requests.
 
 The client receives server-sent events, here called *parts*. The id of a part says how much of each
-choice the client has after this part. If a request is repeated with the same `Idempotency-Key`, the
-repeated request continues the first one.
+choice the client has after this part. A repeated request with the same `Idempotency-Key` continues
+the first request.
 
 To resume an answer, the coordinator makes it again from its first part, and sends only the parts
 that the client lacks. So a part may depend on all earlier parts, and on data that is stored with
@@ -33,8 +33,6 @@ _EVENT_ID = re.compile(
     re.ASCII,
 )
 _KEY = re.compile(rf"[ -~]{{1,{IDEMPOTENCY_KEY_CHARS_MAX}}}")
-_ID_CHARS_MAX = 64
-"""An error shows at most this many characters of a wrong id."""
 _WAITING_MAX = 8
 """At most this many requests wait for a running request with the same key."""
 
@@ -70,39 +68,32 @@ class Progress:
         no parts. If the id is malformed, or has another number of choices, raises `BadRequest`."""
         self._now = [Position()] * num_choices
         """For each choice, the position after its newest event."""
-        self._sent = [*self._now]
-        """For each choice, the position after its newest event that had parts."""
-        self._num_parts = 0
-        """Number of parts that the client has."""
-        self.shift = 0
-        """This number is added to the `sequence_number` of each part that is sent. A resumed answer
-        is made and numbered again from its first part. The client may have received the same text
-        in more parts. So the shift is the number of parts that the client had at the resumption,
-        minus the number of parts that were made again but not sent."""
-        self.follows_event = last_event_id is not None
         self._known = [*self._now]
-        """For each choice, the position up to which the client has all parts."""
+        """For each choice, the position up to which the client had all parts at the beginning."""
+        self.num_parts = 0
+        """Number of parts that the client has."""
+        self.follows_event = last_event_id is not None
         self._begun = (0, 0, 0)
-        """Describes an event of which the client has some parts, but not all: the index of its
-        choice, its number of tokens, and the number of its parts that the client has. All zeros =
-        there is no such event."""
-        if last_event_id is None:
-            return
-        found = _EVENT_ID.fullmatch(last_event_id)
-        choices = found["choices"].split(".") if found else []
-        if found is None or len(choices) != num_choices:
-            raise BadRequest("Last-Event-ID", "is not the id of an event of this request")
-        split = [one.split("-") for one in choices]
-        self._known = [Position(int(n), int(digest, 16), int(m)) for n, digest, m in split]
-        self._num_parts = self.shift = int(found["num_parts"])
-        if found["begun"]:
-            index, num_tokens, num_parts = map(int, found["begun"].split("-"))
-            self._begun = index, num_tokens, num_parts
+        """Describes an event of which the client has some parts, but not all, if there is one: the
+        index of its choice, its number of tokens, and the number of its parts that the client has.
+        """
+        if last_event_id is not None:
+            found = _EVENT_ID.fullmatch(last_event_id)
+            choices = found["choices"].split(".") if found else []
+            if found is None or len(choices) != num_choices:
+                raise BadRequest("Last-Event-ID", "is not the id of an event of this request")
+            split = [one.split("-") for one in choices]
+            self._known = [Position(int(n), int(digest, 16), int(m)) for n, digest, m in split]
+            self.num_parts = int(found["num_parts"])
+            if found["begun"]:
+                index, num_tokens, num_parts = map(int, found["begun"].split("-"))
+                self._begun = index, num_tokens, num_parts
+        self._sent = [*self._known]
+        """For each choice, the position up to which the client has all parts."""
 
     def resume_request(self, index: int, session_id: str = "") -> ResumeRequest:
-        """Returns a request for all events of a choice. The request's `cuts` are the ends of two
-        events: the last event that the client has whole, and the event of which the client has some
-        parts."""
+        """Returns a request for all events of a choice. Its `cuts` are the ends of the last event
+        that the client has whole, and of the event of which the client has some parts."""
         known = self._known[index]
         begun, num_tokens, _ = self._begun
         end = known.num_tokens + (num_tokens if begun == index else 0)
@@ -131,12 +122,10 @@ class Progress:
             after = before.after(event)
             if parts and not is_known and self._begun[0] == index:
                 num_known, self._begun = self._begun[2], (0, 0, 0)
-        for place, part in enumerate(parts, 1):
-            if is_known or place <= num_known:
-                self.shift -= 1
-                self._sent[index] = after if is_known else self._sent[index]
+        for place, part in enumerate(() if is_known else parts, 1):
+            if place <= num_known:
                 continue
-            self._num_parts += 1
+            self.num_parts += 1
             num_tokens = after.num_tokens - self._sent[index].num_tokens
             begun = f"+{index}-{num_tokens}-{place}"
             if place == len(parts):
@@ -148,7 +137,7 @@ class Progress:
         if len(self._now) > EVENT_ID_CHOICES_MAX:
             return ""
         each = (f"{one.num_tokens}-{one.digest:x}-{one.num_others}" for one in self._sent)
-        return f"{self._num_parts}:{'.'.join(each)}{begun}"
+        return f"{self.num_parts}:{'.'.join(each)}{begun}"
 
 
 def request_keys(key: str, tenant: str, request: bytes, num_choices: int) -> list[RequestKey]:
@@ -219,5 +208,5 @@ def split_answer_id(answer_id: str, prefixes: Iterable[str]) -> tuple[str, str]:
     `SessionNotFound` if the id is malformed."""
     found = re.fullmatch(rf"({'|'.join(prefixes)})([0-9a-f]{{32}})", answer_id)
     if found is None:
-        raise SessionNotFound(f"there is no session {answer_id[:_ID_CHARS_MAX]}")
+        raise SessionNotFound(f"there is no session {answer_id[:64]}")
     return found[1], found[2]

@@ -1,5 +1,4 @@
-"""Reads the bodies of requests, and writes JSON and errors. Each error has a status and OpenAI's
-form, `{"error": {"message", "type", "param", "code"}}`.
+"""Reads the bodies of requests within limits, and writes JSON and errors in OpenAI's form.
 
 Parsing a body blocks the coordinator's event loop, which must renew leases every 0.5 s. So
 `read_body` counts the values of a body before it parses the body, and refuses too many values.
@@ -25,6 +24,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coordinator.auth.access_control import AccessControl
+from outrider import limits
 from outrider.api_keys import ANYBODY, Caller
 from outrider.errors import (
     BadRequest,
@@ -35,16 +35,6 @@ from outrider.errors import (
     PermissionDenied,
     SessionNotFound,
     Unavailable,
-)
-from outrider.limits import (
-    ERROR_MESSAGE_CHARS_MAX,
-    HTTP_BODIES_BYTES_MAX,
-    HTTP_BODY_BYTES_MAX,
-    HTTP_BODY_PART_S_MAX,
-    HTTP_BODY_S_MAX,
-    HTTP_CONTAINERS_MAX,
-    HTTP_TENANT_BODIES_BYTES_MAX,
-    HTTP_VALUES_MAX,
 )
 
 _log = logging.getLogger(__name__)
@@ -141,13 +131,11 @@ def add_error_handlers(app: FastAPI) -> None:
         if isinstance(error, RequestValidationError):
             error = wrong_body(error.errors())
         elif isinstance(error, HTTPException):
-            status = error.status_code
-            code = _CODES.get(status, "bad_request")
-            said = str(error.detail)
+            said, code = str(error.detail), _CODES.get(error.status_code, "bad_request")
             if said == "Not Found":
                 said = f"there is no {request.method} {request.url.path}; see GET /openapi.json"
             body = _body(said, "invalid_request_error", None, code)
-            return json_response(body, status, error.headers)
+            return json_response(body, error.status_code, error.headers)
         return error_response(error)
 
     kinds = OutriderError, RequestValidationError, HTTPException, ClientDisconnect, Exception
@@ -156,7 +144,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def _body(message: str, name: str, param: str | None, code: str) -> dict[str, Any]:
-    message = message[:ERROR_MESSAGE_CHARS_MAX]
+    message = message[: limits.ERROR_MESSAGE_CHARS_MAX]
     return {"error": {"message": message, "type": name, "param": param, "code": code}}
 
 
@@ -175,10 +163,8 @@ def wrong_body(errors: Sequence[Mapping[str, Any]]) -> BadRequest:
         f"[{part}]" if isinstance(part, int) else f".{_cut(part)}" for part in parts
     ).removeprefix(".")
     if not field:
-        is_ours = kind == "value_error"
-        return of_body(
-            reason if is_ours else "must be a JSON object, with Content-Type: application/json"
-        )
+        wanted = "must be a JSON object, with Content-Type: application/json"
+        return of_body(reason if kind == "value_error" else wanted)
     if kind == "missing":
         reason = "is missing"
     elif kind == UNKNOWN_FIELD:
@@ -217,7 +203,7 @@ _BOM = b"\xef\xbb\xbf"
 _OPENINGS = (b"[", b"{")
 _MARKS = (*_OPENINGS, b",", b":")
 """Every key or value in an object or list follows one of these bytes."""
-_QUOTES_MAX = 2 * (HTTP_VALUES_MAX + 1)
+_QUOTES_MAX = 2 * (limits.HTTP_VALUES_MAX + 1)
 _PORT = re.compile(r":\d*$")
 PAGE = "/page"
 """Path of the files of the window."""
@@ -257,19 +243,20 @@ async def whole_body(request: Request, num_bytes: Counter[str]) -> bytes:
     are limited to `HTTP_TENANT_BODIES_BYTES_MAX`."""
     caller: Caller = request.state.caller
     tenant, data, parts = caller.tenant, bytearray(), request.stream()
-    end = asyncio.get_running_loop().time() + HTTP_BODY_S_MAX
+    end = asyncio.get_running_loop().time() + limits.HTTP_BODY_S_MAX
     try:
         while part := await _received_by(end, parts):
             data += part
             num_bytes[tenant] += len(part)
-            if len(data) > HTTP_BODY_BYTES_MAX:
-                raise HTTPException(413, f"the body has more than {HTTP_BODY_BYTES_MAX} bytes")
-            if num_bytes.total() > HTTP_BODIES_BYTES_MAX:
+            if len(data) > limits.HTTP_BODY_BYTES_MAX:
+                most = limits.HTTP_BODY_BYTES_MAX
+                raise HTTPException(413, f"the body has more than {most} bytes")
+            if num_bytes.total() > limits.HTTP_BODIES_BYTES_MAX:
                 raise Unavailable("too many bodies are being read; try again later")
-            if caller is not ANYBODY and num_bytes[tenant] > HTTP_TENANT_BODIES_BYTES_MAX:
+            if caller is not ANYBODY and num_bytes[tenant] > limits.HTTP_TENANT_BODIES_BYTES_MAX:
                 raise Overloaded(
                     f"the tenant {tenant!r} sends bodies of more than "
-                    f"{HTTP_TENANT_BODIES_BYTES_MAX} bytes at a time; try again later"
+                    f"{limits.HTTP_TENANT_BODIES_BYTES_MAX} bytes at a time; try again later"
                 )
         return bytes(data)
     finally:
@@ -281,15 +268,15 @@ async def whole_body(request: Request, num_bytes: Counter[str]) -> bytes:
 async def _received_by(end: float, parts: AsyncGenerator[bytes]) -> bytes:
     """Returns the next part of a body, or empty bytes at the body's end. The whole body must arrive
     by the time `end` of the event loop's clock. If a part is late, raises `HTTPException`."""
-    part_end = asyncio.get_running_loop().time() + HTTP_BODY_PART_S_MAX
+    part_end = asyncio.get_running_loop().time() + limits.HTTP_BODY_PART_S_MAX
     try:
         async with asyncio.timeout_at(min(end, part_end)):
             return await anext(parts, b"")
     except TimeoutError:
         if part_end < end:
-            reason = f"no part of the body arrived for {HTTP_BODY_PART_S_MAX} s"
+            reason = f"no part of the body arrived for {limits.HTTP_BODY_PART_S_MAX} s"
         else:
-            reason = f"the body did not arrive within {HTTP_BODY_S_MAX} s"
+            reason = f"the body did not arrive within {limits.HTTP_BODY_S_MAX} s"
         raise HTTPException(408, reason, {"connection": "close"}) from None
 
 
@@ -298,7 +285,7 @@ def read_body(data: bytes) -> Any:
     than `HTTP_VALUES_MAX` values, or more than `HTTP_CONTAINERS_MAX` lists and objects."""
     if _too_many(data):  # Some of the marks may be within strings. Count again without strings.
         bare = data.replace(rb"\\", b"").replace(rb"\"", b"")
-        found = f"more than {HTTP_VALUES_MAX} values"  # Each string is a value.
+        found = f"more than {limits.HTTP_VALUES_MAX} values"  # Each string is a value.
         if bare.count(b'"') <= _QUOTES_MAX:
             found = _too_many(b"".join(bare.split(b'"')[::2]))
         if found:
@@ -311,16 +298,16 @@ def read_body(data: bytes) -> Any:
 
 def _too_many(data: bytes) -> str:
     """Returns the limit that is exceeded, or an empty text. Marks within strings count, too."""
-    if sum(map(data.count, _OPENINGS)) > HTTP_CONTAINERS_MAX:
-        return f"more than {HTTP_CONTAINERS_MAX} lists and objects"
-    if sum(map(data.count, _MARKS)) > HTTP_VALUES_MAX:
-        return f"more than {HTTP_VALUES_MAX} values"
+    if sum(map(data.count, _OPENINGS)) > limits.HTTP_CONTAINERS_MAX:
+        return f"more than {limits.HTTP_CONTAINERS_MAX} lists and objects"
+    if sum(map(data.count, _MARKS)) > limits.HTTP_VALUES_MAX:
+        return f"more than {limits.HTTP_VALUES_MAX} values"
     return ""
 
 
 def is_open(path: str) -> bool:
-    """Whether a path needs no API key. Probes have no key. The files of the window and of the
-    documentation are the same for all callers. The window asks its user for a key."""
+    """Whether a path needs no API key. Probes have no key. The window asks its user for a key, so
+    its files need none."""
     return path in ("/", "/docs", "/health", "/ping") or path.startswith(f"{PAGE}/")
 
 
@@ -328,20 +315,15 @@ class Entrance:
     """Middleware that identifies the caller of each request before its body is read."""
 
     def __init__(self, app: ASGIApp, access: AccessControl, hosts: Collection[str]) -> None:
-        self._app = app
-        self._access = access
-        self._hosts = hosts
+        self._app, self._access, self._hosts = app, access, hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers, caller = Headers(scope=scope), ANYBODY
         try:
-            # This prevents DNS rebinding. A web page could let its own host name resolve to this
-            # machine, and so make a browser call this server.
+            # This prevents DNS rebinding (see `server.py`).
             if self._hosts and _PORT.sub("", headers.get("host", "")).lower() not in self._hosts:
-                raise PermissionDenied(
-                    "Host: is not a name of this machine; call localhost, or give the server API "
-                    "keys"
-                )
+                wanted = "call localhost, or give the server API keys"
+                raise PermissionDenied(f"Host: is not a name of this machine; {wanted}")
             if not is_open(scope["path"]):
                 caller = self._access.identify(headers.getlist("authorization"))
         except OutriderError as error:

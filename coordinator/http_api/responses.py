@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
@@ -14,7 +13,6 @@ from coordinator.http_api.answers import ChatAnswer, Json, stop_reason
 from coordinator.http_api.bodies import (
     ANY_VALUE,
     Body,
-    ChatBody,
     ConversationBody,
     FunctionTool,
     GenerationBody,
@@ -23,31 +21,23 @@ from coordinator.http_api.bodies import (
     Several,
     TranslatedBody,
     Unserved,
+    Wish,
     asks_nothing,
     few_parts,
     lines,
     must_be,
+    wished_format,
 )
 from coordinator.http_api.tool_parsers import Part, joined
 from coordinator.http_api.tools import check_arguments, parsed_call
-from outrider.errors import BadRequest
 from outrider.limits import CHAT_MESSAGES_MAX, TOOLS_MAX
 from outrider.request import ChatMessage, Event, Finished
 from outrider.sessions.store import FinishReason
 
 if TYPE_CHECKING:
-    from outrider.tokenizer import TokenizerText
+    pass
 
 _REASONING = "reasoning_content"
-_NAMES = {
-    "response_format.json_schema": "text.format",
-    "response_format": "text.format",
-    "max_completion_tokens": "max_output_tokens",
-    "max_tokens": "max_output_tokens",
-    "messages": "input",
-}
-"""Maps names of a chat completion's fields to names of this body's fields. In an error, an index or
-the name of an inner field may follow the name."""
 _REPEATED = {
     "instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "text", "tool_choice",
     "tools", "top_logprobs",
@@ -78,12 +68,6 @@ class MessageItem(Body):
     role: Literal["user", "assistant", "system", "developer"]
     content: str | Several[ItemText]
 
-    def turn(self, place: str) -> Json:
-        """Returns fields of a `ChatMessage`. Several items may become one message. `place` is the
-        path of the item in the body. Raises `BadRequest`."""
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": lines(self.content)}
-
 
 class CallItem(Body):
     """A call that an earlier answer made."""
@@ -96,10 +80,6 @@ class CallItem(Body):
     arguments: str
     """A JSON object, as text."""
 
-    def turn(self, place: str) -> Json:
-        call = parsed_call(self.call_id, self.name, self.arguments, f"{place}.arguments")
-        return {"role": "assistant", "tool_calls": [call]}
-
 
 class OutputItem(Body):
     """The result of a call."""
@@ -109,9 +89,6 @@ class OutputItem(Body):
     type: Literal["function_call_output"]
     call_id: str
     output: str | Several[ItemText]
-
-    def turn(self, place: str) -> Json:
-        return {"role": "tool", "content": lines(self.output), "tool_call_id": self.call_id}
 
 
 class ReasoningText(Body):
@@ -126,9 +103,6 @@ class ReasoningItem(Body):
 
     type: Literal["reasoning"]
     content: Several[ReasoningText] = Field(default=[])
-
-    def turn(self, place: str) -> Json:
-        return {"role": "assistant", _REASONING: lines(self.content)}
 
 
 def _kind(value: Any) -> str | None:
@@ -231,22 +205,18 @@ class ResponsesBody(ConversationBody):
 
     def translate(self) -> TranslatedBody:
         """Makes the requests of a chat completion with the same meaning. Raises `BadRequest`."""
-        turns, tools = self._turns(), self._chosen(self.tools, self.tool_choice, ".name")
-        given = self.model_fields_set & ConversationBody.model_fields.keys()
-        chat = ChatBody.model_construct(
-            **{name: getattr(self, name) for name in given},
-            max_completion_tokens=self.max_output_tokens,
-            response_format=self._response_format(),
-            logprobs=bool(self.include or self.top_logprobs),
-        )
-        try:
-            asked = chat.translate_with(turns, tools)
-        except BadRequest as error:
-            raise BadRequest(_own_name(error.field), error.reason) from error
         # If `_turns` drops all items, the coordinator takes the prompt for an empty list of token
         # ids, and its error names `token_ids`.
-        names = {"max_tokens": "max_tokens", "token_ids": "messages", **asked.names}
-        return replace(asked, names={name: _own_name(field) for name, field in names.items()})
+        names = dict.fromkeys(("chat", "chat.messages", "token_ids"), "input")
+        return self._conversation(
+            self._turns(),
+            self.tools,
+            self.tool_choice,
+            ".name",
+            names | {"max_tokens": "max_output_tokens"},
+            self.max_output_tokens,
+            bool(self.include or self.top_logprobs),
+        )
 
     def _turns(self) -> tuple[ChatMessage, ...]:
         """Returns the messages of the conversation. If reasoning, text and calls of the assistant
@@ -258,10 +228,10 @@ class ResponsesBody(ConversationBody):
             turns.append({"role": "system", "content": self.instructions})
         check_arguments([item.arguments for item in items if isinstance(item, CallItem)], "input")
         for index, item in enumerate(items):
-            if isinstance(item, ReasoningItem) and not lines(item.content):
-                continue
-            turn = item.turn(f"input[{index}]")
+            turn = _turn(item, f"input[{index}]")
             last = turns[-1] if turns and turns[-1]["role"] == turn["role"] == "assistant" else None
+            if isinstance(item, ReasoningItem) and not turn[_REASONING]:
+                continue
             if last is not None and isinstance(item, CallItem):
                 last.setdefault("tool_calls", []).extend(turn["tool_calls"])
             elif last is not None and "content" in turn and last.keys() == {"role", _REASONING}:
@@ -272,18 +242,26 @@ class ResponsesBody(ConversationBody):
             ChatMessage(turn.pop("role"), turn.pop("content", ""), more=turn) for turn in turns
         )
 
-    def _response_format(self) -> Json:
-        form = self.text.format
-        if form.get("type") != "json_schema":
-            return form
-        return {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
+    def _format(self) -> list[Wish]:
+        given = {**self.text.format, "json_schema": self.text.format}
+        return wished_format(given, "text.format", "text.format.schema")
 
 
-def _own_name(field: str) -> str:
-    for theirs, own in _NAMES.items():
-        if field.startswith(theirs):
-            return own + field.removeprefix(theirs)
-    return field
+def _turn(item: MessageItem | CallItem | OutputItem | ReasoningItem, place: str) -> Json:
+    """Returns fields of a `ChatMessage`. `place` is the path of the item in the body. Raises
+    `BadRequest`."""
+    match item:
+        case MessageItem():
+            role = "system" if item.role == "developer" else item.role
+            return {"role": role, "content": lines(item.content)}
+        case CallItem():
+            call = parsed_call(item.call_id, item.name, item.arguments, f"{place}.arguments")
+            return {"role": "assistant", "tool_calls": [call]}
+        case OutputItem():
+            output = lines(item.output)
+            return {"role": "tool", "content": output, "tool_call_id": item.call_id}
+        case ReasoningItem():
+            return {"role": "assistant", _REASONING: lines(item.content)}
 
 
 _KINDS = {
@@ -365,45 +343,34 @@ class ResponseAnswer(ChatAnswer):
     is_named = True
     last: ClassVar[bytes] = b""
 
-    def __init__(
-        self,
-        body: ResponsesBody,
-        asked: TranslatedBody,
-        text: TokenizerText | None,
-        num_draft_tokens: int,
-        created: int,
-    ) -> None:
-        super().__init__(asked, text, num_draft_tokens, created)
-        self._body = body
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self._items: list[_Item] = []
-        self._num_events = 0
 
-    def whole(self) -> Json | None:
-        if self._asked.body.stream:
-            return None
+    def whole(self) -> Json:
         self._grown()
         self._ended()
         return self._response(self._status)
 
-    def failed(self, error: Json) -> Sequence[Json]:
+    def failed(self, error: Json) -> Json:
         """Returns the event of a failed response. It has the items that came before the error."""
         for item in self._items[-1:]:
             item.status = "incomplete"
         detail = error["error"]
         code = detail["code"] if detail["code"] == "rate_limit_exceeded" else "server_error"
         response = self._response("failed", {**detail, "code": code})
-        return self._numbered([_event("failed", response=response)])
+        return _event("failed", response=response)
 
     def _parts(self, index: int, event: Event) -> Sequence[Json]:
-        events = list[Json]()
-        if not self._num_events:
-            begun = self._response("in_progress")
+        [choice], events = self._choices, list[Json]()
+        if not choice.is_opened:
+            choice.is_opened, begun = True, self._response("in_progress")
             events = [_event(name, response=begun) for name in ("created", "in_progress")]
         events += self._grown()
         if isinstance(event, Finished):
             events += self._ended()
             events.append(_event(self._status, response=self._response(self._status)))
-        return self._numbered(events)
+        return events
 
     def _grown(self) -> list[Json]:
         """Adds the choice's new parts to the items, and returns the events for these changes. Only
@@ -423,9 +390,8 @@ class ResponseAnswer(ChatAnswer):
         return events
 
     def _begin(self, kind: str, text: str) -> None:
-        session_id = str(self._envelope["id"]).removeprefix(self.id_prefix)
-        call: Json = {}
-        if kind == "name" and self._asked.form is not None:
+        session_id, call = self._choices[0].session_id, Json()
+        if kind == "name":
             num_calls = sum(item.kind == kind for item in self._items)
             call = {"call_id": self._asked.form.call_id(session_id, num_calls), "name": text}
         self._items.append(_Item(kind, session_id, len(self._items), call))
@@ -435,12 +401,6 @@ class ResponseAnswer(ChatAnswer):
         if not self._items or (choice.scored and self._items[-1].kind == "content"):
             choice.parts = [Part("content", "")]
         return [*self._grown(), *self._items[-1].closed(self._status)]
-
-    def _numbered(self, events: Sequence[Json]) -> Sequence[Json]:
-        for event in events:
-            event["sequence_number"] = self._num_events
-            self._num_events += 1
-        return events
 
     @property
     def _status(self) -> str:
@@ -465,7 +425,7 @@ class ResponseAnswer(ChatAnswer):
             "usage": None,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            **self._body.model_dump(include=_REPEATED),
+            **self._asked.body.model_dump(include=_REPEATED),
             **_ALWAYS,
         }
         if choice.finished:

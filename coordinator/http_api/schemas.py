@@ -37,8 +37,7 @@ class SpeculativeDecoding(Schema):
     acceptance_histogram_by_draft_length: dict[str, list[int]] = {}
 
 
-class AnswerMetrics(Schema):
-    speculative_decoding: SpeculativeDecoding
+AnswerMetrics = dict[Literal["speculative_decoding"], SpeculativeDecoding]
 
 
 class Choice(Schema):
@@ -202,20 +201,13 @@ class ModelList(Schema):
     data: list[Model]
 
 
-class Health(Schema):
-    status: Literal["ok"] = "ok"
+_GENERATIONS: Any = [
+    (model, "validation")
+    for model in (ChatCompletion, ChatCompletionChunk, Completion, ResponseObject, ResponseEvent)
+]
 
 
-class Version(Schema):
-    version: str
-
-
-_GENERATIONS: tuple[type[Schema], ...] = (
-    ChatCompletion, ChatCompletionChunk, Completion, ResponseObject, ResponseEvent,
-)  # fmt: skip
-
-
-def answers(whole: type[Schema], chunk: type[Schema]) -> dict[int | str, dict[str, Any]]:
+def _answers(whole: type[Schema], chunk: type[Schema]) -> dict[int | str, dict[str, Any]]:
     """Documents the responses of a route: a whole answer, or a stream of chunks."""
     content = {
         kind: {"schema": {"$ref": _REF.format(model=model.__name__)}}
@@ -225,13 +217,17 @@ def answers(whole: type[Schema], chunk: type[Schema]) -> dict[int | str, dict[st
     return {200: {"description": text, "content": content}}
 
 
+CHAT = _answers(ChatCompletion, ChatCompletionChunk)
+COMPLETION = _answers(Completion, Completion)
+RESPONSE = _answers(ResponseObject, ResponseEvent)
+
+
 class DocumentedApp(FastAPI):
     """Completes the OpenAPI document. FastAPI adds only one schema for each response. This class
-    adds all schemas to which `answers` refers."""
+    adds all schemas of generations."""
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
             schemas = super().openapi()["components"]["schemas"]
-            wanted: Any = [(model, "validation") for model in _GENERATIONS]
-            schemas |= models_json_schema(wanted, ref_template=_REF)[1]["$defs"]
+            schemas |= models_json_schema(_GENERATIONS, ref_template=_REF)[1]["$defs"]
         return super().openapi()

@@ -1,7 +1,4 @@
-"""An HTTP server in the coordinator's event loop. It limits the number of connections, and the time
-of each phase of a connection.
-
-uvicorn limits only the time between two requests. This server has further limits:
+"""An HTTP server in the coordinator's event loop: uvicorn with more limits.
 
 - A client must send complete headers within `HTTP_HEADERS_S` after its connection is accepted, or
   after the first byte of a later request.
@@ -11,7 +8,7 @@ uvicorn limits only the time between two requests. This server has further limit
 
 A server that stops still serves requests for `HTTP_LAST_REQUEST_S`. After this time it refuses new
 requests with status 503 until the running requests have ended. A server that shares its port closes
-its listening socket first, so that the other server gets all new connections.
+its listening socket first, so the other server gets all new connections.
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ from uvicorn.server import ServerState
 from coordinator.auth.access_control import OPEN, AccessControl
 from coordinator.http_api.reading import error_body, error_response, to_json
 from outrider.config import is_loopback
-from outrider.errors import ConfigError, Unavailable, check
+from outrider.errors import ConfigError, Unavailable
 from outrider.files import FileWatch
 from outrider.limits import (
     HTTP_CONNECTIONS_MAX,
@@ -157,12 +154,11 @@ class HttpConnection(H11Protocol):
         tls: ssl.SSLContext | None = None,
     ) -> None:
         super().__init__(config, state, app_state={})
-        self._open = others
-        self._tls = tls
+        self._open, self._tls = others, tls
         self._early = bytearray()
         """Decrypted bytes that arrived after the handshake, but before `_encrypt` resumed."""
         self.handshake: asyncio.Task[None] | None = None
-        """The running TLS handshake. None = no handshake is running."""
+        """The running TLS handshake, if any."""
         self._late: asyncio.TimerHandle | None = None
         """Closes the connection if headers stay incomplete, or if the client does not read the last
         response."""
@@ -271,7 +267,7 @@ class HttpServer:
     ) -> None:
         """`build` makes the application. Its first argument is an event that the server sets when
         it no longer waits for running requests. Its second argument has the allowed values of the
-        header `Host`. If there are none, every value is allowed. If the TLS files cannot be read,
+        header `Host`, or is empty if every value is allowed. If the TLS files cannot be read,
         raises `OSError` or `ValueError`."""
         self._options = options
         self._tls = None
@@ -297,22 +293,18 @@ class HttpServer:
         config.load()
         self._server = uvicorn.Server(config)
         self._server.lifespan = config.lifespan_class(config)
-        self._address = ""
+        self.address = ""
+        """The host and the port, once the server has started."""
         self._serving: asyncio.Task[None] | None = None
         self.failed = False
-
-    @property
-    def address(self) -> str:
-        check(bool(self._address), "the server has not been started")
-        return self._address
 
     async def start(self) -> None:
         """Begins to listen. Raises `ConfigError` if the address cannot be bound."""
         listening = _bind(self._options)
-        self._address = f"{_in_url(self._options.host)}:{listening.getsockname()[1]}"
+        self.address = f"{_in_url(self._options.host)}:{listening.getsockname()[1]}"
         # This replaces `uvicorn.Server.startup`, which counts a connection only after its TLS
-        # handshake. asyncio also sets the length of the kernel's queue to `_ACCEPTS`, so `listen`
-        # sets this length again.
+        # handshake. asyncio sets the length of the kernel's queue to `_ACCEPTS`, too. `listen` sets
+        # this length again.
         loop = asyncio.get_running_loop()
         server = await loop.create_server(self._connect, sock=listening, backlog=_ACCEPTS)
         listening.listen(BACKLOG)
@@ -389,8 +381,8 @@ class HttpServer:
             await asyncio.wait([self._serving])
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Stops the server as the module's docstring says. If a request still runs after `grace_s`
-        seconds, it ends with an error."""
+        """Stops the server. If a request still runs after `grace_s` seconds, it ends with an
+        error."""
         if self._serving is None:
             return
         # uvicorn's time limit begins after `HTTP_LAST_REQUEST_S`.
@@ -406,12 +398,11 @@ class LiveResponse(Response):
     """The response to a request whose body has been read. When the client disconnects, `_respond`
     is cancelled.
 
-    If the server stops waiting for responses, this counts as an error. If an error comes before the
-    response has begun, the error is raised, so that the response has the error's status. A later
-    error becomes the last event of the response."""
+    If `closing` is set before the response has ended, this counts as an error. If an error comes
+    before the response has begun, the error is raised, so that the response has the error's status.
+    A later error becomes the last event of the response."""
 
     def __init__(self, closing: asyncio.Event) -> None:
-        """The server sets `closing` when it no longer waits for responses."""
         super().__init__()
         self._closing = closing
         self._has_begun = False
@@ -470,11 +461,10 @@ def _in_url(host: str) -> str:
 
 
 def _own_names(options: HttpOptions) -> frozenset[str]:
-    """Returns the allowed values of the header `Host`. An empty set means that all are allowed.
-
-    The header is checked only if the server has no API keys and listens on loopback. Then another
-    name is a sign of DNS rebinding. In this attack, a web page lets its own host name resolve to
-    this machine, and makes a browser call this server."""
+    """Returns the allowed values of the header `Host`. An empty set means that all are allowed. If
+    the server has no API keys and listens on loopback, another name is a sign of DNS rebinding: a
+    web page lets its own host name resolve to this machine, and makes a browser call this server.
+    """
     if options.access.asks_for_keys or not is_loopback(options.host):
         return frozenset()
     return _LOOPBACK_NAMES | {_in_url(options.host).lower()}

@@ -18,9 +18,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
@@ -320,23 +320,6 @@ class HeldArguments(Reader):
         yield from self._all("arguments")
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerForm:
-    """How the texts of an answer are parsed."""
-
-    make_reader: Callable[[], Reader]
-    ends_with_calls: bool = True
-    """Whether an answer with calls has `tool_calls` as its `finish_reason`."""
-    has_short_ids: bool = False
-    """Whether ids of calls are nine letters and digits, as Mistral's chat templates require."""
-
-    def call_id(self, session_id: str, index: int) -> str:
-        """Makes the id of a call in a session. When the session is resumed, the id is the same."""
-        name = f"{session_id}/{index}".encode()
-        digest = hashlib.blake2b(name, digest_size=12).hexdigest()
-        return digest[:9] if self.has_short_ids else f"call_{digest}"
-
-
 class Hermes(Reader):
     """Parses any number of `<tool_call>{"name": .., "arguments": {..}}</tool_call>`. Models of the
     Hermes and Qwen families write calls in this way."""
@@ -419,8 +402,46 @@ CALL_READERS: dict[str, type[Reader]] = {
 """Parsers by their names in `--tool-call-parser`."""
 
 
+_READERS = CALL_READERS | {"": Reader, "list": HeldCalls, "arguments": HeldArguments}
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """How the texts of an answer are parsed. It is stored with the session, as JSON."""
+
+    calls: str = ""
+    """The parser of calls, a key of `_READERS`."""
+    names: Sequence[str] = ()
+    """The tools that may be called."""
+    several: bool = True
+    """Whether the answer may have more than one call."""
+    has_short_ids: bool = False
+    """Whether ids of calls are nine letters and digits, as Mistral's chat templates require."""
+    opens: bool | None = None
+    """Whether the text begins within reasoning. None = reasoning is not parsed."""
+
+    def make_reader(self) -> Reader:
+        reader = _READERS[self.calls](self.names, several=self.several)
+        return reader if self.opens is None else Reasoning(reader, is_open=self.opens)
+
+    @property
+    def ends_with_calls(self) -> bool:
+        """Whether an answer with calls has `tool_calls` as its `finish_reason`."""
+        return self.calls != "arguments"
+
+    def call_id(self, session_id: str, index: int) -> str:
+        """Makes the id of a call in a session. When the session is resumed, the id is the same."""
+        name = f"{session_id}/{index}".encode()
+        digest = hashlib.blake2b(name, digest_size=12).hexdigest()
+        return digest[:9] if self.has_short_ids else f"call_{digest}"
+
+
+PLAIN = AnswerForm()
+"""All text is content."""
+
+
 class ChatFormats:
-    """Knows how the served model writes calls and reasoning, and makes the parsers."""
+    """Knows how the served model writes calls and reasoning."""
 
     def __init__(
         self, text: TokenizerText | None, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO
@@ -428,10 +449,8 @@ class ChatFormats:
         """The settings name the parsers. If a setting is `auto`, the chat template decides."""
         self._template = template = "" if text is None else text.chat_template
         self._text = text
-        name = tool_call_parser if tool_call_parser != AUTO else _calls_in(template)
-        self._calls = CALL_READERS.get(name)
-        """The parser of calls. None = it is unknown how the model writes calls."""
-        self._has_short_ids = name == "mistral"
+        self._calls = tool_call_parser if tool_call_parser != AUTO else _calls_in(template)
+        """The parser of calls. Empty = it is unknown how the model writes calls."""
         self._has_reasoning = reasoning_parser != "none" and (
             reasoning_parser != AUTO or "</think>" in template
         )
@@ -444,53 +463,36 @@ class ChatFormats:
         content even if it looks like a call. If the answer may have calls but the model's way of
         writing calls is unknown, raises `BadRequest`."""
         tools, request = asked.tools, asked.requests[0]
-        read: dict[str, Any] = {}
-        shown: tuple[str, ...] = ()
+        form, calls, shown = PLAIN, self._calls, tuple[str, ...]()
         if tools is not None and self._text is not None:
             self._text.check_tools("tools")
         is_json = request.constraint is not None and request.constraint.kind in _JSON
         if tools is not None and (tools.is_required or not is_json):
             names = sorted(one["name"] for one in tools.functions)
-            read["tools"] = [names, tools.named, tools.is_required, tools.several]
-            if self._calls is not None and not tools.is_required:
-                shown = self._calls.shown_tokens
-        if self._has_reasoning and request.constraint is None:
-            variables = json.dumps({**request.template_variables})
-            read["reasoning"] = self._always_reasons or self._opens(variables)
-            shown += Reasoning.shown_tokens
-        if not read:
-            return asked
-        form = json.dumps(read)
-        requests = tuple(
-            replace(one, shown_tokens=shown, answer_form=form) for one in asked.requests
-        )
-        return replace(asked, form=self.form(form), requests=requests)
-
-    def form(self, answer_form: str) -> AnswerForm | None:
-        """Parses the `answer_form` of a request, which `fitted` has written. Raises `BadRequest`
-        for the same reason as `fitted`."""
-        if not answer_form:
-            return None
-        read, form = json.loads(answer_form), AnswerForm(Reader)
-        if "tools" in read:
-            names, named, is_required, several = read["tools"]
-            reader: Callable[[], Reader] = partial(self._calls or Reader, names, several=several)
-            if named:
-                reader = partial(HeldArguments, [named])
-            elif is_required:
-                reader = partial(HeldCalls, several=several)
-            elif self._calls is None and self._template:
+            if tools.named:
+                calls, names = "arguments", [tools.named]
+            elif tools.is_required:
+                calls = "list"
+            elif not calls and self._template:
                 raise BadRequest(
                     "tool_choice",
                     f"got auto, but the chat template does not show how the model writes calls; "
                     f"start the server with --tool-call-parser (one of {', '.join(CALL_READERS)}), "
                     "or send tool_choice required",
                 )
-            form = AnswerForm(reader, not named, self._has_short_ids)
-        if "reasoning" not in read:
-            return form
-        make = form.make_reader
-        return replace(form, make_reader=lambda: Reasoning(make(), is_open=read["reasoning"]))
+            shown = _READERS[calls].shown_tokens
+            form = AnswerForm(calls, names, tools.several, self._calls == "mistral")
+        if self._has_reasoning and request.constraint is None:
+            variables = json.dumps({**request.template_variables})
+            form = replace(form, opens=self._always_reasons or self._opens(variables))
+            shown += Reasoning.shown_tokens
+        if form == PLAIN:
+            return asked
+        text = json.dumps(asdict(form))
+        requests = tuple(
+            replace(one, shown_tokens=shown, answer_form=text) for one in asked.requests
+        )
+        return replace(asked, form=form, requests=requests)
 
     def _opens_with(self, variables: str) -> bool:
         """Whether the chat template ends prompts with `<think>`. `variables` are the template's

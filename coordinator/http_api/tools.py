@@ -71,9 +71,9 @@ def tools_of(
     functions: Sequence[Mapping[str, Any]], choice: str, named: str, *, several: bool, place: str
 ) -> Tools | None:
     """Makes the tools of a request with these functions. If the answer may call no function,
-    returns None. `choice` is `AUTO`, `REQUIRED` or `NONE`. If a function is `named`, `choice` is
-    `REQUIRED`. `place` is the path from a tool of the body to the tool's name, for errors. Raises
-    `BadRequest`."""
+    returns None. `choice` is `AUTO`, `REQUIRED` or `NONE`, and `REQUIRED` if a function is `named`.
+    `place` is the path from a tool of the body to the tool's name, for errors. Raises `BadRequest`.
+    """
     if not functions and choice == REQUIRED:
         raise BadRequest("tool_choice", "asks for a call, but there are no tools")
     names = set[str]()
@@ -98,8 +98,8 @@ def tools_of(
 def check_arguments(texts: Sequence[str], field: str) -> None:
     """Raises `BadRequest` if the arguments of all calls together would take too long to parse."""
     if sum(text.count("{") + text.count("[") for text in texts) > HTTP_CONTAINERS_MAX:
-        reason = f"have calls with more than {HTTP_CONTAINERS_MAX} lists and objects in all"
-        raise BadRequest(field, reason)
+        most = f"{HTTP_CONTAINERS_MAX} lists and objects in all"
+        raise BadRequest(field, f"have calls with more than {most}")
 
 
 def parsed_call(call_id: str, name: str, arguments: str, field: str) -> dict[str, Any]:

@@ -309,7 +309,7 @@ async def test_a_body_that_does_not_come_is_given_up(
             for event in WHOLE:
                 yield event
 
-    monkeypatch.setattr(f"coordinator.http_api.reading.{limit}", 0.1)
+    monkeypatch.setattr(f"outrider.limits.{limit}", 0.1)
     front = Front(Slow())
     found = await SlowBody(front).answer
     assert (found.status_code, found.headers["connection"]) == (408, "close")
@@ -420,7 +420,7 @@ async def test_bodies_are_bounded_together(
     """All bodies, and those of all keys of a tenant. A body counts until it is complete or its
     client has gone."""
     size = len(json.dumps(BODY))
-    monkeypatch.setattr(f"coordinator.http_api.reading.{limit}", 2 * size)
+    monkeypatch.setattr(f"outrider.limits.{limit}", 2 * size)
     ann, bob, eve = (
         add_key(tmp_path / "keys", Caller(name, tenant))
         for name, tenant in (("ann", "team"), ("bob", "team"), ("eve", "other"))

@@ -323,8 +323,7 @@ async def test_an_error_behind_the_first_token_is_a_failed_response() -> None:
 
 def test_a_long_response_is_told_quickly() -> None:
     """The text is not joined again for each event, which would take quadratic time."""
-    body = ResponsesBody.model_validate({"input": "hi"})
-    answer = ResponseAnswer(body, body.translate(), None, 4, 99)
+    answer = ResponseAnswer(asked(), None, 4, 99)
     for event in (STARTED, *(replace(TOKENS, text_delta="abcd") for _ in range(50_000)), FINISHED):
         answer.take(0, event)
     began = time.thread_time()

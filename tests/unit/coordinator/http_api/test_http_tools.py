@@ -15,6 +15,8 @@ from test_http_bodies import USER, chat, refused
 
 from coordinator.http_api.answers import ChatAnswer
 from coordinator.http_api.tool_parsers import (
+    PLAIN,
+    AnswerForm,
     ChatFormats,
     DeepSeek,
     HeldArguments,
@@ -259,12 +261,12 @@ def test_json_that_the_body_asks_for_is_no_call(template: str, form: dict[str, A
     expression, the answer may have calls."""
     formats = ChatFormats(text_of(TOLD + template))
     fitted = formats.fitted(chat(tools=BOTH, **form))
-    assert (fitted.form, fitted.requests[0].shown_tokens) == (None, ())
+    assert (fitted.form, fitted.requests[0].shown_tokens) == (PLAIN, ())
     assert len(fitted.requests[0].tools) == 2
     written = '{"name": "weather", "parameters": {"city": "Rome"}}'
     if template:
         regex = chat(tools=BOTH, structured_outputs={"regex": ".*"})
-        assert formats.fitted(regex).form is not None
+        assert formats.fitted(regex).form != PLAIN
         [choice] = answered(written, FinishReason.STOP, template, **form)["choices"]
         assert choice["message"]["content"] == written
         assert (choice["finish_reason"], "tool_calls" in choice["message"]) == ("stop", False)
@@ -299,15 +301,14 @@ def test_the_template_says_how_calls_are_written(mark: str, kind: type[Reader] |
     else:
         fitted = formats.fitted(asked)
         assert fitted.requests[0].shown_tokens == kind.shown_tokens
-    again = formats.form(fitted.requests[0].answer_form) if kind else None
-    for form in (fitted.form, again or fitted.form):
+    for form in (fitted.form, AnswerForm(**json.loads(fitted.requests[0].answer_form))):
         assert type(form.make_reader()) is (kind or Reader)
     held = formats.fitted(chat(tools=BOTH, tool_choice="required"))
     assert type(held.form.make_reader()) is HeldCalls
     assert held.requests[0].shown_tokens == ()
     assert held.form.call_id("s", 0) == held.form.call_id("s", 0) != held.form.call_id("s", 1)
     assert len(held.form.call_id("s", 0)) == (9 if kind is Mistral else 29)
-    assert formats.fitted(chat()).form is None
+    assert formats.fitted(chat()).form == PLAIN
 
 
 @pytest.mark.parametrize(
@@ -328,8 +329,8 @@ def test_reasoning_begins_where_the_template_has_begun_it(
     form = formats.fitted(chat(chat_template_kwargs=variables)).form
     assert read(form.make_reader(), "ab</think>c", 2) == parts
     assert formats.fitted(chat()).requests[0].shown_tokens == Reasoning.shown_tokens
-    assert formats.fitted(chat(response_format={"type": "json_object"})).form is None
-    assert ChatFormats(text_of(template), reasoning_parser="none").fitted(chat()).form is None
+    assert formats.fitted(chat(response_format={"type": "json_object"})).form == PLAIN
+    assert ChatFormats(text_of(template), reasoning_parser="none").fitted(chat()).form == PLAIN
 
 
 SOLO = [{**USER, "content": "Hi"}]
