@@ -2,8 +2,8 @@
 
 Let C be the committed tokens of a session, and x_1..x_K the proposal of its newest round.
 
-- The round is *read*: one pass runs x_1..x_K after C. The rows of logits predict the token y that
-  follows n accepted draft tokens, for n = 0..K.
+- The round is *read*: one pass runs x_1..x_K after C. For n = 0..K, a row of logits predicts the
+  token y that follows n accepted draft tokens.
 - An *outcome* is x_1..x_n y. Each likely outcome is drafted on a fork of the session's sequence.
 - Each finished proposal is pushed to the coordinator, with the outcome that it assumes.
 
@@ -12,9 +12,8 @@ contains this proposal. Otherwise the coordinator waits for a draft. If the actu
 previous round is being drafted, that draft continues, else a new draft begins. A pass adds a token
 to every draft that a coordinator waits for, and to the drafts of the likeliest outcomes that fit.
 
-Often only the last token x_K must still be run, because drafting has run the others. If the
-distributions of all x_i were kept, the outcomes with a correction are predicted from them, and
-their drafts begin before the round is read.
+Drafting has often run all tokens but x_K. If the distributions of all x_i were also kept, they
+predict the outcomes with a correction, whose drafts then begin before the round is read.
 """
 
 import logging
@@ -48,8 +47,7 @@ from outrider.speculation.sampling_params import SamplingParams
 
 _log = logging.getLogger(__name__)
 Outcome = tuple[int, ...]
-"""x_1..x_n y: the tokens that a round may commit. An empty tuple means that the outcome is unknown.
-"""
+"""x_1..x_n y: the tokens that a round may commit. Empty if the outcome is unknown."""
 
 
 class RoundAhead:
@@ -83,7 +81,7 @@ class RoundAhead:
         """The unfinished draft of each outcome."""
         self.finished: dict[Outcome, SealedProposal] = {}
         self.kept: dict[Outcome, AutoregressiveDraft] = {}
-        """Finished drafts. The draft of the actual outcome becomes the next round's `basis`."""
+        """Finished drafts. The draft of the actual outcome can be the next round's `basis`."""
 
     @property
     def session_id(self) -> str:
@@ -230,9 +228,9 @@ class LookAhead:
         return Answers(tuple(answers), not is_over, now.wanted is not None)
 
     def _come_true(self, before: RoundAhead, committed: tuple[int, ...]) -> Outcome:
-        """Returns the actual outcome of the round `before`, and reports this outcome to the outcome
-        model. If nothing was guessed, or if rounds between `before` and the round with the tokens
-        `committed` are missing, returns an empty outcome."""
+        """Returns the actual outcome of the round `before`, and reports it to the outcome model.
+        Returns an empty outcome if nothing was guessed, or if more than one round lies between
+        `before` and the `committed` tokens."""
         length, guesses = len(before.committed), before.guesses
         outcome = committed[length:]
         num_accepted = len(outcome) - 1
@@ -259,8 +257,8 @@ class LookAhead:
             taken.num_wanted = min(taken.num_wanted, now.item.num_draft_tokens)
             if 2 * num_held >= taken.num_wanted:
                 taken.num_wanted = min(taken.num_wanted, num_held)
-        request = now.request(now.session_id, now.committed, self._engine.info)
-        branch = taken or self._drafter.begin(request)
+        info = self._engine.info
+        branch = taken or self._drafter.begin(now.request(now.session_id, now.committed, info))
         if branch is None or branch.num_wanted == 0:
             if taken is not None:
                 self._release([taken])
@@ -348,8 +346,7 @@ class LookAhead:
     def _branch_off(self, now: RoundAhead, outcome: Outcome) -> None:
         """Begins to draft an outcome on a fork. Raises `OutOfPages`."""
         name = f"{now.session_id}/{next(self._numbers)}"
-        at_basis = now.basis is not None and not now.is_read
-        source = now.basis.sequence_id if now.basis and at_basis else now.session_id
+        source = now.session_id if now.basis is None or now.is_read else now.basis.sequence_id
         try:
             self._engine.fork(source, name)
         except OutOfPages:
@@ -420,11 +417,10 @@ class LookAhead:
         return [reply]
 
     def _recover(self, wanted: Sequence[AutoregressiveDraft], error: Exception) -> bool:
-        """Recovers from a failed pass. Drops the drafts of all outcomes. Each `wanted` draft that
-        has tokens ends with these tokens. If a draft caused the error, each `wanted` draft without
-        tokens runs again alone. If the engine may have caused the error, each `wanted` draft
-        without tokens ends with the error. In this case, if no `wanted` draft has tokens, recovers
-        nothing and returns False."""
+        """Recovers from a failed pass. Drops the drafts of all outcomes. `wanted` drafts with
+        tokens end with these tokens. If a draft caused the error, `wanted` drafts without tokens
+        run again, each alone. If the engine may have caused the error, they end with the error. If
+        the engine may have caused the error and no `wanted` draft has tokens, returns False."""
         _log.info("a pass of the draft failed: %r", error)
         self.give_way()
         is_own = isinstance(error, OutriderError) and not isinstance(error, EngineLost)
