@@ -68,7 +68,7 @@ class HeadEngine(PagedSequences):
     def draft(self, steps: Sequence[SequenceStep], features: Sequence[Tensor]) -> Tensor:
         """Returns the head's output [N, D] for one draft token of each of N sequences, from N
         `features` [D]. The slots of draft tokens are never shared. Before the next `run`, `keep`
-        must drop them."""
+        must drop these slots."""
         rows, _ = self._run(lambda held: self._layer.draft(held, features), steps, whole=False)
         return rows
 

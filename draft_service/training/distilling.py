@@ -68,8 +68,8 @@ class Distilled:
 
     out: Path
     measured: Sequence[Measured]
-    """First the acceptance in held-out texts, then, with `--measure`, in the answers to its
-    prompts."""
+    """The acceptance in held-out texts. With `--measure`, a second element has the acceptance in
+    the answers to its prompts."""
     num_steps: int
     seconds: float
     """Time of all stages except measuring, including earlier parts of the same run."""

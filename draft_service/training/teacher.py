@@ -46,7 +46,7 @@ _FEATURES = "features"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The model that a drafter is made for."""
+    """The model for which a drafter is made."""
 
     name: str
     directory: Path

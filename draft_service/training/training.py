@@ -1,4 +1,5 @@
-"""Trains a drafter. At first the loss is cross-entropy, later mostly -log(acceptance).
+"""Trains a drafter. At first the loss is cross-entropy, later mostly -log(acceptance), where the
+acceptance of a draft token is sum min(p, q).
 
 The budget is a number of steps or of seconds. Learning rate and loss depend on the used share of
 the budget. With a budget of steps, a run that is killed and resumed makes the same drafter as a run
@@ -202,7 +203,7 @@ class Trainer:
 
 
 _LEAST_OVERLAP = 1e-3
-"""In the gradient of -log(acceptance), smaller acceptance counts as this number."""
+"""In the gradient of -log(acceptance), an acceptance below this number counts as this number."""
 
 
 def overlap_loss(

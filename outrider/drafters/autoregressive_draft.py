@@ -209,7 +209,7 @@ class DraftSampler:
         return going_on, left
 
     def _draw(self, drafts: list[AutoregressiveDraft], rows: list[Tensor]) -> None:
-        """Draws for the drafts of one group of `_alike`. If that raises an error, draws from each
+        """Draws for the drafts of one group of `_alike`. If this raises an error, draws from each
         row alone, so that the error ends only the draft that caused it."""
         by_row = [draft for draft, own in zip(drafts, rows, strict=True) for _ in range(len(own))]
         depths = [

@@ -24,15 +24,15 @@ _REMOVED = {
 }
 """For each kind of earlier versions, why it was removed and what to use instead."""
 _KIND = re.compile(r"[A-Za-z][\w-]+")
-"""If the text before a colon matches, it is read as a kind. No hub id has a colon, and a directory
-can be written as `./NAME`. A single letter does not match, because it may be a Windows drive."""
+"""Text before a colon is read as a kind if it matches. No hub id has a colon, and a directory with a
+colon can be written as `./NAME`. A single letter may be a Windows drive."""
 _FORMS = (
     "`auto`, `ngram`, `suffix`, a model, `eagle3:DIR_OR_ID`, `mtp` or `hybrid:LOOKUP,MODEL`, "
     "whose MODEL may also be a head"
 )
 NEAR_WORD = 0.75
-"""If `difflib` finds a model's name at least this similar to one of `_WORDS` (a target's name: to
-`demo`), the name counts as misspelt."""
+"""A draft's name counts as misspelt if `difflib` finds it at least this similar to one of `_WORDS`,
+and a target's name if it is this similar to `demo`."""
 
 
 class LookupKind(StrEnum):

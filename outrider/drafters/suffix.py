@@ -32,10 +32,10 @@ class SuffixConfig:
     min_score: float = 0.1
     """A draft ends before the product of its tokens' shares falls below this value."""
     tokens_per_tenant: int = 2**17
-    """Size of a tenant's history. The oldest outputs are dropped first."""
+    """Maximum length of a tenant's history. The oldest outputs are dropped first."""
     tokens_total: int = 2**19
-    """Size of the histories of all tenants together. The tenant that has added no output for the
-    longest time loses outputs first."""
+    """Maximum length of all histories together. The tenant that has added no output for the longest
+    time loses outputs first."""
     occurrences_max: int = 64
     """Number of latest matches that are read in the session, and also in the tenant's history."""
     tokens_per_match: int = 4
@@ -93,7 +93,7 @@ class SuffixDrafter(LookupDrafter):
         self._seeds_max = seeds_max
         self._first_of_seed: OrderedDict[tuple[str, int], str | None] = OrderedDict()
         """Maps each tenant and seed to the first session, or to None after that session has ended.
-        The oldest `seeds_max` entries are kept."""
+        The newest `seeds_max` entries are kept."""
 
     def _guess(self, request: DraftRequest, text: TextIndex) -> Guess:
         is_first = self._is_first(request)
