@@ -24,8 +24,8 @@ _REMOVED = {
 }
 """For each kind of earlier versions, why it was removed and what to use instead."""
 _KIND = re.compile(r"[A-Za-z][\w-]+")
-"""Text before a colon is read as a kind if it matches. No hub id has a colon, and a directory with a
-colon can be written as `./NAME`. A single letter may be a Windows drive."""
+"""If the text before a colon matches, it is read as a kind. No hub id has a colon, and a directory
+with a colon can be written as `./NAME`. A single letter may be a Windows drive."""
 _FORMS = (
     "`auto`, `ngram`, `suffix`, a model, `eagle3:DIR_OR_ID`, `mtp` or `hybrid:LOOKUP,MODEL`, "
     "whose MODEL may also be a head"

@@ -38,8 +38,8 @@ _FAILED: set[torch.device] = set()
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether verdicts and draws on the device use kernels: it is CUDA, Triton is installed, and
-    `give_up` was not called for it."""
+    """Whether verdicts and draws on the device use kernels. Kernels need CUDA and Triton, and
+    `give_up` turns them off."""
     return device.type == "cuda" and device not in _FAILED and _has_compiler()
 
 

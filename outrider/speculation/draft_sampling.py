@@ -245,13 +245,6 @@ def _drawn_counts(keys: RowKeys) -> RealArray:
     return counts
 
 
-def draw_quantised(token_ids: IntArray, levels: RealArray, keys: RowKeys) -> IntArray:
-    """Draws one token from each of R distributions: [R]. `levels` are the `count_levels` of
-    `token_ids` [R, M]."""
-    drawn: IntArray = token_ids[np.arange(len(levels)), place_of(levels, _drawn_counts(keys))]
-    return drawn
-
-
 def _weights(logits: Tensor, params: SamplingParams, history: TokenHistory) -> Tensor:
     """The distributions of `logits` [B, V] up to a factor, padded to whole blocks."""
     logits = logits.cpu()
@@ -281,7 +274,8 @@ def _token_ids(columns: Tensor, vocabulary: DraftVocabulary | None) -> IntArray:
 
 def quantised_draws(rows: LikelyTokens, keys: RowKeys) -> list[DraftedToken]:
     levels = _host_levels(rows.mass)
-    tokens = draw_quantised(rows.ids, levels, keys).tolist()
+    places = place_of(levels, _drawn_counts(keys))
+    tokens = rows.ids[np.arange(len(levels)), places].tolist()
     return [
         (token_id, q if len(q.token_ids) > 1 else None)
         for token_id, q in zip(tokens, _as_distributions(rows.ids, levels), strict=True)

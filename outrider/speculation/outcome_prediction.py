@@ -57,7 +57,8 @@ class OutcomeGuesses:
         return len(self.evidence)
 
     def rank(self, num_accepted: int, correction: int) -> int | None:
-        """The index of `correction` among the guesses after `num_accepted` tokens, or None."""
+        """The index of `correction` among the guesses after `num_accepted` tokens. None if it
+        was not guessed."""
         guessed = self.corrections[num_accepted] if num_accepted < len(self.corrections) else []
         return guessed.index(correction) if correction in guessed else None
 
@@ -206,7 +207,7 @@ class OutcomeModel:
 
     def note(self, guesses: OutcomeGuesses, num_accepted: int, rank: int | None) -> None:
         """Learns from a round with `num_accepted` accepted draft tokens. `rank` is the index of the
-        right guess of the correction, or None."""
+        right guess of the correction, or None if no guess was right."""
         for depth in range(min(num_accepted + 1, guesses.num_drafted)):
             evidence = float(guesses.evidence[depth])
             chance = self._acceptance(depth, evidence)
@@ -243,9 +244,9 @@ class OutcomeModel:
 class OutcomeModels:
     """The models that the sessions of a draft replica share, by rule and temperature.
 
-    Under token and block, a shared model learns from outcomes that depend on the noise of a seed.
-    Predictions for another session with this seed would then depend on its noise. So only the first
-    session with a seed uses the shared models. A later one gets a model of its own.
+    Under token and block, outcomes depend on the noise of the seed. If two sessions with one seed
+    shared a model, predictions for the second would depend on the noise that this session uses. So
+    only the first session with a seed uses the shared models. Each later one has its own model.
     """
 
     def __init__(self, seeds_max: int = DRAFTED_SEEDS_MAX) -> None:

@@ -25,7 +25,7 @@ class UnreadableQ(BadRequest):
 
     def __init__(self, group: int, message: str, *, after_draw: bool = False) -> None:
         """`group` is the index of the group, or the number of groups if bytes follow the last one.
-        `after_draw` says whether the fault may depend on tokens that were drawn from this q."""
+        `after_draw` says whether the fault may depend on the values of drawn tokens."""
         super().__init__("proposal.q", message)
         self.group = group
         self.after_draw = after_draw
@@ -120,8 +120,8 @@ class SealedProposal:
         return SealedProposal(self.token_ids, encode_q(q), self.parents)
 
     def readable(self) -> tuple[SealedProposal, bool]:
-        """Returns the proposal, cut before the first q that cannot be decoded, and whether the
-        fault may depend on a token that was cut off. Verifying the cut proposal is then not exact.
+        """Returns the proposal, cut before the first q that cannot be decoded. Also returns whether
+        the fault may depend on a token that was cut off, so that verifying the rest is not exact.
         """
         try:
             self.open()

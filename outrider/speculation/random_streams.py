@@ -18,10 +18,10 @@ A *position* is absolute: the committed length at the round's start plus the ind
 holds these two numbers separately. No two rounds of a session start at the same committed length,
 so every round has new index places.
 
-Token and block must not use positions. If they did, a rejected draft token would have the same
-noise as the next round's token at its position. Block verification has read the rejected token, and
-length control may have learned from it, so this noise would not be new. Coupled may use positions,
-because its draw at a position is the target's own draw, whatever was drafted there.
+The rules token and block must not use positions. If they did, a rejected draft token would have the
+same noise as the next round's token at its position. Block verification has read the rejected
+token, and length control may have learned from it, so this noise would not be new. Coupled may use
+positions, because its draw at a position is the target's own draw, whatever was drafted there.
 """
 
 from __future__ import annotations

@@ -62,8 +62,7 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 
 _log = logging.getLogger(__name__)
 _NEARLY_EMPTY = 1e-4
-"""If a row keeps more than this share of its mass after a subtraction, it is certainly not empty.
-"""
+"""A row that keeps more than this share of its mass is certainly not empty."""
 _PI_MIN = 1e-290
 """A path with a smaller pi counts as impossible, because a division by pi could overflow."""
 
