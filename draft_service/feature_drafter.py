@@ -25,14 +25,12 @@ from outrider.speculation.proposal import Proposal
 
 
 class HeadEngine(PagedSequences):
-    """An engine that runs a head. For each new token, a pass needs the feature of the token before
-    it."""
+    """An engine that runs a head. For each new token, it needs the feature of the token before."""
 
     def __init__(
         self, head: LoadedEagle3, info: ModelInfo, *, max_num_seqs: int, kv_cache_memory_bytes: int
     ) -> None:
-        """Pages use at most `kv_cache_memory_bytes`, and are no more than `max_num_seqs` sequences
-        of full length can fill."""
+        """Pages use at most `kv_cache_memory_bytes`, for at most `max_num_seqs` whole sequences."""
         weight = head.module.embed_tokens.weight
         shape = pair_shape(head.module, weight.dtype, weight.device)
         longest = max_num_seqs * -(-info.max_model_len // PAGE_SIZE)
@@ -44,9 +42,8 @@ class HeadEngine(PagedSequences):
 
     def run(self, steps: Sequence[SequenceStep], features: Tensor) -> Tensor:
         """Like `Engine.forward`, for T new tokens. `features` [T, D] has the feature of the token
-        before each new token. For the first token of a sequence, this feature is arbitrary. A step
-        wants one row of logits or none. Returns the head's output [L, D] for the last tokens of the
-        L steps that want a row."""
+        before each new token (arbitrary for the first token of a sequence). A step wants one row of
+        logits or none. Returns the head's output [L, D] for the L steps that want a row."""
         ends = [end - 1 for end in accumulate(len(step.token_ids) for step in steps)]
         wanted = [index for index, step in enumerate(steps) if step.num_logits]
         newest = [ends[index] for index in wanted]
@@ -67,8 +64,7 @@ class HeadEngine(PagedSequences):
 
     def draft(self, steps: Sequence[SequenceStep], features: Sequence[Tensor]) -> Tensor:
         """Returns the head's output [N, D] for one draft token of each of N sequences, from N
-        `features` [D]. The slots of draft tokens are never shared. Before the next `run`, `keep`
-        must drop these slots."""
+        `features` [D]. Before the next `run`, `keep` must drop the slots of draft tokens."""
         rows, _ = self._run(lambda held: self._layer.draft(held, features), steps, whole=False)
         return rows
 
@@ -91,8 +87,7 @@ class _HeadDraft(AutoregressiveDraft):
 
 
 class FeatureDrafter(ModelDrafter):
-    """A `ModelDrafter` with a head. If the features of some committed tokens are missing, the
-    proposal is empty."""
+    """A `ModelDrafter` with a head. If features of committed tokens are missing, drafts nothing."""
 
     looks_ahead = False
     reads_features = True
@@ -119,8 +114,7 @@ class FeatureDrafter(ModelDrafter):
 
     def begin(self, request: DraftRequest) -> AutoregressiveDraft | None:
         """Like `ModelDrafter.begin`. The draft runs the committed tokens whose features are known,
-        and draws tokens only if all features are known. Raises `BadRequest` if the features do not
-        fit the head."""
+        and draws only if all are known. Raises `BadRequest` if features do not fit the head."""
         draft, features = super().begin(request), request.features
         if draft is None or features is None:
             return None

@@ -69,9 +69,8 @@ class RoundAhead:
         self.wanted: AutoregressiveDraft | None = None
         """The unfinished draft that the coordinator waits for."""
         self.basis: AutoregressiveDraft | None = None
-        """The draft of x_1..x_K, if its sequence still holds all tokens but x_K, and if the
-        distributions of all x_i were kept. Outcomes can be forked from its sequence before the
-        round is read."""
+        """The draft of x_1..x_K, if its sequence still holds all tokens but x_K, and the
+        distributions of all x_i were kept. Outcomes can then begin before the round is read."""
         self.is_read = False
         """Whether the round was read, or cannot be read."""
         self.guesses: OutcomeGuesses | None = None
@@ -147,8 +146,7 @@ class LookAhead:
         self, item: DraftItem, committed: tuple[int, ...], unseen: tuple[int, ...]
     ) -> Answers:
         """Ends the session's previous round and begins the round of `item`. The session's sequence
-        must hold all `committed` tokens except the last ones, `unseen`. Returns the answers that
-        are already known."""
+        must hold all `committed` tokens but the last ones, `unseen`. Returns the known answers."""
         before = self._rounds.get(item.head.session_id) or RoundAhead(item, (), ())
         now = RoundAhead(item, committed, unseen)
         self._rounds[now.session_id] = now
@@ -293,8 +291,7 @@ class LookAhead:
     def _likely_rows(
         self, rounds: Sequence[RoundAhead], logits: Sequence[torch.Tensor]
     ) -> list[LikelyTokens | None]:
-        """Returns the likely tokens of each round's rows of logits. A round with a row that is not
-        a distribution gets None."""
+        """Returns the likely tokens of each round's rows, or None if a row is no distribution."""
         groups: dict[SamplingParams, list[int]] = {}
         for index, now in enumerate(rounds):
             groups.setdefault(now.sampling, []).append(index)
@@ -314,8 +311,8 @@ class LookAhead:
 
     def _begin_outcomes(self, now: RoundAhead, read: LikelyTokens | None) -> None:
         """Begins to draft the likeliest outcomes, as far as there are pages, and ends the drafts of
-        other outcomes. `read` comes from the pass that read the round. It is None if the round is
-        not read yet."""
+        other outcomes. `read` has the rows of the pass that read the round. Before that pass, it is
+        None."""
         parts = [*now.seen]
         if read is not None:
             parts.append(read)

@@ -110,9 +110,8 @@ class ModelDrafter:
     def _grow(
         self, active: list[AutoregressiveDraft], together: Sequence[AutoregressiveDraft]
     ) -> None:
-        """Extends the `active` drafts to their end, a token a pass. If the time limit of a finished
-        draft in `together` is over, returns earlier, because that draft is sent only after the
-        step."""
+        """Extends the `active` drafts to their end, a token a pass. Returns earlier if a finished
+        draft in `together` has no time left, because that draft is sent only after the step."""
         while active:
             self.num_passes += 1
             try:

@@ -41,8 +41,7 @@ class _Drafting(Work):
     @property
     def demand(self) -> SlotDemand:
         """Slots for the committed tokens and a proposal. Without look-ahead, the proposal's last
-        token is never run and needs no slot. A drafter that reads features cannot run tokens whose
-        features have not come."""
+        token is never run and needs no slot. A head cannot run tokens without features."""
         item = self.item
         if self._drafter.reads_features:
             reach = 0 if item.features is None else item.features.end + 1
@@ -65,8 +64,7 @@ class Proposer(StepWorker):
     def __init__(
         self, drafter: ModelDrafter, budget: TokenBudget, grammars: Grammars | None = None
     ) -> None:
-        """Without `grammars`, draft tokens may violate a session's constraint. The target rejects
-        these tokens."""
+        """Without `grammars`, drafts ignore constraints. The target then rejects more tokens."""
         super().__init__(drafter.engine, budget, grammars)
         self._drafter, self._budget = drafter, budget
         self._look_ahead: LookAhead | None = None
@@ -76,8 +74,7 @@ class Proposer(StepWorker):
         """The unfinished item of each session. The next step that gets the item continues it."""
 
     def looks_ahead(self, item: DraftItem) -> bool:
-        """Whether later rounds of the item's session are drafted before they are requested. Any
-        thread may call this."""
+        """Whether look-ahead drafts for the item's session. Any thread may call this."""
         wants = item.look_ahead > 0 and item.head.constraint is None
         return wants and self._look_ahead is not None
 
@@ -211,8 +208,7 @@ class Proposer(StepWorker):
             work.answer = Unfinished.CONTINUES
 
     def _record(self, work: _Drafting, drafted: Sequence[int]) -> int:
-        """Records the tokens that were run for an item. Returns how many tokens of the session the
-        engine holds now."""
+        """Records the tokens that were run for an item. Returns how many tokens are held now."""
         name = work.head.session_id
         # The engine may have evicted tokens, or dropped those that a head ran on guessed features.
         if self._engine.length(name) < work.num_recorded:

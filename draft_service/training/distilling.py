@@ -68,8 +68,7 @@ class Distilled:
 
     out: Path
     measured: Sequence[Measured]
-    """The acceptance in held-out texts. With `--measure`, a second element has the acceptance in
-    the answers to its prompts."""
+    """The acceptance in held-out texts, and, with `--measure`, in the answers to its prompts."""
     num_steps: int
     seconds: float
     """Time of all stages except measuring, including earlier parts of the same run."""
@@ -244,8 +243,7 @@ class _Run:
 
 
 def _long_enough(documents: Sequence[Document]) -> list[Document]:
-    """Drops documents with fewer than two learned tokens. An EAGLE-3 head cannot draft the second
-    token of a text."""
+    """Drops documents in which an EAGLE-3 head cannot draft the only learned token."""
     return [document for document in documents if document.num_learned >= 2]
 
 

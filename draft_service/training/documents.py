@@ -63,9 +63,8 @@ class Document:
 
 
 def is_kept_back(token_ids: npt.ArrayLike) -> bool:
-    """Whether a text of these tokens is held out. A keyed hash of the tokens decides. So every run
-    of `outrider distill` holds out the same texts, and a drafter that is trained further has not
-    learned them before."""
+    """Whether a text of these tokens is held out. A keyed hash of the tokens decides, so that a
+    drafter that is trained further has not learned the held-out texts in an earlier run."""
     data = np.asarray(token_ids, dtype="<i4").tobytes()
     digest = hashlib.blake2b(data, digest_size=8, key=_HELD_OUT_KEY).digest()
     return int.from_bytes(digest, "little") % HELD_OUT_EVERY == 0

@@ -54,9 +54,8 @@ for the last layer's output, and the head reads earlier layers. (Cross-entropy o
 and head after layer 6 of the demo target: 15.2 with factor 1, 6.7 with 0.3.)"""
 _QUIET = ("fc", "o_proj", "down_proj")
 _QUIET_DEVIATION = 1e-3
-"""The weights of the linear layers `_QUIET` of a new EAGLE-3 head begin near zero, with this
-standard deviation. `fc` also begins with an identity. So a new head passes its input on almost
-unchanged."""
+"""The weights of the linear layers `_QUIET` begin with this standard deviation, and `fc` also with
+an identity. So a new EAGLE-3 head passes its input on almost unchanged."""
 
 
 class Depth(NamedTuple):
@@ -99,8 +98,7 @@ class Learner:
         raise NotImplementedError
 
     def load(self, start: Path, target: Target) -> None:
-        """Loads a trained drafter, to train it further. Raises `SettingError` if the drafter does
-        not fit the target."""
+        """Loads a trained drafter. Raises `SettingError` if it does not fit the target."""
         name = self._options.start_name or str(start)
         with blaming("start_from"):
             module, token_ids = self._load(start, target, name)
@@ -114,8 +112,7 @@ class Learner:
         self.key = self._options.layers, len(token_ids)
 
     def draft(self, batch: Batch) -> list[Depth]:
-        """Drafts chains along the texts of `batch`. Element i, from 0 on, has draft token i of all
-        chains with more than i tokens."""
+        """Drafts chains along the texts of `batch`. Element i has draft token i of each chain."""
         raise NotImplementedError
 
     def as_stored(self, weight: Tensor) -> Tensor:
@@ -243,8 +240,7 @@ class Eagle3(Learner):
         return module.to(self._embeddings.device)
 
     def _fill(self, module: nn.Module) -> None:
-        """Initialises the linear layers that have no values yet. Layers other than `_QUIET` get
-        torch's default distribution."""
+        """Initialises linear layers. Those not in `_QUIET` get torch's default distribution."""
         generator = torch.Generator().manual_seed(self._options.seed)
         for name, linear in module.named_modules():
             if isinstance(linear, nn.Linear) and linear.weight.is_meta:
@@ -407,8 +403,7 @@ def copying_layers(target: Any) -> tuple[int, int] | None:
 def _scores(target: Any) -> tuple[list[float], list[float]]:
     """Returns two scores of each layer. The first is the largest share of attention that a head
     gives to the previous token. The second is the largest share that a head gives to the token that
-    followed the current token's earlier occurrence. The shares are means over random texts, each of
-    which is repeated once."""
+    followed the current token's earlier occurrence. Shares are means over repeated random texts."""
     embeddings = target.get_input_embeddings().weight
     generator = torch.Generator().manual_seed(0)
     texts = torch.randint(embeddings.shape[0], (_NUM_TEXTS, _NUM_TOKENS), generator=generator)

@@ -28,8 +28,7 @@ _TOKENS_OF_A_PASS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Acceptance in answers of held-out documents. Tokens that are not among the target's 64
-    likeliest count as rejected."""
+    """Acceptance in held-out answers. Tokens beyond the target's 64 likeliest count as rejected."""
 
     num_tokens: int
     greedy: float
@@ -39,14 +38,12 @@ class Measured:
     """Mean of sum min(p, q) at temperature 1, with q truncated as in a proposal, in texts that the
     target wrote at temperature 1. If there are none, the mean is from all texts."""
     by_position: tuple[float | None, ...]
-    """The probability, at temperature 1, that draft token 1, 2, .. is accepted after all draft
-    tokens before it are accepted."""
+    """The probability, at temperature 1, that each draft token is accepted if all before it are."""
 
 
 def measure(learner: Learner, dataset: Dataset) -> Measured:
     """Drafts along the held-out documents. Measures only answers, because user turns were drawn
-    with other sampling parameters. `greedy` and `sampled` are about the first draft token of each
-    chain."""
+    with other parameters. `greedy` and `sampled` are about the first draft token of each chain."""
     firsts: dict[float | None, list[Array]] = {}
     texts: list[list[Array]] = []
     for chosen in dataset.cache.batches(dataset.held_out, _TOKENS_OF_A_PASS):

@@ -14,8 +14,7 @@ from outrider.files import locked
 
 CARD_FILE = "README.md"
 CACHE_VERSION = 5
-"""Increment this number if the format of a folder's content changes. Folders with another number
-are not used."""
+"""Increment this if the format of folders changes. Folders of older versions are then ignored."""
 
 
 @contextmanager

@@ -58,8 +58,7 @@ class Target:
     trust_remote_code: bool = False
 
     def load(self) -> tuple[Any, ModelInfo]:
-        """Loads the model. A stage that changes the module must load a module of its own. Raises
-        `ConfigError`."""
+        """Loads the model. A stage that changes the module must load one of its own."""
         return load_model(
             self.directory, name=self.name, dtype=self.dtype, device=self.device,
             trust_remote_code=self.trust_remote_code,
@@ -242,8 +241,7 @@ def check_head(module: Any) -> None:
 
 
 _POOL = 1024
-"""Documents are sorted by length within groups of this many, so that batches need little padding.
-"""
+"""Documents are sorted by length within groups of this size, to save padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,23 +267,20 @@ class Batch:
     rows: Tensor
     """[R]: the indices of the positions before learned tokens, among all B * T positions."""
     following: Tensor
-    """[R]: the column of the drafter's head for each learned token; -1 for a token without a
-    column."""
+    """[R]: the column of each learned token in the drafter's head. -1 = no column."""
     written: Tensor
     """[R]: the target's log-probability of each learned token."""
     likeliest: Tensor
-    """[R]: the column of the target's likeliest token; -1 for a token without a column."""
+    """[R]: the column of the target's likeliest token. -1 = no column."""
     teacher: TeacherRows
     behind: Tensor
     """[R]: how many later rows belong to the same document."""
     features: Tensor
-    """[B, T, W], bfloat16: `features` of the cache for every token. If the cache has none, W is 0.
-    """
+    """[B, T, W], bfloat16: the features of every token. W is 0 if the cache has no features."""
 
 
 class Dataset:
-    """Documents with the target's answers, for one drafter. Methods take and return indices of
-    documents."""
+    """Documents with the target's answers, for one drafter. Documents are named by their index."""
 
     def __init__(self, cache: TeacherCache, token_ids: Array) -> None:
         """`token_ids` [N], ascending, are the tokens of the columns of the drafter's head."""
@@ -297,8 +292,7 @@ class Dataset:
         self.learned = [i for i, document in enumerate(documents) if not document.is_held_out]
 
     def epoch(self, seed: int, number: int, batch_tokens: int) -> list[list[int]]:
-        """Returns batches that have each document to learn from once. The order depends on `seed`
-        and `number` alone."""
+        """Returns all documents to learn from, in batches. The arguments determine the order."""
         random = np.random.default_rng((seed, number))
         order = [self.learned[i] for i in random.permutation(len(self.learned))]
         batches: list[list[int]] = []

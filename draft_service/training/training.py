@@ -47,8 +47,7 @@ _LARGEST_GRADIENT = 1.0
 _CHECKPOINT_S = 60.0
 
 Report = Callable[[str, float, float | None], None]
-"""The arguments are the current stage, the finished share of this stage, and, in training, the
-loss."""
+"""The arguments are the stage, the finished share of the stage, and, in training, the loss."""
 
 
 def learning_rate(part: float, width: int, is_trained: bool) -> float:
@@ -59,8 +58,7 @@ def learning_rate(part: float, width: int, is_trained: bool) -> float:
 
 
 def batch_tokens(part: float, most: int) -> int:
-    """Returns the number of tokens in a batch, for an epoch that begins when the share `part` of
-    the budget is used."""
+    """Returns the number of tokens in a batch of an epoch that begins at `part` of the budget."""
     shares = (share for until, share in _BATCH_PARTS if part < until)
     return int(most * next(shares, 1.0))
 
@@ -87,8 +85,7 @@ class Progress(BaseModel):
 
 
 class Trainer:
-    """Trains one learner. The optimizer works on float32 copies of the learner's weights, called
-    masters."""
+    """Trains one learner. The optimizer works on float32 copies of its weights, called masters."""
 
     def __init__(
         self,
@@ -98,8 +95,7 @@ class Trainer:
         options: DistillOptions,
         seconds: float,
     ) -> None:
-        """`directory` gets the checkpoint. The budget is `options.steps`. If these are None, the
-        budget is `seconds`."""
+        """The budget is `options.steps`, or `seconds` if `options.steps` is None."""
         self.learner = learner
         self._dataset = dataset
         self._options, self._seconds = options, seconds

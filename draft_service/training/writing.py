@@ -63,8 +63,7 @@ class WrittenCorpus:
         self._records: dict[int, dict[str, Any]] = {}
         """Conversations by index."""
         self._num_first = self._first_tokens = 0
-        """The number of conversations before the first missing index, and of tokens in their
-        answers."""
+        """Numbers of conversations before the first missing one, and of tokens in their answers."""
         if self._path.exists():
             data = self._path.read_bytes()
             whole = data[: data.rfind(b"\n") + 1]
@@ -174,8 +173,7 @@ class _Conversation:
         self.unseen = tuple(self.prompt[engine.attach(self.name, self.prompt) :])
 
     def question(self, logits: torch.Tensor) -> Question:
-        """Returns a question about an empty proposal. Its verdict has the next token, drawn from
-        `logits` [1, V]."""
+        """Returns a question whose verdict has the next token, drawn from `logits` [1, V]."""
         params = _TURN if self.is_turn else SamplingParams(temperature=self._temperature)
         rule = Rule.GREEDY if params.greedy else Rule.COUPLED
         noise = RoundNoise(self._seed, rule, len(self.prompt) + len(self.answer))

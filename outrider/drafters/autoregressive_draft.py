@@ -90,8 +90,7 @@ class AutoregressiveDraft:
 
     @property
     def draws_at_once(self) -> bool:
-        """Whether each token depends on its row of logits alone, so that several tokens can be
-        drawn at once."""
+        """Whether each token depends on its row of logits alone, not on the tokens before it."""
         request = self.request
         return not (
             request.sampling.penalised or request.allowed is not None or any(request.siblings)
@@ -187,8 +186,7 @@ class DraftSampler:
     def _masked(
         self, drafts: Sequence[AutoregressiveDraft], rows: Sequence[Tensor]
     ) -> tuple[list[AutoregressiveDraft], list[Tensor]]:
-        """Returns the drafts that may continue, and their rows of logits under the grammars' masks.
-        Masked rows are on the CPU."""
+        """Returns the drafts that may continue, and their rows under the grammars' masks."""
         going_on: list[AutoregressiveDraft] = []
         left: list[Tensor] = []
         masks: dict[int, TokenMask] = {}

@@ -190,8 +190,7 @@ class NgramDrafter(LookupDrafter):
 
     def _guess(self, request: DraftRequest, text: TextIndex) -> Guess:
         """The tokens that followed the longest match (of equally long matches, the latest). If too
-        few tokens follow the match, the text has begun to repeat itself, so the guess repeats these
-        tokens."""
+        few tokens follow, the text has begun to repeat itself, so the guess repeats them."""
         start = match_length = 0
         tail = text.slice(text.end - self._ngram_max, text.end)
         for place in islice(text.earlier(), OCCURRENCES_MAX):

@@ -134,8 +134,7 @@ class SuffixDrafter(LookupDrafter):
 
 
 def _continuation(found: Sequence[_Occurrence], num_tokens: int, config: SuffixConfig) -> Guess:
-    """Returns the best guess. A guess is made for each length of a match, from all matches that are
-    at least as long."""
+    """Returns the best guess. One guess for each length uses all matches of at least this length."""
     best = NO_GUESS
     for length in sorted({occurrence.length for occurrence in found}, reverse=True):
         limit = min(num_tokens, config.tokens_per_match * length)
@@ -151,9 +150,8 @@ def _continuation(found: Sequence[_Occurrence], num_tokens: int, config: SuffixC
 def _most_frequent(
     matching: Sequence[_Occurrence], length: int, limit: int, min_score: float
 ) -> Guess:
-    """Drafts the token that follows most of the occurrences. Of equally frequent tokens, drafts the
-    lowest id. Drafts each further token from the occurrences that continued with all drafted
-    tokens."""
+    """Drafts the token that follows most of the occurrences, or the lowest id of equally frequent
+    tokens. Each further token comes from the occurrences that continued with all drafted tokens."""
     drafted: list[int] = []
     score, product = 0.0, 1.0
     while len(drafted) < limit:
@@ -176,8 +174,7 @@ def _most_frequent(
 
 
 END = -1
-"""Stands after every output in a history, so that neither matches nor drafts extend over two
-outputs."""
+"""Separates the outputs in a history. Neither matches nor drafts extend over two outputs."""
 
 
 class _TenantHistory(TextIndex):
@@ -198,8 +195,7 @@ class History:
         self._num_tokens = 0
 
     def of(self, tenant: str) -> TextIndex | None:
-        """The tenant's outputs in one text. None if there are none. The text is valid until the
-        next `add`."""
+        """The tenant's outputs in one text, if there are any. Valid until the next `add`."""
         return self._tenants.get(tenant)
 
     def add(self, tenant: str, seed: int, token_ids: Sequence[int]) -> None:

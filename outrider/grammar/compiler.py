@@ -109,8 +109,7 @@ class GrammarTokenizer:
         self.eos_bits = bytes(words)
 
     def compile(self, constraint: Constraint) -> Grammar:
-        """Raises `BadRequest`, with the kind as its field, if the constraint cannot be met or is
-        too large."""
+        """Raises `BadRequest` with the kind as its field if the constraint cannot be compiled."""
         try:
             text = _grammar_text(constraint)
         except ValueError as error:
@@ -148,8 +147,7 @@ class Grammars:
     reveal nothing about another tenant's requests."""
 
     def __init__(self, load: Callable[[], GrammarTokenizer]) -> None:
-        """`load` is called before the first constraint is compiled. If `load` raises `ConfigError`,
-        the constraint is refused."""
+        """`load` is called for the first constraint. If it raises `ConfigError`, refuses it."""
         self._load = load
         self.clock: Callable[[], float] = time.thread_time
         self.now: Callable[[], float] = time.monotonic
@@ -167,8 +165,7 @@ class Grammars:
         self._calls: SharedCalls[_Key, Grammar | _Refusal] = SharedCalls(COMPILE_THREADS, "grammar")
 
     def find(self, digest: bytes, tenant: str = "") -> Grammar | OutriderError | None:
-        """The compiled grammar, or the error that refused the constraint. None if the digest is
-        unknown."""
+        """The grammar, or the error that refused the constraint. None if the digest is unknown."""
         found = self._look_up((tenant, digest))
         return found.error() if isinstance(found, _Refusal) else found
 
@@ -299,8 +296,7 @@ def _grammar_text(constraint: Constraint) -> str:
 
 
 def _check_strict(schema: dict[str, Any], field: str) -> None:
-    """Raises `BadRequest` for a lenient schema. In such a schema, the compiler would ignore
-    unsupported parts."""
+    """Raises `BadRequest` for a lenient schema, because the compiler would ignore parts of it."""
     options = schema.get("x-guidance")
     if isinstance(options, dict) and options.get("lenient", False) is not False:
         raise BadRequest(field, "x-guidance.lenient is not allowed: parts would be ignored")
@@ -432,8 +428,7 @@ class _Document:
         return found
 
     def _reach_by(self, reference: Any) -> float:
-        """`_reach` of the part that a reference names, or `_all_listed` if the document has no part
-        with this name."""
+        """`_reach` of the part that a reference names, or `_all_listed` if there is none."""
         if not isinstance(reference, str):
             return 0.0
         target = self._target(reference)

@@ -71,8 +71,7 @@ class Constraint:
 
     @classmethod
     def of_choices(cls, choices: Iterable[str], field: str = ConstraintKind.CHOICE) -> Constraint:
-        """One of these texts. Raises `BadRequest` if there are no texts or too many, or if one of
-        them is empty."""
+        """One of these texts. Raises `BadRequest` if there are none, too many, or empty ones."""
         listed = [choices] if isinstance(choices, str) else list(choices)
         if not 1 <= len(listed) <= CHOICES_MAX:
             raise BadRequest(field, f"got {len(listed)} choices; allowed: 1..{CHOICES_MAX}")

@@ -105,8 +105,7 @@ class PrefixMatcher:
         return num_legal
 
     def _feed(self, words: Sequence[int]) -> int:
-        """Lets the grammar consume `words` up to the first token that it does not allow. Returns
-        how many were consumed."""
+        """Lets the grammar consume `words` up to the first illegal one. Returns their number."""
         if not words:
             return 0
         began = self._grammars.clock()
@@ -139,8 +138,7 @@ class PrefixMatcher:
         return False
 
     def _start_over(self) -> bool:
-        """Rebuilds the state with a new matcher. Returns False if the new matcher does not accept
-        the tokens."""
+        """Rebuilds the state with a new matcher. Returns whether the matcher accepts the tokens."""
         self._matcher = self.grammar.start.deep_copy()
         words = self._tokens[: self._num_fed]
         self._is_broken = self._feed(words) < len(words)

@@ -18,8 +18,7 @@ class TokenMask:
     """The tokens allowed at one position."""
 
     bits: Bits
-    """[W]: one bit for each token, eight in a byte, the lowest bit first. Tokens beyond the last
-    bit are forbidden."""
+    """[W]: one bit for each token, the lowest bit first. Tokens beyond the end are forbidden."""
     is_over: bool = False
     """Whether the completion has ended and only end tokens may follow."""
 
@@ -41,8 +40,7 @@ class Allowed(Protocol):
 
     def after(self, drafted: Sequence[int]) -> TokenMask | None:
         """The tokens that may follow the committed tokens and `drafted`. None if `drafted` is not
-        allowed. Raises `Incompatible` if no token may follow, or if the grammar takes too many
-        states or too long."""
+        allowed. Raises `Incompatible` if no mask can be computed."""
         ...
 
     def num_legal(self, drafted: Sequence[int]) -> int:

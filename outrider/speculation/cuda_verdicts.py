@@ -65,8 +65,7 @@ class JudgedRows:
     left: RealArray
     """Z of block verification (`verification.py`)."""
     drawn: IntArray
-    """The token drawn from the row. If the row judges a draft token, it is drawn from the residual.
-    """
+    """The token drawn from the row, or from the residual if the row judges a draft token."""
 
 
 class RowJudge:

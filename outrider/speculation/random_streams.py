@@ -115,8 +115,7 @@ def _index_word(index: int, sibling: int) -> int:
 
 @lru_cache(maxsize=256)
 def _places_in_one(num_draft_tokens: int, parents: tuple[int, ...]) -> tuple[int, int, int]:
-    """`ones`, the second words of the index places, and the streams, as arguments of `rounds` for
-    all draft tokens at once."""
+    """The arguments `ones`, `c2` and `c3` of `rounds` for all draft tokens at once."""
     tree = draft_tree(parents, num_draft_tokens)
     words = map(_index_word, tree.depths, tree.ranks)
     ones = sum(1 << 64 * number for number in range(num_draft_tokens))
@@ -191,13 +190,11 @@ _FEW = 16
 """Up to this number of rows, Python integers are faster than arrays."""
 
 WordArray: TypeAlias = npt.NDArray[Any]
-"""Arrays of 32-bit words. The type is uint64, so that a product of two words keeps its high half.
-"""
+"""32-bit words, as uint64, so that a product of two words keeps its high half."""
 _Words = TypeVar("_Words", int, WordArray)
 KeySteps: TypeAlias = list[tuple[_Words, _Words]]
 RowKeys: TypeAlias = npt.NDArray[np.uint64]
-"""[R, 5]: for each row, `Place.a`, `Place.b`, the stream, and the low and the high word of the
-seed."""
+"""[R, 5]: `Place.a`, `Place.b`, the stream, and the low and the high word of the seed."""
 
 
 def row_words(keys: RowKeys) -> tuple[WordArray, ...]:

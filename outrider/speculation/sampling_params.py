@@ -52,8 +52,8 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Pairs of a token id and a bias, which is added to the token's logit, sorted by id."""
     min_tokens: int = 0
-    """While the completion has fewer tokens, EOS and stop tokens cannot be drawn, and stop strings
-    are ignored."""
+    """Until the completion has this many tokens, EOS and stop tokens cannot be drawn, and stop
+    strings are ignored."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the completion, like EOS."""
 

@@ -286,8 +286,7 @@ def check_drafted(is_in_support: bool) -> None:
 
 
 def _own_tokens(own: list[int], proposal: Proposal) -> Verdict:
-    """A verdict that accepts draft tokens that are the target's own tokens. `own` [N + 1] has the
-    target's own token of each row."""
+    """A verdict that accepts a draft token iff it is the target's `own` token of its row."""
     pairs = zip(proposal.tree.parents, proposal.token_ids, strict=True)
     return Verdict(tuple(float(own[parent + 1] == ids) for parent, ids in pairs), tuple(own))
 
@@ -318,7 +317,7 @@ def tree_law(weights: Tensor, sums: RealArray, proposal: Proposal) -> tuple[floa
 @dataclass(frozen=True, slots=True, eq=False)
 class _Places:
     """The entries of each q, [B, K, M], and their places in rows of weights. Entries beyond the
-    width of the weights are 0."""
+    width of a row are 0."""
 
     flat: Tensor
     """[B * K * M]: the entries' indices into the flattened weights."""
