@@ -134,7 +134,7 @@ class SuffixDrafter(LookupDrafter):
 
 
 def _continuation(found: Sequence[_Occurrence], num_tokens: int, config: SuffixConfig) -> Guess:
-    """Returns the best guess. Makes a guess for each length, from matches of at least this length."""
+    """Returns the best guess. Makes a guess for each length, from matches at least this long."""
     best = NO_GUESS
     for length in sorted({occurrence.length for occurrence in found}, reverse=True):
         limit = min(num_tokens, config.tokens_per_match * length)
