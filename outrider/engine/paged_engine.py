@@ -1,13 +1,5 @@
 """The engine for causal language models of the transformers library. It runs all sequences of a
-step in one forward pass, and keeps their keys and values in pages. Its parts:
-
-    BlockPool      assigns pages to sequences                             block_pool.py
-    KVCache        holds the tensors of the pages                         storage.py
-    GatheredSteps  runs the module with attention over gathered slots     gathered_attention.py
-    FusedSteps     runs fused CPU kernels instead of the module           cpu/fused_steps.py
-    TableSteps     runs the module with a CUDA attention kernel           cuda/table_steps.py
-    DraftLayer     runs a drafting head on the same pages                 draft_layer.py
-"""
+step in one forward pass, and keeps their keys and values in pages."""
 
 import inspect
 import logging
@@ -82,18 +74,17 @@ class PagedEngine(PagedSequences):
         `max_model_len` to the number of tokens that they hold.
 
         contended_threads  number of threads for steps of fewer than `WIDE_STEP_ROWS` tokens while
-                           other processes use the cores; other steps use torch's number of threads
+                           other processes use the cores
         deterministic      whether the logits of a chain's tokens are always bit-equal: alone or
                            beside other sequences, in one step or in several, after a cached prefix
                            or not
         backend            attention kernels of a device; not used if their trial fails on any rank
         least              returns the least number that any rank passes, so that all ranks agree on
                            the number of pages and on the results of trials
-        draft_layer        a drafting head on this model; of several ranks only rank 0 has one
+        draft_layer        a drafting head on this model, on rank 0 only
         drafts_apart       whether the head drafts on draft replicas; the engine then supports
                            `held_features`, but not `forward_draft`
-        kernels            the fused kernels that the replaced modules use; steps run on these
-                           kernels if the kernels pass their trial
+        kernels            fused kernels for steps; not used if their trial fails
 
         Raises `ConfigError` if the model cannot run on pages, or cannot run deterministically."""
         check(max_num_seqs > 0, "max_num_seqs must be positive")

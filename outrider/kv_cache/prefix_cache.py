@@ -75,8 +75,6 @@ class PrefixIndex:
 
 
 class PagedSequence:
-    """One sequence of slots."""
-
     def __init__(self, salt: str) -> None:
         self.salt = salt
         self.length = 0

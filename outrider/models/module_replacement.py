@@ -1,14 +1,5 @@
-"""Replaces modules of a loaded model by faster ones. A replacement has the same call signature, and
-the same result up to rounding.
-
-replacement        replaces                               where
-`NativeRMSNorm`    root mean square norms                 everywhere
-`FusedMLP`         gated MLPs                             everywhere
-`FusedAttention`   attention with rotary positions        everywhere
-`DirectLayer`      layers of norm, attention, norm, MLP   everywhere
-`FusedLinear`      linear layers, also of replacements    CPU with fused kernels
-`PackedLinear`     linear layers, also of replacements    CPU, bfloat16 and float32
-`WidenedLinear`    linear layers, also of replacements    CPU without bfloat16 instructions
+"""Replaces modules of a loaded model by faster modules with the same call signature, and the same
+result up to rounding. On a CPU this includes linear layers (`linear_layers.py`).
 
 If a module is built in another way, or if its replacement fails a probe (`module_probes.py`), only
 the linear layers in the module are replaced. Nothing is replaced in a module with hooks, or with a

@@ -45,7 +45,6 @@ class Watched(nn.Module):
             return getattr(super().__getattr__("inner"), name)
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
-        """Calls the inner module."""
         found = self.inner(*arguments, **options)
         self.read = arguments[0] if arguments else None
         return found

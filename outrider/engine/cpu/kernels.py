@@ -86,8 +86,6 @@ class LayerWeights(NamedTuple):
 
 
 class LayerSizes(NamedTuple):
-    """Sizes that all layers of a decoder share."""
-
     query_heads: int
     key_heads: int
     width: int

@@ -6,10 +6,7 @@ split of the context. The program loads `BLOCK_SLOTS` slots of its split at a ti
 the program keeps three results: the largest score, the sum of the weights relative to that score,
 and the weighted sum of the values (Milakov and Gimelshein, 2018; Dao et al., 2022). With one split,
 the program computes the output from these results. With several splits, each program writes its
-three results, and `merge_splits` combines the results of all splits (Dao et al., 2023).
-
-A block has one row for each token and each query head that shares the key head. So the program
-reads each key once for all these query heads."""
+three results, and `merge_splits` combines the results of all splits (Dao et al., 2023)."""
 # mypy: ignore-errors
 
 from __future__ import annotations
