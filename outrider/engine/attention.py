@@ -69,8 +69,8 @@ _FOUND: ContextVar[tuple[list[AttentionLayer], int]] = ContextVar("outrider_laye
 
 @contextmanager
 def running(layers: dict[nn.Module, LayerPages], slots: Tensor, attend: Attend) -> Iterator[None]:
-    """In this context, each block in `layers` writes the keys and values of its first n tokens to
-    `slots` [n] of its pages. Then the block attends to its pages with `attend`."""
+    """In this context, each block in `layers` writes the keys and values of the first n tokens to
+    `slots` [n] of the block's pages, and then attends to these pages with `attend`."""
     token = _RUNNING.set((layers, slots, attend))
     try:
         yield
@@ -79,8 +79,8 @@ def running(layers: dict[nn.Module, LayerPages], slots: Tensor, attend: Attend) 
 
 
 def find_layers(module: Any, max_model_len: int) -> list[AttentionLayer]:
-    """Finds the module's attention layers, in the order in which they run, by a run with one token.
-    Afterwards the attention of the module is `PAGED`.
+    """Runs one token through the module, and returns the attention layers in the order in which
+    they ran. Afterwards the attention of the module is `PAGED`.
 
     Raises `ConfigError` if the attention cannot be replaced, or if the model has attention sinks, a
     mask that is neither causal nor a sliding window, or a layer that runs twice."""
@@ -100,7 +100,8 @@ def find_layers(module: Any, max_model_len: int) -> list[AttentionLayer]:
 
 
 def set_attention(module: Any, name: str) -> None:
-    """Selects the module's attention by name. Raises `ConfigError` if this is impossible."""
+    """Selects the module's attention by name. Raises `ConfigError` if the module lacks this
+    choice."""
     try:
         module.set_attn_implementation(name)
     except (ValueError, AttributeError) as error:
@@ -165,8 +166,8 @@ def _noted_mask(
 
 
 def _window(allows: _Allows, length: int) -> int | None:
-    """The window of a causal mask over `length` tokens; None if tokens see all tokens before them.
-    Tests only some rows of the mask: those at both ends and those near the window's size."""
+    """Returns the window of a causal mask over `length` tokens, or None if tokens see all tokens
+    before them. Tests only the rows at both ends and near the window's size."""
     zero = torch.zeros((), dtype=torch.int64)
     keys = torch.arange(length)
 

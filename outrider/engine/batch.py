@@ -57,8 +57,8 @@ _SLOTS_UNIT = 16
 """Without fixed shapes, the slots of a segment are padded to a multiple of this number. Each lane
 of a vector register then always adds the same slots, so a sum does not depend on how many masked
 slots follow. Therefore a token's logits in bfloat16 are bit-equal with and without drafted tokens
-after the token, as long as matrix products use the same kernel for both numbers of rows. An Intel
-Xeon with matrix tiles uses the same kernel up to 32 rows."""
+after the token, if the additional rows do not make matrix products use another kernel. An Intel
+Xeon with matrix tiles uses the same kernel for up to 32 rows."""
 _Ints = npt.NDArray[np.int64]
 _Bools = npt.NDArray[np.bool_]
 
@@ -165,7 +165,7 @@ class _Segment:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """Chooses which slots of a segment the layers with one window read, and the padding."""
+    """Chooses the slots of a segment that the layers with one window read, and their padding."""
 
     window: int | None
     first_slot: int
@@ -181,7 +181,7 @@ class _View:
         return max(self.first_slot, reach)
 
     def begin(self, segment: _Segment) -> int:
-        """The first slot that is gathered. Slots are gathered in units."""
+        """The first slot that is gathered. Slots are gathered in units of `_unit` slots."""
         return max(self.first_slot, self.first_seen(segment) // self._unit * self._unit)
 
     def num_slots(self, segment: _Segment) -> int:

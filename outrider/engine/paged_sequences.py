@@ -39,7 +39,7 @@ class PagedSequences:
     draft_layer: LoadedDraftHead | None = None
     """The drafting head that runs on the model's pages. None if there is no such head."""
     _draft: DraftLayer | None = None
-    """The layer of that head, with the features and pairs of all slots."""
+    """The same head as a layer, with the features and pairs of all slots."""
     _features: Sequence[Tensor] = ()
 
     def _use_pool(self, pool: BlockPool, cache: PageStore, max_num_seqs: int) -> None:
@@ -78,7 +78,7 @@ class PagedSequences:
     def forward_draft(
         self, steps: Sequence[SequenceStep], features: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Raises `InvariantError` without a draft layer."""
+        """See `DraftingEngine.forward_draft`. Raises `InvariantError` without a draft layer."""
         if self._draft is None or self._draft.pairs is None:
             raise InvariantError("an engine without a draft layer runs no draft steps")
         check(len(steps) == len(features), f"{len(features)} features for {len(steps)} draft steps")
@@ -108,8 +108,8 @@ class PagedSequences:
         _add(self._copies, self._pool.fork(sequence_id, branch_id))
 
     def keep(self, sequence_id: str, length: int, path: Sequence[int] = ()) -> None:
-        """See `Engine.keep`. Moving a slot does not change its rotated key. So the token of every
-        slot in `path` must have run at the position to which the slot moves."""
+        """See `Engine.keep`. A moved slot keeps its rotated key. So the token of every slot in
+        `path` must have run at the position to which the slot moves."""
         if path and self._copies:
             self._settle()
         _add(self._moves, self._pool.keep(sequence_id, length, path))

@@ -26,7 +26,7 @@ class StepCosts:
     seconds: tuple[float, ...]
     """For each of `rows`, the time of a step of one session without a context."""
     session_s: float = 0.0
-    """The time that each session after the first adds."""
+    """The time that each session after the first session adds."""
     slot_s: float = 0.0
     """The time that each slot of the context adds, if the slot's session has one row in the
     step."""
@@ -136,7 +136,7 @@ class _Bench:
         """True on devices other than a CPU. On these devices the first step of each shape compiles
         kernels, so the time of this step is not used, and does not count towards the time limit."""
         self._excused_s = 0.0
-        """The total time of these first steps."""
+        """The total time of the first steps that do not count."""
 
     def clock(self) -> float:
         """Returns the time, less the time that does not count towards the time limit."""

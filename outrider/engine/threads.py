@@ -26,9 +26,9 @@ def on_threads(num: int) -> Iterator[None]:
 NICENESS = 5
 """This number is added to the niceness of a step's worker threads. If a step has a thread on every
 core, an incoming message waits until the operating system preempts one of these threads. Threads
-with a higher niceness are preempted earlier. On two cores, this shortened the time from the sending
-of a message to its queuing from 4.7 to 3.7 ms (99th percentile), and did not slow down steps. The
-thread that calls the engine keeps its priority, so that results are sent at once."""
+with a higher niceness are preempted earlier. On two cores, the value 5 shortened the time from the
+sending of a message to its queuing from 4.7 to 3.7 ms (99th percentile), and did not slow down
+steps. The thread that calls the engine keeps its priority, so that results are sent at once."""
 _log = logging.getLogger(__name__)
 _THREADS = Path("/proc/self/task")
 _ELEMENTS = 2**20

@@ -110,8 +110,8 @@ class VllmEngine(PagedSequences):
         **options: Unpack[LoadOptions],
     ) -> None:
         """Loads the model in `path`, or this rank's share of it. A step has at most `max_num_seqs`
-        sequences and `max_num_batched_tokens` tokens. The pages take `kv_cache_memory_bytes`. If
-        this is 0, they take what `memory_budget` returns. If `deterministic`, a token's logits do
+        sequences and `max_num_batched_tokens` tokens. If `kv_cache_memory_bytes` is 0,
+        `memory_budget` determines the size of the pages. If `deterministic`, a token's logits do
         not depend on the other tokens of its step. If `enforce_eager` or `deterministic`, the model
         is not compiled.
 
@@ -303,12 +303,12 @@ class VllmEngine(PagedSequences):
             head = self.draft_layer.module
             ascending = sorted(head.layer_ids)
             self._taps = [ascending.index(layer_id) for layer_id in head.layer_ids]
-            """For each layer that the head reads, the index among the layers that the model
+            """Element i is the index of the head's layer i among the layers that the model
             returns."""
             self._draft = DraftLayer(head, self._draft_pages)
 
     def _read_by_leader(self, num_layers: int) -> list[int]:
-        """Returns the layers that the leader's head reads, on all ranks, because all ranks must
+        """On every rank, returns the layers that the leader's head reads, because all ranks must
         compile the same model."""
         is_read = torch.zeros(num_layers + 1, dtype=torch.int64, device=self._device)
         if self.draft_layer is not None:

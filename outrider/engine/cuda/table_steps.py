@@ -122,8 +122,8 @@ def _ancestors(
 
 def _blocks(held: HeldSequence, row: int, table: int, block_tokens: int) -> npt.NDArray[np.int64]:
     """Returns the words of all blocks of a sequence. `row` is the row of the sequence's first new
-    token. `table` is the place in `TableStep.pages` at which its page table begins. The words of a
-    block are:
+    token. `table` is the place in `TableStep.pages` at which the sequence's page table begins. The
+    words of a block are:
 
     0    first row of the block
     1    number of the block's rows

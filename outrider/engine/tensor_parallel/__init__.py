@@ -1,1 +1,1 @@
-"""One model on several ranks: its weights are shared out, and every rank makes the same calls."""
+"""One model on several ranks. Each rank has a share of the weights, and makes the same calls."""

@@ -19,8 +19,8 @@ from outrider.limits import FRAME_OF_CALLS_BYTES_MAX
 _CALLS = frozenset({"attach", "fork", "keep", "release"})
 _STEPS = frozenset({"forward", "take_slots"})
 _UNSENT_BYTES_MAX = 2**18
-"""Calls without steps wait for the next step to be sent. If they have this many bytes, they are
-sent at once."""
+"""Calls without steps are sent with the next step. If they reach this many bytes, they are sent at
+once."""
 
 _log = logging.getLogger(__name__)
 

@@ -215,8 +215,8 @@ def of_leader(ranks: Ranks, tensor: Tensor) -> Tensor:
 
 
 def _cut_to_share(module: Any, plan: Mapping[str, str], ranks: Ranks) -> dict[str, Share]:
-    """Replaces each parameter that is divided among ranks by a parameter of this rank's share, on
-    the meta device. Returns the shares by the names of the parameters."""
+    """Replaces each parameter that is divided among ranks by a parameter on the meta device with
+    the shape of this rank's share. Returns the shares by the names of the parameters."""
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     check(isinstance(embedding, nn.Embedding), "the model's embedding is no nn.Embedding")
     check(isinstance(head, nn.Linear), "the model's head is no linear layer")
@@ -296,7 +296,7 @@ def check_shares(
 
 
 def _fill(module: Any, shares: Mapping[str, Share], path: Path, name: str) -> None:
-    """Reads the values of every tensor, once if the tensor has several names."""
+    """Reads every tensor. Reads a tensor with several names only once."""
     tensors = module.state_dict(keep_vars=True)
     shared: dict[int, list[str]] = {}
     for key, tensor in tensors.items():
