@@ -99,7 +99,7 @@ def dense_logits(module: _Model, token_ids: Sequence[int]) -> Tensor:
 
 
 def check_answers(engine: Engine, expected: Tensor) -> None:
-    """Runs the trial. Raises `ConfigError` if its logits differ from `expected` [T, V]."""
+    """Runs the trial. Raises `ConfigError` if the logits differ from `expected` [T, V]."""
     ids = trial_tokens(engine.info)
     chunk = min(_TRIAL_CHUNK, len(ids) - 1)
     whole, rest = SequenceStep("whole", ids, len(ids)), len(ids) - chunk

@@ -12,8 +12,8 @@ from outrider.engine.cpu.kernels import PaceKernels
 
 _PACKED_FOR_ROWS = 16
 """oneDNN chooses the layout of a weight for products with this number of rows. All numbers from 5
-to 64 give the same layout, with which products of 1 to 256 rows take at most 2 % longer than with
-their best layout. With the layout for 1 row, larger products in float32 take up to twice as
+to 64 give the same layout. With this layout, products of 1 to 256 rows take at most 2 % longer than
+with their best layout. With the layout for 1 row, larger products in float32 take up to twice as
 long."""
 
 

@@ -128,8 +128,8 @@ class LoadOptions(TypedDict, total=False):
 
 
 def load_model(path: Path, **options: Unpack[LoadOptions]) -> tuple[nn.Module, ModelInfo]:
-    """Loads the model in `path`. Returns it in evaluation mode on its device, and its description.
-    Raises `ConfigError`."""
+    """Loads the model in `path`, in evaluation mode on its device. Returns the model and its
+    description. Raises `ConfigError`."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -327,7 +327,7 @@ def empty_model(
 ) -> Any:
     """Returns a model whose parameters have no values yet. The model's buffers, such as rotary
     frequencies, have values, because no file contains them. If the files are quantised, raises
-    `ConfigError`, or with `takes_quantised` ignores the quantisation."""
+    `ConfigError`. With `takes_quantised`, ignores the quantisation instead."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     name, remote = options.get("name", str(path)), options.get("trust_remote_code", False)

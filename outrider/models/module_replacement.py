@@ -1,5 +1,5 @@
 """Replaces modules of a loaded model by faster modules with the same call signature, and the same
-result up to rounding. On a CPU this includes linear layers (`linear_layers.py`).
+result up to rounding. On a CPU, linear layers are also replaced (`linear_layers.py`).
 
 If a module is built in another way, or if its replacement fails a probe (`module_probes.py`), only
 the linear layers in the module are replaced. Nothing is replaced in a module with hooks, or with a
@@ -117,8 +117,8 @@ class FusedAttention(nn.Module):
     """Attention with rotary positions. Computes queries, keys and values in one product.
 
     Keeps the attributes of the module `block` of transformers, because attention functions read
-    them. `interface_options` are the options that the block passes to attention functions. `eager`
-    is the block's default attention function."""
+    these attributes. `interface_options` are the options that the block passes to attention
+    functions. `eager` is the block's default attention function."""
 
     config: Any
 

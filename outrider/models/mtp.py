@@ -106,8 +106,9 @@ class MtpHead(DraftHead):
         return {name: way for name, way in _WAYS.items() if way[0] or self.target_norm is not None}
 
     def read_as(self, way: tuple[bool, bool]) -> None:
-        """`way` says whether the head reads the output, not the input, of the target's last norm
-        and, in a drafted pair, of the layer's own norm."""
+        """The first value of `way` says whether the head reads the output of the target's last
+        norm. The second value says whether a drafted pair reads the output of the layer's own norm.
+        If a value is False, the norm's input is read."""
         self._is_normed, self.carries_normed = way
 
     def fuse(self, hidden: Tensor) -> Tensor:

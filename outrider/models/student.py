@@ -132,7 +132,7 @@ def load_student(
             )
         tensors = read_weights(path)
         token_ids = _checked_token_ids(tensors, description)
-        # Converted one by one, because float32 of all weights would need more memory.
+        # Converted one by one, because all weights in float32 would need more memory.
         weights = {
             key: _restored(key, tensors).to(parameter.dtype)
             for key, parameter in module.named_parameters()
