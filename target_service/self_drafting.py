@@ -80,7 +80,7 @@ class SelfDrafter:
 
     def _logits(self, steps: Mapping[int, SequenceStep], features: list[Tensor]) -> Tensor:
         """Returns the logits [R, N] after R steps. The keys of `steps` are indices of drafts.
-        Replaces the `features` of these drafts by those for the next steps."""
+        Replaces the `features` of these drafts by the features for the next steps."""
         given = [features[index] for index in steps]
         hidden = torch.cat(self.engine.forward_draft([*steps.values()], given))
         for index, row in zip(steps, self._head.carry(hidden), strict=True):

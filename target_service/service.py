@@ -178,8 +178,8 @@ class RunAhead:
     def extend(self, item: VerifyItem, sender: AnswerSender) -> list[VerdictReply]:
         """Makes `item` the item of this run-ahead, and drops all earlier rounds. The item must
         satisfy `continues`. If the item has come again or over another connection, the coordinator
-        may lack verdicts. Then returns the known verdicts from the item's round on, otherwise an
-        empty list."""
+        may lack verdicts. In this case, returns the known verdicts from the item's round on.
+        Otherwise returns an empty list."""
         rounds = item.head.round - self._item.head.round
         may_be_lost = rounds == 0 or sender is not self.sender
         offset = item.head.base_length - self._item.head.base_length

@@ -8,9 +8,9 @@ The pool holds no tensors. It returns the page copies that the engine must make 
     held               at least one              yes or no       never
 
 The *prefix* of a page is all tokens up to the end of the page. Once the prefix of a full page is
-known, new sequences with this prefix share the page. A sequence writes to a page of another
-sequence only after the page is copied. Before a sequence writes to a page that no other sequence
-holds, the pool forgets the page's prefix."""
+known, new sequences with this prefix share the page. If several sequences hold a page, a sequence
+writes only to a copy of the page. Before a sequence writes to a page that no other sequence holds,
+the pool forgets the page's prefix."""
 
 from array import array
 from collections import Counter, OrderedDict
