@@ -50,7 +50,8 @@ _SEGMENT_TOKENS_MAX = 128
 _SEGMENT_TOKENS_MIN = 16
 _SCORES_MAX = 2**19
 """A group computes at most this many attention scores (tokens * context) for each head. This limits
-the memory of a step. Only a group of one segment of the smallest size may exceed the limit."""
+the memory of a step. Only a single segment of the smallest size, or a tree of draft tokens, may
+exceed the limit."""
 _GATHERED_SLOTS_MAX = 2**16
 """A group of several segments gathers at most this many slots."""
 _SLOTS_UNIT = 16
@@ -227,10 +228,8 @@ def plan_step(
     segments: list[_Segment] = []
     row = 0
     for held in step.sequences:
-        num = len(held.step.token_ids)
-        tree = tree_of(held.step.parents) if held.step.parents else None
-        segments += _segments(held.length, num, _slots_of(held, step.page_size), row, tree)
-        row += num
+        segments += _segments(held, _slots_of(held, step.page_size), row)
+        row += len(held.step.token_ids)
     if fixed_shapes:
         row = padded_rows(row)
         arrays = [array if array is arrays[2] else _padded(array) for array in arrays]
@@ -271,28 +270,36 @@ def _in_units(num: int, unit: int) -> int:
     return -(-num // unit) * unit
 
 
-def _segments(
-    length: int, num: int, slots: _Ints, first_row: int, tree: Tree | None
-) -> list[_Segment]:
-    """Cuts the new tokens of a sequence into segments. A tree is one segment."""
-    if tree is not None:
-        end = length + int(tree.places.max()) + 1
-        seen = np.full(end, slots[0])
-        seen[:length] = slots[:length]
-        seen[length + tree.places] = slots[length:]
-        return [_Segment(first_row, num, length, end, seen, tree)]
+def _segments(held: HeldSequence, slots: _Ints, first_row: int) -> list[_Segment]:
+    """Cuts the new tokens of a sequence into segments. A tree is one segment. If a tree would have
+    too many scores, the chain at the tree's beginning becomes segments of its own."""
+    length, parents, num = held.length, held.step.parents, len(held.step.token_ids)
+    num_chain = num
+    if parents:
+        num_chain = 0
+        if num * (length + num) > _SCORES_MAX:
+            num_chain = min((p + 1 for i, p in enumerate(parents) if p != i - 1), default=num)
     size = min(_SEGMENT_TOKENS_MAX, max(_SEGMENT_TOKENS_MIN, _SCORES_MAX // (length + num)))
-    return [
+    segments = [
         _Segment(
             first_row + start,
-            min(size, num - start),
+            min(size, num_chain - start),
             length + start,
-            length + min(start + size, num),
+            length + min(start + size, num_chain),
             slots,
             None,
         )
-        for start in range(0, num, size)
+        for start in range(0, num_chain, size)
     ]
+    if num_chain < num:
+        tree = tree_of([parent - num_chain for parent in parents[num_chain:]])
+        begin = length + num_chain
+        end = begin + int(tree.places.max()) + 1
+        seen = np.full(end, slots[0])
+        seen[:begin] = slots[:begin]
+        seen[begin + tree.places] = slots[begin:]
+        segments.append(_Segment(first_row + num_chain, num - num_chain, begin, end, seen, tree))
+    return segments
 
 
 def _alike(segments: Sequence[_Segment], view: _View) -> list[list[_Segment]]:

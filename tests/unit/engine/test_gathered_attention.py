@@ -109,17 +109,25 @@ def all_slots(held: HeldSequence, page_size: int) -> list[int]:
     return [held.pages[s // page_size] * page_size + s % page_size for s in range(num)]
 
 
-@given(steps(), st.sampled_from([None, 1, 2, 6, 40]), st.sampled_from([None, 1.5]), st.booleans())
+@given(
+    steps(),
+    st.sampled_from([None, 1, 2, 6, 40]),
+    st.sampled_from([None, 1.5]),
+    st.booleans(),
+    st.sampled_from([8, batch._SCORES_MAX]),
+)
 @settings(max_examples=250)
 def test_every_token_sees_what_it_should(
-    step: HeldStep, window: int | None, softcap: float | None, fixed_shapes: bool
+    step: HeldStep, window: int | None, softcap: float | None, fixed_shapes: bool, scores_max: int
 ) -> None:
     """Chains and trees, on any pages, under any window: attention is the definition's, and slots
-    and positions are those of each token; also in splits of 4 slots, where sizes are few."""
+    and positions are those of each token; also in splits of 4 slots, where sizes are few, and with
+    chains that are cut off their trees."""
     if not step.sequences:
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batch, "SPLIT_SLOTS", 4)
+        patch.setattr(batch, "_SCORES_MAX", scores_max)
         patch.setattr(gathered_attention, "SPLIT_SLOTS", 4)
         plan = compare(step, window, softcap, fixed_shapes)
     slots, positions, num_rows = [], [], 0
@@ -138,11 +146,15 @@ def test_every_token_sees_what_it_should(
             assert group.slots.numel() % (4 * group.num_segments) == 0
 
 
+@pytest.mark.parametrize("parents", [(), (*range(-1, 46), 45, 47)])
 @pytest.mark.parametrize("window", [None, 10])
-def test_a_long_prompt_is_cut(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_is_cut(
+    window: int | None, parents: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a prompt with a tree behind it."""
     monkeypatch.setattr(batch, "_SEGMENT_TOKENS_MIN", 4)
     monkeypatch.setattr(batch, "_SCORES_MAX", 400)
-    prompt = SequenceStep("a", tuple(range(50)), 1)
+    prompt = SequenceStep("a", tuple(range(len(parents) or 50)), 1, parents)
     other = SequenceStep("b", (1, 2), 1)
     sequences = [HeldSequence(prompt, 13, list(range(4, 8))), HeldSequence(other, 0, [20])]
     plan = compare(HeldStep(sequences, 16), window, None)
