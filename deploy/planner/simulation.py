@@ -99,7 +99,7 @@ class Pair:
         return len(self.survival) > 0 and self.times.draft is not None
 
     def seats(self, role: ReplicaRole) -> int:
-        """Most sessions in a step of a role\'s replica."""
+        """Most sessions in a step of a role's replica."""
         times = self.times
         return times.target_max_num_seqs if role == "target" else times.max_num_seqs
 
