@@ -51,7 +51,6 @@ _SEQUENCE = "bench"
 
 Array = npt.NDArray[np.float64]
 Encode = Callable[[str], Sequence[int]]
-"""Tokenizes a prompt."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,8 +112,6 @@ class HttpClient(BenchClient):
         await self._client.aclose()
 
     async def generate(self, prompt: BenchPrompt, decoding: Decoding) -> Completion:
-        """Decodes one prompt. Raises `Unavailable` if the request is refused, its stream breaks, or
-        the answer has no usage."""
         clock = asyncio.get_running_loop().time
         chunk_s: list[float] = []
         usage: dict[str, Any] = {}

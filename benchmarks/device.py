@@ -110,7 +110,6 @@ def measure(
 
 
 def copy_speed(device: torch.device, num_bytes: int) -> float:
-    """Bytes a second that the fastest of several copies reads and writes together."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
     seconds = []
@@ -145,7 +144,6 @@ def random_llama(
 
 
 def verdict_times(device: torch.device, vocab_size: int) -> dict[str, Any]:
-    """Times of verdicts by rule and number of sessions, ms."""
     generator = torch.Generator(device).manual_seed(7)
     shape = (max(VERDICT_SESSIONS), VERDICT_TOKENS + 1, vocab_size)
     rows = 3 * torch.randn(shape, generator=generator, device=device)

@@ -107,12 +107,9 @@ class EmulateOptions(Options):
 
 
 class Timed(NamedTuple):
-    """The measured values of a round."""
-
     num_draft_tokens: int
     num_tokens: int
     look_ahead_hit: bool
-    """Whether the proposal was ready when the round began."""
     ms: float
     """Time since the tokens of the previous round arrived."""
 
@@ -154,7 +151,6 @@ def figures(
 
 
 async def run(options: EmulateOptions, progress: Progress) -> Report:
-    """Measures the chosen parts."""
     with blaming("acceptance_rates"):
         EmulatedSpec.parse(engine(options.acceptance_rates))
     parts = {"modes": ("runs", _modes), "features": ("features", _features)}
@@ -168,7 +164,6 @@ async def run(options: EmulateOptions, progress: Progress) -> Report:
 
 
 def _pair(spec: str, *, drafts: bool = True) -> AbstractAsyncContextManager[Replicas]:
-    """A target and, if `drafts`, a draft replica with the engine `spec`."""
     model = EMULATED.removesuffix(":")
     target = TargetConfig(engine=spec, model=model, num_threads=1)
     draft = DraftConfig(engine=spec, model=model, num_threads=1) if drafts else None

@@ -63,7 +63,6 @@ LONG_TOKENS = 4_000
 RUNNING_SESSIONS = 8
 """Sessions that decode while the long prompt is prefilled."""
 RUNNING_TOKENS = 256
-"""Tokens of each prompt of the running sessions."""
 SETTLING_GAPS = 16
 """The first gaps of a running session are not measured, because other sessions are still starting.
 """
@@ -148,7 +147,6 @@ async def _rates(
 def decode_with_engine(
     engine: Engine, prompts: Sequence[tuple[int, ...]], num_tokens: int
 ) -> float:
-    """Seconds that the engine takes to continue all prompts together, greedily."""
     started = time.perf_counter()
     asked = [Answer("", 0, prompt, num_tokens) for prompt in prompts]
     for _ in decode(engine, asked, GREEDY, Rule.GREEDY, ()):

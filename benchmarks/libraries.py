@@ -64,7 +64,6 @@ class TargetInputs:
     context_tokens: int
     """Maximum length of a sequence: prompt, completion and spare tokens."""
     batch: int = 1
-    """Maximum number of requests at a time."""
     eos_token_ids: Sequence[int]
     token_ids: Mapping[str, Sequence[int]]
     """Tokens of each prompt by its text, with the chat template unless `--raw`."""
@@ -121,7 +120,6 @@ class Library:
     time."""
     needs_gguf: bool = False
     bindings: tuple[Setting, ...] = (Setting(),)
-    """Settings that a sweep tries for plain decoding."""
     speculative: str = ""
     """Name of the library's speculative mode without a draft model; empty if there is none."""
     drafting: tuple[Setting, ...] = ()
@@ -137,7 +135,6 @@ class Library:
         return self.is_ours or (environments / self.name / STAMP).exists()
 
     def environment(self, setting: Setting, inputs: TargetInputs) -> dict[str, str]:
-        """The variables of `setting`, and `LD_PRELOAD` with the `preloads` on this machine."""
         root = inputs.environments.absolute() / self.name
         cpus = ",".join(map(str, sorted(os.sched_getaffinity(0))[: inputs.target.num_threads]))
         found = {

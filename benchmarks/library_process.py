@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 CACHE_GIB = 1
-"""Size of a library's key-value cache, GiB."""
 
 Emit = Callable[[int, list[int]], None]
 """Called with the index of a prompt and new tokens of its answer."""
@@ -151,7 +150,6 @@ class LlamaCpp(Decoder):
         self._server = llama.Server(params)
 
     def decode(self, prompts: list[list[int]], request: dict[str, Any], emit: Emit) -> None:
-        """Uses one thread for each concurrent request."""
         with ThreadPoolExecutor(request["concurrency"]) as pool:
             running = [
                 pool.submit(self._complete, token_ids, request, partial(emit, index))

@@ -53,7 +53,6 @@ class Round(NamedTuple):
     """The coordinator's report, or None if the request did not ask for reports."""
     tokens: Tokens
     arrived_s: float
-    """Seconds after the request was sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +135,6 @@ class Contestant:
     concurrency: int
 
     async def decode(self, prompts: Sequence[BenchPrompt], block: Sequence[int]) -> SideResult:
-        """Decodes the prompts whose indices are in `block`."""
         jobs = [(prompts[index], self.decoding.for_prompt(index)) for index in block]
         found = await self.client.generate_all(jobs, self.concurrency)
         end = max(one.started_s + one.seconds for one in found)
@@ -149,7 +147,6 @@ class SideResult:
 
     completions: tuple[Completion, ...]
     seconds: float
-    """Wall time."""
 
     @property
     def num_tokens(self) -> int:

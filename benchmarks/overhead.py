@@ -68,9 +68,7 @@ CROWD_TOKENS = 2_048
 WARM_UP_S = 3.0
 WARM_UP_TURNS = 3
 TURNS = 60
-"""Measured requests of each transport."""
 TURN_STEP_MS = 5.0
-"""Time of a step of the emulated target."""
 _PARTS_OF_A_ROUND = ("draft_ms", "wire_ms", "queue_ms", "verify_ms", "commit_ms")
 _WORDS = tuple("".join(letters) for letters in product(ascii_lowercase[:16], repeat=3))
 """The emulated target's vocabulary. All tokens are words, so each makes a chunk of text."""
@@ -99,7 +97,6 @@ async def run(options: OverheadOptions, progress: Progress) -> Report:
 
 
 def canned_request(seed: int, max_tokens: int) -> GenerateRequest:
-    """A request that runs to `max_tokens`, with K = `NUM_DRAFT_TOKENS` and rule token."""
     return GenerateRequest(
         prompt=tuple(range(1, 1 + PROMPT_TOKENS)), sampling=SamplingParams(temperature=1.0),
         max_tokens=max_tokens, ignore_eos=True, seed=seed, rule=Rule.TOKEN,

@@ -72,7 +72,6 @@ class Process:
         self._environment = own | dict(environment or {})
         self._process: Any = None
         self.ready: dict[str, Any] = {}
-        """The answer to `setup`."""
 
     @property
     def address(self) -> str:
@@ -132,8 +131,6 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """How a process answers."""
-
     ready: Mapping[str, object]
     """The answer to the first line."""
     answer: Callable[[dict[str, Any]], Mapping[str, object]] = lambda question: {}
@@ -206,7 +203,6 @@ async def service(setup: dict[str, Any]) -> AsyncIterator[Role]:
 
 
 def wire_bytes(coordinator: CoordinatorService) -> dict[str, int]:
-    """Bytes sent to and received from all replicas of each role."""
     pools = (coordinator.targets, coordinator.drafts)
     return {pool.role: pool.num_bytes.total() for pool in pools}
 
@@ -268,7 +264,6 @@ class Replicas:
     """Empty if no model drafts."""
     redis_url: str
     settings: CoordinatorConfig = field(default_factory=CoordinatorConfig)
-    """Further settings of coordinators."""
 
     def coordinator_config(self, **changes: Any) -> CoordinatorConfig:
         """The configuration of a coordinator on free ports that uses these replicas."""

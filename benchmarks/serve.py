@@ -123,8 +123,6 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The measurements of all requests."""
-
     duration_s: float
     most_running: int
     records: Sequence[Record]
@@ -278,7 +276,6 @@ def latencies(done: Completion) -> dict[str, float | None]:
 
 
 def samples(load: Load) -> dict[str, list[float]]:
-    """The latencies of all requests by metric, ms."""
     each = [latencies(one) for _, one in load.completed]
     found = {name: [ms for one in each if (ms := one[name]) is not None] for name in GOALS}
     found["itl"] = [1e3 * (b - a) for _, one in load.completed for a, b in pairwise(one.chunk_s)]

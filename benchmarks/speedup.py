@@ -81,7 +81,6 @@ Level = Mapping[str, Any]
 
 
 async def run(options: SpeedupOptions, subject: Subject, progress: Progress) -> Level:
-    """Measures `subject` at one concurrency."""
     (concurrency,) = options.concurrency
     prompts = options.load_prompts()
     drafted = options.drafted(subject.num_draft_tokens, options.temperature)

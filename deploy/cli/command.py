@@ -30,8 +30,6 @@ class Arguments(argparse.Namespace):
 
 
 class Seconds(click.FloatRange):
-    """A finite number within bounds."""
-
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
@@ -102,7 +100,6 @@ class Command(click.Command):
         )
 
     def invoke(self, ctx: click.Context) -> Arguments:
-        """Returns the arguments of the command and of its group. Does not run the command."""
         given = frozenset(
             name for name in ctx.params
             if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
@@ -117,7 +114,6 @@ class Command(click.Command):
         return Arguments(**own, run=self.callback, settings=settings, given=given)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the options by group. Only `--help=all` shows rare options."""
         groups: dict[str, list[tuple[str, str]]] = {}
         num_hidden = 0
         for one in self.get_params(ctx):
@@ -176,7 +172,6 @@ def command(name: str, *params: click.Parameter, **attributes: Any) -> Callable[
 
 
 def flag_of(key: str) -> str:
-    """The flag of an option, such as `--top-p` for `top_p`."""
     return "--" + key.replace("_", "-")
 
 

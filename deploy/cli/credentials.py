@@ -134,7 +134,6 @@ keys = Group(
     json_option(),
 )  # fmt: skip
 def certs(arguments: Arguments) -> int:
-    """Creates certificates (none with `--check`), and shows how many days each is still valid."""
     exclusive(arguments, "renew", "force", "check")
     directory: Path = arguments.directory.expanduser()
     if not arguments.check:

@@ -61,7 +61,6 @@ _FILES = {
     *grouped("Coordinators with TLS", trust_options()[1:]),
 )  # fmt: skip
 def gateway(arguments: Arguments) -> int:
-    """Serves until SIGINT or SIGTERM."""
     return asyncio.run(_serve(arguments))
 
 
@@ -119,7 +118,6 @@ def _running() -> DeploymentRecord:
 
 
 def _coordinators(arguments: Arguments, record: DeploymentRecord | None) -> Coordinators:
-    """The coordinators of `record`, or if `record` is None, those of `--coordinators`."""
     from coordinator.http_api.gateway import Coordinators, open_transport
     from outrider.client.failover import EndpointPool
 

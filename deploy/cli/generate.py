@@ -281,7 +281,6 @@ ESCAPE = "//"
     *connection_options(without=REQUEST_KEYS),
 )
 def chat(arguments: Arguments) -> int:
-    """Runs until the end of input or `/exit`."""
     fields = request_fields(arguments)  # Wrong fields raise here, before a deployment is started.
     return asyncio.run(_talk(arguments, fields))
 

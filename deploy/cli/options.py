@@ -111,7 +111,6 @@ def setting_option(setting: Setting, rare: bool = False, doc: str = "") -> Optio
 
 
 def place_options() -> list[Option]:
-    """The options by which `find_deployment` finds a deployment on another cluster."""
     found = setting_options(common=PLACE_KEYS, only=PLACE_KEYS)
     return grouped("A deployment on a Ray cluster elsewhere", found)
 
@@ -179,7 +178,6 @@ def given_settings(arguments: Arguments) -> dict[str, Value]:
 
 
 def deployment_config(arguments: Arguments) -> DeploymentConfig:
-    """The deployment that options, environment and file describe. Raises `ConfigError`."""
     return load_config(arguments.settings, os.environ, arguments.config)
 
 

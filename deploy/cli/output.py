@@ -92,7 +92,6 @@ def note(line: str) -> None:
 
 
 def show(table: RenderableType, *, soft_wrap: bool = False, clear: bool = False) -> None:
-    """Prints to standard output. With `soft_wrap`, the terminal wraps long lines."""
     from rich.console import Console
 
     console = Console(highlight=False)

@@ -42,7 +42,6 @@ OWN_FLAGS = ("seed", "num_draft_tokens", "deadline_ms", "length_control", "look_
 DECIDED = ("model", "draft_model", "num_targets", "num_drafts")
 """Settings whose values in the recommended command come from the plan."""
 BUILT_IN_PROMPTS = 12
-"""Number of built-in prompts to use if neither `--prompts` nor `--num-prompts` is given."""
 
 
 @checked()

@@ -140,7 +140,6 @@ def parsed_counts(words: Sequence[str]) -> dict[Role, int]:
     *setting_options(common=COMMON),
 )  # fmt: skip
 def upgrade(arguments: Arguments) -> int:
-    """Changes settings. The deployment then replaces its replicas."""
     if arguments.target is not None:
         arguments.settings["model"] = arguments.target
     # The deployment does not reveal its secrets, so this command cannot see whether one changes.

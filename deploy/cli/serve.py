@@ -79,7 +79,6 @@ _POLL_S = 0.05
     *setting_options(common=COMMON),
 )  # fmt: skip
 def serve(arguments: Arguments) -> int:
-    """Serves until a signal. With `--detach`, returns once the deployment is ready."""
     if arguments.target is not None:
         model = arguments.settings.setdefault("model", arguments.target)
         if model != arguments.target:
@@ -150,7 +149,6 @@ def _announce(record: DeploymentRecord, arguments: Arguments) -> int:
 
 
 def endpoints_text(record: DeploymentRecord) -> str:
-    """The lines that `serve` prints when the deployment is ready."""
     words = '"The capital of France is"' if record.tokenizer_directory else "--token-ids 1,2,3"
     needed = ["an API key"] if record.asks_for_keys else []
     if certificate := record.settings.get("ssl_certfile"):

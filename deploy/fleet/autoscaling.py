@@ -34,7 +34,6 @@ _log = logging.getLogger(__name__)
 
 LOOK_PERIOD_S = 1.0
 GROWTH_MAX = 2
-"""Largest factor by which one change raises a number."""
 SESSIONS, BUSY, LAG_MS = 1024, 0.8, 100.0
 COOLDOWN_S = 15.0
 CALM = 0.6

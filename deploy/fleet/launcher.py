@@ -46,7 +46,6 @@ from .spec import FleetSpec, plan_fleet
 _log = logging.getLogger(__name__)
 
 FOLLOW_PERIOD_S = 0.5
-"""Time until a reconciler that did not answer is called again."""
 REDIS_LOOK_PERIOD_S = 0.25
 CLOSE_AWAY_S = 2.0
 """How long a stop waits for a reconciler that is being restarted, before it kills the replicas."""
@@ -91,7 +90,6 @@ class Deployment:
 
     @property
     def address(self) -> str:
-        """The coordinators' addresses, separated by commas."""
         return ",".join(self.overview.addresses("coordinator"))
 
     @property

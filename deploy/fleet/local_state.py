@@ -25,7 +25,6 @@ KEY_NAME = "cli.key"
 LOCK_NAME = "deployment.lock"
 LOG_NAME = "serve.log"
 ERROR_PREFIX = "outrider: error: "
-"""Start of each line that reports the error of a command."""
 _LOCK_ATTEMPTS = 10
 _LOCK_PERIOD_S = 0.02
 """Time between two attempts to lock. An attempt may fail while `lock_holder` in another process
@@ -61,7 +60,6 @@ class DeploymentRecord:
     """File of the Ray token, if the cluster is local."""
     asks_for_keys: bool = False
     wanted: dict[Any, int] = field(default_factory=dict)
-    """Wanted numbers of replicas by role."""
     trial: str = ""
     """A line about the latest trial of a drafter."""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -80,7 +78,6 @@ class DeploymentLocation:
 
 
 def namespace_of(deployment: str) -> str:
-    """The Ray namespace of a deployment's actors."""
     return f"outrider-{deployment}"
 
 

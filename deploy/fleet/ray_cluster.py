@@ -71,7 +71,6 @@ class Demand:
 
     @property
     def each(self) -> dict[str, float]:
-        """The resources of one actor by Ray's names."""
         asked = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
         return {name: amount for name, amount in asked.items() if amount}
 
@@ -169,7 +168,6 @@ class Cluster:
         return placed
 
     async def remove(self, actors: Sequence[Actor]) -> None:
-        """Kills actors, and removes their placement groups."""
         await asyncio.gather(*(actor.kill() for actor in actors))
         for name in {actor.replica for actor in actors}:
             await asyncio.to_thread(_remove_group, self._group(name))
@@ -191,7 +189,6 @@ class Cluster:
         return f"{self.namespace}/{replica}"
 
     async def replicas(self) -> dict[str, list[Actor]]:
-        """The existing actors of each replica, by rank."""
         import ray
         from ray.util import list_named_actors
 
@@ -448,7 +445,6 @@ class RayConnection:
         self.found = str(ray.get_runtime_context().gcs_address)
 
     async def disconnect(self) -> None:
-        """Ends a local cluster and its processes, or disconnects from another cluster."""
         try:
             if self._connected:
                 import ray

@@ -123,7 +123,6 @@ AWAY_S = 60.0
 """A reconciler that does not answer for this time counts as lost. A restart by Ray takes seconds.
 """
 RETRY_PERIOD_S = 0.5
-"""Time between two calls of a reconciler that does not answer."""
 NEWS_S = 10.0
 """Longest wait of `overview` for a change."""
 NEWS_PERIOD_S = 0.5
@@ -275,7 +274,6 @@ class Reconciler(PlacedActor):
             _log.info("%s", self._report)
 
     async def end_trial(self) -> None:
-        """Ends the running trial without a change of settings."""
         await self._ready()
         if (trial := self._fleet.trial) is not None:
             await self._decide(trial, False, "it was ended by `outrider upgrade --trial-share 0`")
@@ -399,7 +397,6 @@ class Reconciler(PlacedActor):
         return found
 
     async def ends(self) -> bool:
-        """Whether `close` was called."""
         return self._closing is not None
 
     async def close(self) -> None:

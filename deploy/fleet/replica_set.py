@@ -42,7 +42,6 @@ machine would never end, because Ray reports only dead actors."""
 QUIET_S = 1.0
 """A leaving replica counts as drained if it has received no requests for this time."""
 LOOK_PERIOD_S = 0.5
-"""Time between two reads of the wanted numbers."""
 FIRST_REST_S = 1.0
 """Delay before the first retry of a failed start. Each further failure doubles the delay."""
 REST_S_MAX = 30.0
@@ -167,7 +166,6 @@ class Replica:
         return self.ranks[0]
 
     def view(self, plan: str) -> ReplicaView:
-        """The replica's public state. `plan` is the current plan of the role."""
         return ReplicaView(
             self.name, self.role, self.address, self.leaves,
             stale=self.plan != plan and not self.on_trial,
@@ -180,7 +178,6 @@ class Replica:
         return self.plan.startswith(PLAN)
 
     async def begin(self, config: object, log_directory: str, timeout_s: float) -> None:
-        """Starts the replica's service and its other ranks."""
         leader, *followers = self.ranks
         starts = [leader.call("start", config, log_directory, timeout_s=timeout_s)]
         if followers:
@@ -448,7 +445,6 @@ class Fleet:
 
     @property
     def on_trial(self) -> Replica | None:
-        """The replica of the running trial."""
         plan = "" if self.trial is None else self.trial.plan
         return next((one for one in self.replicas if one.plan == plan and not one.leaves), None)
 
@@ -632,7 +628,6 @@ class Fleet:
         await self._remove(one)
 
     async def _remove(self, one: Replica) -> None:
-        """Removes a replica's actors, and frees its slot and ports."""
         one.address = one.http_address = ""
         try:
             await self._cluster.remove(one.ranks)

@@ -61,7 +61,6 @@ class FleetSpec:
 
     @property
     def counts(self) -> dict[Role, int]:
-        """The initial number of replicas of each role."""
         return {
             role: getattr(self.config, f"num_{role}s") if role in self.demands else 0
             for role in ROLES

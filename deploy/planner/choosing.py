@@ -140,7 +140,6 @@ class TemperaturePlan:
     """For each category of texts, and for `all`, the number of tokens (`num_tokens`) and, for each
     rule, `Rounds.by_position` (`by_position`)."""
     chosen: Option
-    """The fastest option; plain decoding if no draft pays."""
     plain: Option
     options: tuple[Option, ...]
     """The fastest option for each rule and K."""
@@ -162,11 +161,9 @@ class Replays:
         self.rounds = {
             (rule, k): scripted(draft, sample, rule, k) for rule in self.rules for k in (0, *SWEEP)
         }
-        """The rounds of each text, by rule and K (0 = plain decoding)."""
         self._looks_ahead = draft.drafter.lookup is None
 
     def chances(self, rule: Rule, k: int) -> list[float]:
-        """[K]: the chance that each draft token is accepted if all earlier draft tokens were."""
         return [chance or 0.0 for chance in total(self.rounds[rule, k]).by_position[:k]]
 
     def hit_rates(self, rule: Rule, k: int) -> tuple[float, ...]:

@@ -40,7 +40,6 @@ class PlayedSession:
     """The prompt, and the target's answer before the rehearsal."""
     num_draft_tokens: int
     done: Completion
-    """The answer of the services."""
     is_cached: bool = True
     """Whether both replicas had the prompt in their prefix caches."""
 
@@ -55,7 +54,6 @@ class PlayedSession:
 async def play(
     client: Client, text: Answer, temperature: float, rule: Rule, num_draft_tokens: int
 ) -> PlayedSession:
-    """Lets the services answer the prompt of `text`, with the seed of `text`."""
     request = GenerateRequest(
         prompt=text.prompt_ids, sampling=SamplingParams(temperature=temperature), rule=rule,
         num_draft_tokens=num_draft_tokens, deadline_ms=DEADLINE_MS_MAX, include_rounds=True,

@@ -90,7 +90,6 @@ class Rounds(NamedTuple):
 
     @property
     def context(self) -> float:
-        """Mean length of the session at the start of a later round, in tokens."""
         return self._mean(self.contexts)
 
     @property
@@ -286,7 +285,6 @@ class ServiceTimes:
     """Whether draft and target share cores or a device, so that only one computes at a time."""
 
     def first_seconds(self, prompt_tokens: Iterable[int]) -> float:
-        """Sum of the times to the first token of these prompts."""
         return sum(self.first.at(self.target.step_seconds(max(1, n))) for n in prompt_tokens)
 
     def seconds(self, rounds: Rounds, way: Option, sessions: int = 1) -> float:
