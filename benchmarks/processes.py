@@ -81,7 +81,7 @@ class Process:
     async def __aenter__(self) -> Self:
         self._process = await asyncio.create_subprocess_exec(
             *self._command, stdin=PIPE, stdout=PIPE, limit=LINE_BYTES_MAX, env=self._environment,
-            # Ctrl-C then reaches only this process, which closes the other's input.
+            # Ctrl-C reaches only this process, which then closes the input of the new process.
             start_new_session=True,
         )  # fmt: skip
         try:

@@ -112,8 +112,8 @@ def _run(arguments: Arguments) -> int:
     except asyncio.CancelledError:  # SIGTERM has ended the command's temporary deployment.
         return 128 + signal.SIGTERM
     except BrokenPipeError:
-        # The reader of the output is gone. The interpreter flushes the output once more when it
-        # exits. This must not fail again, so the output now goes to /dev/null.
+        # The reader of the output is gone. When the interpreter exits, it flushes the output once
+        # more. This flush must not fail, so the output now goes to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     finally:

@@ -190,7 +190,7 @@ def flags_again(arguments: Arguments, without: Collection[str]) -> tuple[str, ..
     `without`."""
     words = [] if arguments.config is None else ["--config", str(arguments.config)]
     given = {found.key: value for found, value, _ in translated_layers(arguments.settings, {})}
-    if given.pop(SPECULATIVE_CONFIG, None):  # `merge` moves its acceptance rates into `engine`.
+    if given.pop(SPECULATIVE_CONFIG, None):  # `merge` moves acceptance rates into `engine`.
         given["engine"] = given_settings(arguments)["engine"]
     for key, value in given.items():
         if key in SECRETS or key in without:
@@ -251,7 +251,7 @@ def _setting_name(key: str, arguments: Arguments) -> str:
     try:
         given = translated_layers(arguments.settings, os.environ, arguments.config)
         return {found.key: source for found, _, source in given}.get(key, key)
-    except ConfigError:  # A second setting is wrong. Then the source of `key` cannot be found.
+    except ConfigError:  # A second setting is wrong, so the source of `key` cannot be found.
         return key
 
 

@@ -208,7 +208,7 @@ def _detach(log: LogFile) -> None:
     """Makes this process the leader of a new session of the operating system, with the log as
     standard output and error."""
     os.setsid()
-    progress.quiet = False  # All lines go to the log. The parent decides which of them it prints.
+    progress.quiet = False  # All lines go to the log. The parent decides which lines it prints.
     log.take_over()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     root = logging.getLogger()

@@ -144,8 +144,7 @@ class Deployment:
         self._is_own = True
         reconciler = start_reconciler(spec, self.ray.namespace)
         self._report(f"loading {config.target_name}, and {config.draft.model} as its draft")
-        # This calls the actor itself: a `ReconcilerClient` would repeat a start that fails with
-        # `Unavailable`.
+        # A `ReconcilerClient` would repeat a start that fails with `Unavailable`.
         await reconciler.call("start")
         await self._go_on()
 

@@ -225,7 +225,7 @@ def _lookup_of(draft: DraftConfig) -> DraftConfig | None:
         return None
     prefixes = ("ngram_", "suffix_", "hybrid_")
     names = [one.name for one in fields(draft) if one.name.startswith(prefixes)]
-    # For the same reason, `model` replaces the name of a hybrid's model.
+    # `model` replaces the name of a hybrid's model, whose change must not replace coordinators.
     model = lookup.value if draft.drafter.is_lookup else f"hybrid:{lookup},model"
     return DraftConfig(model=model, **{name: getattr(draft, name) for name in names})
 

@@ -148,7 +148,7 @@ class Reconciler(PlacedActor):
         try:
             redis = with_password(redis)
         except SettingError as error:
-            # `start` raises this error. Of an error in the constructor, Ray delivers only the text.
+            # Ray delivers only the text of a constructor's error, so `start` raises the error.
             self._no_password = error
         self._original = spec
         self._changes: Changes = {}, None, None
@@ -176,7 +176,7 @@ class Reconciler(PlacedActor):
             if self._no_password is not None:
                 raise self._no_password
             await self._cluster.save("")  # An earlier deployment may have saved changes.
-            self._work = asyncio.create_task(self._fleet.start())  # `close` may cancel it.
+            self._work = asyncio.create_task(self._fleet.start())  # `close` may cancel this task.
             try:
                 await self._work
             except BaseException:

@@ -547,7 +547,7 @@ class Fleet:
         if spec.keeps_ports(one.role):
             ports = self._ports.get(one.slot, ports)
             if not takes_over:
-                # If this start fails, perhaps because the ports are taken, the next uses new ports.
+                # If this start fails because the ports are taken, the next start uses new ports.
                 self._ports.pop(one.slot, None)
         config = spec.replica_config(
             one.role, one.name, one.slot, takes_over=takes_over, ports=ports
