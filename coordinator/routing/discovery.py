@@ -1,13 +1,12 @@
 """Reads the registry periodically, updates the replica pools, and lists all replicas.
 
-- A replica joins its pool once it has described itself, if its description fits the first replica
-  of the pool.
-- A replica that is leaving joins only if the pool knows no other replica with the same weights.
-  It joins because sessions that began with these weights can run nowhere else.
-- If the registry says that a replica is leaving, its sessions move to other replicas.
+- A new replica joins its pool if it describes itself, and fits the first replica of the pool.
+- A leaving replica joins only if the pool knows no other replica with the same weights. Sessions
+  that began with these weights can then run nowhere else.
+- If the registry says that a replica of the pool is leaving, its sessions move to other replicas.
 - If the registry has not listed a replica for `LEASE_S`, the pool asks the replica for its
-  description. If the replica does not answer, or another replica has its address, the pool
-  removes it.
+  description. If the replica does not answer, or if another replica has its address, the pool
+  removes the replica.
 - While the registry cannot be read, the pools do not change.
 """
 
@@ -33,7 +32,7 @@ REFUSED_S = 10.0
 
 State = Literal["serving", "away", "leaving", "joining"]
 """away: the replica could not be reached. leaving: the replica will end soon. joining: the registry
-lists the replica, but its pool does not have it yet, or has refused it."""
+lists the replica, but the pool has not added it yet, or has refused it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +46,7 @@ class SeenReplica:
     """Host name of the replica's machine; empty if not known."""
     device: str
     load: int
-    """Number of sessions. A target or draft counts only the sessions of this coordinator."""
+    """Number of sessions. For a target or draft, only the sessions of this coordinator count."""
     state: State
     here: bool = False
     """Whether the replica is this coordinator."""
@@ -55,8 +54,7 @@ class SeenReplica:
 
 
 class Discovery:
-    """Updates the replica pools from the registry. Lists all replicas from the newest read of the
-    registry and from the pools, without asking another process."""
+    """Updates the replica pools from the registry, and lists all replicas."""
 
     def __init__(
         self,
@@ -75,22 +73,22 @@ class Discovery:
         self._records: dict[Role, dict[str, ReplicaRecord]] = {role: {} for role in ROLES}
         self._heard_at: float | None = None
         self._heard: dict[str, tuple[float, str]] = {}
-        """Replica name -> time at which the registry last listed the replica (event loop's clock),
-        and the replica's address at that time."""
+        """Replica name -> (time at which the registry last listed the replica, the replica's
+        address at that time)."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """Replica name -> running task that adds the replica to its pool, or checks the replica."""
         self._not_before: dict[str, float] = {}
         """Name of a replica that could not join -> time of the next attempt."""
         self._refused: dict[str, OutriderError] = {}
-        """Role -> newest error of a replica that could not join."""
+        """Role -> error of the last replica that could not join."""
         self._away = False
         """Whether the newest read of the registry failed."""
 
     async def begin(self) -> None:
         """Adds the targets that the registry lists, and then the drafts. Waits for the first target
-        for at most `LEASE_S`. Every running target announces itself within this time, even if the
-        registry has lost its data. Raises `Incompatible` if a role has no replica because the last
-        one that was asked does not fit."""
+        for at most `LEASE_S`. Even if the registry has lost its data, every running target
+        announces itself within this time. Raises `Incompatible` if a role has no replica, and the
+        last replica that was asked did not fit."""
         loop = asyncio.get_running_loop()
         until = loop.time() + LEASE_S
         while not self._pools["target"].replicas and loop.time() < until:
@@ -108,7 +106,7 @@ class Discovery:
         await asyncio.gather(*self._tasks.values())
 
     async def run(self) -> None:
-        """Reads the registry every `READ_PERIOD_S` until it is cancelled."""
+        """Calls `look` every `READ_PERIOD_S`."""
         try:
             while True:
                 await self.look()
@@ -174,9 +172,10 @@ class Discovery:
         self._tasks[name].add_done_callback(lambda _: self._tasks.pop(name))
 
     async def _doubt(self, pool: ReplicaPool, name: str, is_replaced: bool) -> None:
-        """Asks a replica that the registry no longer lists, and removes it if it does not answer. A
-        replica that answers has only lost its connection to the registry. If `is_replaced`, another
-        replica has the address now and would answer instead, so the replica is not asked."""
+        """Handles a replica that the registry no longer lists. Asks the replica, and removes it if
+        it does not answer. A replica that answers has only lost its connection to the registry. If
+        `is_replaced`, another replica has the address now and would answer instead, so the replica
+        is removed without being asked."""
         replica = pool.replicas.get(name)
         if replica is None:
             return
@@ -200,20 +199,20 @@ class Discovery:
 
     @property
     def heard_ms_ago(self) -> float | None:
-        """Time since the newest read of the registry; None before the first read."""
+        """Time since the newest successful read of the registry; None before the first."""
         if self._heard_at is None:
             return None
         return (asyncio.get_running_loop().time() - self._heard_at) * 1e3
 
     @property
     def peers(self) -> list[ReplicaRecord]:
-        """Registry records of the other coordinators."""
+        """Records of the other coordinators."""
         known = self._records["coordinator"]
         return [record for name, record in known.items() if name != self._own_name]
 
     def replicas(self, model: str, load: int, figures: Figures) -> list[SeenReplica]:
-        """All coordinators, targets and drafts, sorted by role and name. `model`, `load` and
-        `figures` describe this coordinator."""
+        """Returns all coordinators, targets and drafts, sorted by role and name, without asking
+        another process. `model`, `load` and `figures` describe this coordinator."""
         own = SeenReplica(
             role="coordinator", name=self._own_name, model=model, node=socket.gethostname(),
             device="", load=load, state="serving", here=True, figures=figures,

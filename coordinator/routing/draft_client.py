@@ -1,5 +1,5 @@
-"""Proposals from a model, which runs in a draft replica or in the target. If the model proposes
-nothing, a look-up proposes."""
+"""Proposals from a model in a draft replica or in the target. If the model proposes nothing, a
+look-up proposes."""
 
 import asyncio
 import logging
@@ -51,8 +51,8 @@ _log = logging.getLogger(__name__)
 RETRY_S = 1.0
 """Pause before a draft that failed is asked again."""
 _VAIN_FEEDS_MAX = 2
-"""A feed sends hidden states to the draft. If after this many feeds in a row the draft holds no
-more tokens than before, no feed follows for `RETRY_S`."""
+"""A feed sends hidden states to the draft. If the draft holds no more tokens after this many feeds
+in a row than before, no feed follows for `RETRY_S`."""
 
 
 class PushedProposals:
@@ -63,7 +63,7 @@ class PushedProposals:
         self._round = 0
         self._bytes = 0
         self._kept: dict[tuple[int, tuple[int, ...]], ProposalReply] = {}
-        """(Length of the committed prefix, tokens assumed to follow the prefix) -> the proposal."""
+        """(Length of the committed prefix, tokens assumed to follow the prefix) -> proposal."""
 
     def put(self, reply: ProposalReply) -> None:
         """Keeps a proposal for the next round, if the limits on look-ahead allow one more."""
@@ -75,7 +75,7 @@ class PushedProposals:
             self._kept[place], self._bytes = reply, num_bytes
 
     def expects(self, number: int) -> bool:
-        """Whether round `number` directly follows the current round, so that proposals for it are
+        """Whether round `number` directly follows the current round. Only then are proposals for it
         kept."""
         return number == self._round + 1
 
@@ -91,16 +91,16 @@ class PushedProposals:
 
 
 def budget_us(seconds: float) -> int:
-    """Converts a time limit of drafting to us, for a message: 0 = no limit, otherwise >= 1."""
+    """Converts a time limit of drafting to us for a message, at least 1. Infinity becomes 0, which
+    means no limit."""
     if seconds == math.inf:
         return 0
     return max(1, min(round(seconds * 1e6), limits.DRAFT_DEADLINE_MS_MAX * 1000))
 
 
 class _ModelDrafts(Drafts):
-    """What both clients of models share. In a hybrid, a confident look-up takes the model's place.
-    The look-up's confidence depends only on committed tokens, of this session and of earlier ones.
-    """
+    """The base of the two clients of models. In a hybrid, a confident look-up takes the model's
+    place. The confidence depends only on committed tokens of this session and of earlier ones."""
 
     is_lookup = False
 
@@ -111,15 +111,14 @@ class _ModelDrafts(Drafts):
         self._session = context.session
         hybrid = config.lookup
         self._confident = math.inf if hybrid is None else hybrid.hybrid_min_score
-        """The look-up proposes if it expects at least this many accepted tokens."""
+        """If the look-up expects at least this many accepted tokens, it proposes."""
         self._model_tokens = (
             limits.NUM_DRAFT_TOKENS_MAX if hybrid is None else hybrid.hybrid_model_tokens
         )
-        """Largest number of draft tokens that a round asks of the model. A hybrid has a smaller
-        limit, because each token costs a step of the model."""
+        """Largest number of draft tokens that a round asks of the model."""
         of_request_ms = context.parameters.draft_deadline_ms or config.draft_timeout_ms
         self._draft_s = min(of_request_ms, config.draft_timeout_ms) / 1e3
-        """Time limit of drafting. The draft then answers with the tokens drawn so far."""
+        """Time limit of drafting. When it ends, the draft answers with the tokens drawn so far."""
 
     @property
     def _is_hybrid(self) -> bool:
@@ -150,9 +149,9 @@ class DraftClient(_ModelDrafts):
         self._num_vain = 0
         """Number of feeds in a row after which the draft held no more tokens than before."""
         self._is_behind = False
-        """Whether this round has no proposal because the draft lacks hidden states."""
+        """Whether the draft lacks hidden states, so that this round gets no proposal from it."""
         self._look_ahead = 0
-        """Number of a round's possible outcomes for which the draft is to draft ahead."""
+        """Number of possible outcomes of a round for which the draft drafts ahead."""
         if not (self._reads_features or context.parameters.constraint):
             self._look_ahead = config.look_ahead or 0
         self._pushed = PushedProposals()
@@ -164,7 +163,7 @@ class DraftClient(_ModelDrafts):
         self._looked_for = 0
         """K of the newest message. The draft drafts ahead with the same K."""
         self._ask_again_at = 0.0
-        """Earliest time of the next message to a draft that failed, or of the next feed."""
+        """Earliest time of the next message to a draft that failed, and of the next feed."""
 
     @property
     def cache_state(self) -> CacheState | None:
@@ -176,12 +175,12 @@ class DraftClient(_ModelDrafts):
 
     def prefill(self, num_draft_tokens: int) -> None:
         if self._reads_features:
-            return  # The prompt's hidden states, which the draft needs, come with the verdict.
+            return  # The draft needs the prompt's hidden states, which come with the verdict.
         number = self._route.begin(0)
         self._looked_for = min(num_draft_tokens, self._model_tokens)
         self._try_send(number, self._looked_for if self._look_ahead else 0, ())
         # The draft handles a session's messages in order, so it will hold the prompt before it
-        # reads the next message. If this message is lost, the draft asks for a resync.
+        # reads the next message. If the message is lost, the draft will answer `Resync`.
         self._route.cached_length = self._session.length
 
     async def propose(self, round_index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
@@ -222,8 +221,8 @@ class DraftClient(_ModelDrafts):
         refuses, lacks hidden states, or had no time for a first token.
 
         The message states the time left, and the replica checks this time before each draw. The
-        coordinator never drops a late token, because the delay may depend on the token: dropping
-        such tokens would change the output's distribution."""
+        coordinator never drops a late token. A token's delay may depend on the token, so dropping
+        late tokens would change the output's distribution."""
         num_wanted = length.num_draft_tokens
         self._is_late = False
         if self._route.is_left:
@@ -251,8 +250,8 @@ class DraftClient(_ModelDrafts):
             self._tell_soon(number, num_wanted, proposal)
         else:
             seconds = self._clock() - start
-        # Look-ahead drafts at most `looked_for` tokens, so a proposal with this many tokens may
-        # have been cut. An answer may have been cut too, if the replica had drafted it ahead.
+        # Look-ahead drafts at most `looked_for` tokens. A proposal with exactly this many tokens
+        # may have been cut, even if it is an answer, as the replica may have drafted it ahead.
         is_cut = self._look_ahead > 0 and len(proposal) == looked_for < num_wanted
         num_asked = looked_for if is_cut else num_wanted
         if reply.out_of_time and not is_ahead:
@@ -263,8 +262,8 @@ class DraftClient(_ModelDrafts):
         )  # fmt: skip
 
     async def _ask(self, number: int, length: RoundLength, start: float) -> ProposalReply | None:
-        """Asks the replica and returns its proposal; None as for `_by_replica`. Without a time
-        limit (`length.is_timed`), waits for at most `UNTIMED_DRAFT_S` + `SILENT_DRAFT_S`."""
+        """Asks the replica and returns its proposal; None as for `_by_replica`. If the round has no
+        time limit (`length.is_timed`), waits for up to `UNTIMED_DRAFT_S` + `SILENT_DRAFT_S`."""
         self._is_behind = self._lacks_features
         if not self._route.heard:
             self._probe(number, length)
@@ -310,7 +309,7 @@ class DraftClient(_ModelDrafts):
         if not self._reads_features or not self._route.heard or length.next_max == 0:
             return NOTHING_WANTED
         if self._features is not None and self._route.awaited is not None:
-            return NOTHING_WANTED  # The hidden states in `_brought` are sent first.
+            return NOTHING_WANTED  # First, the hidden states in `_brought` must be sent.
         held = self._route.cached_length if self._held is None else self._held.cached_length
         return NextWanted(features_from=max(0, held - 1))
 
@@ -325,7 +324,7 @@ class DraftClient(_ModelDrafts):
             self._held = None
 
     def reject(self) -> None:
-        """Moves to another replica. Until another replica is found, the look-up proposes."""
+        """Moves to another replica. If there is none, the look-up proposes."""
         self._held = None
         self._pushed = PushedProposals()
         self._route.reject()
@@ -345,7 +344,7 @@ class DraftClient(_ModelDrafts):
         return True
 
     def _tell_soon(self, number: int, num_draft_tokens: int, proposal: SealedProposal) -> None:
-        """Tells the draft this round's proposal, for look-ahead. Does so after two turns of the
+        """Sends this round's proposal to the draft, for look-ahead. Waits for two turns of the
         event loop, so that the message to the target is sent first."""
 
         def tell() -> None:
@@ -382,14 +381,14 @@ class DraftClient(_ModelDrafts):
     @property
     def _features(self) -> Features | None:
         """Hidden states to send to the draft. None if `_brought` is for another head than the
-        draft's, for example because the draft was restarted with another head. The draft would
-        make worse proposals from such states, also in other sessions that share its pages."""
+        draft's, for example because the draft was restarted with another head. From such states
+        the draft would make worse proposals, also in other sessions that share its pages."""
         return self._brought if self._brought_of == self._route.features_read else None
 
     @property
     def _reach(self) -> int:
-        """Number of committed tokens that the draft holds once it has run `_features`. To run a
-        token, the draft needs the hidden state of the token before."""
+        """Number of committed tokens that the draft will hold after it has run `_features`. To run
+        a token, the draft needs the hidden state of the token before."""
         held, features = self._route.cached_length, self._features
         if features is None or features.first >= max(1, held):
             return held
@@ -397,12 +396,11 @@ class DraftClient(_ModelDrafts):
 
     @property
     def _lacks_features(self) -> bool:
-        """Whether the draft lacks hidden states to run all committed tokens."""
         return self._reads_features and self._reach < self._session.length
 
     def _feed(self, number: int) -> None:
-        """Sends `_features` to the draft, and does not wait for the answer, which `_hear_feed`
-        reads. Does nothing if the answer to an earlier feed has not arrived within `RETRY_S`."""
+        """Sends `_features` to the draft. `_hear_feed` will read the answer. For `RETRY_S` after a
+        feed, does nothing while the answer to this feed is missing."""
         held, reach, now = self._route.cached_length, self._reach, self._clock()
         is_waiting = self._route.awaited is not None and now < self._ask_again_at
         if not self._route.heard or is_waiting or reach <= held:
@@ -413,8 +411,8 @@ class DraftClient(_ModelDrafts):
 
     def _hear_feed(self) -> None:
         """Reads the answer to the newest feed, if it has arrived. The draft may hold more tokens
-        than it was fed, because other sessions left pages of the same tokens. It may hold fewer,
-        because it has no free pages."""
+        than it was fed, because other sessions left pages with the same tokens. It may hold fewer
+        tokens, because it has no free pages."""
         answer = self._route.take_awaited()
         if answer is None:
             return
@@ -445,8 +443,8 @@ class DraftClient(_ModelDrafts):
             self._route.heard = True
 
     def _probe(self, number: int, length: RoundLength) -> None:
-        """Asks a draft that did not answer earlier, at most once per `RETRY_S`. Does not wait for
-        the answer."""
+        """Asks a draft that has not answered, at most once per `RETRY_S`. Does not wait for the
+        answer."""
         now = self._clock()
         if now < self._ask_again_at:
             return
@@ -469,11 +467,11 @@ class SelfDraftClient(_ModelDrafts):
         super().__init__(target.context, lookup, config)
         self._target = target
         self._wanted = NOTHING_WANTED
-        """What the newest message asked the target to send."""
+        """The newest result of `next_wanted`."""
         self._next_max = 0
         """Largest K of the next round. In a hybrid, the target may be asked for fewer tokens."""
         self._is_rejected = False
-        """Whether the head sent an unreadable q, so that only the look-up proposes."""
+        """Whether `reject` was called."""
         self._reply: VerdictReply | None = None
         """The newest verdict; None if its proposal is missing, invalid or used."""
 
@@ -482,8 +480,8 @@ class SelfDraftClient(_ModelDrafts):
         return self._target.on_trial
 
     async def propose(self, round_index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
-        """Returns the proposal that came with the newest verdict, or a look-up's. The choice does
-        not depend on the tokens that the target drew."""
+        """Returns the proposal that came with the newest verdict, or one of the look-up. The choice
+        does not depend on the tokens that the target drew."""
         num_wanted = length.num_draft_tokens
         reply, self._reply = self._reply, None
         if reply is not None and reply.next_base_length != self._session.length:
@@ -516,7 +514,6 @@ class SelfDraftClient(_ModelDrafts):
         return self._wanted
 
     def hear(self, reply: VerdictReply) -> None:
-        """Keeps the proposal that came with a verdict, if it is valid."""
         self._reply = None
         proposal = reply.next_proposal
         if not proposal or self._is_rejected:
@@ -530,15 +527,15 @@ class SelfDraftClient(_ModelDrafts):
         self._reply = reply
 
     def reject(self) -> None:
-        """Only the look-up proposes from now on."""
+        """From now on, only the look-up proposes."""
         self._is_rejected, self._reply, self._wanted = True, None, NOTHING_WANTED
 
 
 def check_wanted(
     proposal: SealedProposal, num_draft_tokens: int, siblings: tuple[int, ...]
 ) -> None:
-    """Raises `InvariantError` if a proposal exceeds the numbers of tokens and siblings that were
-    asked for, or repeats a sibling."""
+    """Raises `InvariantError` if a proposal has more tokens or siblings than were asked for, or
+    repeats a sibling."""
     tree = proposal.tree
     if tree.num_depths > num_draft_tokens or len(proposal) > num_draft_tokens + sum(siblings):
         raise InvariantError(
@@ -562,7 +559,7 @@ def open_drafts(
     lookup: LookupDrafter,
     config: CoordinatorConfig,
 ) -> Drafts:
-    """Creates a session's source of proposals, of the kind that the configuration selects."""
+    """Creates a session's source of proposals. The configuration selects its kind."""
     context, parameters = target.context, target.context.parameters
     of_session = SessionLookup(lookup, context.session, parameters.sampling)
     if parameters.num_draft_tokens == 0:

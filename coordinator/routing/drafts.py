@@ -1,5 +1,5 @@
-"""A session's source of proposals. This module has the interface that the decode loop calls, and
-the look-ups, which run in this process. `draft_client.py` gets proposals from models."""
+"""A session's source of proposals: the interface that the decode loop calls, and the look-ups.
+`draft_client.py` gets proposals from models."""
 
 import asyncio
 from typing import ClassVar, Literal
@@ -45,7 +45,7 @@ class Drafted:
 
 @value(frozen=True, slots=True)
 class NextWanted:
-    """What the coordinator asks the target to send with a verdict, for use in the next round."""
+    """What the target sends with a verdict for use in the next round."""
 
     num_draft_tokens: int = 0
     siblings: tuple[int, ...] = ()
@@ -59,7 +59,7 @@ NOTHING_WANTED = NextWanted()
 
 
 class SessionLookup:
-    """One session's use of the look-up that all sessions of this coordinator share."""
+    """One session's access to the look-up that all sessions of the coordinator share."""
 
     def __init__(self, lookup: LookupDrafter, session: Session, sampling: SamplingParams) -> None:
         self._lookup = lookup
@@ -88,7 +88,7 @@ class SessionLookup:
         return SealedProposal.of(guess.proposal(request)), guess.score
 
     def close(self) -> None:
-        """Frees what the look-up keeps for the session. Call when the session ends."""
+        """Frees the look-up's state of the session."""
         self._lookup.release(self._session.session_id)
 
 
@@ -106,8 +106,8 @@ class Drafts:
 
     @property
     def cache_state(self) -> CacheState | None:
-        """The draft replica and the number of tokens that it holds, for the session's record; None
-        if the session uses no draft replica."""
+        """The session's draft replica and the number of tokens that the replica holds; None if the
+        session has no draft replica."""
         return None
 
     @property
@@ -128,19 +128,20 @@ class Drafts:
         return Drafted(proposal, "local", loop.time() - start, length.num_draft_tokens)
 
     def next_wanted(self, length: RoundLength, room: int) -> NextWanted:
-        """Returns what to ask of the target, along with its verdict on a round of this `length`.
-        After the round, the target's context will have room for `room` more tokens."""
+        """Returns what the target is to send with its verdict on a round of this `length`. After
+        the round, the target's context will have room for `room` more tokens."""
         return NOTHING_WANTED
 
     def hear(self, reply: VerdictReply) -> None:
-        """Takes the proposal or the hidden states that `next_wanted` asked for from a verdict."""
+        """Takes a verdict, which may have the proposal or the hidden states that `next_wanted`
+        asked for."""
 
     def settle(self, common_length: int) -> None:
         """Records a round's outcome. `common_length` is the number of tokens that were committed
         before the round, plus the number of accepted tokens of the spine."""
 
     def reject(self) -> None:
-        """Uses the current drafter no more. Call if the drafter sent an unreadable q."""
+        """Stops the use of the current drafter. Call if the drafter sent an unreadable q."""
 
     def close(self) -> None:
         """Frees the session's state. Call when the session ends."""
@@ -155,10 +156,11 @@ class NoDrafts(Drafts):
 
 
 WATCH_ROUNDS_MIN = 8
-"""Smallest number of rounds between two look-ups. A look-up takes up to 0.1 ms of CPU time."""
+"""Smallest number of rounds between two look-ups of a `LookupProbe`. A look-up takes up to 0.1 ms
+of CPU time."""
 WATCH_ROUNDS_MAX = 64
-"""Largest number of rounds between two look-ups. The number doubles with each look-up whose first
-token is wrong."""
+"""Largest number of rounds between two look-ups of a `LookupProbe`. The number doubles with each
+look-up whose first token is wrong."""
 
 
 class LookupProbe:
@@ -183,8 +185,9 @@ class LookupProbe:
         """Number of rounds between two look-ups."""
 
     def note(self, num_asked: int, noise: RoundNoise, token_id: int) -> None:
-        """Compares a round's first token. Call after each round, before its tokens are appended to
-        the session. A round that asked for draft tokens (`num_asked` > 0) ends the comparison."""
+        """Compares the first token of a round with the look-up. Call after each round, before the
+        round's tokens are appended to the session. A round that asked for draft tokens (`num_asked`
+        > 0) ends the comparison."""
         if num_asked > 0:
             self._guess = None
             return

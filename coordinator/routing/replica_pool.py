@@ -1,13 +1,7 @@
 """The pool of a role's replicas, and each session's connection to a replica of the pool.
 
-    ReplicaConnection  the link to a replica, and the routes of the sessions that use it
-    ReplicaPool        all known replicas of a role; chooses a replica for each session
-    SessionContext     a session, with the parameters that its messages contain
-    SessionRoute       sends one session's messages to its replica, keeps the answers, and moves the
-                       session to another replica if its replica is away or leaving
-
-If a session moves, its KV pages stay at the old replica. The new replica gets the committed tokens.
-It computes their pages, except those that it already has.
+If a session moves to another replica, its KV pages stay at the old replica. The new replica gets
+the committed tokens, and computes the pages that it does not have.
 """
 
 import asyncio
@@ -44,12 +38,12 @@ DESCRIBE_TIMEOUT_S = 10.0
 PROBE_TIMEOUT_S = 2.0
 """Time limit for a known replica to describe itself."""
 PROBE_PERIOD_S = 0.1
-"""Time from one probe of the replicas that are away to the next."""
+"""Period of the probes of replicas that are away."""
 
 LOAD_SLACK = 0.25
-"""A replica may have this share more sessions than the mean of all replicas (see `choose`)."""
+"""`choose` gives a replica at most this share more sessions than the mean of all replicas."""
 _KEY_PAGES = 2
-"""Number of pages at the start of a prompt from which the session's affinity is computed."""
+"""Number of pages at the start of a prompt that `affinity` hashes."""
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer", bound=VerdictReply | ProposalReply | Resync | Refused)
@@ -72,7 +66,7 @@ class ReplicaConnection:
         """The replica's name in the session store."""
         self.description = description
         self.leaving = False
-        """Whether the replica ends soon, so that its sessions must move to other replicas."""
+        """Whether the replica ends soon. Its sessions must move to other replicas."""
         self.trial_share = trial_share
         """Share of the new sessions that go to this replica during its trial; 0 = no trial."""
         self.away = False
@@ -86,8 +80,7 @@ class ReplicaConnection:
         return not (self.leaving or self.away)
 
     async def answers(self) -> bool:
-        """Asks the replica for its description. Returns whether it answers within
-        `PROBE_TIMEOUT_S`."""
+        """Whether the replica describes itself within `PROBE_TIMEOUT_S`."""
         try:
             await self.link.describe(PROBE_TIMEOUT_S)
         except OutriderError:
@@ -95,7 +88,7 @@ class ReplicaConnection:
         return True
 
     def miss(self) -> None:
-        """Marks the replica as away. Call if it cannot be reached, or reports `Unavailable`."""
+        """Marks the replica as away. Call if it cannot be reached or reports `Unavailable`."""
         self.away = True
         self._pool.lost.set()
 
@@ -120,7 +113,8 @@ class ReplicaPool:
     targets with the weights that the session began with."""
 
     def __init__(self, role: Side, targets: "ReplicaPool | None" = None) -> None:
-        """A pool of drafts needs the pool of `targets`: drafts must fit the first target."""
+        """A pool of drafts needs the pool of `targets`, because drafts must fit the first
+        target."""
         self.role = role
         self.first: ReplicaDescription | None = None
         """Description of the first replica that ever joined. Later replicas must fit it."""
@@ -130,21 +124,20 @@ class ReplicaPool:
         self._left = Counter[str]()
         """Sum of `Link.num_bytes` of the replicas that were removed."""
         self.num_stale = 0
-        """Number of proposals and verdicts that arrived after their round or session had ended. May
-        be read on any thread."""
+        """Number of proposals and verdicts that arrived after their round or session had ended."""
         self.lost = asyncio.Event()
-        """Set when a replica cannot be reached."""
+        """Is set when a replica cannot be reached."""
         self._found = asyncio.Event()
-        """Set when a replica joins or is back. A new event then takes its place."""
+        """Is set when a replica joins or is back, and then replaced by a new event."""
 
     @property
     def num_present(self) -> int:
-        """Number of replicas that are neither away nor leaving. These are called present."""
+        """Number of present replicas. A replica is present if it is neither away nor leaving."""
         return sum(replica.is_open for replica in self.replicas.values())
 
     @property
     def is_full(self) -> bool:
-        """Whether all present replicas have as many sessions as fit a step."""
+        """Whether every present replica has as many sessions as fit in one step."""
         return all(
             len(replica.routes) >= replica.description.max_num_seqs
             for replica in self.replicas.values()
@@ -153,13 +146,14 @@ class ReplicaPool:
 
     @property
     def num_bytes(self) -> Counter[str]:
-        """Sum of `Link.num_bytes` of all replicas, including those that were removed."""
+        """Sum of `Link.num_bytes` over all replicas, including removed ones. Any thread may read
+        this property."""
         return sum((one.link.num_bytes for one in list(self.replicas.values())), self._left)
 
     def newest(self, weights: str = "") -> ReplicaDescription | None:
-        """Description of the newest replica with these `weights` (`ReplicaDescription.weights`;
-        empty = any); None without such a replica. Prefers present replicas to others, and among
-        them those that are not on trial."""
+        """Description of the newest replica with these `weights` (empty = any); None if no replica
+        has them. Present replicas go before others, and then replicas that are not on trial before
+        others."""
         replicas = [
             replica for replica in self.replicas.values()
             if weights in ("", replica.description.weights)
@@ -170,20 +164,20 @@ class ReplicaPool:
 
     @property
     def on_trial(self) -> ReplicaConnection | None:
-        """The newest present replica on trial; None if no replica is on trial."""
+        """The newest present replica that is on trial; None if there is none."""
         found = [one for one in self.replicas.values() if one.trial_share and one.is_open]
         return found[-1] if found else None
 
     @property
     def first_kept(self) -> ReplicaDescription | None:
-        """Description of the oldest replica that is not on trial; None if all are on trial."""
+        """Description of the oldest replica that is not on trial; None if there is none."""
         found = (one.description for one in self.replicas.values() if not one.trial_share)
         return next(found, None)
 
     async def join(self, name: str, link: Link, trial_share: float = 0.0) -> None:
-        """Asks a replica for its description and adds the replica. The pool closes the `link` in
-        the end. With a `trial_share`, the replica is on trial. Raises `Unavailable` if it does not
-        answer, and `Incompatible` if it does not fit the pool."""
+        """Asks a replica for its description and adds the replica. The pool will close the `link`.
+        With a `trial_share` above 0, the replica is on trial. Raises `Unavailable` if the replica
+        does not answer, and `Incompatible` if it does not fit the pool."""
         check(name not in self.replicas, f"{name} has joined already")
         try:
             description = await link.describe(DESCRIBE_TIMEOUT_S)
@@ -194,8 +188,8 @@ class ReplicaPool:
         self.admit(name, link, description, trial_share)
 
     async def join_all(self, links: Mapping[str, Link]) -> None:
-        """Calls `join` for each replica, and logs errors. If no replica could join, raises the
-        first error."""
+        """Calls `join` for each replica, and logs errors. If no replica joins, raises the first
+        error."""
         found = await asyncio.gather(
             *(self.join(name, link) for name, link in links.items()), return_exceptions=True
         )
@@ -214,8 +208,8 @@ class ReplicaPool:
         self._tell_found()
 
     def retire(self, name: str) -> None:
-        """Marks a replica as leaving. It gets no more sessions. Its sessions move when their next
-        round begins."""
+        """Marks a replica as leaving. The replica gets no more sessions. Each of its sessions moves
+        when the session's next round begins."""
         if name in self.replicas:
             self.replicas[name].leaving = True
 
@@ -223,7 +217,7 @@ class ReplicaPool:
         """Removes a replica that has ended. Its sessions move to other replicas."""
         replica = self.replicas.pop(name, None)
         if replica is not None:
-            # Another thread may be reading `_left`, so the counter is replaced, not changed.
+            # Another thread may be reading the counter, so it is replaced, not changed.
             self._left = self._left + replica.link.num_bytes
             replica.lose(LinkLost(f"the {self.role} {name} is gone"))
             await replica.link.close()
@@ -237,24 +231,18 @@ class ReplicaPool:
         numerics: str = "",
         session_id: str = "",
     ) -> ReplicaConnection | None:
-        """Chooses a replica for a session; None if no replica fits. A replica fits if all of these
-        hold:
+        """Chooses a replica for a session; None if no replica fits. A replica fits if it has these
+        `weights` (empty = any), is not in `without`, and `can_read` is true. A leaving draft does
+        not fit, because it ends soon and a look-up can replace it. Fitting replicas that are not
+        present are considered only if no fitting replica is present and `without` is empty.
 
-        - It has these `weights` (empty = any).
-        - It is not in `without`.
-        - `can_read` is true.
-        - It is not a draft that is leaving. Such a draft must end soon; a look-up replaces it.
-
-        If a fitting replica is present, only present ones are considered. Otherwise the result is a
-        replica that is not present, but None if `without` has replicas.
-
-        - The replica named `preferred` is taken first.
+        - The replica named `preferred` goes first.
         - Replicas with these `numerics` go before others, whatever their load, because they
           continue the session's text with exactly the same tokens.
         - A replica on trial gets its share of the sessions. A hash of the session's id decides.
-          Other sessions get it only if all fitting replicas are on trial.
-        - Among the remaining replicas, `choose` decides by `affinity`, so that sessions with the
-          same start of the prompt share pages."""
+          Other sessions get this replica only if all fitting replicas are on trial.
+        - Among the remaining replicas, `choose` decides by `affinity`. So sessions with the same
+          start of the prompt share pages."""
         fitting = [
             replica
             for replica in self.replicas.values()
@@ -282,8 +270,8 @@ class ReplicaPool:
         return None if name is None else self.replicas[name]
 
     def can_read(self, replica: ReplicaDescription, session_id: str) -> bool:
-        """Whether a replica can run the session. A draft that reads hidden states can do so only if
-        the session's target sends hidden states for the draft's head."""
+        """Whether a replica can run the session. If a draft reads hidden states, the session's
+        target must send the hidden states that the draft's head reads."""
         is_free = self._targets is None or not replica.reads_features
         return is_free or self.features_shown(session_id) == replica.features
 
@@ -294,8 +282,8 @@ class ReplicaPool:
         return next(found, None)
 
     async def watch(self) -> None:
-        """Runs until it is cancelled. Probes replicas that are away, when they are lost and then
-        every `PROBE_PERIOD_S`."""
+        """Probes replicas when they become away, and then every `PROBE_PERIOD_S` until they are
+        back."""
         loop = asyncio.get_running_loop()
         due = loop.time()
         while True:
@@ -309,13 +297,13 @@ class ReplicaPool:
                 self.lost.set()
 
     async def change(self, timeout_s: float) -> None:
-        """Waits until a replica joins or is back, but at most for `timeout_s`."""
+        """Waits up to `timeout_s` until a replica joins or is back."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._found.wait()
 
     async def wait_for_one(self, timeout_s: float) -> ReplicaDescription:
-        """Waits until the pool has a replica. Returns the description of the newest one. Raises
+        """Waits until the pool has a replica, and returns the description of the newest. Raises
         `Unavailable` after `timeout_s`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -327,8 +315,8 @@ class ReplicaPool:
         return found
 
     async def healthy(self) -> bool:
-        """Whether any replica answers. Asks one present replica first. If it does not answer, asks
-        all others at once. Takes at most twice `PROBE_TIMEOUT_S`."""
+        """Whether any replica answers. Asks one replica first, if possible a present one. If it
+        does not answer, asks all others at once."""
         replicas = sorted(self.replicas.values(), key=lambda replica: not replica.is_open)
         for some in (replicas[:1], replicas[1:]):
             if any(await asyncio.gather(*(replica.answers() for replica in some))):
@@ -352,8 +340,8 @@ class ReplicaPool:
         self._found = asyncio.Event()
 
     async def _probe(self, replica: ReplicaConnection) -> None:
-        """Marks a replica as present if it answers. Its description may have changed, because the
-        replica may have been restarted."""
+        """Marks a replica as back if it answers. Takes its new description, because the replica may
+        have been restarted."""
         with suppress(OutriderError):
             description = await replica.link.describe(PROBE_TIMEOUT_S)
             self._check(description)
@@ -362,10 +350,8 @@ class ReplicaPool:
             self._tell_found()
 
     def _check(self, found: ReplicaDescription) -> None:
-        """Raises `Incompatible` if a replica does not fit. A target needs the vocabulary and
-        tokenizer of the first target. A draft needs the target's tokenizer, and the hidden states
-        that it reads. Either all drafts read hidden states, or none. Targets may differ in how they
-        draft, because an upgrade may change their heads."""
+        """Raises `Incompatible` if a replica does not fit. Targets may differ in how they draft,
+        because an upgrade may change their heads."""
         first, target = self.first, None if self._targets is None else self._targets.first
         own, other = found.tokenizer_fingerprint, target and target.tokenizer_fingerprint
         if self.role == "target":
@@ -398,11 +384,11 @@ class ReplicaPool:
 # choose the same replica without communicating. If a replica joins or leaves, the choice changes
 # only for the sessions of this replica. A bound on loads (Mirrokni, Thorup and Zadimoghaddam 2018)
 # excludes replicas that have too many sessions. Each coordinator applies the bound to its own
-# sessions. Because the bound is relative to the mean, the sum over all coordinators keeps it too.
+# sessions. The bound is relative to the mean, so the sum over all coordinators also keeps it.
 
 
 def affinity(tenant: str, prompt_ids: Sequence[int]) -> bytes:
-    """Hash of the tenant and of the first pages of the prompt. Sessions with equal hashes can share
+    """Hashes the tenant and the first pages of the prompt. Sessions with equal hashes can share
     these pages."""
     first = prompt_ids[: _KEY_PAGES * PAGE_SIZE]
     ids = b"".join(token_id.to_bytes(4, "little") for token_id in first)
@@ -410,12 +396,12 @@ def affinity(tenant: str, prompt_ids: Sequence[int]) -> bytes:
 
 
 def choose(key: bytes, loads: Mapping[str, int], seats: int) -> str | None:
-    """Returns the name with the largest hash under `key`, among the names with room for one more
-    session; None without names. `loads` maps each name to its number of sessions.
+    """Of the replicas with room for one more session, returns the name with the largest hash under
+    `key`; None without replicas. `loads` maps the name of each replica to its number of sessions.
 
-    A replica runs up to `seats` sessions in one step. Up to `seats`, a replica may have
-    `LOAD_SLACK` more sessions than the mean. Beyond `seats` all replicas get the same number,
-    because sessions of a replica with more would wait longer."""
+    A replica runs up to `seats` sessions in one step. Below this number, a replica may have
+    `LOAD_SLACK` more sessions than the mean. Above it, all replicas get the same number of
+    sessions, because the sessions of a fuller replica would wait longer."""
     if not loads:
         return None
     mean = (sum(loads.values()) + 1) / len(loads)
@@ -426,7 +412,7 @@ def choose(key: bytes, loads: Mapping[str, int], seats: int) -> str | None:
 
 
 def _place(session_id: str) -> float:
-    """Hashes a session id to [0, 1), equally at every coordinator."""
+    """Hashes a session id to [0, 1). Every coordinator gets the same number."""
     return int.from_bytes(blake2b(session_id.encode(), digest_size=4).digest()) / 2**32
 
 
@@ -437,61 +423,63 @@ class SessionContext:
     session: Session
     parameters: GenerationParameters
     deadline: float
-    """A time of the event loop's clock."""
+    """Time on the event loop's clock."""
     observer: RequestObserver = SILENT
 
     @cached_property
-    def hashes(self) -> tuple[int, bytes]:
-        """Hash of the sampling parameters, and hash of the constraint."""
+    def sampling_hash(self) -> int:
+        return self.parameters.sampling.hash()
+
+    @cached_property
+    def constraint_hash(self) -> bytes:
         constraint = self.parameters.constraint
-        digest = b"" if constraint is None else constraint.digest()
-        return self.parameters.sampling.hash(), digest
+        return b"" if constraint is None else constraint.digest()
 
 
 class SessionRoute(Generic[Item, Answer]):
-    """Sends one session's messages to its replica, and keeps the answers. Drops answers to ended
-    rounds, and second verdicts or proposals for a round. When the session moves, the old replica
-    gets no Release message until the session ends. The session may return to the old replica,
-    which would refuse a released session."""
+    """Sends one session's messages to its replica, and keeps the answers. Moves the session to
+    another replica if its replica is away or leaving. The old replica gets a Release message only
+    when the session ends. After a Release message, it would refuse the session if the session
+    returned."""
 
     def __init__(self, pool: ReplicaPool, context: SessionContext) -> None:
-        """Begins with the replica that the session's record names, if that replica is present;
-        otherwise `ReplicaPool.find` chooses."""
+        """The session begins at the replica that its record names. If this replica is not present,
+        `ReplicaPool.find` chooses another."""
         session = context.session
         is_target = pool.role == "target"
         held = session.target if is_target else session.draft
         self.context = context
         self.heard = True
-        """Whether the replica answers, as far as is known. `DraftClient` clears this flag if there
-        is no answer, and the next answer sets it."""
+        """`DraftClient` sets this flag to False if a message gets no answer. The next answer sets
+        it to True."""
         self.was_lost = False
         """Whether the stream broke after the last wait of the round before. All open requests must
         then be sent again."""
         self.on_pushed: Callable[[ProposalReply], None] | None = None
-        """Is called with each proposal that was drafted ahead. None drops such proposals."""
+        """Is called with each proposal that was drafted ahead."""
         self._pool = pool
         self._affinity = affinity(
             session.record.tenant, session.tokens.ids[: session.prompt_length]
         )
         self._weights = context.parameters.weights if is_target else ""
         self._numerics = ""
-        """`ReplicaDescription.numerics` of the replica that the session began with."""
+        """`ReplicaDescription.numerics` of the route's first replica."""
         self._replica: ReplicaConnection | None = None
         self._left: dict[str, ReplicaConnection] = {}
         """Name -> replica, for the replicas that the session has left."""
         self._rejected: list[ReplicaConnection] = []
-        """Replicas to which the session never returns, because their answers were wrong."""
+        """Replicas that gave wrong answers. The session never returns to them."""
         self._num_moves = 0
         self._round = 0
         self._answers: dict[int, Answer] = {}
         self.awaited: int | None = None
-        """Number of an earlier round whose answer is still kept, for `take_awaited`."""
+        """Number of an earlier round whose answer is kept for `take_awaited`."""
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
         self._due = 0.0
         """Time at which the current wait times out (event loop's clock)."""
         self._timer: asyncio.TimerHandle | None = None
-        """The timer of all waits. If it fires before `_due`, `take` sets another."""
+        """Wakes `take`. If it fires before `_due`, `take` sets another timer."""
         self._lost: Exception | None = None
         """Error with which the stream broke, until `take` raises it or a round begins."""
         found = pool.find(
@@ -503,18 +491,18 @@ class SessionRoute(Generic[Item, Answer]):
 
     @property
     def replica(self) -> str:
-        """The replica's name in the session store; empty if the session has no replica."""
+        """The replica's name in the session store; empty without a replica."""
         return "" if self._replica is None else self._replica.name
 
     @property
     def on_trial(self) -> bool | None:
-        """Whether the replica is on trial; None if the session has no replica."""
+        """Whether the replica is on trial; None without a replica."""
         return None if self._replica is None else self._replica.trial_share > 0
 
     @property
     def drafts_itself(self) -> bool:
-        """Whether the session's target drafts with its own head. If the session has no target, the
-        first target of the pool decides."""
+        """Whether the session's target drafts with its own head. Without a replica, whether the
+        pool's first target does so."""
         found = self._pool.first if self._replica is None else self._replica.description
         return found is not None and found.drafts_itself
 
@@ -525,7 +513,7 @@ class SessionRoute(Generic[Item, Answer]):
 
     @property
     def features_read(self) -> str:
-        """`ReplicaDescription.features` of this replica, a draft; empty without a replica."""
+        """`ReplicaDescription.features` of the session's draft; empty without a draft."""
         return "" if self._replica is None else self._replica.description.features
 
     @property
@@ -534,14 +522,15 @@ class SessionRoute(Generic[Item, Answer]):
 
     @property
     def is_left(self) -> bool:
-        """Whether the session should move, because its replica is missing, away or leaving."""
+        """Whether the session should move, because it has no replica or its replica is away or
+        leaving."""
         return self._replica is None or not self._replica.is_open
 
     def begin(self, round_index: int) -> int:
         """Begins a round, or begins it again on another replica. Drops answers to earlier rounds.
-        Returns the round's number for messages. Each move makes the numbers larger than all numbers
-        that the old replica may still answer, including rounds that it runs ahead. So if the
-        session returns to this replica, late answers match no round."""
+        Returns the round's number for messages. After each move, the numbers are larger than all
+        numbers that the old replica may still answer, including rounds that it runs ahead. So if
+        the session returns to the old replica, late answers match no round."""
         self._round = round_index + self._num_moves * (RUN_AHEAD_ROUNDS_MAX + 1)
         if self._answers:
             self._answers = {r: a for r, a in self._answers.items() if self._is_wanted(r)}
@@ -549,12 +538,10 @@ class SessionRoute(Generic[Item, Answer]):
         return self._round
 
     def head(self, number: int) -> RoundHead:
-        """Creates the head of a message for a round. `begin` returned the `number`."""
         context = self.context
         record, tokens = context.session.record, context.session.tokens
         base_length = min(self.cached_length, len(tokens) - 1)
         left_s = context.deadline - self._loop.time()
-        sampling_hash, constraint_hash = context.hashes
         return RoundHead(
             session_id=record.session_id,
             tenant=record.tenant,
@@ -567,16 +554,17 @@ class SessionRoute(Generic[Item, Answer]):
             rule=record.rule,
             seed=record.seed,
             sampling=context.parameters.sampling,
-            sampling_hash=sampling_hash,
+            sampling_hash=context.sampling_hash,
             deadline_ms=max(1, math.ceil(left_s * 1e3)),
             traceparent=context.observer.context(self._pool.role),
             constraint=context.parameters.constraint,
-            constraint_hash=constraint_hash,
+            constraint_hash=context.constraint_hash,
         )
 
     def send(self, item: Item) -> None:
-        """Sends a message (`Link.send`). Also raises `LinkLost` if the replica is away, because it
-        may come back with other weights, or if it can no longer run the session."""
+        """Sends a message. Raises the errors of `Link.send`. Also raises `LinkLost` if the replica
+        is away, because it may come back with other weights, and if it can no longer run the
+        session."""
         replica = self._replica
         if replica is None:
             raise LinkLost(f"no {self._pool.role} is known")
@@ -594,7 +582,7 @@ class SessionRoute(Generic[Item, Answer]):
 
     async def take(self, timeout_s: float) -> Answer:
         """Waits for the answer to the current round. Raises `LinkLost` if the stream breaks, and
-        `TimeoutError` after `timeout_s`. Two calls must not wait at the same time."""
+        `TimeoutError` after `timeout_s`."""
         check(self._waiter is None, "two waiters on one route")
         self._due = self._loop.time() + timeout_s
         while self._round not in self._answers:
@@ -623,9 +611,9 @@ class SessionRoute(Generic[Item, Answer]):
         self._wake()
 
     def put(self, answer: Answer) -> bool:
-        """Keeps an answer to the current or a later round. Returns False if the answer is dropped:
-        its round has ended, its epoch is not the session's, a verdict or proposal of the round is
-        kept already, or `MAILBOX_REPLIES_MAX` answers are kept."""
+        """Keeps an answer to the current or a later round. Returns False and drops the answer if
+        its round has ended, if it has another epoch than the session, if the round has a verdict or
+        proposal already, or if `MAILBOX_REPLIES_MAX` answers are kept."""
         key = answer.key
         if key.epoch != self.context.session.epoch:
             return False
@@ -639,7 +627,7 @@ class SessionRoute(Generic[Item, Answer]):
         known = self._answers.get(key.round)
         if known is None:
             if len(self._answers) >= MAILBOX_REPLIES_MAX:
-                return False  # The session will ask again for an answer that it needs.
+                return False  # If the session needs this answer, it will ask again.
         elif isinstance(known, VerdictReply | ProposalReply):
             return False
         self._answers[key.round] = answer
@@ -647,8 +635,8 @@ class SessionRoute(Generic[Item, Answer]):
         return True
 
     def take_awaited(self) -> Answer | None:
-        """Returns the answer to the round `awaited` and clears `awaited`; None if it has not
-        arrived."""
+        """Returns the answer to the round `awaited` and clears `awaited`. Returns None if the
+        answer has not arrived."""
         number = self.awaited
         if number is None or number not in self._answers:
             return None
@@ -656,13 +644,13 @@ class SessionRoute(Generic[Item, Answer]):
         return self._answers.pop(number)
 
     def lose(self, error: Exception) -> None:
-        """Records that the stream to the replica broke."""
+        """Call when the stream to the replica broke with this error."""
         self._lost, self.awaited = error, None
         self._wake()
 
     def resync(self, answer: Resync) -> None:
-        """Handles a replica that lacks the prefix of a message. The next message will append to the
-        tokens that the replica holds."""
+        """Handles the answer of a replica that lacks the prefix of a message. The next message will
+        append to the tokens that the replica holds."""
         tokens = self.context.session.tokens
         known = tokens.holds(answer.cached_length, answer.prefix_digest)
         self.cached_length = answer.cached_length if known else 0
@@ -674,7 +662,7 @@ class SessionRoute(Generic[Item, Answer]):
             self._replica.miss()
 
     def reject(self) -> None:
-        """Leaves the replica because its answers are wrong. The session never returns to it."""
+        """Leaves the replica for good, because its answers are wrong."""
         if self._replica is not None:
             self._rejected.append(self._replica)
             self._leave()
@@ -682,7 +670,7 @@ class SessionRoute(Generic[Item, Answer]):
     def move(self) -> bool:
         """Moves to another replica that fits. Returns False if there is none. After a move, open
         requests get no answer, and the new replica is assumed to hold none of the session's tokens.
-        Even without another replica, the session leaves a draft that is leaving."""
+        The session leaves a leaving draft even if there is no other."""
         before = self._replica
         without = self._rejected if before is None else [*self._rejected, before]
         session_id = self.context.session.session_id

@@ -1,5 +1,5 @@
-"""One session's client of the target. It asks for verdicts, repeats requests that get no answer,
-and moves to another target if the current one is away."""
+"""One session's client of the target. The client asks for verdicts, repeats requests that get no
+answer, and moves to another target if the current target is away."""
 
 import asyncio
 import logging
@@ -32,13 +32,13 @@ from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 _log = logging.getLogger(__name__)
 
 ANSWER_S = 30.0
-"""Wait for a verdict after which the request is sent again."""
+"""If no verdict arrives within this time, the client sends the request again."""
 ANSWER_WAIT_GROWTH_MAX = 8
-"""The wait for a verdict doubles each time it ends without an answer, up to this multiple of
+"""The wait for a verdict doubles after each wait without an answer, up to this multiple of
 `ANSWER_S`."""
 Q_REFUSALS_MAX = 2
 """If the target refuses a proposal's q this many times, but the coordinator can read the q, the
-proposal is dropped."""
+client drops the proposal."""
 RETRY_S_MIN = 0.1
 """First pause between two attempts to reach a target. The pause doubles up to `RETRY_S_MAX`."""
 RETRY_S_MAX = 1.0
@@ -64,8 +64,8 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         self.was_asked = False
         """Whether a request was sent for the newest verdict. If not, the target ran ahead."""
         self.verified = NOTHING_SEALED
-        """The proposal of the newest verdict. It is shorter than the draft's proposal if a part of
-        that proposal's q was unreadable."""
+        """The proposal of the newest verdict. If a part of q was unreadable, this proposal is
+        shorter than the draft's."""
         self.found_broken_draft = False
         """Whether a q was unreadable for a reason that may depend on the token drawn from it.
         A proposal cut at such a token cannot be verified exactly, so the draft must be rejected."""
@@ -77,14 +77,15 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         run_ahead: int = 0,
         wanted: NextWanted = NOTHING_WANTED,
     ) -> VerdictReply:
-        """Returns the verdict of a round, and what is `wanted` for the next round. Repeats the
-        request until an answer arrives. Moves to another target if this one cannot be reached, is
-        leaving, or twice does not answer in time. Raises the error with which the target refuses
-        the session, and `Unavailable` if no target can be reached for `target_gone_ms`.
+        """Returns the verdict of a round, with the parts that are `wanted` for the next round.
+        Repeats the request until an answer arrives. Moves to another target if this one cannot be
+        reached, is leaving, or twice does not answer in time. Raises the error with which the
+        target refuses the session, and `Unavailable` if no target can be reached for
+        `target_gone_ms`.
 
         If the target cannot read the draft's q, asks again with the part of the proposal that the
         coordinator can read. If the coordinator can read all of q, drops the proposal after
-        `Q_REFUSALS_MAX` refusals. `verified` has the proposal that the verdict is about."""
+        `Q_REFUSALS_MAX` refusals. Afterwards, `verified` is the proposal that was verified."""
         if self.is_left:
             self.move()
         num_refusals, num_retries, num_silences = 0, 0, 0
@@ -99,7 +100,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
                     self._ask(number, proposal, run_ahead, wanted)
                 answer = await self.take(wait_s)
             except TimeoutError:
-                gone_at = math.inf  # The target can be reached: its stream did not break.
+                gone_at = math.inf  # The stream did not break, so the target can be reached.
                 num_silences += 1
                 if num_silences > 1 and self.move():
                     num_silences = 0
@@ -120,8 +121,8 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
                     self.resync(answer)
                 elif _is_about_q(refused := error_from_code(answer.code, answer.message)):
                     readable = self._readable(proposal)
-                    # If the coordinator can read all of q, there are two possible causes: the
-                    # refusal answers an earlier message, or only the target cannot read q.
+                    # If the coordinator can read all of q, there are two possible causes. Either
+                    # the refusal answers an earlier message, or only the target cannot read q.
                     ask = proposal != readable
                     num_refusals = 0 if ask else num_refusals + 1
                     if num_refusals >= Q_REFUSALS_MAX and len(proposal) > 0:
@@ -140,8 +141,8 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
 
     async def judge(self, token_ids: Sequence[int]) -> AsyncGenerator[VerdictReply]:
         """Yields verdicts on `token_ids`, up to `NUM_DRAFT_TOKENS_MAX` tokens a round. Appends all
-        tokens to the session, whether the verdicts accept them or not. The target runs all tokens,
-        even those that its cache holds."""
+        tokens to the session, even if the verdicts reject them. The target runs all tokens, even
+        those that its cache holds."""
         session = self.context.session
         for index, start in enumerate(range(0, len(token_ids), NUM_DRAFT_TOKENS_MAX)):
             part = tuple(token_ids[start : start + NUM_DRAFT_TOKENS_MAX])
@@ -162,8 +163,8 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         return is_moved
 
     def _must_ask(self, number: int, run_ahead: int) -> bool:
-        """Whether to send a message for a round without a proposal. No message is needed while the
-        target still runs ahead for at least half of `run_ahead` more rounds."""
+        """Whether to send a message for a round without a proposal. No message is needed if the
+        target runs ahead for at least half of `run_ahead` more rounds."""
         left = self._asked_until - number
         return left < 0 or left < run_ahead // 2
 
@@ -194,7 +195,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
     async def _take_refusal(self, answer: Refused, error: OutriderError, num_retries: int) -> None:
         if answer.code == CANCELLED_CODE:
             # The target has seen a Release of this epoch. So the store has lost the epoch, and has
-            # given the same number a second time.
+            # given the same epoch to two runs.
             raise DataLoss(f"the target has seen the session's epoch end: {answer.message}")
         if isinstance(error, BadRequest):
             # The coordinator has validated the user's request, so this is a bug in Outrider.
