@@ -1,7 +1,4 @@
-"""Averages of the length of proposals and of their acceptance, over verified rounds.
-
-Siblings have their own average, because no draft token follows an accepted sibling.
-"""
+"""Averages of the length of proposals and of their acceptance, over verified rounds."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Self
@@ -12,29 +9,28 @@ import numpy.typing as npt
 from outrider.limits import NUM_DRAFT_TOKENS_MAX
 
 FIRST_ACCEPTED = 0.7
-"""Assumed chance that the first draft token of a round is accepted, before any measurement. It
-is this high so that drafting is tried."""
+"""Assumed chance that the first draft token of a round is accepted, before any measurement. If it
+were low, drafting would not be tried."""
 FIRST_TAKEN = 0.3
 """Assumed chance that a sibling of a refused draft token is accepted, before any measurement."""
 Array = npt.NDArray[np.float64]
 
 
 class Prospects(NamedTuple):
-    """Chances of the tokens of a proposal, by depth 1, 2, ..., K. Each array is [K]."""
+    """For each depth 1, 2, ..., K of a proposal, the chance of an event. Each array is [K]."""
 
     committed: Array
-    """Chance that a token of this depth is proposed, and is accepted with all tokens before it."""
+    """A token of this depth is proposed, and is accepted with all tokens before it."""
     proposed: Array
-    """Chance that a token of this depth is proposed."""
+    """A token of this depth is proposed."""
     refused: Array
-    """Chance that a token of this depth is proposed and refused, and all tokens before it are
-    accepted."""
+    """A token of this depth is proposed and refused, and all tokens before it are accepted."""
 
 
 def observed(num_asked: int, survival: Sequence[float]) -> Array:
     """Returns the counts [5, K] of a round that asked for K = `num_asked` tokens and got
-    `len(survival)` tokens. A token is *due* at a depth if it was asked for and all tokens before it
-    were proposed. `survival` is the result of `outrider.speculation.accept_reject.survival`. Each
+    `len(survival)` tokens. `survival` comes from `outrider.speculation.accept_reject.survival`. A
+    token is *due* at a depth if it was asked for and all tokens before it were proposed. Each
     column is a depth. The rows are:
 
         0  the chance that all earlier tokens were accepted, if a token was due
@@ -53,10 +49,10 @@ def observed(num_asked: int, survival: Sequence[float]) -> Array:
 
 
 class DepthAverages:
-    """Averages of the acceptance and length of proposals by depth, over one session or several. The
-    averages come from exponentially weighted sums of the counts of `observed`. If a depth was
-    rarely reached, its rates are close to the prior. Without a prior, the acceptance rate of such a
-    depth is close to the rate of the depth before."""
+    """Averages of the acceptance and length of proposals by depth, over one session or several,
+    from exponentially weighted sums of the counts of `observed`. If a depth was rarely reached, its
+    rates are close to the prior. Without a prior, the acceptance rate of such a depth is close to
+    the rate of the depth before it."""
 
     def __init__(
         self, memory_rounds: float, prior_rounds: float, prior: Self | None = None
@@ -69,7 +65,7 @@ class DepthAverages:
         self._sums = np.zeros((5, NUM_DRAFT_TOKENS_MAX))
 
     def note(self, counts: Array) -> None:
-        """Adds the counts of a round with a draft, which `observed` returned."""
+        """Adds the result of `observed` for a round."""
         self._sums *= self._keep
         self._sums[:, : counts.shape[1]] += counts
 
@@ -82,10 +78,11 @@ class DepthAverages:
         return Prospects(committed, np.cumprod(proposed), offered - committed)
 
     def _rates(self, num_depths: int) -> list[tuple[float, float, float]]:
-        """Returns three chances for each depth. If all earlier tokens were accepted, the first is
-        the chance that the proposal has a token of this depth, and the second is the chance that
-        this token is accepted. If all earlier tokens were proposed, the third is the chance that
-        the proposal has a token of this depth."""
+        """Returns three chances for each depth:
+
+        - the chance that a token is proposed, if all earlier tokens were accepted
+        - the chance that this token is accepted, if all earlier tokens were accepted
+        - the chance that a token is proposed, if all earlier tokens were proposed"""
         pull, rate, before = self._pull, FIRST_ACCEPTED, 0.0
         prior = None if self._prior is None else self._prior._rates(num_depths)
         rates = []
@@ -106,7 +103,8 @@ class DepthAverages:
 
 
 class SiblingAverage:
-    """The average chance that a sibling of a refused draft token is accepted."""
+    """The average chance that a sibling of a refused draft token is accepted. No draft token
+    follows an accepted sibling, so `DepthAverages` does not count siblings."""
 
     def __init__(self, memory_rounds: float, prior_rounds: float) -> None:
         self._keep = 1.0 - 1.0 / memory_rounds

@@ -4,8 +4,7 @@ rounds, and uses no clock and no random numbers.
 The length of a round is fixed when the previous round begins. At that time no token of the round
 has been drawn, neither here nor by a target or draft that works ahead. So the length does not
 depend on the round's random numbers, and sampling stays exact under every rule. Sessions that share
-a seed get fixed lengths (`LengthControls.open`). docs/exactness.md has the proof. If length control
-is off (`adapts` is false), every round asks for as many tokens as the request allows.
+a seed get fixed lengths (`LengthControls.open`). docs/exactness.md has the proof.
 
 | phase of a session | K | ends when |
 | --- | --- | --- |
@@ -21,8 +20,7 @@ The expectations may be wrong. Three kinds of trial, of one or a few rounds each
 | plain decoding | while almost nothing is known about the time of a plain round |
 
 A trial runs only if the trial budget covers the tokens that the trial is expected to lose. The
-budget grows by a small share (`TRIAL_SHARE`) of the tokens that all sessions commit. So trials with
-a large expected loss are rare.
+budget grows by the share `TRIAL_SHARE` of the tokens that all sessions commit.
 """
 
 from __future__ import annotations
@@ -56,30 +54,29 @@ CHOICE_ROUNDS = 4
 PLAIN_GAIN = 0.03
 """A drafting session begins a plain phase only if plain decoding is faster by this share."""
 PLAIN_ROUNDS = 16
-"""Number of rounds of a session's first plain phase. Each further plain phase is twice as long."""
+"""Number of rounds of a session's first plain phase. Each further plain phase is twice as long, up
+to `PLAIN_ROUNDS_MAX`."""
 PLAIN_ROUNDS_MAX = 128
-"""Largest number of rounds of a plain phase."""
 GAIN_ROUNDS = 32
-"""The gain of this many drafting rounds must cover the cost of a change from plain decoding."""
+"""A session changes from plain decoding to drafting if the gain of this many drafting rounds covers
+the cost of the change."""
 TRIAL_SHARE = 0.01
 """Share of all committed tokens that trials may lose."""
 CREDIT_TOKENS = 8.0
 """Trial budget of a rule at the start, in tokens."""
 CREDIT_TOKENS_MAX = 16.0
-"""Largest trial budget of a rule, in tokens."""
 PROMPT_SIZES = (128, 512, 2048)
 """Bounds between classes of prompt lengths, in tokens."""
 PLAIN_TRIED_BELOW = 1.5
 """Plain decoding is tried only if drafting is expected to be less than this many times as fast."""
 PLAIN_TRIED_ROUNDS = 6
-"""Number of rounds of a trial of plain decoding. The first of these rounds is not timed."""
+"""Number of rounds of a trial of plain decoding. The time of the first is not measured."""
 PLAIN_KNOWN_ROUNDS = 2.0
 """The time of a plain round counts as known if the measured plain rounds have this total weight."""
 DRAFT_BUDGET_MIN_S = 0.02
 """Shortest time limit of a proposal. Processes that share cores may be scheduled late, so even a
 fast draft would miss a shorter limit."""
 _ENDLESS = sys.maxsize
-"""A number of rounds that no session reaches."""
 
 
 class Experience:
@@ -94,14 +91,13 @@ class Experience:
         ]
         self.siblings = SiblingAverage(SHARED_MEMORY_ROUNDS, PRIOR_ROUNDS)
         self._left = CREDIT_TOKENS
-        """Trial budget: the number of tokens that trials may still lose."""
+        """The trial budget: number of tokens that trials may still lose."""
 
     def earn(self, num_tokens: float) -> None:
         self._left = min(self._left + TRIAL_SHARE * num_tokens, CREDIT_TOKENS_MAX)
 
     def pays(self, num_tokens: float) -> bool:
-        """If the budget covers a trial's expected loss of `num_tokens`, spends this loss and
-        returns True."""
+        """If the budget covers an expected loss of `num_tokens`, spends them and returns True."""
         if num_tokens > self._left:
             return False
         self._left -= max(0.0, num_tokens)
@@ -113,8 +109,8 @@ class Learned:
 
     Everything learned, times included, depends on how many draft tokens were accepted. Under the
     rules token and block, a session that repeats a seed has the random numbers of an earlier
-    session. Results of the earlier session must not influence the lengths of the later one (proof:
-    docs/exactness.md). So the later session neither reads what was learned nor adds to it."""
+    session. Results of the earlier session must not influence the lengths of the later session
+    (proof: docs/exactness.md). So the later session neither reads nor extends this object."""
 
     def __init__(self, costs: RoundCosts) -> None:
         self.costs = costs
@@ -130,12 +126,12 @@ class _Shared:
         self.seeds: set[int] = set()
         """Seeds of sessions under the rules token and block."""
         self.running: dict[int, LengthControl] = {}
-        """Maps each seed to the first session with this seed. Ended sessions are removed."""
+        """Seed -> the first session with this seed, if the session still runs."""
 
     def make_room(self) -> None:
         """If there is no room for another seed, forgets the seeds of ended sessions and everything
-        that was learned. After that, a session with a forgotten seed counts as the first with this
-        seed, so it must not read what was learned from an earlier session."""
+        that was learned. A later session with a forgotten seed counts as the first with this seed,
+        so it must not read what was learned from an earlier session."""
         if len(self.seeds) >= max(DRAFTED_SEEDS_MAX, len(self.running) + 1):
             self.seeds = set(self.running)
             self.learned.clear()
@@ -143,7 +139,7 @@ class _Shared:
 
 class LengthControls:
     """Creates a length control for each session of a coordinator. Sessions with a drafter on trial
-    use a separate `LengthControls`."""
+    use a separate `LengthControls` (`of_another`)."""
 
     def __init__(
         self,
@@ -155,13 +151,15 @@ class LengthControls:
         adapts: bool = True,
     ) -> None:
         """`run_ahead_rounds` is the largest number of rounds that the target may run ahead. If
-        `delays` is true, draft and coordinator use the target's cores and so delay the target."""
+        `delays` is true, draft and coordinator use the target's cores and so delay the target. If
+        `adapts` is false, every round asks for as many tokens as the request allows."""
         self._target = target
         self._draft = draft
         self._delays = delays
         self.adapts = adapts
         self.run_ahead_rounds = run_ahead_rounds
         self._shared = _Shared()
+        self.load = self._shared.load
 
     @property
     def learned(self) -> Learned:
@@ -171,16 +169,12 @@ class LengthControls:
         return self._shared.learned[self]
 
     @property
-    def load(self) -> Load:
-        return self._shared.load
-
-    @property
     def costs(self) -> RoundCosts:
         return self.learned.costs
 
     def of_another(self, drafter: ReplicaDescription) -> LengthControls:
-        """Returns controls for sessions with another drafter, which is a draft or a target that
-        drafts. These controls share load and seeds with this object, but learn separately."""
+        """Returns controls for sessions with another drafter (a draft, or a target that drafts).
+        They share load and seeds with this object, but learn separately."""
         found = copy(self)
         if drafter.drafts_itself:
             found._target = drafter
@@ -192,8 +186,8 @@ class LengthControls:
         self, num_targets: int, num_elsewhere: int, draft: ReplicaDescription | None
     ) -> None:
         """Updates the number of targets, the number of sessions that other coordinators run on
-        these targets, and the draft. If the weights of the draft have changed, its times are
-        learned from scratch."""
+        these targets, and the draft. If the draft's weights have changed, forgets the draft's
+        times."""
         self.load.num_targets = max(1, num_targets)
         self.load.num_elsewhere = num_elsewhere
         known = self._draft
@@ -210,8 +204,8 @@ class LengthControls:
         siblings_max: int = 0,
     ) -> LengthControl:
         """Begins a session. Its rounds ask for at most `num_draft_tokens` tokens, and for at most
-        `siblings_max` siblings of each. Under the rules token and block, a session with a repeated
-        seed gets fixed lengths. If the first session with this seed still runs, its lengths are
+        `siblings_max` siblings beside each. Under the rules token and block, a session that repeats
+        a seed gets fixed lengths. If the first session with this seed still runs, its lengths are
         fixed from now on, too."""
         self.load.num_sessions += 1
         bounds, shared = (num_draft_tokens, prompt_length, siblings_max), self._shared
@@ -230,8 +224,7 @@ class LengthControls:
         return first
 
     def close(self, seed: int | None) -> None:
-        """Ends a session. If the session is in `_Shared.running`, `seed` is its seed, otherwise
-        None."""
+        """Ends a session. `seed` is None if the session is not in `_Shared.running`."""
         self.load.num_sessions -= 1
         if seed is not None:
             self._shared.running.pop(seed, None)
@@ -262,14 +255,13 @@ class _Option:
         return max(0.0, self.num_tokens) / max(self.seconds, SECONDS_MIN)
 
     def siblings(self, num_places: int) -> tuple[int, ...]:
-        """Number of siblings to ask for beside each of `num_places` draft tokens."""
         return (self.num_beside,) * num_places if self.num_beside else ()
 
 
 _PLAIN = _Option(0)
-"""A round of a plain phase."""
 _FIRST = _Option(0)
-"""The first round of a session that drafts. It has no proposal."""
+"""The first round of a session that drafts. It has no proposal, because waiting for a proposal
+would delay the first token."""
 
 
 class LengthControl:
@@ -285,8 +277,7 @@ class LengthControl:
         siblings_max: int,
         seed: int | None = None,
     ) -> None:
-        """The session reads what was `learned`, and adds to it. `close` passes `seed` to
-        `LengthControls.close`."""
+        """The session reads and extends `learned`. `seed` is that of `LengthControls.close`."""
         experience = learned.by_rule[rule]
         of_size = experience.by_size[bisect(PROMPT_SIZES, prompt_length)]
         self._controls = controls
@@ -298,8 +289,8 @@ class LengthControl:
         self._num_beside = [
             min(siblings_max, TREE_TOKENS_MAX // num - 1) for num in range(1, num_draft_tokens + 1)
         ]
-        """For K = 1, 2, ..., the number of siblings beside each token. It is limited, because a
-        tree has at most `TREE_TOKENS_MAX` tokens."""
+        """For K = 1, 2, ..., the number of siblings beside each token. A tree has at most
+        `TREE_TOKENS_MAX` tokens."""
         self._seed = seed
         self.adapts = True
         """Whether finished rounds influence the lengths of later rounds."""
@@ -319,8 +310,8 @@ class LengthControl:
         self._current: _Option | None = None
         """The round that was chosen last."""
         self._num_asked = 0
-        """Number of draft tokens that this round asks for. It is smaller than the round's K if the
-        completion has no room for K tokens."""
+        """Number of draft tokens that `_current` asks for. It is smaller than K if the completion
+        has no room for K tokens."""
         self._follows_plain = False
         """Whether the round before `_current` was plain. If both rounds are plain, the target ran
         ahead without waiting for the coordinator."""
@@ -334,7 +325,7 @@ class LengthControl:
             drafted, plain = self._options()
             if not self._drafting_is_due(_best(drafted), plain):
                 self._begin_plain()
-        # When the target has read the prompt, the draft may still have to read it.
+        # After the target has read the prompt, the draft may still have to read the prompt.
         self._num_missed = prompt_length
         if not controls.adapts:
             self._fix(_Option(self._bound, num_beside=self._num_beside[-1] if self._bound else 0))
@@ -345,9 +336,9 @@ class LengthControl:
         return self._plain_left > 0
 
     def fix(self) -> None:
-        """Fixes K at its best value so far. If K is fixed already, it does not change. Rounds that
-        are planned keep their K, and so do plain rounds that are certain to come. From now on,
-        nothing is learned from this session, and its drafting has no time limit."""
+        """Fixes K at its best value so far, if K is not fixed already. Planned rounds and plain
+        rounds that are certain to come keep their K. From now on, nothing is learned from this
+        session, and its drafting has no time limit."""
         self._is_timed = False
         if self.adapts:
             drafted, plain = self._options()
@@ -359,13 +350,12 @@ class LengthControl:
         if length.num_draft_tokens == 0:
             self._plain_left = _ENDLESS
         elif self._current is None:
-            self._plain_left = 0  # The target was not told to run ahead yet.
+            self._plain_left = 0  # The target has not been told to run ahead.
 
     def choose(self, num_left: int) -> RoundLength:
         """Returns the length of the next round. The completion has room for `num_left` more tokens,
-        the target's own token included. The last `note` does not influence this length, because a
-        target or draft that works ahead may already have drawn tokens of this round. The first
-        round has no proposal, because waiting for a proposal would delay the first token."""
+        including the target's own token. The last `note` does not influence this length, because a
+        target or draft that works ahead may already have drawn tokens of this round."""
         length, run_ahead = self._next or self._taken(_FIRST)
         self._follows_plain = self._current is _PLAIN
         self._current = length
@@ -385,8 +375,8 @@ class LengthControl:
         )
 
     def note(self, played: PlayedRound) -> None:
-        """Learns from the round that was chosen last. The next round is planned already, so only
-        the rounds after the next can change."""
+        """Learns from the round that was chosen last. The round after it is planned already, so
+        only later rounds can change."""
         if not self.adapts:
             return
         before, self._ended_at = self._ended_at, played.ended_at
@@ -409,13 +399,12 @@ class LengthControl:
         elif played.draft_s > 0 and self._num_missed == 0:
             costs.note_late(self._num_asked, played.draft_s)
         if not is_plain and (played.num_asked > 0 or played.draft_s > 0):
-            self._num_missed = 0  # From here on a late proposal counts as slow drafting.
+            self._num_missed = 0  # From now on, a late proposal counts as slow drafting.
 
     def note_watched(self, num_asked: int, survival: tuple[float, ...]) -> None:
-        """Learns how many tokens of a proposal were accepted. `num_asked` tokens were asked for,
-        and `survival` is that of `PlayedRound`. In a plain round, the proposal comes from a
-        look-up. The target does not verify this proposal, so it is compared with the committed
-        tokens."""
+        """Learns how many tokens of a proposal were accepted. `num_asked` and `survival` are those
+        of `PlayedRound`. In plain rounds, a `LookupProbe` calls this method for look-ups that it
+        has compared with the committed tokens."""
         if self.adapts:
             counts = observed(num_asked, survival)
             for averages in (self._averages, *self._shared_averages):
@@ -426,7 +415,7 @@ class LengthControl:
         self._controls.close(self._seed)
 
     def _plan(self) -> tuple[_Option, int]:
-        """Plans the next round. Returns this round, and how many plain rounds certainly follow."""
+        """Plans and returns the next round, and how many plain rounds certainly follow it."""
         if self._plain_left > 0:
             self._plan_plain()
         elif self._drafted_left == 0:
@@ -434,8 +423,8 @@ class LengthControl:
         return self._taken(self._choice or _FIRST)
 
     def _taken(self, drafted: _Option) -> tuple[_Option, int]:
-        """Returns the next round, and how many plain rounds certainly follow. The next round is
-        plain if the plain phase has rounds left. Otherwise it is `drafted`."""
+        """Returns the next round, and how many plain rounds certainly follow it. If the plain phase
+        has rounds left, the next round is plain. Otherwise it is `drafted`."""
         if self._plain_left > 0:
             self._plain_left -= 1
             return _PLAIN, min(self._controls.run_ahead_rounds, self._plain_left)
@@ -444,7 +433,8 @@ class LengthControl:
         return drafted, 0
 
     def _plan_plain(self) -> None:
-        """Decides whether the plain phase goes on, early enough for the target to run ahead."""
+        """Decides whether the plain phase goes on. Decides early, so that the target can run
+        ahead."""
         if self._plain_ends or self._plain_left > self._controls.run_ahead_rounds:
             return
         drafted, plain = self._options()
@@ -454,14 +444,13 @@ class LengthControl:
 
     def _drafting_is_due(self, drafted: _Option, plain: _Option) -> bool:
         """Whether the gain of drafting covers the time in which the draft first reads the tokens
-        that it lacks. If not, whether the trial budget covers the loss."""
+        that it lacks. If it does not, whether the trial budget covers the loss."""
         each = drafted.seconds * plain.rate - drafted.num_tokens
         num_rounds = CHOICE_ROUNDS if each > 0 else GAIN_ROUNDS
         lost = num_rounds * each + self._costs.reading_lost(plain.seconds, self._num_missed)
         return lost < 0 or self._experience.pays(lost)
 
     def _choose_again(self) -> None:
-        """Chooses K from the next round on, or begins a plain phase."""
         drafted, plain = self._options()
         best, largest = _best(drafted), drafted[-1]
         is_first = self._choice is None
@@ -495,9 +484,10 @@ class LengthControl:
     def _options(self) -> tuple[list[_Option], _Option]:
         """Returns the options with a draft, for K = 1, 2, ..., and the option of plain decoding.
 
-        The time limit of a proposal is its usual time, plus the time that plain decoding would take
-        for the tokens that the proposal is expected to gain. So a draft that becomes slow costs at
-        most twice the time that it would gain."""
+        The time limit of a proposal is its usual time plus its gain, the time that plain decoding
+        would take for the tokens that the proposal is expected to add. Drafting is chosen only if
+        its usual time is shorter than the gain. So a draft that becomes slow costs at most twice
+        the gain."""
         costs = self._costs
         forecast = costs.forecast(self._bound, self._context)
         prospects = self._averages.prospects(self._bound)

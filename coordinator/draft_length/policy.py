@@ -11,23 +11,22 @@ class RoundLength:
     """How many tokens and siblings a round asks for, and its time limit."""
 
     num_draft_tokens: int
-    """K, the number of draft tokens to ask for."""
     run_ahead: int
     """Number of rounds after this one that certainly have no proposal. The target may run these
     rounds without waiting."""
     siblings: tuple[int, ...] = ()
     """Number of siblings to ask for beside the first, second, ... draft token."""
     next_max: int = 0
-    """Largest K of the next round. A target that drafts for itself drafts this many tokens together
-    with this round's verdict. If it is 0, the next round has no proposal, and the target sends no
-    hidden states to the draft."""
+    """Largest K of the next round. A target with a head drafts this many tokens together with this
+    round's verdict. If it is 0, the next round has no proposal, and the target sends no hidden
+    states for the draft."""
     draft_budget_s: float = math.inf
     """Time limit of this round's proposal. The configured limit of drafting applies too."""
     next_siblings: tuple[int, ...] = ()
     """Number of siblings that the next round asks for beside its first, second, ... draft token."""
     is_timed: bool = True
-    """Whether a time limit may stop drafting for this round, and the target's own drafting for the
-    next round. False if times may depend on the round's own random numbers."""
+    """Whether a time limit may stop drafting for this round, and the target's drafting for the next
+    round. False if times may depend on the round's own random numbers."""
 
 
 class DraftedBeside(NamedTuple):
@@ -49,8 +48,8 @@ class PlayedRound:
     nothing was drafted, or if a look-up replaced a drafter that was late or not ready. From a round
     with 0, length control learns only that the wait `draft_s` brought no proposal."""
     survival: tuple[float, ...]
-    """[K]: the chances that at least 1, 2, ... draft tokens of the proposal (in a tree, of the
-    spine) were accepted, from `outrider.speculation.accept_reject.survival`."""
+    """[K]: the chances that at least 1, 2, ... draft tokens of the spine were accepted, from
+    `outrider.speculation.accept_reject.survival`."""
     num_tokens: int
     """Number of committed tokens."""
     context: int
@@ -58,13 +57,13 @@ class PlayedRound:
     draft_s: float
     """Wait for the proposal."""
     target_s: float
-    """Time in the target's queue and step."""
+    """Time in the target's queue and step, without the drafting for the next round."""
     ended_at: float
-    """When the round ended, in seconds, on a clock that all rounds share."""
+    """Time at which the round ended, on a clock that all rounds share."""
     queue_s: float = 0.0
     """The part of `target_s` spent in the queue."""
     num_siblings: int = 0
-    """Number of proposed siblings. Tokens of the spine are not counted."""
+    """Number of proposed tokens that are not on the spine."""
     sibling_taken: bool | None = None
     """Whether a sibling of the first refused draft token was accepted. None if no draft token with
     siblings was refused."""
@@ -72,7 +71,7 @@ class PlayedRound:
     """The target's drafting of this round's proposal, if the proposal came with the verdict of the
     round before."""
     next_draft_s: float = 0.0
-    """Time that the target drafted for the next round. Not part of `target_s`."""
+    """Time that the target drafted for the next round."""
     work_s: float = 0.0
     """Time that a draft replica computed for this proposal alone."""
 

@@ -3,12 +3,12 @@ rounds.
 
 | part of a round | known from |
 | --- | --- |
-| wait for a proposal | the draft's table, then measured, as some drafters need no step per token |
+| wait for a proposal | the draft's table, then measured |
 | the target's step | the target's table at the rows of all sessions, then measured |
-| wait for that step to begin | measured, while other sessions use the target |
+| wait for the target's step to begin | measured while other sessions use the target |
 | messages, and the coordinator's work | measured: a round's time minus the parts above |
 | what other sessions lose to drafting and messages on shared cores | measured |
-| a plain round | measured as a whole; before the first one, the time of the target's step |
+| a plain round | the time of the target's step, then measured as a whole |
 """
 
 from dataclasses import dataclass
@@ -29,15 +29,14 @@ OUTLIER = 8.0
 NOISE = 0.15
 """Assumed standard deviation of a measured time, as a share of this time."""
 TABLE_SPREAD = 0.5
-"""The measured time per draft token, divided by the time in the draft's table, has a prior with
-mean 1 and this standard deviation."""
+"""Standard deviation of a prior with mean 1. It is the prior of the measured time per draft token,
+divided by the time in the draft's table."""
 STEP_SPREAD = 0.2
-"""Like `TABLE_SPREAD`, for the target's time per row. It is smaller than `TABLE_SPREAD`, so that
-measured slopes count less. Measured slopes are too low, because only the mean number of other
-sessions' rows is known."""
+"""Like `TABLE_SPREAD`, for the target's time per row. Measured slopes are too low, because only the
+mean number of other sessions' rows is known. With a smaller spread, they count less."""
 ROW_SHARE = 0.3
-"""Without a table, the prior time of a further row of the target has this mean, as a share of the
-step's mean time per row."""
+"""If the target has no table, the time of a further row has a prior with this mean, as a share of
+the step's mean time per row."""
 TOKEN_SHARE = 1.0
 """Like `ROW_SHARE`, for a further token of the draft."""
 SHARE_SPREAD = 1.0
@@ -64,8 +63,8 @@ class CostLine:
         self, slope: float, spread: float, *, relative: bool = False, unit: float = 1.0
     ) -> None:
         """The prior of the slope has the mean `slope` and the standard deviation `spread`, both in
-        multiples of `unit`. If `relative`, the unit is mean time divided by mean quantity, once
-        there are measurements."""
+        multiples of `unit`. If `relative`, measurements replace the unit by their mean time divided
+        by their mean quantity."""
         self.weight = 0.0
         """Total weight of the measurements, at most `MEMORY_ROUNDS`."""
         self._slope, self._spread = slope, spread
@@ -122,14 +121,14 @@ class Forecast:
     round_s: float
     """Time of a round that asks for draft tokens and gets none."""
     round_lost: float
-    """Tokens that other sessions lose to such a round."""
+    """Tokens that other sessions lose to a round that asks for draft tokens and gets none."""
     token_s: Array
     """[K]: time that the first, second, ... proposed token adds. Includes `row_s`."""
     token_lost: Array
     """[K]: tokens that other sessions lose to the first, second, ... proposed token."""
     row_s: Array
-    """[K]: time that the token's row adds to the target's step. A sibling beside the token adds
-    only this time, because it costs the draft nothing."""
+    """[K]: time that the token's row adds to the target's step. A sibling of the token adds only
+    this time, because siblings cost the draft no step."""
     row_lost: Array
     """[K]: the part of `token_lost` that the token's row causes."""
     draft_s: Array
@@ -145,7 +144,6 @@ class Load:
         self.num_elsewhere = 0
         """Number of sessions of other coordinators on the same targets."""
         self.num_targets = 1
-        """Number of targets that run all these sessions."""
 
 
 class RoundCosts:
@@ -162,10 +160,10 @@ class RoundCosts:
         messages_delay: bool,
     ) -> None:
         """`target` and `draft` are the engines' tables; None = not known. At most `max_num_seqs`
-        sessions share a step of the target. `drafting_delays` is true if drafting delays the
-        target, because the draft shares cores or a device with the target, or is the target itself.
-        `messages_delay` is true if messages delay the target, because coordinator and draft use the
-        target's cores."""
+        sessions share a step of the target. `drafting_delays` states whether drafting delays the
+        target, because the target drafts or shares cores or a device with the draft.
+        `messages_delay` states whether messages delay the target, because coordinator and draft use
+        the target's cores."""
         self.load = load
         self.drafting_delays = drafting_delays
         self._table = target
@@ -175,7 +173,8 @@ class RoundCosts:
         self.meet_draft(draft)
         self._wait, self._rest = _Mean(), _Mean()
         """`_wait` is the wait for the target's step to begin while other sessions use the target,
-        as a share of the step's time."""
+        as a share of the step's time. `_rest` is the time for messages and the coordinator's
+        work."""
         self._round, self._at_target, self._rows, self._tokens, self._context = (
             _Mean(LOAD_MEMORY_ROUNDS) for _ in range(5)
         )
@@ -184,15 +183,15 @@ class RoundCosts:
         """Starts again from a draft's table, and drops the measured times of earlier drafts."""
         self._draft_table = costs
         self._draft_token = 1.0 if costs is None else costs.step_seconds(1)
-        """Work of the draft per token: seconds according to its table, or 1 without a table."""
+        """Seconds per token in the draft's table; 1 without a table."""
         self._draft, self._draft_work = (
             _line(costs, TOKEN_SHARE, TABLE_SPREAD, False) for _ in range(2)
         )
 
     def note_load(self, played: PlayedRound, round_s: float) -> None:
         """Counts a round of any kind. `round_s` is the time since the end of the round before. If
-        the verdicts of several rounds arrive together, the first of these rounds gets their whole
-        time."""
+        the verdicts of several rounds arrive together, the first of these rounds gets the time of
+        all."""
         self._round.note(self._bounded(round_s))
         self._at_target.note(self._bounded(played.target_s))
         self._rows.note(1 + len(played.survival) + played.num_siblings)
@@ -205,8 +204,8 @@ class RoundCosts:
         self.plain.note(self._load(0, context, self._others()), self._bounded(round_s))
 
     def note_drafted(self, played: PlayedRound, round_s: float, is_typical: bool = True) -> None:
-        """Counts a round that asked for draft tokens. `is_typical` is false if the draft had to
-        read other tokens first. Then the wait for the proposal does not count."""
+        """Counts a round that asked for draft tokens. If the draft had to read other tokens first
+        (`is_typical` is false), the wait for the proposal does not count."""
         num_proposed = len(played.survival)
         num_drafted, draft_s, work_s = played.beside or (
             num_proposed, played.draft_s, played.work_s
@@ -225,7 +224,7 @@ class RoundCosts:
         self.plain.fade(KEPT)
 
     def note_late(self, num_asked: int, waited_s: float) -> None:
-        """Counts a proposal of `num_asked` tokens that did not come within `waited_s`."""
+        """Counts a proposal of `num_asked` tokens that did not arrive within `waited_s`."""
         self._draft.note(num_asked * self._draft_token, self._bounded(waited_s))
 
     def forecast(self, num_draft_tokens: int, context: int) -> Forecast:
@@ -266,7 +265,7 @@ class RoundCosts:
 
     def reading_lost(self, plain_s: float, num_missed: int) -> float:
         """Returns the number of tokens that all sessions lose while the draft of a plain session
-        reads the `num_missed` tokens that the draft lacks."""
+        reads the `num_missed` tokens that it lacks."""
         if self._draft_table is None or num_missed == 0:
             return 0.0
         reading_s = self._draft_table.step_seconds(num_missed)
@@ -278,8 +277,8 @@ class RoundCosts:
         return min(seconds, OUTLIER * mean) if mean > 0 else seconds
 
     def _load(self, num_proposed: int, context: int, others: float) -> float:
-        """Returns the work of a step of the target with the rows of all sessions: seconds
-        according to the target's table, or the number of rows without a table."""
+        """Returns the seconds in the target's table for a step with the rows of all sessions;
+        without a table, the number of rows."""
         rows = 1 + num_proposed + others * self._rows.value
         if self._table is None:
             return rows
@@ -297,7 +296,6 @@ class RoundCosts:
         return min(self._max_others, others * share)
 
     def _pace(self) -> float:
-        """Tokens per second of one session."""
         return self._tokens.value / self._round.value if self.are_known else 0.0
 
 

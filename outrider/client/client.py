@@ -35,12 +35,9 @@ coordinator knows the generation's deadline."""
 
 class Client:
     """Calls one coordinator, or the coordinators of a deployment in turn. If a coordinator does not
-    answer, the client calls the next. Any number of calls may run at a time, on one event loop. If
-    the stream of a generation breaks, the client resumes the generation, if possible at another
-    coordinator. No token is lost or repeated.
-
-    `timeout_s` limits a call that generates no tokens, in seconds. A generation is limited by its
-    `deadline_ms`, or by the default deadline, plus some seconds for its last event."""
+    answer, the client calls the next. If the stream of a generation breaks, the client resumes the
+    generation, if possible at another coordinator. No token is lost or repeated. Any number of
+    calls may run at a time, on one event loop."""
 
     def __init__(
         self,
@@ -54,14 +51,14 @@ class Client:
 
         - HOST:PORT, or several of them separated by commas.
         - A function that returns such a text, or an empty text while there are no coordinators. If
-          a coordinator does not answer, the function is called again to find new ones.
+          a coordinator does not answer, the client calls the function again to find new ones.
         - A transport, which has its own key. The client's `close` also closes the transport.
 
         Nothing is sent before the first call. `api_key` is sent with each call. Without TLS
         (`trust`, see `caller_trust`), the key is not encrypted. For up to `resume_timeout_s`
-        seconds, the client resumes broken streams and repeats requests that cannot be served now.
-        0 = the client does neither. If `server` is a function and no coordinator answers, the
-        client also repeats calls that generate no tokens, for the same time."""
+        seconds, the client resumes broken streams and repeats requests that cannot be served now;
+        0 = never. If `server` is a function and no coordinator answers, the client also repeats
+        calls that generate no tokens, for up to this time."""
         if isinstance(server, str) or callable(server):
             connect = partial(GrpcTransport, trust=trust, api_key=api_key)
             server = ResumingTransport(EndpointPool(server, connect), resume_timeout_s)
@@ -75,7 +72,7 @@ class Client:
 
     @property
     def address(self) -> str:
-        """HOST:PORT of each known coordinator, or the name of a transport without addresses."""
+        """HOST:PORT of each known coordinator, separated by commas."""
         return self._transport.address
 
     async def close(self) -> None:
@@ -85,20 +82,20 @@ class Client:
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Event]:
         """Yields the events of one generation as they arrive. Closing the iterator early (`aclose`)
         cancels the session. Raises the coordinator's errors, and `DeadlineExceeded` if the last
-        event does not arrive in time. If the stream breaks and cannot be resumed, raises
-        `StreamBroken`. A later `resume` may then succeed."""
+        event does not arrive within some seconds after the generation's deadline. If the stream
+        breaks and cannot be resumed, raises `StreamBroken`. A later `resume` may then succeed."""
         deadline_s = (request.deadline_ms or DEADLINE_MS_DEFAULT) / 1000
         return self._transport.events(request, deadline_s + GENERATE_SLACK_S)
 
     def resume(
         self, session_id: str, num_tokens: int = 0, timeout_s: float = RESUMED_TIMEOUT_S
     ) -> AsyncGenerator[Event]:
-        """Continues a generation whose stream broke, in this client or another one. Yields
+        """Continues a generation whose stream broke, in this client or in another one. Yields
         `Started` again, and then all events after the first `num_tokens` tokens. The session may
         have ended meanwhile. If an earlier stream of the session is still open, that stream ends
-        with `StaleEpoch`. Raises `NotFound`. Raises `DataLoss` if the store has fewer than
-        `num_tokens` tokens. Raises `Unavailable` while another coordinator may still own the
-        session (about two seconds)."""
+        with `StaleEpoch`. Raises `NotFound`, `DataLoss` if the store has fewer than `num_tokens`
+        tokens, and `Unavailable` while another coordinator may still own the session (about two
+        seconds)."""
         return self._transport.events(ResumeRequest(session_id, num_tokens), timeout_s)
 
     async def complete(self, request: GenerateRequest) -> Completion:
@@ -111,8 +108,8 @@ class Client:
         return builder.build()
 
     async def cancel(self, session_id: str, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        """Ends a session with finish reason `cancelled`. The session's stream gets a last event. A
-        finished session is unchanged. Raises `NotFound`."""
+        """Ends a session with finish reason `cancelled`. The session's stream gets the event
+        `Finished`. A finished session is unchanged. Raises `NotFound`."""
         await self._call("cancel", timeout_s, session_id)
 
     async def get_session(self, session_id: str, timeout_s: float = CALL_TIMEOUT_S) -> SessionView:
@@ -138,11 +135,10 @@ class Client:
 
 class SyncClient:
     """A client whose calls block until they are answered. Any number of threads may share one
-    `SyncClient`.
+    `SyncClient`. An interrupt (Ctrl-C) ends a call at once.
 
     A `SyncClient` runs the coroutines of a `Client`. Its transport blocks instead of suspending, so
-    the coroutines need no event loop. A program with an event loop may use a `SyncClient`, too. An
-    interrupt (Ctrl-C) ends a call at once."""
+    the coroutines need no event loop."""
 
     def __init__(
         self,
@@ -152,8 +148,7 @@ class SyncClient:
         trust: Trust = PLAIN,
         resume_timeout_s: float = RESUME_TIMEOUT_S,
     ) -> None:
-        """`address` is HOST:PORT, or several of them separated by commas, or a function that
-        returns such a text. The other parameters are those of `Client`."""
+        """The parameters are those of `Client`. `address` is not a transport."""
 
         async def sleep(seconds: float) -> None:
             time.sleep(seconds)  # noqa: ASYNC251 (run by `_run`)
@@ -173,11 +168,11 @@ class SyncClient:
         return self._client.address
 
     def close(self) -> None:
-        """Cancels running calls and closes the channels. Further calls raise `Unavailable`."""
+        """See `Client.close`."""
         _run(self._client.close())
 
     def generate(self, request: GenerateRequest) -> Generator[Event]:
-        """See `Client.generate`. Leaving the iterator early (`close`, or an exception in the loop
+        """See `Client.generate`. Closing the iterator early (`close`, or an exception in the loop
         over it) cancels the session."""
         return _iterate(self._client.generate(request))
 
@@ -209,7 +204,7 @@ class SyncClient:
 
 
 def _run(call: Awaitable[T]) -> T:
-    """Runs a coroutine that never suspends, because its calls block. Meanwhile removes the thread's
+    """Runs a coroutine whose calls block, so that it never suspends. Meanwhile removes the thread's
     hooks for async generators. Otherwise an event loop of this thread would register the
     coroutine's generators, and close them when the loop ends."""
     hooks = sys.get_asyncgen_hooks()

@@ -41,11 +41,11 @@ AVOIDED_S = 5.0
 """If a coordinator does not answer, no call begins there for this time. If a coordinator answers
 that it cannot serve now, its error states the time (`retry_after_ms`)."""
 _WAIT_S = (0.05, 1.0)
-"""Arguments of `backoff`: the first and the longest wait between two tries."""
+"""The first and the longest wait between two tries."""
 
 
 def addresses_of(server: object) -> list[str]:
-    """The addresses in a comma-separated text. Raises `BadRequest` if `server` is no such text."""
+    """Splits a comma-separated text into addresses. Raises `BadRequest` for other values."""
     each = [one.strip() for one in server.split(",")] if isinstance(server, str) else [""]
     if not all(each):
         raise BadRequest(
@@ -56,8 +56,8 @@ def addresses_of(server: object) -> list[str]:
 
 class EndpointPool(Generic[Endpoint]):
     """Keeps an endpoint for each named coordinator. An endpoint is a connection, or another object
-    that `connect` makes. New calls begin at each coordinator in turn, so that the sessions of a
-    client are spread over all coordinators. Threads may share a pool."""
+    that `connect` makes. New calls begin at each coordinator in turn, so the sessions of a client
+    are spread over all coordinators. Threads may share a pool."""
 
     def __init__(
         self,
@@ -67,9 +67,8 @@ class EndpointPool(Generic[Endpoint]):
         first: int | None = None,
     ) -> None:
         """`connect` makes an endpoint for an address, and sends nothing. The first call begins at
-        the address with index `first`, by default at a random address. If `server` is a function,
-        it is called here. It may return an empty text, and its errors are raised. Raises
-        `BadRequest` for invalid addresses."""
+        the address with index `first`, by default at a random address. Raises `BadRequest` for
+        invalid addresses, and the errors of `server` if `server` is a function."""
         self._name = server if callable(server) else None
         self._connect = connect
         self.clock = clock
@@ -77,16 +76,12 @@ class EndpointPool(Generic[Endpoint]):
         named = server() if callable(server) else server
         self._named = [] if callable(server) and named == "" else addresses_of(named)
         self._open = {address: connect(address) for address in self._named}
-        """Endpoints by address, the oldest first. Some may belong to coordinators that are no
-        longer named."""
+        """Address -> endpoint, the oldest first. Some addresses may be no longer named."""
         self._next = secrets.randbelow(max(1, len(self._named))) if first is None else first
         self._avoided: dict[Endpoint, float] = {}
-        """By endpoint, the time until which new calls avoid the endpoint."""
+        """Endpoint -> time until which new calls avoid the endpoint."""
         self._changing = threading.Lock()
-
-    @property
-    def may_change(self) -> bool:
-        return self._name is not None
+        self.may_change = callable(server)
 
     @property
     def each(self) -> list[Endpoint]:
@@ -98,9 +93,8 @@ class EndpointPool(Generic[Endpoint]):
         return list(self._open.values())
 
     def begin(self) -> Endpoint:
-        """Returns the endpoint for a new call. This is the next endpoint that is not avoided. If
-        all endpoints are avoided, it is the next endpoint. Raises `StreamBroken` if there are no
-        endpoints."""
+        """Returns the endpoint for a new call: the next one that is not avoided or, if all are
+        avoided, the next one. Raises `StreamBroken` if there are no endpoints."""
         each, now = self.each, self.clock()
         if not each:
             raise StreamBroken("no coordinator is named yet")
@@ -111,9 +105,8 @@ class EndpointPool(Generic[Endpoint]):
         return found
 
     def after(self, tried: Endpoint, avoided_s: float = AVOIDED_S) -> Endpoint | None:
-        """Returns the endpoint that follows `tried`, for a call that failed at `tried`. So a call
-        tries all endpoints in turn. Returns None if `tried` is no longer named. For `avoided_s`
-        seconds, new calls avoid `tried`."""
+        """Returns the endpoint that follows `tried`, for a call that failed at `tried`. Returns
+        None if `tried` is no longer named. For `avoided_s` seconds, new calls avoid `tried`."""
         each, now = self.each, self.clock()
         if tried not in each:
             return None
@@ -124,8 +117,8 @@ class EndpointPool(Generic[Endpoint]):
 
     def renew(self) -> list[Endpoint]:
         """Calls the function that names the coordinators again. If the function returns an empty
-        text or fails, the named coordinators stay the same. A failure is logged. Returns the oldest
-        endpoints of coordinators that are no longer named, which the caller must close."""
+        text or fails, the named coordinators stay the same. Returns endpoints that the pool no
+        longer keeps. The caller must close them."""
         with self._changing:
             now = self.clock()
             if self._name is None or now - self._read_at < LOOK_S:
@@ -157,8 +150,8 @@ class ResumingTransport(Transport):
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         """`close` also closes the transports in `pool`. If `resume_timeout_s` is 0, broken streams
-        are not resumed, and requests that cannot begin now are not repeated. `random` is the random
-        function for `backoff`."""
+        are not resumed, and requests that cannot begin now are not repeated. `random` returns
+        numbers in [0, 1)."""
         self._pool = pool
         self._resume_timeout_s = resume_timeout_s
         self._random = random
@@ -210,7 +203,6 @@ class ResumingTransport(Transport):
         tries: Tries,
         timeout_s: float,
     ) -> AsyncGenerator[T]:
-        """Asks one coordinator after the other, and yields the answers."""
         pool = self._pool
         deadline = pool.clock() + timeout_s
         current: Transport | None = None
@@ -238,8 +230,8 @@ class ResumingTransport(Transport):
 
 
 class Tries:
-    """State of one call: what the caller has received of the generation, and which coordinators
-    were tried."""
+    """State of one call: the part of the generation that the caller has received, and the
+    coordinators that were tried."""
 
     def __init__(
         self,
@@ -249,7 +241,7 @@ class Tries:
         *,
         is_stream: bool = True,
     ) -> None:
-        """`is_stream` is false for calls that generate no tokens. Such a call does not wait for a
+        """`is_stream` is false for calls that generate no tokens. These calls do not wait for a
         coordinator that cannot serve now."""
         self._pool = pool
         self._resume_timeout_s = resume_timeout_s
@@ -260,26 +252,26 @@ class Tries:
         self._tried: set[Transport | None] = set()
         """Coordinators that could not begin the call, since the last wait."""
         self._tried_until: float | None = None
+        """Time at which the tries end. None if no try has failed since the last token."""
         self._has_answer = False
         """Whether a coordinator in `_tried` answered that it cannot serve now. A later try may then
         succeed."""
         self._num_waits = 0
-        """Number of waits since the last token, counting only those after a coordinator that did
-        not answer."""
+        """Number of waits since the last token for coordinators that did not answer."""
         self._stayed = False
-        """Whether the latest try repeats the one before at the same coordinator."""
+        """Whether the latest try repeats the try before it at the same coordinator."""
 
     def remainder(self, left_s: float) -> ResumeRequest | None:
-        """A request for the remaining events of the generation, within `left_s` seconds. None if
-        the generation has not begun."""
+        """Returns a request for the remaining events of the generation, within `left_s` seconds;
+        None if the generation has not begun."""
         if self.received is None or not self._is_started:
             return self.received
         left_ms = round((left_s - GENERATE_SLACK_S) * 1000)
         return replace(self.received, deadline_ms=min(max(1, left_ms), DEADLINE_MS_MAX))
 
     def note(self, event: Event) -> bool:
-        """Records an event. Returns whether the caller should get the event. This is false only for
-        a second `Started`."""
+        """Records an event. Returns False for a repeated `Started`, which the caller must not
+        get."""
         if isinstance(event, Started):
             is_first, self._is_started = not self._is_started, True
             self.received = self.received or ResumeRequest(
@@ -313,9 +305,9 @@ class Tries:
         coordinator could continue the session sooner.
 
         Raises `error` if a coordinator ended a running stream with this error, or if the time is
-        over. If all coordinators have failed to begin the call, also raises `error`, except in two
-        cases: a function may name other coordinators, or one has answered a stream's request that
-        it cannot serve now."""
+        over. If all coordinators have failed to begin the call, a later try may succeed in two
+        cases: a function may name other coordinators, or a coordinator answered a stream's request
+        that it cannot serve now. In other cases, also raises `error`."""
         pool, now = self._pool, self._pool.clock()
         answered, begins = not isinstance(error, StreamBroken), self.received is None
         may_stay = answered or self._tried_until is None

@@ -1,5 +1,4 @@
-"""Transports and the values that their calls return. A transport carries the calls of a client, by
-gRPC or to a coordinator in this process."""
+"""Transports carry the calls of a client, by gRPC or to a coordinator in this process."""
 
 import asyncio
 import re
@@ -51,7 +50,6 @@ from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc, types_pb2
 
 CLOSED = "the client is closed"
-"""Message of `Unavailable` on a closed transport."""
 GENERATE_SLACK_S = 10.0
 """Time by which the timeout of a generating call exceeds the generation's deadline."""
 
@@ -66,8 +64,7 @@ class Completion:
     rule: Rule
     text: str
     token_ids: tuple[int, ...]
-    """Tokens of the answer, with the EOS token and the token that completed a stop string. `text`
-    includes neither."""
+    """Tokens of the answer. Unlike `text`, they include EOS, stop tokens and stop strings."""
     origins: tuple[Origin, ...]
     logprobs: tuple[PositionLogprobs, ...]
     rounds: tuple[RoundReport, ...]
@@ -78,7 +75,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class SessionView:
-    """A session as it is stored."""
+    """A stored session."""
 
     session_id: str
     epoch: int
@@ -94,7 +91,7 @@ class SessionView:
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorDescription:
-    """What a coordinator serves, and how many sessions run."""
+    """The model that a coordinator serves, and the number of its running sessions."""
 
     model: str
     """Name of the model in requests."""
@@ -184,7 +181,7 @@ class Transport(Protocol):
         session."""
 
     async def call(self, method: Method, timeout_s: float, session_id: str = "") -> Any:
-        """Returns the result of `Client`'s method with the name `method`."""
+        """Returns the result of the method `method` of `Client`."""
 
     async def close(self) -> None:
         """Ends running calls. Idempotent."""
@@ -197,7 +194,7 @@ _VISIBLE = re.compile("[!-~]+")
 
 
 class GrpcTransport(Transport):
-    """One channel to HOST:PORT, for any number of calls at a time."""
+    """A gRPC channel to HOST:PORT, for any number of calls at a time."""
 
     blocking = False
 
@@ -266,8 +263,8 @@ class GrpcTransport(Transport):
     @contextmanager
     def _explaining(self) -> Iterator[None]:
         """Converts errors of the call in the `with` block. If the transport is closed, gRPC raises
-        CancelledError in running calls, and this error becomes `Unavailable`. If the task itself is
-        cancelled, CancelledError stays as it is."""
+        CancelledError in running calls, and this method raises `Unavailable` instead. If the task
+        itself is cancelled, CancelledError is raised unchanged."""
         if self._closed:
             raise Unavailable(CLOSED)
         try:
@@ -301,8 +298,8 @@ class BlockingGrpcTransport(GrpcTransport):
 
 
 def call_error(error: Any, address: str) -> OutriderError:
-    """The coordinator's error in a failed call to `address`, or a `StreamBroken` if no coordinator
-    answered."""
+    """Converts the error of a failed call to `address` to the coordinator's error, or to a
+    `StreamBroken` if no coordinator answered."""
     meant = status_to_error(error)
     answered = any(key == _STATUS_DETAILS for key, _ in error.trailing_metadata() or ())
     if answered or not isinstance(meant, Unavailable):
@@ -314,8 +311,8 @@ def call_error(error: Any, address: str) -> OutriderError:
 
 
 def key_metadata(api_key: str) -> tuple[tuple[str, str], ...]:
-    """Metadata with a key; empty without a key. Raises `BadRequest` for an invalid key. The error
-    does not quote the key."""
+    """Returns metadata with a key; empty without a key. Raises `BadRequest` for an invalid key. The
+    error does not quote the key."""
     if not api_key:
         return ()
     if not _VISIBLE.fullmatch(api_key) or len(api_key) > API_KEY_CHARS_MAX:
@@ -329,8 +326,8 @@ class InProcessTransport(Transport):
     """Calls a coordinator in this process."""
 
     def __init__(self, service: Any, tenant: str = "") -> None:
-        """`service` is a `coordinator.service.CoordinatorService`, and continues after the
-        transport is closed. Sessions belong to `tenant`."""
+        """`service` is a `coordinator.service.CoordinatorService`. `close` does not close it.
+        Sessions belong to `tenant`."""
         self._service = service
         self._tenant = tenant
         self._waiting: set[asyncio.Timeout] = set()
@@ -386,7 +383,6 @@ class InProcessTransport(Transport):
                     return not await service.trouble()
 
     async def close(self) -> None:
-        """Cancels running calls. The service continues."""
         self._closed = True
         now = _now()
         for timeout in self._waiting:
@@ -397,8 +393,8 @@ class InProcessTransport(Transport):
 
     @asynccontextmanager
     async def _until(self, deadline: float) -> AsyncIterator[None]:
-        """Cancels the block at `deadline` (loop time), and raises `DeadlineExceeded`. If the
-        transport is closed before that, cancels the block and raises `Unavailable`."""
+        """Cancels the `with` block at `deadline` (loop time), and raises `DeadlineExceeded`. If the
+        transport is closed earlier, cancels the block and raises `Unavailable`."""
         if self._closed:
             raise Unavailable(CLOSED)
         timeout = asyncio.timeout_at(deadline)

@@ -7,7 +7,7 @@
                                                     time to live
 
 The braces are part of the keys. A lease is the time to live of a record's key. Invalid contents are
-ignored. `wanted` has no settings of replicas, so that programs that can write to Redis cannot
+ignored. No settings of replicas are stored, because programs that can write to Redis must not
 choose what code or model a replica runs."""
 
 import asyncio
@@ -25,7 +25,6 @@ from outrider.sessions.redis_connection import calling, new_client, redis_errors
 _log = logging.getLogger(__name__)
 
 _STARTED = "started"
-"""Field of the hash `wanted` with the number of replicas started so far."""
 WANTED_TTL_S = 7 * 86_400
 """Time from the last read or write of the hash `wanted` until it expires."""
 
@@ -34,7 +33,7 @@ class RedisRegistry:
     """The records of one deployment's replicas. Every call may raise `StoreUnavailable`."""
 
     def __init__(self, address: RedisAddress, deployment: str) -> None:
-        """Connects at the first call. `deployment` is the deployment's name."""
+        """The first call connects to Redis. `deployment` is the deployment's name."""
         check(not set(deployment) & set("{}"), "braces in a deployment's name")
         self._client = new_client(address)
         self._prefix, self._tag = address.key_prefix, f"{{{deployment}}}"
@@ -54,12 +53,12 @@ class RedisRegistry:
         await self._run(("DEL", self._key(role, name)), ("SREM", self._names(role), name))
 
     async def records(self, role: Role) -> list[ReplicaRecord]:
-        """The records of a role's replicas with current leases. See `fleet`."""
+        """Returns the result of `fleet` for one role."""
         return (await self.fleet((role,)))[role]
 
     async def fleet(self, roles: Sequence[Role] = ROLES) -> dict[Role, list[ReplicaRecord]]:
-        """By role, the records of the replicas with current leases, sorted by name. Omits invalid
-        records. Removes names without a lease from Redis."""
+        """Returns, by role, the records of the replicas with current leases, sorted by name. Omits
+        invalid records. Removes names without a lease from Redis."""
         members = await self._run(*(("SMEMBERS", self._names(role)) for role in roles))
         keys = [
             (role, name)
@@ -83,7 +82,7 @@ class RedisRegistry:
         return records
 
     async def leases(self, role: Role) -> list[tuple[ReplicaRecord, float]]:
-        """The records of a role's replicas, each with the remaining seconds of its lease."""
+        """Returns the records of a role, each with the remaining seconds of its lease."""
         records = await self.records(role)
         if not records:
             return []
@@ -91,13 +90,13 @@ class RedisRegistry:
         return [(one, max(0, ms) / 1e3) for one, ms in zip(records, left, strict=True)]
 
     async def want(self, counts: Mapping[Role, int]) -> None:
-        """Sets how many replicas of these roles are wanted."""
+        """Stores the wanted number of replicas of each role in `counts`."""
         fields = [part for role, count in counts.items() for part in (role, count)]
         await self._run(("HSET", self._wanted, *fields), self._expiry)
 
     async def wanted(self) -> dict[Role, int]:
-        """The wanted number of replicas of each role, 0 to `REPLICAS_MAX`. Omits roles without a
-        valid number."""
+        """Returns the wanted number of replicas of each role, 0 to `REPLICAS_MAX`. Omits roles
+        without a valid number."""
         texts, _ = await self._run(("HMGET", self._wanted, *ROLES), self._expiry)
         counts = {
             role: _number(text, REPLICAS_MAX) for role, text in zip(ROLES, texts, strict=True)
@@ -109,7 +108,8 @@ class RedisRegistry:
         await self._run(("HSET", self._wanted, _STARTED, number), self._expiry)
 
     async def started(self) -> int:
-        """The number stored by `note_started`, 0 to `REPLICA_NUMBER_MAX`; 0 if there is none."""
+        """Returns the number stored by `note_started`, at most `REPLICA_NUMBER_MAX`; 0 without a
+        valid number."""
         [text] = await self._run(("HGET", self._wanted, _STARTED))
         return _number(text, REPLICA_NUMBER_MAX) or 0
 
@@ -134,8 +134,8 @@ class RedisRegistry:
 
 
 class Lease:
-    """Announces a replica regularly until `close`. If an announcement fails, the replica continues
-    to serve, and the next announcement follows at the usual time."""
+    """Announces a replica every `RENEWAL_S` until `close`. If an announcement fails, the next one
+    follows at the usual time."""
 
     def __init__(self, registry: RedisRegistry, record: Callable[[], ReplicaRecord]) -> None:
         """`record()` returns the current record."""
@@ -145,13 +145,13 @@ class Lease:
         self._soon = asyncio.Event()
 
     async def start(self) -> None:
-        """Announces the replica now, and then regularly. Raises `StoreUnavailable` if the first
-        announcement fails."""
+        """Announces the replica, and starts the regular announcements. Raises `StoreUnavailable`
+        if the first announcement fails."""
         await self._registry.announce(self._record())
         self._task = asyncio.create_task(self._run())
 
     def say_again(self) -> None:
-        """Announces the replica at once, because its record has changed."""
+        """Announces the replica at once. Call if its record has changed."""
         self._soon.set()
 
     async def _run(self) -> None:
@@ -170,7 +170,7 @@ class Lease:
                 heard = False
 
     async def withdraw(self) -> None:
-        """Ends the lease. Further calls do nothing."""
+        """Ends the lease. Idempotent."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
@@ -186,8 +186,7 @@ class Lease:
 
 
 def _number(text: bytes | None, most: int) -> int | None:
-    """The number that a text has in decimal digits; None if the text is no number from 0 to
-    `most`."""
+    """Parses decimal digits; None if the text is no number from 0 to `most`."""
     if text is None or not text.isdigit() or len(text) > len(str(most)):
         return None
     number = int(text)

@@ -1,12 +1,8 @@
 """Values of the registry of a deployment's replicas.
 
-    record      what a replica announces of itself               `ReplicaRecord`
-    registry    the records of one deployment, in Redis          `RedisRegistry`
-    lease       renews one replica's record                      `Lease`
-
 A record expires after `LEASE_S`, and its replica renews it every `RENEWAL_S`. Coordinators do not
-rely on records alone. Before a coordinator uses a replica, it asks the replica what it runs. A
-coordinator also detects by itself if a replica cannot be reached.
+rely on records alone. Before a coordinator uses a replica, it asks the replica for its description.
+A coordinator also detects by itself if a replica cannot be reached.
 """
 
 from dataclasses import dataclass
@@ -36,7 +32,7 @@ _Figure = Annotated[float, between(0, FIGURE_MAX)] | None
 @dataclass(frozen=True)
 class Figures:
     """A replica's load, as means over about `WINDOW_S`. A figure is None if its value is not known,
-    or if the replica's role has no such figure."""
+    or if replicas of the role do not have this figure."""
 
     __pydantic_config__: ClassVar = _STRICT
 
@@ -48,21 +44,21 @@ class Figures:
     step_ms: _Figure = None
     """Duration of a step of the engine."""
     queue_steps: _Figure = None
-    """How long requests waited for a step, divided by the duration of a step."""
+    """Time that requests waited for a step, divided by the duration of a step."""
     kv_usage: _Figure = None
     """Share of the KV cache's pages that running requests need, 0 to 1."""
+    # Only coordinators have the following figures.
     draft_waits: _Figure = None
-    """Coordinators only: share of the draft service's proposals that waited in its queue for longer
-    than their drafting took."""
+    """Share of the draft service's proposals that waited in its queue for longer than their
+    drafting took."""
     acceptance: _Figure = None
-    """Coordinators only: share of the draft tokens that were accepted."""
+    """Share of the draft tokens that were accepted."""
     look_ahead_hits: _Figure = None
-    """Coordinators only: share of the draft service's proposals that were ready when their rounds
-    began."""
+    """Share of the draft service's proposals that were ready when their rounds began."""
     tokens_per_second: _Figure = None
-    """Coordinators only: number of tokens that the coordinator's sessions commit in a second."""
+    """Number of tokens that the coordinator's sessions commit in a second."""
     loop_lag_ms: _Figure = None
-    """Coordinators only: delay with which the event loop runs its callbacks."""
+    """Delay with which the event loop runs its callbacks."""
 
 
 NO_FIGURES = Figures()
@@ -76,14 +72,12 @@ class ReplicaRecord:
 
     role: Role
     name: _Text
-    """Name of the replica, unique in the deployment. A name is never used again, so a replica that
-    replaces another one has a new name."""
+    """A name that no other replica of the deployment has or had."""
     address: _Text
     """HOST:PORT of the replica's gRPC server."""
     host: _Text
-    """Machine that the replica runs on."""
+    """Host name of the replica's machine."""
     pid: _Number
-    """Process id of the replica on that machine."""
     model: _Text = ""
     weights: _Text = ""
     """`ReplicaDescription.weights` of a draft or target; empty for a coordinator."""
@@ -97,7 +91,7 @@ class ReplicaRecord:
     figures: Figures = NO_FIGURES
 
     def to_json(self) -> str:
-        """The record as JSON on one line."""
+        """Returns the record as one line of JSON."""
         return _RECORDS.dump_json(self).decode()
 
     @staticmethod
@@ -122,7 +116,7 @@ class Membership:
     deployment: str
     """Name of the deployment in Redis."""
     name: str
-    """Value of `ReplicaRecord.name`."""
+    """See `ReplicaRecord.name`."""
     slot: int = 0
     """If all replicas run on one machine, the replica's index among the replicas of its role, from
     0. The index is added to port numbers, so that the replicas' ports differ. On several machines,
@@ -130,12 +124,12 @@ class Membership:
     plan: str = ""
     """Hash of the settings with which the replica was started."""
     trial_share: float = 0.0
-    """Value of `ReplicaRecord.trial_share`."""
+    """See `ReplicaRecord.trial_share`."""
 
 
 @dataclass(frozen=True)
 class Engagement:
-    """What a running replica reports to a reconciler that takes it over."""
+    """What a running replica reports to a reconciler that takes the replica over."""
 
     address: str = ""
     """HOST:PORT of the replica's gRPC server; empty until the replica serves."""
@@ -144,4 +138,4 @@ class Engagement:
     num_ranks: int = 1
     """Number of processes among which the replica's model is divided."""
     http_address: str = ""
-    """HOST:PORT of a coordinator's HTTP server; empty if there is none."""
+    """HOST:PORT of a coordinator's HTTP server; empty without such a server."""
