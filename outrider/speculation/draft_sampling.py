@@ -213,16 +213,14 @@ def arrival_order(rows: LikelyTokens, keys: RowKeys) -> tuple[IntArray, RealArra
 def quantise(
     probabilities: Tensor, entries_max: int, vocabulary: DraftVocabulary | None = None
 ) -> DraftDistribution:
-    """Quantises the `entries_max` likeliest of `probabilities` [V], likeliest first. Tokens whose
-    count would be 0 are left out. With a `vocabulary`, `probabilities` have its columns, and the
-    result has the target's ids."""
+    """Quantises the `entries_max` likeliest of `probabilities` [V], or [N] with a `vocabulary`.
+    Tokens whose count would be 0 are left out. The result has the target's ids."""
     rows = likely_by_weight(probabilities[None], entries_max, vocabulary)
     return _as_distributions(rows.ids, _host_levels(rows.mass))[0]
 
 
 def count_levels(mass: _Reals) -> _Reals:
-    """Quantises `mass` [R, M], float64. Returns the cumulative counts [R, M]: whole numbers up to
-    `COUNT_TOTAL`."""
+    """Quantises `mass` [R, M], float64. Returns cumulative counts, whole numbers: [R, M]."""
     sums = mass.cumsum(1)
     levels: _Reals = (sums / sums[:, -1:] * COUNT_TOTAL).round()
     return levels
@@ -336,9 +334,8 @@ def _shared_rule(noises: Sequence[RoundNoise]) -> Rule:
 
 
 _ROW_WORDS = 16
-"""Number of int64 words for each row. Words 0..5 are for `weigh_rows`, and words 8..13 for
-`settle_rows`. Words 6 and 7 say whether the draw is coupled and whether it is quantised. Word 14 is
-the drawn count, as a float64."""
+"""Number of int64 words for each row. Words 0..5 are for `weigh_rows`, and 8..13 for `settle_rows`.
+Words 6 and 7 say whether the draw is coupled or quantised. Word 14 is the drawn count (float64)."""
 _COUPLED, _QUANTISED, _KEYS, _COUNT = 6, 7, 8, 14
 
 

@@ -74,9 +74,8 @@ def uniforms(keys: tuple[_Ints, _Ints], indices: _Ints) -> _Ints:
 
 
 def race(weights: Tensor, keys: RowKeys) -> Tensor:
-    """The winner of each row's race: [R], int64. `weights` [R, V] are float32 or float64, >= 0, and
-    on the CPU. A row without a positive weight gives token 0. Of equal scores, the lowest id wins.
-    """
+    """The winner of each row's race: [R], int64. `weights` [R, V] are on the CPU, and >= 0. If a
+    row has no positive weight, token 0 wins. Of equal scores, the lowest id wins."""
     num_rows, width = weights.shape
     if width <= _DENSE_WIDTH:
         return scores(weights, torch.arange(width)[None], keys).argmax(dim=1)

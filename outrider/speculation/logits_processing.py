@@ -25,8 +25,7 @@ from outrider.speculation.proposal import ROOT, Proposal
 from outrider.speculation.sampling_params import SamplingParams
 
 _HEAD_ENTRIES = 64
-"""Top-p first searches this number of largest weights. If their mass is too small, top-p searches
-all weights."""
+"""Top-p first searches only this number of largest weights."""
 _BUCKETS = {
     np.dtype(np.float32): (np.int32, 0x3F800000, 17),
     np.dtype(np.float64): (np.int64, 0x3FF0000000000000, 46),
@@ -59,8 +58,7 @@ def target_probabilities(
     """The sampled distribution of every row: [R, V], float64, rows sum to 1. If `params` are
     greedy, a row is one-hot at its largest logit (of equal logits, at the lowest id). Ids of V or
     more in the bias or the history are ignored, because draft and target may pad their vocabularies
-    differently. Raises `InvariantError` for a row of `logits` [R, V] that has NaN or +inf, or only
-    -inf."""
+    differently. Raises `InvariantError` for a row of `logits` with NaN or +inf, or only -inf."""
     check(logits.dim() == 2 and logits.shape[1] > 0, "logits are [rows, vocabulary]")
     logits = logits.cpu()
     weights = torch.empty(logits.shape, dtype=torch.float64)
@@ -93,8 +91,7 @@ def write_weights(
 
 
 def row_sums(weights: Tensor) -> Tensor:
-    """The sum of each row of `weights` [R, V]: [R], float64. The rounding does not depend on the
-    other rows."""
+    """The sum of each row of `weights` [R, V]: [R], float64. Rounding depends on no other row."""
     num_rows, width = weights.shape
     if weights.dtype == torch.float64 or width % _BLOCK:
         return weights.cumsum(dim=1, dtype=torch.float64)[:, -1]
@@ -174,9 +171,8 @@ def adjusted_logits(
 def changed_tokens(
     params: SamplingParams, history: TokenHistory, vocab_size: int
 ) -> npt.NDArray[np.int64]:
-    """The E tokens that have a bias or that penalties count: [E, 3]. A row has the token's id, the
-    bits of its bias as a float64, and twice the token's count in the output, plus 1 if the prompt
-    has the token."""
+    """The E tokens that have a bias or that penalties count: [E, 3]. A row has the id, the bits of
+    the bias as a float64, and twice the count in the output, plus 1 if the prompt has the token."""
     biases, prompt = dict(params.logit_bias), set(history.prompt_ids)
     output = Counter(history.output_ids)
     known = prompt.union(biases, output, history.drafted_ids)
@@ -191,10 +187,9 @@ def changed_tokens(
 def raw_logprobs(
     logits: Tensor, chosen: Sequence[int], num_top: int, rows: Sequence[int]
 ) -> tuple[tuple[float, tuple[tuple[int, float], ...]], ...]:
-    """For each chosen token i: its log-probability under row `rows[i]` of the raw `logits` [R, V],
-    and the `num_top` likeliest tokens of this row as (id, log-probability), likeliest first. Of
-    equally likely tokens, the lowest id comes first. A token outside the vocabulary has the
-    log-probability -inf."""
+    """For each chosen token i: its log-probability under row `rows[i]` of the raw `logits` [R, V]
+    (-inf outside the vocabulary), and the `num_top` likeliest tokens of this row as (id,
+    log-probability), likeliest first. Of equally likely tokens, the lowest id comes first."""
     _check_rows(logits)
     exact = logits.double()
     normaliser = exact.logsumexp(dim=1, keepdim=True)
@@ -216,8 +211,7 @@ def raw_logprobs(
 
 
 def largest_ids(values: Tensor, count: int) -> Tensor:
-    """The ids of the `count` largest of `values` [V], ascending. Of equal values, includes those
-    with the lowest ids."""
+    """The ids of the `count` largest of `values` [V], ascending. Ties go to the lowest ids."""
     count = min(count, len(values))
     if count == 0:
         return torch.empty(0, dtype=torch.int64, device=values.device)
@@ -255,8 +249,7 @@ def _check_rows(logits: Tensor) -> None:
 
 def _keep_likely(row: Tensor, min_p: float, top_k: int, top_p: float) -> None:
     """Applies min-p, top-k and top-p to `row` [V], whose weights are at most 1. Dropped weights
-    become 0. Of equal weights at the boundary, keeps those with the lowest ids. Sorts only the
-    largest weights."""
+    become 0. Of equal weights at the boundary, keeps those with the lowest ids."""
     if min_p > 0.0:
         _keep_from(row, float(row.amax() * min_p))
     is_cut = 0 < top_k < len(row)
@@ -296,8 +289,7 @@ def _drop_last_ties(row: Tensor, excess: int) -> None:
 
 def largest(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest weights of each row of `weights` [R, V], largest first, and their
-    indices: [R, count] each. If several weights equal the smallest included weight, any of them may
-    be included."""
+    indices: [R, count] each. Of equal weights at the boundary, any may be included."""
     num_rows, width = weights.shape
     count = min(count, width)
     if weights.device.type != "cpu" or width % _BLOCK or width < 4 * _BLOCK * count:
@@ -342,8 +334,7 @@ class DraftVocabulary:
 
     @classmethod
     def of(cls, token_ids: Sequence[int]) -> DraftVocabulary | None:
-        """The vocabulary of these tokens. Returns None for an empty list, which stands for all
-        tokens."""
+        """The vocabulary of these tokens. None for an empty list, which means all tokens."""
         return cls(np.array(token_ids, dtype=np.int64)) if token_ids else None
 
     def table(self, device: torch.device) -> Tensor:
@@ -363,8 +354,7 @@ class DraftVocabulary:
         return known, places[known]
 
     def params(self, params: SamplingParams) -> SamplingParams:
-        """The parameters with columns in place of ids. Biases of tokens without a column are
-        dropped."""
+        """The parameters with columns in place of ids. Tokens without a column are dropped."""
         if not params.logit_bias:
             return params
         known, columns = self.columns([token_id for token_id, _ in params.logit_bias])
@@ -412,8 +402,8 @@ class RowMasks:
 
 def row_masks(allowed: Allowed, proposal: Proposal) -> RowMasks:
     """The masks for the rows of a proposal. Raises `Incompatible` if the mask after the committed
-    tokens cannot be computed, but not for masks after draft tokens, because a draft must not make a
-    session fail."""
+    tokens cannot be computed. Masks after draft tokens raise no error, because a draft must not
+    make a session fail."""
     masks = [allowed.after(())]
     untold: set[int] = set()
     paths: list[tuple[int, ...]] = []
@@ -464,8 +454,7 @@ def _mask_without(token_ids: frozenset[int], vocab_size: int) -> TokenMask:
 def allowed_early(
     sampling: SamplingParams, num_tokens: int, eos_token_ids: Sequence[int], vocab_size: int
 ) -> AnyButEnds | None:
-    """What `min_tokens` allows after `num_tokens` tokens of a completion. None if all tokens are
-    allowed."""
+    """What `min_tokens` allows after `num_tokens` tokens of a completion. None = all tokens."""
     num_left = sampling.min_tokens - num_tokens
     ends = frozenset((*eos_token_ids, *sampling.stop_token_ids))
     return AnyButEnds(ends, num_left, vocab_size) if num_left > 0 else None

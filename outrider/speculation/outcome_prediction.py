@@ -57,8 +57,7 @@ class OutcomeGuesses:
         return len(self.evidence)
 
     def rank(self, num_accepted: int, correction: int) -> int | None:
-        """The index of `correction` among the guesses after `num_accepted` tokens. None if it
-        was not guessed."""
+        """The index of `correction` in `corrections[num_accepted]`. None if it was not guessed."""
         guessed = self.corrections[num_accepted] if num_accepted < len(self.corrections) else []
         return guessed.index(correction) if correction in guessed else None
 
@@ -117,8 +116,7 @@ def _apart(
 def _evidence(
     noise: RoundNoise, drafted: Sequence[int], own: RealArray, others: RealArray
 ) -> RealArray:
-    """`OutcomeGuesses.evidence`. `own` [K] are the draft tokens' scores, and `others` [K] the best
-    other scores of their rows."""
+    """`own` [K] are the draft tokens' scores, `others` [K] the best other scores of their rows."""
     if not noise.rule.absolute_noise:
         found = -np.log(np.fromiter(noise.accept_uniforms(len(drafted)), np.float64))
     else:
@@ -250,8 +248,7 @@ class OutcomeModels:
     """
 
     def __init__(self, seeds_max: int = DRAFTED_SEEDS_MAX) -> None:
-        """After `seeds_max` seeds, forgets all seeds, and the shared models that have learned from
-        sessions with these seeds."""
+        """After `seeds_max` seeds, forgets them and the shared models under token and block."""
         self._seeds_max = seeds_max
         self._shared: dict[tuple[Rule, float], OutcomeModel] = {}
         self._first: dict[int, str] = {}

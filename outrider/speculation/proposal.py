@@ -97,9 +97,8 @@ class SealedProposal:
         return cls(proposal.token_ids, encode_q(proposal.q), proposal.parents)
 
     def cut(self, num_depths: int) -> SealedProposal:
-        """The first `num_depths` tokens of each path, with their q. The tokens of a tree must be
-        ordered by depth. Verifying the cut proposal is exact only if `num_depths` does not depend
-        on the tokens."""
+        """The first `num_depths` tokens of each path. The tokens of a tree must be ordered by
+        depth. Verifying the result is exact only if `num_depths` does not depend on the tokens."""
         tree = self.tree
         if num_depths >= tree.num_depths:
             return self
@@ -120,9 +119,8 @@ class SealedProposal:
         return SealedProposal(self.token_ids, encode_q(q), self.parents)
 
     def readable(self) -> tuple[SealedProposal, bool]:
-        """Returns the proposal, cut before the first q that cannot be decoded. Also returns whether
-        the fault may depend on a token that was cut off, so that verifying the rest is not exact.
-        """
+        """Returns the proposal, cut before the first q that cannot be decoded, and whether this cut
+        may depend on a token that was cut off. Verifying the rest is then not exact."""
         try:
             self.open()
         except UnreadableQ as error:
@@ -292,8 +290,7 @@ def draft_tree(parents: tuple[int, ...], num_tokens: int) -> DraftTree:
 
 def caterpillar_tree(siblings: Sequence[int]) -> tuple[int, ...]:
     """The parents of a tree in which token i of the spine has `siblings[i]` siblings without
-    children. Tokens are ordered by depth. At each depth, the spine's token comes first. Returns ()
-    if no token has siblings."""
+    children, or () if none has siblings. Tokens are ordered by depth, the spine's token first."""
     if not any(siblings):
         return ()
     parents: list[int] = []

@@ -92,12 +92,6 @@ class Question:
     masks: Sequence[TokenMask | None] = ()
     """The mask of each row, applied before all transforms. Empty = no masks."""
 
-    def check(self) -> None:
-        """Raises `InvariantError` if the fields do not fit together."""
-        proposal = self.proposal
-        check_parts(self.logits, proposal, self.noise.rule)
-        check(not (proposal.parents and self.params.penalised), "penalties need a chain")
-
     @property
     def takes_likeliest(self) -> bool:
         """Whether the verdict needs only the likeliest token of each row."""
@@ -110,7 +104,9 @@ def verdicts_from_logits(questions: Sequence[Question]) -> list[Verdict]:
     `InvariantError` if the rule needs a missing q, if a draft token is outside its q, and for rows
     that `target_probabilities` refuses."""
     for question in questions:
-        question.check()
+        check_parts(question.logits, question.proposal, question.noise.rule)
+        is_tree = bool(question.proposal.parents)
+        check(not (is_tree and question.params.penalised), "penalties need a chain")
     verdicts: dict[int, Verdict] = {}
     suits = [_suits_kernels(question) for question in questions]
     for way, suited in ((_verdicts_on_device, True), (_verdicts_on_host, False)):
