@@ -100,9 +100,11 @@ def check_names(config: DeploymentConfig) -> DeploymentConfig:
     published head, returns the configuration with the head's kind in the draft model's name. To
     find the kind, imports torch and reads the head's weights. Raises `SettingError` for a model
     that `resolve_models` would refuse, and for a name that is probably misspelt."""
+    from outrider.models.sources import check_name, local_path
+
     drafter = config.draft.drafter
     name = drafter.on_target if drafter.model is None else drafter.model.name
-    if name is not None and drafter.kind != MTP and not Path(name).expanduser().exists():
+    if name is not None and drafter.kind != MTP and not local_path(name).exists():
         if config.target.emulated is None and name.lower() == SCHEME:
             raise SettingError(
                 "draft_model",
@@ -112,8 +114,6 @@ def check_names(config: DeploymentConfig) -> DeploymentConfig:
     if config.target.emulated is not None:
         emulated_spec(config.target.emulated)
         return config
-    from outrider.models.sources import check_name, local_path
-
     with blaming("model"):
         check_name(config.target.model)
     if name is None or drafter.kind == MTP:

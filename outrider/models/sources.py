@@ -58,7 +58,12 @@ def resolve_model(name: str, *, trust_remote_code: bool = False, drafts: bool = 
 def local_path(name: str) -> Path:
     """Returns the directory of the drafter `name` in this package. If the package has no such
     drafter, returns the name as a path."""
-    return _DRAFTERS / name if name in SHIPPED else Path(name).expanduser()
+    if name in SHIPPED:
+        return _DRAFTERS / name
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:  # The name begins with `~USER`, and there is no such user.
+        return Path(name)
 
 
 def gguf_file(name: str) -> Path | None:
@@ -66,7 +71,7 @@ def gguf_file(name: str) -> Path | None:
     file. Raises `ConfigError` if `name` is `demo` and the demo's package is not installed."""
     if name == DEMO:
         return _demo_gguf()
-    path = Path(name).expanduser()
+    path = local_path(name)
     return path if path.is_file() else None
 
 

@@ -50,6 +50,7 @@ def spoken(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("dmo", "model dmo: no directory has this name, .* did you mean demo?"),
         ("a/b/c", "no such file or directory"),
         ("./nowhere", "no such file or directory"),
+        ("~nobody-has-this-name/model", "no such file or directory"),
         ("lost.gguf", "no such file or directory"),
         ("{tiny}/config.json", r"not a \.gguf"),
         ("{tiny}/..", r"no config\.json"),
