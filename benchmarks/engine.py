@@ -58,10 +58,8 @@ _STRIDE = 7
 
 PREFIX_TOKENS = 1_000
 OWN_TOKENS = 20
-"""Tokens after the shared prefix."""
 LONG_TOKENS = 4_000
 RUNNING_SESSIONS = 8
-"""Sessions that decode while the long prompt is prefilled."""
 RUNNING_TOKENS = 256
 SETTLING_GAPS = 16
 """The first gaps of a running session are not measured, because other sessions are still starting.

@@ -29,7 +29,6 @@ STAMP = "installed"
 """`make peers` creates this file in the environment of a library that it has installed."""
 PLAIN = "plain"
 SWEEP_TOKENS = 48
-"""Length of the completions in a sweep, in tokens."""
 SWEEP_PROMPTS = 6
 """One built-in prompt of each category."""
 SPARE_TOKENS = 16
@@ -62,7 +61,6 @@ class TargetInputs:
     gguf: str = ""
     """A GGUF file with the same weights as float16; empty if the target is not from a GGUF file."""
     context_tokens: int
-    """Maximum length of a sequence: prompt, completion and spare tokens."""
     batch: int = 1
     eos_token_ids: Sequence[int]
     token_ids: Mapping[str, Sequence[int]]

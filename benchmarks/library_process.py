@@ -56,7 +56,6 @@ class Vllm(Decoder):
         ).llm_engine
 
     def decode(self, prompts: list[list[int]], request: dict[str, Any], emit: Emit) -> None:
-        """When a request ends, the next one joins the engine's batch."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -101,7 +100,6 @@ class OpenVino(Decoder):
         )
 
     def decode(self, prompts: list[list[int]], request: dict[str, Any], emit: Emit) -> None:
-        """When a request ends, the next one joins the pipeline's batch."""
         import numpy as np
         import openvino as ov
         import openvino_genai as genai

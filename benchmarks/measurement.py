@@ -28,7 +28,6 @@ WARM_UP_TOKENS_MAX = 32
 WARM_UP_REPETITIONS = 5
 
 Progress = Callable[[str], None]
-"""Receives a line of text at each step of a measurement."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,6 @@ SESSION_TOKENS = 512
 VERIFY_S = 0.0183
 """Time of the canned target's step in `capacity`, as in `bench emulate`."""
 DRAFT_S = NUM_DRAFT_TOKENS * 0.0013
-"""Time in which the canned draft of `capacity` drafts K tokens."""
 CROWD_TOKENS = 2_048
 WARM_UP_S = 3.0
 WARM_UP_TURNS = 3

@@ -75,7 +75,6 @@ class Process:
 
     @property
     def address(self) -> str:
-        """HOST:PORT of the role's server."""
         return str(self.ready["address"])
 
     async def __aenter__(self) -> Self:
@@ -132,9 +131,7 @@ class Process:
 @dataclass(frozen=True, slots=True)
 class Role:
     ready: Mapping[str, object]
-    """The answer to the first line."""
     answer: Callable[[dict[str, Any]], Mapping[str, object]] = lambda question: {}
-    """Returns the answer to a later line."""
 
 
 Opens = Callable[[dict[str, Any]], AbstractAsyncContextManager[Role]]

@@ -22,7 +22,6 @@ class Report:
     values: Mapping[str, Any]
     """The JSON object. A value of None means that the figure was not measured."""
     shown: Sequence[RenderableType]
-    """What is printed without `--json`."""
     warnings: Sequence[str] = ()
     """Reasons not to trust the figures, one line each."""
 

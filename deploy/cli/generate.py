@@ -1,9 +1,5 @@
-"""`outrider generate PROMPT` streams one completion. `outrider chat` holds a conversation.
-
-Answers go to standard output, everything else to standard error. In a chat on a terminal, an error
-or an interrupt ends only the current answer. In a chat on a pipe, an error or an interrupt ends the
-command.
-"""
+"""`outrider generate PROMPT` streams one completion. `outrider chat` holds a conversation. Answers
+go to standard output, everything else to standard error."""
 
 from __future__ import annotations
 

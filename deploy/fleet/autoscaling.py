@@ -66,7 +66,6 @@ class Autoscaler:
             await asyncio.sleep(LOOK_PERIOD_S)
 
     async def look(self) -> None:
-        """Reads the load once, and changes the wanted numbers. Raises `StoreUnavailable`."""
         if not self.config.bounds:
             return
         wanted = await self._registry.wanted()

@@ -21,7 +21,6 @@ from outrider.files import write_whole
 
 FILE_NAME = "deployment.json"
 KEY_NAME = "cli.key"
-"""Name of the file with an API key for commands on this machine."""
 LOCK_NAME = "deployment.lock"
 LOG_NAME = "serve.log"
 ERROR_PREFIX = "outrider: error: "

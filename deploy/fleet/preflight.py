@@ -39,7 +39,6 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 
 
 def check_before_start(config: DeploymentConfig) -> None:
-    """Checks the settings of a deployment on this machine. Raises `SettingError`."""
     check_security_files(config.coordinator)
     read_chat_template(config.coordinator.chat_template)
     listeners(config)
@@ -328,7 +327,6 @@ def whole_paths(values: Mapping[str, Value]) -> dict[str, Any]:
 
 
 def check_security_files(config: CoordinatorConfig) -> None:
-    """Raises `SettingError` if a file of keys or certificates is wrong."""
     from outrider.transport.tls import RoleFiles, check_pair
 
     if config.ssl_certfile:

@@ -92,7 +92,6 @@ class Actor:
         self._handle = handle
 
     def start(self, kind: type, namespace: str, *arguments: object, **options: Any) -> None:
-        """Starts an actor of class `kind`. The actor outlives this process."""
         import ray
 
         actor = ray.remote(kind).options(
@@ -268,7 +267,7 @@ def _no_place(what: str, homeless: Sequence[Demand], demands: Sequence[Demand]) 
     return (
         f"{what} for {len(homeless)} of the actors: {asked}. All together need "
         f"{_amounts(together)}; the cluster has {_amounts(resources())}, of which "
-        f"{_amounts(ray.available_resources())} are free (see {flags} and the like for GPUs)"
+        f"{_amounts(ray.available_resources())} are free (change {flags}, or for GPUs -num-gpus)"
     )
 
 

@@ -163,5 +163,5 @@ def judged(sums: TrialSums, is_over: bool) -> tuple[bool | None, str]:
 def _rates(one: DrafterSums) -> str:
     return (
         f"{one.tokens_per_second:.1f} tokens/s a session and {one.accepted_per_round:.2f} "
-        f"accepted a round in {one.num_rounds} rounds"
+        f"accepted draft tokens a round in {one.num_rounds} rounds"
     )

@@ -142,12 +142,10 @@ class TemperaturePlan:
     chosen: Option
     plain: Option
     options: tuple[Option, ...]
-    """The fastest option for each rule and K."""
     times: ServiceTimes
     survival: tuple[float, ...]
     """[K]: the chances that at least 1, 2, ... draft tokens are accepted, for the chosen option."""
     spread: Spread | None
-    """None = there was only one prompt."""
 
 
 class Replays:

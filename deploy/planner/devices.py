@@ -37,7 +37,6 @@ _Count = Annotated[int, Field(ge=1, le=10**9)]
 
 class _Model(NamedTuple):
     gb: PositiveFloat
-    """Size of the weights, GB."""
     layers: _Count
     kv_kb: PositiveFloat
     """Size of a token's keys and values, KB."""
@@ -54,7 +53,6 @@ class _Devices(BaseModel, extra="forbid", validate_default=True, allow_inf_nan=F
     sessions: _Count = 1
     """Sessions of each target, as far as they fit into the memory."""
     context: _Count = 1024
-    """Tokens of each session."""
     target: _Spec = "16.06/32/131.1"  # type: ignore[assignment]
     draft: _Spec = "2.47/16/32.8"  # type: ignore[assignment]
     head: _Spec = "0.85/1/12.3"  # type: ignore[assignment]
@@ -74,7 +72,6 @@ class _Devices(BaseModel, extra="forbid", validate_default=True, allow_inf_nan=F
     layer_ms: NonNegativeFloat = 0.07
     session_ms: NonNegativeFloat = 0.05
     verdict_ms: NonNegativeFloat = 0.07
-    """Time of the verdict of one session."""
     round_ms: NonNegativeFloat = 1.3
     """Time of a round with a draft, apart from the steps and verdicts of the round."""
     plain_ms: NonNegativeFloat = 0.5

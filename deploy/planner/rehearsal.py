@@ -28,7 +28,6 @@ REHEARSED_K = (0, 1, 8, 2, 4, 16)
 """Values of K in a rehearsal. Every second prompt has them in reverse order."""
 TEXTS_MAX = 4
 TOKENS_MAX = 48
-"""Most tokens of a rehearsed answer."""
 OUTLIER = 3.0
 """A round is ignored if it takes more than this many times the median of rounds with its K."""
 DESCRIBE_TIMEOUT_S = 60.0

@@ -58,7 +58,7 @@ class PlanReport:
     def _acceptance(self, plan: TemperaturePlan) -> RenderableType:
         return table(
             f"{self.draft_model} for {self.model}, temperature {plan.temperature:g}: chance that a "
-            "draft token is accepted if those before it were",
+            "draft token is accepted if all earlier draft tokens were",
             [
                 {"prompts": name, "rule": rule}
                 | {str(depth): chance for depth, chance in enumerate(chances, start=1)}
@@ -104,7 +104,9 @@ def _advice(plan: TemperaturePlan) -> Iterator[str]:
 def _certainty(plan: TemperaturePlan) -> str:
     found = plan.spread
     if found is None:
-        return "One prompt does not show how certain this plan is. Use more (--prompts FILE)."
+        return (
+            "One prompt does not show how certain this plan is. Use more prompts (--prompts FILE)."
+        )
     low, high = found.speedup
     return (
         f"In {LEVEL:.0%} of {RESAMPLES} resamples of these {found.num_texts} prompts, this option "
