@@ -48,7 +48,8 @@ SWEEP_TOKENS_MIN = 24
 DROPPED_SHARE = 0.05
 DROPPED_MIN = 4
 """The first tokens of a session are not measured, because the first round has no draft, and the
-second waits until the draft has prefilled. They are this share, and at least `DROPPED_MIN`."""
+second waits until the draft has prefilled. They are `DROPPED_SHARE` of all tokens, and at least
+`DROPPED_MIN`."""
 MODES = {
     "plain": (Rule.TOKEN,),
     "synchronous": (Rule.TOKEN, Rule.COUPLED),

@@ -62,8 +62,7 @@ LONG_TOKENS = 4_000
 RUNNING_SESSIONS = 8
 RUNNING_TOKENS = 256
 SETTLING_GAPS = 16
-"""The first gaps of a running session are not measured, because other sessions are still starting.
-"""
+"""The first gaps of a session are not measured, because other sessions are still starting."""
 GAPS_BEFORE = 64
 """Gaps of each session that are measured before the long prompt is sent."""
 _POLL_S = 0.005

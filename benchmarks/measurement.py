@@ -194,7 +194,7 @@ async def measure(
 
 
 async def _warm_up(contestant: Contestant) -> None:
-    """Decodes the warm-up prompts, whose seeds differ from those of measured prompts, because the
+    """Decodes the warm-up prompts. Their seeds differ from those of measured prompts, because the
     second session with a seed may be drafted differently."""
     short = min(WARM_UP_TOKENS_MAX, contestant.decoding.max_tokens)
     for index, prompt in enumerate(WARM_UP_PROMPTS, start=1):
@@ -204,9 +204,9 @@ async def _warm_up(contestant: Contestant) -> None:
 
 def _blocks(num_prompts: int, concurrency: int) -> list[range]:
     """The indices of the prompts of each turn. With one request at a time, a turn has one prompt.
-    With several requests at a time, there are only two turns, because at the end of a turn fewer
-    than `concurrency` requests run. There are not fewer turns, because each side must come first
-    once: a side that comes later finds beginnings of prompts cached."""
+    With several requests at a time, a turn has every second prompt. Turns are that long, because at
+    the end of a turn fewer than `concurrency` requests run. There are two turns, because each side
+    must come first once: a side that comes later finds beginnings of prompts cached."""
     if concurrency == 1:
         return [range(index, index + 1) for index in range(num_prompts)]
     return [range(turn, num_prompts, 2) for turn in range(min(2, num_prompts))]

@@ -182,9 +182,9 @@ async def measure_transports(_: OverheadOptions, progress: Progress) -> dict[str
     """Calls a coordinator in this process by gRPC and HTTP in turn. Clients and coordinator share
     an event loop. So the added time is spent in their code, and in the kernel's loopback.
 
-    `X_ttft_added_ms_p50` is the median of the time to the first token at a client of transport X,
-    minus the coordinator's own time to the first token. `X_chunk_added_ms` is the median time from
-    when the coordinator has a chunk until the client has read this chunk."""
+    `X_ttft_added_ms_p50` is the median of a difference: the time to the first token at a client of
+    transport X, minus the coordinator's own time to the first token. `X_chunk_added_ms` is the
+    median time from when the coordinator has a chunk until the client has read this chunk."""
     progress("starting the target")
     added: dict[str, list[float]] = {}
     async with (

@@ -127,7 +127,7 @@ class Load:
     most_running: int
     records: Sequence[Record]
     lags_s: Sequence[float]
-    """Samples of the lag of this client's event loop. Chunks are read late by the lag."""
+    """Samples of the lag of this client's event loop. The client reads chunks late by this lag."""
 
     @property
     def completed(self) -> list[tuple[Record, Completion]]:

@@ -96,8 +96,7 @@ def setting_options(
 
 
 def setting_option(setting: Setting, rare: bool = False, doc: str = "") -> Option:
-    """`doc` replaces the setting's help. `merge` parses the value, together with the file and the
-    environment."""
+    """`doc` replaces the setting's help. `merge` later parses the value."""
     shown = "" if setting.default in (None, "") else f" [{str(setting.default).lower()}]"
     flags = setting.flag
     kind: dict[str, Any] = {"metavar": setting.metavar}

@@ -75,8 +75,8 @@ class Deployment:
         self.redis: EmbeddedRedis | None = None
         """The embedded server; None if `redis_url` is set."""
         self._is_own = False
-        """Whether `stop` ends the replicas, because this process has started them or taken them
-        over."""
+        """Whether this process has started the replicas or taken them over. Then `stop` ends them.
+        """
         self.overview = Overview({}, (), None)
         self._following: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()

@@ -120,7 +120,7 @@ def _shared(values: Mapping[str, Value], gpus: float | None) -> float | None:
 _log = logging.getLogger(__name__)
 
 AWAY_S = 60.0
-"""A reconciler that does not answer for this time counts as lost. A restart by Ray takes seconds.
+"""A reconciler that does not answer for this time counts as lost. Ray restarts it within seconds.
 """
 RETRY_PERIOD_S = 0.5
 NEWS_S = 10.0

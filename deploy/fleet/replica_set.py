@@ -329,7 +329,7 @@ class Trouble:
         self.reason = ""
         """Why the last start failed; empty if it succeeded."""
         self.crowded = False
-        """Whether the cluster had no room for another replica. Then a stale replica leaves first.
+        """Whether the cluster had no room for another replica, so a stale replica must leave first.
         """
         self.made_way = False
         """Whether a stale replica has left to make room, and no new replica has served since then.

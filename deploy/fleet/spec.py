@@ -87,14 +87,14 @@ class FleetSpec:
             raise ConfigError(f"{role}={count}: it must be {LEAST[role]} to {REPLICAS_MAX}")
 
     def replaced_in_place(self, role: Role) -> bool:
-        """Whether a replica must end before its replacement starts, because two coordinators on one
-        machine cannot share a port for metrics."""
+        """Whether a replica must end before its replacement starts. Two coordinators on one machine
+        cannot share a port for metrics."""
         telemetry = self.config.coordinator.telemetry
         return self.keeps_ports(role) and bool(Destination.parse(telemetry).prometheus_port)
 
     def keeps_ports(self, role: Role) -> bool:
-        """Whether a replica gets the ports of the replica that it replaces, because clients know
-        the ports of coordinators on this machine."""
+        """Whether a replica gets the ports of the replica that it replaces. Clients know the ports
+        of coordinators on this machine."""
         return role == "coordinator" and self.local
 
     def replica_config(
@@ -107,9 +107,9 @@ class FleetSpec:
         ports: Mapping[str, int] = MappingProxyType({}),
     ) -> Any:
         """The configuration of a replica. `slot` is the replica's number among the replicas of its
-        role. `takes_over` says whether another replica still has this slot. `ports` has, by
-        setting, the ports to use in place of 0 (any free port). Raises `SettingError` for a port
-        above `PORT_MAX`."""
+        role. `takes_over` says whether another replica still has this slot. `ports` maps settings
+        to the ports to use in place of 0 (any free port). Raises `SettingError` for a port above
+        `PORT_MAX`."""
         own: Any = getattr(self.config, role)
         slot = slot if self.local else 0
         member = Membership(
@@ -206,8 +206,8 @@ def plan_fleet(
         del demands["draft"]
     config = replace(found, **parts)
     reads = draft.drafter.model is not None and draft.drafter.model.reads_features
-    # A coordinator learns only at its start which role drafts. So its plan contains the role, and
-    # coordinators are replaced when another role is to draft.
+    # A coordinator learns only at its start which role drafts. So its plan depends on
+    # this role, and coordinators are replaced if another role is to draft.
     beside: dict[Role, Any] = {"coordinator": (drafts, draft.drafter.on_target is None, reads)}
     plans = {
         role: hashlib.blake2b(

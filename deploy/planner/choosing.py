@@ -35,7 +35,7 @@ class Chooser:
         self, times: ServiceTimes, sessions: int, prompt_tokens: Sequence[int], plain: Rounds,
         rule: Rule,
     ) -> None:  # fmt: skip
-        """`prompt_tokens` [texts] are the lengths of the prompts, `plain` the rounds without
+        """`prompt_tokens` [texts] are the lengths of the prompts. `plain` are rounds without
         drafts."""
         self._times, self._sessions = times, sessions
         self._first_s = times.first_seconds(prompt_tokens)

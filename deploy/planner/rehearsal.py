@@ -107,7 +107,7 @@ async def _tables(replicas: Replicas) -> tuple[StepCosts | None, StepCosts | Non
 async def _rehearsed(
     client: Client, sample: Sample, progress: Progress, is_first: bool
 ) -> list[PlayedSession]:
-    """Plays some texts of the sample. No prompt is cached yet if the sample `is_first`."""
+    """Plays some texts of the sample. If the sample `is_first`, no prompt is cached yet."""
     rule = rehearsed_rule(sample.temperature)
     # The chosen texts are spread over the sample, so that they are of different categories.
     texts = sample.texts[:: math.ceil(len(sample.texts) / TEXTS_MAX)]

@@ -104,9 +104,7 @@ def _advice(plan: TemperaturePlan) -> Iterator[str]:
 def _certainty(plan: TemperaturePlan) -> str:
     found = plan.spread
     if found is None:
-        return (
-            "One prompt does not show how certain this plan is. Use more prompts (--prompts FILE)."
-        )
+        return "One prompt does not show how certain this plan is. Use more prompts (--prompts)."
     low, high = found.speedup
     return (
         f"In {LEVEL:.0%} of {RESAMPLES} resamples of these {found.num_texts} prompts, this option "

@@ -75,8 +75,7 @@ class Rounds(NamedTuple):
     num_tokens: float
     num_rounds: float
     contexts: float
-    """The session's length at the start of a later round, in tokens, summed over the later rounds.
-    """
+    """The session's length at the start of a later round, in tokens, summed over these rounds."""
     reached: Array
     """[K]: how often a token at depth 1, 2, ... was tested."""
     accepted: Array
@@ -133,8 +132,8 @@ def total(parts: Sequence[Rounds]) -> Rounds:
 
 def replay(num_tokens: int, attempt_at: Callable[[int], Attempt], prompt_tokens: int = 0) -> Rounds:
     """The rounds of one text of `num_tokens` >= 1. `attempt_at(t)` returns the proposal of a round
-    that begins after t tokens of the text. It is called in ascending order for each t from 1 to
-    `num_tokens` - 1 at which a round may begin."""
+    that begins after t tokens of the text. `attempt_at` is called in ascending order for each t
+    from 1 to `num_tokens` - 1 at which a round may begin."""
     visits = np.zeros(num_tokens + 1)
     visits[1] = 1.0
     contexts, kinds = 0.0, np.zeros((_KINDS, _KINDS))

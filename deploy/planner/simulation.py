@@ -303,8 +303,8 @@ class _Coordinator:
 
     def _carrier(self, both_s: float, turn_s: float) -> Callable[[Callable[[], None]], None]:
         """Returns a function that delivers messages. A call has two messages, request and answer.
-        Each occupies the coordinator's only thread for half of `turn_s`, and then travels for half
-        of `both_s`."""
+        Each message occupies the coordinator's only thread for half of `turn_s`, and then travels
+        for half of `both_s`."""
 
         def carry(message: Callable[[], None]) -> None:
             loop = asyncio.get_running_loop()
