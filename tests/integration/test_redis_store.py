@@ -91,8 +91,8 @@ async def test_redis_counts_a_lease_down(server: EmbeddedRedis, admin: redis.Red
 
 async def test_a_full_server_renews_leases(store: RedisStore, admin: redis.Redis) -> None:
     """If the lease were not renewed, others would take over the sessions of a running coordinator.
-    A take-over is still told the remaining time, although the server cannot note for the owner that
-    someone asked."""
+    A take-over is still told the remaining time, although the server cannot store that it was
+    attempted."""
     await store.hold_lease(OWNERS[0])
     await store.open(new_session())
     seen = await store.load(IDS[0])

@@ -204,7 +204,7 @@ async def test_no_secret_stands_in_rays_head(shared: Deployment) -> None:
             assert path.stat().st_mode & 0o777 == 0o600
 
 
-async def test_ray_answers_nobody_without_its_token(shared: Deployment) -> None:
+async def test_ray_answers_no_call_without_its_token(shared: Deployment) -> None:
     token = _token_of(shared)
     assert token.stat().st_mode & 0o777 == 0o600
     assert token.parent.stat().st_mode & 0o777 == 0o700

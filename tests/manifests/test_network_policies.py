@@ -120,7 +120,7 @@ def test_what_the_head_knows_is_for_the_head() -> None:
         assert admitted == {"headgroup"}
 
 
-def test_who_is_named_is_admitted_and_nobody_else() -> None:
+def test_only_what_is_named_is_admitted() -> None:
     release = Release("speculation", [EVERY_OPTION], OWN_REDIS)
     user = Source({"uses": "outrider"}, {"kubernetes.io/metadata.name": "applications"})
     scraper = Source({}, {"kubernetes.io/metadata.name": "monitoring"})

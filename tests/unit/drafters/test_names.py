@@ -29,7 +29,7 @@ from outrider.errors import SettingError
         ("hybrid:suffix,mtp", DrafterChoice(LookupKind.SUFFIX, None, "mtp", "mtp")),
     ],
 )
-def test_a_name_says_who_proposes(name: str, choice: DrafterChoice) -> None:
+def test_a_name_says_what_proposes(name: str, choice: DrafterChoice) -> None:
     assert parse_drafter(name) == choice
     assert DraftConfig(model=name).drafter == choice
 

@@ -149,7 +149,7 @@ def test_a_seed_is_forgotten_with_what_its_session_wrote() -> None:
     seeds_max=st.integers(1, 5), per_tenant=st.integers(0, 40),
 )  # fmt: skip
 @settings(max_examples=200, deadline=None)
-def test_of_every_seed_with_an_answer_it_is_known_who_had_it(
+def test_seeds_of_kept_answers_are_remembered(
     sessions: list[tuple[str, int, list[int]]], seeds_max: int, per_tenant: int
 ) -> None:
     config = replace(SMALL, tokens_per_tenant=per_tenant, tokens_total=60)

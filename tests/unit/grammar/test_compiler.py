@@ -107,7 +107,7 @@ async def test_a_constraint_is_compiled_once_for_all_that_wait() -> None:
     known.close()
 
 
-async def test_a_grammar_that_somebody_holds_is_found_however_many_came_since(
+async def test_a_grammar_in_use_is_found_however_many_came_since(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An item that waits for a step, or a running session, holds such a grammar."""
@@ -169,7 +169,7 @@ async def test_no_more_wait_than_may() -> None:
     known.close()
 
 
-async def test_nobody_waits_for_the_compilations_of_others_for_ever(
+async def test_no_session_waits_for_ever_for_what_others_compile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(compiler, "COMPILE_WAIT_S_MAX", 0.3)
@@ -184,7 +184,7 @@ async def test_nobody_waits_for_the_compilations_of_others_for_ever(
     for name in ("regex", "choice", "schema"):
         with pytest.raises(Overloaded, match="other constraints are being compiled; try later"):
             await known.prepare(CONSTRAINTS[name])
-    await asyncio.sleep(0)  # What has not begun hears that nobody waits for it.
+    await asyncio.sleep(0)  # A compilation that has not begun is given up.
     free.set()
     async with asyncio.timeout(10):
         while known.find(CONSTRAINTS["choice"].digest()) is None:
