@@ -209,7 +209,7 @@ def requests(document: Document) -> st.SearchStrategy[HttpCall]:
         method, route, operation = draw(st.sampled_from(operations))
         text = quote(draw(TEXTS).encode("utf-8", "replace")[:2000])
         path = route.replace("{name}", text)
-        if draw(st.booleans()):  # Otherwise the newest answer's id.
+        if draw(st.booleans()):  # Otherwise it has the newest answer's id.
             path = path.replace(ANSWER_ID, text)
         other = draw(st.sampled_from(("", "", "", "", "", "?a=b&a=c", "/", "//", "/../health")))
         body = draw(document.bodies(operation))

@@ -350,10 +350,10 @@ def of(found: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 async def test_events_are_those_of_grpc(
     erring: Stack, http: httpx.AsyncClient, prompt: str | list[int] | None
 ) -> None:
-    """Raw text, token ids and a conversation. With a seed the rule is coupled, so both answers have
-    the same tokens. A round comes before its tokens and has the index of the first one. Where a
-    round ends depends on how fast a draft was, so rounds are only compared with their own
-    tokens."""
+    """Requests are raw text, token ids and a conversation. With a seed the rule is coupled, so both
+    answers have the same tokens. A round comes before its tokens and has the index of the first
+    one. Where a round ends depends on how fast a draft was, so rounds are only compared with their
+    own tokens."""
     asked: Any = tuple(prompt) if isinstance(prompt, list) else prompt
     body: dict[str, Any] = {"prompt": prompt}
     if prompt is None:

@@ -228,8 +228,8 @@ async def test_what_the_coordinator_chose_is_shown_and_repeated(
 
 
 async def test_speed_is_told_without_the_first_token(window: Browser, stack: Stack) -> None:
-    """30 tokens arrive in 3 s, the first of them after 1 s. So the other tokens came at 14.5 a
-    second."""
+    """30 tokens arrive in 3 s, the first of them after 1 s. So the other tokens arrived at 14.5
+    tokens/s."""
     script = """import('/page/figures.js').then(({ Tally }) => {
         const tally = new Tally();
         tally.write({ token_ids: Array(30).fill(1) });
@@ -387,7 +387,7 @@ async def test_text_is_never_markup(window: Browser, tmp_path: Path) -> None:
             "try { document.body.innerHTML = arguments[0] } catch (error) { return error.name }"
         )
         assert await window.run(forced, Hostile.MARKUP) == "TypeError"
-        assert await window.log()  # It has the violations of the page's policy.
+        assert await window.log()  # The log has the violations of the page's policy.
 
 
 async def test_the_reference_shows_every_operation(window: Browser, stack: Stack) -> None:
@@ -411,7 +411,7 @@ async def test_an_example_can_be_tried(window: Browser, stack: Stack) -> None:
 
 
 async def test_it_fits_a_telephone(window: Browser, stack: Stack) -> None:
-    """Nothing is wider than the window. Wide parts, such as the table, scroll by themselves."""
+    """Nothing is wider than the window. Wide parts, such as the table, scroll on their own."""
     await generate(window, prompt="w", seed=8, temperature=1, max_tokens=30)
     size = {"height": 800, "deviceScaleFactor": 1, "mobile": True}
     command = "Emulation.setDeviceMetricsOverride"

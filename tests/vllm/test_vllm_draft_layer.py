@@ -162,7 +162,7 @@ def test_an_mtp_layer_reads_and_drafts_as_on_the_native_engine(
 def test_pages_are_counted_with_what_the_head_keeps(
     tmp_path: Path, make_engine: MakeEngine
 ) -> None:
-    """Where the model has the same weights, the layer has none of its own."""
+    """If the model has the same weights, the layer has none of its own."""
     config = config_of("llama")
     config.vocab_size = VOCAB - 3  # vLLM pads this size.
     module = tiny_module(config)

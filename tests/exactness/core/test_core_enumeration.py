@@ -32,7 +32,7 @@ CELLS = [
 
 @pytest.mark.parametrize(("vocab_size", "k", "seed"), CELLS)
 def test_ratio_rules(vocab_size, k, seed):
-    """Token and block with zeros, ties, equal, disjoint and one-hot rows; block accepts at least as
+    """Some rows have zeros or ties, some are equal, disjoint or one-hot. Block accepts at least as
     many tokens as token."""
     pair = random_pair(vocab_size, seed)
     accepted = [assert_exact(pair, rule, k) for rule in RATIO_RULES]
@@ -60,8 +60,8 @@ def test_own_draw_rules_accept_the_targets_own_tokens(rule):
 @pytest.mark.parametrize(("vocab_size", "k"), [(3, 1), (3, 2), (3, 3), (4, 2)])
 @pytest.mark.parametrize("rule", RATIO_RULES)
 def test_stopping_before_a_draw(rule, vocab_size, k):
-    """Exact however the decision to draw again depends on the tokens drawn before. The rules do
-    stop, as the numbers of accepted tokens differ."""
+    """Whether to draw again depends on the tokens drawn before, in several ways. The numbers of
+    accepted tokens differ, so the drafts do stop."""
     accepted = set()
     for seed in range(8):
         pair = random_pair(vocab_size, seed % 3)
@@ -72,7 +72,7 @@ def test_stopping_before_a_draw(rule, vocab_size, k):
 
 
 def test_the_example_of_the_block_paper():
-    """Sun et al.: Ms = (2/3, 1/3), Mb = (1/3, 2/3), K = 2: 10/9 accepted tokens become 11/9."""
+    """Sun et al.: Ms = (2/3, 1/3), Mb = (1/3, 2/3), K = 2. 10/9 accepted tokens become 11/9."""
     pair = flat_pair([1.0, 2.0], [2.0, 1.0])
     pair = ToyPair(pair.p, pair.q, pair.q, pair.step)  # thirds are no counts of 2^16
     assert assert_exact(pair, Rule.TOKEN, 2) == pytest.approx(10 / 9, abs=EXACT)
@@ -99,7 +99,7 @@ def test_transformed_targets(rule, params):
 @pytest.mark.parametrize("rule", RATIO_RULES)
 @pytest.mark.parametrize("entries_max", [1, 2, 3])
 def test_truncated_drafts(rule, entries_max):
-    """Drafts are drawn from the truncated q that is sent, so few entries lose nothing."""
+    """Drafts are drawn from the truncated q that is sent, so few entries change no law."""
     pair = random_pair(6, 4)
     assert_exact(make_pair(pair.p, pair.q, entries_max), rule, 2)
 

@@ -190,8 +190,8 @@ def gap(law: Law, expected: Law) -> float:
 def test_what_is_committed_has_the_masked_targets_law(
     rule: Rule, k: int, draft_masks: bool, fails: bool
 ) -> None:
-    """Also for texts that end because their constraint cannot be followed. A failure after a
-    rejected draft token changes nothing."""
+    """Some texts end because their constraint cannot be followed. A failure after a rejected draft
+    token changes nothing."""
     num_ended = 0
     for seed in range(16 if k < 4 else 6):
         law, expected, num = committed_law(seed, rule, k, draft_masks, fails)
@@ -206,7 +206,7 @@ def test_what_is_committed_has_the_masked_targets_law(
 def test_ends_are_masked_before_min_tokens(
     rule: Rule, k: int, min_tokens: int, draft_masks: bool
 ) -> None:
-    """Also within a block of draft tokens whose later rows have no mask."""
+    """The last masked end may be within a block of draft tokens whose later rows have no mask."""
     for seed in range(6):
         law, expected, _ = committed_law(seed, rule, k, draft_masks, min_tokens=min_tokens)
         assert gap(law, expected) <= EXACT

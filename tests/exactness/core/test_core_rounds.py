@@ -203,8 +203,8 @@ def last_row_twice(rows: torch.Tensor) -> torch.Tensor:
     ids=["shared noise", "absolute places", "u = 0"],
 )
 def test_wrong_noise_is_found(pair, faults, monkeypatch):
-    """A token after a rejection has the noise of the rejected one; discarded slots lend theirs to
-    the next round; and all is accepted."""
+    """A token after a rejection has the noise of the rejected token, discarded places lend theirs
+    to the next round, or every token is accepted."""
     for name, value in faults.items():
         monkeypatch.setattr(RoundNoise, name, value)
     check_rejected(pair, Rule.BLOCK, drafts(0, 0, 0))

@@ -30,7 +30,7 @@ def test_trap_02_greedy_drafts_are_one_hot(rule):
 
 
 def test_trap_05_draft_accept_and_residual_share_no_noise():
-    """Four streams at one place are independent: 100,000 numbers of each fill a 4-dimensional grid
+    """Four streams are independent at each place: 100,000 numbers of each fill a 4-dimensional grid
     evenly."""
     num = 100_000
     places = [RoundNoise(0, Rule.TOKEN, length).place(0) for length in range(num)]

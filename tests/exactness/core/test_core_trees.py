@@ -122,7 +122,8 @@ def tree_round_law(pair: ToyPair, parents: tuple[int, ...], num_tokens: int, is_
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_round_with_a_tree_has_the_targets_law(shape, seed):
-    """Token rule, every draw of every tree: the law of depth + 1 tokens is p's, to 1e-12."""
+    """The rule is token. For every draw of every tree, the law of depth + 1 tokens is p's, to
+    1e-12."""
     pairs = (random_pair(3, 100 * seed + i) for i in itertools.count())
     pair = next(p for p in pairs if fits(p, SHAPES[shape]))
     num_tokens = draft_tree(SHAPES[shape], len(SHAPES[shape])).num_depths + 1
@@ -134,7 +135,7 @@ def test_a_round_with_a_tree_has_the_targets_law(shape, seed):
 @pytest.mark.parametrize("num_siblings", [1, 2])
 def test_a_tree_may_stop_by_what_was_drawn(num_siblings, seed):
     """Whether there is a second position depends on the candidates for the first, siblings
-    included; decided before it is drawn, as by a deadline."""
+    included. It is decided before the second draw, as by a deadline."""
     short, long = caterpillar_tree((num_siblings,)), caterpillar_tree((num_siblings, 1))
     pairs = (random_pair(3, 100 * seed + i) for i in itertools.count())
     pair = next(p for p in pairs if fits(p, long) and bool((p.mass[0][0] > 0).all()))

@@ -102,7 +102,8 @@ def z(sums: AuditSums) -> float:
 
 @pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK, Rule.COUPLED])
 def test_honest_services_are_within_chance(rule: Rule) -> None:
-    """960 tokens; beyond 5 once in 1.7 million runs of each rule. Seeds are fixed."""
+    """960 tokens are audited. A value beyond 5 occurs once in 1.7 million runs of each rule; seeds
+    are fixed."""
     sums = audited(rule, SAMPLING)
     assert sums.num_tokens == NUM_SESSIONS * NUM_TOKENS
     assert sums.num_impossible == sums.num_unlikely == 0
@@ -186,7 +187,7 @@ async def test_a_target_whose_seats_are_taken_is_left_alone() -> None:
 
 
 async def test_a_share_is_a_share() -> None:
-    """Half of 200 sessions; outside 65..135 once in 2 million runs."""
+    """Half of 200 sessions are audited. A count outside 65..135 occurs once in 2 million runs."""
     heard = Heard()
     async with running(AuditedBench(heard, 0.5)) as bench:
         for seed in range(200):
@@ -197,7 +198,8 @@ async def test_a_share_is_a_share() -> None:
 
 
 async def test_tokens_count_after_the_client_has_gone() -> None:
-    """Clients leave when they have seen enough: without them the sample would be biased."""
+    """Clients leave when they have seen enough, so a sample without their tokens would be
+    biased."""
     heard = Heard()
     async with running(AuditedBench(heard)) as bench:
         async with aclosing(bench.service.generate(REQUEST)) as events:
@@ -210,7 +212,7 @@ async def test_tokens_count_after_the_client_has_gone() -> None:
                 break
         await asyncio.sleep(10)
         assert bench.service._auditor._num_chosen == 0
-    assert heard.outcomes == ["audited"]  # The other has no tokens.
+    assert heard.outcomes == ["audited"]  # The other session has no tokens.
     (sums,) = heard.sums.values()
     assert 1 <= sums.num_tokens < 40
 
@@ -247,8 +249,8 @@ CONSTRAINED = GenerateRequest(
 
 @pytest.mark.virtual(False)
 async def test_constrained_completions_are_within_chance(tmp_path: Path) -> None:
-    """Beyond 5 once in 1.7 million runs. Without the mask most tokens would be far more surprising
-    than expected. Each completion that ends by itself meets the schema."""
+    """A value beyond 5 occurs once in 1.7 million runs. Without the mask most tokens would be far
+    more surprising than expected. Each completion that ends by itself meets the schema."""
     heard = Heard()
     async with running_stack(
         EndingEngine(1), EndingEngine(2), tmp_path, grammars=grammars,

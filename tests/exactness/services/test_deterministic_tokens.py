@@ -100,8 +100,8 @@ async def test_tokens_depend_on_neither_k_nor_the_batch(family: str, tmp_path: P
 @pytest.mark.xdist_group("identity")
 @pytest.mark.parametrize("num_threads", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_rows_of_fused_steps_are_bit_equal(num_threads: int) -> None:
-    """The demo target's logits at the end of a context of 1,200 tokens: token by token, in chunks,
-    as the path of a tree, beside others, and after a shared prefix."""
+    """The demo target computes logits at the end of 1,200 tokens: token by token, in chunks, as a
+    path of a tree, beside other sequences, and after a shared prefix."""
     torch.set_num_threads(num_threads)
     engine = fused_engine_of(*load_model(resolve_model("demo"), name="demo", dtype="bfloat16"))
     assert engine.info.numerics

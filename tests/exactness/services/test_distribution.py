@@ -324,7 +324,7 @@ def engines_of(cell: Cell, module: Any) -> dict[str, Any]:
 
 def lookup_of(kind: LookupKind | None) -> LookupDrafter | None:
     if kind is LookupKind.SUFFIX:
-        # Every match abounds with three token ids: fewer are looked at, for time's sake.
+        # With three token ids, matches have many occurrences; to save time, fewer are read.
         return SuffixDrafter(SuffixConfig(depth=6, occurrences_max=16))
     return NgramDrafter() if kind else None
 
@@ -424,7 +424,7 @@ async def test_completions_follow_the_targets_law(cell: Cell, tmp_path: Path) ->
 async def test_noise_that_rounds_share_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under block, with numbers keyed by their absolute positions."""
+    """The rule is block, and numbers are keyed by absolute positions."""
     for name, value in ABSOLUTE_PLACES.items():
         monkeypatch.setattr(RoundNoise, name, value)
     result, _ = await measure(replace(MANY_ROUNDS, num_samples=4_500), tmp_path)

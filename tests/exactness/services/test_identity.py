@@ -274,7 +274,7 @@ async def test_a_head_apart_from_its_target_leaves_the_text_as_it_is(
 async def test_a_draft_in_one_pass_leaves_the_text_as_it_is(
     tiny: Any, tmp_path: Path, siblings: int
 ) -> None:
-    """Chains with look-ahead, or trees. It knows the target's weights."""
+    """The draft knows the target's weights. It drafts chains with look-ahead, or trees."""
     original, draft = twin(tiny), tiny_engine(twin(tiny))
     target = tiny_engine(tiny)
     async with running_stack(

@@ -66,9 +66,9 @@ def answers_to(*sent: tuple[float, DraftItem], **options: Any) -> list[Heard]:
 def test_a_proposal_has_the_tokens_that_there_was_time_for(
     budget_ms: float, look_ahead: int
 ) -> None:
-    """The first tokens of the unlimited proposal. The pass of a permitted draw is not interrupted.
-    The first draw is decided after the pass that reads the prefix, or with look-ahead, where each
-    step is a pass, before it. No answer is late by more than a pass."""
+    """A proposal has the first tokens of the unlimited one. A pass that has begun is not
+    interrupted. The first draw is decided after the pass that reads the prefix; with look-ahead,
+    where each step is one pass, before it. No answer is late by more than a pass."""
     heard = [
         one
         for one in answers_to((0.0, item(budget_ms, look_ahead=look_ahead)))
@@ -86,8 +86,8 @@ def test_a_proposal_has_the_tokens_that_there_was_time_for(
 
 
 def test_an_item_that_waits_for_a_step_is_answered_when_its_time_is_over() -> None:
-    """Another session's step runs until 40 ms. The answer says that nothing was drawn; the prefix
-    is read nevertheless, and an empty proposal reports it."""
+    """Another session's step runs until 40 ms. The item is refused as late. Its prefix is read
+    nevertheless, and an empty proposal reports this."""
     heard = answers_to((0.0, item(0)), (0.005, item(10, session=2)))
     of_two = [one for one in heard if one.answer.key.session_id == session_name(2)]
     assert [type(one.answer) for one in of_two] == [Refused, ProposalReply]
@@ -149,8 +149,8 @@ def undisturbed() -> tuple[int, ...]:
 
 
 def test_an_unended_draft_goes_on_with_what_it_has_drawn() -> None:
-    """Beside new ones, although it is interrupted again. It runs nothing twice, and all that it has
-    run is held."""
+    """It continues beside new drafts, although it is interrupted again. No token is run twice, and
+    all tokens that were run are held."""
     draft = Interrupted()
     engine = draft.engine
     over = DraftDeadline(engine.stated_seconds + PASS_S, lambda: engine.stated_seconds)
@@ -170,7 +170,7 @@ def test_an_unended_draft_goes_on_with_what_it_has_drawn() -> None:
 
 
 def test_a_crash_leaves_what_an_unended_draft_has_drawn_proposed() -> None:
-    """Even in the first pass of its next step: the failure may be due to the last token."""
+    """The first pass of the next step fails, perhaps because of the last token."""
     draft = Interrupted()
     draft.engine.crash = RuntimeError("no memory")
     reply, fresh = draft.step(draft.long, unbounded(FRESH, 2))

@@ -85,8 +85,8 @@ async def test_a_batch_proposes_what_each_session_would_alone(setting: Replica) 
 
 
 async def test_a_prefix_outside_its_vocabulary_gets_an_empty_proposal(setting: Replica) -> None:
-    """A target's vocabulary may be wider. Nothing is refused, and other sessions are drafted
-    for."""
+    """A target may have a wider vocabulary. Nothing is refused, and the other sessions get
+    proposals."""
     wide, normal = await setting.send(
         DraftItem(make_head((1, 9, 2)), 3), DraftItem(make_head(PROMPT, session=2), 3)
     )
@@ -134,8 +134,8 @@ async def test_a_pass_that_fails_behind_drawn_tokens_leaves_them_proposed(
 
 
 async def test_a_lost_engine_is_no_items_own_error(setting: Replica) -> None:
-    """Nor one of a draft's first tokens, which are proposed; the next step reports it. It is not
-    retried for each session, and the replica is unhealthy at once."""
+    """The tokens that were drawn before the loss are proposed, and the next step reports the loss.
+    The step is not repeated for each session, and the replica is unhealthy at once."""
     setting.engine.breaks_after = lambda held: lose(len(held) == len(PROMPT) + 1)
 
     def lose(now: bool) -> bool:

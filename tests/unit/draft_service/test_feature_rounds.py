@@ -146,8 +146,8 @@ async def running(num_pages: int = 64) -> AsyncIterator[Pair]:
 async def test_what_is_drafted_round_after_round(
     rule: Rule, sampling: SamplingParams, rows_max: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With draft tokens accepted and rejected, from what each verdict sends: the same as a head
-    that sees all features at once. If a message has few rows, the prompt's come with several
+    """Some draft tokens are accepted, some rejected. The head drafts from what verdicts send as if
+    it saw all features at once. If a message has few rows, the prompt's rows come with several
     verdicts, and nothing is drafted until all are there."""
     monkeypatch.setattr(hidden_states, "FEATURES_MAX", rows_max)
     async with running() as pair:
@@ -287,7 +287,7 @@ async def test_a_session_that_was_forgotten_is_asked_for_again() -> None:
         found = await ask(pair.draft, pair.proposals, again)
         assert isinstance(found, Resync)
         pair.held[1] = found.cached_length
-        # It begins on the page that it has left; a gap behind that changes nothing.
+        # The page that is left is used; rows behind a gap change nothing.
         for first, expected in ((17, (0, PAGE_SIZE)), (15, (3, 21))):
             features = pair.features(text[:21], first)
             reply = await pair.propose(text[:21], features, round_index=1)
@@ -305,7 +305,7 @@ async def test_features_of_few_tokens_take_pages_for_these_alone() -> None:
 
 
 async def test_features_of_tokens_that_were_never_committed_are_forgotten() -> None:
-    """As when a coordinator died after deciding more than was stored."""
+    """Such tokens remain when a coordinator dies after it has decided more than was stored."""
     first, second = ([*PROMPT, *(i * step % VOCAB for i in range(12))] for step in (5, 7))
     async with running() as pair:
         await pair.propose(first, pair.features(first, 0), rule=Rule.TOKEN)
@@ -368,8 +368,8 @@ async def test_a_draft_that_is_given_up_leaves_no_slots_of_its_guesses() -> None
 
 
 async def test_a_stream_that_breaks_leaves_no_page_of_guesses() -> None:
-    """The unfinished draft of a head fills a page. Another session with these tokens must not begin
-    on that page, as the head wrote it from hidden states that it guessed."""
+    """The unfinished draft of a head fills a page from hidden states that it guessed. Another
+    session with these tokens must not begin on that page."""
     async with running() as pair:
         worker, text = pair.service._worker, [*PROMPT, *PROMPT][: PAGE_SIZE - 1]
         first = interrupted(pair, text)

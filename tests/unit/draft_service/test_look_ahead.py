@@ -100,7 +100,7 @@ async def test_an_outcome_that_is_known_is_answered_before_anything_runs(draft: 
     num_passes = len(draft.engine.batches)
     draft.link.send(item(committed, chosen.cached_length, round_index=1))
     answer = (await draft.listener.wait(10))[9]
-    assert len(draft.engine.batches) <= num_passes + 2  # The step that reads it comes later.
+    assert len(draft.engine.batches) <= num_passes + 2  # The answer is read in a later step.
     assert answer.proposal == chosen.proposal
     assert (answer.key.round, answer.base_length, answer.assumed) == (1, len(committed), ())
     await draft.settle()
@@ -131,8 +131,8 @@ async def test_a_step_has_two_passes_if_no_session_waits_and_no_item_has_come(
 
 
 async def test_how_far_a_late_outcome_is_drafted_says_nothing_of_its_tokens() -> None:
-    """One that comes true with half of its tokens is answered as it is: with the same number for
-    every seed, as `docs/exactness.md` requires."""
+    """A predicted outcome comes true when some of its tokens are drafted, and only these are
+    proposed. Their number is the same for every seed, as `docs/exactness.md` requires."""
     lengths, tokens = set(), set()
     for seed in range(1, 21):
         draft = draft_over()
@@ -222,7 +222,7 @@ async def test_a_round_pushes_no_more_bytes_than_it_may(monkeypatch: pytest.Monk
     num_passes = len(draft.engine.batches)
     draft.link.send(item(committed, kept.cached_length, round_index=1))
     answer = (await draft.listener.wait(len(pushed) + 2))[len(pushed) + 1]
-    assert len(draft.engine.batches) <= num_passes + 2  # The step that reads it comes after it.
+    assert len(draft.engine.batches) <= num_passes + 2  # The answer is read in a later step.
     assert answer.proposal == kept.proposal
     await draft.close()
 
@@ -233,7 +233,7 @@ async def test_a_round_pushes_no_more_bytes_than_it_may(monkeypatch: pytest.Monk
 async def test_without_looking_ahead_there_is_one_answer(
     draft: Replica, changes: dict[str, Any]
 ) -> None:
-    """Without a request for it, and with penalties, which would count draft tokens."""
+    """Look-ahead is not requested, or penalties, which would count draft tokens, forbid it."""
     assert len(await draft.send(item(PROMPT, **changes))) == 1
 
 
@@ -275,7 +275,6 @@ async def check_begins_anew(draft: Replica, committed: tuple[int, ...], length: 
 async def test_a_failure_while_looking_ahead_harms_no_session(
     draft: Replica, crash: Exception
 ) -> None:
-    """It comes after the answer, or beside drawn tokens, which are then proposed."""
     draft.link.send(item(PROMPT))
     await draft.listener.wait(1)
     draft.engine.crash = crash

@@ -87,8 +87,8 @@ def toy_rows(prefix: Sequence[int], count: int) -> torch.Tensor:
 
 
 def test_proposals_are_those_of_the_whole_input() -> None:
-    """Rounds that keep some tokens and add one, for sessions of all rules side by side: token ids,
-    q up to rounding, and only committed tokens are held."""
+    """Rounds keep some tokens and add one, for sessions of all rules in one batch. Token ids are
+    equal, q is equal up to rounding, and only committed tokens are held."""
     module = tiny_module(tiny_config("qwen3", VOCAB))
     library = twin(module)
 
@@ -123,8 +123,8 @@ def test_proposals_are_those_of_the_whole_input() -> None:
 
 @pytest.mark.parametrize("rule", list(Rule))
 async def test_outcomes_are_drafted_in_a_pass(rule: Rule) -> None:
-    """What is pushed is what would be proposed: one pass for the proposal, one that reads it, one
-    for all outcomes."""
+    """What is pushed is what would be proposed. One pass makes the proposal, one reads it, and one
+    drafts for all outcomes."""
     asked = item((1, 2, 3), rule=rule)
     async with draft_over(parallel_token=TOY_MASK) as draft:
         answer, *pushed = await draft.send(asked)

@@ -92,7 +92,7 @@ def run_in_parts(engine: PagedEngine, plan: list[Part], seed: int, num_shared: i
     one piece beside others. It is run as the plan says, and at once where that ends."""
     name, tokens, rows = f"s-{next(_NAMES)}", ids(LENGTH), []
     former, beside = f"former-{name}", others((33, 5), seed)
-    engine.attach(former, tokens, name)  # Under a salt of its own nothing is found yet.
+    engine.attach(former, tokens, name)  # Its salt is new, so nothing is found.
     engine.forward([*beside, SequenceStep(former, tokens[:num_shared], 0)])
     assert engine.attach(name, tokens, name) == num_shared // PAGE_SIZE * PAGE_SIZE
     for other in (former, *(step.sequence_id for step in beside)):

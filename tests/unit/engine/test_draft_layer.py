@@ -156,9 +156,9 @@ def test_drafts_are_those_of_the_dense_head(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["gathered", "fused"])
 def test_what_is_evicted_is_run_again(kind: str) -> None:
-    """Behind the prefix that is left of it, on pages that another sequence has written to. Pages
-    are counted with what the head keeps."""
-    numbers = 4 * 2 * 2 * 8 + 2 * 2 * 8 + 24  # Keys and values of 4 layers, and of pairs; g.
+    """It runs behind the prefix that is left, on pages that another sequence has overwritten. What
+    the head keeps is counted with the pages."""
+    numbers = 4 * 2 * 2 * 8 + 2 * 2 * 8 + 24  # Keys and values of 4 layers and of pairs, and g.
     page_bytes = PAGE_SIZE * numbers * KINDS[kind].itemsize
     pair = Pair(kind, kv_cache_memory_bytes=8 * page_bytes)
     assert pair.engine.kv_cache_bytes == 8 * page_bytes
@@ -192,8 +192,8 @@ def test_a_draft_step_leaves_nothing_behind() -> None:
 
 @pytest.mark.parametrize("kept", [-2, 0, 3, None])
 def test_pages_of_draft_steps_are_never_shared(kept: int | None) -> None:
-    """Whether the sequence keeps some of their slots or is released, no longer prefix is found than
-    the whole pages that the model ran."""
+    """The sequence keeps some of their slots, or is released. The prefix that is found is no longer
+    than the whole pages that the model ran."""
     pair, text, drafted = Pair("gathered"), ids(2 * PAGE_SIZE - 2), ids(PAGE_SIZE + 4, 3)
     engine = pair.engine
     engine.forward([SequenceStep("a", text, 1)])

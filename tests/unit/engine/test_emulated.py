@@ -77,9 +77,9 @@ def test_the_default_pair_has_two_nats_and_an_acceptance_of_about_0_8() -> None:
 
 
 def test_a_drafted_token_has_all_probability_or_none_by_its_place_in_the_round() -> None:
-    """At 0.8 / 0.4 / 0.4 a second token is accepted with 1/2 where the first was, a third always,
-    a fourth never. 800 rounds of tokens that the draft would hardly choose; five standard errors:
-    false alarm < 1e-5."""
+    """With chances 0.8 / 0.4 / 0.4 a second token is accepted with 1/2 if the first was, a third
+    always, a fourth never. The draft would hardly choose the tokens of these 800 rounds. The bounds
+    are five standard errors: false alarm < 1e-5."""
     spec = EmulatedSpec(vocab_size=5_000, acceptance_rates=(0.8, 0.4, 0.4), num_pages=64)
     plain = EmulatedEngine(spec.model_copy(update={"acceptance_rates": ()}), "target")
     engine, accepted = EmulatedEngine(spec, "target"), torch.zeros(4)
@@ -102,8 +102,8 @@ def test_a_drafted_token_has_all_probability_or_none_by_its_place_in_the_round()
 
 
 def test_of_a_tree_the_first_token_behind_a_row_is_judged() -> None:
-    """Tokens 10 and 20 behind the prompt, 30 behind 20, at a chance of 1: 10 and 30. At a chance of
-    0 neither of the siblings is accepted."""
+    """Tokens 10 and 20 follow the prompt, and 30 follows 20. At a chance of 1, tokens 10 and 30 are
+    accepted; at a chance of 0, neither sibling is."""
     spec = EmulatedSpec(vocab_size=64, acceptance_rates=(1.0, 1.0))
     step = SequenceStep("s", (1, 2, 10, 20, 30), 4, parents=(-1, 0, 1, 1, 3))
     [logits] = EmulatedEngine(spec, "target").forward([step])

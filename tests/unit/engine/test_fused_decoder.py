@@ -48,7 +48,7 @@ def test_others_are_refused_by_name(family: str, changes: dict[str, Any], reason
 
 @pytest.mark.parametrize("operator", ["linear", "norm", "rotate", "mlp", "attend"])
 def test_rows_that_depend_on_others_are_found(operator: str) -> None:
-    """An operator that rounds otherwise where there are more than 4 rows."""
+    """The planted operator rounds differently with more than 4 rows."""
 
     def dependent(self: Any, *given: Any) -> Any:
         found = getattr(ReferenceLayers, operator)(self, *given)

@@ -120,9 +120,9 @@ def all_slots(held: HeldSequence, page_size: int) -> list[int]:
 def test_every_token_sees_what_it_should(
     step: HeldStep, window: int | None, softcap: float | None, fixed_shapes: bool, scores_max: int
 ) -> None:
-    """Chains and trees, on any pages, under any window: attention is the definition's, and slots
-    and positions are those of each token; also in splits of 4 slots, where sizes are few, and with
-    chains that are cut off their trees."""
+    """Chains and trees lie on any pages, under any window; some chains are cut off their trees.
+    Attention equals the definition, and slots and positions are those of each token. Splits have 4
+    slots where sizes are few."""
     if not step.sequences:
         return
     with pytest.MonkeyPatch.context() as patch:
@@ -165,8 +165,8 @@ def test_a_long_prompt_is_cut(
 
 
 def test_siblings_stand_whole_units_behind() -> None:
-    """So each token of a path is in the lane of a vector in which a chain would have it, and sums
-    of a path are those of a chain bit for bit."""
+    """Each token of a path is then in the same lane of a vector as in a chain, so a path's sums are
+    bit-equal to a chain's."""
     held = HeldSequence(SequenceStep("a", tuple(range(5)), 5, (-1, -1, 0, 0, 1)), 20, [0, 1])
     (group,) = plan_step(HeldStep([held], 16), (None,), CPU, torch.float64).groups[None]
     places = {20: 20, 21: 20 + 16, 22: 21, 23: 21 + 16, 24: 21 + 32}

@@ -57,7 +57,7 @@ def held(name: str, ids: list[int], length: int, pages: list[int]) -> HeldSequen
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3"])
 def test_one_call_is_what_operators_make_one_by_one(family: str) -> None:
-    """With windows, with a bias, with norms of queries and keys, with four norms."""
+    """Layers have windows, a bias, norms of queries and keys, or four norms."""
     decoder, caches = decoder_of(family)
     steps = FusedSteps(decoder, caches)
     at_once = outputs(steps)

@@ -46,8 +46,8 @@ def exact(family: str) -> float:
 def test_equals_the_modules_own_forward(
     family: str, dtype: torch.dtype, make_engine: EngineMaker
 ) -> None:
-    """Whatever the steps' sizes, rows are those of one pass over everything (longer than any
-    sliding window and than a page)."""
+    """For steps of any size, rows equal those of one pass over everything, which is longer than any
+    sliding window and than a page."""
     module = tiny_module(tiny_config(family, VOCAB), dtype=dtype)
     engine = make_engine(module)
     if make_engine.fused and dtype == torch.float64:
@@ -68,8 +68,8 @@ PATHS = ((0, 1, 3), (0, 2, 4, 7), (5, 6))
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_tree_gives_the_rows_of_its_paths(family: str, make_engine: EngineMaker) -> None:
-    """Each token of a tree sees the prefix and its ancestors alone, at the position of its depth;
-    the path that is kept goes on as if no other had been there."""
+    """Each token sees only the prefix and its ancestors, at the position of its depth. The path
+    that is kept continues as if there had been no other."""
     module = tiny_module(tiny_config(family, VOCAB), dtype=torch.float64)
     engine, library = make_engine(module), twin(module)
     prefix, tokens, after = ids(21), ids(len(TREE), 2), ids(3, 3)
@@ -87,8 +87,8 @@ def test_a_tree_gives_the_rows_of_its_paths(family: str, make_engine: EngineMake
 
 
 def test_rows_are_those_of_the_tokens_held(make_engine: EngineMaker) -> None:
-    """Random sequences share prefixes, branch, run chains and trees beside each other, are cut
-    anywhere and released: each row is that of a pass over the tokens of its sequence."""
+    """Random sequences share prefixes, branch, run chains and trees side by side, are cut anywhere
+    and are released. Each row equals that of a pass over the sequence's tokens."""
     module = llama()
     engine, library = make_engine(module), twin(module)
     chance = random.Random(16)
@@ -159,7 +159,7 @@ def test_a_bad_token_changes_nothing(bad: int, make_engine: EngineMaker) -> None
 def test_a_step_that_fails_midway_is_undone(
     make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A failure behind the first layer leaves all sequences as before the call, and what was to be
+    """After a failure behind the first layer, all sequences are as before the call. What was to be
     written is not found as a prefix."""
     module = llama()
     engine, library = make_engine(module), twin(module)
@@ -190,8 +190,8 @@ def test_a_step_that_fails_midway_is_undone(
 def test_what_cannot_be_copied_is_forgotten_and_nothing_else(
     make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Copies fail before a step, for a branch and for the path of a tree, as on a full device. The
-    sequence concerned is forgotten; others on its pages or in its step go on; and what was not
+    """Copies fail before a step, for a branch and for the path of a tree, as on a full device. Only
+    the affected sequence is forgotten; others on its pages or in its step continue. What was not
     copied is not found as a prefix."""
     module = llama()
     engine, library = make_engine(module), twin(module)
@@ -230,8 +230,8 @@ def test_what_cannot_be_copied_is_forgotten_and_nothing_else(
 
 
 def test_copies_of_copies_are_made_at_once(make_engine: EngineMaker) -> None:
-    """Forks of forks between two steps, on pages that are freed by cuts and releases meanwhile; and
-    of a path of a tree, whose slots move first."""
+    """Between two steps, forks of forks use pages that cuts and releases free meanwhile. A fork of
+    a tree's path is made after its slots have moved."""
     module = llama()
     engine, library = make_engine(module, num_bytes=2**16), twin(module)
     tokens = ids(20)

@@ -21,7 +21,7 @@ def test_between_and_beyond_what_was_measured() -> None:
 
 
 def test_a_mixed_step_costs_what_its_parts_do() -> None:
-    """A session that reads 900 slots with each of 3 rows, and one that reads 100 with one."""
+    """One session reads 900 slots with each of 3 rows, another one reads 100 with one row."""
     attention_s = COSTS.attention_seconds(3, 900) + COSTS.attention_seconds(1, 100)
     assert COSTS.mixed_seconds(4, 2, attention_s) == pytest.approx(1.6 + 0.5 + 10 + 900 * 0.002)
 
@@ -62,7 +62,7 @@ def test_rows_sessions_and_context_are_told_apart() -> None:
 
 
 def test_a_slow_engine_is_not_measured_for_long() -> None:
-    """After 0.1 s only the step that runs is finished."""
+    """After 0.1 s only the running step is finished."""
     engine = Clocked(EmulatedSpec(vocab_size=50, support=4, verify_ms=0.0), "target")
     costs = measure_step_costs(engine, 512, 64, lambda: engine.now, limit_s=0.1)
     assert costs.rows == (1, 2, 4, 8, 16, 32, 64)
@@ -70,7 +70,7 @@ def test_a_slow_engine_is_not_measured_for_long() -> None:
 
 
 def test_what_a_device_compiles_and_records_first_is_neither_counted_nor_timed() -> None:
-    """2 s for the first step of each shape would be all of the limit after two of them."""
+    """The first step of each shape takes 2 s, so two of them would use up the limit."""
 
     class Compiling(Clocked):
         def __init__(self) -> None:

@@ -79,7 +79,7 @@ def test_a_tree_and_a_rollback(device: str, make_engine: EngineMaker) -> None:
 def test_where_the_trial_fails_steps_are_not_accelerated(
     make_engine: EngineMaker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A kernel that cannot be compiled, or that is wrong, costs speed and nothing else."""
+    """A kernel that cannot be compiled, or gives wrong rows, only costs speed."""
 
     def broken(query: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         raise RuntimeError("out of resource: shared memory")
@@ -100,7 +100,7 @@ def test_where_the_trial_fails_steps_are_not_accelerated(
 def test_a_form_of_the_kernel_that_does_not_run_is_found_at_start(
     form: str, make_engine: EngineMaker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also one that no step of the trial has: else a step that is served would fail with it."""
+    """This includes forms that no step of the trial has; otherwise a served step would fail."""
 
     def attend(*arguments: Any) -> torch.Tensor:
         step = arguments[2]

@@ -55,7 +55,7 @@ def test_fewer_threads_run_while_others_use_the_cores() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
 async def test_helpers_of_a_step_are_nicer_than_its_own_thread() -> None:
-    """In a process of its own, since the threads of a numeric library stay."""
+    """The test has a process of its own, since the threads of a numeric library stay."""
     code = (
         "import os, threading, torch; torch.set_num_threads(3)\n"
         "from outrider.replica.executors import ThreadExecutor\n"

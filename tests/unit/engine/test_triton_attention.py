@@ -140,8 +140,8 @@ def test_a_long_context_in_splits(num_splits: int) -> None:
 
 
 def test_the_trial_compiles_every_form_that_steps_need() -> None:
-    """Else a request waits for a compiler. In a process of its own: under the interpreter kernels
-    have no forms."""
+    """Otherwise a request would wait for the compiler. The test has a process of its own, since
+    kernels have no forms under the interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     script = Path(__file__).parents[2] / "triton_forms.py"

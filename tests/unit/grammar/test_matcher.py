@@ -44,7 +44,7 @@ def test_after_any_extends_and_rollbacks_the_mask_is_that_of_a_fresh_matcher(
                 longer.append(chosen.choice(allowed_ids(walk)))
                 assert walk.stand(len(longer) - 1, longer[-1:]) == 1
             known = chosen.randint(0, len(token_ids))
-            # Some tokens that no mask has spell a part of what it allows, and are consumed.
+            # A token that no mask has may spell a part of what is allowed, and is consumed then.
             some = chosen.sample(range(len(hf_tokenizer())), 50)
             tried = [*longer, next(v for v in some if walk.stand(len(longer), [v]) == 0)]
             assert matcher.stand(known, tried[known:]) == len(longer) - known

@@ -56,8 +56,8 @@ def test_resync_offers_what_is_known_to_be_committed() -> None:
 
 @pytest.mark.parametrize("base_length", [2, 3])
 def test_resync_offers_nothing_if_the_views_differ_in_all_that_is_held(base_length: int) -> None:
-    """As when a coordinator died after it had decided more than was stored. The tokens that are
-    held are no shorter than the stated prefix, so some of them are wrong."""
+    """This happens when a coordinator dies after it has decided more than was stored. The tokens
+    that are held are no shorter than the stated prefix, so some of them are wrong."""
     replica = Replica()
     replica.answer(head([1, 2, 3], 0))
     answer = replica.answer(head([1, 9, 3, 4], base_length))
@@ -65,7 +65,7 @@ def test_resync_offers_nothing_if_the_views_differ_in_all_that_is_held(base_leng
 
 
 def test_resync_offers_no_committed_tokens_that_were_not_run() -> None:
-    """As after a step without room for the session."""
+    """A step without room for the session leaves such tokens."""
     replica = Replica()
     replica.answer(head([1, 2], 0))
     replica.table.align(head([1, 2, 3, 4], 2))
@@ -102,7 +102,7 @@ def test_a_new_session_begins_on_what_others_have_left_of_its_tokens() -> None:
 
 
 def test_holders_stand_by_age() -> None:
-    """Age is when a session was first seen: it survives a loss of slots."""
+    """A session's age counts from when it was first seen, also after a loss of slots."""
     replica = Replica()
     for name in "abcd":
         replica.answer(head([1, 2], 0, session_id=name))
@@ -176,7 +176,7 @@ TestCoordinatorAndReplica.settings = settings(
 
 
 def test_a_head_that_overstates_its_prefix_is_a_resync() -> None:
-    """Lengths that no sequence can have are answered, not trusted."""
+    """Lengths that no sequence can have get an answer, and are not trusted."""
     replica = Replica()
     replica.answer(head([1, 2, 3], 0))
     assert isinstance(replica.answer(replace(head([1], 0), base_length=10**9)), Resync)

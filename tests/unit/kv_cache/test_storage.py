@@ -38,9 +38,9 @@ def test_the_budget_on_a_gpu_is_what_the_weights_leave(
     expected: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A process may take 0.9 of its share of 100 bytes, of which 10 are taken. The budget leaves
-    what others will take, and is no larger than the free memory."""
-    cached = [5]  # Of weights that were fused: the allocator keeps them until it is told.
+    """A process may use 0.9 of its share of 100 bytes, of which 10 are in use. The budget leaves
+    what others will use, and is no larger than the free memory."""
+    cached = [5]  # The allocator keeps what the fused weights had until it is told.
     monkeypatch.setattr(torch.cuda, "empty_cache", cached.clear)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free - sum(cached), 100))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 10 + sum(cached))
@@ -86,8 +86,7 @@ class _Count(TorchDispatchMode):
 
 @pytest.mark.parametrize("is_blocked", [False, True])
 def test_a_copy_takes_as_many_operators_in_any_number_of_layers(is_blocked: bool) -> None:
-    """Look-ahead makes its branches by page copies, and each operator costs a launch on a
-    device."""
+    """Look-ahead copies pages for its branches, and each operator costs a launch on a device."""
     counts = set()
     for num_layers in (2, 30):
         cache = KVCache([LayerShape(1, 4, 4, torch.float32, CPU)] * num_layers, 3, is_blocked)

@@ -53,8 +53,8 @@ def test_one_layer_without_keys_and_values() -> None:
 
 
 def test_a_scale_of_positions_that_depends_on_the_batch() -> None:
-    """longrope has one set of frequencies up to a length and another beyond it, for all tokens of
-    a step alike: it may be run up to that length."""
+    """longrope has one set of frequencies up to a length and another beyond it, for all tokens of a
+    step. So the model may run up to that length only."""
     config = tiny_config("llama", VOCAB, 128)
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     config.rope_parameters = {
@@ -69,14 +69,14 @@ def test_a_scale_of_positions_that_depends_on_the_batch() -> None:
 
 
 def test_a_layer_that_runs_twice() -> None:
-    """Its second keys would overwrite its first."""
+    """The second run would overwrite the keys of the first."""
     module = tiny_module(tiny_config("llama", VOCAB))
     module.model.layers[1] = module.model.layers[0]
     refused(module, "runs twice")
 
 
 def test_a_model_that_does_not_heed_positions() -> None:
-    """Nothing in its configuration tells so, but it answers wrongly when run in parts."""
+    """Its configuration does not show it, but it answers wrongly when a text is run in parts."""
     module = tiny_module(tiny_config("llama", VOCAB))
     rotary = module.model.rotary_emb.forward
 

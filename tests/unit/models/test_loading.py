@@ -128,7 +128,7 @@ def test_cuda_without_a_device_is_refused() -> None:
 def test_a_cuda_device_has_an_index_and_is_the_threads_own(
     monkeypatch: pytest.MonkeyPatch, device: str, rank: int, num_visible: int, index: int
 ) -> None:
-    """NCCL cannot start without one. A rank that sees others' devices takes one for itself."""
+    """NCCL cannot start without an index. A rank that sees others' devices takes its own."""
     found = cuda_of(monkeypatch, num_visible)
     assert loading.resolve_device(device, rank) == torch.device("cuda", index)
     assert not found
@@ -142,7 +142,7 @@ def test_a_cuda_device_has_an_index_and_is_the_threads_own(
 def test_quantised_weights_are_loaded_where_they_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantised: bool, expected: object
 ) -> None:
-    """Their layers are chosen by the device; others need no further package for that."""
+    """The device decides their layers. Other weights need no further package."""
     directory = save_tiny_model(tmp_path)
     if quantised:
         halve(directory)

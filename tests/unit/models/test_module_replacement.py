@@ -82,7 +82,8 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 def test_logits_of_whole_models(
     family: str, attention: str, dtype: torch.dtype, tolerance: float
 ) -> None:
-    """Bound of float32: some 100 roundings of 6e-8, by a model of weights that are not small."""
+    """The bound is that of float32: some 100 roundings of 6e-8, times weights that are not
+    small."""
     original, swapped = twins(tiny_config(family, VOCAB), dtype, attention)
     assert relative_error(some_logits(swapped), some_logits(original)) <= tolerance
 
@@ -124,8 +125,8 @@ def test_what_is_swapped_in_the_llama_family(
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt2"])
 @pytest.mark.parametrize("dtype", [LONG, SHORT])
 def test_weights_that_were_taken_over_are_given_back(family: str, dtype: torch.dtype) -> None:
-    """Only embeddings and norms remain parameters, or, where weights are not packed, as many as
-    before; the old matrices are freed."""
+    """Only embeddings and norms remain parameters, or, if weights are not packed, as many as
+    before. The old matrices are freed."""
     module = tiny_module(tiny_config(family, VOCAB), dtype=dtype)
     embedding = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
     old = [weakref.ref(p) for p in module.parameters() if p.dim() == 2 and id(p) not in embedding]
@@ -141,8 +142,8 @@ def test_weights_that_were_taken_over_are_given_back(family: str, dtype: torch.d
 
 
 def test_modules_with_hooks_stay() -> None:
-    """A hook belongs to its module, so neither that nor a product that would contain it is
-    replaced, and the hook still runs."""
+    """Neither the module nor a product that would contain it is replaced, and the hook still
+    runs."""
     module = tiny_module(tiny_config("llama", VOCAB), dtype=torch.float32)
     layer, seen = module.model.layers[0], []
     layer.self_attn.q_proj.register_forward_hook(lambda *_: seen.append("q"))
@@ -158,7 +159,7 @@ def test_modules_with_hooks_stay() -> None:
 def test_configurations_within_a_blocks_keep_their_attention(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The library sets a configuration's attention in those within it as well."""
+    """The library also sets the attention of the configurations inside a configuration."""
     config = tiny_config("llama", VOCAB)
     monkeypatch.setattr(type(config), "sub_configs", {"vision_config": type(config)})
     config.vision_config = tiny_config("llama", VOCAB)

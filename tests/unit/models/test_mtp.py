@@ -41,9 +41,9 @@ def reference(request: pytest.FixtureRequest) -> MtpReference:
 def test_chains_on_pages_are_those_of_the_definition(
     reference: MtpReference, is_fast: bool, carries_normed: bool, is_apart: bool, tmp_path: Path
 ) -> None:
-    """Hidden states, logits and greedy tokens, in both ways to go on. The native engine refuses
-    targets with linear attention, so of these the layer alone is run, as it is apart from its
-    target's module."""
+    """Hidden states, logits and greedy tokens agree, for both ways to continue. The native engine
+    refuses targets with linear attention, so for these the layer alone is run, without its target's
+    module."""
     module = twin(reference.target)
     before = {key: values.clone() for key, values in module.state_dict().items()}
     loaded = load_mtp(reference.save(tmp_path), module, target_name="tiny")
@@ -99,9 +99,9 @@ def drafted_by(
 
 
 def test_what_its_files_hold_beside_is_used(tmp_path: Path) -> None:
-    """Embeddings and a head of its own where they are others than the target's, weights in float8
-    with their scales, a second layer, which is left alone; and what is missing, unknown, of
-    another shape or stored in another way is named."""
+    """The layer's own embeddings and head, if they differ from the target's, float8 weights and
+    their scales are used; a second layer is ignored. A tensor that is missing, unknown, of another
+    shape or stored differently is named."""
     reference = MtpReference(mtp_target("deepseek_v3"))
     path, prefix = reference.save(tmp_path) / "model.safetensors", reference.prefix
     stored, target = load_file(path), reference.target

@@ -38,9 +38,9 @@ def save_facts(facts: dict[str, Any], directory: Path) -> None:
     tensors = {}
     for name, tensor in facts["tensors"].items():
         shape = [max(1, size // SCALE) for size in tensor["shape"]]
-        if ".mlp.gate." in name:  # A row for each expert.
+        if ".mlp.gate." in name:  # It has a row for each expert.
             shape[0] = tensor["shape"][0]
-        if name.endswith("_scale_inv"):  # Of blocks of 128 in each direction.
+        if name.endswith("_scale_inv"):  # A scale is for a block of 128 by 128.
             shape = [-(-size // 128) for size in tensors[name.removesuffix("_scale_inv")].shape]
         is_float8 = tensor.get("dtype") == "F8_E4M3"
         dtype = torch.float8_e4m3fn if is_float8 else torch.bfloat16
@@ -135,7 +135,7 @@ def test_published_mtp_layers_load(
 
 
 def test_a_head_whose_sizes_are_not_stated_is_refused(test_data: Path, tmp_path: Path) -> None:
-    """Of this one the part of the configuration with the sizes is not known."""
+    """The part of its configuration with the sizes is not known."""
     facts = facts_of(test_data, "eagle3_speculators_redhatai_llama31_8b")
     save_facts(facts, tmp_path)
     with pytest.raises(ConfigError, match="num_attention_heads is 0"):
@@ -180,7 +180,7 @@ def test_what_is_not_served_or_malformed_is_refused(
 def test_models_and_drafters_of_our_own_are_not_recognised(
     layers: str, extra: str, tmp_path: Path
 ) -> None:
-    """A model with MTP layers of its own is a model first."""
+    """A model with its own MTP layers is taken for a model."""
     assert recognise(tmp_path) is None
     names = (f"{layers}.0.mlp.weight", "mtp.layers.0.mlp.weight", f"{extra}.weight")
     save_file({name: torch.ones(1) for name in names}, str(tmp_path / "model.safetensors"))

@@ -43,7 +43,7 @@ def test_sums_are_those_of_the_sampled_distribution(params: SamplingParams) -> N
 
 
 def test_tokens_that_cannot_be_drawn_are_counted_and_left_out() -> None:
-    """Tokens that a filter drops, with a logit of minus infinity, or outside the vocabulary."""
+    """A filter drops them, their logit is minus infinity, or they are outside the vocabulary."""
     logits = torch.tensor(
         [[3.0, 0.0, -1.0], [0.0, -math.inf, 0.0], [0.0, 0.0, 0.0], [1.0, 2.0, 0.0]]
     )

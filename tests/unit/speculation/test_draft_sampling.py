@@ -37,8 +37,8 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
     entries_max=st.integers(1, 20),
 )
 def test_quantise(weights, entries_max):
-    """Positive counts that sum to 2^16 over at most `entries_max` of the likeliest tokens,
-    likeliest first. The count of each of these tokens, 0 included, is within one of its share."""
+    """Counts are positive and sum to 2^16, over at most `entries_max` of the likeliest tokens,
+    likeliest first. The count of each of these tokens, even if 0, is within one of its share."""
     probabilities = torch.tensor(weights, dtype=torch.float64)
     q = quantise(probabilities, entries_max)
     assert sum(q.counts) == COUNT_TOTAL
@@ -101,8 +101,8 @@ def test_the_same_tokens_and_the_same_q(
     device: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Every rule with all sampling parameters, in one batch, also for logits of every third token:
-    equal tokens and q. Rounding changes a count with a probability under 1e-8."""
+    """The batch has every rule and all sampling parameters, also with logits of every third token
+    only. Rounding changes a count with a probability below 1e-8."""
     monkeypatch.setattr(draft_sampling, "DRAFT_SUPPORT_ENTRIES", num_entries)
     asked = [
         (sampling, RoundNoise(SEED_MAX - 7 * i, rule, 1_000 + i))

@@ -28,9 +28,9 @@ def every_wait(weights: torch.Tensor, keys: RowKeys) -> torch.Tensor:
 
 
 def test_waits_are_independent_and_exponential():
-    """Of 4,000 rows by 300 tokens: each wait is Exp(1) (Kolmogorov-Smirnov), no two tokens of a
-    block, of neighbouring blocks or of neighbouring rows are correlated, and the least wait of a
-    block is as likely at each token. False alarm: 1e-6 each."""
+    """4,000 rows of 300 tokens: each wait is Exp(1) (Kolmogorov-Smirnov), no two tokens of a block,
+    of neighbouring blocks or of neighbouring rows are correlated, and each token of a block is as
+    likely to have the least wait. Each check fails by chance with 1e-6."""
     drawn = waits(4000, 300)
     assert stats.kstest(drawn.ravel()[::7], "expon").pvalue > ALPHA
     assert stats.kstest(drawn[:, 5], "expon").pvalue > ALPHA

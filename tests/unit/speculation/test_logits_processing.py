@@ -189,7 +189,7 @@ class Listed:
 
 @pytest.mark.parametrize("width", [V - 10, V, V + 40])
 def test_rows_are_masked_each_by_its_own(width: int) -> None:
-    """Tokens beyond the mask, as in a padded vocabulary, are forbidden, too."""
+    """Tokens beyond the mask's end, as in a padded vocabulary, are forbidden, too."""
     logits = torch.randn(3, width)
     before = logits.clone()
     masked = masked_logits(logits, [mask_of([1, 5]), None, mask_of([2])])

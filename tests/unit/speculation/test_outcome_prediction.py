@@ -177,12 +177,12 @@ def test_a_plan_has_the_likeliest_outcomes_once_each(num_drafted: int, num_guess
     whole = OutcomeModel().plan(seen, LOOK_AHEAD_MAX)
     assert plan == whole[: len(plan)]
     assert sum(chances) <= 1 + 1e-9
-    # Of one correction the first guesses come first.
+    # A correction's guesses are planned in order.
     assert all((n, rank - 1) in places for n, rank in places if rank > 0)
 
 
 def test_what_is_not_a_guess_is_not_planned() -> None:
-    """Rows with fewer guesses than others or with none, and extreme evidence."""
+    """Some rows have fewer guesses than others or none, and evidence is extreme."""
     rows = np.array([[3.0, -np.inf], [-np.inf, -np.inf], [2.0, 1.0]])
     seen = OutcomeGuesses([[7], [], [8, 9]], rows, np.array([-16.0, 16.0]))
     fan_out = OutcomeModel()

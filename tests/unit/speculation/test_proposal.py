@@ -100,7 +100,7 @@ GOOD = packed((1, 2), (HALF, HALF))
         (GOOD[:-1], 1, False),
         (packed((1, 2), (HALF, HALF - 1)), 1, False),
         (packed((1, 1), (HALF, HALF)), 1, False),
-        (packed((3, 4), (HALF, HALF)), 1, True),  # The token is not among the ids.
+        (packed((3, 4), (HALF, HALF)), 1, True),  # q lacks the token.
         (GOOD + b"\0", 0, True),
     ],
 )

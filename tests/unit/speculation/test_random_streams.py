@@ -42,14 +42,14 @@ SEEDS = st.integers(0, 2**64 - 1)
 
 @pytest.mark.parametrize(("counter", "key", "words"), KNOWN_ANSWERS)
 def test_known_answers(counter, key, words):
-    """Philox4x32-10, by the vectors of the Random123 distribution."""
+    """Philox4x32-10 gives the vectors of the Random123 distribution."""
     assert " ".join(f"{word:08x}" for word in rounds(*counter, key_steps(*key))) == words
 
 
 @settings(deadline=None)
 @given(rows=st.lists(st.tuples(SEEDS, WORDS, WORDS, st.integers(0, 4)), min_size=1, max_size=20))
 def test_words_of_rows_are_those_of_single_counters(rows):
-    """For few rows, computed one by one, and for many, computed as arrays."""
+    """A few rows are computed one by one, many as arrays."""
     keys = [(a, b, stream, seed & FULL, seed >> 32) for seed, a, b, stream in rows]
     words = np.stack(row_words(np.array(keys, dtype=np.uint64)), axis=1).tolist()
     assert words == [
@@ -59,7 +59,7 @@ def test_words_of_rows_are_those_of_single_counters(rows):
 
 
 def test_numbers_have_the_finaliser_of_splitmix64(device):
-    """Known answers for the seed 1234567; tensors, whose shifts extend signs, give the same."""
+    """Answers for the seed 1234567 are known. Tensors, whose shifts extend signs, give the same."""
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     first, second = np.array([[1234567]]), np.array([[0]])
     found = numbers((first, second), np.array([[1, 2, 3]]))
@@ -78,7 +78,7 @@ def test_numbers_have_the_finaliser_of_splitmix64(device):
 
 @pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.GREEDY])
 def test_absolute_places(rule):
-    """Coupled and greedy: keyed by absolute position, on the target's stream."""
+    """Coupled and greedy numbers are keyed by absolute position, on the target's stream."""
     noise = RoundNoise(1, rule, 2**32 - 1)
     assert noise.place(0) == Place(FULL, 0)
     assert noise.place(1) == Place(0, 1)
@@ -88,7 +88,8 @@ def test_absolute_places(rule):
 
 @pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK])
 def test_round_places(rule):
-    """Token and block: keyed by committed length at the round's start, sibling and index."""
+    """Token and block numbers are keyed by the committed length at the round's start, sibling and
+    index."""
     noise = RoundNoise(1, rule, 77)
     assert noise.place(0) == Place(77, 0x80000000)
     assert noise.place(5, sibling=2) == Place(77, 0x80020005)
@@ -120,7 +121,7 @@ def test_many_rounds_have_the_keys_that_each_has_alone(rule):
 
 
 def test_choice_seeds():
-    """Choice 0 has the request's seed, the others words 0 and 1 of their own counter."""
+    """Choice 0 has the request's seed. The others have words 0 and 1 of their own counter."""
     assert choice_seed(2**64 - 1, 0) == 2**64 - 1
     low, high, *_ = rounds(2, 0, 0, 4, key_steps(9, 1))
     assert choice_seed(1 << 32 | 9, 2) == high << 32 | low

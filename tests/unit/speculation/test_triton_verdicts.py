@@ -86,7 +86,7 @@ def question(
 
 
 def test_verdicts_equal_those_without_kernels() -> None:
-    """All rules, sampling parameters and lengths, every third masked, in one call."""
+    """One call has all rules, sampling parameters and lengths; every third row is masked."""
     asked = [
         question(rule, params, num=seed % 6, seed=seed, is_masked=seed % 3 == 0)
         for seed, (rule, params) in enumerate(product(Rule, SAMPLINGS))

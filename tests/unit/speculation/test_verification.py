@@ -79,7 +79,8 @@ def test_an_empty_residual_falls_back_to_p():
     ],
 )
 def test_what_does_not_fit_is_refused(rows, proposal, rule):
-    """Rows of a wrong shape, a missing q, a draft token outside its q, and a tree under block."""
+    """A row has a wrong shape, q is missing, a draft token is not in its q, or a tree comes with
+    block."""
     with pytest.raises(InvariantError):
         score(rows, proposal, RoundNoise(0, rule, 4))
 
@@ -127,8 +128,8 @@ HISTORY = TokenHistory(prompt_ids=[0, 3], output_ids=[5, 5, 1], drafted_ids=[2, 
 def test_a_fused_verdict_is_the_verdict_on_full_rows(
     logits, params, rule, seed, num_draft_tokens, one_hot
 ):
-    """From float64 logits: equal tokens, and acceptance within 1e-12, for drafts near the target
-    and far from it, some with a token that the target does not have."""
+    """In float64, tokens are equal and acceptance agrees to 1e-12. Drafts are near the target or
+    far from it, and some have a token that the target lacks."""
     noise = RoundNoise(seed, rule, 40 + num_draft_tokens)
     near = logits.double() + torch.randn(logits.shape, dtype=torch.float64)
     wide = torch.cat([near, near[:, :1]], dim=1)[:num_draft_tokens]
@@ -154,8 +155,8 @@ def test_a_fused_verdict_is_the_verdict_on_full_rows(
     "params", [SamplingParams(), SamplingParams(temperature=0.7, top_p=0.9, top_k=3000, min_p=1e-4)]
 )
 def test_float32_rows_are_the_float64_ones_to_their_precision(dtype, rule, params):
-    """Acceptance within 1e-5, and the same tokens: a race differs only if two scores are within
-    1e-5 of each other, which does not occur for these seeds."""
+    """Acceptance agrees to 1e-5, and tokens are equal: a race could differ only if two scores are
+    within 1e-5 of each other, which does not occur for these seeds."""
     generator = torch.Generator().manual_seed(3)
     for seed in range(20):
         logits = (torch.randn(4, 20_000, generator=generator) * 3).to(dtype)

@@ -191,7 +191,7 @@ async def test_a_constraint_too_hard_behind_a_draft_token_ends_a_session_only_if
     group = DraftDistribution((quote, digit), (2**15, 2**15))
     q = ((group,) if siblings else (group, None)) if rule.needs_q else ()
     proposal = SealedProposal.of(Proposal(drafted, q, parents))
-    bias = 3.5 if siblings else 2.0  # Both outcomes come up.
+    bias = 3.5 if siblings else 2.0  # Both outcomes occur.
     likely_quote, ends = SamplingParams(logit_bias=((quote, bias),)), set()
     async with running(grammars(), None) as pair:
 
@@ -254,7 +254,8 @@ async def test_what_a_target_cannot_hold_to_is_refused_alone(
 
 
 async def test_a_refusal_that_is_remembered_keeps_no_request() -> None:
-    """Nor does the time limit of a draft whose stream closes while its constraint is compiled."""
+    """It also does not keep the time limit of a draft whose stream closes during the
+    compilation."""
     head = head_of(PROMPT, constraint=Constraint.of_regex("(a"))
     before = [one for one in gc.get_objects() if type(one) is StepRequest]
     async with running(grammars(), grammars()) as pair:

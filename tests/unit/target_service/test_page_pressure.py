@@ -21,8 +21,8 @@ def replica(role: str, engine: ToyEngine, max_num_batched_tokens: int = 512) -> 
 
 @pytest.mark.virtual
 async def test_a_silent_session_keeps_its_pages_only_for_a_while() -> None:
-    """Its release was lost. A session that needs its pages waits for the limit of silence and no
-    longer; when it returns it is asked for what it lacks."""
+    """The session's release was lost. A session that needs its pages waits for the limit of silence
+    and no longer. When the first one returns, it is asked for what it lacks."""
     at = replica("target", ToyEngine(num_pages=4))
     await at.ask(VerifyItem(make_head([1] * 10)))
     start = asyncio.get_running_loop().time()
@@ -37,8 +37,8 @@ async def test_a_silent_session_keeps_its_pages_only_for_a_while() -> None:
 
 
 async def test_a_draft_that_finds_no_pages_proposes_nothing_at_once() -> None:
-    """The older session is drafted for, the younger's rounds continue without a draft until the
-    older one has gone."""
+    """The older session gets drafts. The younger session's rounds have none until the older one has
+    gone."""
     at = replica("draft", ToyEngine(num_pages=4))
     first = await at.ask(DraftItem(make_head([1] * 9), 3))
     assert len(first.proposal) == 3

@@ -75,8 +75,8 @@ def ask_round(tokens: Sequence[int], base: int, round_index: int, run_ahead: int
 
 async def test_it_goes_on_as_far_as_allowed_with_the_same_tokens(setting: Replica) -> None:
     """One question with an allowance of 5 gives 6 verdicts, equal to those of 6 questions. The
-    first leaves at once. The third later one takes two along, so that the coordinator can ask for
-    more before the target pauses. The others leave with the last of the allowance."""
+    first is sent at once. The third later one takes two along, so that the coordinator can ask for
+    more before the target pauses. The others are sent with the last one of the allowance."""
     wanted = await plain_tokens(6)
     frames = await frames_of(setting, ask_round(PROMPT, 0, 0, 5))
     assert [[answer.key.round for answer in frame] for frame in frames] == [[0], [1, 2, 3], [4, 5]]
@@ -142,8 +142,9 @@ async def test_a_held_answer_leaves_in_time_or_with_a_later_one_of_its_session()
 
 
 async def test_a_question_on_the_way_extends_and_repeats_nothing(setting: Replica) -> None:
-    """Round 2, asked for after rounds 0..3 were answered, extends the allowance to round 6; seven
-    rounds are seven forward passes. Asked for again, it returns the verdicts from 2 on."""
+    """Round 2 is asked for after rounds 0..3 were answered. This extends the allowance to round 6,
+    and seven rounds take seven forward passes. Asked for again, it returns the verdicts from 2
+    on."""
     wanted = await plain_tokens(7)
     await setting.send(ask_round(PROMPT, 0, 0, 3))
     passes = sum(session_name(1) in batch for batch in setting.engine.batches)
@@ -159,7 +160,7 @@ async def test_a_question_on_the_way_extends_and_repeats_nothing(setting: Replic
 
 
 async def test_over_another_connection_known_verdicts_come_again(setting: Replica) -> None:
-    """They may have been lost with the first one."""
+    """The first connection may have lost them."""
     wanted = await plain_tokens(7)
     await setting.send(ask_round(PROMPT, 0, 0, 3))
     frames = await frames_of(setting, ask_round(wanted[:5], 4, 2, 4))
@@ -178,8 +179,8 @@ async def test_one_that_allows_fewer_rounds_gets_no_more_than_those(setting: Rep
 
 
 async def test_a_proposal_takes_over(setting: Replica) -> None:
-    """A question with a proposal, for a round that was run ahead, restarts from its own prefix and
-    gets the verdict that it would get alone."""
+    """A question with a proposal comes for a round that was run ahead. The target restarts from the
+    question's prefix, and the verdict is that of the question alone."""
     wanted = await plain_tokens(2)
     head = make_head(wanted[:4], 3, rule=RULE, round_index=1)
     item = VerifyItem(head, SealedProposal.of(Proposal((4, 5), (None, None))))
@@ -216,8 +217,8 @@ async def test_another_past_with_the_same_last_token_is_no_extension(setting: Re
 
 
 async def test_it_stops_at_the_models_length() -> None:
-    """With room for 6 tokens, rounds end when the prefix is full; none is refused, and the next one
-    is refused when it is asked for."""
+    """There is room for 6 tokens. Rounds end when the prefix is full, without a refusal; the next
+    one is refused when it is asked for."""
     setting = target(max_model_len=6)
     tokens = own_tokens(await setting.send(ask_round(PROMPT, 0, 0, 10)))
     assert list(tokens) == [0, 1, 2, 3]

@@ -157,7 +157,8 @@ async def test_rounds_of_several_sessions_are_drafted_for_together() -> None:
 
 
 async def test_no_end_is_proposed_before_min_tokens() -> None:
-    """The committed token and two drafted ones come before; all that heads know but 0 are ends."""
+    """The committed token and two drafted ones come before. All tokens of the heads but 0 are
+    ends."""
     late = SamplingParams(temperature=0.0, min_tokens=3, stop_token_ids=HEAD_IDS[1:])
     async with Target() as target:
         reply = await target.verify(PROMPT, NOTHING_SEALED, 3, rule=Rule.GREEDY, sampling=late)
@@ -194,8 +195,8 @@ async def test_a_verdict_stands_without_a_proposal_and_the_target_says_that_it_d
 
 
 async def test_drafting_on_pages_leaves_the_target_as_it_was() -> None:
-    """After a rejected draft the engine holds all committed tokens but the newest, and no further
-    page; the next proposal reports that."""
+    """After a rejected draft the engine holds all committed tokens but the newest, and no other
+    page. The next proposal reports this."""
     async with Target() as target:
         tokens, proposal = list(PROMPT), NOTHING_SEALED
         for index in range(4):
@@ -212,8 +213,8 @@ async def test_drafting_on_pages_leaves_the_target_as_it_was() -> None:
 async def test_no_more_is_proposed_than_there_are_pages_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two sessions at the ends of their pages, and one page left: one continues, the other has what
-    fitted. Both get their verdicts."""
+    """Two sessions are at the ends of their pages, and one page is left. One session continues, the
+    other proposes what fitted. Both get their verdicts."""
     shorten_pages(monkeypatch, 4)
     slot_numbers = 2 * 2 * 2 * 8
     slot_numbers += 2 * 2 * 8 + 24  # A key, a value and what the head made of the token.

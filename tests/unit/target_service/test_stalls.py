@@ -58,8 +58,8 @@ def measured(knows_costs: bool) -> tuple[float, float, float]:
 
 
 def test_a_long_prompt_does_not_stall_other_sessions() -> None:
-    """Their gaps at most triple, in 99 of 100 cases; the prompt takes longer than alone, but no
-    longer than sharing steps requires. Without costs they would stall."""
+    """Gaps of other sessions at most triple in 99 of 100 cases. The prompt takes longer than alone,
+    but no longer than shared steps require. Without costs the sessions would stall."""
     before, during, took = measured(knows_costs=True)
     assert 0.010 <= before < 0.012
     assert during <= 3 * before + 1e-6

@@ -96,7 +96,7 @@ def test_acceptance_of_an_eagle3_head_grows(target: Target, tmp_path: Path) -> N
     taps, wishes = replace(target, directory=path), {"kind": "eagle3", "layers": None}
     last = run(taps, tmp_path, tokens=4000, steps=60, **wishes).measured[0]
     first = begun(taps, tmp_path, tmp_path / "other", tokens=4000, **wishes)
-    assert last.sampled > first.sampled + 0.005  # It begins near the most that it finds.
+    assert last.sampled > first.sampled + 0.005  # It begins near its best.
 
 
 @pytest.mark.parametrize(("stage", "part"), [("writing", 0.5), ("reading", 0.4), ("training", 0.6)])
@@ -112,7 +112,7 @@ def test_a_run_that_is_killed_ends_as_one_that_was_not(
     assert not (tmp_path / "out").exists()
     heard: dict[str, float] = {}
     run(target, tmp_path, lambda now, done, loss: heard.setdefault(now, done) and None)
-    assert heard[stage] > part / 2  # It did not begin anew.
+    assert heard[stage] > part / 2  # It did not begin again.
     check_same(weights(tmp_path), weights(whole[0]))
 
 
@@ -123,7 +123,7 @@ def test_another_dtype_finds_nothing_of_the_former(target: Target, tmp_path: Pat
 
     first = folders("auto")
     assert sorted(name.partition("-")[0] for name in first) == ["answers", "student", "written"]
-    assert folders("float32") == first  # Which this target has.
+    assert folders("float32") == first  # The target has this dtype.
     assert len(folders("bfloat16")) == 6
 
 

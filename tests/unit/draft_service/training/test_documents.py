@@ -22,7 +22,7 @@ def read(directory: Path) -> list[Document]:
 
 
 def test_a_folder_of_texts_is_read(tmp_path: Path) -> None:
-    """Long texts in pieces, without a last piece of one token."""
+    """Long texts are cut into pieces. No piece has one token only."""
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "b.md").write_text("x" * 25)
     (tmp_path / "c.txt").write_text("x" * 7)
@@ -43,8 +43,8 @@ def texts(directory: Path, numbers: range) -> list[list[Document]]:
 
 
 def test_texts_are_held_out_whole_and_for_ever(tmp_path: Path) -> None:
-    """One in 32 (of 1,000, 31 +- 5.5 expected; the result is fixed by the key). A corpus that has
-    grown holds out nothing that was learned before."""
+    """One text in 32 is held out. Of 1,000, 31 +- 5.5 are expected, and the key fixes the result. A
+    corpus that has grown holds out no text that was learned before."""
     first = texts(tmp_path / "first", range(1000))
     assert all(len({piece.is_held_out for piece in pieces}) == 1 for pieces in first)
     assert any(len(pieces) > 1 and pieces[0].is_held_out for pieces in first)

@@ -142,8 +142,8 @@ def test_hidden_states_tokens_and_answers_of_a_chain_belong_together(
 def test_what_is_measured_is_what_serving_would_find(
     module: Any, dataset_of: Callable[[Learner], Dataset], kind: str
 ) -> None:
-    """Compared with the definition, with q as it is sent, for chains whose first draft token
-    belongs to an answer."""
+    """The definition is computed with q as it is sent, for chains whose first draft token belongs
+    to an answer."""
     learner = loud(module, kind)
     dataset = dataset_of(learner)
     measured = measure(learner, dataset)
@@ -194,8 +194,8 @@ def test_a_new_head_begins_with_the_targets_norm(family: str) -> None:
 
 
 def test_a_new_student_is_the_target() -> None:
-    """With all layers it computes the same; only the embeddings are shared, and they are not
-    trained. Nothing is newly initialised, and in half precision rotations keep float32."""
+    """A student with all layers computes the same. Only the embeddings are shared, and they are not
+    trained. No weight is random, and in half precision rotations keep float32."""
     module = tiny_module(tiny_config("llama", VOCAB), dtype=torch.bfloat16)
     random = torch.get_rng_state()
     learner = new(module, "student", layers=2)
@@ -278,8 +278,8 @@ def loaded(kind: str, out: Path, target: Target) -> tuple[Any, Any]:
 def test_what_is_stored_is_what_was_measured_and_learns_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Logit for logit, loaded for serving or for further training, with the same layers and tokens.
-    Nothing else is trained."""
+    """Logits are equal whether the drafter is loaded for serving or for further training, with the
+    same layers and tokens. No other weight is trained."""
     directory = save_tiny_model(tmp_path / "target", eos_token_id=3, num_layers=NUM_LAYERS)
     target = Target("tiny", directory, Template((0, 5), (3, 6)), None)
     seen: list[tuple[Batch, list[torch.Tensor]]] = []
@@ -306,7 +306,7 @@ def test_what_is_stored_is_what_was_measured_and_learns_on(
     learner: Any = LEARNERS[kind](again, target.load()[0])
     learner.load(start, target)
     with safe_open(start / WEIGHTS_FILE, "pt") as file:
-        assert learner.weights.keys() <= set(file.keys())  # Of no weight that is not stored.
+        assert learner.weights.keys() <= set(file.keys())  # All are stored.
     for served in (False, True):
         if served:
             learner.module = module

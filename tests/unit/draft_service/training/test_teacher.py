@@ -35,7 +35,7 @@ def documents() -> list[Document]:
 def test_answers_are_the_targets_distribution(
     module: Any, documents: list[Document], tmp_path: Path
 ) -> None:
-    """For every learned token the likeliest tokens in order and the text's token; for every token
+    """Each learned token has the likeliest tokens in order and the text's token; each token has
     what a tapped layer read. Other documents in the batch change nothing."""
     cache = TeacherCache(tmp_path, documents, module, (1,))
     cache.fill(1e9, lambda part: None)
@@ -57,7 +57,6 @@ def test_answers_are_the_targets_distribution(
 def test_progress_is_told_before_each_pass(
     module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also in the first file, whose end time does not hasten."""
     documents = [Document(np.zeros(8, np.int32), 1, 1, None) for _ in range(80)]
     monkeypatch.setitem(teacher._TOKENS_OF_A_PASS, "cpu", 8 * 16)
     heard: list[float] = []

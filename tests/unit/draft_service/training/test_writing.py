@@ -75,8 +75,8 @@ def test_prompts_are_answered_first(tmp_path: Path) -> None:
 
 
 def test_answers_to_one_prompt_are_held_out_together(tmp_path: Path) -> None:
-    """One prompt in 32 is held out (of 200 or so, 6 expected), whether it was given or written.
-    What begins any text says nothing: then the beginning of the answer decides."""
+    """One prompt in 32 is held out (of about 200, 6 are expected), whether it was given or written.
+    If the prompt is no more than the template's beginning, the beginning of the answer decides."""
     prompts = [(0, 1, index % 200, 2, 3, 4) for index in range(400)]
     (tmp_path / "conversations.jsonl").write_text(
         "".join(

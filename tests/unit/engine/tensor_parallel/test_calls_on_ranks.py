@@ -151,7 +151,7 @@ def test_followers_make_the_leaders_calls_in_its_order() -> None:
 
 
 def test_what_is_refused_is_refused_before_the_followers_hear_of_it() -> None:
-    """So they do not wait for a step that the leader does not run, and go on afterwards."""
+    """So followers do not wait for a step that the leader does not run, and the group goes on."""
     with _team() as (leader, recorders, loops):
         with pytest.raises(BadRequest, match="100 is not in"):
             leader.forward([_step("a", 100)])

@@ -67,7 +67,7 @@ def _built(
 def test_a_kernel_is_used_by_all_or_by_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_broken: bool
 ) -> None:
-    """Where it fails, the others are not left to wait for a sum."""
+    """If it fails on one rank, the other ranks do not wait for its sum."""
 
     def broken(*_: Any) -> torch.Tensor:
         raise RuntimeError("out of resource: shared memory")

@@ -66,8 +66,9 @@ def _numbers(module: torch.nn.Module) -> int:
     "family", ["llama", "qwen3", "mistral", "gemma", "gemma3", "gpt_neox", "phi3", "olmo2"]
 )
 def test_the_leader_has_the_logits_of_the_whole_model(tmp_path: Path, family: str) -> None:
-    """In float64 to 1e-10, for all styles of plans, with tied heads and others; the other ranks get
-    none. Every rank has the same description of the model, and holds little beyond its share."""
+    """Logits agree in float64 to 1e-10, for all styles of plans, with tied heads and others; the
+    other ranks get none. Every rank has the same description of the model, and little more than its
+    share."""
     path, size = _saved(tmp_path, family), 4
     whole, info = load_model(path)
     ranks = thread_ranks(size)
