@@ -1,5 +1,5 @@
-"""Drafts with a time limit decide before each draw and answer with what they have; a step may leave
-other drafts unfinished when the time of one is over."""
+"""Drafts with a time limit decide before each draw, and answer with what they have. When the time
+of one is over, a step may leave other drafts unfinished."""
 
 import asyncio
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ PASS_S = 0.010
 K = 4
 PLAIN = SamplingParams(temperature=0.9)
 LATE_CODE = 4
-"""google.rpc.Code of an item whose time ran out before its first draw."""
+"""google.rpc.Code of an item whose time is over before its first draw."""
 
 
 def item(budget_ms: float, *, look_ahead: int = 0, wanted: int = K, **head: Any) -> DraftItem:

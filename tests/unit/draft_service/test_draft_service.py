@@ -1,4 +1,4 @@
-"""The draft service in process: proposals, batches, and what it does not draft."""
+"""The draft service in process: proposals, batches, and what is not drafted."""
 
 from collections.abc import AsyncIterator, Sequence
 
@@ -30,7 +30,7 @@ async def setting() -> AsyncIterator[Replica]:
 def expected_proposal(
     prefix: Sequence[int], count: int, rule: Rule, sampling: SamplingParams, prompt_length: int
 ) -> tuple[list[int], list[DraftDistribution | None]]:
-    """Token by token, each from newly computed logits."""
+    """Draws one token after another, each from newly computed logits."""
     noise = RoundNoise(7, rule, len(prefix))
     tokens = list(prefix)
     q = []

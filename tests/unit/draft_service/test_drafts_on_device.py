@@ -1,5 +1,5 @@
-"""Drafts drawn on the device of their logits, compared with drafts drawn on the CPU: on a CUDA
-device, otherwise with substitutes for its kernels."""
+"""Drafts drawn on the device of their logits, compared with drafts drawn on the CPU. Without a CUDA
+device, its kernels have substitutes."""
 
 from dataclasses import replace
 

@@ -1,5 +1,5 @@
-"""A head that drafts apart from its target, from features that this sends: rounds through both
-services."""
+"""A head that drafts apart from its target, from features that the target sends: rounds through
+both services."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -37,7 +37,7 @@ PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
 HEAD_IDS = tuple(range(0, VOCAB, 2))
 SEED = 11
 TOLERANCE = 1e-2
-"""Of features in bfloat16, beside those of the library."""
+"""Allowed difference of features in bfloat16 from those of the library."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Pair:
     proposals: Listener
     service: Any
     held: dict[int, int] = field(default_factory=dict)
-    """Tokens that the draft has of each session."""
+    """Number of tokens that the draft has of each session."""
 
     async def verify(
         self, tokens: Sequence[int], proposal: SealedProposal, first: int | None, **head: Any
@@ -63,8 +63,7 @@ class Pair:
         return reply
 
     async def verify_together(self, lengths: Sequence[int]) -> list[VerdictReply]:
-        """In one step, without proposals, for sessions of these lengths, from the first token
-        on."""
+        """Runs the first tokens of sessions of these lengths in one step, without proposals."""
         items = [
             VerifyItem(make_head(range(length), session=number), features_from=0)
             for number, length in enumerate(lengths)
@@ -88,7 +87,7 @@ class Pair:
         return reply
 
     def features(self, tokens: Sequence[int], first: int, end: int | None = None) -> Features:
-        """Features of these positions by the library's own pass, as they are sent."""
+        """Features of these positions as they are sent, computed by the library's own pass."""
         states = self.module(torch.tensor([tokens]), output_hidden_states=True).hidden_states
         taps = torch.cat([states[index][0] for index in self.head.module.layer_ids], -1)
         rows = self.head.module.fuse(taps)[first : len(tokens) - 1 if end is None else end]
@@ -98,7 +97,7 @@ class Pair:
     def expected(
         self, tokens: Sequence[int], rows: bytes, rule: Rule, sampling: SamplingParams, num: int = 3
     ) -> Proposal:
-        """By the head's own chains over all features at once."""
+        """The tokens of the head's own chains over all features at once."""
         numbers = torch.frombuffer(bytearray(rows), dtype=torch.bfloat16)
         features = numbers.view(1, -1, self.head.module.width).double()
         assert features.shape[1] == len(tokens) - 1
@@ -334,8 +333,7 @@ async def test_features_that_cannot_be_are_refused(features: Features, name: str
 
 
 def interrupted(pair: Pair, text: Sequence[int]) -> DraftItem:
-    """An item whose draft is unfinished, as the step ended because another session's time was
-    over."""
+    """An item whose draft is unfinished: the step ended because another session's time was over."""
     first = pair.item(text, pair.features(text, 0))
     times = iter([0.0] * 3)
     hasty = replace(

@@ -43,7 +43,8 @@ def item(
 
 
 def check_pushed(pushed: Sequence[ProposalReply], prefix: Sequence[int], rule: Rule) -> None:
-    """Each is what the draft would propose after what it assumes; no two assume the same."""
+    """Each proposal is what the draft would propose after the tokens that it assumes; no two assume
+    the same."""
     sampling = GREEDY if rule is Rule.GREEDY else PLAIN
     for reply in pushed:
         assert reply.base_length == len(prefix)

@@ -1,6 +1,6 @@
 """Drafts of several tokens from one pass, compared with the library's own forward on the input that
-the paper (arXiv 2504.18583) defines: the whole prefix and K - 1 parallel tokens, whose last K rows
-are drawn from."""
+the paper (arXiv 2504.18583) defines: the whole prefix and K - 1 parallel tokens. Tokens are drawn
+from its last K rows."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ MASK, TOY_MASK, TOY_VOCAB = VOCAB - 1, 7, 8
 LENGTHS = (1, 2, 5, 31, 64, 120)
 ROUNDS = 4
 Rows = Callable[[Sequence[int], int], torch.Tensor]
-"""The last K rows behind a prefix."""
+"""The last K rows after a prefix."""
 
 
 class Alternating:

@@ -1,4 +1,4 @@
-"""What a look-up is asked in these tests."""
+"""Requests to look-ups, for tests."""
 
 from collections.abc import Sequence
 

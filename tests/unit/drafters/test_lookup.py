@@ -1,4 +1,4 @@
-"""Prompt lookup against a search of the whole text, and what it may depend on."""
+"""Prompt lookup, compared with a search of the whole text, and what a proposal may depend on."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Names of drafters, and what is told of each."""
+"""Names of drafters, and what is said of each."""
 
 import json
 

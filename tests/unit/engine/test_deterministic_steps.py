@@ -1,4 +1,4 @@
-"""A deterministic engine: a token's logits are bit-equal however it comes to be run."""
+"""A deterministic engine: a token's logits are bit-equal however the token is run."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from outrider.models.linear_layers import AlignedActivation
 from outrider.models.module_replacement import speed_up
 
 LENGTH = 150
-"""Of the sequence that is looked at: two splits, ten pages, many windows of 6."""
+"""Length of the tested sequence: two splits, ten pages, many windows of 6."""
 MAX_MODEL_LEN = 512
 FAMILIES = ("llama", "mistral", "gpt_neox", "generic gemma2")
 _NAMES = count()
@@ -35,7 +35,7 @@ def make_engine() -> Iterator[EngineMaker]:
 
 
 def tiny(kind: str, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Any:
-    """A model as it is served; a `generic` one with the library's own modules."""
+    """A model as it is served; for `generic`, with the library's own modules."""
     family = kind.removeprefix("generic ")
     config = tiny_config(family, VOCAB, MAX_MODEL_LEN)
     for name, value in changes.items():
@@ -64,7 +64,7 @@ def subject(request: pytest.FixtureRequest, make_engine: EngineMaker) -> Subject
 
 @dataclass(frozen=True)
 class Part:
-    """A step that runs some tokens of the sequence, and what else is in it."""
+    """A step that runs some tokens of the sequence, together with others."""
 
     num_tokens: int
     before: tuple[int, ...]
@@ -72,7 +72,7 @@ class Part:
     after: tuple[int, ...]
     """... and last."""
     num_refused: int
-    """Tokens that are run with them and taken back."""
+    """Tokens that are run after them and taken back."""
 
 
 crowds = st.lists(st.integers(1, 40), max_size=4).map(tuple)
@@ -88,8 +88,8 @@ def others(sizes: tuple[int, ...], seed: int) -> list[SequenceStep]:
 
 
 def run_in_parts(engine: PagedEngine, plan: list[Part], seed: int, num_shared: int) -> torch.Tensor:
-    """Logits of the sequence behind the prefix that another one left, which ran so many tokens in
-    one piece beside others. It is run as the plan says, and at once where that ends."""
+    """Logits of the sequence after the prefix that another sequence left, which ran these tokens at
+    once beside others. The sequence is run by the plan; what the plan leaves is run at once."""
     name, tokens, rows = f"s-{next(_NAMES)}", ids(LENGTH), []
     former, beside = f"former-{name}", others((33, 5), seed)
     engine.attach(former, tokens, name)  # Its salt is new, so nothing is found.
@@ -149,7 +149,7 @@ def test_a_model_whose_rows_depend_on_others_is_refused() -> None:
 
 
 class _TiledLinear(nn.Linear):
-    """Rounds otherwise in products of many rows, as a CPU with matrix tiles does."""
+    """Rounds differently in products of many rows, as a CPU with matrix tiles does."""
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         product = super().forward(rows)

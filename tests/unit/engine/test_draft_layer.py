@@ -1,4 +1,5 @@
-"""A drafting head on an engine's pages, against its own dense chains over the library's states."""
+"""A drafting head on an engine's pages, compared with its own dense chains over the library's
+states."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +23,8 @@ TAPS = (2, 0, 3)
 DEPTHS = 3
 TREE = (-1, 0, 0, 1, 2, -1, 5)
 CLOSE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 0.25}
-"""Of a row's norm. Norms are in float32, whatever the model's dtype."""
+"""Allowed difference, relative to a row's norm. Norms are in float32, whatever the model's
+dtype."""
 KINDS = {
     "gathered": torch.float32,
     "deterministic": torch.float32,
@@ -33,7 +35,7 @@ KINDS = {
 
 
 class Pair:
-    """An engine with a head, one of the same model without, and what the library says."""
+    """An engine with a head, an engine of the same model without one, and the library's model."""
 
     def __init__(self, kind: str, **options: Any) -> None:
         dtype = KINDS[kind]
@@ -75,7 +77,8 @@ class Pair:
             return self.head.fuse(torch.cat(taps, -1))
 
     def forward(self, steps: Sequence[SequenceStep]) -> None:
-        """A step: logits are as without a head, and features are those of each row's path."""
+        """Runs a step. Its logits are those without a head, and its features are those of each
+        row's path."""
         held = {step.sequence_id: self.held(step.sequence_id) for step in steps}
         logits = zip(self.engine.forward(steps), self.plain.forward(steps), strict=True)
         assert all(torch.equal(*each) for each in logits)
@@ -97,7 +100,7 @@ class Pair:
         return self.engine._pool.token_ids(name)
 
     def draft(self, *names: str) -> None:
-        """A chain behind each sequence, all of them together, and back again."""
+        """Drafts a chain after each sequence, all together, and takes them back."""
         chains = {name: ids(DEPTHS, next(self.tokens)) for name in names}
         features = [self.features(self.held(name))[-1] for name in names]
         expected = {name: self.chain(self.held(name) + chains[name]) for name in names}
@@ -113,8 +116,8 @@ class Pair:
         check_pages(self.engine)
 
     def chain(self, text: tuple[int, ...]) -> list[torch.Tensor]:
-        """h [D] of the pairs that the last `DEPTHS` tokens of a text end, each a drafted one but
-        for the first."""
+        """h [D] of the pairs that end with the last `DEPTHS` tokens of a text; all but the first
+        are drafted."""
         features = self.features(text[:-DEPTHS])
         with torch.no_grad():
             found = self.head.unroll(features[None], torch.tensor([text[1:]]), DEPTHS)

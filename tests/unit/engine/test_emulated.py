@@ -1,4 +1,4 @@
-"""The toy pair: its specification, its laws, and the times it states."""
+"""The toy pair: its specification, its laws, and the times that it states."""
 
 import pytest
 import torch

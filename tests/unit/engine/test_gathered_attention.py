@@ -1,4 +1,4 @@
-"""A step's plan and the attention that reads it, against one token after another by definition."""
+"""A step's plan and the attention that reads it, compared with the definition, token by token."""
 
 import math
 
@@ -40,8 +40,8 @@ def steps(draw: st.DrawFn) -> HeldStep:
 
 
 def seen(held: HeldSequence, index: int) -> tuple[list[int], int]:
-    """The slots of its sequence that a new token looks at if there is no window, itself last, and
-    its depth."""
+    """The slots of its sequence that a new token attends to without a window, its own last, and the
+    token's depth."""
     path = [index]
     parents = held.step.parents or tuple(range(-1, len(held.step.token_ids) - 1))
     while parents[path[0]] >= 0:

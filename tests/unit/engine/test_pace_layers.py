@@ -39,7 +39,7 @@ def decoder_of(family: str, **changes: Any) -> tuple[FusedDecoder, list[BlockedK
 
 @torch.inference_mode()
 def outputs(steps: FusedSteps) -> list[torch.Tensor]:
-    """Of a prompt in two parts, beside another one, of a token of each, and of a tree."""
+    """Outputs of a prompt in two parts, beside another one, of a token of each, and of a tree."""
     first, second = [3, 1, 5], [0, 4, 2]
     ids = [int(number) for number in torch.arange(60) * 7 % VOCAB]
     run = [

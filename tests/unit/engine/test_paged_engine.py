@@ -1,5 +1,5 @@
-"""The engine against the model's own forward pass and the library's `generate`; rollback, sharing
-and eviction against never having happened."""
+"""The engine, compared with the model's own forward pass and the library's `generate`. After a
+rollback, sharing or eviction, results are as if it had not happened."""
 
 import random
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ FAMILIES = (
 FUSED = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma3")
 """Families that run on fused kernels."""
 PAGE_BYTES = 2 * 2 * 8 * 16 * 2 * 8
-"""Of a tiny Llama in float64: keys and values, heads, width, slots, layers, bytes."""
+"""For a tiny Llama in float64: keys and values, heads, width, slots, layers, bytes."""
 EXACT = 1e-10
 """Allowed difference in float64 of sums in another order, for logits of about 10."""
 

@@ -39,8 +39,8 @@ def test_an_emulated_engine_is_believed() -> None:
 
 
 class Clocked(EmulatedEngine):
-    """Its own clock passes as it runs: 1 ms a row, 2 ms a further session, and for each row 10 us a
-    slot that its session held."""
+    """An engine whose own clock advances by 1 ms a row, by 2 ms a further session, and by 10 us for
+    each row and each slot that its session held."""
 
     now = 0.0
 
@@ -91,7 +91,7 @@ def test_what_a_device_compiles_and_records_first_is_neither_counted_nor_timed()
 
 
 class _OnDevice:
-    """Logits as far as they are looked at."""
+    """Logits that seem to be on a CUDA device."""
 
     device = torch.device("cuda", 0)
 

@@ -1,5 +1,5 @@
-"""An engine whose steps are read from tables, against the model's own forward pass: on a CUDA
-device with its kernel, on a CPU with its substitute."""
+"""An engine whose steps are read from tables, compared with the model's own forward pass. On a CUDA
+device it has its kernel, on a CPU a substitute."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +18,7 @@ FAMILIES = (
     "llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "gpt_neox", "gpt2",
 )  # fmt: skip
 CLOSE = 2e-3
-"""Of logits of about 10 in float32."""
+"""Allowed difference in float32, for logits of about 10."""
 TREE = (-1, 0, 0, 1, 2, -1, 5, 4)
 
 
@@ -33,7 +33,7 @@ def tiny(family: str, device: str) -> Any:
 
 
 def engine_on(device: str, make_engine: EngineMaker, module: Any, **options: Any) -> PagedEngine:
-    """An engine whose trial has shown that its steps are accelerated."""
+    """An engine whose trial has accelerated its steps."""
     backend = backend_on(device, torch.float32)
     engine = make_engine(module, backend=backend, **options)
     assert engine._backend is backend

@@ -19,8 +19,8 @@ def threads_as_before() -> Iterator[None]:
 
 
 class Machine:
-    """Two cores, on which a step takes a stated time by its number of threads, and a step of
-    another kind a fifth of that."""
+    """Two cores. A step takes a stated time for its number of threads, and a step of another kind a
+    fifth of it."""
 
     def __init__(self, one: float, two: float) -> None:
         self.times = {1: one, 2: two}
@@ -28,7 +28,7 @@ class Machine:
         self.threads = ContendedThreads(1, 2, lambda: self.now)
 
     def run(self, num_steps: int, kind: str = "whole") -> list[int]:
-        """The number of threads that each step had."""
+        """The number of threads of each step."""
         found = []
         for _ in range(num_steps):
             with self.threads.step(kind):

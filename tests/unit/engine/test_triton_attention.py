@@ -1,5 +1,5 @@
-"""The attention kernel over a step's tables, against the attention of gathered slots: on a CUDA
-device, and elsewhere under the interpreter of the kernel's compiler, where that is installed."""
+"""The attention kernel over a step's tables, compared with the attention of gathered slots: on a
+CUDA device, or in the interpreter of the kernel's compiler, if installed."""
 
 import math
 import os
@@ -30,13 +30,13 @@ PAGE_SIZE = 4
 NUM_PAGES = 96
 TREE = (-1, 0, 0, 1, 2, -1, 5, 4)
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-"""Of values of about 1: rounding of the dtype."""
+"""Rounding of the dtype, for values of about 1."""
 
 
 @pytest.fixture(autouse=True)
 def _products_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter holds bfloat16 as integers and multiplies those; here it multiplies what they
-    stand for, exactly, as a device does."""
+    """The interpreter holds bfloat16 as integers and multiplies these. Here it multiplies the
+    values, exactly, as a device does."""
     if ON_CUDA:
         return
     from triton import language
@@ -57,7 +57,8 @@ def _products_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sequences(*shapes: tuple[int, int], tree: bool = False) -> list[HeldSequence]:
-    """(slots held, new tokens) of each, on shuffled pages; with `tree` the first is one."""
+    """(slots held, new tokens) of each, on shuffled pages. With `tree` the first sequence has a
+    tree."""
     free = [int(page) for page in np.random.default_rng(1).permutation(NUM_PAGES)]
     held = []
     for index, (length, num) in enumerate(shapes):

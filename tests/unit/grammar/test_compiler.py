@@ -27,7 +27,7 @@ ITSELF = {"$ref": "#/$defs/a"}
 
 
 def alike(count: int, alternative: dict[str, Any]) -> Constraint:
-    """Nested values of many kinds that nothing distinguishes."""
+    """Nested values whose kinds cannot be told apart."""
     kinds = [alternative] * count
     return Constraint.of_schema({"$defs": {"a": {"anyOf": [*kinds, {"type": "null"}]}}, **ITSELF})
 

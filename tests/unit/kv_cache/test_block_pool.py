@@ -1,5 +1,5 @@
-"""Pages of sequences: what is shared, copied, remembered and evicted, in which order; and the pool
-against a model that remembers what was written to each slot."""
+"""Pages of sequences: which are shared, copied, remembered and evicted, and in which order. The
+pool is compared with a model that remembers what was written to each slot."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +23,7 @@ def step(name: str, *ids: int, parents: tuple[int, ...] = ()) -> SequenceStep:
 
 
 def append(pool: BlockPool, steps: Sequence[SequenceStep]) -> list[Copy]:
-    """A step that succeeds."""
+    """Runs a step that succeeds."""
     copies = pool.append(steps)
     pool.written(steps)
     return copies
@@ -76,7 +76,7 @@ NAMES = "abcde"
 IDS = st.integers(1, 7).flatmap(
     lambda num: st.sampled_from([[0] * num, [0] * num, [1] * num, [0] * (num - 1) + [1]])
 )
-"""Mostly alike, so that prefixes are shared."""
+"""Most are alike, so that prefixes are shared."""
 
 Value = tuple[Any, ...]
 """What keys and values depend on: a salt, and the ids of all slots attended to, its own last."""

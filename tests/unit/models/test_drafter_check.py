@@ -27,8 +27,8 @@ def target() -> Any:
 
 
 def fitted_head(target: Any, loaded: LoadedDraftHead) -> LoadedDraftHead:
-    """A head whose last matrix has been fitted to what the target writes behind the trial's tokens,
-    of what it reads now."""
+    """A head whose last matrix is fitted to the target's tokens in the trial, from what the head
+    reads now."""
     prompt = torch.tensor([trial_tokens(INFO)])
     text = target.generate(prompt, max_new_tokens=TOKENS_WRITTEN, do_sample=False)
     head: Any = loaded.module

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads: what they compute, and the files that they are read from and written to."""
+"""EAGLE-3 heads: what they compute, and how their files are read and written."""
 
 import json
 import math
@@ -36,7 +36,7 @@ def tiny_target(num_layers: int = 6) -> Any:
 
 
 def tiny_head(target: Any, seed: int = 1, **changes: Any) -> Eagle3Head:
-    """A random head of another width than its target's, with grouped heads of a width of their
+    """A random head of another width than its target, with grouped heads whose width is their
     own."""
     layer = {
         "vocab_size": VOCAB, "hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -73,7 +73,7 @@ def norm(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 def turned(vector: Tensor, position: int) -> Tensor:
-    """As complex numbers, the i-th turned by position / THETA^(2i / E)."""
+    """The values as complex numbers, the i-th turned by position / THETA^(2i / E)."""
     half = len(vector) // 2
     turns = torch.polar(torch.ones(half), position * THETA ** (-torch.arange(half) / half))
     turned = torch.complex(vector[:half], vector[half:]) * turns
@@ -81,7 +81,7 @@ def turned(vector: Tensor, position: int) -> Tensor:
 
 
 def hidden_by_definition(head: Eagle3Head, pairs: list[tuple[Tensor, int, int]]) -> Tensor:
-    """h of the last of (feature, token, position), which sees all of these."""
+    """h of the last of the (feature, token, position), which attends to all of them."""
     config, weights = head.config, dict(head.named_parameters())
 
     def of(name: str) -> Tensor:
@@ -191,7 +191,7 @@ def test_a_head_comes_back_as_it_was_saved(tmp_path: Path) -> None:
 
 
 def change(directory: Path, **changes: Any) -> None:
-    """Other values in the configuration; those of the layer go to where they are, None removes."""
+    """Changes values of the configuration and of its layer's part; None removes a value."""
     file = directory / "config.json"
     stated = json.loads(file.read_text())
     absent = ("layer_types", "partial_rotary_factor", "sliding_window")
@@ -250,7 +250,7 @@ def test_rows_are_put_in_the_order_of_their_tokens(tmp_path: Path) -> None:
 
 
 def save_without_ends(directory: Path, target: Any) -> Path:
-    """A head as wide as its target, without embeddings and last matrix of its own."""
+    """A head as wide as its target, without embeddings and a last matrix."""
     save(directory, tiny_head(target, layer={"hidden_size": target.config.hidden_size}))
 
     def drop(tensors: dict[str, Tensor]) -> None:

@@ -11,7 +11,7 @@ ROW_COUNTS = (0, 1, 2, 3, 5, 8, 16, 17, 64, 100, 256, 512)
 HAS_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
 DTYPES = (torch.float32, torch.bfloat16) if HAS_BFLOAT16 else (torch.float32,)
 SUM_TOLERANCE = 1e-6
-"""Of the largest output: rounding in float32 of sums of 192 products."""
+"""Relative to the largest output: rounding in float32 of sums of 192 products."""
 
 
 def random_layer(dtype: torch.dtype, bias: bool, out_features: int = 97) -> nn.Linear:
@@ -25,7 +25,7 @@ def random_rows(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def assert_right(layer: nn.Linear, quick: nn.Module, rows: torch.Tensor) -> None:
-    """Sums are float32's, and rounded once to the dtype of the output."""
+    """Sums are in float32, and rounded once to the dtype of the output."""
     wide = [None if t is None else t.double() for t in (layer.weight, layer.bias)]
     expected, actual = nn.functional.linear(rows.double(), *wide), quick(rows)
     assert actual.shape == expected.shape

@@ -1,4 +1,4 @@
-"""Names to directories to modules, and fingerprints that tell models and tokenizers apart."""
+"""From names to directories to modules, and fingerprints that tell models and tokenizers apart."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def spoken(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a tokenizer of 320 ids, and logits padded to 336."""
+    """A model with a tokenizer of 320 ids, and logits padded to 336."""
     return save_tiny_model(
         tmp_path_factory.mktemp("spoken"),
         vocab_size=336,

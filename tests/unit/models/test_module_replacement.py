@@ -1,4 +1,4 @@
-"""Replacements against the library's own modules: one by one, in whole models, and what they leave
+"""Replaced modules, compared with the library's own: alone and in whole models. Also what stays
 unchanged."""
 
 import weakref
@@ -43,11 +43,11 @@ RELATIVES = {
     "stablelm": ({"partial_rotary_factor": 0.25}, 0),
     "phi3": ({}, 0),  # has joined its linear layers itself
 }
-"""Settings of other models of the library, and how many of two attention blocks are fused."""
+"""Settings of other models of the library, and how many of their two attention blocks are fused."""
 
 
 def twins(config: Any, dtype: torch.dtype, attention: str = "sdpa") -> tuple[Any, Any]:
-    """A model as the library runs it, and the same one sped up."""
+    """A model as the library runs it, and the same model with replaced modules."""
     config._attn_implementation = attention
     original, swapped = tiny_module(config, dtype=dtype), tiny_module(config, dtype=dtype)
     for module in (original, swapped):  # norms begin as ones or zeros, biases as zeros

@@ -1,4 +1,5 @@
-"""MTP layers: loaded from their target's files, run on its pages, against their definition."""
+"""MTP layers, loaded from their target's files and run on its pages, compared with their
+definition."""
 
 import json
 from pathlib import Path
@@ -22,7 +23,7 @@ VOCAB, LENGTH, DEPTHS = 32, 310, 3
 INFO = ModelInfo("tiny", VOCAB, LENGTH, "float32", (), "w", "t")
 LENGTHS = (1, 2, 15, 16, 17, 100, 300)
 CLOSE = 2e-4
-"""Of a row's norm, in float32."""
+"""Allowed difference in float32, relative to a row's norm."""
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -84,7 +85,7 @@ def test_chains_on_pages_are_those_of_the_definition(
 def drafted_by(
     engine: PagedEngine, head: Any, text: list[int], drafted: list[int]
 ) -> list[torch.Tensor]:
-    """h [D] of a chain behind a text whose last token has not been run, in two steps."""
+    """h [D] of a chain after a text whose last token has not been run, in two steps."""
     half = len(text) // 2
     for tokens in (text[:half], text[half:-1]):
         if tokens:

@@ -1,4 +1,4 @@
-"""Published drafters are told by their files, and their EAGLE-3 heads load as they are."""
+"""Published drafters are recognised by their files, and their EAGLE-3 heads load unchanged."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ def scaled(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_facts(facts: dict[str, Any], directory: Path) -> None:
-    """A directory with the configuration and the tensors of a published drafter, narrower."""
+    """Saves the configuration and random tensors of a published drafter, with smaller widths."""
     torch.manual_seed(0)
     tensors = {}
     for name, tensor in facts["tensors"].items():
@@ -55,7 +55,7 @@ def save_facts(facts: dict[str, Any], directory: Path) -> None:
 
 
 def load(facts: dict[str, Any], directory: Path) -> tuple[LoadedEagle3, Any]:
-    """The head, and the target that it is on."""
+    """The head and its target."""
     sizes, name = facts["target"], str(directory)
     config = LlamaConfig(
         vocab_size=sizes["vocab"] // SCALE, hidden_size=sizes["hidden_size"] // SCALE,

@@ -1,5 +1,4 @@
-"""The drafters that come with the package: whole, small, and for the target that they are named
-for."""
+"""The drafters of the package: they are whole and small, and fit the targets that they name."""
 
 import re
 import tomllib

@@ -175,7 +175,7 @@ def vocabulary() -> DraftVocabulary:
 
 @pytest.fixture(scope="module")
 def logits(vocabulary: DraftVocabulary) -> torch.Tensor:
-    """Over the columns, without ties."""
+    """Random logits without ties."""
     generator = torch.Generator().manual_seed(5)
     return torch.randn(ROWS, NUM_COLUMNS, generator=generator, dtype=torch.float64) * 2
 
@@ -191,7 +191,7 @@ def noises(rule: Rule) -> list[RoundNoise]:
 
 
 def history(vocabulary: DraftVocabulary) -> TokenHistory:
-    """With repeats, and with tokens inside and outside the vocabulary."""
+    """Some tokens are repeated, and some are outside the vocabulary."""
     listed = vocabulary.token_ids.tolist()
     return TokenHistory((*listed[:20], 0, 1, 2), (*listed[10:30], *listed[10:12], 4, 3, 8, 8))
 

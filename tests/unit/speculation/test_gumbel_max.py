@@ -1,4 +1,4 @@
-"""The race, its waits, and its pruning."""
+"""The race of Gumbel-max sampling: its waits, and which of them are left out."""
 
 import numpy as np
 import torch

@@ -29,7 +29,7 @@ INF = float("inf")
 
 
 def naive_row(logits: list[float], params: SamplingParams) -> list[float]:
-    """Temperature, min-p, top-k and top-p on sorted lists."""
+    """Temperature, min-p, top-k and top-p, computed on sorted lists."""
     scaled = [x / params.temperature for x in logits]
     largest = max(scaled)
     weights = [math.exp(x - largest) for x in scaled]
@@ -173,7 +173,7 @@ def mask_of(ids: Sequence[int]) -> TokenMask:
 
 
 class Listed:
-    """Allows what it lists for each path."""
+    """Allows the tokens that it lists for each path."""
 
     def __init__(self, listed: dict[tuple[int, ...], TokenMask | OutriderError | None]) -> None:
         self.listed = listed

@@ -1,4 +1,4 @@
-"""The encoding of q, whose decoder accepts any bytes from a peer; trees."""
+"""The encoding of q, whose decoder accepts any bytes from a peer, and trees."""
 
 import itertools
 import struct

@@ -52,7 +52,7 @@ def _by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on_cpu(question: Question) -> Question:
-    """The same question in float64, which the kernels do not take."""
+    """The same question in float64, which the kernels do not accept."""
     return replace(question, logits=question.logits.double().cpu())
 
 

@@ -1,5 +1,5 @@
-"""Sessions with a constraint, played against target and draft in process: what is committed meets
-it, whatever was drafted, discarded or forgotten."""
+"""Rounds of sessions with a constraint, with target and draft in process. What is committed meets
+the constraint, whatever was drafted, discarded or forgotten."""
 
 import asyncio
 import gc

@@ -1,4 +1,5 @@
-"""Both services on engines with few pages: long prompts in parts, and no session waits for ever."""
+"""Both services on engines with few pages: long prompts run in parts, and no session waits for
+ever."""
 
 import asyncio
 

@@ -73,7 +73,7 @@ class Target(Replica):
     def expected(
         self, tokens: Sequence[int], rule: Rule, sampling: SamplingParams, num: int
     ) -> Proposal:
-        """By the library's own pass over all committed tokens."""
+        """The proposal by the library's own pass over all committed tokens."""
         drafted, q = [tokens[-1]], []
         noise = RoundNoise(SEED, rule, len(tokens))
         for depth in range(num):

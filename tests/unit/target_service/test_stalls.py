@@ -1,5 +1,5 @@
-"""How much a long prompt slows other sessions, and how long it takes: on a virtual clock, with an
-engine that states its time and costs measured on it."""
+"""How much a long prompt slows other sessions, and how long it takes, on a virtual clock. The
+engine states its times, and costs are measured on it."""
 
 import asyncio
 import statistics
@@ -19,7 +19,7 @@ PROMPT = [(7 * i) % 64 for i in range(4000)]
 
 def measured(knows_costs: bool) -> tuple[float, float, float]:
     """The median gap between a session's answers before a long prompt comes, the 99th percentile
-    while it runs, and how long it takes; in s."""
+    while the prompt runs, and how long the prompt takes, in seconds."""
 
     async def main() -> tuple[float, float, float]:
         engine = EmulatedEngine(SPEC, "target")
@@ -29,7 +29,7 @@ def measured(knows_costs: bool) -> tuple[float, float, float]:
         gaps: list[tuple[float, float]] = []
 
         async def play(session: int) -> None:
-            """Plain rounds; what was decoded is not looked at, as any token will do."""
+            """Plain rounds. Any token will do, so none is checked."""
             at, tokens, last = target.connect(), [session, 1, 2], 0.0
             for index in range(500):
                 held = len(tokens) - 1 if index else 0

@@ -1,5 +1,5 @@
-"""`outrider distill` on tiny random targets: acceptance grows, a killed run ends as an undisturbed
-one; what the command makes and prints."""
+"""`outrider distill` on tiny random targets: acceptance grows, and a killed run, once continued,
+ends like an undisturbed one. Also what the command makes and prints."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ OPTIONS = DistillOptions(out=Path(), **WISHES)  # type: ignore[arg-type]
 
 @pytest.fixture(scope="module", autouse=True)
 def small_pieces() -> Iterator[None]:
-    """So that there are several of each."""
+    """Makes pieces so small that there are several of each kind."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(training.BATCH_TOKENS, "cpu", 512)
         patch.setattr(teacher, "_DOCUMENTS_OF_A_FILE", 32)
@@ -70,7 +70,7 @@ def whole(target: Target, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
 
 
 def begun(target: Target, source: Path, place: Path, **changes: object) -> Measured:
-    """The acceptance after a single step of a run that found the texts and answers of another."""
+    """The acceptance after one step of a run that finds the texts and answers of another run."""
     shutil.copytree(source / "cache", place / "cache", dirs_exist_ok=True)
     return run(target, place, out=place / "begun", steps=1, **changes).measured[0]
 

@@ -1,4 +1,4 @@
-"""Given texts: what is read, and what of it is held out."""
+"""Texts that are given: what is read, and what is held out."""
 
 import json
 from itertools import islice
@@ -17,7 +17,7 @@ def write(path: Path, *records: Any) -> None:
 
 
 def read(directory: Path) -> list[Document]:
-    """A text has a token for each character."""
+    """Reads texts with a token for each character."""
     return read_corpus(corpus_files(directory), lambda text: list(map(ord, text)), 12)
 
 
@@ -34,7 +34,7 @@ def test_a_folder_of_texts_is_read(tmp_path: Path) -> None:
 
 
 def texts(directory: Path, numbers: range) -> list[list[Document]]:
-    """The pieces of a text for each of these numbers."""
+    """The pieces of each of these texts."""
     records = [{"text": f"{number} " * (1 + 5 * (number % 4))} for number in numbers]
     write(directory / "a.jsonl", *records)
     found = iter(read(directory))

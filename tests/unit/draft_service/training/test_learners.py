@@ -57,7 +57,7 @@ def new(module: Any, kind: str, seed: int = 0, **wishes: object) -> Any:
 
 
 def loud(module: Any, kind: str) -> Any:
-    """One whose weights all have a visible effect."""
+    """A model whose weights all have a visible effect."""
     learner = new(module, kind)
     for name, weight in learner.weights.items():
         if kind != "student" and name.split(".")[-2:][0] in LOUD:
@@ -69,7 +69,7 @@ def loud(module: Any, kind: str) -> Any:
 def dataset_of(
     module: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[Learner], Dataset]:
-    """With some documents that are too short for the later draft tokens."""
+    """Some of the documents are too short for the later draft tokens."""
     random = np.random.default_rng(0)
     ids = [random.integers(0, VOCAB, 5 + i % 9).astype(np.int32) for i in range(3 * HELD_OUT_EVERY)]
     documents = [
@@ -87,8 +87,8 @@ def dataset_of(
 
 
 def chains(module: Any, learner: Any, document: Document) -> Iterator[list[tuple[Any, int]]]:
-    """For one document, chain by chain, by the definition: what the head reads for each draft
-    token, and the position whose answer it is compared with."""
+    """The chains of one document by definition: what the head reads for each draft token, and the
+    position whose answer it is compared with."""
     ids = torch.from_numpy(document.token_ids.astype(np.int64))
     first, length = document.first, len(ids)
     with torch.inference_mode():
@@ -244,7 +244,7 @@ class Looking:
         )
 
     def _weights(self, ids: list[int], look: str) -> torch.Tensor:
-        """Of two heads, the first of which looks at the token itself."""
+        """Attention weights of two heads. The first one attends to the token itself."""
         own = list(range(len(ids)))
         aims = {
             "before": [max(0, place - 1) for place in own],
@@ -265,7 +265,7 @@ def test_layers_that_copy_are_found_behind_those_that_gather() -> None:
 
 
 def loaded(kind: str, out: Path, target: Target) -> tuple[Any, Any]:
-    """Its module and the tokens of its logits, as loaded for serving."""
+    """The drafter's module and the tokens of its logits, as loaded for serving."""
     if kind == "student":
         found, info = load_student(out, target.directory, name="out", target="tiny")
         return found, info.logit_token_ids

@@ -1,4 +1,5 @@
-"""Where a drafter goes: what is refused before the work begins, and what a failure leaves."""
+"""The directory of a new drafter: what is refused before the work begins, and what a failure
+leaves."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What the target is asked, what is kept of its answers, and the batches that are made of them."""
+"""What the target is asked, which of its answers are kept, and the batches made of them."""
 
 from pathlib import Path
 from typing import Any

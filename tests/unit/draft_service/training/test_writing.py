@@ -1,4 +1,4 @@
-"""What the target writes by itself."""
+"""The texts that the target writes for training."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Followers repeat the calls of their leader, until either ends."""
+"""Followers repeat the calls of their leader until the leader or the follower ends."""
 
 import socket
 from collections.abc import Iterator, Sequence
@@ -42,7 +42,7 @@ class RecordingEngine:
         self.find = self.page_counts = self.take_step_seconds = None
 
     def __getattr__(self, name: str) -> Any:
-        """A call that is noted as it is made."""
+        """Records the call."""
         if name not in ("attach", "fork", "keep", "release"):
             raise AttributeError(name)
 
@@ -80,7 +80,7 @@ def _step(sequence_id: str, *token_ids: int, num_logits: int = 1) -> SequenceSte
 
 @contextmanager
 def _team(num_followers: int = 1) -> Iterator[Any]:
-    """A leader's engine with the recorders of all ranks, and what each follower's loop gives."""
+    """A leader's engine, the recorders of all ranks, and the results of the followers' loops."""
     pairs = [socket.create_server(("127.0.0.1", 0)) for _ in range(num_followers)]
     theirs = [socket.create_connection(pair.getsockname()) for pair in pairs]
     ours = {rank: tune(pair.accept()[0], WAIT_S) for rank, pair in enumerate(pairs, start=1)}

@@ -1,4 +1,5 @@
-"""Ranks that share a model run its steps in the same way: with the kernel, all of them or none."""
+"""Ranks that share a model run its steps in the same way: all of them use the kernel, or none
+does."""
 
 import threading
 from collections.abc import Callable
@@ -23,7 +24,7 @@ TOKENS = tuple(range(9))
 
 
 class _Here(threading.local):
-    """Which rank a thread is."""
+    """The rank of each thread."""
 
     rank = 0
 
@@ -34,8 +35,8 @@ _HERE = _Here()
 def _built(
     directory: Path, kernel_of: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch
 ) -> list[Any]:
-    """The engines of two ranks that find a device with these kernels; the leader has answered as
-    the whole model does."""
+    """The engines of two ranks on a device with these kernels. The leader has answered as the whole
+    model does."""
 
     def found(*_: Any, **__: Any) -> DeviceBackend:
         return DeviceBackend(kernel_of(_HERE.rank), 8)

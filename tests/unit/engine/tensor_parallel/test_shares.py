@@ -18,9 +18,10 @@ from outrider.replica.process_setup import build_engine
 
 KEY = "tensor_parallel_size"
 VOCAB_SIZE = 37
-"""Divided by none of the sizes."""
+"""No size divides it."""
 SPARE = 0.05
-"""Part of a model that a rank may hold beyond its equal share: what is held whole, and padding."""
+"""Share of a model that a rank may hold beyond its equal part, for padding and for what every rank
+holds."""
 
 
 def _config(family: str) -> Any:
@@ -133,11 +134,11 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 
 class _AllHere(Exception):
-    """Stands for what comes once all ranks have loaded."""
+    """Raised in place of what comes once all ranks have loaded."""
 
 
 class _FirstRank:
-    """The rank that has its share before the other has."""
+    """A rank that has its share before the other one."""
 
     rank, size = 0, 2
 
