@@ -237,8 +237,8 @@ def save_tiny_raw_eagle3(directory: Path, target: Path, token_ids: Sequence[int]
 
 
 def as_raw(directory: Path, **stated: Any) -> None:
-    """Rewrites the files of a head in the format of EAGLE: a torch file, and a flat configuration,
-    which also states this."""
+    """Rewrites the files of a head in the format of EAGLE: a torch file, and a flat configuration
+    that also has the `stated` values."""
     weights, file = directory / "model.safetensors", directory / "config.json"
     raw = {k.replace("layers.0.", "midlayer."): v for k, v in load_file(weights).items()}
     weights.unlink()

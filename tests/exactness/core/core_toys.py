@@ -38,7 +38,8 @@ class ToyPair:
         return self.p.shape[1]
 
     def draft_rows(self, token_ids: torch.Tensor, states: torch.Tensor, drafter: int) -> DraftRows:
-        """Proposals `token_ids` [B, K] drafted in `states` [B, K], for the scorer."""
+        """Rows of the proposals `token_ids` [B, K] that are drafted in `states` [B, K], for the
+        scorer."""
         mass = self.mass[drafter][states]
         support = torch.arange(self.mass.shape[2]).expand(mass.shape)
         return draft_rows(token_ids, support, mass)
@@ -86,7 +87,8 @@ def make_pair(p: torch.Tensor, drafters: torch.Tensor, entries_max: int = 64) ->
 
 
 def random_pair(vocab_size: int, seed: int) -> ToyPair:
-    """Small integer weights: zeros and ties everywhere, equal, one-hot and disjoint rows."""
+    """Weights are small integers. So there are zeros and ties everywhere, and equal, one-hot and
+    disjoint rows."""
     random = np.random.default_rng(seed)
     num_states = 1 + vocab_size + vocab_size**2
     p = random.integers(0, 4, (num_states, vocab_size)).astype(float)
@@ -173,7 +175,7 @@ def _ends_chance(path: tuple[int, ...], k: int, goes_on: GoesOn) -> float:
 
 
 def stopping_rule(seed: int) -> GoesOn:
-    """Depends on the path alone: always continues, always stops, or either."""
+    """The rule depends on the path alone: it always continues, always stops, or may do either."""
     known: dict[tuple[int, ...], float] = {}
 
     def goes_on(path: tuple[int, ...]) -> float:

@@ -30,7 +30,7 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 
 V = 3
 OVER = 2
-"""Ends the completion where it follows itself."""
+"""This token ends the completion where it follows itself."""
 FAILS = -1
 """Ends a text after which the constraint cannot be followed."""
 Law = dict[tuple[int, ...], float]
@@ -60,7 +60,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Late(Held):
-    """What `min_tokens` of 1 or 2 allows, which a toy's states can represent."""
+    """The tokens that `min_tokens` of 1 or 2 allows. A toy's states can represent these numbers."""
 
     num: int = 1
 
@@ -130,8 +130,8 @@ def plain_law(masked: ToyPair, held: Held, state: int, length: int) -> Law:
 def outcomes(
     rule: Rule, path: tuple[int, ...], q: list[torch.Tensor], p: torch.Tensor, masks: RowMasks
 ) -> list[tuple[tuple[int, ...], float, bool]]:
-    """What a round may commit, how likely, and whether it ends as a constraint cannot be
-    followed."""
+    """What a round may commit, with its probability, and whether it ends because the constraint
+    cannot be followed."""
     mass = torch.stack(q)[None] if q else torch.zeros(1, 0, V, dtype=torch.float64)
     tokens = torch.tensor(path, dtype=torch.int64).view(1, len(path))
     law = verdict_law(rule, p[None], draft_rows(tokens, torch.arange(V).expand(mass.shape), mass))

@@ -47,7 +47,7 @@ Controller = Callable[[Seen | None], Plan]
 
 
 def drafts(*siblings: int) -> Controller:
-    """The same in every round."""
+    """A controller that plans the same for every round."""
     return lambda seen: (siblings, 0)
 
 
@@ -177,7 +177,7 @@ def test_own_tokens_do_not_depend_on_what_is_drafted(pair, rule):
 
 
 UNEVEN = random_pair(3, 4)
-"""With which most planted faults show more."""
+"""With this pair most planted faults show more."""
 
 
 def check_rejected(
@@ -189,7 +189,7 @@ def check_rejected(
 
 
 def last_row_twice(rows: torch.Tensor) -> torch.Tensor:
-    """A bonus from p of the last draft token."""
+    """Draws the bonus from p of the last draft token."""
     return torch.cat([rows[:-1], rows[-2:-1]]) if len(rows) > 1 else rows
 
 

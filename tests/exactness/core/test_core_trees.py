@@ -31,7 +31,7 @@ SHAPES = {
 
 
 def entry(pair: ToyPair, state: int) -> DraftDistribution | None:
-    """What is drafted from in a state, as it is sent."""
+    """q of a state as it is sent."""
     counts = (pair.mass[0][state] * COUNT_TOTAL).long().tolist()
     ids = tuple(i for i, count in enumerate(counts) if count > 0)
     return DraftDistribution(ids, tuple(counts[i] for i in ids)) if len(ids) > 1 else None

@@ -57,7 +57,7 @@ class Heard(Observation):
 
 
 class AuditedBench(Bench):
-    """Engines of a small vocabulary; records what becomes of audits."""
+    """Engines have a small vocabulary, and outcomes of audits are recorded."""
 
     def __init__(self, heard: Heard, audit_share: float = 1.0) -> None:
         self.heard = heard

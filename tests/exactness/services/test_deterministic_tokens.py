@@ -70,7 +70,7 @@ async def check_tokens(
     num_alone: int,
     temperature: float = 1.0,
 ) -> None:
-    """K = 0 alone for every prompt, the other K alone for some, then all at once with mixed K."""
+    """Runs K = 0 alone for every prompt, the other K alone for some prompts, then all at once."""
     expected = []
 
     async def text(seed: int, k: int) -> tuple[int, ...]:

@@ -70,7 +70,7 @@ def grammars() -> Grammars:
 
 
 def mask_of() -> Callable[[tuple[int, ...]], TokenMask | None]:
-    """What may follow a prefix of a completion; behind its end stands `END` alone."""
+    """What may follow a prefix of a completion; after its end only `END` may follow."""
     known = grammars()
     matcher = PrefixMatcher(known.get(CONSTRAINT), known)
 
@@ -83,18 +83,19 @@ def mask_of() -> Callable[[tuple[int, ...]], TokenMask | None]:
 
 POWER = 0.99
 SOON = 0.15
-"""The total variation to find where a tenth of the samples must do."""
+"""The total variation that must be found with a tenth of the samples."""
 CONFIDENT = 0.7
-"""Tokens that a look-up before a model must expect: so that each of them drafts some rounds."""
+"""Tokens that a look-up before a model must expect. Look-up and model then each draft some
+rounds."""
 SLOWER = 20.0
-"""How much slower plain decoding looks than it is, where K is chosen."""
+"""Factor by which plain decoding looks slower than it is, in cells where K is chosen."""
 FLATTER = 0.5
 """Scales the random logits, so that few completions are too rare to be counted on their own."""
 CONCURRENCY = 48
 SEED = 20_260_000
 """Requests use the seeds from here on."""
 PROMPT = (0, 1, 2, 0, 1, 2, 0, 1)
-"""Repeats itself, so that n-grams have something to find."""
+"""It repeats itself, so that n-grams find matches."""
 RULES = (Rule.TOKEN, Rule.BLOCK, Rule.COUPLED)
 PARAMS = {
     "plain": SamplingParams(),
@@ -108,11 +109,12 @@ PARAMS = {
     ),
     "late": SamplingParams(top_p=0.9, min_tokens=2, stop_token_ids=(1,)),
 }
-"""The last ones end no completion before two tokens, for which `END` is an EOS."""
+"""The last ones end no completion before two tokens; for them `END` is an EOS."""
 
 
 def late_mask(prefix: tuple[int, ...]) -> TokenMask | None:
-    """What the late ones let follow a prefix of a completion, behind whose end stands `END`."""
+    """What the last of `PARAMS` let follow a prefix of a completion; after its end only `END` may
+    follow."""
     ends = {END, *PARAMS["late"].stop_token_ids}
     flags = [token_id not in ends or len(prefix) > 1 for token_id in range(4)]
     if ends & {*prefix}:
@@ -135,7 +137,7 @@ class Cell:
     draft_vocab_size: int = 3
     vocab_size: int = 3
     lookup: LookupKind | None = None
-    """Drafts without a model, or in its place where it is confident."""
+    """Drafts without a model, or before a model where it is confident."""
     draft_seed: int = 4
     """The seed of the target's weights is 3."""
     siblings: int = 0
@@ -168,8 +170,8 @@ MANY_ROUNDS = Cell(
     Rule.BLOCK, 2, "top-k", draft_seed=12, num_tokens=5, max_tokens=6, num_samples=5_400,
     detects=0.07,
 )  # fmt: skip
-"""The law of this many tokens shows what one drafted round passes on to the next. The draft is one
-of those with which such a fault shows most."""
+"""So many tokens show what one drafted round passes on to the next. With this draft such a fault
+shows most."""
 CELLS = [
     # Trees by a draft that knows two tokens more than the target, which are never accepted.
     Cell(
@@ -223,8 +225,8 @@ ADAPTIVE_CELLS = [
         for drafter in ("apart", "eagle3")
     ),
 ]  # fmt: skip
-"""Faults where more than the target's answers decides what is drafted, in few samples, because
-these faults are large."""
+"""Cells in which more than the target's answers decides what is drafted. They have few samples,
+because such faults are large."""
 WIDE: dict[str, Any] = {"max_tokens": 6, "num_samples": 13_500}
 GRID = [
     *OTHER_CELLS,

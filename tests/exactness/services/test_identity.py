@@ -36,9 +36,9 @@ DRAFT_LAYERS = 4
 NUM_DRAFT_TOKENS = (0, 3, 8)
 CROWD = 12
 CACHE_BYTES = 2**27
-"""Of an engine, of which a test has up to six."""
+"""For one engine, of which a test has up to six."""
 SMALL_PAGE = 4
-"""Tokens of a page where pages are short, so that a few new tokens need more of them."""
+"""Tokens of a short page. A few new tokens then need another page."""
 
 SUBJECTS = (
     "a lighthouse keeper", "prime numbers", "the smell of rain", "a broken bicycle",
@@ -89,7 +89,7 @@ def target_engine(real: Real) -> PagedEngine:
 
 @pytest.fixture
 async def with_cut(real: Real, tmp_path: Path) -> AsyncIterator[Stack]:
-    """With a 4-layer cut of the target as draft."""
+    """Runs the services with the target's first 4 layers as the draft."""
     module, info = real.cut
     draft = engine_of(twin(module), info)
     async with running_stack(target_engine(real), draft, tmp_path) as stack:
@@ -183,12 +183,12 @@ class CountedHead(FeatureDrafter):
 
 TINY_VOCAB = 24
 TINY_PAGES = 28
-"""For half of what these tiny sessions hold."""
+"""Pages for half of what these tiny sessions hold."""
 
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A tiny module in float64, for engines of short pages."""
+    """A tiny module in float64, for engines with short pages."""
     torch.set_num_threads(1)
     shorten_pages(monkeypatch, SMALL_PAGE)
     config = tiny_config("llama", TINY_VOCAB)
@@ -197,7 +197,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def tiny_engine(module: Any, **own: Any) -> PagedEngine:
-    """With so few pages that concurrent sessions preempt each other."""
+    """An engine with so few pages that concurrent sessions preempt each other."""
     info = ModelInfo("tiny", TINY_VOCAB, 128, "float64", (), "w", "tiny")
     slot_bytes = 3 * 2 * 2 * 8 * 8
     if (layer := own.get("draft_layer")) is not None:
