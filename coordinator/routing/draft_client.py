@@ -534,8 +534,8 @@ class SelfDraftClient(_ModelDrafts):
 def check_wanted(
     proposal: SealedProposal, num_draft_tokens: int, siblings: tuple[int, ...]
 ) -> None:
-    """Raises `InvariantError` if a proposal has more tokens or siblings than were asked for, or
-    repeats a sibling."""
+    """Raises `InvariantError` if a proposal has more tokens or siblings than were asked for, if it
+    repeats a sibling, or if it is a tree that later code refuses."""
     tree = proposal.tree
     if tree.num_depths > num_draft_tokens or len(proposal) > num_draft_tokens + sum(siblings):
         raise InvariantError(
@@ -551,6 +551,9 @@ def check_wanted(
             f"the proposal has {others} siblings at place {depth}; up to {allowed} different ones "
             "were asked for",
         )
+    if proposal.parents:
+        check(any(siblings), "the proposal is a tree; a chain was asked for")
+        check([*tree.depths] == sorted(tree.depths), "the proposal's tree is not ordered by depth")
 
 
 def open_drafts(

@@ -337,6 +337,8 @@ async def test_a_draft_without_time_for_a_first_token_is_asked_again_once_it_is_
         ((1, 2, 3), (-1, 0, 0), (1,), False),
         ((1, 1), (-1, -1), (1,), False),
         ((1, 2), (-1, 5), (1,), False),
+        ((1, 2), (-1, 0), (), False),  # Block and penalties do not take a chain with parents.
+        ((1, 2, 3), (-1, 0, -1), (1,), False),  # Only trees by depth can be cut.
         ((1, 2, 3), (-1, -1, 0), (1, 1), True),
     ],
 )
