@@ -43,21 +43,15 @@ STANDARD_ERROR = "-"
 """Value of a log directory that stands for standard error."""
 SPIN_COUNT = 10_000
 """How often a waiting OpenMP thread checks for work before it sleeps (`GOMP_SPINCOUNT`). A check
-takes about 50 ns. All checks together must take longer than the gap between two operators. With the
-library's default they take milliseconds, and steps become very slow if another process needs the
-core. Times of a step of the demo target on two cores, in ms:
-
-| checks                            | 2,000 | 3,000 | 5,000 | 10,000 | 20,000 | default |
-| AMD EPYC                          |  21.5 |    20 |       |        |        |      20 |
-| AMD EPYC, two other processes     |       |    70 |       |        |        |   1,500 |
-| Intel Xeon                        |       |    31 |    28 |     23 |     24 |         |
-| Intel Xeon, two other processes   |       |   124 |       |    104 |    108 |         |
-"""
+takes about 50 ns. All checks together must take longer than the gap between two operators: on two
+cores of an Intel Xeon, a step of the demo target took 31 ms with 3,000 checks, 23 ms with 10,000,
+and 24 ms with 20,000. With the library's default they take milliseconds: while two other processes
+ran on an AMD EPYC, a step took 1,500 ms with the default, and 70 ms with 3,000 checks."""
 _INTEL_OPENMP = Path(sys.prefix, "lib", "libiomp5.so")
 """The OpenMP runtime that vLLM's CPU build requires. If it is loaded before torch, torch uses it
 instead of libgomp. Its waiting threads yield their cores. With eight sessions of the demo target on
 two cores, a token took 43 and 34 ms in two runs with this runtime, and 52 and 40 ms with libgomp.
-Single sessions and prompts took equally long with both."""
+"""
 LOADING_NICENESS = 10
 """Added to the niceness of the thread that loads a model, and of its helper threads. Helper threads
 of steps get less (`NICENESS` in `outrider/engine/threads.py`). So a replica that loads leaves the
