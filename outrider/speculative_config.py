@@ -45,7 +45,7 @@ _METHODS = {
 _NGRAM = ("ngram", "[ngram]")
 """Methods that may also be given as `model`."""
 _NGRAM_TOKENS = 5
-"""Shortest and longest match if neither is given."""
+"""Shortest and longest match, in tokens, if neither is given."""
 _RULES = {"standard": "token", "block": "block"}
 """For each `rejection_sample_method` except synthetic, the value of `unseeded_rule`."""
 _RATES = ("synthetic_acceptance_rates", "synthetic_acceptance_length")

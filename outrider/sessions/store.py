@@ -165,8 +165,8 @@ class SessionStore(Protocol):
     async def hold_lease(self, owner: str) -> Mapping[str, bool]:
         """Renews the owner's lease. While the lease lasts, no other owner can take over a session
         of this owner. Returns the ids of sessions that others have tried to take over since the
-        last call. The value True asks the owner to cancel the session. Of the sessions returned,
-        the owner releases those that it does not run."""
+        last call. The value says whether the owner should cancel the session. The owner should
+        release the sessions that it does not run."""
 
     async def end_lease(self, owner: str) -> None:
         """Ends the owner's lease, so that others may take over the owner's sessions at once."""
