@@ -87,8 +87,7 @@ class KeyHash:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parses a hash. The `ValueError` for an invalid hash does not quote it, because it may be
-        a key."""
+        """Parses a hash. A `ValueError` does not quote the text, because the text may be a key."""
         found = _KEPT.fullmatch(text)
         if found is None:
             raise ValueError("must be sha256:DIGEST or sha256:SALT:DIGEST, in lower-case hex")
@@ -273,8 +272,7 @@ def add_key(path: Path, caller: Caller) -> str:
 
 
 def remove_key(path: Path, name: str) -> None:
-    """Removes the line of a key from the file. Raises `ConfigError` if the file is invalid or has
-    no such key."""
+    """Removes a key's line. Raises `ConfigError` if the file is invalid or has no such key."""
     with locked(path.with_name(f"{path.name}.lock")):
         names = [entry.caller.name for entry in read_key_file(path)]
         if name not in names:

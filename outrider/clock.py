@@ -65,8 +65,7 @@ def run_virtually(main: Coroutine[Any, Any, T]) -> T:
 
 
 async def cancelling_others(main: Coroutine[Any, Any, T]) -> T:
-    """Runs `main`. Then cancels all other tasks, and waits for them. Tasks that start meanwhile are
-    cancelled, too."""
+    """Runs `main`. Then cancels all other tasks, until none is left."""
     try:
         return await main
     finally:

@@ -170,16 +170,14 @@ class ModelServerConfig(ServerConfig):
     max_num_batched_tokens: Annotated[int, between(limits.BATCHED_TOKENS_MIN, 2**20)] = (
         limits.BATCHED_TOKENS_DEFAULT
     )
-    """Largest number of tokens in one step. Longer prompts are prefilled in chunks, so that other
-    sessions continue meanwhile."""
+    """Largest number of tokens in one step. Longer prompts are prefilled in several steps."""
     deterministic: bool = False
     """Compute bit-identical logits of a token, whatever other tokens are in its step. So under the
     rules coupled and greedy, the output depends neither on `num_draft_tokens` nor on other
     sessions. The fused CPU kernels always compute this way. Other kernels become slower."""
     cpu_kernels: Literal["auto", "torch"] = "auto"
-    """Kernels for steps on a CPU: `auto` = the fused kernels of amd-pace if it is installed and
-    supports the processor and the model, otherwise torch's operators; `torch` = torch's
-    operators."""
+    """Kernels for steps on a CPU: `torch` = torch's operators; `auto` = the fused kernels of
+    amd-pace if it is installed and supports processor and model, otherwise torch's operators."""
     trust_remote_code: bool = False
     """Run Python code that comes with a model's files."""
     dtype: Dtype = "auto"
@@ -192,8 +190,7 @@ class ModelServerConfig(ServerConfig):
     `gpu_memory_utilization` allows, less the weights. A replica allocates no more than
     `max_num_seqs` sequences of full length need."""
     port: Port = 0
-    """The replica's gRPC port; 0 = any free port. Set a port if a firewall between machines allows
-    only some ports."""
+    """The replica's gRPC port, for firewalls that admit only some ports; 0 = any free port."""
     num_cpus: Cpus = 0.5
     """CPUs that Ray reserves for a replica. This limits how many replicas Ray places on a machine,
     not how many cores they use."""
@@ -281,8 +278,7 @@ class DraftConfig(ModelServerConfig):
     suffix_depth: Annotated[int, between(2, 64)] = 16
     """Longest match, in tokens, that suffix decoding looks for."""
     suffix_min_score: Annotated[float, between(0.01, 1)] = 0.1
-    """Suffix decoding ends a proposal when the product of the tokens' estimated probabilities falls
-    below this number."""
+    """Suffix decoding ends a proposal if its estimated probability falls below this number."""
     suffix_tokens_per_tenant: Annotated[int, between(0, 2**26)] = 2**17
     """Number of tokens of earlier outputs that suffix decoding keeps for each tenant; 0 = none. A
     token takes about 200 bytes. For all tenants together, suffix decoding keeps at most four times
@@ -345,8 +341,7 @@ class CoordinatorConfig(ServerConfig):
     may be given several times. Prefer the environment variable, because other users of the machine
     can see flags."""
     api_key_file: str = ""
-    """File of API keys, tenants and limits, written by `outrider keys new`. A changed file is read
-    again."""
+    """File of API keys, tenants and limits (see `outrider keys`). A changed file is read again."""
     ssl_certfile: str = ""
     """Certificate of the coordinators, in PEM, followed by intermediate certificates. If set,
     callers must use TLS. A changed file is read again."""
@@ -373,8 +368,7 @@ class CoordinatorConfig(ServerConfig):
     tool calls in the text."""
     reasoning_parser: Literal["auto", "deepseek_r1", "qwen3", "none"] = "auto"
     """Which part of a chat answer is reasoning: `qwen3` = a `<think>` block at the beginning,
-    `deepseek_r1` = all text before `</think>`, `auto` = chosen by the chat template, `none` = no
-    part."""
+    `deepseek_r1` = all text before `</think>`, `none` = no part, `auto` = the template decides."""
     redis: Internal[RedisAddress] = RedisAddress()
     redis_wait_replicas: Annotated[int, between(0, limits.REDIS_WAIT_REPLICAS_MAX)] = 0
     """Number of Redis replicas that must store a token before the client gets it; 0 = only the
@@ -383,8 +377,7 @@ class CoordinatorConfig(ServerConfig):
     """Number of draft tokens in a round, for requests that do not set this number; 0 = plain
     decoding. With `length_control`, rounds may have fewer draft tokens."""
     length_control: bool = True
-    """Choose the number of draft tokens of each round by expected gain and cost, from 0 to the
-    request's number."""
+    """Choose each round's number of draft tokens, up to the request's, by gain and cost."""
     unseeded_rule: Literal["auto", "token", "block"] = "auto"
     """Acceptance rule for requests that set no rule and no seed and have a temperature above 0;
     `auto` = token if `draft_siblings` is above 0, otherwise block."""
@@ -397,8 +390,7 @@ class CoordinatorConfig(ServerConfig):
     instead of trees. A tree has at most 32 tokens. With look-ahead, penalties or the rule block,
     proposals are always chains. Cannot be combined with `deterministic`."""
     run_ahead_rounds: Annotated[int, between(0, limits.RUN_AHEAD_ROUNDS_MAX)] = 8
-    """Largest number of rounds of plain decoding that the target may run without waiting for the
-    coordinator."""
+    """Largest number of plain rounds that a target may run without waiting for the coordinator."""
     max_sessions: Annotated[int, between(1, limits.SESSIONS_PER_COORDINATOR_MAX)] = (
         limits.SESSIONS_PER_COORDINATOR_MAX
     )
@@ -430,8 +422,7 @@ class CoordinatorConfig(ServerConfig):
     trace_prompts: bool = False
     """Record prompts in traces."""
     vllm_metric_names: bool = False
-    """Also export counters of speculation to Prometheus under vLLM's names
-    (`vllm:spec_decode_...`)."""
+    """Also export speculation counters to Prometheus as vLLM does (`vllm:spec_decode_...`)."""
     tokenizer_directory: Internal[str] = ""
     """Directory of the tokenizer; empty = requests give token ids and get no text."""
     trust_remote_code: bool = False
@@ -506,8 +497,7 @@ class AutoscaleConfig:
     autoscale_coordinators: str = ""
     """Smallest and largest number of coordinators, as `autoscale_targets` for targets."""
     autoscale_queue_steps: Annotated[float, between(0.1, 1000)] = 1.5
-    """Add targets if rounds and prompts wait in the queue for longer than this number of steps
-    takes."""
+    """Add targets if rounds and prompts wait in the queue for more than this number of steps."""
     autoscale_draft_waits: Annotated[float, between(0.01, 1)] = 0.25
     """Add drafts if more than this share of the rounds waits for a busy draft."""
     autoscale_calm_s: Annotated[float, between(1, WAIT_S_MAX)] = 120.0
@@ -659,8 +649,7 @@ def merge(
 ) -> dict[str, Value]:
     """The values of settings by key, from a YAML `file`, from the `environment` (`OUTRIDER_*`) and
     from `flags` (texts or values). Flags override the environment, which overrides the file. Raises
-    `ConfigError` for a bad value, even if another value overrides it. The error names the source of
-    the bad value."""
+    `ConfigError` for a bad value, even if the value is overridden, and names its source."""
     given = translated_layers(flags, environment, file)
     values = {found.key: found.parse(raw, source) for found, raw, source in given}
     if rates := values.pop(SPECULATIVE_CONFIG, None):

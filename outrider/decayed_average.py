@@ -25,8 +25,7 @@ class DecayedSums:
                 self._added_at[name] = now
 
     def mean(self, now: float, name: str, of: str) -> float | None:
-        """The sum `name` divided by the sum `of`; None if nothing was added to `of` in the last
-        `seconds`."""
+        """The sum `name` divided by `of`; None if `of` got no amount in the last `seconds`."""
         if now - self._added_at.get(of, -math.inf) > self._seconds:
             return None
         self._fade(now)

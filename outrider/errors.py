@@ -94,8 +94,7 @@ class EngineLost(Unavailable):
 
 
 class LinkLost(Unavailable):
-    """The stream to a replica broke. The replica may or may not have handled requests on this
-    stream."""
+    """The stream to a replica broke. The replica may or may not have handled the items."""
 
 
 class StoreUnavailable(Unavailable):
@@ -111,8 +110,7 @@ class ConfigError(OutriderError, grpc_code=9):
 
 
 class SettingError(ConfigError):
-    """A setting or a command's option is wrong. `key` is its name, or the source of its value, such
-    as a line of a file."""
+    """A setting or option is wrong. `key` is its name, or the source of its value."""
 
     def __init__(self, key: str, reason: str) -> None:
         super().__init__(f"{key}: {reason}")

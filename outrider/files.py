@@ -29,8 +29,7 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[IO[str]]:
 
 
 def read_file(path: Path) -> bytes:
-    """The bytes of a file. Raises `ConfigError` if the file cannot be read, or is larger than
-    `FILE_BYTES_MAX`."""
+    """Raises `ConfigError` if the file cannot be read, or is larger than `FILE_BYTES_MAX`."""
     try:
         with path.open("rb") as file:
             data = file.read(FILE_BYTES_MAX + 1)
@@ -42,8 +41,8 @@ def read_file(path: Path) -> bytes:
 
 
 def write_whole(path: Path, text: str, mode: int | None = None) -> None:
-    """Writes a file atomically. If `mode` is None, an existing file keeps its mode, and a new file
-    can be read only by its owner."""
+    """Writes a file atomically. Without a `mode`, an existing file keeps its mode, and only the
+    owner can read a new file."""
     if mode is None:
         mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

@@ -29,8 +29,7 @@ SCHEMA_DEPTH_MAX = 32
 REGEX_BYTES_MAX = 16 * 2**10
 CHOICES_MAX = 1024
 ALTERNATIVES_MAX = 256
-"""Number of lists and objects among the alternatives of a JSON schema. The time for a mask may grow
-with the cube of this number."""
+"""Number of a schema's alternatives that are lists or objects. Mask time may grow cubically."""
 LIST_ALTERNATIVE = 4
 """How much an alternative that may be a list counts towards `ALTERNATIVES_MAX`."""
 COMPILE_S_MAX = 2.0  # constraints that take longer to compile are refused

@@ -55,8 +55,7 @@ class RoundHead:
     constraint_hash: bytes = b""
     """Empty = no constraint."""
     compiled: Grammar | OutriderError | None = field(default=None, compare=False, repr=False)
-    """Not sent. The constraint's grammar, or the error of its compilation. The replica sets it
-    before a step takes the item."""
+    """Not sent. The replica sets the constraint's grammar, or the error of its compilation."""
 
     @property
     def committed_length(self) -> int:
@@ -166,8 +165,7 @@ class DraftItem:
 
     @property
     def gives_way(self) -> bool:
-        """Whether a newer item of the session may begin before this item ends. This holds if the
-        item asks only for look-ahead."""
+        """Whether a newer item of the session may begin before this item ends."""
         return self.held is not None and self.look_ahead > 0
 
 
@@ -203,9 +201,8 @@ class VerdictReply:
     next_out_of_time: bool = False
     """Whether `next_proposal` is short because its time limit ended."""
     features: Features | None = None
-    """Features of the tokens from `features_from` on, as many as fit in a message. The last token
-    that this verdict commits has no features yet, because the target has not run it. None unless
-    asked for."""
+    """Features of the tokens from `features_from` on, as many as fit in a message, if asked for.
+    The last token that this verdict commits has no features, because it has not run yet."""
     audit: AuditSums | None = None
     """Result of an audit; None if the item was no audit."""
 

@@ -1,5 +1,4 @@
-"""Users' requests, and the events that answer them. `outrider.transport.request_codec` converts
-both to and from gRPC."""
+"""Users' requests, and the events that answer them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +20,7 @@ class ChatMessage:
     role: str
     content: str
     more: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields for the chat template: `tool_calls`, `tool_call_id`, `reasoning_content`. gRPC
-    does not carry them."""
+    """Fields for the chat template that gRPC does not carry, such as `tool_calls`."""
 
 
 Prompt = str | tuple[ChatMessage, ...] | tuple[int, ...]
@@ -52,8 +50,7 @@ class GenerateRequest:
     draft_deadline_ms: int | None = None
     """Time limit for drafting in a round. The draft then returns the tokens that it has drawn."""
     constraint: Constraint | None = None
-    """The whole completion must match this constraint. The completion ends when no further token
-    can match."""
+    """The whole completion must match this, and ends when no further token can match."""
     # Only HTTP requests set the following fields. gRPC does not carry them.
     prompt_logprobs: int | None = None
     """As `logprobs`, but for the prompt. If set, `max_tokens` may be 0."""
@@ -63,8 +60,7 @@ class GenerateRequest:
     shown_tokens: tuple[str, ...] = ()
     """Special tokens that the text shows, such as marks of tool calls. Others are left out."""
     answer_form: str = ""
-    """JSON for `coordinator.http_api`: how to parse tool calls and reasoning from the text; empty =
-    the whole text is content."""
+    """JSON for `coordinator.http_api`: how to parse tool calls and reasoning; empty = do not."""
     default_max_tokens: int = MAX_TOKENS_DEFAULT
     """Used if `max_tokens` is None; reduced if the model has less room."""
 

@@ -28,8 +28,7 @@ class SharedCalls(Generic[Key, Result]):
         return key in self._running
 
     async def result(self, key: Key, call: Callable[[], Result]) -> Result:
-        """Returns the result of the call with this key, or raises its error. If no such call runs,
-        runs `call` on a thread."""
+        """If a call with this key runs, returns its result. Otherwise runs `call` on a thread."""
         loop = asyncio.get_running_loop()
         return await self.share(key, lambda: loop.run_in_executor(self._threads, call))
 

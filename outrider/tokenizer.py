@@ -155,8 +155,7 @@ class TokenizerText:
             raise BadRequest("chat", f"the model's chat template failed: {error}") from error
 
     def backend_json(self) -> str:
-        """The tokenizer as JSON of the library `tokenizers`. Raises `ConfigError` for a tokenizer
-        that does not use this library."""
+        """JSON of the library `tokenizers`. Raises `ConfigError` for tokenizers of other kinds."""
         return backend_json(self._tokenizer)
 
     def decode(self, token_ids: Sequence[int], with_special: bool = False) -> str:
@@ -188,8 +187,7 @@ class TokenizerText:
         return token_id in self._special
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token of a byte-level tokenizer adds to a text. Empty for an unknown id,
-        and for other tokenizers."""
+        """The bytes of a token; empty for an unknown id, and without a byte-level tokenizer."""
         token = self._backend.id_to_token(token_id) if self._backend is not None else None
         if token is None or self._bytes_of is None:
             return b""

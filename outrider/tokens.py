@@ -33,8 +33,7 @@ class TokenSequence:
 
     @property
     def ids(self) -> Sequence[int]:
-        """All ids. This list is not a copy. It changes with the sequence; callers must not change
-        it."""
+        """All ids, not a copy. The list changes with the sequence. Callers must not change it."""
         return self._ids
 
     def extend(self, token_ids: Iterable[int]) -> None:

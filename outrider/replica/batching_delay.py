@@ -25,8 +25,7 @@ SPREAD = 2.5
 SPREAD_S = 0.0005
 """Time that allows for jitter of event loops and networks, s."""
 FORGIVEN = 0.03
-"""Each step without a delay adds this to `_trust`. Delays for sessions that do not come reduce
-`_trust`."""
+"""Each step without a delay adds this to `_trust`."""
 
 
 class _Rhythm:
@@ -42,12 +41,11 @@ class _Rhythm:
 
 
 class BatchingDelay:
-    """Tracks the sessions of a replica and the times of its steps. All times are in seconds, on one
-    clock."""
+    """Tracks a replica's sessions and step times. All times are in seconds, on one clock."""
 
     def __init__(self, step_seconds: Callable[[int, int], float], max_batch: int) -> None:
-        """`step_seconds(rows, sessions)` is the expected time of a step. At most `max_batch`
-        sessions share a step."""
+        """`step_seconds(rows, sessions)` is a step's expected time. A step has at most `max_batch`
+        sessions."""
         self._step_seconds = step_seconds
         self._max_batch = max_batch
         self._rhythms: Newest[str, _Rhythm] = Newest(SEQUENCES_PER_REPLICA_MAX)

@@ -66,8 +66,8 @@ class ReplicaHost(PlacedActor):
         return self.leadership.rendezvous
 
     async def start(self, config: ReplicaConfig, log_directory: str) -> str:
-        """Loads the model or the head, and serves. Returns the address that coordinators call.
-        Raises `ConfigError`."""
+        """Loads the model or head, and serves. Returns the address that coordinators call. Raises
+        `ConfigError`."""
         role = config.role
         num_threads = threads_of_a_rank(config, cores_for(role), self.leadership)
         use_threads(num_threads, config.model_engine)
@@ -136,9 +136,8 @@ class ReplicaHost(PlacedActor):
 
     async def serve(self, service: SteppedService, config: ReplicaConfig) -> str:
         """Serves `service` by gRPC and announces it. Returns the address that coordinators call.
-        The server reports the service's health. A lost engine ends the replica. Raises
-        `ConfigError` if the server cannot listen, and `StoreUnavailable` if the registry does not
-        answer."""
+        Raises `ConfigError` if the server cannot listen, and `StoreUnavailable` if the registry
+        does not answer."""
         from outrider.transport.codec import DRAFT, VERIFY
         from outrider.transport.server import RpcServer, ServerOptions
         from outrider.transport.stream_server import ReplicaServicer

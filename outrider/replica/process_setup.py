@@ -49,9 +49,8 @@ and 24 ms with 20,000. With the library's default they take milliseconds: while 
 ran on an AMD EPYC, a step took 1,500 ms with the default, and 70 ms with 3,000 checks."""
 _INTEL_OPENMP = Path(sys.prefix, "lib", "libiomp5.so")
 """The OpenMP runtime that vLLM's CPU build requires. If it is loaded before torch, torch uses it
-instead of libgomp. Its waiting threads yield their cores. With eight sessions of the demo target on
-two cores, a token took 43 and 34 ms in two runs with this runtime, and 52 and 40 ms with libgomp.
-"""
+instead of libgomp. Its waiting threads yield their cores: with eight sessions of the demo target on
+two cores, a token took 34 to 43 ms with this runtime, and 40 to 52 ms with libgomp."""
 LOADING_NICENESS = 10
 """Added to the niceness of the thread that loads a model, and of its helper threads. Helper threads
 of steps get less (`NICENESS` in `outrider/engine/threads.py`). So a replica that loads leaves the
@@ -142,9 +141,8 @@ def give_way(niceness: int) -> None:
 
 
 def log_to(directory: str, role: str, level: str = "info") -> None:
-    """Logs JSON lines to `<directory>/<role>.log`, whose size is bounded. If `directory` is
-    `STANDARD_ERROR`, logs to standard error. If `directory` is empty, logs nothing. `log_at`
-    describes `level`."""
+    """Logs JSON lines to `<directory>/<role>.log`, whose size is bounded, or to standard error if
+    `directory` is `STANDARD_ERROR`. If `directory` is empty, logs nothing."""
     handler: logging.Handler = logging.NullHandler()
     if directory == STANDARD_ERROR:
         handler = logging.StreamHandler()
@@ -172,8 +170,7 @@ def advertised(host: str, address: str) -> str:
 
 
 def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = None) -> Engine:
-    """Builds the configured engine, and loads the model or one rank's share of it. Blocks. Raises
-    `ConfigError`."""
+    """Builds the engine, and loads the model or a rank's share. Blocks. Raises `ConfigError`."""
     # Imports of numeric libraries must follow `use_threads`.
     if config.emulated is not None:
         from outrider.engine.emulated import EmulatedEngine
@@ -484,8 +481,7 @@ def build_lookup(config: DraftConfig) -> LookupDrafter | None:
 
 def build_grammars(config: ReplicaConfig, eos_token_ids: tuple[int, ...] = ()) -> Grammars | None:
     """Returns the compiler of constraints for the target's tokenizer; None = without a tokenizer.
-    The first compilation loads the tokenizer. If `eos_token_ids` is empty, they are read from the
-    model's files."""
+    The first compilation loads the tokenizer. `eos_token_ids` default to those of its files."""
     if not config.tokenizer_directory:
         return None
     from outrider.grammar.compiler import Grammars, GrammarTokenizer
@@ -533,8 +529,7 @@ def try_drafting_kernels(head: Any) -> None:
 
 
 def step_costs(engine: Engine, config: ReplicaConfig) -> StepCosts:
-    """Measures the times of an idle engine's steps. Must be called on the thread that will run the
-    steps. Blocks for some seconds."""
+    """Measures an idle engine's steps. Blocks. Must be called on the thread that runs the steps."""
     from outrider.engine.step_costs import measure_step_costs
 
     costs = measure_step_costs(

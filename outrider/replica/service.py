@@ -101,10 +101,9 @@ class SteppedService:
         self._queue = RequestQueue(description.max_num_seqs)
         self._load: StepLoad | None = None
         self._releases: dict[str, int] = {}
-        """The sessions that the worker will forget before the next step, each with its newest
-        released epoch."""
+        """Sessions to forget before the next step, each with its newest released epoch."""
         self._parked: dict[str, None] = {}
-        """The sessions that the worker will park before the next step."""
+        """Sessions to park before the next step."""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closing = False
@@ -128,8 +127,7 @@ class SteppedService:
 
     @property
     def healthy(self) -> bool:
-        """False once `STEP_CRASHES_UNHEALTHY` steps in a row have crashed, or no more steps can
-        run."""
+        """False if `STEP_CRASHES_UNHEALTHY` steps in a row crashed, or no more steps can run."""
         stopped = self._over or (self._task is not None and self._task.done())
         return self._crashes < STEP_CRASHES_UNHEALTHY and not stopped
 
@@ -203,8 +201,7 @@ class SteppedService:
             self._done(work, None)
 
     def submit(self, work: StepRequest) -> None:
-        """Queues a request. Refuses it if the queue is full, after `close`, and if no more steps
-        can run."""
+        """Queues a request, or refuses it if the queue is full or no more steps can run."""
         if self._over:
             self._refuse(work, self.lost or Unavailable("this replica is stopping"))
             return
@@ -309,8 +306,7 @@ class SteppedService:
                     self._wake.clear()
 
     async def _rest(self) -> None:
-        """Waits until an item, a release or a closed connection may free pages, but at most
-        `STARVED_REST_S`."""
+        """Waits until an event may free pages, but at most `STARVED_REST_S`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(STARVED_REST_S):
                 await self._wake.wait()
@@ -375,8 +371,7 @@ class SteppedService:
         return not batch or any(answer is not Unfinished.WAITS for answer in answers)
 
     def _put_back(self, works: Sequence[StepRequest]) -> None:
-        """Returns requests of a step to the queue. Cancels those whose sessions were released
-        during the step."""
+        """Returns requests to the queue. Cancels those whose session was released meanwhile."""
         for work in works:
             if work.item.head.epoch <= self._releases.get(work.session_id, 0):
                 self._cancel(work)
@@ -629,8 +624,7 @@ class SessionTracker:
         return gone
 
     def fall_silent(self, since: float, waiting: Collection[str]) -> list[str]:
-        """Forgets and returns the sessions without an item or answer after `since`, except those
-        `waiting` for a step."""
+        """Forgets and returns the sessions that are silent since this time and not `waiting`."""
         silent: list[str] = []
         for name, (_, active_at) in self._heard.items():
             if active_at > since:

@@ -43,8 +43,7 @@ class Answers(NamedTuple):
     more: bool
     """Whether more answers follow later. The item then stays in the queue."""
     waited_for: bool = False
-    """Whether the caller waits for the later answers. If not, the session's next item removes this
-    item from the queue."""
+    """Whether the caller waits for later answers. If not, the session's next item replaces this."""
 
 
 class StepFigures:
@@ -55,8 +54,7 @@ class StepFigures:
     num_preemptions: int = 0
     """Number of sequences that lost their pages to an older sequence."""
     num_prefill_chunks: int = 0
-    """Number of times that a part of a prefix ran, because the step had no room for the whole
-    prefix."""
+    """Number of times that only a part of a prefix had room in a step."""
     num_starved: int = 0
     """Number of items that found no pages. An item counts once in each step."""
 
@@ -108,8 +106,7 @@ class StepRequest:
     """An item that waits for a step, and the connections that want its answer."""
 
     on_done: Callable[[StepRequest, Any], None] | None = None
-    """Called after the answer was sent, with the answer, or with None if the request was
-    dropped."""
+    """Called after the answer was sent, with the answer; None = the request was dropped."""
     held_s: float = 0.0
     """How long the answer may wait for others, so that one message carries all of them, s."""
     cancelled: bool = False
@@ -130,8 +127,7 @@ class StepRequest:
     def __init__(
         self, item: Any, senders: list[AnswerSender], arrived_at: float, expires_at: float
     ) -> None:
-        """Times are on the event loop's clock. After `expires_at` no caller needs the answer;
-        infinity = no limit."""
+        """Times are on the event loop's clock. No caller needs the answer after `expires_at`."""
         self.item, self.senders = item, senders
         self.arrived_at, self.expires_at = arrived_at, expires_at
 
@@ -153,14 +149,12 @@ class StepRequest:
             sender.send([answer])
 
     def compiled(self, grammar: Grammar | OutriderError) -> StepRequest:
-        """Puts the compiled constraint, or the error of its compilation, into the item. Returns
-        this request."""
+        """Returns this request with the compiled constraint, or the error of its compilation."""
         self.item = replace(self.item, head=replace(self.item.head, compiled=grammar))
         return self
 
     def asks_like(self, other: StepRequest) -> bool:
-        """Whether both items are equal except for the remaining time, so that one answer can serve
-        both."""
+        """Whether the items differ only in the remaining time, so that one answer serves both."""
         if self.on_done is not None or other.on_done is not None or self.cancelled or self.answered:
             return False
         head = replace(self.item.head, deadline_ms=other.item.head.deadline_ms)
@@ -202,9 +196,8 @@ class RequestQueue:
         return {work.session_id for work in self._waiting}
 
     def add(self, work: StepRequest) -> bool:
-        """Queues a request. If another request already waits that `asks_like` this one, returns
-        False. Both callers then get the answer to the waiting request. Raises `Overloaded` if the
-        queue is full."""
+        """Queues a request. If a waiting request `asks_like` this one, returns False. The callers
+        of both then get the waiting request's answer. Raises `Overloaded` if the queue is full."""
         key = work.key
         waiting = self._newest.get(key)
         if waiting is not None and waiting.asks_like(work):

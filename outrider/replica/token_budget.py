@@ -28,8 +28,7 @@ from outrider.engine.step_costs import StepCosts
 from outrider.limits import NUM_DRAFT_TOKENS_MAX, TREE_TOKENS_MAX
 
 ROUND_TOKENS_MAX = NUM_DRAFT_TOKENS_MAX + TREE_TOKENS_MAX + 2
-"""Largest number of tokens of a round: those of the last outcome, and the round's proposal. Less
-than `BATCHED_TOKENS_MIN`."""
+"""Largest number of tokens of a round: those of the last outcome, and the round's proposal."""
 PREFIX_TOKENS_MIN = 16
 STEP_GROWTH = 0.75
 """With this value, one waiting prompt at most triples the gap between two tokens. A step's
@@ -81,8 +80,7 @@ class TokenBudget:
         self.max_steps = max_steps
         self._costs = costs
         self._last_rounds: _Load | None = None
-        """Load of the rounds in the last step that had rounds; None if no more rounds are
-        expected."""
+        """Load of the last rounds; None if no more rounds are expected."""
         self._rest_steps = 0
         """Number of steps since the step of `_last_rounds`, all without a round."""
         self._rest_s = 0.0

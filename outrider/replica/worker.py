@@ -40,11 +40,9 @@ class SlotDemand(NamedTuple):
     num_extra: int
     """Number of slots in addition to those of the committed tokens."""
     num_last: int = 1
-    """Number of tokens that must run in one pass: the last committed token, and the extra tokens
-    that run with it."""
+    """Number of tokens, from the last committed token on, that must run in one pass."""
     reach: int | None = None
-    """If set, only the first `reach` committed tokens can run now, and extra slots are not needed
-    yet."""
+    """If set, only the first `reach` committed tokens can run now, without extra slots."""
 
 
 class Admitted(NamedTuple):
@@ -167,8 +165,7 @@ class Admissions:
     def _grant(
         self, demands: Sequence[SlotDemand], found: Sequence[_Found], begun: _Begun
     ) -> list[Admission]:
-        """Shares out the step's tokens. If a session holds no tokens and gets some, it begins on
-        its cached prefix."""
+        """Shares out the step's tokens. A session without tokens begins on its cached prefix."""
         aligned = {i: entry for i, entry in enumerate(found) if isinstance(entry, Aligned)}
         wanted = [self._token_demand(demands[i], entry, begun) for i, entry in aligned.items()]
         grants = self._budget.share(wanted)
@@ -224,9 +221,8 @@ class StepWorker:
 
     def step(self, items: Sequence[Any]) -> list[Any]:
         """Runs a step with these items, which are of distinct sessions and in order of arrival.
-        Returns for each item its answer, `Answers`, or why it is `Unfinished`. An item that causes
-        an error gets `Refused`, and the others are not affected. Raises `EngineLost` if no more
-        steps can run."""
+        Returns for each item its answer, `Answers`, or why it is `Unfinished`. Only the item that
+        causes an error gets `Refused`. Raises `EngineLost` if no more steps can run."""
         raise NotImplementedError
 
     def park(self, session_ids: Sequence[str]) -> None:

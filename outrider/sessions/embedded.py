@@ -110,8 +110,7 @@ class EmbeddedRedis:
     def start(self) -> None:
         """Starts the server and returns when it answers. Before another start, `stop` must be
         called, even if the server has ended by itself. Raises `ConfigError` if no server is
-        installed, if another server runs in the directory, or if the new server does not answer in
-        time."""
+        installed, another server runs in the directory, or the server does not answer in time."""
         check(self._supervisor is None, "the embedded Redis was started twice")
         program = find_server()
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)

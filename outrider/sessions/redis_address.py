@@ -46,8 +46,7 @@ class RedisAddress:
     """Password for the session store. A password in the URL overrides it. Prefer the environment
     variable, because other users of the machine can see flags."""
     password_file: str = ""
-    """File with the password, at the same path on each machine. A process reads it when it
-    connects."""
+    """File with the password, at the same path on each machine. It is read at each connection."""
     ca_file: str = ""
     """Certificate authority of servers reached by TLS (`rediss://`, `rediss+sentinel://`); empty =
     the system's."""
@@ -136,8 +135,7 @@ def read_password(path: Path, key: str) -> str:
 
 
 def _split(url: str) -> tuple[str, str, str]:
-    """The URL without user and password, the user, and the password. Raises `SettingError` for an
-    invalid URL."""
+    """The URL without user and password, the user, and the password. Raises `SettingError`."""
     if not url:
         return "", "", ""
     try:

@@ -177,8 +177,7 @@ def new_client(address: RedisAddress) -> redis.asyncio.Redis:
 
 async def check_server(client: redis.asyncio.Redis, url: str) -> None:
     """Raises `ConfigError` unless the server answers and `check_info` accepts it. Waits while the
-    server loads its file. With a URL of Sentinels, checks the primary that they name, and waits
-    while they elect one."""
+    server loads its file, and while Sentinels elect a primary."""
     name = f"Redis at {masked_url(url)}"
     loop = asyncio.get_running_loop()
     began_at = loop.time()

@@ -48,7 +48,7 @@ class ScriptRunner:
         self._wait_replicas = wait_replicas
         self._replicated_key = replicated_key
         self._waiting: dict[Script, deque[tuple[Call, asyncio.Future[Any]]]] = {}
-        """Runs that wait for the next round trip, by script. A script is a key while a task sends
+        """By script, runs that wait for the next round trip. A script is a key while a task sends
         its runs."""
         self._senders: set[asyncio.Task[None]] = set()
 

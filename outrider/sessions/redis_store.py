@@ -94,11 +94,9 @@ class RedisStore(SessionStore):
 
     @classmethod
     async def connect(cls, address: RedisAddress, *, wait_replicas: int = 0) -> Self:
-        """Connects, and raises `ConfigError` if the server cannot keep sessions.
-
-        With `wait_replicas`, writes and reads of sessions succeed only once this many replicas have
-        the data. Otherwise they raise `StoreUnavailable` after `REDIS_WAIT_MS`. Leases and
-        `release` need no replicas."""
+        """Connects, and raises `ConfigError` if the server cannot keep sessions. Calls of the store
+        raise `StoreUnavailable` if fewer than `wait_replicas` replicas have the data after
+        `REDIS_WAIT_MS`. Leases and `release` need no replicas."""
         client = new_client(address)
         try:
             await check_server(client, address.url)
@@ -276,8 +274,7 @@ def _outcome(session_id: str, epoch: int, answer: Any) -> int | OutriderError:
 
 TOKEN_BYTES = 4
 _OPENED = TypeAdapter(tuple[str, int, Rule, str, int])
-"""Type of the field `opened`, which never changes: tenant, seed, rule, parameters, prompt
-length."""
+"""The field `opened`, which never changes: tenant, seed, rule, parameters, prompt length."""
 _CACHES = TypeAdapter(tuple[CacheState, CacheState])
 _COUNTERS = TypeAdapter(Counters)
 

@@ -107,8 +107,8 @@ class Session:
 
     def next_append(self) -> Append | None:
         """Returns an append of the tokens that the store lacks, at most `APPEND_TOKENS_MAX`; None
-        without `has_news`. A call before the store's answer returns the same tokens again, and also
-        the tokens decided meanwhile."""
+        without `has_news`. A call before the store's answer returns the same tokens again, and
+        newer tokens."""
         if not self.has_news:
             return None
         start = self.acknowledged_length
@@ -154,15 +154,13 @@ class Session:
         self.showable_length = max(self.showable_length, stored_length)
 
     def finish(self, reason: FinishReason) -> None:
-        """Ends the session. No more tokens may be decided. Tokens that the store lacks are still
-        sent to the store."""
+        """Ends the session. The store still gets the tokens that it lacks."""
         self._check_running("finished")
         self.finish_reason = reason
 
     def supersede(self, error: OutriderError) -> None:
-        """Marks the session as lost. The error is `StaleEpoch` if another coordinator took the
-        session over, or `DataLoss` if the session is no longer stored. Tokens that were never
-        stored will not be shown."""
+        """Marks the session as lost, because another coordinator took it over (`StaleEpoch`), or it
+        is no longer stored (`DataLoss`). Tokens that were never stored will not be shown."""
         check(self.error is None, "superseded a lost session")
         self.error = error
 

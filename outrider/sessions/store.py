@@ -77,8 +77,7 @@ class Finish:
     epoch: int
     owner: str
     length: int | None
-    """Number of tokens, prompt included, at least 1. None = the session ends with the stored
-    tokens."""
+    """Number of tokens, prompt included, at least 1; None = all stored tokens."""
     reason: FinishReason
     counters: Counters
 

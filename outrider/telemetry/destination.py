@@ -26,8 +26,7 @@ class Destination:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parses `otlp=URL,prometheus=PORT`, one of the two, or an empty text. Raises
-        `SettingError`."""
+        """Parses `otlp=URL,prometheus=PORT`, one of them, or nothing. Raises `SettingError`."""
         found: dict[str, str] = {}
         for part in filter(None, map(str.strip, text.split(","))):
             key, _, value = part.partition("=")

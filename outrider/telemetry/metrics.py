@@ -145,8 +145,7 @@ READINGS: dict[str, tuple[Any, ...]] = {
         "Proposals and verdicts that came after their round or session was over.", "side", True,
     ),
 }  # fmt: skip
-"""Values that are read from a coordinator, by name: description, label, and whether they only
-grow."""
+"""Values read from a coordinator, by name: description, label, and whether they only grow."""
 
 
 class ObservedCounter:
@@ -201,9 +200,8 @@ def watch(
     label: str | tuple[str, ...] = "",
     grows: bool = False,
 ) -> None:
-    """Exports the numbers that `read` returns, as a counter if `grows`, otherwise as a gauge.
-    `read` returns numbers by label value: "" without a label, a tuple for several labels. It is
-    called on any thread."""
+    """Exports the numbers that `read` returns on any thread, as a counter if `grows`, otherwise as
+    a gauge. The keys are label values: "" without a label, a tuple for several labels."""
 
     def attributes(key: Any) -> dict[str, str] | None:
         if isinstance(label, tuple):

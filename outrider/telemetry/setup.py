@@ -75,8 +75,7 @@ class Scrape:
     """A process's metrics for Prometheus."""
 
     def __init__(self, vllm_model: str | None = None) -> None:
-        """With `vllm_model`, also serves the speculation counters under vLLM's names, with this
-        label `model_name`."""
+        """`vllm_model` is the `model_name` of counters under vLLM's names; None = no counters."""
         from opentelemetry.exporter.prometheus import PrometheusMetricReader
         from prometheus_client import CollectorRegistry
 
@@ -206,8 +205,8 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 def write_traceparent(span: Span, *, sampled: bool = True) -> str:
-    """The W3C `traceparent` with `span` as the parent; empty for an invalid span. If `sampled` is
-    False, receivers make no spans."""
+    """The W3C `traceparent` of `span`; empty for an invalid span. Unless `sampled`, receivers make
+    no spans."""
     context = span.get_span_context()
     if not context.is_valid:
         return ""

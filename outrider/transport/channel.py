@@ -68,8 +68,7 @@ PLAIN = Trust()
 
 
 def open_channel(address: str, trust: Trust = PLAIN, *, blocking: bool = False) -> Any:
-    """Opens a channel to host:port, for asyncio or, if `blocking`, for blocking calls. The channel
-    connects at its first call."""
+    """Opens a channel for asyncio or for `blocking` calls. It connects at its first call."""
     options: list[tuple[str, int | str]] = [*_CHANNEL]
     if trust.server_name:
         options.append(("grpc.ssl_target_name_override", trust.server_name))

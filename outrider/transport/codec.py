@@ -75,8 +75,7 @@ _RANGES = {
 
 
 def to_proto(value: Any, kind: type[T], **others: Any) -> T:
-    """Builds a message of class `kind` from `fields_to_proto`. Raises `BadRequest` for a value that
-    the message cannot hold."""
+    """Builds a message. Raises `BadRequest` for a value that the message cannot hold."""
     given = fields_to_proto(value, kind, **others)
     try:
         return kind(**given)
@@ -276,8 +275,7 @@ def session_id_from_wire(session_id: str, path: str = "session_id") -> str:
 def token_ids_from_wire(
     ids: Sequence[int], path: str, num_max: int = limits.SESSION_TOKENS_MAX
 ) -> tuple[int, ...]:
-    """Checks the number of token ids, and that each id fits in 31 bits. The vocabulary is not known
-    here."""
+    """Checks the number of token ids, and that each id fits in 31 bits."""
     token_ids = tuple(ids[:])  # Iteration over a slice of a repeated field is twice as fast.
     if len(token_ids) > num_max:
         raise BadRequest(path, f"{len(token_ids)} tokens are more than {num_max}")

@@ -36,8 +36,7 @@ class Link:
 
     def send(self, item: Any) -> None:
         """Queues an item without waiting. Reopens a broken stream. Raises `Overloaded` if
-        `STREAM_QUEUE_ITEMS_MAX` items are queued already. Raises `LinkLost` if the replica cannot
-        be reached now."""
+        `STREAM_QUEUE_ITEMS_MAX` items wait, and `LinkLost` if the replica cannot be reached."""
         raise NotImplementedError
 
     def release(self, session_id: str, epoch: int) -> None:
@@ -68,8 +67,7 @@ class ReplicaService(Protocol):
     """A draft or a target, without gRPC and Ray."""
 
     def connect(self, send: Callable[[Sequence[Any]], None]) -> Connection:
-        """Opens a stream. The service calls `send` on the event loop's thread, once for all answers
-        of a step."""
+        """Opens a stream. The event loop's thread calls `send` once for all answers of a step."""
 
     def describe(self) -> ReplicaDescription:
         """Describes what the replica runs."""

@@ -52,8 +52,7 @@ _EVENT_FIELDS = {
 
 
 def request_to_proto(request: GenerateRequest) -> pb.GenerateRequest:
-    """A field with the value None stays unset. Raises `BadRequest` for values that no message can
-    hold."""
+    """A field that is None stays unset. Raises `BadRequest` for values that no message can hold."""
     given: dict[str, Any] = {}
     if request.prompt_logprobs is not None:
         raise BadRequest("prompt_logprobs", "is only served by HTTP, as `echo` of completions")

@@ -65,8 +65,7 @@ class ServerOptions:
     shares_port: bool = False
     """Whether a later server with `takes_over` may listen on the same port."""
     takes_over: bool = False
-    """Whether this server may listen on the port of a server with `shares_port`. Otherwise, a port
-    in use is an error."""
+    """Whether this server may listen on the port of a server with `shares_port`."""
     connection_age_ms: int | None = None
     """A connection of this age takes no new calls, so that the client connects again, perhaps to
     another server; None = no limit."""
@@ -161,8 +160,7 @@ class _Health:
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> AsyncGenerator[Message]:
         """Yields the status now and after each change. Raises `Overloaded` beyond
-        `HEALTH_WATCHES_MAX` watchers, because watchers need no key and could take all calls of the
-        server."""
+        `HEALTH_WATCHES_MAX` watchers, because they need no key and could take all calls."""
         if self._num_watches >= HEALTH_WATCHES_MAX:
             raise Overloaded(f"there are {HEALTH_WATCHES_MAX} health watchers already")
         self._num_watches += 1

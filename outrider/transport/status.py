@@ -19,8 +19,7 @@ _INTERNAL = 13
 
 def error_to_status(error: OutriderError) -> status_pb2.Status:
     """The google.rpc.Status of an error. Its details are the field of a `BadRequest`, or the retry
-    delay of an `Overloaded` or `Unavailable`. Texts are cut at `ERROR_MESSAGE_CHARS_MAX`
-    characters."""
+    delay of an `Overloaded` or `Unavailable`. Long texts are cut."""
     status = status_pb2.Status(
         code=error.grpc_code, message=error.message[:ERROR_MESSAGE_CHARS_MAX]
     )

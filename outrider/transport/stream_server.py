@@ -1,8 +1,7 @@
 """The replica's end of a stream.
 
 If the caller half-closes the stream (it sends no more items), the last round of each session is
-still answered. If the caller cancels the stream, or the connection breaks, queued work is
-dropped."""
+still answered. If the stream is cancelled or breaks, queued work is dropped."""
 
 import asyncio
 from collections import deque

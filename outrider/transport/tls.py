@@ -265,8 +265,7 @@ def internal_trust(directory: Path, role: Role, peer: Role) -> Trust:
 
 
 def role_guard(*roles: Role) -> Guard:
-    """A guard that admits only callers whose certificate names one of these roles. TLS has already
-    verified the certificate."""
+    """A guard that admits callers whose certificate, verified by TLS, names one of the roles."""
     names = frozenset(name_of(role).encode() for role in roles)
 
     def check_role(method: str, context: Context) -> None:
