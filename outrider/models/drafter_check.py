@@ -17,7 +17,6 @@ pairs one off          inputs of the stated layers at token j; only logged, beca
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -144,13 +143,9 @@ def _check(loaded: LoadedDraftHead, reading: Reading, prompt_length: int) -> str
     return ""
 
 
-def library_reader(target: Any, ranks: Ranks | None) -> Reader:
-    """Returns a reader for a transformers module with its own attention. `ranks` are the ranks
-    among which the module is divided."""
-    return partial(_read, target, ranks)
-
-
-def _read(target: Any, ranks: Ranks | None, prompt: Sequence[int]) -> Reading:
+def read_library(target: Any, ranks: Ranks | None, prompt: Sequence[int]) -> Reading:
+    """A `Reader` of a transformers module with its own attention. `ranks` are the ranks among which
+    the module is divided."""
     new = torch.tensor([prompt], device=next(target.parameters()).device)
     text, cache = [new], None
     for _ in range(TOKENS_WRITTEN):

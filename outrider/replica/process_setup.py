@@ -386,13 +386,13 @@ def _layer_of_target(
     `module` as `transformers` built it."""
     if not isinstance(config, TargetConfig) or not config.head_kind:
         return None
-    from outrider.models.drafter_check import library_reader
+    from outrider.models.drafter_check import read_library
     from outrider.models.eagle3 import Eagle3Head
 
     layer = _draft_layer(config, module, ranks)
     if ranks is not None:
         ranks.wait_for_all()
-    layer = _draft_check(config)(layer, library_reader(module, ranks), info)
+    layer = _draft_check(config)(layer, partial(read_library, module, ranks), info)
     if layer is not None and config.shows_features and isinstance(layer.module, Eagle3Head):
         layer.module.drop_pairs()
     return layer

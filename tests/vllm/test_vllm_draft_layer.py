@@ -2,6 +2,7 @@
 pages."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from outrider.config import TargetConfig
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import ConfigError
-from outrider.models.drafter_check import Reading, library_reader
+from outrider.models.drafter_check import Reading, read_library
 from outrider.replica.process_setup import build_engine
 from target_service.actor import self_drafter_of
 
@@ -132,7 +133,9 @@ def test_a_head_reads_and_drafts_as_on_the_native_engine(
     readings: list[Reading] = []
 
     def check(loaded: Any, read: Any, info: ModelInfo) -> Any:
-        readings.extend(reader(ids(9)) for reader in (read, library_reader(twin(module), None)))
+        readings.extend(
+            reader(ids(9)) for reader in (read, partial(read_library, twin(module), None))
+        )
         loaded.module.layer_ids = TAPS
         return loaded
 

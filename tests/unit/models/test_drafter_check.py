@@ -1,6 +1,7 @@
 """The check of a head when it is loaded: which layers it reads, and whether it works."""
 
 import logging
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from mtp_models import mtp_target, tiny_mtp
 from outrider.engine.interface import ModelInfo
 from outrider.models.compatibility import trial_tokens
 from outrider.models.draft_head import LoadedDraftHead
-from outrider.models.drafter_check import TOKENS_WRITTEN, checked_head, library_reader
+from outrider.models.drafter_check import TOKENS_WRITTEN, checked_head, read_library
 from outrider.models.target_layers import watched_layers
 
 VOCAB, LENGTH = 32, 128
@@ -51,7 +52,7 @@ def test_the_layers_that_a_head_was_made_for_are_found(
     stated = tuple(index + by for index in LAYER_IDS)
     loaded.module.layer_ids = stated
     with caplog.at_level(logging.INFO):
-        found: Any = checked_head(loaded, library_reader(target, None), INFO, None, "HEAD")
+        found: Any = checked_head(loaded, partial(read_library, target, None), INFO, None, "HEAD")
     assert found.module.layer_ids == LAYER_IDS
     assert "pairs one off: " in caplog.text
     assert bool(found.note) is (by != 0)
@@ -75,7 +76,7 @@ def test_the_sides_of_norms_that_an_mtp_layer_was_made_for_are_found(
     head.read_as((is_normed, carries_normed))
     fitted_head(target, loaded)
     head.read_as((True, True))
-    found: Any = checked_head(loaded, library_reader(target, None), INFO, None, "mtp")
+    found: Any = checked_head(loaded, partial(read_library, target, None), INFO, None, "mtp")
     rows = torch.randn(1, width)
     assert torch.equal(found.module.fuse(rows), target.model.norm(rows) if is_normed else rows)
     carried = head.layer.post_norm(rows) if carries_normed else rows
@@ -94,13 +95,13 @@ def test_the_sides_of_norms_that_an_mtp_layer_was_made_for_are_found(
 
 def test_a_head_that_is_of_no_use_is_named(target: Any, caplog: pytest.LogCaptureFixture) -> None:
     loaded = tiny_eagle3(target, range(VOCAB), layer_ids=LAYER_IDS)
-    found: Any = checked_head(loaded, library_reader(target, None), INFO, None, "HEAD")
+    found: Any = checked_head(loaded, partial(read_library, target, None), INFO, None, "HEAD")
     assert found.module.layer_ids == LAYER_IDS
     for layers in ("2, 4, 6", "3, 5, 7", "1, 3, 5"):
         assert f"layers {layers}: " in found.note
     assert found.note.startswith("drafter HEAD agrees with its target at ")
     assert found.note in caplog.text
-    broken: Any = checked_head(loaded, library_reader(None, None), INFO, None, "HEAD")
+    broken: Any = checked_head(loaded, partial(read_library, None, None), INFO, None, "HEAD")
     assert broken.module is loaded.module
     assert "drafter HEAD is not checked: " in broken.note
 
@@ -117,6 +118,6 @@ def test_a_check_that_fails_leaves_the_stated_layers(
         return fuse(hidden)
 
     monkeypatch.setattr(head, "fuse", fuse_stated)
-    found: Any = checked_head(loaded, library_reader(target, None), INFO, None, "HEAD")
+    found: Any = checked_head(loaded, partial(read_library, target, None), INFO, None, "HEAD")
     assert "drafter HEAD is not checked: RuntimeError('no')" in found.note
     assert found.module.layer_ids == LAYER_IDS
