@@ -37,8 +37,7 @@ class AttentionLayer:
     query_heads: int
     window: int | None
     """How many tokens a token sees, including itself. None = the token and all tokens before it."""
-    scaling: float
-    """The factor by which attention scores are multiplied."""
+    scaling: float  # the factor of attention scores
     softcap: float | None
     """The bound on attention scores. A score s becomes softcap * tanh(s / softcap). None = no
     bound."""

@@ -69,10 +69,8 @@ class HeldSequence:
     """The step of one sequence, and the sequence's pages."""
 
     step: SequenceStep
-    length: int
-    """How many slots the sequence held before the step."""
-    pages: Sequence[int]
-    """The page table, including the pages for the new tokens."""
+    length: int  # number of slots that the sequence held before the step
+    pages: Sequence[int]  # the page table, including pages for the new tokens
 
 
 class StepRows(NamedTuple):
@@ -82,8 +80,7 @@ class StepRows(NamedTuple):
     token_ids: _Ints
     positions: _Ints
     slots: _Ints
-    wanted: _Ints
-    """[R]: the rows whose logits are wanted."""
+    wanted: _Ints  # [R]: the rows whose logits are wanted
 
 
 class HeldStep:
@@ -114,8 +111,7 @@ class Group:
 
     num_segments: int
     num_tokens: int
-    rows: slice | Tensor
-    """[N * T]: each token's row in the step."""
+    rows: slice | Tensor  # [N * T]: each token's row in the step
     targets: Tensor | None
     """[N * T]: the row to which each token's output is written. This is the token's row in `rows`.
     If the token only pads a segment, this is a spare row after the step's last row. None without
@@ -169,10 +165,8 @@ class _View:
     """Chooses the slots of a segment that the layers with one window read, and their padding."""
 
     window: int | None
-    first_slot: int
-    """Tokens do not see slots of their sequence before this index."""
-    spare_row: int | None
-    """See `Group.targets`. None without fixed shapes."""
+    first_slot: int  # tokens do not see earlier slots of their sequence
+    spare_row: int | None  # see `Group.targets`; None without fixed shapes
     device: torch.device
     dtype: torch.dtype
 

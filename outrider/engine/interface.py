@@ -24,8 +24,7 @@ class ModelInfo:
     dtype: str
     eos_token_ids: tuple[int, ...]
     weights_fingerprint: str
-    tokenizer_fingerprint: str
-    """Empty for a model without a tokenizer."""
+    tokenizer_fingerprint: str  # empty for a model without a tokenizer
     logit_token_ids: tuple[int, ...] = field(default=(), repr=False)
     """The token id of each column of the logits, ascending. Empty if the logits have a column for
     every token id."""
@@ -55,8 +54,7 @@ class PageCounts:
 
     num_pages: int
     num_free: int
-    num_evictable: int
-    """How many cached pages no sequence holds."""
+    num_evictable: int  # cached pages that no sequence holds
     prefix_queries: int
     prefix_hits: int
     page_size: int = PAGE_SIZE
@@ -75,8 +73,7 @@ class PageCounts:
 class FoundPrefix:
     """Cached pages with which a sequence can begin. They are valid until the engine runs a step."""
 
-    length: int
-    """How many slots all these pages have together."""
+    length: int  # number of slots in all these pages
     pages: tuple[int, ...]
 
 

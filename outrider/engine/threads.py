@@ -82,14 +82,12 @@ class ContendedThreads:
         """Maps each kind of step to the exponential moving average of the step's time with all
         threads."""
         self._num_slow = 0
-        """How many of the last steps in a row were slow."""
         self._trial: Hashable = None
         """The kind of the trial's steps. None = no trial runs."""
         self._all_s: list[float] = []
         self._fewer_s: list[float] = []
         """The times of the trial's steps with all threads, and with fewer threads."""
         self._until = 0.0
-        """Steps run on fewer threads until this time of `clock`."""
 
     @contextmanager
     def step(self, kind: Hashable) -> Iterator[None]:

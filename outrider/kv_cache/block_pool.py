@@ -42,8 +42,7 @@ class BlockPool:
         self._sequences: dict[str, PagedSequence] = {}
         self._ids = array(_ID_TYPE, [0]) * (num_pages * page_size)
         """The token in each slot of each page."""
-        self._holders = [0] * num_pages
-        """The number of sequences that hold each page."""
+        self._holders = [0] * num_pages  # the number of sequences that hold each page
         self._remembered: OrderedDict[int, None] = OrderedDict()
         """The remembered pages, the least recently used page first."""
         self._prefix_queries = 0

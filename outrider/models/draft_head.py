@@ -27,14 +27,12 @@ class DraftHead(nn.Module):
     num_kv_heads: int
     key_width: int
     value_width: int
-    scaling: float
-    """The factor by which attention scores are multiplied."""
+    scaling: float  # the factor of attention scores
     layer_ids: tuple[int, ...]
     """The target's layers whose inputs are the taps, counted from 0. An entry that equals the
     number of layers means the input of the norm after the last layer. If the only entry is
     `OUTPUT`, the tap is the output of that norm."""
-    norm: Any
-    """The norm that is applied to h before `lm_head`."""
+    norm: Any  # the norm of h before `lm_head`
     lm_head: Any
     carries_normed = True
     """Whether the feature of a drafted pair is norm(h). Otherwise the feature is h."""

@@ -46,13 +46,11 @@ _log = logging.getLogger(__name__)
 class Reading:
     """A prompt and the text that the target wrote after it, with the target's hidden states."""
 
-    token_ids: Tensor
-    """[T]: the prompt, then the `TOKENS_WRITTEN` tokens of the text."""
+    token_ids: Tensor  # [T]: the prompt, then the `TOKENS_WRITTEN` tokens of the text
     hidden: Sequence[Tensor]
     """The input [T, D] of each layer, and of the norm after the last layer if the target has this
     norm."""
-    likeliest: Tensor
-    """[T]: the target's likeliest token after each token."""
+    likeliest: Tensor  # [T]: the target's likeliest token after each token
     num_layers: int
 
 

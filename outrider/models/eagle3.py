@@ -81,8 +81,7 @@ class Eagle3Config:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
-    qk_norm: bool = False
-    """Whether queries and keys are normed before they are rotated, as in Qwen3."""
+    qk_norm: bool = False  # whether queries and keys are normed before their rotation, as in Qwen3
 
 
 class Eagle3LayerConfig(LlamaConfig):  # type: ignore[misc]

@@ -116,14 +116,11 @@ def _hint_of(quantization: str) -> str:
 class LoadOptions(TypedDict, total=False):
     """How a model is loaded."""
 
-    name: str
-    """The model's name in messages, by default the model's directory."""
+    name: str  # in messages; by default the model's directory
     dtype: str
     device: str
-    num_threads: int | None
-    """Torch's number of threads in the whole process. None = unchanged."""
-    max_model_len: int | None
-    """At most the length that the model's configuration states. None = the stated length."""
+    num_threads: int | None  # torch's threads in the whole process; None = unchanged
+    max_model_len: int | None  # None = the length that the model's configuration states
     trust_remote_code: bool
 
 

@@ -58,8 +58,7 @@ class StudentDescription:
     target: str
     target_fingerprint: str
     vocab_size: int
-    draft_vocab_size: int
-    """The number of rows of the student's head."""
+    draft_vocab_size: int  # number of rows of the student's head
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 

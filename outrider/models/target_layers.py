@@ -32,8 +32,7 @@ class Watched(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
-        self.read: Any = None
-        """The first argument of the last call. None before the first call."""
+        self.read: Any = None  # the first argument of the last call
         self.train(inner.training)
 
     def __getattr__(self, name: str) -> Any:

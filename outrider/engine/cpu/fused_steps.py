@@ -53,8 +53,7 @@ class FusedSteps(Steps):
         self._span_tokens = span_tokens
         self._has_logits = has_logits
         self._taps = sorted(taps)
-        self.tapped: dict[int, Tensor] = {}
-        """The input [T, D] of each layer in `taps` in the last step."""
+        self.tapped: dict[int, Tensor] = {}  # the input [T, D] of each layer in `taps`
         self._keys = [cache.keys for cache in caches]
         self._values = [cache.values for cache in caches]
         self._layers: Any = decoder.layers.eval()

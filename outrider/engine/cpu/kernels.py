@@ -41,21 +41,16 @@ class Attention(NamedTuple):
     ends: Tensor
     """[S], int32: the number of slots of the span's sequence up to and including the span's last
     token."""
-    pages: Tensor
-    """[S, any], int32: the page table of each span's sequence."""
-    schedules: list[Tensor]
-    """The result of `PaceKernels.schedule` for each `LayerWeights.kind`."""
+    pages: Tensor  # [S, any], int32: the page table of each span's sequence
+    schedules: list[Tensor]  # `PaceKernels.schedule` for each `LayerWeights.kind`
 
 
 class Copies(NamedTuple):
     """Copies of a layer's pages, to which the paths of trees attend."""
 
-    pages: Tensor
-    """[P]: the page of which each copy is made."""
-    rows: Tensor
-    """[W]: the rows of the step whose keys and values are also written to the copies."""
-    slots: Tensor
-    """[W]: the slot in the copies to which each of `rows` is written."""
+    pages: Tensor  # [P]: the page of which each copy is made
+    rows: Tensor  # [W]: rows of the step whose keys and values are written to the copies
+    slots: Tensor  # [W]: the slot in the copies to which each row is written
 
 
 class LayerWeights(NamedTuple):
@@ -79,10 +74,8 @@ class LayerWeights(NamedTuple):
     rotation: int  # an index of `FusedDecoder.rotations`
     kind: int  # an index of `FusedDecoder.windows`
     scaling: float
-    softcap: float
-    """See `AttentionLayer.softcap`; 0 = no bound."""
-    window: int
-    """How many earlier tokens a token sees; -1 = all earlier tokens."""
+    softcap: float  # see `AttentionLayer`; 0 = no bound
+    window: int  # how many earlier tokens a token sees; -1 = all
 
 
 class LayerSizes(NamedTuple):
@@ -260,7 +253,6 @@ class PaceKernels:
 
     name: str = f"{PACKAGE} {VERSION}"
     dtype: torch.dtype = torch.bfloat16
-    """Dtype of rows, weights, keys and values."""
     activations: Final = ("silu", "gelu")
     layers: type[FusedLayers] = FusedLayers
 

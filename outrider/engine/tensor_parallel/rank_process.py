@@ -39,8 +39,7 @@ class RankAssignment:
 
     rendezvous: Rendezvous
     rank: int
-    num_neighbours: int
-    """The number of ranks of the model on this machine, including this rank."""
+    num_neighbours: int  # ranks of the model on this machine, including this rank
 
 
 class RankLeader(OpenRendezvous):

@@ -62,7 +62,6 @@ class OpenRendezvous:
         return self._store_socket.detach()
 
     def close(self) -> None:
-        """Stops listening."""
         self._store_socket.close()
         self._frames_socket.close()
 
