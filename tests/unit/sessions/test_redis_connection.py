@@ -83,27 +83,24 @@ def test_a_ca_file_needs_tls() -> None:
         new_client(RedisAddress(url="redis://localhost", ca_file="/ca.pem", key_prefix=""))
 
 
-def test_a_url_of_sentinels() -> None:
+def test_a_url_of_sentinels_with_tls() -> None:
+    """All have the same authority. The URL's password wins, and is not used for Sentinels."""
     url = "rediss+sentinel://u:p%2F@a:1,[::1]:2,c/my%20name/3"
-    pool: Any = new_client(RedisAddress(url=url, key_prefix="")).connection_pool
-    found = [one.connection_pool.connection_kwargs for one in pool.sentinel_manager.sentinels]
-    assert [(one["host"], one["port"]) for one in found] == [("a", 1), ("::1", 2), ("c", 26_379)]
-    given = pool.connection_kwargs
-    told = (given["db"], given.get("username"), given.get("password"))
-    assert (pool.service_name, *told) == ("my name", 3, "u", "p/")
-
-
-def test_tls_reaches_servers_and_sentinels() -> None:
-    url = "rediss+sentinel://:inner@a:1,b:2/name/3"
     passwords = {"password": "outer", "sentinel_password": "watch"}
     address = RedisAddress(url=url, ca_file="/ca", key_prefix="", **passwords)
     pool: Any = new_client(address).connection_pool
+    sentinels = [one.connection_pool for one in pool.sentinel_manager.sentinels]
+    given = [one.connection_kwargs for one in (pool, *sentinels)]
+    assert [(one["host"], one["port"]) for one in given[1:]] == [
+        ("a", 1),
+        ("::1", 2),
+        ("c", 26_379),
+    ]
+    assert (pool.service_name, given[0]["db"], given[0]["username"]) == ("my name", 3, "u")
+    assert [one["password"] for one in given] == ["p/", "watch", "watch", "watch"]
+    assert [one["ssl_ca_certs"] for one in given] == ["/ca"] * 4
     assert issubclass(pool.connection_class, SentinelManagedSSLConnection)
-    found = [pool, *(one.connection_pool for one in pool.sentinel_manager.sentinels)]
-    assert [one.connection_kwargs["ssl_ca_certs"] for one in found] == ["/ca"] * 3
-    assert issubclass(found[1].connection_class, SSLConnection)
-    assert [one.connection_kwargs["password"] for one in found] == ["inner", "watch", "watch"]
-    assert pool.connection_kwargs["db"] == 3
+    assert all(issubclass(one.connection_class, SSLConnection) for one in sentinels)
 
 
 @pytest.mark.parametrize(

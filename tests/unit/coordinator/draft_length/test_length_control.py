@@ -32,20 +32,6 @@ def test_the_best_length_is_found(acceptance: float, draft_s: float, tables: boo
     assert run.rate >= 0.92 * best
 
 
-def test_drafting_that_does_not_pay_ends() -> None:
-    """One token in ten is accepted, and each takes 0.3 of a verification. Trials get rarer."""
-    world = World(acceptance=0.1, draft_s=0.3 * 0.016)
-    assert world.best == 0
-    control = world.open()
-    first = world.play(control, 64)
-    then = world.play(control, 800, first_index=64)
-    last = world.play(control, 2000, first_index=864)
-    assert first.plain_share > 0.3
-    assert then.plain_share > 0.95
-    assert last.plain_share > 0.97
-    assert last.rate > 0.98 * world.rate(0)
-
-
 def test_drafting_ends_when_the_draft_is_always_late_and_comes_back() -> None:
     world = World(acceptance=0.8, draft_s=0.001, tables=False)
     control, stall = world.open(), world.stall

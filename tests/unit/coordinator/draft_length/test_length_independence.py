@@ -188,20 +188,18 @@ def test_a_repeated_seed_drafts_if_the_tables_say_that_it_pays(
     assert all(length.run_ahead == (0 if drafts else RUN_AHEAD) for length in lengths)
 
 
-@pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.GREEDY])
-def test_a_repeated_seed_learns_under_rules_whose_tokens_do_not_depend_on_k(rule: Rule) -> None:
+@pytest.mark.parametrize(
+    ("rule", "bound", "learns"),
+    [(Rule.COUPLED, BOUND, True), (Rule.GREEDY, BOUND, True), (Rule.TOKEN, 0, False)],
+)
+def test_a_repeated_seed_learns_under_rules_whose_tokens_do_not_depend_on_k(
+    rule: Rule, bound: int, learns: bool
+) -> None:
+    """Also the times and the load of a first session without drafts follow from its tokens."""
     one = made()
-    one.open(rule, 7, BOUND, 10)
+    one.open(rule, 7, bound, 10)
     again = one.open(rule, 7, BOUND, 10)
-    assert len(set(play(again, at_random(3), 60)[1:])) > 1
-
-
-def test_a_session_without_drafts_counts_as_one_with_its_seed() -> None:
-    """Its times and its load follow from its tokens."""
-    one = made()
-    one.open(Rule.TOKEN, 7, 0, 10)
-    again = one.open(Rule.TOKEN, 7, BOUND, 10)
-    assert len(set(play(again, at_random(3), 60)[1:])) == 1
+    assert (len(set(play(again, at_random(3), 60)[1:])) > 1) is learns
 
 
 def test_with_forgotten_seeds_the_round_costs_are_forgotten(

@@ -120,11 +120,7 @@ class Deployment(httpx2.AsyncBaseTransport):
 
 @pytest.mark.parametrize(
     ("end", "between"),
-    [
-        ("reset", []),
-        ("cut short", ["refused", 503, 409, "reset"]),
-        ("interrupted", [429, 502]),
-    ],
+    [("reset", []), ("cut short", ["refused", 503, 409, "reset"]), ("interrupted", [429, 502])],
 )
 async def test_a_stream_that_breaks_anywhere_is_told_whole(
     end: str, between: Sequence[str | int]

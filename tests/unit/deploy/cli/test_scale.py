@@ -141,10 +141,7 @@ def fleet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         (["scale", "draft=1", "--wait", "nan"], "--wait: nan is no finite number"),
         (["upgrade", "--autoscale-targets", "0:2"], "--autoscale-targets: '0:2' is wrong; it must"),
         (["upgrade", "--trial-share", "1"], "--trial-share: 1.0 is not in the range 0<=x<=0.9"),
-        (
-            ["upgrade", "--trial-minutes", "3"],
-            "--trial-minutes: needs --trial-share",
-        ),
+        (["upgrade", "--trial-minutes", "3"], "--trial-minutes: needs --trial-share"),
         (
             ["upgrade", "--trial-share", "0", "--draft-model", "b"],
             "--draft-model: cannot go with --trial-share 0, which ends a trial",

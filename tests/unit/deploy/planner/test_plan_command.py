@@ -25,10 +25,7 @@ EMULATED = ("--simulate", "--engine", "emulated:acceptance_rates=0.8")
     [
         (("--temperature", "0,3"), "error: --temperature: "),
         (("--prompts", "/nowhere/at.all"), "error: --prompts: "),
-        (
-            ("--draft-model", "eagle3:DIR"),
-            "error: --draft-model: eagle3:DIR is wrong; `plan`",
-        ),
+        (("--draft-model", "eagle3:DIR"), "error: --draft-model: eagle3:DIR is wrong; `plan`"),
         (("--tensor-parallel-size", "2"), "--tensor-parallel-size: 2 is wrong"),
         (("--sessions", "3"), "error: --sessions: needs --simulate"),
         (("--simulate", "--tpot-ms", "9"), "error: --sessions or --rate is needed"),
