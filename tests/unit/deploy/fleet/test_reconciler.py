@@ -5,6 +5,7 @@ import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
@@ -271,15 +272,23 @@ async def test_drafts_come_and_go_with_their_use() -> None:
 
 
 def sums_of(host: Host, gain: float) -> None:
-    """After this call, coordinators report that the newest draft is faster by this factor."""
+    """After this call, coordinators report that the newest draft is faster by this factor. Every
+    second call is not answered."""
     trial = host.world.machines.actors[-1].name
     old = DrafterSums(50, 900, 900, 1800, 90.0, 50 * 36.0**2, 50 * 1.8**2, 50 * 36.0 * 1.8)
     squares = old.square_tokens, old.square_seconds / gain**2, old.products / gain
     new = DrafterSums(50, 900, 900, 1800, 90.0 / gain, *squares)
-    host.world.machines.trial_sums = lambda: TrialSums(trial, old, new)
+    silent = cycle([True, False])
+
+    def told() -> TrialSums:
+        if next(silent):
+            raise Unavailable("no answer")
+        return TrialSums(trial, old, new)
+
+    host.world.machines.trial_sums = told
 
 
-TRIED = {"draft_num_threads": 3}
+TRIED, GONE = {"draft_num_threads": 3}, {"draft_model": "gone"}
 HEADS = {"engine": "transformers", "model": "large", "draft_model": "eagle3:a"}
 OTHER_HEADS = {"draft_model": "eagle3:b"}
 LOOK_UP, MODEL = {"draft_model": "suffix"}, HEADS | {"draft_model": "small"}
@@ -364,13 +373,17 @@ async def test_a_head_that_leaves_room_for_other_lengths_is_not_tried() -> None:
         assert "give --max-model-len" in trial.reason
 
 
-@pytest.mark.parametrize("ends", ["time", "command", "death", "start", "restart"])
+@pytest.mark.parametrize("ends", ["time", "command", "death", "start", "restart", "gone"])
 async def test_a_trial_that_shows_nothing_leaves_all_as_it_was(ends: str) -> None:
     async with playing() as (host, found):
         before, names = await found.spec(), [one.name for one in (await found.overview()).replicas]
         if ends == "start":
             host.world.machines.failures["draft"] = ConfigError("no memory")
-        await found.begin_trial(TRIED, 0.25, 100.0)
+        await found.begin_trial(GONE if ends == "gone" else TRIED, 0.25, 100.0)
+        if ends == "gone":  # Its files are, when it is to be adopted.
+            await asyncio.sleep(10)
+            host.missing.add("gone")
+            sums_of(host, 1.1)
         await asyncio.sleep(60)
         if ends == "death":
             host.world.machines.actors[-1].end.set_exception(EngineLost("no memory"))
@@ -382,7 +395,7 @@ async def test_a_trial_that_shows_nothing_leaves_all_as_it_was(ends: str) -> Non
         overview = await found.overview()
         said = {
             "time": "0 sessions", "command": "was ended by `outrider upgrade --trial-share 0`",
-            "restart": "the reconciler died",
+            "restart": "the reconciler died", "gone": "draft_model: is not to be had",
         }  # fmt: skip
         assert overview.trial.state == "not taken"
         assert said.get(ends, "no memory") in overview.trial.reason
@@ -403,30 +416,6 @@ async def test_a_trial_outlasts_a_store_that_is_away() -> None:
         overview = await found.overview()
         assert overview.trial.state == "runs"
         assert any(one.on_trial and one.address for one in overview.replicas)
-
-
-async def test_a_drafter_that_is_gone_ends_its_trial() -> None:
-    """Its files are gone when it is to be adopted. Every second time, a coordinator does not
-    answer."""
-    silent = iter([True, False] * 99)
-
-    def told() -> TrialSums | None:
-        if next(silent):
-            raise Unavailable("no answer")
-        return sums()
-
-    async with playing(num_coordinators=2) as (host, found):
-        await found.begin_trial({"draft_model": "gone"}, 0.25, 600.0)
-        await asyncio.sleep(10)
-        host.missing.add("gone")
-        sums_of(host, 1.1)
-        sums, host.world.machines.trial_sums = host.world.machines.trial_sums, told
-        await asyncio.sleep(60)
-        overview = await found.overview()
-        assert overview.trial.state == "not taken"
-        assert overview.trial.reason.startswith("draft_model: is not to be had")
-        assert not any(one.on_trial for one in overview.replicas)
-        await found.change({"deadline_ms": 999})
 
 
 @pytest.mark.parametrize(
