@@ -272,26 +272,22 @@ def test_the_password_is_read_from_its_file(
         with_password(of_file)
 
 
-def test_elsewhere_it_is_a_variable_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    sealed, _ = without_password(address("redis://:x@h:1"))
-    with pytest.raises(SettingError, match=f"passwords do not travel through Ray.*{VARIABLE}"):
-        with_password(sealed)
-    monkeypatch.setenv(VARIABLE, SECRET)
-    assert with_password(sealed).password == SECRET
-    open_one, _ = without_password(address())
-    assert with_password(open_one) == open_one
-
-
-def test_sentinels_have_a_password_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elsewhere_each_password_is_a_variable_of_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     sealed, secrets = without_password(
         address("redis+sentinel://me:x@h:1,i:2/sessions", sentinel_password=SECRET)
     )
     assert (sealed.url, sealed.sentinel_password) == ("redis+sentinel://h:1,i:2/sessions", "")
     assert (secrets.redis, secrets.sentinel) == ("x", SECRET)
     assert SECRET not in repr(secrets)
+    with pytest.raises(SettingError, match=f"passwords do not travel through Ray.*{VARIABLE}"):
+        with_password(sealed)
     monkeypatch.setenv(VARIABLE, "x")
     with pytest.raises(SettingError, match=f"redis_sentinel_password: .*{SENTINEL_VARIABLE}"):
         with_password(sealed)
     monkeypatch.setenv(SENTINEL_VARIABLE, SECRET)
     found = with_password(sealed)
     assert (found.password, found.sentinel_password) == ("x", SECRET)
+    open_one, _ = without_password(address())
+    assert with_password(open_one) == open_one
