@@ -28,7 +28,6 @@ AUDIT_TIMEOUT_S = 60.0
 SEATS_LOOKS = 600
 """If this many checks in a row find the targets full, the audit is dropped."""
 SEATS_PERIOD_S = 0.1
-"""Pause between two checks whether the targets are full."""
 
 
 class Auditor:
@@ -49,8 +48,7 @@ class Auditor:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def choose(self, session: Session, parameters: GenerationParameters) -> bool:
-        """Decides at the beginning of a session whether the session will be audited. If the result
-        is True, call `take` when the session ends."""
+        """Decides whether a new session will be audited. If it will, call `take` at its end."""
         if self._share <= 0.0 or self._sessions.random() >= self._share:
             return False
         greedy = parameters.sampling.greedy
@@ -90,8 +88,6 @@ class Auditor:
         self._observation.audit_ended(outcome)
 
     async def _outcome(self, session: Session, parameters: GenerationParameters) -> AuditOutcome:
-        """Audits all tokens after the prompt. Reports the result of each round at once. So the
-        result counts even if a later round fails."""
         for _ in range(SEATS_LOOKS):
             if not self._sessions.targets.is_full:
                 break

@@ -24,8 +24,7 @@ from .service import CoordinatorService
 
 
 class CoordinatorServicer:
-    """The methods of `outrider.v1.Coordinator`. The caller's API key determines the tenant of a
-    call."""
+    """The methods of `outrider.v1.Coordinator`. The API key of a call determines its tenant."""
 
     def __init__(self, service: CoordinatorService, access: AccessControl = OPEN) -> None:
         self._service = service
@@ -45,8 +44,8 @@ class CoordinatorServicer:
     def resume(
         self, request: pb.ResumeRequest, context: Context
     ) -> AsyncGenerator[pb.GenerateEvent]:
-        """Streams the events of a generation that the client lacks. A disconnect has the same
-        effect as in `generate`."""
+        """Streams the events that the client lacks. A disconnect has the same effect as in
+        `generate`."""
         caller, asked = current_caller(), resume_from_proto(request)
         running = self._service.resume(asked, caller.tenant, _traceparent(context))
         return self._events(running, [asked.session_id])
@@ -71,8 +70,8 @@ class CoordinatorServicer:
         return pb.CancelReply()
 
     async def get_session(self, request: pb.GetSessionRequest, context: Context) -> pb.Session:
-        """Reads a session from the store. The read counts towards the caller's requests per minute,
-        but takes no slot, because slots are for generations."""
+        """Reads a session from the store. The read counts as a request of the caller, but takes no
+        slot, because slots are for generations."""
         caller = current_caller()
         session_id = session_id_from_wire(request.session_id)
         self._access.check_rate(caller)

@@ -47,7 +47,7 @@ _SERVICE = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
 
 
 class CoordinatorHost:
-    """One coordinator with its servers. `start` raises `ConfigError`, `Unavailable` and
+    """One coordinator with its servers. `start` raises `ConfigError`, `Unavailable`,
     `Incompatible`."""
 
     def __init__(self, config: CoordinatorConfig) -> None:
@@ -63,8 +63,7 @@ class CoordinatorHost:
         self._stopping: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Connects to the session store and the replicas, and starts the servers. Returns the
-        address of the gRPC server."""
+        """Starts all parts. Returns the address of the gRPC server."""
         config, member = self._config, self._config.membership
         link, drafts = _links_by(config), {}
         if config.draft_address:

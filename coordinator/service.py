@@ -243,8 +243,7 @@ class CoordinatorService:
         return token_ids
 
     async def detokenize(self, token_ids: Sequence[int], model: str = "") -> str:
-        """Returns the text of these tokens, including special tokens. Raises the errors of
-        `tokenize`."""
+        """Returns the text of tokens, including special tokens. Raises the errors of `tokenize`."""
         with self._admitted():
             self._check(GenerateRequest("", model))
             if self.text is None:
@@ -480,13 +479,12 @@ class CoordinatorService:
         return record
 
     def hand_over(self) -> None:
-        """Lets other coordinators take over this coordinator's sessions from now on. A session
-        continues here until it is taken over. Call some time before `close`."""
+        """Lets other coordinators take over this coordinator's sessions. Call some time before
+        `close`."""
         self._committer.hand_over()
 
     async def close(self) -> None:
-        """Cancels all sessions, commits their last tokens, and closes links and store. If a step
-        raises, the following steps still run."""
+        """Cancels all sessions, commits their last tokens, and closes links and store."""
         self._sessions.close()
         self._auditor.close()
         async with AsyncExitStack() as ending:  # The stack calls these in reverse order.
@@ -497,8 +495,7 @@ class CoordinatorService:
                 ending.push_async_callback(close)
 
     def _heed(self, wanted: Mapping[str, bool]) -> None:
-        """Handles other coordinators' requests for sessions of this coordinator. `wanted` maps a
-        session's id to True if the session is to be cancelled, else to False."""
+        """Handles requests of other coordinators to cancel (True) or release (False) sessions."""
         for session_id, cancels in wanted.items():
             run = self._sessions.running.get(session_id)
             if cancels and run is not None:
@@ -564,8 +561,7 @@ class CoordinatorService:
             }
 
     def _readings(self) -> dict[str, Mapping[str, float]]:
-        """Returns metrics: name -> value of the metric's label -> value. Any thread may call
-        this method."""
+        """Returns name -> value of the metric's label -> value. Any thread may call this method."""
         pools = (self.targets, self.drafts)
         return self._known | {
             "wire_bytes_sent": {pool.role: pool.num_bytes["sent"] for pool in pools},
@@ -582,9 +578,8 @@ class CoordinatorService:
         return self._commit_task is not None and self._commit_task.done()
 
     def check_integrity(self) -> None:
-        """Raises `InvariantError` if a running session has no route to a target, if a session that
-        does not run has a route to a replica, or for the causes that `Committer.check_integrity`
-        states. Call only while the coordinator is idle."""
+        """Raises `InvariantError` if running sessions, routes and commits do not match. Call only
+        while the coordinator is idle."""
         sessions = set(self._sessions.running)
         self.targets.check_integrity(sessions | self._sessions.scored_ids)
         self.drafts.check_integrity(sessions, every=False)

@@ -71,8 +71,7 @@ class SessionCommits:
             self._check_served()
 
     async def finish(self, reason: FinishReason) -> None:
-        """Ends the session. Returns when the store has all tokens and the finish reason. If the
-        session has a finish reason already, keeps this reason."""
+        """Ends the session. Returns when the store has all tokens and the finish reason."""
         session, attempt = self.session, 0
         self._check_served()
         if session.finish_reason is None:
@@ -213,8 +212,7 @@ class Committer:
                 commits.remove()
 
     def hand_over(self) -> None:
-        """Ends this coordinator's lease. A session continues until another coordinator takes it
-        over."""
+        """Ends this coordinator's lease. Its sessions continue until they are taken over."""
         self._leaving.set()
 
     def close(self) -> None:

@@ -24,9 +24,7 @@ class Piece:
     num_tokens: int
     """Number of the pushed tokens that belong to the completion."""
     text: str
-    """New text that may be shown."""
     finish_reason: FinishReason | None
-    """Why the completion ended; None if it continues."""
 
 
 class Completion:
@@ -55,7 +53,6 @@ class Completion:
         self._held = ""
         self.num_tokens = 0
         self.stop_string: str | None = None
-        """The stop string that ended the answer."""
         self.stop_token_id: int | None = None
         """Id of the stop token that ended the answer. EOS does not count as a stop token."""
 
@@ -98,8 +95,7 @@ class Completion:
         return tail + held, stopped
 
     def _add(self, text: str) -> tuple[str, bool]:
-        """Adds text. Returns the text that may be shown now, and whether a stop string is
-        complete."""
+        """Returns the text that may be shown now, and whether a stop string is complete."""
         if not text:
             return "", False
         num_before, text = len(self._held), self._held + text

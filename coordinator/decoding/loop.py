@@ -165,8 +165,7 @@ class SessionRun:
             raise StaleEpoch(f"session {self.session_id} was resumed by another stream")
 
     async def hand_over(self) -> None:
-        """Like `close`, but leaves an unfinished session to its next owner, instead of recording
-        the session as cancelled."""
+        """Like `close`, but leaves an unfinished session to its next owner."""
         self._handed_over = self.session.finish_reason is None
         await self.close()
 
@@ -394,8 +393,7 @@ ENTRIES_UNREAD_MAX = 256
 
 @value(frozen=True, slots=True)
 class Entry:
-    """The output of one round. The client gets the output once the session has `end_length`
-    committed tokens."""
+    """The output of one round. It may be shown once `end_length` tokens are committed."""
 
     end_length: int
     tokens: Tokens
@@ -475,8 +473,7 @@ class OutputQueue:
         self._commits.wake()
 
     def _tell(self, entries: Sequence[Entry]) -> float:
-        """Reports the rounds of one event to the observer. Returns the seconds since the decision
-        of the first round."""
+        """Reports the rounds of one event. Returns the seconds since the first round's decision."""
         now = self._clock()
         decided_s = {
             entry.round_index: now - entry.decided_at

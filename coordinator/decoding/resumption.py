@@ -30,8 +30,7 @@ _LOGPROBS = TypeAdapter(
 
 
 def write_logprobs(logprobs: PositionLogprobs) -> str:
-    """Returns the log-probabilities of one position as a line of JSON. A token with probability 0
-    has the log-probability `-Infinity`."""
+    """Returns the log-probabilities of one position as a line of JSON. log(0) is `-Infinity`."""
     return _LOGPROBS.dump_json((logprobs.logprob, logprobs.top)).decode()
 
 

@@ -49,8 +49,7 @@ succeeded, the store's error if the store refused, or the last error if the task
 
 @dataclass(frozen=True, slots=True)
 class RequestKey:
-    """Idempotency key of one text. If a request asks for several texts, each text has its own
-    key."""
+    """Idempotency key of one text. Each text of a request has its own key."""
 
     name: str
     digest: str
@@ -373,8 +372,7 @@ class OwnedSessions:
             self._unsettled.discard(session_id)
 
     def _is_here(self, session_id: str) -> bool:
-        """Whether the session runs, begins or ends here, or is the subject of a running call to the
-        store."""
+        """Whether the session runs, begins or ends here, or a call to the store is about it."""
         places = (self.running, self._ending, self._taking)
         return self._is_unsettled(session_id) or any(session_id in place for place in places)
 

@@ -16,12 +16,10 @@ class DrafterSums:
     num_tokens: int = 0
     seconds: float = 0.0
     """Time of the rounds, up to the decision of their outcomes."""
+    # Sums over sessions of tokens², seconds² and tokens × seconds.
     square_tokens: float = 0.0
-    """Sum over sessions of tokens²."""
     square_seconds: float = 0.0
-    """Sum over sessions of seconds²."""
     products: float = 0.0
-    """Sum over sessions of tokens × seconds."""
 
     def __add__(self, other: Self) -> Self:
         return type(self)(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -59,14 +57,13 @@ class DrafterSums:
 
 @dataclass(frozen=True, slots=True)
 class TrialSums:
-    """Sums over the sessions that began during the newest trial and have ended."""
+    """Sums over the sessions that began during the newest trial and have ended: `new` for the
+    drafter on trial, `old` for the other drafters."""
 
     replica: str = ""
     """Name of the replica on trial; empty before the first trial."""
     old: DrafterSums = DrafterSums()
-    """Sums of the drafters that are not on trial."""
     new: DrafterSums = DrafterSums()
-    """Sums of the drafter on trial."""
 
 
 class TrialMeter:

@@ -138,8 +138,8 @@ class _Shared:
 
 
 class LengthControls:
-    """Creates a length control for each session of a coordinator. Sessions with a drafter on trial
-    use a separate `LengthControls` (`of_another`)."""
+    """Creates a length control for each session. A drafter on trial has its own
+    `LengthControls`."""
 
     def __init__(
         self,
@@ -433,8 +433,7 @@ class LengthControl:
         return drafted, 0
 
     def _plan_plain(self) -> None:
-        """Decides whether the plain phase goes on. Decides early, so that the target can run
-        ahead."""
+        """Decides early whether the plain phase goes on, so that the target can run ahead."""
         if self._plain_ends or self._plain_left > self._controls.run_ahead_rounds:
             return
         drafted, plain = self._options()

@@ -199,8 +199,7 @@ class RoundCosts:
         self._tokens.note(played.num_tokens)
 
     def note_plain(self, round_s: float, context: int) -> None:
-        """Counts a plain round that follows another plain round. The session has `context`
-        tokens."""
+        """Counts a plain round after another plain round, in a session of `context` tokens."""
         self.plain.note(self._load(0, context, self._others()), self._bounded(round_s))
 
     def note_drafted(self, played: PlayedRound, round_s: float, is_typical: bool = True) -> None:
@@ -264,8 +263,8 @@ class RoundCosts:
         return self._round.value > 0
 
     def reading_lost(self, plain_s: float, num_missed: int) -> float:
-        """Returns the number of tokens that all sessions lose while the draft of a plain session
-        reads the `num_missed` tokens that it lacks."""
+        """Returns the number of tokens that all sessions lose while a draft reads the `num_missed`
+        tokens that it lacks of a plain session."""
         if self._draft_table is None or num_missed == 0:
             return 0.0
         reading_s = self._draft_table.step_seconds(num_missed)

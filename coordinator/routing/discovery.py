@@ -64,8 +64,8 @@ class Discovery:
         registry: RedisRegistry | None = None,
         link: Callable[[Role, str], Link] | None = None,
     ) -> None:
-        """`own_name` is this coordinator's name in the registry. `link(role, address)` creates a
-        link and sends nothing."""
+        """`own_name` is this coordinator's name in the registry. `link(role, address)` sends
+        nothing."""
         self._own_name = own_name
         self._pools: dict[Role, ReplicaPool] = {"target": targets, "draft": drafts}
         self._registry: Any = registry
@@ -172,10 +172,10 @@ class Discovery:
         self._tasks[name].add_done_callback(lambda _: self._tasks.pop(name))
 
     async def _doubt(self, pool: ReplicaPool, name: str, is_replaced: bool) -> None:
-        """Handles a replica that the registry no longer lists. Asks the replica, and removes it if
-        it does not answer. A replica that answers has only lost its connection to the registry. If
-        `is_replaced`, another replica has the address now and would answer instead, so the replica
-        is removed without being asked."""
+        """Removes a replica that the registry no longer lists, if it does not answer. A replica
+        that answers has only lost its connection to the registry. If `is_replaced`, another replica
+        has the address now and would answer instead, so the replica is removed without being
+        asked."""
         replica = pool.replicas.get(name)
         if replica is None:
             return
@@ -211,8 +211,8 @@ class Discovery:
         return [record for name, record in known.items() if name != self._own_name]
 
     def replicas(self, model: str, load: int, figures: Figures) -> list[SeenReplica]:
-        """Returns all coordinators, targets and drafts, sorted by role and name, without asking
-        another process. `model`, `load` and `figures` describe this coordinator."""
+        """Returns all coordinators, targets and drafts, sorted by role and name. `model`, `load`
+        and `figures` describe this coordinator."""
         own = SeenReplica(
             role="coordinator", name=self._own_name, model=model, node=socket.gethostname(),
             device="", load=load, state="serving", here=True, figures=figures,

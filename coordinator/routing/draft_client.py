@@ -75,13 +75,12 @@ class PushedProposals:
             self._kept[place], self._bytes = reply, num_bytes
 
     def expects(self, number: int) -> bool:
-        """Whether round `number` directly follows the current round. Only then are proposals for it
-        kept."""
+        """Whether proposals for round `number` are kept, because it follows the current round."""
         return number == self._round + 1
 
     def begin(self, number: int, tokens: TokenSequence) -> ProposalReply | None:
-        """Begins round `number` and drops all kept proposals. Returns the proposal that was drafted
-        for exactly these committed `tokens`, if it has arrived."""
+        """Begins round `number` and drops all kept proposals. Returns the one for these `tokens`,
+        if any."""
         found = None
         if self.expects(number):
             for base_length in {length for length, _ in self._kept}:
@@ -91,8 +90,7 @@ class PushedProposals:
 
 
 def budget_us(seconds: float) -> int:
-    """Converts a time limit of drafting to us for a message, at least 1. Infinity becomes 0, which
-    means no limit."""
+    """Converts a time limit of drafting to us for a message, at least 1; infinity becomes 0."""
     if seconds == math.inf:
         return 0
     return max(1, min(round(seconds * 1e6), limits.DRAFT_DEADLINE_MS_MAX * 1000))
@@ -443,7 +441,7 @@ class DraftClient(_ModelDrafts):
             self._route.heard = True
 
     def _probe(self, number: int, length: RoundLength) -> None:
-        """Asks a draft that has not answered, at most once per `RETRY_S`. Does not wait for the
+        """Asks a draft that has not answered, at most once per `RETRY_S`. Does not wait for an
         answer."""
         now = self._clock()
         if now < self._ask_again_at:
@@ -480,8 +478,8 @@ class SelfDraftClient(_ModelDrafts):
         return self._target.on_trial
 
     async def propose(self, round_index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
-        """Returns the proposal that came with the newest verdict, or one of the look-up. The choice
-        does not depend on the tokens that the target drew."""
+        """Returns the proposal of the newest verdict, or one of the look-up. The choice does not
+        depend on the tokens that the target drew."""
         num_wanted = length.num_draft_tokens
         reply, self._reply = self._reply, None
         if reply is not None and reply.next_base_length != self._session.length:
@@ -534,8 +532,8 @@ class SelfDraftClient(_ModelDrafts):
 def check_wanted(
     proposal: SealedProposal, num_draft_tokens: int, siblings: tuple[int, ...]
 ) -> None:
-    """Raises `InvariantError` if a proposal has more tokens or siblings than were asked for, if it
-    repeats a sibling, or if it is a tree that later code refuses."""
+    """Raises `InvariantError` if a proposal is larger than asked for, repeats a sibling, or is a
+    tree that later code refuses."""
     tree = proposal.tree
     if tree.num_depths > num_draft_tokens or len(proposal) > num_draft_tokens + sum(siblings):
         raise InvariantError(

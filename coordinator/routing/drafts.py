@@ -106,8 +106,8 @@ class Drafts:
 
     @property
     def cache_state(self) -> CacheState | None:
-        """The session's draft replica and the number of tokens that the replica holds; None if the
-        session has no draft replica."""
+        """The draft replica and the number of tokens that it holds; None without a draft
+        replica."""
         return None
 
     @property
@@ -133,8 +133,8 @@ class Drafts:
         return NOTHING_WANTED
 
     def hear(self, reply: VerdictReply) -> None:
-        """Takes a verdict, which may have the proposal or the hidden states that `next_wanted`
-        asked for."""
+        """Takes a verdict, which may have the proposal or hidden states that `next_wanted` asked
+        for."""
 
     def settle(self, common_length: int) -> None:
         """Records a round's outcome. `common_length` is the number of tokens that were committed

@@ -113,8 +113,7 @@ class ReplicaPool:
     targets with the weights that the session began with."""
 
     def __init__(self, role: Side, targets: "ReplicaPool | None" = None) -> None:
-        """A pool of drafts needs the pool of `targets`, because drafts must fit the first
-        target."""
+        """A pool of drafts needs the pool of `targets`. Drafts must fit the first target."""
         self.role = role
         self.first: ReplicaDescription | None = None
         """Description of the first replica that ever joined. Later replicas must fit it."""
@@ -147,7 +146,7 @@ class ReplicaPool:
     @property
     def num_bytes(self) -> Counter[str]:
         """Sum of `Link.num_bytes` over all replicas, including removed ones. Any thread may read
-        this property."""
+        it."""
         return sum((one.link.num_bytes for one in list(self.replicas.values())), self._left)
 
     def newest(self, weights: str = "") -> ReplicaDescription | None:
@@ -208,8 +207,8 @@ class ReplicaPool:
         self._tell_found()
 
     def retire(self, name: str) -> None:
-        """Marks a replica as leaving. The replica gets no more sessions. Each of its sessions moves
-        when the session's next round begins."""
+        """Marks a replica as leaving. Each of its sessions moves when the session's next round
+        begins."""
         if name in self.replicas:
             self.replicas[name].leaving = True
 
@@ -282,8 +281,7 @@ class ReplicaPool:
         return next(found, None)
 
     async def watch(self) -> None:
-        """Probes replicas when they become away, and then every `PROBE_PERIOD_S` until they are
-        back."""
+        """Probes replicas when they become away, and then periodically until they are back."""
         loop = asyncio.get_running_loop()
         due = loop.time()
         while True:
@@ -303,7 +301,7 @@ class ReplicaPool:
                 await self._found.wait()
 
     async def wait_for_one(self, timeout_s: float) -> ReplicaDescription:
-        """Waits until the pool has a replica, and returns the description of the newest. Raises
+        """Waits until the pool has a replica. Returns the description of the newest. Raises
         `Unavailable` after `timeout_s`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -329,7 +327,7 @@ class ReplicaPool:
 
     def check_integrity(self, sessions: set[str], *, every: bool = True) -> None:
         """Raises `InvariantError` if a session has two routes, or has a route but is not among
-        `sessions`. If `every`, each of `sessions` must have a route."""
+        `sessions`, or (if `every`) has no route."""
         routed = [name for replica in self.replicas.values() for name in replica.routes]
         check(len(routed) == len(set(routed)), "a session with two routes")
         check(set(routed) <= sessions, "a route without a session")
@@ -340,8 +338,7 @@ class ReplicaPool:
         self._found = asyncio.Event()
 
     async def _probe(self, replica: ReplicaConnection) -> None:
-        """Marks a replica as back if it answers. Takes its new description, because the replica may
-        have been restarted."""
+        """Marks a replica as back if it answers. Its description may differ after a restart."""
         with suppress(OutriderError):
             description = await replica.link.describe(PROBE_TIMEOUT_S)
             self._check(description)
@@ -388,8 +385,8 @@ class ReplicaPool:
 
 
 def affinity(tenant: str, prompt_ids: Sequence[int]) -> bytes:
-    """Hashes the tenant and the first pages of the prompt. Sessions with equal hashes can share
-    these pages."""
+    """Hashes the tenant and the first pages of a prompt. Prompts with equal hashes can share
+    pages."""
     first = prompt_ids[: _KEY_PAGES * PAGE_SIZE]
     ids = b"".join(token_id.to_bytes(4, "little") for token_id in first)
     return blake2b(ids, key=blake2b(tenant.encode(), digest_size=16).digest()).digest()
@@ -501,8 +498,7 @@ class SessionRoute(Generic[Item, Answer]):
 
     @property
     def drafts_itself(self) -> bool:
-        """Whether the session's target drafts with its own head. Without a replica, whether the
-        pool's first target does so."""
+        """Whether the session's target (else the pool's first target) drafts with its own head."""
         found = self._pool.first if self._replica is None else self._replica.description
         return found is not None and found.drafts_itself
 
@@ -522,8 +518,7 @@ class SessionRoute(Generic[Item, Answer]):
 
     @property
     def is_left(self) -> bool:
-        """Whether the session should move, because it has no replica or its replica is away or
-        leaving."""
+        """Whether the session should move, as its replica is missing, away or leaving."""
         return self._replica is None or not self._replica.is_open
 
     def begin(self, round_index: int) -> int:
@@ -635,8 +630,8 @@ class SessionRoute(Generic[Item, Answer]):
         return True
 
     def take_awaited(self) -> Answer | None:
-        """Returns the answer to the round `awaited` and clears `awaited`. Returns None if the
-        answer has not arrived."""
+        """Returns the answer to the round `awaited` and clears `awaited`; None without an
+        answer."""
         number = self.awaited
         if number is None or number not in self._answers:
             return None
