@@ -1,12 +1,10 @@
-"""Audits committed tokens against the target's distribution, while the coordinator serves.
+"""Audits committed tokens against the target's distribution (docs/operations.md).
 
-The auditor chooses a share of the sessions when they begin. A choice among ended sessions would
-prefer short answers. After a chosen session has ended, a second session sends the tokens of the
-first session to the target as proposals. Each verdict contains the result of an audit
-(`outrider/speculation/audit.py`). The second session has its own tenant, so the target does not use
-cached pages. An audit therefore also detects tokens that were decoded from wrong keys and values.
-For the target, an audit costs as much as a prefill of prompt and answer. Audits run one at a time,
-and wait while the targets are full.
+Sessions are chosen when they begin. A choice among ended sessions would prefer short answers. After
+a chosen session has ended, a second session sends the tokens of the first session to the target as
+proposals. Each verdict contains the result of an audit (`outrider/speculation/audit.py`). The
+second session has its own tenant, so the target does not use cached pages. An audit therefore also
+detects tokens that were decoded from wrong keys and values.
 """
 
 import asyncio

@@ -49,7 +49,8 @@ class SessionCommits:
         if self.session.has_news and self.is_current:
             if self._behind_since is None:
                 self._behind_since = self._loop.time()
-            self._committer.queue(self.session.session_id)
+            self._committer.dirty[self.session.session_id] = None
+            self._committer.has_work.set()
 
     def remove(self) -> None:
         """Removes the session from the committer. Idempotent."""
@@ -162,7 +163,7 @@ class Committer:
         self.sessions: dict[str, SessionCommits] = {}
         self.dirty: dict[str, None] = {}
         """Ids of the sessions with tokens to append, in the order in which they were queued."""
-        self._work = asyncio.Event()
+        self.has_work = asyncio.Event()
         self._leaving = asyncio.Event()
         self._closing = asyncio.Event()
 
@@ -179,11 +180,6 @@ class Committer:
         commits = self.sessions[session.session_id] = SessionCommits(self, session)
         commits.notify()
         return commits
-
-    def queue(self, session_id: str) -> None:
-        """Queues the tokens of a session for one of the next calls to the store."""
-        self.dirty[session_id] = None
-        self._work.set()
 
     @property
     def leaving(self) -> bool:
@@ -231,7 +227,7 @@ class Committer:
     async def _append_all(self) -> None:
         attempt = 0
         while True:
-            await self._work.wait()
+            await self.has_work.wait()
             # Lets the decode loops send their next rounds first, because the target waits for them.
             await asyncio.sleep(0)
             if await self._append_some():
@@ -251,7 +247,7 @@ class Committer:
             if append is not None:
                 batch.append((commits, append))
         if not self.dirty:
-            self._work.clear()
+            self.has_work.clear()
         if not batch:
             return True
         try:

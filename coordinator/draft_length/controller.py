@@ -6,21 +6,11 @@ has been drawn, neither here nor by a target or draft that works ahead. So the l
 depend on the round's random numbers, and sampling stays exact under every rule. Sessions that share
 a seed get fixed lengths (`LengthControls.open`). docs/exactness.md has the proof.
 
-| phase of a session | K | ends when |
-| --- | --- | --- |
-| drafting | the K with the most expected tokens per second | plain decoding is faster |
-| plain | 0; the target runs ahead of the coordinator | drafting is faster |
-
-The expectations may be wrong. Three kinds of trial, of one or a few rounds each, test them:
-
-| trial | when |
-| --- | --- |
-| drafting | at the end of a plain phase, or when a session begins |
-| the largest K, which shows what every smaller K would have brought | when K is chosen |
-| plain decoding | while almost nothing is known about the time of a plain round |
-
-A trial runs only if the trial budget covers the tokens that the trial is expected to lose. The
-budget grows by the share `TRIAL_SHARE` of the tokens that all sessions commit.
+While plain decoding is faster than drafting, a session is in a plain phase with K = 0. Trials of
+drafting, of the largest K and of plain decoding test whether the expected speeds are right. A trial
+of the largest K shows what every smaller K would have brought. A trial runs only if the trial
+budget covers the tokens that the trial is expected to lose. The budget grows by the share
+`TRIAL_SHARE` of the tokens that all sessions commit.
 """
 
 from __future__ import annotations

@@ -5,9 +5,6 @@
             if isinstance(event, Tokens):
                 print(event.text_delta, end="")
 
-    with SyncClient("127.0.0.1:50051") as client:
-        print(client.complete(GenerateRequest("The capital of France is")).text)
-
 | class | calls | from |
 | --- | --- | --- |
 | `Client` | a server by gRPC | one event loop |
