@@ -2,6 +2,7 @@
 the target writes the user's turn. Then it writes the answer."""
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ class WrittenCorpus:
         if self._path.exists():
             data = self._path.read_bytes()
             whole = data[: data.rfind(b"\n") + 1]
-            self._path.write_bytes(whole)
+            os.truncate(self._path, len(whole))  # A kill during a rewrite would lose all lines.
             for line in whole.splitlines():
                 self._keep(json.loads(line))
 
