@@ -203,7 +203,7 @@ def layers(
         key: (_known(settings, key, f"{file}: {key}"), raw, f"{file}: {key}")
         for key, raw in told.items()
     }
-    layer = {}
+    layer: dict[str, tuple[Setting, object, str]] = {}
     for variable, text in environment.items():
         if variable.startswith(ENVIRONMENT_PREFIX) and variable not in NOT_SETTINGS:
             key = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
