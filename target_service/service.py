@@ -71,6 +71,7 @@ class TargetService(SteppedService):
         session_id = item.head.session_id
         ahead = self._ahead.get(session_id)
         if ahead is not None and ahead.continues(item):
+            self._ahead.move_to_end(session_id)
             sender.send(ahead.extend(item, sender))
             if ahead.running is None:
                 self._run_next(session_id, ahead)

@@ -159,6 +159,22 @@ async def test_a_question_on_the_way_extends_and_repeats_nothing(setting: Replic
     assert sum(session_name(1) in batch for batch in setting.engine.batches) == 7
 
 
+async def test_too_many_sessions_drop_the_one_asked_for_least_recently(
+    setting: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("target_service.service.SEQUENCES_PER_REPLICA_MAX", 2)
+
+    async def ask(session: int) -> int:
+        """How many rounds the target runs for this question."""
+        before = sum(map(len, setting.engine.batches))
+        head = make_head(PROMPT, rule=RULE, session=session)
+        await setting.send(VerifyItem(head, run_ahead=2))
+        return sum(map(len, setting.engine.batches)) - before
+
+    assert [await ask(session) for session in (1, 2, 1, 3)] == [3, 3, 0, 3]
+    assert [await ask(session) for session in (1, 2)] == [0, 3]
+
+
 async def test_over_another_connection_known_verdicts_come_again(setting: Replica) -> None:
     """The first connection may have lost them."""
     wanted = await plain_tokens(7)
