@@ -250,7 +250,6 @@ async def test_an_http_port_is_told_from_a_grpc_port() -> None:
 async def test_leaving_the_blocking_stream_cancels(
     server: RpcServer, coordinator: ScriptedServicer
 ) -> None:
-    """While the client stays open; closing it ends a stream that another thread reads."""
     coordinator.events = (STARTED, asyncio.Event())
     with SyncClient(server.address) as client:
         events = client.generate(REQUEST)

@@ -147,7 +147,6 @@ async def test_what_a_coordinator_answers_stands(scripts: Any) -> None:
 
 
 async def test_a_request_is_sent_again_when_the_coordinator_says() -> None:
-    """To the next one, which may reach what this one does not; and not without limit."""
     away = Unavailable("no target", 1500)
     one, other = Scripted((away,), WHOLE), Scripted((away,))
     events, time_s = await heard(one, other)
@@ -171,7 +170,6 @@ async def test_calls_pass_over_a_coordinator_that_cannot_now() -> None:
 
 
 async def test_it_goes_round_until_one_has_the_session() -> None:
-    """Once the dead coordinator's lease has run out, and not long after."""
     leased = Unavailable("another coordinator has it", 1700)
     gone = Scripted((STARTED, FIRST, BROKEN))
     other = Scripted((leased,), (STARTED, SECOND, FINISHED))
@@ -245,7 +243,6 @@ def test_clients_that_wait_for_one_lease_do_not_wake_together() -> None:
 
 
 def test_coordinators_are_known_once_they_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    """If no name is returned, nothing changes. Few connections without a name are kept."""
     now, names = [0.0], Names("a,b", "b,c", OSError("no such file"), "", "c")
     found = pool(names, now)
     assert found.each == ["A", "B"]

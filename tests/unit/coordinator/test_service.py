@@ -239,7 +239,6 @@ async def test_tokenizing_counts_for_the_deadline_and_for_admission() -> None:
 
 
 async def test_a_session_that_is_lost_during_a_round_ends_with_that_error() -> None:
-    """Not with the verdict that comes afterwards, although all its tokens were shown."""
     async with bench(target=target_service(step_s=2.0)) as made:
         events = made.service.generate(REQUEST)
         async for event in events:

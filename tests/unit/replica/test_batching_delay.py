@@ -61,8 +61,6 @@ def test_a_step_waits_only_for_some_sessions() -> None:
 
 
 def test_waiting_in_vain_reduces_trust_for_a_while() -> None:
-    """Each time a session does not come that always came before."""
-
     def waits(num: int, comes: bool) -> list[bool]:
         found = []
         for _ in range(num):

@@ -35,7 +35,6 @@ def test_what_a_step_did_not_finish_keeps_its_place() -> None:
 
 
 def test_long_prompts_do_not_keep_rounds_out_of_a_step() -> None:
-    """As many as a step has sessions are begun; a new round is among the next choice."""
     prompts = [work(session) for session in (1, 2, 3)]
     for each in prompts:
         each.unfinished = Unfinished.CONTINUES

@@ -147,7 +147,6 @@ async def test_a_step_takes_one_item_a_session_in_order_of_arrival() -> None:
 
 
 async def test_the_same_item_twice_is_computed_once_and_answered_to_both(desk: Desk) -> None:
-    """From two connections. Another prefix under the same key is another item."""
     other = Desk()
     desk.submit(1, deadline_ms=50_000)
     desk.submit(1, deadline_ms=40_000, outlet=other.outlet)
@@ -262,7 +261,6 @@ async def test_a_session_released_during_a_crash_does_not_run_again(desk: Desk) 
 
 
 async def test_a_lost_engine_ends_the_steps_and_all_that_waits() -> None:
-    """Later items are refused, and closing does not wait for a step."""
     desk = Desk(max_batch=2)
     desk.worker.crash = EngineLost("rank 1 is gone")
     for session, round_index in ((1, 0), (1, 1), (2, 0), (3, 0), (4, 0)):
@@ -361,7 +359,6 @@ def test_a_closed_connection_takes_along_those_heard_on_it_last() -> None:
 
 
 def test_rounds_and_epochs_only_grow() -> None:
-    """Repetitions pass. After a release nothing of the epoch passes, known or not."""
     rounds = StaleRoundFilter()
     assert rounds.admit(make_head((1,), epoch=1, round_index=5)) is None
     assert rounds.admit(make_head((1,), epoch=1, round_index=5)) is None

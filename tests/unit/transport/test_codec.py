@@ -177,7 +177,6 @@ def verdict_replies(draw: st.DrawFn) -> VerdictReply:
 
 @given(VERIFY_ITEMS)
 def test_verify_items_survive(item: VerifyItem) -> None:
-    """In full, and with hashes instead of parameters, which are restored then."""
     assert VERIFY.item_from_proto(item_message(VERIFY, item)) == item
     short = item_message(VERIFY, item, hashed=True)
     without = replace(item, head=replace(item.head, sampling=None, constraint=None))

@@ -82,7 +82,6 @@ class Served:
 async def test_it_ends_with_the_last_answer_that_is_waited_for(
     items: tuple[VerifyItem, ...], answers: tuple[VerifyItem, ...]
 ) -> None:
-    """Of each session the newest round; a replica answers the same item once."""
     served = Served(codec.VERIFY, *items)
     await served.asked(len(items))
     for item in answers:

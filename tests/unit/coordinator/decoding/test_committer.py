@@ -141,7 +141,6 @@ async def test_sessions_are_batched_up_to_a_bound_while_a_call_runs(b: Bench) ->
 
 
 async def test_unseen_tokens_stay_unseen_while_the_store_is_down(b: Bench) -> None:
-    """Retries get less frequent. After the outage everything is stored with one call."""
     session = await b.session()
     b.store.down = True
     b.decide(session)

@@ -342,7 +342,6 @@ async def test_slow_readers_of_finished_sessions_do_not_count_as_take_overs() ->
 
 
 async def test_a_session_without_a_client_is_released_and_later_cancelled() -> None:
-    """Nothing is decoded meanwhile. The client may still cancel it, or read its end."""
     async with opened() as made:
         first, second, third = [await left(made) for _ in range(3)]
         taken_over = await made.store.take_over(await first.record(made), "other")
@@ -601,7 +600,6 @@ def test_a_complete_completion_ends_without_another_round() -> None:
 
 
 def test_a_client_with_other_tokens_than_the_store_is_refused() -> None:
-    """By their digest; without one, only their number counts."""
     assert check_known(RECORD, asked(3)) == PARAMETERS
     with pytest.raises(DataLoss, match="the client has 4 tokens, the store 3"):
         check_known(RECORD, asked(4))

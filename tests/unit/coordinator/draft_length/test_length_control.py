@@ -64,7 +64,6 @@ def test_a_late_proposal_counts_for_the_tokens_that_were_asked_for(
 @pytest.mark.parametrize("acceptance", [0.2, 0.5, 0.8])
 @pytest.mark.parametrize("draft_s", [0.0003, 0.004])
 def test_the_cost_of_a_targets_own_drafts_is_learned(draft_s: float, acceptance: float) -> None:
-    """A draft token costs almost nothing, as with heads, or a quarter of a step."""
     world = World(acceptance, draft_s, row_s=0.0015, drafts_itself=True)
     control = world.open()
     world.play(control, 400)
@@ -89,7 +88,6 @@ def test_siblings_make_drafting_pay_if_they_are_accepted_and_rows_cost_little(
 
 
 def test_plain_decoding_and_drafting_do_not_alternate() -> None:
-    """With a draft that is worth just its cost, phases are long, and nothing is lost by either."""
     world = World(acceptance=0.40, draft_s=0.0036)
     assert world.rate(1) == pytest.approx(world.rate(0), rel=0.03)
     control = world.open()
@@ -181,7 +179,6 @@ def test_fewer_sessions_begin_with_a_draft_while_that_fails() -> None:
 
 
 def test_sessions_with_more_acceptance_than_others_are_found() -> None:
-    """One session in four copies a text. With the others, drafting looks hopeless."""
     world = World(draft_s=0.2 * 0.016)
     shares = []
     for seed in range(1, 80):

@@ -249,7 +249,6 @@ async def test_headers_of_the_ends_are_passed_on_and_those_of_a_connection_are_n
 
 @pytest.mark.parametrize("closes", [False, True])
 async def test_a_client_that_goes_or_a_gateway_that_closes_ends_the_stream(closes: bool) -> None:
-    """The coordinator's stream ends, too. A client that is still connected gets an error."""
     silent = Body(EVENTS[0], then=asyncio.Event())
     made = Deployment(httpx2.Response(200, headers=SSE, stream=silent))
     incoming: asyncio.Queue[Any] = asyncio.Queue()

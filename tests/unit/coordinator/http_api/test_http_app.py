@@ -326,7 +326,6 @@ def locked(directory: Path, concurrency: int = 1) -> tuple[Front, MemorySlots]:
 
 
 async def test_no_route_answers_without_a_key(tmp_path: Path) -> None:
-    """All answer by a 401 in OpenAI's form, also for paths that do not exist."""
     front, _ = locked(tmp_path)
     key = front.key
     refused: list[list[tuple[str, str]]] = [
@@ -362,7 +361,6 @@ async def test_no_route_answers_without_a_key(tmp_path: Path) -> None:
 async def test_a_request_counts_once_and_each_of_its_texts_has_a_place(
     tmp_path: Path, stream: bool
 ) -> None:
-    """It takes its slots at once, and frees them before the caller has the answer."""
     front, slots = locked(tmp_path, concurrency=4)
     found = await front.post(n=2, prompt=[[1], [2]], stream=stream)
     assert found.status_code == 200

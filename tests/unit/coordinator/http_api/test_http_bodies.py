@@ -56,7 +56,6 @@ def refused(body: Callable[..., TranslatedBody], fields: Any) -> BadRequest:
 
 
 def test_silence_is_the_coordinators_default() -> None:
-    """Null counts as left out. The coordinator chooses rule and seed, as for gRPC."""
     request = only(chat())
     assert request == GenerateRequest((ChatMessage("user", "hi"),))
     assert request == request_from_proto(request_to_proto(request))

@@ -246,7 +246,6 @@ def item(text: str, status: str) -> dict[str, Any]:
 
 
 async def test_a_whole_response() -> None:
-    """It is valid by OpenAI's own types, and says that it is not stored."""
     found = (await answered(TOKENS, MORE, FINISHED, store=True, metadata={"a": "b"})).json()
     Response.model_validate(found)
     assert (found["id"], found["object"], found["status"]) == (
@@ -322,7 +321,6 @@ async def test_an_error_behind_the_first_token_is_a_failed_response() -> None:
 
 
 def test_a_long_response_is_told_quickly() -> None:
-    """The text is not joined again for each event, which would take quadratic time."""
     answer = ResponseAnswer(asked(), None, 4, 99)
     for event in (STARTED, *(replace(TOKENS, text_delta="abcd") for _ in range(50_000)), FINISHED):
         answer.take(0, event)

@@ -326,7 +326,6 @@ async def test_a_request_that_runs_is_waited_for_by_the_same_one() -> None:
 
 
 async def test_a_request_that_waits_takes_no_slot_of_its_key() -> None:
-    """Both are one generation. Another request is refused until both have ended."""
     path, body = FORMS["chat"]
     limited = KeyEntry(KeyHash.of(API_KEYS[0]), Caller("a", "a", concurrency=1))
     async with two() as (first, _):

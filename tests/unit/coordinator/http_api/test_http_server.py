@@ -178,7 +178,6 @@ async def test_all_addresses_of_ipv6_are_those_of_ipv4_as_well() -> None:
 async def test_a_client_that_stops_reading_is_given_up(
     monkeypatch: pytest.MonkeyPatch, encryption: Any
 ) -> None:
-    """The session ends, and the connection is closed. A client that reads slowly is served."""
     monkeypatch.setattr("coordinator.http_api.server.HTTP_STUCK_WRITE_S", 0.5)
     tls, context = encryption
     num_pieces = 20_000  # More than the buffers of the kernel hold.
@@ -467,7 +466,6 @@ async def test_a_request_that_still_comes_is_answered() -> None:
 
 
 async def test_a_server_that_drains_refuses_new_requests_until_running_ones_end() -> None:
-    """By 503 with `Retry-After`, on any connection. Connections without a request are closed."""
     go_on = asyncio.Event()
     server, port = await started(Service(1, go_on))
     url = f"http://127.0.0.1:{port}"

@@ -67,7 +67,6 @@ def called(arguments: str = "{}", **more: Any) -> dict[str, Any]:
 
 
 def test_a_conversation_with_calls_is_told_to_the_template() -> None:
-    """In the template, arguments of calls are objects, and not text."""
     result = {"role": "tool", "tool_call_id": "1", "content": "warm"}
     call = called('{"city": "Rome"}', content=None, reasoning_content="hm")
     [request] = chat(

@@ -76,7 +76,6 @@ async def test_a_constraint_is_compiled_once_for_each_tenant(
 
 
 async def test_a_compilation_that_takes_too_long_is_ended() -> None:
-    """The error names the field. Meanwhile, another tenant's constraint is checked."""
     async with encoder() as prompts:
         endless = await compiling(prompts)
         [busy] = compilers(prompts)
@@ -200,7 +199,6 @@ def take(queue: FairQueue, begun: list[str], name: str) -> asyncio.Task[None]:
 
 
 async def test_a_tenant_with_many_constraints_holds_up_no_other() -> None:
-    """While no other tenant waits, it gets all places. Then tenants take turns."""
     queue, begun = FairQueue(), list[str]()
     tasks = [take(queue, begun, f"a{index}") for index in range(6)]
     await settle()
@@ -214,7 +212,6 @@ async def test_a_tenant_with_many_constraints_holds_up_no_other() -> None:
 
 
 async def test_waiting_constraints_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of each tenant, and all together, without cancelled ones."""
     for name, number in (("COMPILE_THREADS", 1), ("COMPILATIONS_PER_TENANT_MAX", 3),
                          ("COMPILATIONS_MAX", 5)):  # fmt: skip
         monkeypatch.setattr(f"outrider.limits.{name}", number)

@@ -210,7 +210,6 @@ class SlowTokenizer:
 
 @pytest.mark.parametrize("chat", [False, True])
 async def test_generations_of_one_prompt_tokenize_it_once(chat: bool) -> None:
-    """Even if one is cancelled. An equal prompt of another request is tokenized again."""
     slow = SlowTokenizer()
     prompts = PromptEncoder(slow)  # type: ignore[arg-type]
     made: list[Any] = [" ".join(["some", "words"]) for _ in range(2)]

@@ -104,7 +104,6 @@ async def test_what_other_coordinators_run_is_known(world: World) -> None:
 
 
 async def test_a_leaving_replica_gets_no_more_sessions(world: World) -> None:
-    """It stays for its own sessions, until it is not announced any more."""
     await world.registry.announce(record("a"))
     await asyncio.sleep(SOON_S)
     assert world.pool.num_present == 1

@@ -378,7 +378,6 @@ def pushed(
 
 
 def test_the_proposal_for_the_real_outcome_is_picked() -> None:
-    """Those for rounds that are over, or that are too far ahead, are not kept."""
     kept = PushedProposals()
     for assumed in ((9,), (8, 9), (8, 7)):
         kept.put(pushed(1, 4, assumed))

@@ -93,7 +93,6 @@ def test_looked_up_tokens_survive_if_the_session_decodes_them() -> None:
 
 
 def test_look_ups_get_rare_while_they_fail() -> None:
-    """Tokens that never came before; later, a text that repeats itself is looked up often again."""
     told = watched((0,), tuple(range(100, 100 + 8 * WATCH_ROUNDS_MAX)))
     assert 8 <= len(told.watched) <= 12
     again = watched((0,), tuple(range(100, 300)) + (1, 2, 3, 4) * 100)

@@ -126,7 +126,6 @@ async def test_a_session_stays_with_the_weights_that_it_began_with() -> None:
 
 @pytest.mark.parametrize("alike", [1, 2])
 async def test_a_session_moves_to_a_replica_with_bit_equal_logits(alike: int) -> None:
-    """Even if another replica has fewer sessions, or pages of the same prompt."""
     links = [ScriptedLink(verdict, LinkLost("down")), *(ScriptedLink(verdict) for _ in "ab")]
     for link in (links[0], links[alike]):
         link.description = replace(TOY, numerics="avx")
@@ -184,7 +183,6 @@ async def test_a_target_that_is_to_be_left_is_left_between_two_rounds() -> None:
 
 
 async def test_a_draft_that_is_to_be_left_is_left_though_there_is_no_other() -> None:
-    """So it can end at once. A look-up fills in, also for new sessions."""
     link, one = ScriptedLink(proposal), session()
     pool = pool_of(link, role="draft")
     draft = draft_of(pool=pool, one=one)

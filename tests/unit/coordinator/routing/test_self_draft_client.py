@@ -77,7 +77,6 @@ def test_how_much_of_the_next_round_is_asked_for(
 
 
 async def test_a_proposal_that_came_with_a_verdict_is_used_once() -> None:
-    """Cut to the round's length. After that the look-up fills in, from which nothing is learned."""
     drafts = self_drafts()
     drafts.next_wanted(RoundLength(3, 0, next_max=3), 99)
     drafts.hear(verdict(sealed(3)))
@@ -116,7 +115,6 @@ async def test_which_side_proposes_does_not_depend_on_what_the_target_drew(
 
 
 async def test_siblings_come_with_their_tokens() -> None:
-    """A tree is cut by places, and has the siblings asked for at those that are left."""
     drafts = self_drafts()
     drafts.next_wanted(RoundLength(3, 0, next_max=3, next_siblings=(1, 2, 0)), 99)
     other = DraftDistribution((1, 2, 3), (2**15, 2**14, 2**14))

@@ -49,7 +49,6 @@ def test_with_keys_users_may_come_from_elsewhere() -> None:
 
 
 def test_settings_of_keys_and_certificates_go_together() -> None:
-    """Errors name the setting that was given. If keys are required, there is no gRPC reflection."""
     for key, value in (
         ("ssl_certfile", "c"), ("ssl_keyfile", "k"), ("ssl_ca_certs", "a"), ("api_key", "short"),
     ):  # fmt: skip
@@ -132,7 +131,6 @@ def test_a_command_with_a_secret_runs_without_options_among_its_words() -> None:
 
 
 def test_a_command_shows_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of the flag, else of the variable. Of several keys the first is sent, never a hash."""
     assert caller_key(parsed()) == ""
     monkeypatch.setenv("OUTRIDER_API_KEY", f"{KEY}, other-key-12345678")
     assert caller_key(parsed()) == KEY

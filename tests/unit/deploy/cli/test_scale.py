@@ -222,7 +222,6 @@ def test_a_wait_ends_as_soon_as_there_are_as_many(fleet: Fleet) -> None:
 def test_what_is_another_setting_is_asked_for_and_nothing_else(
     capsys: pytest.CaptureFixture[str], fleet: Fleet
 ) -> None:
-    """The address by which this machine reaches the cluster is no change."""
     fleet.stale = [2, 1, 0]
     words = ["--max-num-seqs", "7", "--draft-model", "emulated", "--wait", "60"]
     told, _ = reported(capsys, "upgrade", *words)
@@ -253,7 +252,6 @@ def test_what_is_left_of_an_upgrade_is_told(fleet: Fleet) -> None:
 def test_a_trial_is_waited_for_and_its_end_is_told(
     capsys: pytest.CaptureFixture[str], fleet: Fleet, verdict: str, tmp_path: Path
 ) -> None:
-    """With `--wait` only. A share of 0 ends the trial, whatever a file of settings says."""
     fleet.verdict, words = verdict, ["upgrade", "--draft-model", "b", "--trial-share", "0.2"]
     out, _ = fleet.run(*words, "--trial-minutes", "2", "--wait", "60")
     assert out.startswith(f"trial of b on 20% of the sessions: {verdict}: -4 %\n")

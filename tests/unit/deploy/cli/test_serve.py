@@ -57,7 +57,6 @@ def test_a_trial_is_told_by_status_and_its_replica_is_none_that_is_wanted() -> N
 
 
 def test_what_serve_prints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The commands find this deployment, and suit a target without a tokenizer."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OUTRIDER_STATE_DIR", "a place")
     ours = f"OUTRIDER_STATE_DIR='{tmp_path}/a place' {shlex.quote(program())}"

@@ -52,7 +52,6 @@ class Fleet:
 
 
 def test_targets_follow_how_long_items_wait() -> None:
-    """In proportion to the wait, at most to twice the number, and within the bounds."""
     fleet = Fleet(target=2)
     fleet.says["target"]["queue_steps"] = 0.9
     assert fleet.look(0) == {}

@@ -94,7 +94,6 @@ async def test_a_cluster_that_is_not_joined_is_a_wrong_address(
 async def test_what_is_being_stopped_has_its_end_and_another_one_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a new reconciler fails to start, it is not called again."""
     failure = Unavailable("the target-0 actor did not answer start in 1 s")
     old, new = Told(ends=True), Told(start=failure)
     running = [old]

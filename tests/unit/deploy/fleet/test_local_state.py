@@ -50,7 +50,6 @@ def test_what_is_published_is_found(directory: Path, record: DeploymentRecord) -
 def test_what_one_that_was_killed_has_left_misleads_nobody(
     directory: Path, record: DeploymentRecord
 ) -> None:
-    """The next deployment, which may have the same pid, removes the record."""
     publish(directory, record, "a key")
     assert running_deployment(directory) is None
     assert recorded_deployment(directory) == record

@@ -118,7 +118,6 @@ def address(request: pytest.FixtureRequest) -> Iterator[str]:
 def test_only_a_head_that_refuses_strangers_is_taken(
     address: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The call does not use the proxy of other calls. A head with TLS is not checked."""
     monkeypatch.setenv("grpc_proxy", "http://127.0.0.1:1")
     with pytest.raises(SettingError, match=f"address: .*{said}") if said else nullcontext():
         check_asks_for_token(address)

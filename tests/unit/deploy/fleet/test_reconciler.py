@@ -299,7 +299,6 @@ LOOK_UP, MODEL = {"draft_model": "suffix"}, HEADS | {"draft_model": "small"}
 async def test_a_drafter_on_trial_is_taken_only_where_it_is_better(
     gain: float, state: str, role: Role
 ) -> None:
-    """Its replica runs beside the wanted ones. Other changes wait for the end of the trial."""
     key, tried_with, settings = "num_threads", TRIED, {"num_drafts": 2}
     if role == "target":
         key, tried_with, settings = "head", OTHER_HEADS, HEADS | {"num_targets": 2}
@@ -343,7 +342,6 @@ async def test_a_drafter_on_trial_is_taken_only_where_it_is_better(
 
 
 async def test_a_head_is_taken_where_no_further_target_has_a_place() -> None:
-    """The trial's target serves while the only other target leaves to make room."""
     async with playing(**HEADS) as (host, found):
         await found.begin_trial(OTHER_HEADS, 0.5, 600.0)
         await asyncio.sleep(10)
@@ -444,7 +442,6 @@ async def test_what_replicas_of_one_role_cannot_try_is_refused(
 
 
 async def test_a_trial_shares_the_gpus_out_as_its_settings_say() -> None:
-    """Also once its settings were adopted and the reconciler was restarted."""
     settings = {"target_num_gpus": 1.0, "draft_num_gpus": 1.0}
     async with playing(gpus=2.0, **ON_GPUS, **settings) as (host, found):
         host.amounts["GPU"] = 8.0

@@ -36,7 +36,6 @@ async def test_a_replica_that_dies_with_any_of_its_ranks_is_replaced(rank: int) 
 
 
 async def test_one_that_is_not_wanted_stops_when_nothing_is_sent_to_it() -> None:
-    """The youngest replica leaves. It announces that, and stays at most `stop_timeout_s`."""
     async with playing(num_targets=2) as world:
         old, young = world.names("target")
         await world.registry.want({"target": 1})
@@ -245,7 +244,6 @@ def test_then_there_are_as_many_as_are_wanted(
 
 
 def test_stale_ones_are_replaced_one_by_one_and_role_by_role() -> None:
-    """The wanted numbers always serve. While a new one loads, nothing else changes."""
     wanted: dict[Role, int] = {"draft": 1, "target": 2, "coordinator": 1}
     roles: tuple[Role, ...] = ("coordinator", "target", "target", "draft")
     fleet = [view(role, age, stale=True) for age, role in enumerate(roles)]
