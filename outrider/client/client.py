@@ -96,6 +96,7 @@ class Client:
         with `StaleEpoch`. Raises `NotFound`, `DataLoss` if the store has fewer than `num_tokens`
         tokens, and `Unavailable` while another coordinator may still own the session (about two
         seconds)."""
+        _check_timeout(timeout_s)
         return self._transport.events(ResumeRequest(session_id, num_tokens), timeout_s)
 
     async def complete(self, request: GenerateRequest) -> Completion:
@@ -128,9 +129,13 @@ class Client:
             return False
 
     async def _call(self, method: Method, timeout_s: float, session_id: str = "") -> Any:
-        if not (math.isfinite(timeout_s) and timeout_s > 0):
-            raise BadRequest("timeout_s", f"{timeout_s} is wrong; it must be a number above 0")
+        _check_timeout(timeout_s)
         return await self._transport.call(method, timeout_s, session_id)
+
+
+def _check_timeout(timeout_s: float) -> None:
+    if not (math.isfinite(timeout_s) and timeout_s > 0):
+        raise BadRequest("timeout_s", f"{timeout_s} is wrong; it must be a number above 0")
 
 
 class SyncClient:

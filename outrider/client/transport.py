@@ -222,10 +222,10 @@ class GrpcTransport(Transport):
         """See `Transport.call`. `healthy` also works at the address of a draft or target."""
         match method:
             case "cancel":
-                asked: Any = pb.CancelRequest(session_id=session_id)
+                asked: Any = pb.CancelRequest(session_id=session_id_from_wire(session_id))
                 return await self._call(self._stub.Cancel, asked, timeout_s)
             case "get_session":
-                asked = pb.GetSessionRequest(session_id=session_id)
+                asked = pb.GetSessionRequest(session_id=session_id_from_wire(session_id))
                 found = await self._call(self._stub.GetSession, asked, timeout_s)
                 return from_coordinator(found, SessionView)
             case "describe":

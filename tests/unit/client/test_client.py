@@ -168,6 +168,11 @@ async def test_what_cannot_be_sent_is_named(
         assert "must be from -2147483648 to 2147483647" in caught.value.message
     with pytest.raises(BadRequest, match="timeout_s"):
         await client.cancel(ID, float("inf"))
+    with pytest.raises(BadRequest, match="timeout_s"):
+        client.resume(ID, timeout_s=float("inf"))
+    for call in (client.cancel, client.get_session):
+        with pytest.raises(BadRequest, match="session_id"):
+            await call("\ud800")
 
 
 async def test_a_closed_client_says_so(server: RpcServer, coordinator: ScriptedServicer) -> None:
