@@ -10,12 +10,12 @@ from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated, Any, cast
 
 from fastapi import FastAPI, Header, HTTPException, Request, Response
 from pydantic import BaseModel
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from coordinator.auth.access_control import AccessControl
 from coordinator.http_api import answers, bodies, schemas
@@ -40,9 +40,6 @@ from outrider.api_keys import Caller
 from outrider.errors import BadRequest, NotFound, OtherTokens, Unavailable
 from outrider.limits import EVENTS_AHEAD_MAX, MAX_TOKENS_DEFAULT, TRACEPARENT_CHARS_MAX
 from outrider.request import Event
-
-if TYPE_CHECKING:
-    from outrider.telemetry.metrics import HttpTimes
 
 Events = AsyncGenerator[tuple[int, Event]]
 """The events of all choices of a request, each with the index of its choice."""
@@ -312,55 +309,13 @@ class PageFiles(StaticFiles):
         return response
 
 
-class TimingMiddleware:
-    """Times each request, from its arrival to the last byte of the response."""
-
-    def __init__(self, app: ASGIApp, times: HttpTimes) -> None:
-        self._app = app
-        self._times = times
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        status: int | None = None
-
-        async def send_noted(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        begun = time.monotonic()
-        try:
-            await self._app(scope, receive, send_noted)
-        except Exception:
-            status = status or 500  # FastAPI's outermost error handler will send status 500.
-            raise
-        finally:
-            route = getattr(scope.get("route"), "path", "")
-            seconds = time.monotonic() - begun
-            self._times.add(seconds, scope["method"], scope["scheme"], route, status)
-
-
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorBody, "description": "The request is wrong, or exceeds a limit."},
     "5XX": {"model": ErrorBody, "description": "The request cannot be served now."},
 }
-_EVENTS = """A stream of server-sent events, each a JSON object with its `type`:
-
-* `started`: `session_id`, `model`, `seed`, `rule`, `num_prompt_tokens`
-* `round`, before the tokens of the round: `index`, `first_index` (the index of the round's first
-  token in the answer), `proposed_token_ids`, `proposed_texts`, `proposed_parents` (in a tree, the
-  index of the proposed token that each token follows; -1 = the committed tokens), `num_accepted`,
-  `look_ahead_hit`, `draft_ms`, `wire_ms`, `queue_ms`, `verify_ms`, `commit_ms`
-* `tokens`: `first_index`, `token_ids`, `origins` (`accepted`, `correction`, `bonus`), `texts` (the
-  characters that each token completed), `text_delta` (new text of the answer; it may lag behind
-  `texts`), `logprobs` if requested
-* `finished`: `finish_reason` (`stop`, `length`, `cancelled`, `deadline`), `stop_string` and
-  `stop_token_id` (each null unless it ended the text), `usage`, `metrics`
-
-The stream ends with `[DONE]`. If an error occurs after `started`, the stream ends with an event
-that has the field `error`. If the model has no tokenizer, texts are null. If the client disconnects
-and the request has no `Idempotency-Key`, the session is cancelled. Each event has an id for the
-header `Last-Event-ID`."""
+_EVENTS = """A stream of server-sent events, each a JSON object with its `type`: `started`, `round`,
+`tokens` or `finished`. docs/window.md describes their fields. The stream ends with `[DONE]`. If an
+error occurs after `started`, the stream ends with an event that has the field `error`."""
 _METRICS: dict[int | str, dict[str, Any]] = {
     200: {"description": "Prometheus text format.", "content": {"text/plain": {}}},
 }
@@ -397,9 +352,7 @@ def build_app(
     app.router.route_class = BodyRoute
     app.state.access = access
     app.state.num_bytes = Counter()
-    app.add_middleware(Entrance, access=access, hosts=hosts)  # Middleware added later runs first.
-    if options.times is not None:
-        app.add_middleware(TimingMiddleware, times=options.times)
+    app.add_middleware(Entrance, access=access, hosts=hosts)
     add_error_handlers(app)
     runs = Generations(service, access, closing)
     _add_generation(app, service, runs, formats or ChatFormats(service.text))

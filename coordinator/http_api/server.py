@@ -20,6 +20,7 @@ import os
 import resource
 import socket
 import ssl
+import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from typing import TYPE_CHECKING, Any, cast
 import h11
 import uvicorn
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
@@ -313,10 +314,26 @@ class HttpServer:
         self._serving = asyncio.create_task(self._serve(listening))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._drains:
-            await error_response(shutting_down())(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
+        """Serves one request, and records the time from its arrival to the last byte sent."""
+        app = error_response(shutting_down()) if self._drains else self._app
+        if (times := self._options.times) is None:
+            await app(scope, receive, send)
+            return
+        status: int | None = None
+
+        async def send_noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        begun = time.monotonic()
+        try:
+            await app(scope, receive, send_noted)
+        finally:
+            route = getattr(scope.get("route"), "path", "")
+            seconds = time.monotonic() - begun
+            times.add(seconds, scope["method"], scope["scheme"], route, status)
 
     def _connect(self) -> HttpConnection:
         tls = None if self._tls is None else self._tls.current()
