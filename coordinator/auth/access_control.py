@@ -272,7 +272,7 @@ class RedisSlots:
         self._prefix = address.key_prefix
 
     async def take(self, caller: Caller, slots: Sequence[str], depth: int) -> None:
-        """Counts a request, and takes slots with these names. A slot that the caller has already
+        """Counts a request, and takes slots with these names. A slot that the caller already holds
         needs no free place. `depth` multiplies the size of the caller's bucket. If the bucket is
         empty, or too few slots are free, raises `Overloaded`, and neither counts nor takes."""
         keys = (self._key(caller.name, "bucket"), self._key(caller.name, "slots"))

@@ -74,9 +74,8 @@ class Progress:
         """Number of parts that the client has."""
         self.follows_event = last_event_id is not None
         self._begun = (0, 0, 0)
-        """Describes an event of which the client has some parts, but not all, if there is one: the
-        index of its choice, its number of tokens, and the number of its parts that the client has.
-        """
+        """If the client has only some parts of an event: the index of the event's choice, the
+        event's number of tokens, and the number of parts that the client has. Otherwise zeros."""
         if last_event_id is not None:
             found = _EVENT_ID.fullmatch(last_event_id)
             choices = found["choices"].split(".") if found else []

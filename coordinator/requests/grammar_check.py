@@ -84,7 +84,7 @@ class ConstraintChecks:
         self._compilers = [_Compiler(first_line) for _ in range(limits.COMPILE_THREADS)]
         self._idle = list(self._compilers)
         self._reasons: Newest[_Key, str] = Newest(limits.CHECKED_CONSTRAINTS_MAX)
-        """Why each constraint is refused. An empty reason means that it can be compiled."""
+        """Why each constraint is refused. Empty = the constraint can be compiled."""
         self._running: SharedCalls[_Key, None] = SharedCalls()
         self._turns = FairQueue()
 
