@@ -195,6 +195,7 @@ async def test_a_client_that_stops_reading_is_given_up(
         read = b""
         async with asyncio.timeout(WAIT_S):
             while b"data: [DONE]" not in read[-64:]:
+                assert not reader.at_eof()
                 if len(read) % 7 == 0:
                     await asyncio.sleep(0.02)
                 read += await reader.read(65_536)
