@@ -264,9 +264,8 @@ class HttpFeed:
         except (
             httpx.InvalidURL, httpx.LocalProtocolError, httpx.ReadError, httpx.WriteError
         ) as error:  # fmt: skip
-            self._ledger.count(
-                "http", type(error).__name__
-            )  # The request was never sent, or was refused before its body was read.
+            # The request was never sent, or was refused before its body was read.
+            self._ledger.count("http", type(error).__name__)
             return
         self._ledger.count("http", response.status_code)
         if found := _NEW_ID.search(text):

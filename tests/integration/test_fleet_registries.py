@@ -64,7 +64,6 @@ async def test_announced_replicas_are_listed_by_role_and_name(registries: Regist
 
 
 async def test_deployments_do_not_see_each_other(registries: Registries) -> None:
-    """The wanted counts of each deployment are kept by role."""
     first, second = registries.registry("d"), registries.registry("d2")
     await first.announce(TARGET)
     await first.note_started(7)
@@ -109,9 +108,7 @@ async def test_a_server_that_refuses_writes_reports_no_replica_as_gone(
     """Leases expire because the server refuses writes. This says nothing about the replicas."""
     registry = registries.registry("d")
     await registry.announce(TARGET)
-    admin.delete(
-        f"{registries.prefix}replica:{{d}}:target:target-1"
-    )  # As if the lease had expired.
+    admin.delete(f"{registries.prefix}replica:{{d}}:target:target-1")  # As if it had expired.
     admin.config_set("min-replicas-to-write", 1)
     try:
         with pytest.raises(StoreUnavailable):

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import httpx
 import openai
 import pytest
-from constrained import EndingEngine, grammars, hf_tokenizer
+from constrained import EndingEngine, grammars
 from models import byte_level_tokenizer
 from openai import AsyncOpenAI
 from pydantic import BaseModel
@@ -27,26 +27,21 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.tokenizer import TokenizerText
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
-
-
 GREEDY = SamplingParams(temperature=0.0)
 
 
-@pytest.fixture
-async def url(stack: Stack) -> AsyncIterator[str]:
-    async with http_front(stack) as found:
-        yield found
-
-
 @contextlib.asynccontextmanager
-async def calling(url: str) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+async def calling(stack: Stack) -> AsyncIterator[AsyncOpenAI]:
+    async with (
+        http_front(stack) as url,
+        AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
         yield client
 
 
 @pytest.fixture
-async def client(url: str) -> AsyncIterator[AsyncOpenAI]:
-    async with calling(url) as made:
+async def client(stack: Stack) -> AsyncIterator[AsyncOpenAI]:
+    async with calling(stack) as made:
         yield made
 
 
@@ -165,12 +160,13 @@ class Shape(BaseModel):
 
 @pytest.fixture
 async def constraining(tmp_path: Path) -> AsyncIterator[AsyncOpenAI]:
-    text = TokenizerText(hf_tokenizer(), "toy")
-    target, draft = EndingEngine(1), EndingEngine(2)
+    """Calls a server with the chat template for tools that comes with the package."""
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = read_chat_template(HERMES)
+    engines, text = (EndingEngine(1, 4096), EndingEngine(2, 4096)), TokenizerText(tokenizer, "toy")
     async with (
-        running_stack(target, draft, tmp_path, text=text, grammars=grammars) as stack,
-        http_front(stack) as url,
-        calling(url) as made,
+        running_stack(*engines, tmp_path, text=text, grammars=grammars) as stack,
+        calling(stack) as made,
     ):
         yield made
 
@@ -203,22 +199,6 @@ TOOLS: Any = [
 WRITTEN = r'Well\.<tool_call>\n\{"name": "news", "arguments": \{"city": "Rome"\}\}\n</tool_call>'
 
 
-@pytest.fixture
-async def calling_tools(tmp_path: Path) -> AsyncIterator[AsyncOpenAI]:
-    """A server with the chat template that comes with the package."""
-    tokenizer = byte_level_tokenizer()
-    tokenizer.chat_template = read_chat_template(HERMES)
-    target, draft = EndingEngine(1, 4096), EndingEngine(2, 4096)
-    async with (
-        running_stack(
-            target, draft, tmp_path, text=TokenizerText(tokenizer, "toy"), grammars=grammars
-        ) as stack,
-        http_front(stack) as url,
-        calling(url) as made,
-    ):
-        yield made
-
-
 @pytest.mark.parametrize(
     ("choice", "extra", "content", "reason"),
     [
@@ -229,7 +209,7 @@ async def calling_tools(tmp_path: Path) -> AsyncIterator[AsyncOpenAI]:
     ],
 )
 async def test_tools_in_every_mode(
-    calling_tools: AsyncOpenAI, choice: Any, extra: Any, content: str | None, reason: str
+    constraining: AsyncOpenAI, choice: Any, extra: Any, content: str | None, reason: str
 ) -> None:
     """The stream has the same calls as the whole answer. The conversation then continues with the
     calls' results and with the message as the client returns it. With `auto`, the grammar makes the
@@ -238,14 +218,14 @@ async def test_tools_in_every_mode(
         "model": "model", "messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "seed": 3,
         "max_tokens": 400, "parallel_tool_calls": choice == "auto", "extra_body": extra,
     }  # fmt: skip
-    whole = (await calling_tools.chat.completions.create(**fields)).choices[0]
+    whole = (await constraining.chat.completions.create(**fields)).choices[0]
     assert (whole.message.content, whole.finish_reason) == (content, reason)
     calls: Any = whole.message.tool_calls or []
     assert len(calls) == (choice != "none")
     for call in calls:
         assert call.function.name in ("weather", "news")[choice not in ("required",) :]
         assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
-    async with calling_tools.chat.completions.stream(**fields) as stream:
+    async with constraining.chat.completions.stream(**fields) as stream:
         streamed = (await stream.get_final_completion()).choices[0]
     assert (streamed.message.content or None, streamed.finish_reason) == (content, reason)
     again: Any = streamed.message.tool_calls or []
@@ -253,7 +233,7 @@ async def test_tools_in_every_mode(
     assert [(call.function.name, call.function.arguments) for call in again] == told
     results = [{"role": "tool", "tool_call_id": call.id, "content": "warm"} for call in calls]
     messages = [*MESSAGES, whole.message, *results]
-    answer = await calling_tools.chat.completions.create(
+    answer = await constraining.chat.completions.create(
         model="model", messages=messages, tools=TOOLS, tool_choice="none", max_tokens=5
     )
     assert answer.usage is not None
@@ -261,8 +241,6 @@ async def test_tools_in_every_mode(
 
 
 LONG: Any = {"model": "model", "prompt": [1, 2, 3], "max_tokens": 4000, "seed": 1}
-
-
 WAIT_S = 20.0
 
 
@@ -282,10 +260,9 @@ async def until(holds: Callable[[], bool]) -> None:
 
 async def ended_as(stack: Stack, session_id: str) -> FinishReason:
     async with asyncio.timeout(WAIT_S):
-        while (found := await stack.coordinator.session(session_id)).finish_reason is None:
+        while (found := (await stack.coordinator.session(session_id)).finish_reason) is None:
             await asyncio.sleep(0.01)
-    assert found.finish_reason is not None
-    return found.finish_reason
+    return found
 
 
 @pytest.mark.parametrize("stream", [False, True])

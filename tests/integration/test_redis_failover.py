@@ -171,11 +171,6 @@ async def pause(servers: RedisServers) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
-async def demote(servers: RedisServers) -> None:
-    """Demotes the primary as an operator would. All servers stay up."""
-    await servers.demote()
-
-
 @pytest.mark.parametrize(
     ("fault", "wait_replicas", "within_s"),
     [
@@ -184,18 +179,16 @@ async def demote(servers: RedisServers) -> None:
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
-                (demote, 0, BACK_S), (pause, 0, BACK_S), (kill, 1, FOLLOWED_S),
-                (demote, 1, FOLLOWED_S),
+                (RedisServers.demote, 0, BACK_S), (pause, 0, BACK_S), (kill, 1, FOLLOWED_S),
+                (RedisServers.demote, 1, FOLLOWED_S),
             )
         ),
     ],
 )  # fmt: skip
 async def test_commits_go_on_at_the_promoted_replica(
-    servers: RedisServers,
-    fault: Callable[[RedisServers], Awaitable[None]],
-    wait_replicas: int,
+    servers: RedisServers, fault: Callable[[RedisServers], Awaitable[None]], wait_replicas: int,
     within_s: float,
-) -> None:
+) -> None:  # fmt: skip
     """Under load, no session is stuck, and shown tokens do not change. Owners send again what the
     new primary lacks. If commits wait for no replica, a session that the new primary does not know
     ends as lost, and a finished session may lack its last tokens."""
@@ -314,10 +307,9 @@ async def test_what_is_wrong_with_sentinels_is_said(tmp_path: Path) -> None:
         right = RedisAddress(url=made.url, sentinel_password="qui" + "et", key_prefix="outrider:")
         assert "hush" in right.url
         elsewhere = right.url.removesuffix("/outrider/0")
+        unknown = "no Sentinel names a primary .* AuthenticationError"
         cases = {
-            "no Sentinel names a primary .* AuthenticationError": {
-                "sentinel_password": "swordfish"
-            },
+            unknown: {"sentinel_password": "swordfish"},
             "no Sentinel names a primary .* up\\)": {"url": f"{elsewhere}/other"},
             "is a Sentinel": {"url": f"redis://:quiet@{made.sentinel.address}"},
             "invalid username-password": {"url": right.url.replace("hush", "swordfish")},
@@ -326,9 +318,7 @@ async def test_what_is_wrong_with_sentinels_is_said(tmp_path: Path) -> None:
         for message, change in cases.items():
             with pytest.raises(ConfigError, match=message) as refused:
                 await RedisStore.connect(replace(right, **change))
-            assert not {"hush", "quiet", "swordfish", "\n"} & set(
-                re.findall(r"hush|quiet|swordfish|\n", refused.value.message)
-            )
+            assert re.search(r"hush|quiet|swordfish|\n", refused.value.message) is None
         hosts = elsewhere.replace("127.0.0.1:", "127.0.0.1:1,127.0.0.1:")
         store = await RedisStore.connect(replace(right, url=f"{hosts}/outrider"))
         await store.open(new_session())

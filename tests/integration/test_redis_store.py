@@ -33,9 +33,7 @@ from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.redis_address import RedisAddress
 from outrider.sessions.redis_store import RedisStore
 from outrider.sessions.state import Session
-from outrider.sessions.store import (
-    Counters,
-)
+from outrider.sessions.store import Counters
 from tests.chaos.proxy import FaultProxy
 
 pytestmark = pytest.mark.xdist_group("redis")
@@ -58,7 +56,7 @@ async def test_sessions_expire(server: EmbeddedRedis, admin: redis.Redis) -> Non
     for session_id in IDS[:2]:
         await store.open(new_session(session_id))
     await store.finish(end_of(Session(new_session(IDS[1]))))
-    wait_until(lambda: not admin.keys("ttl:*"), 10)
+    wait_until(lambda: not admin.keys("ttl:*"))
     for session_id in IDS[:2]:
         with pytest.raises(NotFound):
             await store.load(session_id)
@@ -216,7 +214,7 @@ async def test_a_dead_server_is_noticed_and_comes_back_with_its_sessions(tmp_pat
         assert await appended(store, session, 1) == 4
         with redis.Redis.from_url(server.url, protocol=2) as admin:
             admin.execute_command("BGREWRITEAOF")
-            wait_until(lambda: not admin.info("persistence")["aof_rewrite_in_progress"], 10)
+            wait_until(lambda: not admin.info("persistence")["aof_rewrite_in_progress"])
         os.kill(server.pid, signal.SIGKILL)
         with pytest.raises(StoreUnavailable):
             await appended(store, session, 2)
@@ -309,8 +307,8 @@ def test_the_server_dies_with_a_killed_parent(tmp_path: Path) -> None:
         pid = int(parent.stdout.readline())
         os.kill(pid, 0)
         parent.kill()
-    wait_until(lambda: not Path(f"/proc/{pid}").exists(), 10)
-    wait_until(lambda: starts(tmp_path), 10)
+    wait_until(lambda: not Path(f"/proc/{pid}").exists())
+    wait_until(lambda: starts(tmp_path))
 
 
 def starts(directory: Path) -> bool:
@@ -321,8 +319,8 @@ def starts(directory: Path) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], bool], seconds: float) -> None:
-    give_up_at = time.monotonic() + seconds
+def wait_until(condition: Callable[[], bool]) -> None:
+    give_up_at = time.monotonic() + 10
     while not condition():
         assert time.monotonic() < give_up_at
         time.sleep(0.02)

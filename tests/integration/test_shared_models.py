@@ -47,13 +47,6 @@ def _config(path: Path, dtype: str) -> TargetConfig:
     )
 
 
-def _tiny(directory: Path) -> Path:
-    config = tiny_config("llama", vocab_size=37)
-    config.num_key_value_heads = 4
-    tiny_module(config, dtype=torch.float64).save_pretrained(directory)
-    return directory
-
-
 def _whole(config: TargetConfig) -> PagedEngine:
     module, info = load_model(
         Path(config.directory), name=config.model, dtype=config.dtype, device="cpu"
@@ -97,7 +90,10 @@ def _greedy(engine: Engine, prompt: Sequence[int], num_tokens: int) -> list[int]
 def test_a_shared_engine_gives_what_the_whole_one_gives(tmp_path: Path) -> None:
     """Logits agree in float64 to 1e-10 in every kind of call, the same pages are in use, and greedy
     tokens are those of the library's `generate`. After a refused request, the ranks still agree."""
-    config = _config(_tiny(tmp_path), "float64")
+    model = tiny_config("llama", vocab_size=37)
+    model.num_key_value_heads = 4
+    tiny_module(model, dtype=torch.float64).save_pretrained(tmp_path)
+    config = _config(tmp_path, "float64")
     whole = _whole(config)
     with _shared(config, 2) as (engine, _):
         assert engine.info == whole.info
