@@ -35,8 +35,8 @@ class CoordinatorServicer:
     def generate(
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncGenerator[pb.GenerateEvent]:
-        """Streams a generation. If the client disconnects, the generation stops. Unless a client
-        resumes the generation within `resume_grace_ms`, it is then cancelled."""
+        """Streams a generation. If the client disconnects, the generation stops. If no client then
+        resumes it within `resume_grace_ms`, the generation is cancelled."""
         caller = current_caller()
         asked, trace = request_from_proto(request), _traceparent(context)
         return self._events(self._service.generate(asked, caller.tenant, trace))
@@ -44,7 +44,7 @@ class CoordinatorServicer:
     def resume(
         self, request: pb.ResumeRequest, context: Context
     ) -> AsyncGenerator[pb.GenerateEvent]:
-        """Streams the events that the client lacks. A disconnect has the same effect as in
+        """Streams the events that the client lacks. A disconnect has the effect as in
         `generate`."""
         caller, asked = current_caller(), resume_from_proto(request)
         running = self._service.resume(asked, caller.tenant, _traceparent(context))

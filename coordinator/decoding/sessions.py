@@ -59,6 +59,7 @@ class RequestKey:
 
     @property
     def value(self) -> str:
+        """The value that the store keeps under `name`; empty without a session."""
         return self.session_id and f"{self.session_id} {self.digest}"
 
     def found(self, value: str) -> Self:
@@ -83,10 +84,9 @@ class KeyTaken(OutriderError):
 
 
 class OwnedSessions:
-    """The sessions of one coordinator. A session has at most one run at a time. For each session
-    that stops running here, the store gets a release or an end. The number of simultaneous
-    take-overs is limited, because all clients of a dead coordinator resume their sessions at once.
-    """
+    """The sessions of one coordinator. A session has at most one run at a time. When a run ends,
+    the store gets a release or an end of the session. The number of simultaneous take-overs is
+    limited, because all clients of a dead coordinator resume their sessions at once."""
 
     def __init__(
         self,
@@ -106,14 +106,14 @@ class OwnedSessions:
         self._config = config
         self._background: set[asyncio.Task[Any]] = set()
         self.running: dict[str, SessionRun] = {}
-        """Session id -> run. Before a run is added, `vacate` ends an earlier run of the session."""
+        """Session id -> run. `vacate` ends a session's earlier run before a new run is added."""
         self._ending: dict[str, asyncio.Task[None]] = {}
         """Session id -> task that ends the session's run."""
         self._telling: dict[str, Told] = {}
         """Session id -> newest task that sends the session's release or end to the store."""
         self._taking: list[str] = []
         """Ids of sessions that are being taken over. If two clients resume a session at the same
-        time, the list has the session's id twice."""
+        time, the list has its id twice."""
         self._unsettled: set[str] = set()
         """Ids of sessions for which `SessionStore.take_over` is running."""
         self.scored_ids: set[str] = set()

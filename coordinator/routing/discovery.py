@@ -64,8 +64,7 @@ class Discovery:
         registry: RedisRegistry | None = None,
         link: Callable[[Role, str], Link] | None = None,
     ) -> None:
-        """`own_name` is this coordinator's name in the registry. `link(role, address)` sends
-        nothing."""
+        """`own_name` is this coordinator's name in the registry."""
         self._own_name = own_name
         self._pools: dict[Role, ReplicaPool] = {"target": targets, "draft": drafts}
         self._registry: Any = registry

@@ -51,8 +51,8 @@ _log = logging.getLogger(__name__)
 RETRY_S = 1.0
 """Pause before a draft that failed is asked again."""
 _VAIN_FEEDS_MAX = 2
-"""A feed sends hidden states to the draft. If the draft holds no more tokens after this many feeds
-in a row than before, no feed follows for `RETRY_S`."""
+"""A feed sends hidden states to the draft. If this many feeds in a row do not increase the number
+of tokens that the draft holds, no feed follows for `RETRY_S`."""
 
 
 class PushedProposals:
@@ -79,8 +79,8 @@ class PushedProposals:
         return number == self._round + 1
 
     def begin(self, number: int, tokens: TokenSequence) -> ProposalReply | None:
-        """Begins round `number` and drops all kept proposals. Returns the one for these `tokens`,
-        if any."""
+        """Begins round `number` and drops all kept proposals. Returns the proposal for `tokens`;
+        None if it was not kept."""
         found = None
         if self.expects(number):
             for base_length in {length for length, _ in self._kept}:
@@ -145,7 +145,7 @@ class DraftClient(_ModelDrafts):
         self._held_before = 0
         """Number of tokens that the draft held before the newest feed, as far as is known."""
         self._num_vain = 0
-        """Number of feeds in a row after which the draft held no more tokens than before."""
+        """Number of newest feeds in a row after which the draft held no more tokens."""
         self._is_behind = False
         """Whether the draft lacks hidden states, so that this round gets no proposal from it."""
         self._look_ahead = 0

@@ -106,7 +106,7 @@ class Drafts:
 
     @property
     def cache_state(self) -> CacheState | None:
-        """The draft replica and the number of tokens that it holds; None without a draft
+        """The draft replica and its number of the session's tokens; None without a draft
         replica."""
         return None
 

@@ -145,14 +145,12 @@ class ReplicaPool:
 
     @property
     def num_bytes(self) -> Counter[str]:
-        """Sum of `Link.num_bytes` over all replicas, including removed ones. Any thread may read
-        it."""
+        """Sum of `Link.num_bytes` over all replicas, also removed ones. Any thread may read it."""
         return sum((one.link.num_bytes for one in list(self.replicas.values())), self._left)
 
     def newest(self, weights: str = "") -> ReplicaDescription | None:
-        """Description of the newest replica with these `weights` (empty = any); None if no replica
-        has them. Present replicas go before others, and then replicas that are not on trial before
-        others."""
+        """Description of the newest replica with these `weights` (empty = any); None without one.
+        Prefers present replicas, and then replicas that are not on trial."""
         replicas = [
             replica for replica in self.replicas.values()
             if weights in ("", replica.description.weights)
@@ -207,8 +205,7 @@ class ReplicaPool:
         self._tell_found()
 
     def retire(self, name: str) -> None:
-        """Marks a replica as leaving. Each of its sessions moves when the session's next round
-        begins."""
+        """Marks a replica as leaving. Its sessions move when their next rounds begin."""
         if name in self.replicas:
             self.replicas[name].leaving = True
 
@@ -436,8 +433,8 @@ class SessionContext:
 class SessionRoute(Generic[Item, Answer]):
     """Sends one session's messages to its replica, and keeps the answers. Moves the session to
     another replica if its replica is away or leaving. The old replica gets a Release message only
-    when the session ends. After a Release message, it would refuse the session if the session
-    returned."""
+    when the session ends, because the session may return to it, and a replica refuses released
+    sessions."""
 
     def __init__(self, pool: ReplicaPool, context: SessionContext) -> None:
         """The session begins at the replica that its record names. If this replica is not present,
