@@ -189,7 +189,7 @@ class RoundCosts:
         )
 
     def note_load(self, played: PlayedRound, round_s: float) -> None:
-        """Counts a round of any kind. `round_s` is the time since the end of the round before. If
+        """Counts a round of any kind. `round_s` is the time since the end of the previous round. If
         the verdicts of several rounds arrive together, the first of these rounds gets the time of
         all."""
         self._round.note(self._bounded(round_s))
@@ -227,7 +227,8 @@ class RoundCosts:
         self._draft.note(num_asked * self._draft_token, self._bounded(waited_s))
 
     def forecast(self, num_draft_tokens: int, context: int) -> Forecast:
-        """Returns the costs of up to `num_draft_tokens` in a session of `context` tokens."""
+        """Forecasts a round of up to `num_draft_tokens` draft tokens in a session of `context`
+        tokens."""
         others, pace = self._others(), self._pace()
         loads = np.array([self._load(num, context, others) for num in range(num_draft_tokens + 1)])
         verify_s = float(self._target.at(loads[0]))
@@ -263,8 +264,8 @@ class RoundCosts:
         return self._round.value > 0
 
     def reading_lost(self, plain_s: float, num_missed: int) -> float:
-        """Returns the number of tokens that all sessions lose while a draft reads the `num_missed`
-        tokens that it lacks of a plain session."""
+        """Returns the number of tokens that all sessions lose while the draft reads `num_missed`
+        tokens of a plain session."""
         if self._draft_table is None or num_missed == 0:
             return 0.0
         reading_s = self._draft_table.step_seconds(num_missed)
