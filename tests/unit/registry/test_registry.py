@@ -25,8 +25,7 @@ def test_of_other_versions_what_is_known_is_read() -> None:
 
 
 def test_what_is_no_record_is_refused_with_what_is_wrong() -> None:
-    """Types are strict, and values bounded: else an invalid record would mislead the autoscaler by
-    its numbers, and a coordinator by its length."""
+    """Else an invalid record would mislead the autoscaler and coordinators."""
     for changes in (
         {"pid": "7"}, {"role": "boss"}, {"load": -1}, {"load": 10**13}, {"pid": 10**400},
         {"address": "h" * 5000}, {"figures": {"busy": math.nan}},

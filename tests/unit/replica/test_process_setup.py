@@ -182,9 +182,8 @@ def test_ranks_on_vllm_meet_once_the_leader_has_loaded_its_head(
 def test_a_quantised_checkpoint_that_the_library_loads_is_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By its own layers, if its answers on pages are correct. Methods that the library does not
-    know, that cannot run on this device, and ranks are refused by the method's name, with an
-    alternative."""
+    """By its own layers, if its answers on pages are correct. Otherwise it is refused by the
+    method's name, with an alternative."""
     directory = save_tiny_model(tmp_path)
     config = TargetConfig(directory=str(directory), model="tiny", device="cpu")
     step = SequenceStep("s", (1, 2, 3), 3)

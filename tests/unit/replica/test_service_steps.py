@@ -133,8 +133,6 @@ async def desk() -> AsyncIterator[Desk]:
 
 
 async def test_a_step_takes_one_item_a_session_in_order_of_arrival() -> None:
-    """Four sessions with a limit of three: the second round of a session and the fourth session
-    wait for the next step."""
     desk = Desk(max_batch=3)
     for session, round_index in ((1, 0), (1, 1), (2, 0), (3, 0), (4, 0)):
         desk.submit(session, round_index)

@@ -50,8 +50,7 @@ def test_the_last_of_many_prompts_is_read_as_fast_as_the_first() -> None:
 
 
 def test_costs_that_were_wrong_are_corrected_by_the_steps_themselves() -> None:
-    """Contexts are cheaper than measured, so rounds take less time than predicted, and chunks are
-    too long at first. Soon gaps grow only as allowed."""
+    """Contexts are cheaper than measured, so chunks are too long at first."""
     foretold = StepCosts((1, 512), (0.010, 0.260), slot_s=6e-6)
     true = StepCosts((1, 512), (0.010, 0.260), slot_s=2e-6)
     budget = TokenBudget(512, 64, foretold)
@@ -99,8 +98,7 @@ def test_beside_rounds_a_step_grows_as_much_as_it_may(
 
 
 def test_passes_that_admit_nothing_are_no_steps() -> None:
-    """As those of a draft that looks ahead: rounds are still expected after them, and their time
-    corrects nothing."""
+    """As those of a draft that looks ahead. Their time corrects nothing."""
 
     def parts(num_between: int) -> list[int]:
         budget = TokenBudget(512, 64, COSTS)

@@ -60,8 +60,7 @@ class Setting:
 
 
 def test_the_youngest_gives_way_and_no_more_than_needed() -> None:
-    """Three sessions fill four pages; the oldest grows by one page: only the youngest loses its
-    own, and waits, since the others continue."""
+    """The oldest grows by one page. Only the youngest loses its pages, and waits."""
     at = Setting(num_pages=4)
     assert at.step(at.demand(1, 8), at.demand(2, 4), at.demand(3, 4)) == [8, 4, 4]
     assert at.step(at.demand(3, 5, base=4), at.demand(1, 9, base=8)) == [WAITS, 1]
@@ -95,8 +94,7 @@ def test_an_item_takes_what_it_can_run(num_pages: int, is_whole: bool | None) ->
 
 
 def test_a_lost_session_is_told_only_when_it_fits_again() -> None:
-    """And then whole, with its draft: session 2 of 4 + 4 tokens has lost its page to session 1,
-    which has three of the four pages; resynchronising it takes two."""
+    """And then whole, with its draft. Resynchronising session 2 takes two of the four pages."""
     at = Setting(num_pages=4)
     at.step(at.demand(1, 8), at.demand(2, 4), at.demand(3, 4))
     at.step(at.demand(1, 13, base=8))
@@ -111,8 +109,7 @@ def test_a_lost_session_is_told_only_when_it_fits_again() -> None:
 
 
 def test_a_prompt_is_looked_up_once_when_its_first_tokens_are_run() -> None:
-    """Two with the same 150 tokens, 64 a step: the second waits for its turn, and then starts from
-    what the first has written meanwhile."""
+    """The second starts from what the first has written meanwhile, 64 tokens a step."""
     at = Setting(num_pages=128, max_tokens=64)
     at.engine.info = ToyEngine(max_model_len=200).info
     first = at.demand(1, 150)

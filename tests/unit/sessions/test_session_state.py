@@ -172,6 +172,5 @@ TestOwner.settings = settings(max_examples=80, stateful_step_count=30, deadline=
 
 
 def test_a_session_that_writes_nothing_does_not_expire_under_its_owner() -> None:
-    """Nothing renews its time to live while its target is away for its whole deadline, and then its
-    client for the whole grace period."""
+    """Nothing renews its time to live while its target, and then its client, is away."""
     assert SESSION_TTL_S > (DEADLINE_MS_MAX + WAIT_MS_MAX) / 1e3 + COMMIT_GRACE_S

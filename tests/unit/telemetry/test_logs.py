@@ -74,8 +74,7 @@ def test_the_log_of_a_running_replica_stays(
 
 
 def test_the_log_of_a_detached_process_is_bounded(tmp_path: Path) -> None:
-    """Including what it writes to standard error itself, such as its last error, which is in the
-    file that commands read."""
+    """With its last error on standard error, which commands read."""
     code = (
         "import logging, os, sys; from pathlib import Path\n"
         "from outrider.telemetry import logs as log_files; from deploy.cli import serve\n"

@@ -35,8 +35,8 @@ def test_without_data_every_depth_has_the_assumed_acceptance() -> None:
 
 @pytest.mark.parametrize("short", [(), (0.0,)])
 def test_a_proposal_that_ends_early_says_nothing_of_later_depths(short: tuple[float, ...]) -> None:
-    """Half of the proposals are empty, or of one token that is refused; all tokens of the others
-    are accepted. So the chance of eight tokens is 1/2, not (1/2)^8."""
+    """Half of the proposals are empty or refused, the others accepted. So eight tokens have the
+    chance 1/2."""
     one = averages()
     for index in range(4000):
         one.note(observed(8, (1.0,) * 8 if index % 2 else short))
@@ -46,8 +46,7 @@ def test_a_proposal_that_ends_early_says_nothing_of_later_depths(short: tuple[fl
 
 
 def test_a_depth_that_a_session_has_not_tried_follows_the_one_before() -> None:
-    """Over all sessions, acceptance is 0.5 and then 0.4. A session with more acceptance at the
-    first depth is expected to have more at the second, in proportion."""
+    """A session with more acceptance at the first depth is expected to have more at the second."""
     shared = averages()
     for _ in range(2000):
         shared.note(observed(2, survival_of([0.5, 0.4])))

@@ -242,8 +242,7 @@ async def answered(port: int, context: ssl.SSLContext) -> bool:
 async def test_a_new_certificate_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """New connections use the new certificate and the new authority. A certificate without its key
-    changes nothing. Open connections go on."""
+    """So is a new authority. A certificate without its key changes nothing."""
     monkeypatch.setattr("outrider.files.KEY_FILE_LOOK_MS", 0)
     files = TlsFiles(tmp_path / "tls.pem", tmp_path / "key.pem", tmp_path / "ca.pem")
 
@@ -305,8 +304,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("few")
 async def test_silent_sockets_keep_no_caller_out(encryption: Any) -> None:
-    """Twice as many silent sockets as there may be connections are closed for callers, and an idle
-    connection is kept. With TLS, the silent sockets have not begun their handshake."""
+    """There are twice as many as there may be connections. With TLS, they begin no handshake."""
     tls, context = encryption
     async with AsyncExitStack() as stack:
         port = await stack.enter_async_context(serving(tls=tls, access=ACCESS))

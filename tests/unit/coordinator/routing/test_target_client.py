@@ -147,8 +147,7 @@ def opened(item: Any) -> Any:
 async def test_a_proposal_is_verified_as_far_as_its_q_is_readable(
     q: bytes, num_verified: int, is_broken: bool
 ) -> None:
-    """The rest counts as not proposed. The first message is repeated before its refusal comes, so
-    the second refusal is not about what was sent since."""
+    """The first message is repeated before its refusal comes, so that comes twice."""
     proposal = SealedProposal((1, 2), q)
     link = ScriptedLink(None, opened)
     seen = Unreadable()

@@ -29,8 +29,7 @@ def parsed(*words: str) -> Arguments:
 
 
 def test_with_keys_users_may_come_from_elsewhere() -> None:
-    """Targets and drafts require no keys, so they stay on loopback unless they have certificates or
-    `insecure`. On a cluster they must have one of these two."""
+    """Targets and drafts have no keys. They stay on loopback without certificates or `insecure`."""
     keys = {"host": EVERYWHERE, "api_key": KEY}
     config = load_config(keys, {})
     hosts = [one.host for one in (config.coordinator, config.target, config.draft)]

@@ -86,8 +86,7 @@ class _Recorder(Console):
 
 @pytest.mark.parametrize("known", [True, False])
 def test_each_token_has_the_colour_of_its_origin(tmp_path: Path, known: bool) -> None:
-    """Also if an event ends inside a token's text. Without a tokenizer, all text of an event has
-    the colour of most of its tokens."""
+    """Also inside a token's text. Without a tokenizer, the commonest origin of an event counts."""
     vocabulary = {"a": 0, "bb": 1, "ccc": 2, "?": 3}
     made = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))  # noqa: S106
     made.decoder = decoders.Fuse()

@@ -117,8 +117,7 @@ def test_bounds_hold_at_once_and_roles_without_are_left_alone() -> None:
 
 
 def test_as_many_are_wanted_as_were_there_where_they_have_long_been_enough() -> None:
-    """Four of eight replicas are present, and their load decides. To want four, it may be higher
-    than to want fewer."""
+    """Four of eight replicas are there, and their load decides."""
     fleet = Fleet(target=8)
     fleet.there["target"] = 4
     fleet.says["target"] = {"busy": 0.5, "fill": 1.0}

@@ -135,8 +135,7 @@ def test_a_head_may_run_on_draft_replicas(tiny: Path, tmp_path: Path) -> None:
 def test_a_published_head_is_known_by_its_files(
     tiny: Path, tmp_path: Path, save: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The head is in a directory, or in a hub repository that has been fetched. The target gets it,
-    and no draft runs. Other models are no heads."""
+    """In a directory, or in a hub repository that has been fetched. Other models are no heads."""
     head = save(tmp_path / "head", tiny, (1, 2, 5))
 
     def snapshot(name: str, allow_patterns: list[str]) -> str:

@@ -59,9 +59,8 @@ def _simulated(**changes: Any) -> FleetFigures:
 
 
 def test_one_session_takes_the_sum_of_its_parts() -> None:
-    """A round takes 20 ms for the verdict, 2 ms for the rest with the coordinator's 0.3 ms, 0.5 + 2
-    * 4 * 1 ms for the wait, and 3 ms for the link. All tokens are accepted, so each round brings
-    five."""
+    """20 ms for the verdict, 2 ms for the rest, 0.5 + 2 * 4 * 1 ms for the wait, 3 ms for the link.
+    All tokens are accepted, so a round brings five."""
     found = _simulated(
         pair=_pair(*ALL),
         times={"wait": Line(0.0005, 2.0), "rest_s": 0.002, "round_trip_s": 0.003},
@@ -77,9 +76,8 @@ def test_one_session_takes_the_sum_of_its_parts() -> None:
 
 
 def test_a_look_up_finds_what_it_proposes_without_a_replica() -> None:
-    """Half of the rounds propose four tokens, and all are accepted. So a round brings three tokens
-    on average and takes 20 ms. The bound of five standard errors fails by chance with probability
-    1e-6."""
+    """Half of the rounds propose four tokens, and all are accepted. The bound of five standard
+    errors fails by chance with probability 1e-6."""
     half = _pair(*ALL, proposed_per_round=2.0, steps_per_round=0.0)
     found = _simulated(pair=half, drafts=0, sessions=8, times={"draft": None})
     assert found.busy[1] == 0
@@ -88,8 +86,7 @@ def test_a_look_up_finds_what_it_proposes_without_a_replica() -> None:
 
 
 def test_a_round_accepts_by_its_survival() -> None:
-    """A round brings 1 + 0.8 + 0.5 + 0.1 tokens on average. The bound is five standard errors of
-    about 2,000 rounds."""
+    """1 + 0.8 + 0.5 + 0.1 tokens on average, within five standard errors of 2,000 rounds."""
     survival = (0.8, 0.5, 0.1)
     found = _simulated(sessions=16, pair=_pair(*survival))
     rounds = found.rounds_per_second * 4
@@ -99,8 +96,7 @@ def test_a_round_accepts_by_its_survival() -> None:
 
 
 def test_rows_sessions_and_contexts_cost_what_the_table_says() -> None:
-    """Five sessions share all steps. A step has 25 rows, and each context is 16 tokens and the
-    answer so far."""
+    """Five sessions share steps of 25 rows. A context is 16 tokens and the answer so far."""
     costs = StepCosts((1, 101), (0.010, 0.020), session_s=0.001, slot_s=1e-5, row_slot_s=1e-6)
     found = _simulated(sessions=5, times={"target": costs}, warm_up_s=0.5)
     assert found.sessions_per_step == pytest.approx(5, rel=0.05)
@@ -119,8 +115,8 @@ def test_a_rate_is_served_as_it_comes() -> None:
 
 
 def test_look_ahead_hides_the_draft_where_it_hits() -> None:
-    """K = 4. With all outcomes drafted in time, a round takes the target's 20 ms. If a quarter are
-    missed, these rounds take 4 ms more (within five standard errors of 200 rounds)."""
+    """A round takes the target's 20 ms. A quarter of misses takes 4 ms more, within five standard
+    errors of 200 rounds."""
     found = _simulated(pair=_pair(0.0, 0.0, 0.0, 0.0, look_ahead=5, hit_rate=1.0))
     assert found.rounds_per_second == pytest.approx(1 / 0.020, rel=0.02)
     assert found.hit_rate == pytest.approx(1.0, abs=0.02)

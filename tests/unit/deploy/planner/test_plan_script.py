@@ -123,9 +123,8 @@ def test_at_temperature_0_told_rounds_are_played_rounds(draft: DraftConfig, k: i
     ids=lambda value: "" if isinstance(value, DraftConfig) else value.value,
 )
 def test_at_temperature_1_they_are_so_in_the_mean(draft: DraftConfig, rule: Rule) -> None:
-    """Compares the number of rounds and the acceptance of first draft tokens over 40 sessions of 40
-    tokens. Standard errors are below 0.45 and 0.014, so each bound fails by chance with probability
-    below 1e-4 (the seeds are fixed)."""
+    """Rounds, and acceptance of first tokens. Standard errors are below 0.45 and 0.014, so each
+    bound fails by chance with probability below 1e-4."""
     sample = _sample(draft, 1.0, num=40)
     told = total(scripted(draft, sample, rule, 3))
     played = _played(draft, sample, rule, 3)
@@ -154,8 +153,7 @@ def _session(
 
 
 def test_a_rehearsal_finds_what_rounds_take_beside_the_tables() -> None:
-    """The wait is 3 ms + 2 draft steps, the verification 1 ms + 1.5 target steps. An outlier is
-    ignored."""
+    """The wait is 3 ms + 2 draft steps, the verification 1 ms + 1.5 target steps."""
     sample = _sample(MODEL, 0.0)
     played = []
     for text in sample.texts:
@@ -182,8 +180,7 @@ def shown(**told: Any) -> str:
 
 
 def test_a_plan_says_how_to_deploy_it() -> None:
-    """The report has a complete command with the planned drafter. A draft on its own device would
-    look ahead by default, so the command names the planned look-ahead."""
+    """A draft on its own device would look ahead by default, so the command names that."""
     plan = choose(1, Replays(MODEL, _sample(MODEL, 0.0)), TIMES)
 
     def told(**chosen: int) -> str:
