@@ -99,8 +99,8 @@ def find_layers(module: Any, max_model_len: int) -> list[AttentionLayer]:
 
 
 def set_attention(module: Any, name: str) -> None:
-    """Selects the module's attention by name. Raises `ConfigError` if the module lacks this
-    choice."""
+    """Selects the module's attention by name. Raises `ConfigError` if the module's attention cannot
+    be replaced."""
     try:
         module.set_attn_implementation(name)
     except (ValueError, AttributeError) as error:
