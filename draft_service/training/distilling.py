@@ -220,13 +220,14 @@ class _Run:
         num, num_held_out = len(documents), sum(document.is_held_out for document in documents)
         if num < HELD_OUT_EVERY:
             wrong = f"only {num} texts were written or given; at least {HELD_OUT_EVERY} are needed"
-        elif num_held_out in (0, num):
-            which = "all" if num_held_out else "none"
-            wrong = f"{which} of the {num} texts would be held out; some must be, but not all"
+        elif num_held_out == 0:
+            wrong = f"none of the {num} texts would be held out to measure the drafter"
+        elif num_held_out == num:
+            wrong = f"all {num} texts would be held out, and none learned"
         else:
             return
         key = "tokens" if self._options.tokens is not None else "minutes"
-        raise SettingError(key, f"{wrong}; raise it, or add texts to --corpus")
+        raise SettingError(key, f"{wrong}; raise --{key}, or add texts to --corpus")
 
     def _cache(self, documents: Sequence[Document]) -> TeacherCache:
         return TeacherCache(self._place, documents, self._module, self._learner.taps)

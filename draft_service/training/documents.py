@@ -88,7 +88,7 @@ def corpus_files(directory: Path) -> list[Path]:
         raise SettingError(
             "corpus",
             f"{directory} holds {len(found)} files of {', '.join(_SUFFIXES)}; "
-            f"1 to {CORPUS_FILES_MAX} are read",
+            f"1 to {CORPUS_FILES_MAX} are allowed",
         )
     return found
 

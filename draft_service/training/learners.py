@@ -161,8 +161,8 @@ class Eagle3(Learner):
         if num_layers < _LAYERS_WITH_TAPS:
             raise SettingError(
                 "kind",
-                f"an EAGLE-3 head reads three layers of its target, which has {num_layers} and "
-                f"needs at least {_LAYERS_WITH_TAPS}",
+                f"an EAGLE-3 head needs a target with at least {_LAYERS_WITH_TAPS} layers; the "
+                f"target has {num_layers}",
             )
         self.taps = (2, num_layers // 2, num_layers - 3)
 

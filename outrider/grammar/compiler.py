@@ -299,7 +299,7 @@ def _check_strict(schema: dict[str, Any], field: str) -> None:
     """Raises `BadRequest` for a lenient schema, because the compiler would ignore parts of it."""
     options = schema.get("x-guidance")
     if isinstance(options, dict) and options.get("lenient", False) is not False:
-        raise BadRequest(field, "x-guidance.lenient is not allowed: parts would be ignored")
+        raise BadRequest(field, "x-guidance.lenient is not allowed: it ignores parts of a schema")
 
 
 def _literal(text: str) -> str:

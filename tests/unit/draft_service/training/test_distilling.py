@@ -171,9 +171,9 @@ def test_too_few_texts_are_refused_before_they_are_read(target: Target, tmp_path
     (tmp_path / "corpus").mkdir()
     stages: set[str] = set()
     for lines, tokens, said in (
-        (12, 0, "only 12 texts were written or given; at least 32 are needed; raise it, or add"),
+        (12, 0, "only 12 texts were written or given; at least 32 are needed; raise --tokens, or"),
         (2, 20, r"only \d+ texts were written or given; "),
-        (40, 0, "none of the 40 texts would be held out; some must be"),
+        (40, 0, "none of the 40 texts would be held out to measure"),
     ):
         (tmp_path / "corpus" / "a.jsonl").write_text(lines * '{"text": "12345"}\n')
         with pytest.raises(SettingError, match=said) as bad:
@@ -262,7 +262,10 @@ def test_the_command_makes_a_head_that_serves(
         (["--layers", "9"], "--layers: 9 is more than the target's 2"),
         (["--kind", "eagle3", "--layers", "2"], "--layers: a drafter of the kind `eagle3` has"),
         (["--kind", "eagle"], "student, eagle3; did you mean eagle3?"),
-        (["--kind", "eagle3"], "--kind: an EAGLE-3 head reads three layers of its target, which"),
+        (
+            ["--kind", "eagle3"],
+            "--kind: an EAGLE-3 head needs a target with at least 7 layers; the",
+        ),
         (["--draft-vocab", "1"], "--draft-vocab: '1' is wrong"),
         (["--start-from", "demo-drafter", "--layers", "2"], "--layers: not allowed: the"),
         (["--start-from", "ngram"], "--start-from: 'ngram' cannot be trained; it must"),
