@@ -137,7 +137,7 @@ def draw_siblings(
     rule and parameters, without penalties. The first sibling is the token that `draw_from_logits`
     draws. Under token, further siblings are drawn from the returned q without replacement. Under
     coupled, further siblings have the next highest scores in the race of the
-    `DRAFT_SUPPORT_ENTRIES` likeliest tokens. Under greedy, they are the next likeliest tokens."""
+    `DRAFT_SUPPORT_ENTRIES` likeliest tokens, and under greedy the next highest logits."""
     check(len(noises) == len(indices) == len(counts) == len(logits), "a count for each row")
     check(not params.penalised, "penalties would count siblings")
     rule = _shared_rule(noises)
