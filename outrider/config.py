@@ -575,16 +575,16 @@ class DeploymentConfig:
         apart = self.draft.eagle3_on == "draft" and drafter.kind == EAGLE3
         # Heads of other kinds run on the leading rank.
         on_one_rank = apart or (drafter.kind == MTP and not on_vllm)
-        reads = f"{self.draft.model} drafts from what its target computes"
+        reads = f"{self.draft.model} reads the target's states"
         or_vllm = ", or --engine vllm" if drafter.kind == MTP else ""
         for is_wrong, key, reason in (
             (
                 on_one_rank and ranks > 1, "tensor_parallel_size",
-                f"{ranks} is wrong; {reads}, which must run on one rank; give 1{or_vllm}",
+                f"{ranks} is wrong; {reads}, so the target must run on one rank; give 1{or_vllm}",
             ),
             (
                 drafter.reads_target and look_ahead, "look_ahead",
-                f"{look_ahead} is wrong; {reads} once the outcome is known; give 0",
+                f"{look_ahead} is wrong; {reads} after an outcome, not ahead; give 0",
             ),
             (
                 on_vllm and siblings, "draft_siblings",

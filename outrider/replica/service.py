@@ -378,7 +378,7 @@ class SteppedService:
         self._queue.put_back(works)
 
     def _give_up(self, lost: EngineLost, batch: Sequence[StepRequest]) -> None:
-        logger.critical("no step can follow: %s", lost)
+        logger.critical("no further step can run: %s", lost)
         self.lost = lost
         self.health_changed.set()
         waiting = list(batch)
@@ -485,7 +485,7 @@ class SteppedService:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
-            logger.critical("no step can follow an error", exc_info=task.exception())
+            logger.critical("no further step can run after this error", exc_info=task.exception())
         self.health_changed.set()
 
     def _refuse(self, work: StepRequest, error: OutriderError) -> None:

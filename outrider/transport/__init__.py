@@ -1,1 +1,1 @@
-"""gRPC at the edges: servers, streams, statuses, and protobuf messages <-> dataclasses."""
+"""gRPC: servers, streams, statuses, and codecs between protobuf messages and dataclasses."""
