@@ -57,6 +57,7 @@ of steps get less (`NICENESS` in `outrider/engine/threads.py`). So a replica tha
 cores to the steps of other replicas on its machine."""
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 _WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104 (recognised, not bound)
+_ANY_REMOTE_HOST = "192.0.2.1"  # Of a range for documentation (RFC 5737).
 VLLM_VERSION = "0.32"
 """The minor version whose internals `outrider/engine/vllm_engine.py` calls."""
 PACKAGES = ("coordinator", "deploy", "draft_service", "outrider", "target_service")
@@ -162,11 +163,21 @@ def log_at(level: str) -> None:
 
 def advertised(host: str, address: str) -> str:
     """Returns the HOST:PORT at which other processes reach a server that was bound to `host` and
-    listens at `address`. If `host` is a wildcard, HOST is the IP address of this machine's name."""
+    listens at `address`. If `host` is a wildcard, HOST is `machine_address`."""
     if host not in _WILDCARDS:
         return address
     port = address.rpartition(":")[2]
-    return f"{socket.gethostbyname(socket.gethostname())}:{port}"
+    return f"{machine_address()}:{port}"
+
+
+def machine_address() -> str:
+    """Returns the IP address at which other machines reach this one. It is the address from which
+    this machine would send to the internet. Without such a route, it is the address of this
+    machine's name, which on Debian is a loopback address."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((_ANY_REMOTE_HOST, 1))  # For UDP this sends nothing.
+        return str(probe.getsockname()[0])
+    return socket.gethostbyname(socket.gethostname())
 
 
 def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = None) -> Engine:

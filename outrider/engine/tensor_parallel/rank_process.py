@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,7 @@ from outrider.replica.process_setup import (
     cores_for,
     give_way,
     log_to,
+    machine_address,
     on_passing_thread,
     use_threads,
 )
@@ -49,7 +49,7 @@ class RankLeader(OpenRendezvous):
         """Listens for the followers. If all ranks are on this machine, listens on loopback only.
         The followers have `timeout_s` to join, and then `timeout_s` to load."""
         alone = num_neighbours == num_ranks
-        host = LOOPBACK if alone else socket.gethostbyname(socket.gethostname())
+        host = LOOPBACK if alone else machine_address()
         super().__init__(host, num_ranks)
         self.num_neighbours = num_neighbours
         self._timeout_s = timeout_s

@@ -1,8 +1,10 @@
 """Set-up of a process that hosts a service."""
 
 import asyncio
+import errno
 import json
 import logging
+import socket
 import sys
 import threading
 from dataclasses import replace
@@ -36,12 +38,23 @@ from outrider.replica.process_setup import (
 )
 
 
-def test_an_address_for_all_is_not_advertised() -> None:
-    assert advertised("127.0.0.1", "127.0.0.1:5") == "127.0.0.1:5"
+@pytest.mark.parametrize("has_route", [True, False])
+def test_an_address_for_all_is_advertised_as_one_that_others_reach(
+    has_route: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a route to others, the name of the machine decides, even if it means loopback."""
+
+    def connect(_probe: socket.socket, _address: object) -> None:
+        if not has_route:
+            raise OSError(errno.ENETUNREACH, "no route")
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    monkeypatch.setattr(socket.socket, "getsockname", lambda _probe: ("10.1.2.3", 40_000))
+    monkeypatch.setattr(socket, "gethostbyname", lambda _name: "127.0.1.1")
     everywhere = "0.0.0.0"  # noqa: S104
-    host, port = advertised(everywhere, f"{everywhere}:5").split(":")
-    assert port == "5"
-    assert host != everywhere
+    found = advertised(everywhere, f"{everywhere}:5")
+    assert found == ("10.1.2.3:5" if has_route else "127.0.1.1:5")
+    assert advertised("127.0.0.1", "127.0.0.1:5") == "127.0.0.1:5"
 
 
 def test_logs_go_where_they_should(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
