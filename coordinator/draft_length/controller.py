@@ -128,8 +128,7 @@ class _Shared:
 
 
 class LengthControls:
-    """Creates a length control for each session. A drafter on trial has its own
-    `LengthControls`."""
+    """Creates a length control for each session. A drafter on trial has its own object."""
 
     def __init__(
         self,
