@@ -46,7 +46,8 @@ class Auditor:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def choose(self, session: Session, parameters: GenerationParameters) -> bool:
-        """Decides whether a new session will be audited. If it will, call `take` at its end."""
+        """Decides whether a new session will be audited. If so, call `take` when the session
+        ends."""
         if self._share <= 0.0 or self._sessions.random() >= self._share:
             return False
         greedy = parameters.sampling.greedy

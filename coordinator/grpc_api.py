@@ -44,7 +44,7 @@ class CoordinatorServicer:
     def resume(
         self, request: pb.ResumeRequest, context: Context
     ) -> AsyncGenerator[pb.GenerateEvent]:
-        """Streams the events that the client lacks. A disconnect has the effect as in
+        """Streams the events that the client lacks. A disconnect has the same effect as in
         `generate`."""
         caller, asked = current_caller(), resume_from_proto(request)
         running = self._service.resume(asked, caller.tenant, _traceparent(context))

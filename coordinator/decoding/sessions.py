@@ -372,7 +372,8 @@ class OwnedSessions:
             self._unsettled.discard(session_id)
 
     def _is_here(self, session_id: str) -> bool:
-        """Whether the session runs, begins or ends here, or a call to the store is about it."""
+        """Whether the session runs, begins or ends here, or a running call to the store concerns
+        it."""
         places = (self.running, self._ending, self._taking)
         return self._is_unsettled(session_id) or any(session_id in place for place in places)
 
@@ -391,8 +392,8 @@ class OwnedSessions:
         return self._tell(session_id, lambda: self._store.release(session_id, epoch, self.owner))
 
     def give_up(self, record: SessionRecord, owner: str = "") -> Told:
-        """Records a session that does not run here as cancelled. The store refuses unless it lists
-        `owner` (default: this coordinator) as the session's owner."""
+        """Records a session that does not run here as cancelled. The store must list `owner`
+        (default: this coordinator) as the session's owner, or else refuses."""
         end = Finish(
             record.session_id, record.epoch, owner or self.owner, None, FinishReason.CANCELLED,
             record.counters,

@@ -171,10 +171,10 @@ class Discovery:
         self._tasks[name].add_done_callback(lambda _: self._tasks.pop(name))
 
     async def _doubt(self, pool: ReplicaPool, name: str, is_replaced: bool) -> None:
-        """Removes a replica that the registry no longer lists, if it does not answer. A replica
-        that answers has only lost its connection to the registry. If `is_replaced`, another replica
-        has the address now and would answer instead, so the replica is removed without being
-        asked."""
+        """Asks a replica that the registry no longer lists, and removes it if it does not answer. A
+        replica that answers has only lost its connection to the registry. If `is_replaced`, another
+        replica has the address now and would answer instead, so the replica is removed without
+        being asked."""
         replica = pool.replicas.get(name)
         if replica is None:
             return

@@ -106,8 +106,7 @@ class Drafts:
 
     @property
     def cache_state(self) -> CacheState | None:
-        """The draft replica and its number of the session's tokens; None without a draft
-        replica."""
+        """The draft replica and how many tokens of the session it holds; None without a replica."""
         return None
 
     @property

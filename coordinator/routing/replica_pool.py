@@ -149,8 +149,8 @@ class ReplicaPool:
         return sum((one.link.num_bytes for one in list(self.replicas.values())), self._left)
 
     def newest(self, weights: str = "") -> ReplicaDescription | None:
-        """Description of the newest replica with these `weights` (empty = any); None without one.
-        Prefers present replicas, and then replicas that are not on trial."""
+        """Returns the description of the newest replica with these `weights` (empty = any); None if
+        no replica has them. Prefers present replicas, then replicas that are not on trial."""
         replicas = [
             replica for replica in self.replicas.values()
             if weights in ("", replica.description.weights)
@@ -323,8 +323,8 @@ class ReplicaPool:
         await asyncio.gather(*(replica.link.close() for replica in self.replicas.values()))
 
     def check_integrity(self, sessions: set[str], *, every: bool = True) -> None:
-        """Raises `InvariantError` if a session has two routes, or has a route but is not among
-        `sessions`, or (if `every`) has no route."""
+        """Raises `InvariantError` if a session has two routes, if a session outside `sessions` has
+        a route, or if `every` is true and one of `sessions` has no route."""
         routed = [name for replica in self.replicas.values() for name in replica.routes]
         check(len(routed) == len(set(routed)), "a session with two routes")
         check(set(routed) <= sessions, "a route without a session")
@@ -495,7 +495,8 @@ class SessionRoute(Generic[Item, Answer]):
 
     @property
     def drafts_itself(self) -> bool:
-        """Whether the session's target (else the pool's first target) drafts with its own head."""
+        """Whether the session's target drafts with its own head. If the session has no target, the
+        first target of the pool counts."""
         found = self._pool.first if self._replica is None else self._replica.description
         return found is not None and found.drafts_itself
 
