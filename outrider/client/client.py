@@ -153,7 +153,8 @@ class SyncClient:
         trust: Trust = PLAIN,
         resume_timeout_s: float = RESUME_TIMEOUT_S,
     ) -> None:
-        """The parameters are those of `Client`. `address` is not a transport."""
+        """`address` is like `server` of `Client`, but must not be a transport. The other parameters
+        are those of `Client`."""
 
         async def sleep(seconds: float) -> None:
             time.sleep(seconds)  # noqa: ASYNC251 (run by `_run`)
