@@ -392,8 +392,8 @@ class OwnedSessions:
         return self._tell(session_id, lambda: self._store.release(session_id, epoch, self.owner))
 
     def give_up(self, record: SessionRecord, owner: str = "") -> Told:
-        """Records a session that does not run here as cancelled. The store must list `owner`
-        (default: this coordinator) as the session's owner, or else refuses."""
+        """Records a session that does not run here as cancelled. The store refuses if it lists
+        another owner than `owner`, by default this coordinator."""
         end = Finish(
             record.session_id, record.epoch, owner or self.owner, None, FinishReason.CANCELLED,
             record.counters,

@@ -1,8 +1,8 @@
 """Reads the registry periodically, updates the replica pools, and lists all replicas.
 
 - A new replica joins its pool if it describes itself, and fits the first replica of the pool.
-- A leaving replica joins only if the pool knows no other replica with the same weights. Sessions
-  that began with these weights can then run nowhere else.
+- A leaving replica joins only if no other replica of the pool has the same weights, because
+  sessions that began with these weights can then run nowhere else.
 - If the registry says that a replica of the pool is leaving, its sessions move to other replicas.
 - If the registry has not listed a replica for `LEASE_S`, the pool asks the replica for its
   description. If the replica does not answer, or if another replica has its address, the pool

@@ -90,7 +90,8 @@ class PushedProposals:
 
 
 def budget_us(seconds: float) -> int:
-    """Converts a time limit of drafting to us for a message, at least 1; infinity becomes 0."""
+    """Converts a time limit to us for a message, at least 1. Infinity becomes 0, which means no
+    limit."""
     if seconds == math.inf:
         return 0
     return max(1, min(round(seconds * 1e6), limits.DRAFT_DEADLINE_MS_MAX * 1000))

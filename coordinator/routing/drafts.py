@@ -45,7 +45,7 @@ class Drafted:
 
 @value(frozen=True, slots=True)
 class NextWanted:
-    """What the target sends with a verdict for use in the next round."""
+    """What the coordinator asks the target to send with a verdict, for use in the next round."""
 
     num_draft_tokens: int = 0
     siblings: tuple[int, ...] = ()

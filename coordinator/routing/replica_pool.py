@@ -556,8 +556,8 @@ class SessionRoute(Generic[Item, Answer]):
 
     def send(self, item: Item) -> None:
         """Sends a message. Raises the errors of `Link.send`. Also raises `LinkLost` if the replica
-        is away, because it may come back with other weights, and if it can no longer run the
-        session."""
+        is away or can no longer run the session. A replica that is away may come back with other
+        weights."""
         replica = self._replica
         if replica is None:
             raise LinkLost(f"no {self._pool.role} is known")

@@ -163,8 +163,8 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         return is_moved
 
     def _must_ask(self, number: int, run_ahead: int) -> bool:
-        """Whether to send a message for a round without a proposal, because the target runs ahead
-        for less than half of `run_ahead` more rounds."""
+        """Whether a round without a proposal needs a message. It needs none if the target runs
+        ahead for at least half of `run_ahead` more rounds."""
         left = self._asked_until - number
         return left < 0 or left < run_ahead // 2
 
