@@ -41,8 +41,9 @@ def read_file(path: Path) -> bytes:
 
 
 def write_whole(path: Path, text: str, mode: int | None = None) -> None:
-    """Writes a file atomically. Without a `mode`, an existing file keeps its mode, and only the
-    owner can read a new file."""
+    """Writes a file atomically. If `path` is a symbolic link, writes the file that it names.
+    Without a `mode`, an existing file keeps its mode, and only the owner can read a new file."""
+    path = path.resolve()
     if mode is None:
         mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

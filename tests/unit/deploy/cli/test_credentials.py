@@ -182,7 +182,8 @@ def test_keys_are_made_listed_and_revoked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "keys"
-    words = ["keys", "--api-key-file", str(file)]
+    (link := tmp_path / "link").symlink_to(file)
+    words = ["keys", "--api-key-file", str(link)]
     assert main([*words, "new", "alice", "--tenant", "team", "--concurrency", "4"]) == 0
     key = capsys.readouterr().out.strip()
     assert key not in file.read_text()
