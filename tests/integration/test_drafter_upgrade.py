@@ -2,67 +2,26 @@
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from models import byte_level_tokenizer, save_tiny_eagle3, save_tiny_model
+from test_fleet_deployment import under_load
 
 from deploy.fleet.launcher import Deployment
 from deploy.fleet.replica_set import Overview
-from outrider.client import Client, GenerateRequest
+from outrider.client import GenerateRequest
 from outrider.config import load_config
 from outrider.speculation.sampling_params import SamplingParams
 
 VOCAB_SIZE = 320
-PROMPTS = [tuple(range(first, first + 20)) for first in range(10, 14)]
 NUM_TOKENS = 64
 END_S = 180.0
 TRIAL_S = 60.0
 """After this time two standard errors decide, as a busy machine may not reach four before."""
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(5 * END_S), pytest.mark.full]
-
-
-class Load:
-    """Requests that run all the time. Each must have the text that its first run had."""
-
-    def __init__(self, address: str) -> None:
-        self.num_done = 0
-        self._client = Client(address)
-        self._texts: dict[int, list[int]] = {}
-
-    async def _ask(self, index: int) -> None:
-        request = GenerateRequest(
-            PROMPTS[index], sampling=SamplingParams(temperature=0.0), max_tokens=NUM_TOKENS,
-            num_draft_tokens=4, ignore_eos=True,
-        )  # fmt: skip
-        found = (await self._client.complete(request)).token_ids
-        assert [*found] == self._texts.setdefault(index, [*found])
-        self.num_done += 1
-
-    async def run(self) -> None:
-        async with self._client:
-            while True:
-                await asyncio.gather(*map(self._ask, range(len(PROMPTS))))
-                await asyncio.sleep(0.2)  # Leaves CPU time for replicas that load at the same time.
-
-
-@asynccontextmanager
-async def under_load(deployment: Deployment) -> AsyncIterator[Load]:
-    """Raises the error of a request, if any failed."""
-    load = Load(deployment.address)
-    running = asyncio.create_task(load.run())
-    yield load
-    before = load.num_done
-    async with asyncio.timeout(END_S):
-        while load.num_done < before + 2 * len(PROMPTS) and not running.done():
-            await asyncio.sleep(0.05)
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
 
 
 async def done(deployment: Deployment) -> Overview:
@@ -88,9 +47,17 @@ async def test_drafters_are_replaced_under_load(tmp_path: Path) -> None:
         "device": "cpu", "dtype": "float32", "grpc_port": 0, "http": False,
         "length_control": False, "target_num_threads": 1, "draft_num_threads": 1,
     }  # fmt: skip
+    requests = [
+        GenerateRequest(
+            tuple(range(first, first + 20)), sampling=SamplingParams(temperature=0.0),
+            max_tokens=NUM_TOKENS, num_draft_tokens=4, ignore_eos=True,
+        )
+        for first in range(10, 14)
+    ]  # fmt: skip
     async with Deployment(load_config(settings, {}), tmp_path / "state") as deployment:
         call = deployment.reconciler.call
-        async with under_load(deployment):
+        # The pause leaves CPU time for replicas that load at the same time.
+        async with under_load(deployment, requests, pause_s=0.2):
             [first] = (await done(deployment)).of("draft")
             await call("begin_trial", {"draft_model": str(copy)}, 0.5, TRIAL_S)
             found = await done(deployment)

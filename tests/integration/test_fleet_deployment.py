@@ -6,8 +6,8 @@ import os
 import re
 import signal
 import socket
-from collections.abc import AsyncIterator
-from itertools import count
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 
 import httpx
 import pytest
@@ -16,7 +16,7 @@ import ray
 
 from deploy.fleet.launcher import Deployment
 from deploy.fleet.ray_cluster import RECONCILER, Actor
-from outrider.client import Client, GenerateRequest, Tokens
+from outrider.client import Client, GenerateRequest
 from outrider.config import load_config
 from outrider.errors import ConfigError
 from outrider.registry.registry import ROLES, Role
@@ -50,57 +50,38 @@ pytestmark = [
 ]
 
 
-class Load:
-    """Clients that repeat one request each, and compare the answers."""
+@asynccontextmanager
+async def under_load(
+    deployment: Deployment, requests: Sequence[GenerateRequest], pause_s: float = 0.0
+) -> AsyncIterator[None]:
+    """Meanwhile each request is repeated by a client of its own, with the same tokens each time.
+    Ends once there are some more answers. Raises the error that any client met."""
+    num_answers = 0
 
-    def __init__(self, deployment: Deployment) -> None:
-        self._deployment = deployment
-        self._expected: list[tuple[int, ...]] = []
-        self._tasks: list[asyncio.Task[None]] = []
-        self.num_answers = 0
-
-    async def start(self) -> None:
-        self._expected = [await self._ask(seed) for seed in range(NUM_SEEDS)]
-        self._tasks = [asyncio.create_task(self._stream(first)) for first in range(NUM_STREAMS)]
-
-    async def stop(self) -> None:
-        """Returns once there are some more answers. Raises the error that any client met."""
-        before = self.num_answers
-        async with asyncio.timeout(CHANGE_S):
-            while self.num_answers < before + NUM_STREAMS and not any(
-                t.done() for t in self._tasks
-            ):
-                await asyncio.sleep(0.1)
-        for task in self._tasks:
-            if not task.done():
-                task.cancel()
-        for found in await asyncio.gather(*self._tasks, return_exceptions=True):
-            if isinstance(found, Exception):
-                raise found
-
-    async def _stream(self, first: int) -> None:
-        for index in count(first):
-            seed = index % NUM_SEEDS
-            assert await self._ask(seed) == self._expected[seed]
-            self.num_answers += 1
-
-    async def _ask(self, seed: int) -> tuple[int, ...]:
+    async def ask(request: GenerateRequest) -> tuple[int, ...]:
         """Chooses the ports here: if the only coordinator that clients know is replaced before it
         has answered them, they ask its successor at the same port."""
-        tokens: list[int] = []
-        async with Client(lambda: self._deployment.address) as client:
-            async for event in client.generate(seeded(seed)):
-                if isinstance(event, Tokens):
-                    tokens += event.token_ids
-        return tuple(tokens)
+        async with Client(lambda: deployment.address) as client:
+            return (await client.complete(request)).token_ids
 
+    async def repeat(request: GenerateRequest) -> None:
+        nonlocal num_answers
+        expected = await ask(request)
+        while True:
+            assert await ask(request) == expected
+            num_answers += 1
+            await asyncio.sleep(pause_s)
 
-def seeded(seed: int) -> GenerateRequest:
-    """A request that has the same tokens each time."""
-    return GenerateRequest(
-        tuple(range(10 + seed, 40)), max_tokens=NUM_TOKENS, seed=seed, rule=Rule.COUPLED,
-        ignore_eos=True,
-    )  # fmt: skip
+    asking = [asyncio.create_task(repeat(request)) for request in requests]
+    await until(lambda: num_answers >= len(requests) or any(task.done() for task in asking))
+    yield
+    wanted = num_answers + 2 * len(requests)  # The last ones begin from here on.
+    await until(lambda: num_answers >= wanted or any(task.done() for task in asking))
+    for task in asking:
+        task.cancel()
+    for found in await asyncio.gather(*asking, return_exceptions=True):
+        if isinstance(found, Exception):
+            raise found
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -112,21 +93,36 @@ async def deployment(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def load(deployment: Deployment) -> AsyncIterator[Load]:
-    found = Load(deployment)
-    await found.start()
-    yield found
-    await found.stop()
+async def load(deployment: Deployment) -> AsyncIterator[None]:
+    requests = [
+        GenerateRequest(
+            tuple(range(10 + seed, 40)), max_tokens=NUM_TOKENS, seed=seed, rule=Rule.COUPLED,
+            ignore_eos=True,
+        )
+        for seed in range(NUM_STREAMS)
+    ]  # fmt: skip
+    async with under_load(deployment, requests):
+        yield
 
 
 def serving(deployment: Deployment, role: Role) -> set[str]:
     return {one.name for one in deployment.overview.of(role) if one.address and not one.leaves}
 
 
-async def until(deployment: Deployment, role: Role, number: int, without: str = "") -> None:
-    async with asyncio.timeout(CHANGE_S):
-        while len(serving(deployment, role) - {without}) != number:
+async def until(holds: Callable[[], object], within_s: float = CHANGE_S) -> None:
+    async with asyncio.timeout(within_s):
+        while not holds():
             await asyncio.sleep(0.1)
+
+
+async def until_serving(deployment: Deployment, without: str = "", **counts: int) -> None:
+    """Waits until there are so many replicas of each of these roles."""
+    await until(
+        lambda: all(
+            len(serving(deployment, role) - {without}) == number  # type: ignore[arg-type]
+            for role, number in counts.items()
+        )
+    )
 
 
 async def test_a_coordinator_answers_by_http(deployment: Deployment) -> None:
@@ -139,9 +135,8 @@ async def test_a_coordinator_answers_by_http(deployment: Deployment) -> None:
         assert answer["usage"]["completion_tokens"] == 8
         expected = ["coordinator", "coordinator", "target", "target", "draft"]
         seen: list[tuple[str, ...]] = []
-        async with asyncio.timeout(
-            20
-        ):  # All replicas must have announced themselves, and the coordinator must have read it.
+        # All replicas must have announced themselves, and the coordinator must have read it.
+        async with asyncio.timeout(20):
             while seen != [(role, "serving", socket.gethostname()) for role in expected]:
                 fleet = (await http.get("/api/fleet")).json()
                 seen = [(one["role"], one["state"], one["node"]) for one in fleet["replicas"]]
@@ -171,7 +166,7 @@ async def test_http_streams_through_a_gateway_outlive_their_coordinator(
         os.kill(victim.places[0].pid, signal.SIGKILL)
         found = await asyncio.gather(*asking)
     assert found == [expected[index % NUM_SEEDS] for index in range(NUM_HTTP_STREAMS)]
-    await until(deployment, "coordinator", 2, without=victim.name)
+    await until_serving(deployment, coordinator=2, without=victim.name)
 
 
 async def test_a_redis_that_is_killed_is_started_again(deployment: Deployment) -> None:
@@ -189,60 +184,56 @@ async def test_a_redis_that_is_killed_is_started_again(deployment: Deployment) -
 
 
 async def test_replicas_that_are_killed_under_load_are_replaced(
-    deployment: Deployment, load: Load
+    deployment: Deployment, load: None
 ) -> None:
     killed = [one for role in ROLES for one in deployment.overview.of(role)][1:]
     assert len(killed) == 4
     for one in killed:
         os.kill(one.places[0].pid, signal.SIGKILL)
-    async with asyncio.timeout(CHANGE_S):
-        while {one.name for one in deployment.overview.replicas} & {one.name for one in killed}:
-            await asyncio.sleep(0.1)
-    for role, number in {"coordinator": 2, "target": 2, "draft": 1}.items():
-        await until(deployment, role, number)  # type: ignore[arg-type]
+    gone = {one.name for one in killed}
+    await until(lambda: not gone & {one.name for one in deployment.overview.replicas})
+    await until_serving(deployment, coordinator=2, target=2, draft=1)
 
 
-async def test_replicas_come_and_go_under_load(deployment: Deployment, load: Load) -> None:
+async def test_replicas_come_and_go_under_load(deployment: Deployment, load: None) -> None:
     ask = deployment.reconciler.call
     await ask("want", {"coordinator": 1, "draft": 0})
-    await until(deployment, "coordinator", 1)
-    await until(deployment, "draft", 0)
+    await until_serving(deployment, coordinator=1, draft=0)
     calm = {"queue_steps": 1000.0, "draft_waits": 1.0, "calm_s": 1.0}
-    await deployment.reconciler.call(
-        "change", {f"autoscale_{name}": on for name, on in calm.items()}
-    )
+    await ask("change", {f"autoscale_{name}": on for name, on in calm.items()})
     await ask("change", {"autoscale_targets": "1:2", "autoscale_drafts": "0:1"})
-    await until(deployment, "draft", 1)
-    await until(deployment, "target", 1)
+    await until_serving(deployment, draft=1, target=1)
     await ask("change", {"autoscale_targets": "", "autoscale_drafts": ""})
 
 
-async def test_other_settings_are_rolled_out_under_load(deployment: Deployment, load: Load) -> None:
+async def test_other_settings_are_rolled_out_under_load(deployment: Deployment, load: None) -> None:
     before = {role: serving(deployment, role) for role in ROLES}
     with pytest.raises(ConfigError, match="another vocabulary"):
         await deployment.reconciler.call("change", {"engine": "emulated:vocab_size=99999"})
     await deployment.reconciler.call("change", {"max_num_seqs": 5, "run_ahead_rounds": 2})
-    async with asyncio.timeout(2 * CHANGE_S):
-        while deployment.config.target.max_num_seqs != 5 or deployment.overview.num_stale:
-            await asyncio.sleep(0.1)
+
+    def is_done() -> bool:
+        return deployment.config.target.max_num_seqs == 5 and not deployment.overview.num_stale
+
+    await until(is_done, 2 * CHANGE_S)
     for role in ROLES:
         assert not before[role] & serving(deployment, role)
         assert len(before[role]) == len(serving(deployment, role))
 
 
-async def test_a_draft_is_tried_under_load(deployment: Deployment, load: Load) -> None:
+async def test_a_draft_is_tried_under_load(deployment: Deployment, load: None) -> None:
     """Coordinators report how much faster sessions with it are: here not at all or, on a busy
     machine, too little to decide."""
     await deployment.reconciler.call("begin_trial", {"draft_num_threads": 2}, 0.5, TRIAL_S)
-    async with asyncio.timeout(CHANGE_S):
-        while (found := deployment.overview.trial) is None or found.state == "runs":
-            await asyncio.sleep(0.1)
+    await until(lambda: (found := deployment.overview.trial) and found.state != "runs")
+    found = deployment.overview.trial
+    assert found is not None
     assert "tokens/s a session" in found.reason or re.match(r"[1-9]\d* sessions", found.reason)
-    await until(deployment, "draft", 1)
+    await until_serving(deployment, draft=1)
 
 
 async def test_a_reconciler_that_is_killed_under_load_returns(
-    deployment: Deployment, load: Load
+    deployment: Deployment, load: None
 ) -> None:
     handle = ray.get_actor(RECONCILER, f"outrider-{deployment.name}")
     reconciler = Actor(RECONCILER, handle)
@@ -251,13 +242,11 @@ async def test_a_reconciler_that_is_killed_under_load_returns(
     place = await reconciler.call("ping")
     os.kill(place.pid, signal.SIGKILL)
     os.kill(killed.places[0].pid, signal.SIGKILL)
-    await until(deployment, "draft", len(before["draft"]), without=killed.name)
+    await until_serving(deployment, draft=len(before["draft"]), without=killed.name)
     for role in ROLES:
         stayed = before[role] - {killed.name}
         assert stayed <= serving(deployment, role)
     assert (await reconciler.call("ping")).pid != place.pid
-    assert (
-        deployment.config.target.max_num_seqs == 5
-    )  # Its settings are those from before it was killed.
+    assert deployment.config.target.max_num_seqs == 5, "the newest settings are lost"
     await deployment.reconciler.call("want", {"draft": 0})
-    await until(deployment, "draft", 0)
+    await until_serving(deployment, draft=0)
