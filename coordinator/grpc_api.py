@@ -53,10 +53,7 @@ class CoordinatorServicer:
     async def _events(
         self, running: AsyncGenerator[Event], resumes: Sequence[str] = ()
     ) -> AsyncGenerator[pb.GenerateEvent]:
-        async with (
-            aclosing(running),
-            self._access.admit(current_caller(), resumes) as grant,
-        ):
+        async with aclosing(running), self._access.admit(current_caller(), resumes) as grant:
             async for event in running:
                 await grant.note(event)
                 yield event_to_proto(event)

@@ -12,11 +12,7 @@ from outrider.engine.interface import Engine
 from outrider.engine.step_costs import StepCosts
 from outrider.errors import check
 from outrider.grammar.compiler import Grammars
-from outrider.limits import (
-    BATCHED_TOKENS_DEFAULT,
-    SEQUENCES_PER_REPLICA_MAX,
-    STREAM_INTERVAL_MS,
-)
+from outrider.limits import BATCHED_TOKENS_DEFAULT, SEQUENCES_PER_REPLICA_MAX, STREAM_INTERVAL_MS
 from outrider.messages import VerdictReply, VerifyAnswer, VerifyItem
 from outrider.replica.batching_delay import BatchingDelay
 from outrider.replica.executors import StepExecutor

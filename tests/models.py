@@ -190,10 +190,7 @@ def save_tiny_drafter(directory: Path, target: Path, token_ids: Sequence[int]) -
 
 
 def tiny_eagle3(
-    target: Any,
-    token_ids: Sequence[int],
-    layer_ids: Sequence[int] = (),
-    width: int = 24,
+    target: Any, token_ids: Sequence[int], layer_ids: Sequence[int] = (), width: int = 24
 ) -> LoadedEagle3:
     """A random EAGLE-3 head with logits for `token_ids` only. By default its width differs from the
     target's, and it reads the target's last two layers."""

@@ -60,9 +60,7 @@ def current_caller() -> Caller:
 
 
 def watch_keys(
-    path: Path | None,
-    given: tuple[KeyEntry, ...] = (),
-    clock: Callable[[], float] = time.monotonic,
+    path: Path | None, given: tuple[KeyEntry, ...] = (), clock: Callable[[], float] = time.monotonic
 ) -> FileWatch[Keyring]:
     """Reads API keys from a file, and reads them again when the file changes. The keys in `given`
     are always valid. `clock` returns seconds. Raises `ConfigError` if the file cannot be read or

@@ -407,10 +407,7 @@ class OutputQueue:
     """Passes a session's committed output from the decode loop to the client's stream."""
 
     def __init__(
-        self,
-        commits: SessionCommits,
-        until: float,
-        observer: RequestObserver = SILENT,
+        self, commits: SessionCommits, until: float, observer: RequestObserver = SILENT
     ) -> None:
         """From the time `until` (the event loop's clock), a `read` that would have to wait raises
         `TimeoutError`."""

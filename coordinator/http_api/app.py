@@ -317,7 +317,7 @@ _EVENTS = """A stream of server-sent events, each a JSON object with its `type`:
 `tokens` or `finished`. docs/window.md describes their fields. The stream ends with `[DONE]`. If an
 error occurs after `started`, the stream ends with an event that has the field `error`."""
 _METRICS: dict[int | str, dict[str, Any]] = {
-    200: {"description": "Prometheus text format.", "content": {"text/plain": {}}},
+    200: {"description": "Prometheus text format.", "content": {"text/plain": {}}}
 }
 
 
@@ -368,7 +368,7 @@ _REST_OF_ANSWER: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The remaining chunks. If `stream` is false, the whole answer.",
         "content": {"application/json": {}, "text/event-stream": {}},
-    },
+    }
 }
 _RESUMED: dict[str, type[Answer]] = {
     one.id_prefix: one for one in (answers.ChatAnswer, answers.CompletionAnswer)

@@ -128,8 +128,7 @@ def _check_start(name: str) -> None:
             return
     shipped = " or ".join(SHIPPED)
     raise SettingError(
-        "start_from",
-        f"{name!r} cannot be trained; it must be a directory, a hub id or {shipped}",
+        "start_from", f"{name!r} cannot be trained; it must be a directory, a hub id or {shipped}"
     )
 
 

@@ -55,10 +55,7 @@ class Deployment:
     """One deployment. Use it as an async context manager, or call `start` and `stop`."""
 
     def __init__(
-        self,
-        config: DeploymentConfig,
-        state: Path,
-        report: Callable[[str], None] = _log.info,
+        self, config: DeploymentConfig, state: Path, report: Callable[[str], None] = _log.info
     ) -> None:
         """`state` is a directory for logs and for the data of the embedded Redis. `report` gets a
         line for each step of the start."""
@@ -236,8 +233,7 @@ class Deployment:
             return url
         if not self.ray.local:
             raise SettingError(
-                "redis_url",
-                "is missing; actors on another cluster cannot reach an embedded Redis",
+                "redis_url", "is missing; actors on another cluster cannot reach an embedded Redis"
             )
         self.redis = EmbeddedRedis(self._state / "redis")
         self.redis.start()

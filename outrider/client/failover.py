@@ -198,10 +198,7 @@ class ResumingTransport(Transport):
             return await anext(answers)
 
     async def _tried(
-        self,
-        ask: Callable[[Transport, float], AsyncGenerator[T]],
-        tries: Tries,
-        timeout_s: float,
+        self, ask: Callable[[Transport, float], AsyncGenerator[T]], tries: Tries, timeout_s: float
     ) -> AsyncGenerator[T]:
         pool = self._pool
         deadline = pool.clock() + timeout_s

@@ -63,10 +63,7 @@ async def _run(arguments: argparse.Namespace, state: Path) -> dict[str, Any]:
         gateway_of(found) as gateway,
     ):
         load = Load(
-            lambda: found.address,
-            REAL_WORK if arguments.real else WORK,
-            arguments.seed,
-            gateway,
+            lambda: found.address, REAL_WORK if arguments.real else WORK, arguments.seed, gateway
         )
         peak = await load.prepare()
         asking = asyncio.create_task(load.run(LOAD_SHARE * peak))

@@ -76,13 +76,7 @@ class Asked:
 class Load:
     """Clients of one deployment. Most use the Python client, the others use OpenAI's by HTTP."""
 
-    def __init__(
-        self,
-        addresses: Callable[[], str],
-        work: Work,
-        seed: int,
-        gateway: str,
-    ) -> None:
+    def __init__(self, addresses: Callable[[], str], work: Work, seed: int, gateway: str) -> None:
         """`gateway` is the address of a gateway."""
         self._addresses = addresses
         self._gateway = gateway

@@ -27,12 +27,7 @@ from outrider.request import Event, GenerateRequest, ResumeRequest
 from target_service.service import TargetService
 from tests.simulation.network import Network
 from tests.simulation.processes import Process
-from tests.simulation.shown import (
-    CheckedHead,
-    KeepingEngine,
-    PairEngine,
-    pair_drafter,
-)
+from tests.simulation.shown import CheckedHead, KeepingEngine, PairEngine, pair_drafter
 from tests.simulation.toy import SPEC, QuickEngine, UnevenEngine
 
 PLACING_S = 0.05

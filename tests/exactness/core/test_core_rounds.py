@@ -145,8 +145,7 @@ def pair() -> ToyPair:
 
 
 @pytest.mark.parametrize(
-    ("distance", "num"),
-    [(0.05, NUM_SEQUENCES), pytest.param(0.02, 75_000, marks=pytest.mark.full)],
+    ("distance", "num"), [(0.05, NUM_SEQUENCES), pytest.param(0.02, 75_000, marks=pytest.mark.full)]
 )
 @pytest.mark.parametrize(
     ("rule", "controller"),

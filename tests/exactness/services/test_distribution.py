@@ -19,13 +19,7 @@ import numpy as np
 import pytest
 import torch
 from exactness.law import Fit, completion_law, fit, no_mask
-from models import (
-    tiny_config,
-    tiny_drafter,
-    tiny_eagle3,
-    tiny_module,
-    twin,
-)
+from models import tiny_config, tiny_drafter, tiny_eagle3, tiny_module, twin
 from mtp_models import mtp_target, tiny_mtp
 from stack import HYBRID, Stack, running_stack
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -54,7 +54,7 @@ def test_the_same_proposals(
             ModelDrafter(
                 make_engine(
                     each, backend=backend_on(device, torch.float32), logit_token_ids=token_ids
-                ),
+                )
             )
             for each in (module, twin(module))
         )

@@ -25,11 +25,7 @@ from outrider.drafters.drafter import DraftDeadline, DraftRequest
 from outrider.engine.interface import SequenceStep
 from outrider.errors import ConfigError
 from outrider.grammar.token_mask import TokenMask
-from outrider.speculation.logits_processing import (
-    TokenHistory,
-    masked_logits,
-    target_probabilities,
-)
+from outrider.speculation.logits_processing import TokenHistory, masked_logits, target_probabilities
 from outrider.speculation.proposal import DraftDistribution
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams

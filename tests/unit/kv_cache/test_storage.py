@@ -23,20 +23,10 @@ def test_too_few_bytes_for_a_page_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("free", "num_gpus", "others", "expected"),
-    [
-        (90, None, 0, 80),
-        (90, 0.5, 0, 35),
-        (30, 1, 0, 30),
-        (90, None, 7, 73),
-        (30, 1, 31, 0),
-    ],
+    [(90, None, 0, 80), (90, 0.5, 0, 35), (30, 1, 0, 30), (90, None, 7, 73), (30, 1, 31, 0)],
 )
 def test_the_budget_on_a_gpu_is_what_the_weights_leave(
-    free: int,
-    num_gpus: float | None,
-    others: int,
-    expected: int,
-    monkeypatch: pytest.MonkeyPatch,
+    free: int, num_gpus: float | None, others: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process may use 0.9 of its share of 100 bytes, of which 10 are in use. The budget leaves
     what others will use, and is no larger than the free memory."""

@@ -10,9 +10,7 @@ import torch
 from models import quick_linear, tiny_config, tiny_module
 from torch import nn
 from transformers import AutoConfig
-from transformers.models.llama.modeling_llama import (
-    eager_attention_forward,  # noqa: F401 -- looked up beside a block's class
-)
+from transformers.models.llama.modeling_llama import eager_attention_forward  # noqa: F401 -- looked up beside a block's class
 
 from outrider.models.linear_layers import PackedLinear
 from outrider.models.module_replacement import (

@@ -86,8 +86,7 @@ async def test_it_goes_on_as_far_as_allowed_with_the_same_tokens(setting: Replic
 
 
 @pytest.mark.parametrize(
-    ("interval_ms", "sizes"),
-    [(0, [1] * 16), (25, [1, 3, 3, 2, 3, 3, 1]), (1000, [1, 8, 7])],
+    ("interval_ms", "sizes"), [(0, [1] * 16), (25, [1, 3, 3, 2, 3, 3, 1]), (1000, [1, 8, 7])]
 )
 async def test_verdicts_wait_for_others_during_the_stream_interval(
     interval_ms: int, sizes: list[int]

@@ -43,7 +43,7 @@ async def test_own_tokens_do_not_depend_on_siblings(rule: Rule) -> None:
 async def test_a_tree_of_candidates_is_drafted_and_judged() -> None:
     async with running() as pair:
         reply = await pair.draft.ask(
-            DraftItem(make_head(PROMPT, rule=Rule.TOKEN, sampling=SAMPLED), 2, siblings=(2, 1)),
+            DraftItem(make_head(PROMPT, rule=Rule.TOKEN, sampling=SAMPLED), 2, siblings=(2, 1))
         )
         assert isinstance(reply, ProposalReply)
         proposal = reply.proposal.open()
