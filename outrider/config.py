@@ -584,7 +584,8 @@ class DeploymentConfig:
             ),
             (
                 drafter.reads_target and look_ahead, "look_ahead",
-                f"{look_ahead} is wrong; {reads} after an outcome, not ahead; give 0",
+                f"{look_ahead} is wrong; {reads}, which exist only once the outcome is known; "
+                "give 0",
             ),
             (
                 on_vllm and siblings, "draft_siblings",
