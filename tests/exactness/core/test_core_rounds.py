@@ -181,7 +181,7 @@ UNEVEN = random_pair(3, 4)
 
 def check_rejected(
     pair: ToyPair, rule: Rule, controller: Controller, rows: Logits = lambda p: p,
-    num: int = NUM_SEQUENCES,
+    num: int = 4_000,
 ) -> None:  # fmt: skip
     tokens = Sequences(pair, rule, num).decode(controller, NUM_TOKENS, rows)
     assert chi_square(cells_of(tokens, 3), pair.law(NUM_TOKENS)).rejects

@@ -404,7 +404,7 @@ BIASES = {str(n): 1 for n in range(limits.LOGIT_BIAS_ENTRIES_MAX + 1)}
         (b"", None, "the body must be a JSON object, with Content-Type: application/json"),
         (b"[1]", None, "the body must be a JSON object, with Content-Type: application/json"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
 async def test_what_is_allowed_is_told(fields: Any, param: str | None, words: str) -> None:
     body = fields
