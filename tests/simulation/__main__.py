@@ -3,6 +3,7 @@
 import argparse
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -31,6 +32,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="run this seed alone, and show what it does")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="side by side")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # This also ends the pool's processes.
     seeds = range(options.first, options.first + options.seeds)
     if options.seed is not None:
         seeds = range(options.seed, options.seed + 1)
