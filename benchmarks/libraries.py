@@ -1,4 +1,4 @@
-"""Other inference libraries, and the target's engine alone, as sides of a benchmark.
+"""Other inference libraries, and the target's engine alone, for comparison in benchmarks.
 
 `make peers` installs each library in a virtual environment of its own. A *sweep* tries a few
 settings of a library, and stores the fastest ones in the library's environment.
@@ -123,8 +123,8 @@ class Library:
     drafting: tuple[Setting, ...] = ()
     """Settings that a sweep tries for the speculative mode, each with the fastest of `bindings`."""
     preloads: tuple[str, ...] = ()
-    """Shared objects that the library's manual asks to preload, by names of files in the virtual
-    environment, or names that the system's linker finds."""
+    """Shared objects that the library's manual asks to preload. Each is named by its file in the
+    virtual environment, or as the system's linker finds it."""
 
     def interpreter(self, environments: Path) -> str:
         return str(environments.absolute() / self.name / "bin" / "python")

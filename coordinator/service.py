@@ -561,7 +561,7 @@ class CoordinatorService:
             }
 
     def _readings(self) -> dict[str, Mapping[str, float]]:
-        """Returns name -> value of the metric's label -> value. Any thread may call this method."""
+        """Returns metrics: name -> label -> number. Any thread may call this method."""
         pools = (self.targets, self.drafts)
         return self._known | {
             "wire_bytes_sent": {pool.role: pool.num_bytes["sent"] for pool in pools},

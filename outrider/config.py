@@ -380,7 +380,8 @@ class CoordinatorConfig(ServerConfig):
     """Choose each round's number of draft tokens, up to the request's, by gain and cost."""
     unseeded_rule: Literal["auto", "token", "block"] = "auto"
     """Acceptance rule for requests that set no rule and no seed and have a temperature above 0;
-    `auto` = token if `draft_siblings` is above 0, otherwise block."""
+    `auto` = token if proposals may be trees (`draft_siblings` without look-ahead), otherwise
+    block."""
     look_ahead: Annotated[int | None, between(0, limits.LOOK_AHEAD_MAX)] = None
     """While the target verifies a round, the draft drafts the next round for this number of
     outcomes; 0 = no look-ahead. Unset = 16 if draft and target share neither cores nor a device,

@@ -21,7 +21,7 @@ DEADLINE_MS_MAX = 3_600_000
 CHAT_MESSAGES_MAX = 4096
 ROLE_CHARS_MAX = 64
 DRAFT_DEADLINE_MS_MAX = 600_000  # largest time limit for drafting in a round
-SILENT_DRAFT_S = 5.0  # a draft that has not answered so long after its time limit counts as lost
+SILENT_DRAFT_S = 5.0  # a draft counts as lost if no answer has come this long after its time limit
 UNTIMED_DRAFT_S = 20  # assumed time limit for drafting in a round without a time limit
 
 CONSTRAINT_BYTES_MAX = 64 * 2**10  # of a JSON schema, or of all choices together
@@ -29,12 +29,13 @@ SCHEMA_DEPTH_MAX = 32
 REGEX_BYTES_MAX = 16 * 2**10
 CHOICES_MAX = 1024
 ALTERNATIVES_MAX = 256
-"""Number of a schema's alternatives that are lists or objects. Mask time may grow cubically."""
+"""Number of a schema's alternatives that are lists or objects. The time for a mask may grow with
+the cube of this number."""
 LIST_ALTERNATIVE = 4
 """How much an alternative that may be a list counts towards `ALTERNATIVES_MAX`."""
 COMPILE_S_MAX = 2.0  # constraints that take longer to compile are refused
 MASK_S_MAX = 0.25  # time for a token's mask; a constraint that takes longer twice is refused
-FOLLOWED_AT_ONCE = 64  # a matcher may take MASK_S_MAX for this many committed tokens
+FOLLOWED_AT_ONCE = 64  # committed tokens that a matcher may take MASK_S_MAX to read
 TOO_SLOW_S = 60  # how long a constraint that was too slow is refused
 COMPILE_BYTES_MAX = 2**30  # memory for compiling a constraint, in addition to the tokenizer's
 COMPILE_THREADS = 2  # constraints that are compiled at the same time in one process
@@ -42,7 +43,7 @@ COMPILE_WAIT_S_MAX = 20  # how long a request waits for its constraint
 COMPILATIONS_MAX = 256  # constraints of a process that wait to be compiled
 COMPILATIONS_PER_TENANT_MAX = 64  # constraints of a tenant that wait to be compiled
 CHECKED_CONSTRAINTS_MAX = 4096  # checked constraints that a coordinator remembers
-GRAMMARS_MAX = 64  # unused compiled constraints that are kept; the least recently used goes first
+GRAMMARS_MAX = 64  # compiled constraints kept even if unused; the least recently used goes first
 LEXER_STATES_MAX = 2**15  # 1 to 2 KB each; at the limit, the constraint is compiled again
 MATCHERS_MAX = 1024  # sessions with a matcher state in a replica
 
@@ -59,7 +60,7 @@ BULK_ITEM_BYTES = 32 * 2**10  # larger items travel on the bulk stream
 SESSIONS_PER_COORDINATOR_MAX = 4096
 STREAM_QUEUE_ITEMS_MAX = SESSIONS_PER_COORDINATOR_MAX
 """Items that wait in one direction of a stream, or for a step of a replica."""
-STUCK_WRITE_MS = 1_000  # grace period for the client of a stream that is read too slowly
+STUCK_WRITE_MS = 1_000  # a full stream is cut if its client reads nothing for this time
 SEQUENCES_PER_REPLICA_MAX = 4096  # in a replica's memory; the least recently used goes first
 RELEASES_REMEMBERED_MAX = 2**16  # sessions whose newest epoch and round a replica remembers
 ENGINE_SEQUENCES_MAX = 64  # sequences in one step, by default (`--max-num-seqs`)
@@ -98,7 +99,7 @@ RUN_AHEAD_ROUNDS_MAX = 16  # rounds that a target may decode without the coordin
 STREAM_INTERVAL_MS = 40  # between messages with plain rounds, by default (`--stream-interval-ms`)
 LOOP_LAG_MS_MAX = 500  # if its event loop is delayed by more, a coordinator refuses requests
 LOOP_LAG_LOOKS = 4  # measurements in a row, 0.25 s apart, that must be above LOOP_LAG_MS_MAX
-MAILBOX_REPLIES_MAX = 64  # replies that may wait for one session on one side
+MAILBOX_REPLIES_MAX = 64  # replies of one replica that may wait for one session
 
 HTTP_BODY_BYTES_MAX = 4 * 2**20
 HTTP_BODIES_BYTES_MAX = 64 * HTTP_BODY_BYTES_MAX  # of all bodies that are read at a time
@@ -173,7 +174,7 @@ CANCEL_WAIT_S = 10  # for the store to record the end of a session that does not
 COMMIT_RETRY_MS_MIN = 20
 COMMIT_RETRY_MS_MAX = 500  # between tries to reach the store; the time doubles up to this
 REDIS_TIMEOUT_MS = 900  # for Redis to connect or answer
-REDIS_TIMEOUT_SLICES = 9  # parts of REDIS_TIMEOUT_MS; a pause of the process uses up only one part
+REDIS_TIMEOUT_SLICES = 9  # timers that run in turn, so a pause of the process uses up only one
 REDIS_SENTINEL_TIMEOUT_MS = 200  # for one Sentinel before the next is asked
 REDIS_ELECTION_MS_MAX = 3_000  # how long a starting process waits for a primary
 REDIS_WAIT_MS = 500  # for a write to reach `redis_wait_replicas` replicas

@@ -1,7 +1,8 @@
-"""Access control for gRPC and HTTP: checks API keys, and limits each caller over all coordinators.
+"""Access control for gRPC and HTTP: checks API keys, and limits each caller. All coordinators share
+a caller's limits.
 
-A token bucket with room for `requests_per_minute` requests, which refills evenly, limits the
-requests. Slots limit the concurrent generations: each generation holds one slot.
+A token bucket limits a caller's requests. It has room for `requests_per_minute` requests, and
+refills evenly. Slots limit the concurrent generations: each generation holds one slot.
 
 A slot has the id of its session as its name, so a session keeps its slot when another coordinator
 resumes the session. Each coordinator renews the leases of its slots. If a coordinator dies, its

@@ -127,10 +127,10 @@ def parsed_counts(words: Sequence[str]) -> dict[Role, int]:
     _wait_option("a trial has ended and all replicas are replaced"),
     option(
         "--trial-share", type=Seconds(0, SHARE_MAX), metavar="SHARE",
-        help="first try a change of the head on the target, or of draft replicas (such as "
-        "--draft-model), on one new replica. This replica gets this share of the new sessions. The "
-        "other replicas are replaced only if these sessions decode faster. With N other replicas, "
-        "the best share is 1 / (N + 1). 0 ends the running trial",
+        help="first try the change on one new replica, which gets this share of the new sessions. "
+        "The other replicas are replaced only if these sessions decode faster. Only draft replicas "
+        "and heads on the target can be tried. With N other replicas, the best share is "
+        "1 / (N + 1). 0 ends the running trial",
     ),
     option(
         "--trial-minutes", type=Seconds(0.01, MINUTES_MAX), default=MINUTES_DEFAULT,

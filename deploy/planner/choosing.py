@@ -1,4 +1,4 @@
-"""Chooses K, rule, look-ahead and the number of drafts."""
+"""Chooses K, rule, look-ahead and the number of draft replicas."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
@@ -137,8 +137,8 @@ def spread(
 class TemperaturePlan:
     temperature: float
     acceptance: Mapping[str, Mapping[str, Any]]
-    """For each category of texts, and for `all`, the number of tokens (`num_tokens`) and, for each
-    rule, `Rounds.by_position` (`by_position`)."""
+    """Category of texts, or `all` -> `num_tokens`, the number of tokens, and `by_position`: rule ->
+    `Rounds.by_position`."""
     chosen: Option
     plain: Option
     options: tuple[Option, ...]

@@ -188,7 +188,7 @@ class FrameSender:
 
 
 class FrameReceiver:
-    """A follower's connection to its leader, which must have no timeout."""
+    """A follower's connection to its leader. The connection must have no timeout."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
