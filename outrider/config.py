@@ -252,8 +252,8 @@ class TargetConfig(ModelServerConfig):
     shows_features: Internal[bool] = False
     """Whether the target sends hidden states to an EAGLE-3 head on draft replicas."""
     stream_interval_ms: Annotated[int, between(0, 1000)] = limits.STREAM_INTERVAL_MS
-    """In plain decoding, the target collects the tokens of this time into one message, ms. A longer
-    interval saves CPU time, but streams get their tokens in larger groups."""
+    """Time in ms for which the target, in plain decoding, collects tokens before it sends them. A
+    longer interval saves CPU time, but streams get their tokens in larger groups."""
 
 
 @checked("draft_", _OF_REPLICAS + _OF_MODELS)
@@ -278,7 +278,8 @@ class DraftConfig(ModelServerConfig):
     suffix_depth: Annotated[int, between(2, 64)] = 16
     """Longest match, in tokens, that suffix decoding looks for."""
     suffix_min_score: Annotated[float, between(0.01, 1)] = 0.1
-    """Suffix decoding ends a proposal if its estimated probability falls below this number."""
+    """Least estimated probability that all tokens of a suffix proposal are accepted. Suffix
+    decoding adds no token that would lower the probability below this number."""
     suffix_tokens_per_tenant: Annotated[int, between(0, 2**26)] = 2**17
     """Number of tokens of earlier outputs that suffix decoding keeps for each tenant; 0 = none. A
     token takes about 200 bytes. For all tenants together, suffix decoding keeps at most four times
@@ -377,7 +378,8 @@ class CoordinatorConfig(ServerConfig):
     """Number of draft tokens in a round, for requests that do not set this number; 0 = plain
     decoding. With `length_control`, rounds may have fewer draft tokens."""
     length_control: bool = True
-    """Choose each round's number of draft tokens, up to the request's, by gain and cost."""
+    """Choose each round's number of draft tokens, up to the number that the request allows, from
+    the expected acceptance and the time of drafting."""
     unseeded_rule: Literal["auto", "token", "block"] = "auto"
     """Acceptance rule for requests that set no rule and no seed and have a temperature above 0;
     `auto` = token if proposals may be trees (`draft_siblings` without look-ahead), otherwise
@@ -502,7 +504,8 @@ class AutoscaleConfig:
     autoscale_draft_waits: Annotated[float, between(0.01, 1)] = 0.25
     """Add drafts if more than this share of the rounds waits for a busy draft."""
     autoscale_calm_s: Annotated[float, between(1, WAIT_S_MAX)] = 120.0
-    """Remove a replica after one replica fewer would have sufficed for this time, s."""
+    """Number of seconds for which one replica fewer must have been enough before a replica is
+    removed."""
 
     def __post_init__(self) -> None:
         self.bounds  # noqa: B018 (raises)

@@ -17,7 +17,8 @@ class DecayedSums:
         """Adds each amount to the sum of the same name. `now`, in seconds, must never decrease."""
         if now - self._at > self._seconds:
             self._fade(now)
-        # Scaling the new amounts is faster than decaying all sums, which are as of `_at`.
+        # `_sums` has the sums at the earlier time `_at`. Scaling the new amounts up to match is
+        # faster than decaying all sums to `now`.
         weight = math.exp((now - self._at) / self._seconds)
         for name, amount in amounts.items():
             if amount:
@@ -25,7 +26,8 @@ class DecayedSums:
                 self._added_at[name] = now
 
     def mean(self, now: float, name: str, of: str) -> float | None:
-        """The sum `name` divided by `of`; None if `of` got no amount in the last `seconds`."""
+        """The sum `name` divided by the sum `of`. If `of` got no amount in the last `seconds`,
+        returns None."""
         if now - self._added_at.get(of, -math.inf) > self._seconds:
             return None
         self._fade(now)

@@ -26,7 +26,8 @@ class RoundLength:
     """Number of siblings that the next round asks for beside its first, second, ... draft token."""
     is_timed: bool = True
     """Whether a time limit may stop drafting for this round, and the target's drafting for the next
-    round. False if times may depend on the round's own random numbers."""
+    round. False if another session uses or has used the same seed. Times may then depend on the
+    random numbers of this round, so that a time limit could bias the output."""
 
 
 class DraftedBeside(NamedTuple):

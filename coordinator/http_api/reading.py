@@ -220,7 +220,7 @@ class BodyRoute(APIRoute):
             state = request.app.state
             state.access.check_rate(request.state.caller)
             request._body = data = await whole_body(request, state.num_bytes)
-            if data:  # `Request.json` returns the value of `_json`.
+            if data:  # FastAPI calls `Request.json`, which returns `_json` without parsing again.
                 is_json = "json" in request.headers.get("content-type", "").lower()
                 request._json = read_body(data) if is_json else None
             return await handle(request)
@@ -285,7 +285,8 @@ def read_body(data: bytes) -> Any:
     than `HTTP_VALUES_MAX` values, or more than `HTTP_CONTAINERS_MAX` lists and objects."""
     if _too_many(data):  # Some of the marks may be within strings. Count again without strings.
         bare = data.replace(rb"\\", b"").replace(rb"\"", b"")
-        found = f"more than {limits.HTTP_VALUES_MAX} values"  # Each string is a value.
+        # Each string is a key or a value, so too many quotes mean too many values.
+        found = f"more than {limits.HTTP_VALUES_MAX} values"
         if bare.count(b'"') <= _QUOTES_MAX:
             found = _too_many(b"".join(bare.split(b'"')[::2]))
         if found:
@@ -323,7 +324,7 @@ class Entrance:
             # This prevents DNS rebinding (see `server.py`).
             if self._hosts and _PORT.sub("", headers.get("host", "")).lower() not in self._hosts:
                 wanted = "call localhost, or give the server API keys"
-                raise PermissionDenied(f"Host: is not a name of this machine; {wanted}")
+                raise PermissionDenied(f"the header Host does not name this machine; {wanted}")
             if not is_open(scope["path"]):
                 caller = self._access.identify(headers.getlist("authorization"))
         except OutriderError as error:

@@ -124,7 +124,8 @@ class ConstraintChecks:
         finally:
             self._idle.append(compiler)
         self._reasons[key] = reason
-        if reason in (_TOO_SLOW, _TOO_LARGE):  # Perhaps only because the machine was busy.
+        if reason in (_TOO_SLOW, _TOO_LARGE):
+            # Perhaps the machine was only busy, so the constraint may be checked again later.
             asyncio.get_running_loop().call_later(limits.TOO_SLOW_S, self._reasons.pop, key, None)
 
 

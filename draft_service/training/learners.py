@@ -74,11 +74,13 @@ class Learner:
     taps: tuple[int, ...] = ()
     """Layers of the target, counted from 0. The drafter reads the inputs of these layers."""
     num_depths: int | None = None
-    """How many tokens one step drafts. None = one token, which the next step reads."""
+    """Number of tokens that one step of the trained drafter drafts. None = a step drafts one token,
+    and the next step reads this token to continue the chain."""
     stored_form: ClassVar[str]
     """The sentences of the model card about the stored weights."""
     key: object
-    """Differs between drafters of the same kind, target and texts."""
+    """Part of the name of the folder that keeps the training's progress. Drafters of the same kind,
+    target and texts differ in it."""
     module: Any
     weights: dict[str, nn.Parameter]
     """The weights to train."""
@@ -373,10 +375,10 @@ _SCORE_MIN = 0.2
 def kept_layers(
     num_wanted: int, num_layers: int, copying: tuple[int, int] | None = None
 ) -> list[int]:
-    """Returns the layers of the target that a student gets, ascending: the last layer, the two
-    `copying` layers if at least four are wanted, and then the target's first layers. (For the demo
-    target, layers spread evenly, or two from each end, gave less acceptance.) Raises `SettingError`
-    if the target has too few layers."""
+    """Returns the layers of the target that a student gets, ascending: the last layer if more than
+    one is wanted, the two `copying` layers if at least four are wanted, and then the target's first
+    layers. (For the demo target, layers spread evenly, or two from each end, gave less acceptance.)
+    Raises `SettingError` if the target has too few layers."""
     if num_wanted > num_layers:
         raise SettingError("layers", f"{num_wanted} is more than the target's {num_layers}")
     kept = {num_layers - 1} if num_wanted > 1 else set()
@@ -419,7 +421,7 @@ def _scores(target: Any) -> tuple[list[float], list[float]]:
     again = torch.arange(_NUM_TOKENS, ids.shape[1])
 
     def most(columns: Tensor, rows: Tensor) -> list[float]:
-        """Returns, for each layer, the largest mean over texts and positions that a head has."""
+        """Averages each head's attention over texts and positions. Returns each layer's maximum."""
         looks = (weights[:, :, rows, columns] for weights in read.attentions or ())
         return [float(look.float().mean(dim=(0, 2)).max()) for look in looks]
 

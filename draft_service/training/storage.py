@@ -19,8 +19,8 @@ CACHE_VERSION = 5
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a path at which the caller writes a file, and then renames the file to `path`. So
-    `path` never has an incomplete file."""
+    """Yields a path at which the caller must write a file. Renames the complete file to `path`, so
+    that `path` never has an incomplete file."""
     partial = path.with_name(f".{path.name}.partial")
     yield partial
     with partial.open("rb") as file:
@@ -92,8 +92,8 @@ def check_out(out: Path) -> Path:
 
 @contextmanager
 def filled(out: Path) -> Iterator[Path]:
-    """Yields an empty directory that the caller fills, and then renames it to `out`. Raises
-    `SettingError` if a file cannot be written."""
+    """Yields an empty directory, which the caller fills. Renames the filled directory to `out`.
+    Raises `SettingError` if a file cannot be written."""
     try:
         with _beside(out) as work:
             new = Path(work, "new")

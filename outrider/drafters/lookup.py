@@ -30,7 +30,7 @@ class Guess:
         return Guess(token_ids, min(self.score, float(len(token_ids))))
 
     def proposal(self, request: DraftRequest) -> Proposal:
-        """The guess as a proposal of certain draws."""
+        """The guess as a proposal in which the draft gives each token the probability 1."""
         if not self.token_ids:
             return EMPTY_PROPOSAL
         return Proposal(self.token_ids, (None,) * len(self.token_ids) * request.rule.needs_q)
@@ -189,8 +189,9 @@ class NgramDrafter(LookupDrafter):
         self._ngram_max = ngram_max
 
     def _guess(self, request: DraftRequest, text: TextIndex) -> Guess:
-        """The tokens that followed the longest match (of equally long matches, the latest). If too
-        few tokens follow, the text has begun to repeat itself, so the guess repeats them."""
+        """The tokens that followed the longest match (of equally long matches, the latest). If the
+        text ends too early, it has begun to repeat the tokens after the match. The guess then
+        repeats these tokens, too."""
         start = match_length = 0
         tail = text.slice(text.end - self._ngram_max, text.end)
         for place in islice(text.earlier(), OCCURRENCES_MAX):

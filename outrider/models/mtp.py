@@ -6,10 +6,10 @@
     h_j    = layer(x_j), where the layer, of the target's own kind, sees the pairs 1 .. j
     logits of the token after token j = head(norm(h_j))
 
-A drafted pair has norm(h) in place of g, and runs through the same layer, as in transformers and
-`speculators`. For DeepSeek and GLM, vLLM differs in two things. In a drafted pair, vLLM uses h in
-place of norm(h). This is one of `MtpHead.ways`. In the first pair, vLLM uses zeros in place of the
-embedding. Outrider uses the embedding.
+A drafted pair is a pair of a draft token. The target has not computed its g, so the pair has
+norm(h) of the pair before, as in transformers and `speculators`. For DeepSeek and GLM, vLLM differs
+in two things. In a drafted pair, vLLM uses h in place of norm(h). This is one of `MtpHead.ways`. In
+the first pair, vLLM uses zeros in place of the embedding. Outrider uses the embedding.
 
 family                  tensors in the target's files (N is the target's number of layers)
 deepseek_v3, glm4_moe   `model.layers.N.*`: `enorm`, `hnorm`, `eh_proj`, `shared_head.norm`, those
@@ -101,8 +101,8 @@ class MtpHead(DraftHead):
         self.value_width = values.shape[-1]
 
     def ways(self, num_layers: int) -> dict[str, Any]:
-        """Programs that train MTP layers differ in whether the layer reads hidden states after or
-        before the target's last norm, and h after or before the layer's own norm."""
+        """Programs that train MTP layers differ in two points: whether g is taken after or before
+        the target's last norm, and whether h is taken after or before the layer's own norm."""
         return {name: way for name, way in _WAYS.items() if way[0] or self.target_norm is not None}
 
     def read_as(self, way: tuple[bool, bool]) -> None:
@@ -251,8 +251,8 @@ def _dequantized(
             values = (values.float() * spread[: values.shape[0], : values.shape[1]]).to(dtype)
         elif values.dtype not in DTYPES.values():
             raise ConfigError(
-                f"{key} is stored as {values.dtype}; floating point of 16 bits or more and float8 "
-                f"with a {_SCALE.removeprefix('_')} for each block are served"
+                f"{key} is stored as {values.dtype}; it must have floating point of 16 bits or "
+                f"more, or float8 with a {_SCALE.removeprefix('_')} for each block"
             )
         found[key] = values
     return found

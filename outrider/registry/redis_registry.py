@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 _STARTED = "started"
 WANTED_TTL_S = 7 * 86_400
-"""Time from the last read or write of the hash `wanted` until it expires."""
+"""Time from the last call of `want`, `wanted` or `note_started` until the hash `wanted` expires."""
 
 
 class RedisRegistry:

@@ -42,14 +42,14 @@ class ScriptRunner:
         self, client: redis.asyncio.Redis, wait_replicas: int = 0, replicated_key: str = ""
     ) -> None:
         """A replicated script succeeds only once `wait_replicas` replicas have its writes and all
-        earlier writes. The command WAIT waits for the last write of its connection. A script may
-        write nothing, so `replicated_key` is set before each WAIT."""
+        earlier writes. The command WAIT waits only for writes of its own connection. A script may
+        write nothing, so `replicated_key` is set on this connection before each WAIT."""
         self._client = client
         self._wait_replicas = wait_replicas
         self._replicated_key = replicated_key
         self._waiting: dict[Script, deque[tuple[Call, asyncio.Future[Any]]]] = {}
-        """By script, runs that wait for the next round trip. A script is a key while a task sends
-        its runs."""
+        """By script, runs that wait for the next round trip. If a task is sending runs of a script,
+        the script is a key, even if no run waits."""
         self._senders: set[asyncio.Task[None]] = set()
 
     async def run(self, script: Script, call: Call) -> Any:
