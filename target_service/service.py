@@ -108,6 +108,7 @@ class TargetService(SteppedService):
             self._run_next(session_id, ahead)
         else:
             del self._ahead[session_id]
+            ahead.sender.flush(session_id)  # The coordinator must act on this answer.
 
     def _forget(self, session_id: str) -> None:
         ahead = self._ahead.pop(session_id, None)

@@ -108,6 +108,17 @@ async def test_a_verdict_that_ends_the_text_takes_held_ones_along() -> None:
     await setting.close()
 
 
+async def test_a_refusal_takes_held_verdicts_along_at_once() -> None:
+    """The coordinator waits for the refusal. A step takes 10 ms, and the fourth round fails."""
+    setting = Replica("target", ToyEngine(), step_s=0.01, stream_interval_ms=1000)
+    setting.engine.breaks_after = lambda tokens: len(tokens) == 6
+    setting.link.send(ask_round(PROMPT, 0, 0, 15))
+    async with asyncio.timeout(0.5):
+        await setting.listener.wait(4)
+    assert isinstance(setting.listener.answers[-1], Refused)
+    await setting.close()
+
+
 def refused(session: int, message: str) -> Refused:
     """An answer identified by its message."""
     return Refused(ReplyKey(session_name(session), 1, 0), 13, message)
