@@ -16,9 +16,10 @@ import hmac
 import re
 import secrets
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from outrider.errors import ConfigError
 from outrider.files import locked, read_file, write_whole
@@ -254,10 +255,16 @@ def read_key_file(path: Path) -> list[KeyEntry]:
     return entries
 
 
+def _locked(path: Path) -> AbstractContextManager[IO[str]]:
+    """Locks a key file. All symbolic links to the file have the same lock."""
+    file = path.resolve()
+    return locked(file.with_name(f"{file.name}.lock"))
+
+
 def add_key(path: Path, caller: Caller) -> str:
     """Makes a key, adds its hash to the file, and returns the key. Only the owner of a new file can
     read the file. Raises `ConfigError` if the file is invalid or already has the name."""
-    with locked(path.with_name(f"{path.name}.lock")):
+    with _locked(path):
         entries = read_key_file(path) if path.exists() else []
         if any(entry.caller.name == caller.name for entry in entries):
             raise ConfigError(f"{path}: there is a key {caller.name!r} already")
@@ -273,7 +280,7 @@ def add_key(path: Path, caller: Caller) -> str:
 
 def remove_key(path: Path, name: str) -> None:
     """Removes a key's line. Raises `ConfigError` if the file is invalid or has no such key."""
-    with locked(path.with_name(f"{path.name}.lock")):
+    with _locked(path):
         names = [entry.caller.name for entry in read_key_file(path)]
         if name not in names:
             raise ConfigError(f"{path}: there is no key {name!r}")

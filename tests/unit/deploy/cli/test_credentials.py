@@ -187,6 +187,7 @@ def test_keys_are_made_listed_and_revoked(
     assert main([*words, "new", "alice", "--tenant", "team", "--concurrency", "4"]) == 0
     key = capsys.readouterr().out.strip()
     assert key not in file.read_text()
+    assert {path.name for path in tmp_path.iterdir()} == {"keys", "keys.lock", "link"}
     assert main([*words, "--json", "new", "bob", "--requests-per-minute", "60", "--admin"]) == 0
     assert json.loads(capsys.readouterr().out)["name"] == "bob"
     monkeypatch.setenv("OUTRIDER_API_KEY_FILE", str(file))
