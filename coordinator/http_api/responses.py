@@ -1,11 +1,12 @@
-"""OpenAI's `POST /v1/responses`. The body is translated into the body of a chat completion. The
-answer has OpenAI's items. A streamed answer has OpenAI's events. Responses are not stored."""
+"""OpenAI's `POST /v1/responses`. A body makes the request of a chat completion with the same
+meaning. The answer has OpenAI's items. A streamed answer has OpenAI's events. Responses are not
+stored."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
@@ -33,9 +34,6 @@ from coordinator.http_api.tools import check_arguments, parsed_call
 from outrider.limits import CHAT_MESSAGES_MAX, TOOLS_MAX
 from outrider.request import ChatMessage, Event, Finished
 from outrider.sessions.store import FinishReason
-
-if TYPE_CHECKING:
-    pass
 
 _REASONING = "reasoning_content"
 _REPEATED = {
