@@ -2,6 +2,8 @@
 the services."""
 
 import datetime
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -57,10 +59,8 @@ def new(arguments: Arguments) -> int:
         concurrency=arguments.concurrency or 0,
         admin=arguments.admin,
     )
-    try:
+    with _writing(path):
         key = add_key(path, caller)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
     note(f"{path} now holds the hash of this key. The key itself is not shown again:")
     return tell(Report({"name": caller.name, "key": key}, [key]), arguments.json)
 
@@ -82,9 +82,18 @@ def list_keys(arguments: Arguments) -> int:
 @command("revoke", argument("name", "name of the key"))
 def revoke(arguments: Arguments) -> int:
     path = _key_file(arguments)
-    remove_key(path, arguments.name)
+    with _writing(path):
+        remove_key(path, arguments.name)
     note(f"removed key {arguments.name!r} from {path}")
     return 0
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _key_file(arguments: Arguments) -> Path:
