@@ -13,6 +13,7 @@ of a key file has the hash of one key. `#` begins a comment:
 
 import hashlib
 import hmac
+import os
 import re
 import secrets
 from collections.abc import Iterable, Sequence
@@ -257,7 +258,7 @@ def read_key_file(path: Path) -> list[KeyEntry]:
 
 def _locked(path: Path) -> AbstractContextManager[IO[str]]:
     """Locks a key file. All symbolic links to the file have the same lock."""
-    file = path.resolve()
+    file = Path(os.path.realpath(path))  # `Path.resolve` raises `RuntimeError` for links in a loop.
     return locked(file.with_name(f"{file.name}.lock"))
 
 

@@ -43,7 +43,7 @@ def read_file(path: Path) -> bytes:
 def write_whole(path: Path, text: str, mode: int | None = None) -> None:
     """Writes a file atomically. If `path` is a symbolic link, writes the file that it names.
     Without a `mode`, an existing file keeps its mode, and only the owner can read a new file."""
-    path = path.resolve()
+    path = Path(os.path.realpath(path))  # `Path.resolve` raises `RuntimeError` for links in a loop.
     if mode is None:
         mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

@@ -207,6 +207,9 @@ def test_keys_are_made_listed_and_revoked(
     (device := tmp_path / "device").symlink_to("/dev/null")
     monkeypatch.setenv("OUTRIDER_API_KEY_FILE", str(device))
     assert "is not a regular file" in refusal(capsys, "keys", "new", "carol")
+    (loop := tmp_path / "loop").symlink_to("loop")
+    monkeypatch.setenv("OUTRIDER_API_KEY_FILE", str(loop))
+    assert "cannot read" in refusal(capsys, "keys", "revoke", "bob")
     monkeypatch.setenv("OUTRIDER_API_KEY_FILE", str(tmp_path / "missing" / "keys"))
     for action in (("new", "carol"), ("revoke", "bob")):
         assert "cannot write" in refusal(capsys, "keys", *action)
