@@ -504,8 +504,7 @@ class AutoscaleConfig:
     autoscale_draft_waits: Annotated[float, between(0.01, 1)] = 0.25
     """Add drafts if more than this share of the rounds waits for a busy draft."""
     autoscale_calm_s: Annotated[float, between(1, WAIT_S_MAX)] = 120.0
-    """Number of seconds for which one replica fewer must have been enough before a replica is
-    removed."""
+    """Time for which one replica fewer must have been enough before a replica is removed, s."""
 
     def __post_init__(self) -> None:
         self.bounds  # noqa: B018 (raises)
