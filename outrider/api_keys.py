@@ -13,7 +13,6 @@ of a key file has the hash of one key. `#` begins a comment:
 
 import hashlib
 import hmac
-import os
 import re
 import secrets
 from collections.abc import Iterable, Sequence
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from outrider.errors import ConfigError
-from outrider.files import locked, read_file, write_whole
+from outrider.files import locked, read_file, without_links, write_whole
 from outrider.limits import (
     API_KEY_CHARS_MAX,
     API_KEY_CHARS_MIN,
@@ -258,7 +257,7 @@ def read_key_file(path: Path) -> list[KeyEntry]:
 
 def _locked(path: Path) -> AbstractContextManager[IO[str]]:
     """Locks a key file. All symbolic links to the file have the same lock."""
-    file = Path(os.path.realpath(path))  # `Path.resolve` raises `RuntimeError` for links in a loop.
+    file = without_links(path)
     return locked(file.with_name(f"{file.name}.lock"))
 
 

@@ -40,10 +40,15 @@ def read_file(path: Path) -> bytes:
     return data
 
 
+def without_links(path: Path) -> Path:
+    """Follows symbolic links. Unlike `Path.resolve`, accepts links that form a loop."""
+    return Path(os.path.realpath(path))
+
+
 def write_whole(path: Path, text: str, mode: int | None = None) -> None:
     """Writes a file atomically. If `path` is a symbolic link, writes the file that it names.
     Without a `mode`, an existing file keeps its mode, and only the owner can read a new file."""
-    path = Path(os.path.realpath(path))  # `Path.resolve` raises `RuntimeError` for links in a loop.
+    path = without_links(path)
     if mode is None:
         mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
