@@ -65,16 +65,17 @@ demo: $(STAMP) ## Start, generate with the real model, and print the speed-up ag
 	$(BIN)/outrider bench speedup --temperature 0 --no-reference \
 		--prompts benchmarks/prompts/rewrite.jsonl --num-prompts 3 --max-tokens 96
 
-test: $(STAMP) ## Run every test but the whole grids, and 1,000 seeds of the simulation.
+test: $(STAMP) ## Run every test but the whole grids, and 400 seeds of the simulation.
 	@mkdir -p build
-	nice -n 19 $(BIN)/python -m tests.simulation --seeds 1000 >build/simulation.log 2>&1 & seeds=$$!; \
+	nice -n 19 $(BIN)/python -m tests.simulation --seeds 400 >build/simulation.log 2>&1 & seeds=$$!; \
 	trap 'kill $$seeds 2>/dev/null || true' EXIT; \
 	$(PYTEST) -m "not full" --durations 40; \
 	wait $$seeds || { cat build/simulation.log; exit 1; }; \
 	cat build/simulation.log
 
-test-full: $(STAMP) ## Run every test, the whole grids included.
+test-full: $(STAMP) ## Run every test, the whole grids included, and 1,000 seeds of the simulation.
 	$(PYTEST)
+	$(BIN)/python -m tests.simulation --seeds 1000
 
 test-page: $(STAMP) ## Look at the window in a real browser, which must be installed.
 	@$(BIN)/python tests/page/browser.py
