@@ -170,7 +170,8 @@ class ModelServerConfig(ServerConfig):
     max_num_batched_tokens: Annotated[int, between(limits.BATCHED_TOKENS_MIN, 2**20)] = (
         limits.BATCHED_TOKENS_DEFAULT
     )
-    """Largest number of tokens in one step. Longer prompts are prefilled in several steps."""
+    """Largest number of tokens in one step. Longer prompts are prefilled in several steps. A larger
+    number raises throughput, but requests wait longer for other prompts."""
     deterministic: bool = False
     """Compute bit-identical logits of a token, whatever other tokens are in its step. So under the
     rules coupled and greedy, the output depends neither on `num_draft_tokens` nor on other

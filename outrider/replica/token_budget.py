@@ -9,9 +9,10 @@ n be the number of waiting prefixes. The step, together with earlier steps since
 may take 1 + STEP_GROWTH * n times the time that the rounds alone would take. So one long prompt
 does not stall sessions that decode, and many prompts are prefilled soon. In return the gaps between
 tokens grow while prompts wait. In one step, n falls at most to WAITING_DECAY times its value, so
-the last of many prompts that came together is prefilled as fast as the first. If rounds fill a
-step, the oldest prefix still gets PREFIX_TOKENS_MIN tokens. So rounds and prefixes cannot starve
-each other.
+the last of many prompts that came together is prefilled as fast as the first. If n is at least 2
+and at least the number of rounds, the time is not limited, because then most sessions wait for the
+prefill. If rounds fill a step, the oldest prefix still gets PREFIX_TOKENS_MIN tokens. So rounds and
+prefixes cannot starve each other.
 
 A step's time is predicted from costs measured at the start. The prediction is corrected by measured
 times, separately for steps with and without a prefix (`note_seconds`). A draft's step has several
@@ -35,8 +36,7 @@ STEP_GROWTH = 0.75
 predicted time grows only to 1.75 times that of its rounds. But some steps take 1.5 times their
 predicted time, and a gap also has time outside steps."""
 WAITING_DECAY = 0.95
-"""With the demo target's step costs, eight prompts of 500 tokens that come together and generate
-128 tokens each take 5 % less time than if n fell at once, and 1 % more than if n never fell."""
+"""Least share of n that is left after a step."""
 CORRECTION_WEIGHT = 0.2
 """Weight of the newest step in the average of `TokenBudget._corrections`."""
 CORRECTION_MAX = 4.0
@@ -171,7 +171,7 @@ class TokenBudget:
         """How long a step may take; `rounds` is the load of its rounds, perhaps empty. Counts the
         earlier steps since the last rounds, see the module's docstring."""
         newest = rounds if rounds.rows else self._last_rounds
-        if newest is None:
+        if newest is None or self._num_waiting >= max(2, newest.sessions):
             return math.inf
         passed_s = self._rest_s if rounds.rows else self._step_s + self._rest_s
         return (1 + STEP_GROWTH * self._num_waiting) * self._seconds(newest) - passed_s

@@ -41,12 +41,26 @@ def test_a_step_is_shared_out(
 def test_the_last_of_many_prompts_is_read_as_fast_as_the_first() -> None:
     """Later, when only the rounds of the others go on, it waits as any single prompt."""
     rounds = [ROUND] * 7
-    after_seven, alone = TokenBudget(512, 64, COSTS), TokenBudget(512, 64, COSTS)
-    first = after_seven.share([ROUND, *[prefix(4000)] * 7])[1]
-    assert after_seven.share([*rounds, prefix(4000)])[7] > 0.9 * first
+    after_many, alone = TokenBudget(512, 64, COSTS), TokenBudget(512, 64, COSTS)
+    first = after_many.share([*rounds, *[prefix(4000)] * 5])[7]
+    assert after_many.share([*rounds, prefix(4000)])[7] > 0.9 * first
     for _ in range(60):
-        after_seven.share(rounds)
-    assert after_seven.share([*rounds, prefix(4000)]) == alone.share([*rounds, prefix(4000)])
+        after_many.share(rounds)
+    assert after_many.share([*rounds, prefix(4000)]) == alone.share([*rounds, prefix(4000)])
+
+
+@pytest.mark.parametrize(
+    ("num_rounds", "num_prefixes", "is_limited"), [(1, 1, True), (1, 2, False), (3, 2, True)]
+)
+def test_if_most_sessions_wait_for_the_prefill_its_time_is_not_limited(
+    num_rounds: int, num_prefixes: int, is_limited: bool
+) -> None:
+    """The sessions of the last rounds count while a step has no rounds."""
+    rounds, prefixes = [ROUND] * num_rounds, [prefix(200)] * num_prefixes
+    for step in ([*rounds, *prefixes], prefixes):
+        budget = TokenBudget(512, 64, COSTS)
+        budget.share(rounds)
+        assert (sum(budget.share(step)[-num_prefixes:]) < 200 * num_prefixes) is is_limited
 
 
 def test_costs_that_were_wrong_are_corrected_by_the_steps_themselves() -> None:
@@ -71,7 +85,7 @@ def test_costs_that_were_wrong_are_corrected_by_the_steps_themselves() -> None:
 
 
 @pytest.mark.parametrize("num_passes", [1, 8])
-@pytest.mark.parametrize("num_rounds", [2, 4, 8])
+@pytest.mark.parametrize("num_rounds", [5, 8])
 @pytest.mark.parametrize("num_prefixes", [1, 2, 4])
 def test_beside_rounds_a_step_grows_as_much_as_it_may(
     num_passes: int, num_rounds: int, num_prefixes: int
