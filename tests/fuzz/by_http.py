@@ -4,6 +4,7 @@ the answers are checked against the document."""
 import itertools
 import json
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -14,7 +15,7 @@ import jsonschema
 from hypothesis import strategies as st
 
 from tests.fuzz.hostile import FLOATS, INTS, LENGTHS, TEXTS, broken
-from tests.fuzz.ledger import Ledger
+from tests.fuzz.ledger import REDIS_LATE, REDIS_REST_S, Ledger
 from tests.fuzz.started import Started
 from tests.fuzz.valid import TOKENS
 
@@ -245,7 +246,7 @@ class HttpFeed:
         answer = self._clients["open_http"].get("/openapi.json")
         self.document = Document(answer.raise_for_status().json())
 
-    def feed(self, again: str, call: HttpCall) -> None:
+    def feed(self, again: str, call: HttpCall, *, is_repeated: bool = False) -> None:
         client = self._clients[call.place]
         key = self._keys.get(call.key, call.key)
         shown = (("authorization", f"Bearer {key}"),) if key else ()
@@ -266,6 +267,10 @@ class HttpFeed:
         ) as error:  # fmt: skip
             # The request was never sent, or was refused before its body was read.
             self._ledger.count("http", type(error).__name__)
+            return
+        if REDIS_LATE in text and not is_repeated:
+            time.sleep(REDIS_REST_S)
+            self.feed(again, call, is_repeated=True)
             return
         self._ledger.count("http", response.status_code)
         if found := _NEW_ID.search(text):

@@ -17,6 +17,10 @@ EXAMPLES: Final = 20
 """Number of inputs of a batch. All inputs of a batch come from one seed."""
 FAILURES_MAX: Final = 20
 SHOWN_CHARS_MAX: Final = 4000
+REDIS_LATE: Final = "Redis does not answer (TimeoutError)"
+"""Redis may answer late because other tests use the machine. So a request with this answer is made
+once more, and only the second answer counts."""
+REDIS_REST_S: Final = 1.0
 
 T = TypeVar("T")
 
