@@ -9,10 +9,10 @@ n be the number of waiting prefixes. The step, together with earlier steps since
 may take 1 + STEP_GROWTH * n times the time that the rounds alone would take. So one long prompt
 does not stall sessions that decode, and many prompts are prefilled soon. In return the gaps between
 tokens grow while prompts wait. In one step, n falls at most to WAITING_DECAY times its value, so
-the last of many prompts that came together is prefilled as fast as the first. If n is at least 2
-and at least the number of rounds, the time is not limited, because then most sessions wait for the
-prefill. If rounds fill a step, the oldest prefix still gets PREFIX_TOKENS_MIN tokens. So rounds and
-prefixes cannot starve each other.
+the last of many prompts that came together is prefilled as fast as the first. The time is not
+limited if two prefixes or more wait, and n is at least the number of sessions that decode, because
+then most sessions wait for the prefill. If rounds fill a step, the oldest prefix still gets
+PREFIX_TOKENS_MIN tokens. So rounds and prefixes cannot starve each other.
 
 A step's time is predicted from costs measured at the start. The prediction is corrected by measured
 times, separately for steps with and without a prefix (`note_seconds`). A draft's step has several
@@ -93,6 +93,8 @@ class TokenBudget:
         self._round_passes = 1
         self._num_waiting = 0.0
         """n of the module's docstring."""
+        self._num_decoding = 0.0
+        """Number of rounds of the last steps. Falls like n."""
         self._corrections = {False: 1.0, True: 1.0}
         """Average ratio of measured to predicted step times, by `_Load.has_prefix`."""
 
@@ -120,7 +122,9 @@ class TokenBudget:
         later_s = (self._round_passes - 1) * self._cost_seconds(later_pass)
         rounds = load = load._replace(later_s=later_s)
         self._num_waiting = max(len(prefixes), WAITING_DECAY * self._num_waiting)
-        seconds = self._seconds_allowed(rounds)
+        self._num_decoding = max(rounds.sessions, WAITING_DECAY * self._num_decoding)
+        most_wait = len(prefixes) > 1 and self._num_waiting >= self._num_decoding
+        seconds = math.inf if most_wait else self._seconds_allowed(rounds)
         for index in prefixes:
             demand = demands[index]
             least = PREFIX_TOKENS_MIN if index == prefixes[0] else 0
@@ -171,7 +175,7 @@ class TokenBudget:
         """How long a step may take; `rounds` is the load of its rounds, perhaps empty. Counts the
         earlier steps since the last rounds, see the module's docstring."""
         newest = rounds if rounds.rows else self._last_rounds
-        if newest is None or self._num_waiting >= max(2, newest.sessions):
+        if newest is None:
             return math.inf
         passed_s = self._rest_s if rounds.rows else self._step_s + self._rest_s
         return (1 + STEP_GROWTH * self._num_waiting) * self._seconds(newest) - passed_s

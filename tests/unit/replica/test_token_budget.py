@@ -63,6 +63,18 @@ def test_if_most_sessions_wait_for_the_prefill_its_time_is_not_limited(
         assert (sum(budget.share(step)[-num_prefixes:]) < 200 * num_prefixes) is is_limited
 
 
+def test_many_prompts_of_the_past_do_not_lift_the_limit() -> None:
+    """Even if a step has few of the rounds that decode."""
+    budget, alone = TokenBudget(512, 64, COSTS), TokenBudget(512, 64, COSTS)
+    budget.share([prefix(60)] * 8)
+    for _ in range(60):
+        budget.share([ROUND] * 8)
+    for step in ([ROUND] * 2, [ROUND, prefix(4000)], [ROUND, *[prefix(4000)] * 2]):
+        alone.share([ROUND] * 8)
+        assert budget.share(step) == alone.share(step)
+        assert sum(alone.share(step)) < 100
+
+
 def test_costs_that_were_wrong_are_corrected_by_the_steps_themselves() -> None:
     """Contexts are cheaper than measured, so chunks are too long at first."""
     foretold = StepCosts((1, 512), (0.010, 0.260), slot_s=6e-6)
