@@ -97,8 +97,9 @@ def test_costs_that_were_wrong_are_corrected_by_the_steps_themselves() -> None:
 
 
 @pytest.mark.parametrize("num_passes", [1, 8])
-@pytest.mark.parametrize("num_rounds", [5, 8])
-@pytest.mark.parametrize("num_prefixes", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("num_rounds", "num_prefixes"), [(2, 1), (4, 1), (4, 2), (8, 1), (8, 2), (8, 4)]
+)
 def test_beside_rounds_a_step_grows_as_much_as_it_may(
     num_passes: int, num_rounds: int, num_prefixes: int
 ) -> None:
