@@ -6,7 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.config import DraftConfig
 from outrider.replica.host import ReplicaHost
-from outrider.replica.process_setup import build_grammars, build_head, try_drafting_kernels
+from outrider.replica.process_setup import (
+    batched_tokens,
+    build_grammars,
+    build_head,
+    try_drafting_kernels,
+)
 from outrider.settings import blaming
 
 if TYPE_CHECKING:
@@ -47,5 +52,5 @@ class DraftActor(ReplicaHost):
             executor.call(lambda: try_drafting_kernels(head))
         return DraftService(
             drafter, executor, costs=costs, max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens, grammars=build_grammars(config),
+            max_num_batched_tokens=batched_tokens(config), grammars=build_grammars(config),
         )  # fmt: skip

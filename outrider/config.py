@@ -167,11 +167,10 @@ class ModelServerConfig(ServerConfig):
     gpu_memory_utilization: Annotated[float, between(0.01, 1)] = 0.9
     """Fraction of GPU memory that a replica uses for weights, keys and values. If replicas share a
     GPU, this is a fraction of the replica's share of the memory."""
-    max_num_batched_tokens: Annotated[int, between(limits.BATCHED_TOKENS_MIN, 2**20)] = (
-        limits.BATCHED_TOKENS_DEFAULT
-    )
-    """Largest number of tokens in one step. Longer prompts are prefilled in several steps. A larger
-    number raises throughput, but requests wait longer for other prompts."""
+    max_num_batched_tokens: Annotated[int | None, between(limits.BATCHED_TOKENS_MIN, 2**20)] = None
+    """Largest number of tokens in one step; if unset, 2048 with vLLM and 512 with other engines.
+    Longer prompts are prefilled in several steps. A larger number raises throughput, but requests
+    wait longer for other prompts."""
     deterministic: bool = False
     """Compute bit-identical logits of a token, whatever other tokens are in its step. So under the
     rules coupled and greedy, the output depends neither on `num_draft_tokens` nor on other

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.config import TargetConfig
 from outrider.replica.host import ReplicaHost
-from outrider.replica.process_setup import build_grammars
+from outrider.replica.process_setup import batched_tokens, build_grammars
 
 if TYPE_CHECKING:
     from outrider.engine.interface import Engine
@@ -27,7 +27,7 @@ class TargetActor(ReplicaHost):
 
         return TargetService(
             engine, executor, max_num_seqs=config.max_num_seqs, costs=costs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=batched_tokens(config),
             self_drafter=self_drafter_of(engine),
             grammars=build_grammars(config, engine.info.eos_token_ids),
             stream_interval_ms=config.stream_interval_ms,

@@ -38,6 +38,7 @@ from outrider.errors import OutriderError, SettingError
 from outrider.limits import DEADLINE_MS_MAX, PAGE_SIZE, REPLICAS_MAX
 from outrider.registry.registry import Role
 from outrider.replica.executors import InlineExecutor
+from outrider.replica.process_setup import batched_tokens
 from outrider.request import GenerateRequest, RoundReport, Tokens
 from outrider.sessions.memory_store import MemoryStore
 from outrider.speculation.sampling_params import Rule, SamplingParams
@@ -260,7 +261,7 @@ class _Replica:
             self.engine if role == "target" else ModelDrafter(self.engine),
             InlineExecutor(self.engine.take_step_seconds),
             max_num_seqs=scenario.pair.seats(role), costs=self.engine.costs,
-            max_num_batched_tokens=scenario.config.target.max_num_batched_tokens,
+            max_num_batched_tokens=batched_tokens(scenario.config.target),
         )  # fmt: skip
 
 
@@ -589,7 +590,7 @@ def _busy_s(scenario: Scenario, role: Role) -> float:
     costs, seats, rows = pair.costs(role), pair.seats(role), 1.0
     if role == "target":
         rows += pair.way.proposed_per_round
-        seats = max(1, min(seats, int(scenario.config.target.max_num_batched_tokens / rows)))
+        seats = max(1, min(seats, int(batched_tokens(scenario.config.target) / rows)))
     step_s = min(costs.step_seconds(rows * n, n) / n for n in (1, seats))
     return step_s * (len(pair.survival) if role == "draft" else 1)
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from outrider.config import AUTO_ENGINE, VLLM, DraftConfig, ReplicaConfig, TargetConfig
 from outrider.drafters.names import MTP, LookupKind
 from outrider.errors import ConfigError, SettingError
-from outrider.limits import SUFFIX_TENANTS
+from outrider.limits import BATCHED_TOKENS_DEFAULT, BATCHED_TOKENS_VLLM, SUFFIX_TENANTS
 from outrider.settings import blaming, by_its_keys
 from outrider.telemetry.logs import JsonLines, LogFile, make_room
 
@@ -273,7 +273,7 @@ def _build_vllm(config: ReplicaConfig, num_threads: int, ranks: Ranks | None) ->
         engine = VllmEngine(
             Path(config.directory),
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=batched_tokens(config),
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
             gpu_memory_utilization=config.gpu_memory_utilization,
             num_gpus=config.num_gpus,
@@ -325,6 +325,12 @@ def runs_on_vllm(config: ReplicaConfig) -> bool:
     import torch
 
     return config.device != "cpu" and torch.cuda.is_available()
+
+
+def batched_tokens(config: ReplicaConfig) -> int:
+    """Returns the largest number of tokens in a step of the replica."""
+    default = BATCHED_TOKENS_VLLM if runs_on_vllm(config) else BATCHED_TOKENS_DEFAULT
+    return config.max_num_batched_tokens or default
 
 
 def _lacking_on_vllm(config: ReplicaConfig) -> tuple[str, str] | None:
@@ -544,7 +550,7 @@ def step_costs(engine: Engine, config: ReplicaConfig) -> StepCosts:
     from outrider.engine.step_costs import measure_step_costs
 
     costs = measure_step_costs(
-        engine, config.max_num_batched_tokens, config.max_num_seqs, time.perf_counter
+        engine, batched_tokens(config), config.max_num_seqs, time.perf_counter
     )
     logging.getLogger(__name__).info("step costs: %s", costs)
     return costs

@@ -30,6 +30,7 @@ from outrider.replica.host import ReplicaHost
 from outrider.replica.process_setup import (
     STANDARD_ERROR,
     advertised,
+    batched_tokens,
     build_engine,
     build_grammars,
     log_at,
@@ -261,6 +262,21 @@ def test_vllm_is_chosen_on_cuda_where_it_is_installed(
     monkeypatch.setattr(process_setup, "vllm_version", lambda: version)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
     assert runs_on_vllm(TargetConfig(**settings)) is expected
+
+
+@pytest.mark.parametrize(
+    ("expected", "settings"),
+    [
+        (512, {}),
+        (2048, {"engine": "vllm"}),
+        (512, {"engine": "emulated:verify_ms=1"}),
+        (64, {"engine": "vllm", "max_num_batched_tokens": 64}),
+    ],
+)
+def test_steps_have_more_tokens_on_vllm_unless_a_number_is_set(
+    expected: int, settings: dict[str, Any]
+) -> None:
+    assert batched_tokens(TargetConfig(**settings)) == expected
 
 
 @pytest.mark.parametrize("engine", ["auto", "vllm"])
