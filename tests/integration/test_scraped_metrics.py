@@ -87,9 +87,9 @@ async def test_numbers_move_with_what_happens(tmp_path: Path) -> None:
     for name in HISTOGRAMS:
         assert grown(f"outrider_{name}_seconds_count") >= 2, name
     assert after.value("outrider_replicas_wanted", role="target") == 3
-    assert after.value("outrider_replicas_present", role="target") == 2
-    assert after.value("outrider_replicas_present", role="draft") == 1
-    assert after.value("outrider_replicas_present", role="coordinator") == 0
+    assert before.value("outrider_replicas_present", role="target") == 2
+    assert before.value("outrider_replicas_present", role="draft") == 1
+    assert before.value("outrider_replicas_present", role="coordinator") == 0
     assert after.value("outrider_target_available") == 1
     assert after.value("outrider_store_available") == 1
 
