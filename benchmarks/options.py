@@ -82,7 +82,7 @@ class PromptOptions(Options):
 @checked()
 class DecodingOptions(PromptOptions):
     rule: Literal["token", "block", "coupled"] = "block"
-    """Acceptance rule at temperatures above 0; block uses no trees."""
+    """Acceptance rule at temperatures above 0."""
     num_draft_tokens: DraftTokens | None = None
     """Maximum number of draft tokens of a round; unset = the deployment's default."""
 

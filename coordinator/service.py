@@ -107,9 +107,6 @@ class CoordinatorService:
         `random_bits(n)` returns n random bits, for session ids. If no seed is configured, the
         function also returns the seeds of requests."""
         self._config = config
-        looks_up = config.lookup is not None and config.lookup.drafter.is_lookup
-        has_trees = config.draft_siblings > 0 and not (config.look_ahead or looks_up)
-        self._siblings = config.draft_siblings if has_trees else 0
         self._store = store
         self._links = targets or {}, drafts or {}
         self._follows = registry is not None and link is not None
@@ -120,12 +117,8 @@ class CoordinatorService:
         self._fallback = fallback
         self.text = text
         """The target's tokenizer. If there is none, requests must contain token ids."""
-        # BLOCK accepts at least as many tokens of a chain as TOKEN, but cannot verify trees.
-        best = Rule.TOKEN if has_trees else Rule.BLOCK
         self.defaults = RequestDefaults(
-            config.num_draft_tokens,
-            config.deadline_ms,
-            best if config.unseeded_rule == "auto" else Rule(config.unseeded_rule),
+            config.num_draft_tokens, config.deadline_ms, Rule(config.unseeded_rule)
         )
         self._prompts = PromptEncoder(text)
         # If a seed is configured, a repeated series of requests gets the same seeds and answers.
@@ -669,11 +662,7 @@ class CoordinatorService:
     ) -> LengthControl:
         record, parameters = context.session.record, context.parameters
         num_draft_tokens = 0 if draft.never_drafts else parameters.num_draft_tokens
-        is_chain = record.rule is Rule.BLOCK or parameters.sampling.penalised
-        siblings = 0 if is_chain else self._siblings
-        return lengths.open(
-            record.rule, record.seed, num_draft_tokens, record.prompt_length, siblings
-        )
+        return lengths.open(record.rule, record.seed, num_draft_tokens, record.prompt_length)
 
 
 @contextmanager

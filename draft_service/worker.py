@@ -7,14 +7,14 @@ from typing import Any
 from draft_service.model_drafter import ModelDrafter
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft
 from outrider.drafters.drafter import NO_DEADLINE, DraftRequest
-from outrider.errors import BadRequest, Incompatible, OutriderError
+from outrider.errors import Incompatible, OutriderError
 from outrider.grammar.compiler import Grammars
 from outrider.messages import DraftItem, ProposalReply
 from outrider.replica.step_request import Answers, Unfinished, undrawn
 from outrider.replica.token_budget import TokenBudget
 from outrider.replica.worker import Admitted, SlotDemand, StepWorker, Work, draft_request
 from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
-from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.speculation.sampling_params import SamplingParams
 
 from .lookahead import LookAhead
 
@@ -141,15 +141,7 @@ class Proposer(StepWorker):
             self._look_ahead.give_way()
 
     def _validate(self, work: _Drafting) -> None:
-        item = work.item
-        work.sampling = item.head.params()
-        if any(item.siblings):
-            if item.head.rule is Rule.BLOCK:
-                raise BadRequest("siblings", "block verification has no tree")
-            if work.sampling.penalised:
-                raise BadRequest("siblings", "penalties need a chain")
-            if item.look_ahead > 0:
-                raise BadRequest("siblings", "a draft that looks ahead proposes chains")
+        work.sampling = work.item.head.params()
 
     def _prepare(self, work: _Drafting, admitted: Admitted) -> None:
         item, aligned, is_whole = work.item, admitted.aligned, admitted.is_whole
@@ -170,7 +162,7 @@ class Proposer(StepWorker):
         work.is_whole, work.num_recorded = is_whole, len(aligned.sequence)
         work.request = draft_request(
             work.head, work.sampling, committed[: len(committed) - num_missing], len(committed),
-            siblings=item.siblings, features=item.features, digests=aligned.sequence, **asked,
+            features=item.features, digests=aligned.sequence, **asked,
         )  # fmt: skip
 
     def _pass(self, works: Sequence[_Drafting]) -> Sequence[_Found]:
@@ -198,7 +190,7 @@ class Proposer(StepWorker):
 
     def _answer(self, work: _Drafting, proposal: Proposal) -> None:
         key, deadline = work.head.key, work.item.deadline
-        held = self._record(work, proposal.spine_ids)
+        held = self._record(work, proposal.token_ids)
         if work.is_whole or held < len(work.request.token_ids):
             sealed, length = SealedProposal.of(proposal), work.head.committed_length
             work.answer = ProposalReply(key, sealed, length, held, out_of_time=deadline.has_cut)

@@ -380,18 +380,12 @@ class CoordinatorConfig(ServerConfig):
     length_control: bool = True
     """Choose each round's number of draft tokens, up to the number that the request allows, from
     the expected acceptance and the time of drafting."""
-    unseeded_rule: Literal["auto", "token", "block"] = "auto"
-    """Acceptance rule for requests that set no rule and no seed and have a temperature above 0;
-    `auto` = token if proposals may be trees (`draft_siblings` without look-ahead), otherwise
-    block."""
+    unseeded_rule: Literal["token", "block"] = "block"
+    """Acceptance rule for requests that set no rule and no seed and have a temperature above 0."""
     look_ahead: Annotated[int | None, between(0, limits.LOOK_AHEAD_MAX)] = None
     """While the target verifies a round, the draft drafts the next round for this number of
     outcomes; 0 = no look-ahead. Unset = 16 if draft and target share neither cores nor a device,
     otherwise 0."""
-    draft_siblings: Annotated[int, between(0, limits.SIBLINGS_MAX)] = 0
-    """Number of alternatives beside each token that a model drafts; 0 = proposals are chains
-    instead of trees. A tree has at most 32 tokens. With look-ahead, penalties or the rule block,
-    proposals are always chains. Cannot be combined with `deterministic`."""
     run_ahead_rounds: Annotated[int, between(0, limits.RUN_AHEAD_ROUNDS_MAX)] = 8
     """Largest number of plain rounds that a target may run without waiting for the coordinator."""
     max_sessions: Annotated[int, between(1, limits.SESSIONS_PER_COORDINATOR_MAX)] = (
@@ -574,7 +568,7 @@ class DeploymentConfig:
             object.__setattr__(self, "draft", replace(self.draft, model=LookupKind.SUFFIX.value))
         drafter, ranks = self.draft.drafter, self.target.tensor_parallel_size
         on_vllm = self.target.engine == VLLM
-        look_ahead, siblings = self.coordinator.look_ahead, self.coordinator.draft_siblings
+        look_ahead = self.coordinator.look_ahead
         apart = self.draft.eagle3_on == "draft" and drafter.kind == EAGLE3
         # Heads of other kinds run on the leading rank.
         on_one_rank = apart or (drafter.kind == MTP and not on_vllm)
@@ -591,23 +585,12 @@ class DeploymentConfig:
                 "give 0",
             ),
             (
-                on_vllm and siblings, "draft_siblings",
-                f"{siblings} is wrong; vllm verifies no trees; give 0",
-            ),
-            (
                 on_vllm and apart, "eagle3_on",
                 "draft is wrong; vllm sends no hidden states; give target",
-            ),
-            (
-                self.target.deterministic and siblings, "draft_siblings",
-                f"{siblings} is wrong; `deterministic` allows no trees, because their logits may "
-                "differ in the last bit from those of a chain; give 0",
             ),
         ):  # fmt: skip
             if is_wrong:
                 raise SettingError(key, reason)
-        if siblings and self.target.engine == AUTO_ENGINE:
-            object.__setattr__(self, "target", replace(self.target, engine=TRANSFORMERS))
 
     def values(self, *, secrets: bool = True) -> dict[str, Value]:
         """Every setting by key, with or without secrets."""

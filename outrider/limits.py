@@ -1,8 +1,6 @@
 """All limits. A request beyond a limit is refused, and the error names the request's field."""
 
-NUM_DRAFT_TOKENS_MAX = 16  # of a chain, or of a path of a tree
-TREE_TOKENS_MAX = 32  # draft tokens of a tree
-SIBLINGS_MAX = 8  # alternative candidates beside a draft token
+NUM_DRAFT_TOKENS_MAX = 16  # of a round
 TEMPERATURE_MAX = 2.0
 GREEDY_TEMPERATURE = 1e-5  # a request with a lower temperature is greedy
 PENALTY_MAX = 2.0

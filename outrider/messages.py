@@ -107,14 +107,12 @@ class VerifyItem:
     num_logprobs: int | None = None
     num_next_draft_tokens: int = 0
     """Largest number of draft tokens for the next round, if the target drafts for itself."""
-    next_siblings: tuple[int, ...] = ()
-    """Numbers of siblings of the next round's draft tokens (`DraftRequest.siblings`)."""
     features_from: int | None = None
     """Asks for features of the committed tokens from this position on; None = no features."""
     next_budget_us: int = 0
     """Time limit for drafting the next round, from the start of drafting; 0 = no limit."""
     audit: bool = False
-    """Whether to audit the proposal, a chain of committed tokens of a session that has ended."""
+    """Whether to audit the proposal, committed tokens of a session that has ended."""
 
     @property
     def num_rows(self) -> int:
@@ -143,8 +141,6 @@ class DraftItem:
     draft sends a proposal of up to `num_draft_tokens` tokens for the next round."""
     held: tuple[int, ...] | None = None
     """The round's proposal, if the coordinator already has it and asks only for look-ahead."""
-    siblings: tuple[int, ...] = ()
-    """Numbers of siblings of the draft tokens (`DraftRequest.siblings`). Empty with look-ahead."""
     features: Features | None = None
     """Features that the draft lacks; None for drafts that read no features."""
     budget_us: int = field(default=0, compare=False)

@@ -131,9 +131,6 @@ class RoundReport:
     commit_ms: float
     look_ahead_hit: bool = False
     """Whether the proposal was ready when the round began."""
-    proposed_parents: tuple[int, ...] = ()
-    """For each token of a tree, the index of its parent in `proposed_token_ids`; -1 = the parent is
-    the last committed token. Empty for a chain."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from outrider.speculation.logits_processing import (
     row_masks,
 )
 from outrider.speculation.proposal import Proposal, SealedProposal, require_q
-from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.speculation.sampling_params import SamplingParams
 from outrider.speculation.verification import Question, verdicts_from_logits
 
 from .self_drafting import SelfDrafter
@@ -91,18 +91,18 @@ class _Round(Work):
     def outcome(self, verdict: Verdict) -> Outcome:
         """The outcome that the coordinator will derive from a verdict."""
         proposal, head = self.proposal, self.head
-        uniforms = head.noise.accept_uniforms(len(proposal), proposal.parents)
-        return decide(verdict, proposal.token_ids, head.rule, uniforms, proposal.parents)
+        uniforms = head.noise.accept_uniforms(len(proposal))
+        return decide(verdict, proposal.token_ids, head.rule, uniforms)
 
     def within(self, verdict: Verdict) -> Verdict:
         """If the outcome of `verdict` reaches a row in `untold`, returns a verdict that ends with
         the draft token before this row. Then the next round fails after this token, as plain
         decoding would. Otherwise returns `verdict`."""
-        path = self.outcome(verdict).path if self.untold else ()
-        last = next((index for index in path if index + 1 in self.untold), None)
-        if last is None:
+        num_accepted = self.outcome(verdict).num_accepted if self.untold else 0
+        row = min((row for row in self.untold if row <= num_accepted), default=None)
+        if row is None:
             return verdict
-        return ending_at(verdict, last, self.proposal.token_ids, self.proposal.parents)
+        return ending_at(verdict, row - 1, self.proposal.token_ids)
 
 
 class Verifier(StepWorker):
@@ -152,11 +152,6 @@ class Verifier(StepWorker):
                 f"{head.committed_length} committed and {len(item.proposal)} draft tokens are more "
                 f"than max_model_len {info.max_model_len}",
             )
-        if head.rule is Rule.BLOCK or one.sampling.penalised or item.audit:
-            trees = {"proposal.parents": item.proposal.parents, "next_siblings": item.next_siblings}
-            for key in (key for key, tree in trees.items() if tree):
-                reason = "are of a tree; block verification, penalties and audits take chains only"
-                raise BadRequest(key, reason)
         if one.sampling.top_k > size:
             reason = f"{one.sampling.top_k} is over {size}, the vocabulary"
             raise BadRequest("sampling.top_k", reason)
@@ -174,14 +169,9 @@ class Verifier(StepWorker):
         except OutriderError as error:
             self._fail(one, error)
             return
-        vocab_size, num_new = self._engine.info.vocab_size, len(new_tokens)
+        vocab_size = self._engine.info.vocab_size
         drafted = tuple(v if v < vocab_size else _REPLACEMENT for v in proposal.token_ids)
-        parents: tuple[int, ...] = ()
-        if proposal.parents:
-            parents = (*range(-1, num_new - 1), *(num_new + v for v in proposal.parents))
-        one.step = SequenceStep(
-            head.session_id, (*new_tokens, *drafted), len(drafted) + 1, parents=parents
-        )
+        one.step = SequenceStep(head.session_id, (*new_tokens, *drafted), len(drafted) + 1)
         if one.sampling.penalised:  # Only penalties read the history, and a copy is O(length).
             committed, num = aligned.committed, head.prompt_length
             one.history = TokenHistory(committed[:num], committed[num:], proposal.token_ids)
@@ -190,12 +180,10 @@ class Verifier(StepWorker):
         return self._engine.forward([one.step for one in rounds])
 
     def _finish(self, rounds: Sequence[_Round], logits: Sequence[Tensor]) -> None:
-        # Chains are recorded before any verdict, so that tokens and slots agree even if a verdict
-        # fails. A tree is recorded with its verdict. If the verdict of a tree fails, the session's
-        # next step drops the slots of the tree.
+        # The tokens are recorded before any verdict, so that tokens and slots agree even if a
+        # verdict fails.
         for one in rounds:
-            if not one.step.parents:
-                self._table.record(one.step.sequence_id, one.step.token_ids)
+            self._table.record(one.step.sequence_id, one.step.token_ids)
         # Verdicts are little work, and more threads might wait for busy cores.
         with on_threads(1):
             self._judge(rounds, logits)
@@ -234,19 +222,8 @@ class Verifier(StepWorker):
         if item.audit:
             rows = masked_logits(one.question.logits[:-1].cpu(), one.question.masks[:-1])
             audited = audit(rows, proposal.token_ids, one.sampling, one.history)
-        if proposal.parents:
-            self._keep_path(one, one.outcome(verdict).path)
         cached_length = self._table.length(one.head.session_id)
         return VerdictReply(one.head.key, verdict, cached_length, logprobs, audit=audited)
-
-    def _keep_path(self, one: _Round, path: Sequence[int]) -> None:
-        """Keeps only those slots of a tree that belong to the accepted path."""
-        name, token_ids = one.step.sequence_id, one.step.token_ids
-        num_drafted = len(one.proposal)
-        new, drafted = token_ids[:-num_drafted], token_ids[-num_drafted:]
-        length = self._engine.length(name) - num_drafted
-        self._engine.keep(name, length, [length + index for index in path])
-        self._table.record(name, (*new, *(drafted[index] for index in path)))
 
     def _add_features(self, rounds: Sequence[_Round], keeper: FeatureKeeper) -> None:
         """Adds hidden states of committed tokens to the verdicts of items that ask for hidden
@@ -288,7 +265,7 @@ class Verifier(StepWorker):
                 one.answer = replace(one.answer, cached_length=held)
                 wanting.append(one)
                 requests.append(request)
-                features.append(one.features[outcome.last])
+                features.append(one.features[outcome.num_accepted])
             if not requests:
                 return
             began = self._clock()
@@ -310,7 +287,7 @@ class Verifier(StepWorker):
     def _next_request(self, one: _Round, outcome: Outcome) -> DraftRequest | None:
         item, history = one.item, one.history
         length = one.head.committed_length + len(outcome.token_ids)
-        room = self._engine.info.max_model_len - length - sum(item.next_siblings)
+        room = self._engine.info.max_model_len - length
         if room <= 0:
             return None
         token_ids = outcome.token_ids[-1:]
@@ -319,7 +296,6 @@ class Verifier(StepWorker):
         return draft_request(
             one.head, one.sampling, token_ids, length,
             num_draft_tokens=min(item.num_next_draft_tokens, room),
-            siblings=item.next_siblings,
             allowed=None if one.allowed is None else one.allowed.behind(outcome.token_ids),
             deadline=DraftDeadline.after(item.next_budget_us, self._clock),
         )  # fmt: skip
@@ -370,12 +346,12 @@ def _logprobs(
     logits: Tensor, proposal: Proposal, num_logprobs: int, verdict: Verdict
 ) -> tuple[PositionLogprobs, ...]:
     """Returns 2K+1 log-probabilities from the raw logits [K+1, V]. The first K are those of the
-    draft tokens, each from the row after the token's parent. The others are those of the
-    corrections n = 0..K, each from row n."""
+    draft tokens i = 0..K-1, each from row i. The others are those of the corrections n = 0..K, each
+    from row n."""
     entries = raw_logprobs(
         logits,
         (*proposal.token_ids, *verdict.correction),
         num_logprobs,
-        rows=(*(parent + 1 for parent in proposal.tree.parents), *range(len(proposal) + 1)),
+        rows=(*range(len(proposal)), *range(len(proposal) + 1)),
     )
     return tuple(PositionLogprobs(logprob, top) for logprob, top in entries)

@@ -20,19 +20,16 @@ def attend_by_tables(query: torch.Tensor, layer: LayerPages, step: TableStep) ->
     output = query.new_full((query.shape[2], query.shape[1], cache.values.shape[2]), torch.nan)
     positions = step.position_ids[0].tolist()
     for words in step.blocks.tolist():
-        first, num_rows, table, end, before, tree_row = words
+        first, num_rows, table, end = words
         places = torch.arange(end)
         pages = step.pages[table + places // step.page_size]
         slots = pages * step.page_size + places % step.page_size
         keys = cache.keys[:, slots].repeat_interleave(shared, 0)
         values = cache.values[:, slots].repeat_interleave(shared, 0)
-        seen_at = [*range(before), *positions[tree_row : tree_row + end - before]]
         for row in range(first, first + num_rows):
             seen = places <= positions[row]
-            if step.ancestors is not None and end > before:
-                seen[before:] = step.ancestors[row, : end - before] > 0
             if window is not None:
-                seen &= torch.tensor(seen_at) > positions[row] - window
+                seen &= places > positions[row] - window
             scores = (keys @ query[0, :, row, :, None])[..., 0] * layer.scaling
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)

@@ -264,18 +264,13 @@ def attend(query: Tensor, layer: LayerPages, step: TableStep) -> Tensor:
     _, num_heads, num_rows, width = query.shape
     key_heads, num_slots, key_width = cache.keys.shape
     words = (step.token_ids, step.position_ids, step.slots, step.logit_rows, step.blocks)
-    tensors = [query, cache.keys, cache.values, *words, step.pages]
     WATCH.check(query.dtype == cache.keys.dtype == cache.values.dtype, "dtypes of attention")
     WATCH.check(width == key_width and num_heads % key_heads == 0, "heads of attention")
     WATCH.check(cache.values.shape[:2] == (key_heads, num_slots), "slots of keys and values")
     sizes = [num_rows] * 3 + [len(step.logit_rows), len(step.blocks) * BLOCK_WORDS]
     WATCH.check([each.numel() for each in words] == sizes, "sizes of a step's tables")
     WATCH.check(all(each.dtype == torch.int64 for each in (*words, step.pages)), "64-bit words")
-    if step.ancestors is not None:
-        tensors.append(step.ancestors)
-        is_table = step.ancestors.dtype == torch.uint8 and len(step.ancestors) == num_rows
-        WATCH.check(is_table, "ancestors of a tree")
-    WATCH.launch("attend", *tensors)
+    WATCH.launch("attend", query, cache.keys, cache.values, *words, step.pages)
     return query.new_empty((1, num_rows, num_heads, cache.values.shape[2]))
 
 

@@ -53,8 +53,6 @@ class World:
     """Whether the target drafts together with the verdict before."""
     delays: bool = False
     """Whether the target waits while the draft works, because they share cores."""
-    rescued: float = 0.0
-    """Chance that a sibling is accepted if the draft token beside it is rejected."""
     stall: Callable[[random.Random], float] = lambda _: 0.0
     """Time added to each proposal."""
     now: float = 0.0
@@ -121,20 +119,14 @@ class World:
             draft_s = wire_s + self._noisy(num_proposed * self.draft_s) + self.stall(self.random)
         if draft_s > length.draft_budget_s:
             draft_s, num_asked, survival = length.draft_budget_s, 0, ()
-        num_siblings = sum(length.siblings[: len(survival)])
-        target_s = self._noisy(self.verify(1 + len(survival) + num_siblings))
+        target_s = self._noisy(self.verify(1 + len(survival)))
         next_draft_s = self.draft_s * self.num_beside
         self.now += draft_s + target_s + next_draft_s + (wire_s if draft_s or is_first else 0.0)
         num_tokens = 1 + int(sum(survival))
-        taken = None
-        if num_siblings > 0 and num_tokens <= len(survival):
-            taken = self.random.random() < self.rescued
-            num_tokens += taken
         control.note(
             PlayedRound(
                 num_asked, survival, num_tokens, 100, draft_s, target_s, self.now,
-                beside=beside, next_draft_s=next_draft_s, num_siblings=num_siblings,
-                sibling_taken=taken,
+                beside=beside, next_draft_s=next_draft_s,
                 work_s=max(0.0, draft_s - wire_s) if num_asked else 0.0,
             )
         )  # fmt: skip

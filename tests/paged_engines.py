@@ -100,15 +100,9 @@ def ids(num: int, seed: int = 1) -> tuple[int, ...]:
     return tuple(torch.randint(0, VOCAB, (num,), generator=generator).tolist())
 
 
-def run(
-    engine: PagedEngine,
-    name: str,
-    tokens: tuple[int, ...],
-    rows: int,
-    parents: tuple[int, ...] = (),
-) -> torch.Tensor:
+def run(engine: PagedEngine, name: str, tokens: tuple[int, ...], rows: int) -> torch.Tensor:
     """One step of one sequence."""
-    return engine.forward([SequenceStep(name, tokens, rows, parents)])[0]
+    return engine.forward([SequenceStep(name, tokens, rows)])[0]
 
 
 def dense(module: Any, tokens: tuple[int, ...]) -> torch.Tensor:

@@ -237,8 +237,8 @@ def outcome_of(
     reply: VerdictReply, proposal: SealedProposal, rule: Rule, seed: int, length: int
 ) -> Outcome:
     """The coordinator's decision after this many committed tokens."""
-    uniforms = RoundNoise(seed, rule, length).accept_uniforms(len(proposal), proposal.parents)
-    return decide(reply.verdict, proposal.token_ids, rule, uniforms, proposal.parents)
+    uniforms = RoundNoise(seed, rule, length).accept_uniforms(len(proposal))
+    return decide(reply.verdict, proposal.token_ids, rule, uniforms)
 
 
 @dataclass
@@ -258,8 +258,6 @@ class Player:
     held: dict[str, int] = field(default_factory=lambda: {"target": 0, "draft": 0})
     tokens: list[int] = field(default_factory=list)
     num_accepted: int = 0
-    num_beside: int = 0
-    """How many of these draft tokens are siblings of the spine's tokens."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -278,11 +276,11 @@ class Player:
             constraint=self.constraint,
         )
 
-    async def play(self, num_draft_tokens: int, siblings: tuple[int, ...] = ()) -> None:
+    async def play(self, num_draft_tokens: int) -> None:
         """Runs one round."""
         proposal: SealedProposal = NOTHING_SEALED
         if self.draft is not None and num_draft_tokens > 0:
-            item = DraftItem(self._head("draft"), num_draft_tokens, siblings=siblings)
+            item = DraftItem(self._head("draft"), num_draft_tokens)
             drafted = await ask(*self.draft, item)
             assert isinstance(drafted, ProposalReply), drafted
             proposal = drafted.proposal
@@ -291,14 +289,13 @@ class Player:
         assert isinstance(reply, VerdictReply), reply
         outcome = outcome_of(reply, proposal, self.rule, self.seed, len(self.tokens))
         before = len(self.tokens)
-        on_spine = proposal.tree.shared_with_spine(outcome.path)
+        accepted_end = before + outcome.num_accepted
         self.held = {
-            "target": min(before + outcome.num_accepted, reply.cached_length),
-            "draft": min(before + on_spine, self.held["draft"]),
+            "target": min(accepted_end, reply.cached_length),
+            "draft": min(accepted_end, self.held["draft"]),
         }
         self.tokens.extend(outcome.token_ids)
         self.num_accepted += outcome.num_accepted
-        self.num_beside += outcome.num_accepted - on_spine
         self.round_index += 1
 
 

@@ -157,9 +157,9 @@ def draft_of(
     return DraftClient(pool, context, lookup or SessionLookup(), config)
 
 
-def asked(num_draft_tokens: int, siblings: tuple[int, ...] = (), **fields: Any) -> RoundLength:
+def asked(num_draft_tokens: int, **fields: Any) -> RoundLength:
     """A round's length."""
-    return RoundLength(num_draft_tokens, 0, siblings, **fields)
+    return RoundLength(num_draft_tokens, 0, **fields)
 
 
 NOISE = RoundNoise(3, Rule.GREEDY, len(PROMPT))

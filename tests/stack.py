@@ -113,7 +113,6 @@ async def running_stack(
     hybrid: DraftConfig = HYBRID,
     text: TokenizerText | None = None,
     look_ahead: int = 8,
-    draft_siblings: int = 0,
     observation: Observation = UNOBSERVED,
     target_observer: ObservedSteps | None = None,
     draft_observer: ObservedSteps | None = None,
@@ -149,9 +148,8 @@ async def running_stack(
         draft_server = await serve(stack, ReplicaServicer(draft, DRAFT).grpc_service)
         store = await RedisStore.connect(RedisAddress(url=redis.url))
         vars(store).update(lifetimes or {})
-        settings["look_ahead"] = 0 if draft_siblings else look_ahead
         coordinator = CoordinatorService(
-            replace(CONFIG, draft_siblings=draft_siblings, **settings),
+            replace(CONFIG, look_ahead=look_ahead, **settings),
             "coordinator-under-test",
             store=store,
             targets={"t": target_link(target_server.address)},

@@ -20,15 +20,6 @@ def toy_logits(salt: int, prefix: Sequence[int], vocab_size: int) -> torch.Tenso
     return torch.from_numpy(random.normal(0.0, 2.0, vocab_size)).float()
 
 
-def prefixes(held: Sequence[int], step: SequenceStep) -> list[list[int]]:
-    """For each row of logits of a step, the tokens before it; `held` are those of earlier steps."""
-    paths: list[list[int]] = []
-    for index, token_id in enumerate(step.token_ids):
-        parent = step.parents[index] if step.parents else index - 1
-        paths.append([*(paths[parent] if parent >= 0 else held), token_id])
-    return paths[len(paths) - step.num_logits :]
-
-
 class ToyEngine:
     """See `outrider.engine.interface.Engine`."""
 
@@ -87,9 +78,9 @@ class ToyEngine:
 
     def _run(self, step: SequenceStep) -> torch.Tensor:
         tokens = self._pool.token_ids(step.sequence_id)
-        vocab_size = self.info.vocab_size
-        held = tokens[: len(tokens) - len(step.token_ids)]
-        rows = [toy_logits(self._salt, path, vocab_size) for path in prefixes(held, step)]
+        vocab_size, first = self.info.vocab_size, len(tokens) - step.num_logits + 1
+        lengths = range(first, len(tokens) + 1)
+        rows = [toy_logits(self._salt, tokens[:length], vocab_size) for length in lengths]
         logits = torch.stack(rows) if rows else torch.empty(0, vocab_size)
         broken = step.sequence_id in self.poisoned or self.breaks_after(tokens)
         return logits * float("nan") if broken else logits
@@ -107,8 +98,8 @@ class ToyEngine:
     def fork(self, sequence_id: str, branch_id: str) -> None:
         self._pool.fork(sequence_id, branch_id)
 
-    def keep(self, sequence_id: str, length: int, path: Sequence[int] = ()) -> None:
-        self._pool.keep(sequence_id, length, path)
+    def keep(self, sequence_id: str, length: int) -> None:
+        self._pool.keep(sequence_id, length)
 
     def take_step_seconds(self) -> float:
         seconds, self.stated_seconds = self.stated_seconds, 0.0

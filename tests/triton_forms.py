@@ -39,7 +39,6 @@ def main() -> None:
     for num in (1, 2, 3, 7, 16, 17):
         engine.forward([SequenceStep(f"{num}", tuple(range(num)), 1)])
         engine.forward([SequenceStep(f"{num}", (1,), 1), SequenceStep(f"beside {num}", (1, 2), 2)])
-        engine.forward([SequenceStep(f"tree {num}", (1,) * num, num, (*range(-1, num - 1),))])
     for form in sorted(_forms - tried):
         print(form)
 

@@ -41,7 +41,6 @@ from outrider.speculation.verification import (
     verdicts_from_logits,
     verdicts_from_weights,
 )
-from outrider.speculation.verification import tree_law as tree_law_in_place
 
 
 def row_keys(seed: int, places: Sequence[Place], streams: Sequence[Stream]) -> RowKeys:
@@ -51,11 +50,11 @@ def row_keys(seed: int, places: Sequence[Place], streams: Sequence[Stream]) -> R
     return np.array(rows, dtype=np.uint64)
 
 
-def absolute_place(noise: RoundNoise, index: int, sibling: int = 0) -> Place:
+def absolute_place(noise: RoundNoise, index: int) -> Place:
     return Place(noise.committed_length + index, 0)
 
 
-def absolute_uniforms(noise: RoundNoise, num: int, parents: tuple[int, ...] = ()) -> list[float]:
+def absolute_uniforms(noise: RoundNoise, num: int) -> list[float]:
     places = [noise.place(index) for index in range(num)]
     return [*map(uniform, row_words(row_keys(noise.seed, places, [Stream.ACCEPT] * num))[0])]
 
@@ -90,7 +89,7 @@ def draft_rows(token_ids: torch.Tensor, support: torch.Tensor, mass: torch.Tenso
 
 
 def score(probabilities: torch.Tensor, proposal: Proposal, noise: RoundNoise) -> Verdict:
-    """The verdict on one proposal, from `probabilities` [N + 1, V], whose rows sum to 1. Leaves
+    """The verdict on one proposal, from `probabilities` [K + 1, V], whose rows sum to 1. Leaves
     them unchanged."""
     check_parts(probabilities, proposal, noise.rule)
     return scores(probabilities, [(proposal, noise)])[0]
@@ -103,14 +102,6 @@ def scores(
     width = -probabilities.shape[1] % BLOCK
     weights = torch.nn.functional.pad(probabilities, (0, width)).contiguous()
     return verdicts_from_weights(weights, row_sums(weights).cpu().numpy(), asked)
-
-
-def tree_law(
-    probabilities: torch.Tensor, proposal: Proposal
-) -> tuple[tuple[float, ...], torch.Tensor]:
-    """For a tree under token: accept [N], and weights [N + 1, V] of the token after each node."""
-    weights = probabilities.clone()
-    return tree_law_in_place(weights, row_sums(weights).cpu().numpy(), proposal), weights
 
 
 def verdict_law(rule: Rule, probabilities: torch.Tensor, drafts: DraftRows) -> VerdictLaw:

@@ -13,7 +13,7 @@ from coordinator.decoding.committer import SessionCommits
 from coordinator.decoding.resumption import Replayed, write_logprobs
 from coordinator.decoding.trial import SessionTrial
 from coordinator.draft_length.controller import LengthControl
-from coordinator.draft_length.policy import PlayedRound, RoundLength, fitting
+from coordinator.draft_length.policy import PlayedRound, RoundLength
 from coordinator.routing.drafts import Drafted, Drafts, LookupProbe
 from coordinator.routing.replica_pool import SessionContext
 from coordinator.routing.target_client import TargetClient
@@ -249,8 +249,7 @@ class SessionRun:
         length = self._lengths.choose(self._completion.remaining)
         drafted = await self._propose(index, length, noise)
         on_trial = self._draft.on_trial
-        room = self._length_max - start_length - len(drafted.proposal) - 1
-        wanted = self._draft.next_wanted(length, room)
+        wanted = self._draft.next_wanted(length)
         self._observer.asked("target")
         asked_at = self._clock()
         reply = await self._target.verify(index, drafted.proposal, length.run_ahead, wanted)
@@ -266,14 +265,10 @@ class SessionRun:
             raise self.session.error  # The store refused the session while the target worked.
         proposal = self._target.verified
         outcome = decide(
-            reply.verdict,
-            proposal.token_ids,
-            record.rule,
-            noise.accept_uniforms(len(proposal), proposal.parents),
-            proposal.parents,
+            reply.verdict, proposal.token_ids, record.rule, noise.accept_uniforms(len(proposal))
         )
         self._target.settle(reply, start_length + outcome.num_accepted)
-        self._draft.settle(start_length + proposal.tree.shared_with_spine(outcome.path))
+        self._draft.settle(start_length + outcome.num_accepted)
         if self._lengths.adapts:
             self._note(drafted, reply, outcome)
         if self._probe is not None:
@@ -289,9 +284,6 @@ class SessionRun:
         if length.num_draft_tokens == 0:
             return _NOT_DRAFTED
         self._observer.asked("draft")
-        if length.siblings:
-            room = self._length_max - self.session.length - length.num_draft_tokens
-            length = replace(length, siblings=fitting(length.siblings, room))
         drafted = await self._draft.propose(index, length, noise)
         if drafted.ahead:
             self._observer.count("look_ahead_hits")
@@ -301,22 +293,15 @@ class SessionRun:
         return drafted
 
     def _note(self, drafted: Drafted, reply: VerdictReply, outcome: Outcome) -> None:
-        accept, tree = reply.verdict.accept_probability, self._target.verified.tree
-        num_siblings, sibling_taken = len(accept) - len(tree.spine), None
-        num_spine = tree.shared_with_spine(outcome.path)
-        if num_siblings > 0 and num_spine < len(tree.spine):
-            sibling_taken = outcome.num_accepted > num_spine
         played = PlayedRound(
             num_asked=drafted.num_asked,
-            survival=survival(self.session.record.rule, [accept[i] for i in tree.spine]),
+            survival=survival(self.session.record.rule, reply.verdict.accept_probability),
             num_tokens=len(outcome.token_ids),
             context=self.session.length,
             draft_s=drafted.seconds,
             target_s=(reply.queue_ms + reply.compute_ms - reply.next_draft_ms) / 1e3,
             ended_at=self._clock(),
             queue_s=reply.queue_ms / 1e3,
-            num_siblings=num_siblings,
-            sibling_taken=sibling_taken,
             beside=drafted.beside,
             next_draft_s=reply.next_draft_ms / 1e3,
             work_s=drafted.work_ms / 1e3,
@@ -332,7 +317,8 @@ class SessionRun:
         num_accepted = min(outcome.num_accepted, num_tokens)
         logprobs: tuple[PositionLogprobs, ...] = ()
         if self.parameters.logprobs is not None:
-            places = (*outcome.path, len(reply.verdict.accept_probability) + outcome.last)
+            num = outcome.num_accepted
+            places = (*range(num), len(reply.verdict.accept_probability) + num)
             logprobs = tuple(reply.logprobs[place] for place in places[:num_tokens])
         tokens = Tokens(
             first_index=first_index,
@@ -368,7 +354,6 @@ class SessionRun:
                 verify_ms=reply.compute_ms,
                 commit_ms=0.0,
                 look_ahead_hit=drafted.ahead,
-                proposed_parents=drafted.proposal.parents,
             )
         self._write(tokens, report, index)
         return piece.finish_reason

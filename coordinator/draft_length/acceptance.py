@@ -11,8 +11,6 @@ from outrider.limits import NUM_DRAFT_TOKENS_MAX
 FIRST_ACCEPTED = 0.7
 """Assumed chance that the first draft token of a round is accepted, before any measurement. If it
 were low, drafting would not be tried."""
-FIRST_TAKEN = 0.3
-"""Assumed chance that a sibling of a refused draft token is accepted, before any measurement."""
 Array = npt.NDArray[np.float64]
 
 
@@ -23,8 +21,6 @@ class Prospects(NamedTuple):
     """A token of this depth is proposed, and is accepted with all tokens before it."""
     proposed: Array
     """A token of this depth is proposed."""
-    refused: Array
-    """A token of this depth is proposed and refused, and all tokens before it are accepted."""
 
 
 def observed(num_asked: int, survival: Sequence[float]) -> Array:
@@ -74,8 +70,7 @@ class DepthAverages:
         rates = np.array(self._rates(num_asked)).reshape(num_asked, 3)
         goes_on, accepted, proposed = rates.T
         committed = np.cumprod(goes_on * accepted)
-        offered = np.concatenate(([1.0], committed[:-1]))[:num_asked] * goes_on
-        return Prospects(committed, np.cumprod(proposed), offered - committed)
+        return Prospects(committed, np.cumprod(proposed))
 
     def _rates(self, num_depths: int) -> list[tuple[float, float, float]]:
         """Returns three chances for each depth:
@@ -100,22 +95,3 @@ class DepthAverages:
                 (proposed + pull * goes_on_at_all) / (wanted + pull),
             ))  # fmt: skip
         return rates
-
-
-class SiblingAverage:
-    """The average chance that a sibling of a refused draft token is accepted. No draft token
-    follows an accepted sibling, so `DepthAverages` does not count siblings."""
-
-    def __init__(self, memory_rounds: float, prior_rounds: float) -> None:
-        self._keep = 1.0 - 1.0 / memory_rounds
-        self._pull = prior_rounds
-        self._refused = self._taken = 0.0
-
-    def note(self, is_taken: bool) -> None:
-        """Counts a round in which a draft token with siblings was refused."""
-        self._refused = self._refused * self._keep + 1.0
-        self._taken = self._taken * self._keep + is_taken
-
-    @property
-    def chance(self) -> float:
-        return (self._taken + self._pull * FIRST_TAKEN) / (self._refused + self._pull)

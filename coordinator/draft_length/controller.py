@@ -24,10 +24,10 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from coordinator.draft_length.acceptance import DepthAverages, SiblingAverage, observed
+from coordinator.draft_length.acceptance import DepthAverages, observed
 from coordinator.draft_length.policy import PlayedRound, RoundLength
 from coordinator.draft_length.round_cost import SECONDS_MIN, Load, RoundCosts
-from outrider.limits import DRAFTED_SEEDS_MAX, TREE_TOKENS_MAX
+from outrider.limits import DRAFTED_SEEDS_MAX
 from outrider.messages import ReplicaDescription
 from outrider.speculation.sampling_params import Rule
 
@@ -79,7 +79,6 @@ class Experience:
             DepthAverages(SHARED_MEMORY_ROUNDS, PRIOR_ROUNDS, self.averages)
             for _ in range(len(PROMPT_SIZES) + 1)
         ]
-        self.siblings = SiblingAverage(SHARED_MEMORY_ROUNDS, PRIOR_ROUNDS)
         self._left = CREDIT_TOKENS
         """The trial budget: number of tokens that trials may still lose."""
 
@@ -185,19 +184,13 @@ class LengthControls:
             self.costs.meet_draft(draft.step_costs)
 
     def open(
-        self,
-        rule: Rule,
-        seed: int,
-        num_draft_tokens: int,
-        prompt_length: int,
-        siblings_max: int = 0,
+        self, rule: Rule, seed: int, num_draft_tokens: int, prompt_length: int
     ) -> LengthControl:
-        """Begins a session. Its rounds ask for at most `num_draft_tokens` tokens, and for at most
-        `siblings_max` siblings beside each. Under the rules token and block, a session that repeats
-        a seed gets fixed lengths. If the first session with this seed still runs, its lengths are
-        fixed from now on, too."""
+        """Begins a session. Its rounds ask for at most `num_draft_tokens` tokens. Under the rules
+        token and block, a session that repeats a seed gets fixed lengths. If the first session with
+        this seed still runs, its lengths are fixed from now on, too."""
         self.load.num_sessions += 1
-        bounds, shared = (num_draft_tokens, prompt_length, siblings_max), self._shared
+        bounds, shared = (num_draft_tokens, prompt_length), self._shared
         if rule.absolute_noise:
             return LengthControl(self, self.learned, rule, *bounds)
         if seed in shared.seeds:
@@ -235,16 +228,11 @@ class _Option:
     num_tokens: float = 1.0
     """Expected number of committed tokens, minus the tokens that other sessions lose."""
     seconds: float = 0.0
-    num_beside: int = 0
-    """Number of siblings beside each draft token."""
     draft_budget_s: float = math.inf
 
     @property
     def rate(self) -> float:
         return max(0.0, self.num_tokens) / max(self.seconds, SECONDS_MIN)
-
-    def siblings(self, num_places: int) -> tuple[int, ...]:
-        return (self.num_beside,) * num_places if self.num_beside else ()
 
 
 _PLAIN = _Option(0)
@@ -263,7 +251,6 @@ class LengthControl:
         rule: Rule,
         num_draft_tokens: int,
         prompt_length: int,
-        siblings_max: int,
         seed: int | None = None,
     ) -> None:
         """The session reads and extends `learned`. `seed` is that of `LengthControls.close`."""
@@ -275,11 +262,6 @@ class LengthControl:
         self._averages = DepthAverages(MEMORY_ROUNDS, PRIOR_ROUNDS, of_size)
         self._shared_averages = (of_size, experience.averages)
         self._bound = num_draft_tokens
-        self._num_beside = [
-            min(siblings_max, TREE_TOKENS_MAX // num - 1) for num in range(1, num_draft_tokens + 1)
-        ]
-        """For K = 1, 2, ..., the number of siblings beside each token. A tree has at most
-        `TREE_TOKENS_MAX` tokens."""
         self._seed = seed
         self.adapts = True
         """Whether finished rounds influence the lengths of later rounds."""
@@ -317,7 +299,7 @@ class LengthControl:
         # After the target has read the prompt, the draft may still have to read the prompt.
         self._num_missed = prompt_length
         if not controls.adapts:
-            self._fix(_Option(self._bound, num_beside=self._num_beside[-1] if self._bound else 0))
+            self._fix(_Option(self._bound))
 
     @property
     def plans_plain(self) -> bool:
@@ -356,10 +338,8 @@ class LengthControl:
         return RoundLength(
             num_asked,
             min(run_ahead, num_left - 1),
-            length.siblings(num_asked),
             num_next,
             length.draft_budget_s,
-            following.siblings(num_next),
             is_timed=self._is_timed,
         )
 
@@ -382,8 +362,6 @@ class LengthControl:
                 costs.note_plain(round_s, played.context)
         elif played.num_asked > 0:
             costs.note_drafted(played, round_s, is_typical=self._num_missed == 0)
-            if played.sibling_taken is not None:
-                self._experience.siblings.note(played.sibling_taken)
             self.note_watched(played.num_asked, played.survival)
         elif played.draft_s > 0 and self._num_missed == 0:
             costs.note_late(self._num_asked, played.draft_s)
@@ -479,25 +457,14 @@ class LengthControl:
         costs = self._costs
         forecast = costs.forecast(self._bound, self._context)
         prospects = self._averages.prospects(self._bound)
-        num_beside = np.array(self._num_beside)
-        chance = self._experience.siblings.chance * (num_beside > 0)
-        num_tokens = (
-            (prospects.committed - prospects.proposed * forecast.token_lost).cumsum()
-            + chance * prospects.refused.cumsum()
-            - num_beside * (prospects.proposed * forecast.row_lost).cumsum()
-            + 1.0 - forecast.round_lost
-        )  # fmt: skip
-        seconds = (
-            (prospects.proposed * forecast.token_s).cumsum()
-            + num_beside * (prospects.proposed * forecast.row_s).cumsum()
-            + forecast.round_s
-        )
+        gained = prospects.committed - prospects.proposed * forecast.token_lost
+        num_tokens = gained.cumsum() + 1.0 - forecast.round_lost
+        seconds = (prospects.proposed * forecast.token_s).cumsum() + forecast.round_s
         budget_s = np.full(self._bound, math.inf)
         if costs.are_known:
             worth_s = np.maximum(0.0, num_tokens - 1.0) * forecast.plain_s
             budget_s = np.maximum(DRAFT_BUDGET_MIN_S, forecast.draft_s + worth_s)
-        columns = (num_tokens, seconds, num_beside, budget_s)
-        rows = zip(*(column.tolist() for column in columns), strict=True)
+        rows = zip(num_tokens.tolist(), seconds.tolist(), budget_s.tolist(), strict=True)
         options = [_Option(k, *row) for k, row in enumerate(rows, start=1)]
         return options, _Option(0, seconds=forecast.plain_s)
 

@@ -8,22 +8,18 @@ from outrider.values import value
 
 @value(frozen=True, slots=True)
 class RoundLength:
-    """How many tokens and siblings a round asks for, and its time limit."""
+    """How many tokens a round asks for, and its time limit."""
 
     num_draft_tokens: int
     run_ahead: int
     """Number of rounds after this one that certainly have no proposal. The target may run these
     rounds without waiting."""
-    siblings: tuple[int, ...] = ()
-    """Number of siblings to ask for beside the first, second, ... draft token."""
     next_max: int = 0
     """Largest K of the next round. A target with a head drafts this many tokens together with this
     round's verdict. If it is 0, the next round has no proposal, and the target sends no hidden
     states for the draft."""
     draft_budget_s: float = math.inf
     """Time limit of this round's proposal. The configured limit of drafting applies too."""
-    next_siblings: tuple[int, ...] = ()
-    """Number of siblings that the next round asks for beside its first, second, ... draft token."""
     is_timed: bool = True
     """Whether a time limit may stop drafting for this round, and the target's drafting for the next
     round. False if another session uses or has used the same seed. Times may then depend on the
@@ -49,7 +45,7 @@ class PlayedRound:
     nothing was drafted, or if a look-up replaced a drafter that was late or not ready. From a round
     with 0, length control learns only that the wait `draft_s` brought no proposal."""
     survival: tuple[float, ...]
-    """[K]: the chances that at least 1, 2, ... draft tokens of the spine were accepted, from
+    """[K]: the chances that at least 1, 2, ... draft tokens were accepted, from
     `outrider.speculation.accept_reject.survival`."""
     num_tokens: int
     """Number of committed tokens."""
@@ -63,11 +59,6 @@ class PlayedRound:
     """Time at which the round ended, on a clock that all rounds share."""
     queue_s: float = 0.0
     """The part of `target_s` spent in the queue."""
-    num_siblings: int = 0
-    """Number of proposed tokens that are not on the spine."""
-    sibling_taken: bool | None = None
-    """Whether a sibling of the first refused draft token was accepted. None if no draft token with
-    siblings was refused."""
     beside: DraftedBeside | None = None
     """The target's drafting of this round's proposal, if the proposal came with the verdict of the
     round before."""
@@ -75,12 +66,3 @@ class PlayedRound:
     """Time that the target drafted for the next round."""
     work_s: float = 0.0
     """Time that a draft replica computed for this proposal alone."""
-
-
-def fitting(siblings: tuple[int, ...], room: int) -> tuple[int, ...]:
-    """Returns `siblings`, reduced from the end until their sum is at most `room`."""
-    kept: list[int] = []
-    for num in siblings:
-        kept.append(max(0, min(num, room)))
-        room -= kept[-1]
-    return tuple(kept) if any(kept) else ()

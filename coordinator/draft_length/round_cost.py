@@ -123,14 +123,9 @@ class Forecast:
     round_lost: float
     """Tokens that other sessions lose to a round that asks for draft tokens and gets none."""
     token_s: Array
-    """[K]: time that the first, second, ... proposed token adds. Includes `row_s`."""
+    """[K]: time that the first, second, ... proposed token adds."""
     token_lost: Array
     """[K]: tokens that other sessions lose to the first, second, ... proposed token."""
-    row_s: Array
-    """[K]: time that the token's row adds to the target's step. A sibling of the token adds only
-    this time, because siblings cost the draft no step."""
-    row_lost: Array
-    """[K]: the part of `token_lost` that the token's row causes."""
     draft_s: Array
     """[K]: wait for a proposal of one, two, ... tokens."""
 
@@ -194,7 +189,7 @@ class RoundCosts:
         all."""
         self._round.note(self._bounded(round_s))
         self._at_target.note(self._bounded(played.target_s))
-        self._rows.note(1 + len(played.survival) + played.num_siblings)
+        self._rows.note(1 + len(played.survival))
         self._context.note(played.context)
         self._tokens.note(played.num_tokens)
 
@@ -217,8 +212,7 @@ class RoundCosts:
         others, step_s = self._others(), played.target_s - played.queue_s
         if others > 0 and step_s > 0:
             self._wait.note(min(1.0, played.queue_s / step_s / min(1.0, others)))
-        num_rows = num_proposed + played.num_siblings
-        load = self._load(num_rows, played.context, others)
+        load = self._load(num_proposed, played.context, others)
         self._target.note(load, self._bounded(step_s))
         self.plain.fade(KEPT)
 
@@ -233,7 +227,6 @@ class RoundCosts:
         loads = np.array([self._load(num, context, others) for num in range(num_draft_tokens + 1)])
         verify_s = float(self._target.at(loads[0]))
         row_s = self._target.slope() * np.diff(loads)
-        row_lost = others * pace * row_s
         works = np.arange(num_draft_tokens + 1.0) * self._draft_token
         draft_s = self._draft.at(works)
         draft_lost = np.zeros(len(works))
@@ -253,9 +246,7 @@ class RoundCosts:
             round_lost=float(draft_lost[0])
             + others * pace * self._messages_work * self._rest.value,
             token_s=np.diff(draft_s) + row_s,
-            token_lost=np.diff(draft_lost) + row_lost,
-            row_s=row_s,
-            row_lost=row_lost,
+            token_lost=np.diff(draft_lost) + others * pace * row_s,
             draft_s=draft_s[1:],
         )
 

@@ -7,7 +7,7 @@ import math
 from contextlib import suppress
 from dataclasses import replace
 
-from coordinator.draft_length.policy import DraftedBeside, RoundLength, fitting
+from coordinator.draft_length.policy import DraftedBeside, RoundLength
 from coordinator.routing.drafts import (
     NOTHING_WANTED,
     Drafted,
@@ -27,7 +27,6 @@ from outrider.errors import (
     OutriderError,
     Overloaded,
     Unavailable,
-    check,
     error_from_code,
 )
 from outrider.hidden_states import Features
@@ -199,8 +198,7 @@ class DraftClient(_ModelDrafts):
                 return Drafted(guess, "local", self._clock() - start, num_wanted)
         num_drawn = min(num_wanted, self._model_tokens)
         if num_drawn < num_wanted:
-            siblings = length.siblings[:num_drawn]
-            length = replace(length, num_draft_tokens=num_drawn, siblings=siblings)
+            length = replace(length, num_draft_tokens=num_drawn)
         drafted = await self._by_replica(round_index, length, start)
         if drafted is None:
             filled_in = self.lookup.propose(num_wanted, noise) if guess is None else guess
@@ -254,7 +252,7 @@ class DraftClient(_ModelDrafts):
         is_cut = self._look_ahead > 0 and len(proposal) == looked_for < num_wanted
         num_asked = looked_for if is_cut else num_wanted
         if reply.out_of_time and not is_ahead:
-            num_asked = proposal.tree.num_depths
+            num_asked = len(proposal)
         return Drafted(
             proposal, "replica", seconds, num_asked, reply.queue_ms, reply.compute_ms,
             reply.work_ms, is_ahead,
@@ -287,9 +285,9 @@ class DraftClient(_ModelDrafts):
                 # The answer to this message makes the answer to an earlier feed superfluous.
                 self._route.awaited = None
                 budget = budget_us(draw_until - self._clock())
-                self._send(number, num_wanted, siblings=length.siblings, budget=budget)
+                self._send(number, num_wanted, budget=budget)
                 answer = await self._route.take(give_up_at - self._clock())
-            check_wanted(answer.proposal, num_wanted, length.siblings)
+            check_wanted(answer.proposal, num_wanted)
             if answer.base_length != (committed := self._session.length):
                 raise InvariantError(
                     f"the proposal extends {answer.base_length} tokens, not {committed}"
@@ -303,7 +301,7 @@ class DraftClient(_ModelDrafts):
         self._is_late = answer.out_of_time and not answer.proposal
         return answer
 
-    def next_wanted(self, length: RoundLength, room: int) -> NextWanted:
+    def next_wanted(self, length: RoundLength) -> NextWanted:
         """Asks the target for the hidden states that the draft lacks."""
         if not self._reads_features or not self._route.heard or length.next_max == 0:
             return NOTHING_WANTED
@@ -335,7 +333,6 @@ class DraftClient(_ModelDrafts):
 
     def _is_fit(self, pushed: ProposalReply) -> bool:
         try:
-            check(not pushed.proposal.parents, "it is a tree")
             require_q(pushed.proposal, self._session.record.rule)
         except OutriderError as error:
             _log.warning("a proposal drafted ahead cannot be used: %s", error)
@@ -367,14 +364,11 @@ class DraftClient(_ModelDrafts):
         number: int,
         num_draft_tokens: int,
         held: tuple[int, ...] | None = None,
-        siblings: tuple[int, ...] = (),
         budget: int = 0,
     ) -> None:
         head = self._route.head(number)
         self._route.send(
-            DraftItem(
-                head, num_draft_tokens, self._look_ahead, held, siblings, self._features, budget
-            )
+            DraftItem(head, num_draft_tokens, self._look_ahead, held, self._features, budget)
         )
 
     @property
@@ -494,7 +488,7 @@ class SelfDraftClient(_ModelDrafts):
                 num_asked = num_wanted if is_sure else 0
                 return Drafted(proposal, "fallback" if is_fallback else "local", 0.0, num_asked)
         found = reply.next_proposal
-        num_drafted = found.tree.num_depths
+        num_drafted = len(found)
         num_asked = min(num_drafted if reply.next_out_of_time else self._next_max, num_wanted)
         took_s, work_s = reply.next_draft_ms / 1e3, reply.next_work_ms / 1e3
         return Drafted(
@@ -502,14 +496,13 @@ class SelfDraftClient(_ModelDrafts):
             beside=DraftedBeside(num_drafted, took_s, work_s),
         )  # fmt: skip
 
-    def next_wanted(self, length: RoundLength, room: int) -> NextWanted:
+    def next_wanted(self, length: RoundLength) -> NextWanted:
         if self._is_rejected:
             return NOTHING_WANTED
         self._next_max = length.next_max
         num_wanted = min(length.next_max, self._model_tokens)
-        siblings = fitting(length.next_siblings[:num_wanted], room - num_wanted)
         budget = budget_us(self._draft_s) if length.is_timed else 0
-        self._wanted = NextWanted(num_wanted, siblings, budget_us=budget)
+        self._wanted = NextWanted(num_wanted, budget_us=budget)
         return self._wanted
 
     def hear(self, reply: VerdictReply) -> None:
@@ -518,7 +511,7 @@ class SelfDraftClient(_ModelDrafts):
         if not proposal or self._is_rejected:
             return
         try:
-            check_wanted(proposal, self._wanted.num_draft_tokens, self._wanted.siblings)
+            check_wanted(proposal, self._wanted.num_draft_tokens)
             require_q(proposal, self._session.record.rule)
         except OutriderError as error:
             _log.warning("a target's own proposal cannot be used: %s", error)
@@ -530,29 +523,12 @@ class SelfDraftClient(_ModelDrafts):
         self._is_rejected, self._reply, self._wanted = True, None, NOTHING_WANTED
 
 
-def check_wanted(
-    proposal: SealedProposal, num_draft_tokens: int, siblings: tuple[int, ...]
-) -> None:
-    """Raises `InvariantError` if a proposal is larger than asked for, repeats a sibling, or is a
-    tree that later code refuses."""
-    tree = proposal.tree
-    if tree.num_depths > num_draft_tokens or len(proposal) > num_draft_tokens + sum(siblings):
+def check_wanted(proposal: SealedProposal, num_draft_tokens: int) -> None:
+    """Raises `InvariantError` if a proposal is longer than asked for."""
+    if len(proposal) > num_draft_tokens:
         raise InvariantError(
-            f"the proposal has {len(proposal)} tokens at {tree.num_depths} places; "
-            f"{num_draft_tokens} places with siblings {siblings} were asked for"
+            f"the proposal has {len(proposal)} tokens; {num_draft_tokens} were asked for"
         )
-    for group in tree.groups if proposal.parents else ():
-        depth, others = tree.depths[group[0]], len(group) - 1
-        allowed = siblings[depth] if depth < len(siblings) else 0
-        different = len({proposal.token_ids[index] for index in group}) == len(group)
-        check(
-            others <= allowed and different,
-            f"the proposal has {others} siblings at place {depth}; up to {allowed} different ones "
-            "were asked for",
-        )
-    if proposal.parents:
-        check(any(siblings), "the proposal is a tree; a chain was asked for")
-        check([*tree.depths] == sorted(tree.depths), "the proposal's tree is not ordered by depth")
 
 
 def open_drafts(

@@ -48,7 +48,6 @@ class NextWanted:
     """What the coordinator asks the target to send with a verdict, for use in the next round."""
 
     num_draft_tokens: int = 0
-    siblings: tuple[int, ...] = ()
     features_from: int | None = None
     """See `VerifyItem.features_from`."""
     budget_us: int = 0
@@ -119,16 +118,15 @@ class Drafts:
         may ask for up to `num_draft_tokens` tokens. Does not wait for the draft."""
 
     async def propose(self, round_index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
-        """Returns a proposal that keeps the limits on tokens, siblings and time in `length`. The
+        """Returns a proposal that keeps the limits on tokens and time in `length`. The
         first call of a look-up indexes the prompt, which takes about 1 us per token."""
         loop = asyncio.get_running_loop()
         start = loop.time()
         proposal = self.lookup.propose(length.num_draft_tokens, noise)
         return Drafted(proposal, "local", loop.time() - start, length.num_draft_tokens)
 
-    def next_wanted(self, length: RoundLength, room: int) -> NextWanted:
-        """Returns what the target is to send with its verdict on a round of this `length`. After
-        the round, the target's context will have room for `room` more tokens."""
+    def next_wanted(self, length: RoundLength) -> NextWanted:
+        """Returns what the target is to send with its verdict on a round of this `length`."""
         return NOTHING_WANTED
 
     def hear(self, reply: VerdictReply) -> None:
@@ -137,7 +135,7 @@ class Drafts:
 
     def settle(self, common_length: int) -> None:
         """Records a round's outcome. `common_length` is the number of tokens that were committed
-        before the round, plus the number of accepted tokens of the spine."""
+        before the round, plus the number of accepted tokens."""
 
     def reject(self) -> None:
         """Stops the use of the current drafter. Call if the drafter sent an unreadable q."""

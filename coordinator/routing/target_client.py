@@ -175,7 +175,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         self.send(
             VerifyItem(
                 self.head(number), proposal, run_ahead, logprobs, wanted.num_draft_tokens,
-                wanted.siblings, wanted.features_from, wanted.budget_us, self._audits,
+                wanted.features_from, wanted.budget_us, self._audits,
             )
         )  # fmt: skip
         self._asked_until = number + run_ahead

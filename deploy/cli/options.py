@@ -147,8 +147,8 @@ def request_options(max_tokens: int) -> list[Option]:
         option("--ignore-eos", is_flag=True, rare=True, help="do not stop at the EOS token"),
         option(
             "--rule", type=click.Choice([rule.value for rule in Rule]),
-            help="acceptance rule; by default greedy at temperature 0, coupled with a seed, token "
-            "with draft siblings, and otherwise block",
+            help="acceptance rule; by default greedy at temperature 0, coupled with a seed, and "
+            "otherwise block",
         ),
     ])  # fmt: skip
 

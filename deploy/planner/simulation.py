@@ -290,7 +290,6 @@ class _Coordinator:
                 deadline_ms=DEADLINE_MS_MAX,
                 length_control=False,
                 drafting_delays=False,
-                draft_siblings=0,
                 look_ahead=pair.way.look_ahead if pair.has_drafts else 0,
                 lookup=DraftConfig() if looks_up else None,
             ),

@@ -11,12 +11,11 @@ from outrider.drafters.drafter import DraftRequest
 from outrider.errors import OutriderError
 from outrider.grammar.token_mask import TokenMask
 from outrider.speculation.draft_sampling import (
-    DraftedGroup,
+    DraftedToken,
     LikelyTokens,
     can_draw_on_device,
     draw_from_logits,
     draw_on_device,
-    draw_siblings,
 )
 from outrider.speculation.logits_processing import (
     NO_HISTORY,
@@ -26,12 +25,7 @@ from outrider.speculation.logits_processing import (
     joined_rows,
     masked_logits,
 )
-from outrider.speculation.proposal import (
-    EMPTY_PROPOSAL,
-    DraftDistribution,
-    Proposal,
-    caterpillar_tree,
-)
+from outrider.speculation.proposal import EMPTY_PROPOSAL, DraftDistribution, Proposal
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +43,6 @@ class AutoregressiveDraft:
         """The tokens that the model's next pass must run."""
         self.deadline = request.deadline
         self.token_ids: list[int] = []
-        self.beside: list[tuple[int, ...]] = []
-        """The siblings of each drafted token."""
         self.q: list[DraftDistribution | None] = []
         self.rows: list[LikelyTokens] = []
         """The likely tokens from which each token was drawn. Incomplete if they are unknown."""
@@ -83,18 +75,9 @@ class AutoregressiveDraft:
         return self.token_ids[-1] if self.token_ids else self.request.token_ids[-1]
 
     @property
-    def num_candidates(self) -> int:
-        """Number of tokens to draw at the next position, siblings included."""
-        depth, siblings = len(self.token_ids), self.request.siblings
-        return 1 + siblings[depth] if depth < len(siblings) else 1
-
-    @property
     def draws_at_once(self) -> bool:
         """Whether each token depends on its row of logits alone, not on the tokens before it."""
-        request = self.request
-        return not (
-            request.sampling.penalised or request.allowed is not None or any(request.siblings)
-        )
+        return not self.request.sampling.penalised and self.request.allowed is None
 
     @property
     def is_seen(self) -> bool:
@@ -112,10 +95,9 @@ class AutoregressiveDraft:
             output_ids=(*committed[prompt_length:], *self.token_ids),
         )
 
-    def add(self, token_ids: tuple[int, ...], q: DraftDistribution | None) -> None:
-        """Appends the first of `token_ids`, with the others as its siblings."""
-        self.token_ids.append(token_ids[0])
-        self.beside.append(token_ids[1:])
+    def add(self, token_id: int, q: DraftDistribution | None) -> None:
+        """Appends a token that was drawn from q."""
+        self.token_ids.append(token_id)
         self.q.append(q)
 
     def stop(self) -> None:
@@ -138,11 +120,7 @@ class AutoregressiveDraft:
         if not self.token_ids:
             return EMPTY_PROPOSAL
         q = tuple(self.q) if self.request.rule.needs_q else ()
-        parents = caterpillar_tree([len(others) for others in self.beside])
-        if not parents:
-            return Proposal(tuple(self.token_ids), q)
-        groups = zip(self.token_ids, self.beside, strict=True)
-        return Proposal(tuple(v for first, others in groups for v in (first, *others)), q, parents)
+        return Proposal(tuple(self.token_ids), q)
 
 
 class DraftSampler:
@@ -217,7 +195,7 @@ class DraftSampler:
         ]
         logits = joined_rows(rows)
         try:
-            groups, drawn_from = self._drawn(by_row, depths, logits)
+            tokens, drawn_from = self._drawn(by_row, depths, logits)
         except OutriderError as error:
             if len(by_row) == 1:
                 drafts[0].end(error)
@@ -226,37 +204,30 @@ class DraftSampler:
                 if not draft.is_whole:
                     self._draw([draft], [row])
             return
-        for draft, (token_ids, q), likely in zip(by_row, groups, drawn_from, strict=True):
-            draft.add(token_ids, q)
-            draft.unseen = token_ids[:1]
+        for draft, (token_id, q), likely in zip(by_row, tokens, drawn_from, strict=True):
+            draft.add(token_id, q)
+            draft.unseen = (token_id,)
             if likely is not None:
                 draft.rows.append(likely)
 
     def _drawn(
         self, drafts: Sequence[AutoregressiveDraft], depths: Sequence[int], logits: Tensor
-    ) -> tuple[list[DraftedGroup], Sequence[LikelyTokens | None]]:
+    ) -> tuple[list[DraftedToken], Sequence[LikelyTokens | None]]:
         """Draws from each row of `logits`. `drafts` and `depths` have an entry for each row.
-        Returns each row's token with its siblings, and the likely tokens from which the token was
-        drawn, or None if they are unknown."""
+        Returns each row's token, and the likely tokens from which the token was drawn, or None if
+        they are unknown."""
         sampling = drafts[0].request.sampling
         noises = [draft.request.noise for draft in drafts]
-        counts = [draft.num_candidates for draft in drafts]
-        if max(counts) > 1:
-            groups = draw_siblings(logits, sampling, noises, depths, counts, self.vocabulary)
-            return groups, [None] * len(drafts)
-        drawn_from: Sequence[LikelyTokens | None]
         if can_draw_on_device(logits, sampling):
             params = [draft.request.sampling for draft in drafts]
-            tokens, drawn_from = draw_on_device(logits, params, noises, depths, self.vocabulary)
-        else:
-            history = drafts[0].history
-            tokens, likely = draw_from_logits(
-                logits, sampling, noises, depths, history, self.vocabulary
-            )
-            drawn_from = [
-                None if likely is None else likely.row(place) for place in range(len(drafts))
-            ]
-        return [((token_id,), q) for token_id, q in tokens], drawn_from
+            return draw_on_device(logits, params, noises, depths, self.vocabulary)
+        history = drafts[0].history
+        tokens, likely = draw_from_logits(
+            logits, sampling, noises, depths, history, self.vocabulary
+        )
+        return tokens, [
+            None if likely is None else likely.row(place) for place in range(len(drafts))
+        ]
 
 
 def _alike(
@@ -267,10 +238,10 @@ def _alike(
     group share rule and parameters. A draft with penalties is a group of its own."""
     groups: dict[Hashable, list[int]] = {}
     for index, (draft, row) in enumerate(zip(drafts, rows, strict=True)):
-        sampling, is_single = draft.request.sampling, draft.num_candidates == 1
+        sampling = draft.request.sampling
         key: Hashable = None
-        if not (is_single and can_draw_on_device(row, sampling)):
+        if not can_draw_on_device(row, sampling):
             alone = index if sampling.penalised else -1
-            key = draft.request.rule, sampling, alone, is_single, row.device
+            key = draft.request.rule, sampling, alone, row.device
         groups.setdefault(key, []).append(index)
     return groups.pop(None, []), list(groups.values())

@@ -82,9 +82,6 @@ class DraftRequest:
     sampling: SamplingParams
     rule: Rule
     noise: RoundNoise
-    siblings: tuple[int, ...] = ()
-    """Number of siblings beside each token of the spine. Missing entries are 0. A drafter may
-    propose a chain instead."""
     features: Features | None = None
     """New hidden states of committed tokens, for a head."""
     allowed: Allowed | None = None

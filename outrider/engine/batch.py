@@ -50,8 +50,7 @@ _SEGMENT_TOKENS_MAX = 128
 _SEGMENT_TOKENS_MIN = 16
 _SCORES_MAX = 2**19
 """A group computes at most this many attention scores (tokens * context) for each head. This limits
-the memory of a step. Only a single segment of the smallest size, or a tree of draft tokens, may
-exceed the limit."""
+the memory of a step. Only a single segment of the smallest size may exceed the limit."""
 _GATHERED_SLOTS_MAX = 2**16
 """A group of several segments gathers at most this many slots."""
 _SLOTS_UNIT = 16
@@ -95,12 +94,11 @@ class HeldStep:
         row = 0
         for held in self.sequences:
             step, num = held.step, len(held.step.token_ids)
-            places = np.arange(held.length, held.length + num)
-            positions = held.length + tree_of(step.parents).depths if step.parents else places
+            positions = np.arange(held.length, held.length + num)
             row += num
             wanted = np.arange(row - step.num_logits, row)
-            pages = np.array(held.pages)
-            slots = pages[places // self.page_size] * self.page_size + places % self.page_size
+            pages, size = np.array(held.pages), self.page_size
+            slots = pages[positions // size] * size + positions % size
             parts.append((np.array(step.token_ids), positions, slots, wanted))
         return StepRows(*(np.concatenate(part) for part in zip(*parts, strict=True)))
 
@@ -155,9 +153,7 @@ class _Segment:
     end: int
     """The number of slots of the sequence up to and including the segment's last token."""
     slots: _Ints
-    """All slots of the sequence. The new tokens of a tree are at `Tree.places`. The places between
-    these tokens are masked."""
-    tree: Tree | None
+    """All slots of the sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,22 +186,6 @@ class _View:
     def num_tokens(self, segment: _Segment) -> int:
         num = segment.num_tokens
         return num if self.spare_row is None else padded_rows(num, FIXED_SEGMENT_TOKENS_MIN)
-
-
-@dataclass(frozen=True, slots=True)
-class Tree:
-    """T new tokens, of which several may follow the same token."""
-
-    depths: _Ints
-    """[T]: the depth of each token. A token that follows the sequence's last slot has depth 0."""
-    ancestors: _Bools
-    """[T, T]: whether the column's token is the row's token or one of its ancestors."""
-    places: _Ints
-    """[T]: the place of each token among the slots of attention. Place 0 is the place after the
-    slots that the sequence held before the step. The first token of each depth has the place that
-    it would have in a chain. Each further token of the same depth is placed one stride later. The
-    stride is a multiple of `_SLOTS_UNIT`, so attention adds the tokens of every path in the order
-    of a chain."""
 
 
 def plan_step(
@@ -245,55 +225,24 @@ def _slots_of(held: HeldSequence, page_size: int) -> _Ints:
     return slots[: held.length + len(held.step.token_ids)]
 
 
-def tree_of(parents: Sequence[int]) -> Tree:
-    """The tree of `SequenceStep.parents`."""
-    num = len(parents)
-    depths = np.zeros(num, dtype=np.int64)
-    ranks = np.zeros(num, dtype=np.int64)
-    ancestors = np.eye(num, dtype=np.bool_)
-    for index, parent in enumerate(parents):
-        if parent >= 0:
-            depths[index] = depths[parent] + 1
-            ancestors[index] |= ancestors[parent]
-        ranks[index] = np.count_nonzero(depths[:index] == depths[index])
-    stride = _in_units(int(depths.max()) + 1, _SLOTS_UNIT)
-    return Tree(depths, ancestors, depths + stride * ranks)
-
-
 def _in_units(num: int, unit: int) -> int:
     return -(-num // unit) * unit
 
 
 def _segments(held: HeldSequence, slots: _Ints, first_row: int) -> list[_Segment]:
-    """Cuts the new tokens of a sequence into segments. A tree is one segment. If a tree would have
-    too many scores, the chain at the tree's beginning becomes segments of its own."""
-    length, parents, num = held.length, held.step.parents, len(held.step.token_ids)
-    num_chain = num
-    if parents:
-        num_chain = 0
-        if num * (length + num) > _SCORES_MAX:
-            num_chain = min((p + 1 for i, p in enumerate(parents) if p != i - 1), default=num)
+    """Cuts the new tokens of a sequence into segments."""
+    length, num = held.length, len(held.step.token_ids)
     size = min(_SEGMENT_TOKENS_MAX, max(_SEGMENT_TOKENS_MIN, _SCORES_MAX // (length + num)))
-    segments = [
+    return [
         _Segment(
             first_row + start,
-            min(size, num_chain - start),
+            min(size, num - start),
             length + start,
-            length + min(start + size, num_chain),
+            length + min(start + size, num),
             slots,
-            None,
         )
-        for start in range(0, num_chain, size)
+        for start in range(0, num, size)
     ]
-    if num_chain < num:
-        tree = tree_of([parent - num_chain for parent in parents[num_chain:]])
-        begin = length + num_chain
-        end = begin + int(tree.places.max()) + 1
-        seen = np.full(end, slots[0])
-        seen[:begin] = slots[:begin]
-        seen[begin + tree.places] = slots[begin:]
-        segments.append(_Segment(first_row + num_chain, num - num_chain, begin, end, seen, tree))
-    return segments
 
 
 def _alike(segments: Sequence[_Segment], view: _View) -> list[list[_Segment]]:
@@ -368,26 +317,9 @@ def _bias(
     allowed = slots <= queries
     if window is not None:
         allowed &= slots > queries - window
-    for row, segment, begin, place in zip(allowed, members, begins, places, strict=True):
-        if segment.tree is not None:
-            row[:] = _tree_mask(segment, segment.tree, begin, width, window)[place]
     mask = torch.from_numpy(~allowed).to(view.device)
     bias = torch.zeros(mask.shape, dtype=view.dtype, device=view.device)
     return bias.masked_fill_(mask, -torch.inf)[:, None]
-
-
-def _tree_mask(segment: _Segment, tree: Tree, begin: int, width: int, window: int | None) -> _Bools:
-    """[T, L]: whether each token sees each slot. Within the window, a token sees the slots that the
-    sequence held before the step, the token's ancestors, and the token itself."""
-    positions = np.arange(begin, begin + width)
-    new = segment.position - begin + tree.places
-    positions[new] = segment.position + tree.depths
-    allowed = np.zeros((segment.num_tokens, width), dtype=np.bool_)
-    allowed[:, : segment.position - begin] = True
-    allowed[:, new] = tree.ancestors
-    if window is not None:
-        allowed &= positions > positions[new, None] - window
-    return allowed
 
 
 def shipped(arrays: Sequence[_Ints], device: torch.device) -> list[Tensor]:

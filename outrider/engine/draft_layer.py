@@ -127,7 +127,6 @@ def _slots_before(step: HeldStep) -> _Ints:
         own = step.rows.slots[row : row + num]
         index, place = divmod(held.length - 1, step.page_size)
         newest = held.pages[index] * step.page_size + place if held.length else own[0]
-        parents = held.step.parents or range(-1, num - 1)
-        found.append(np.append(own, newest)[np.array(parents)])  # Index -1 is `newest`.
+        found.append(np.append(newest, own[:-1]))
         row += num
     return np.concatenate(found)

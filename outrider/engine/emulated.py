@@ -168,9 +168,9 @@ class EmulatedEngine:
         """See `Engine.fork`."""
         self._pool.fork(sequence_id, branch_id)
 
-    def keep(self, sequence_id: str, length: int, path: Sequence[int] = ()) -> None:
+    def keep(self, sequence_id: str, length: int) -> None:
         """See `Engine.keep`."""
-        self._pool.keep(sequence_id, length, path)
+        self._pool.keep(sequence_id, length)
 
     def take_step_seconds(self) -> float:
         """The stated time of the steps since the last call."""
@@ -190,9 +190,8 @@ class EmulatedEngine:
         start = max(0, num_held - order)
         held = self._pool.token_ids(step.sequence_id, start)[: num_held - start]
         contexts = [[_NO_TOKEN] * (order - len(held)) + list(held)]
-        for index, token_id in enumerate(step.token_ids):
-            parent = step.parents[index] if step.parents else index - 1
-            contexts.append([*contexts[parent + 1][1:], token_id])
+        for token_id in step.token_ids:
+            contexts.append([*contexts[-1][1:], token_id])
         return contexts[len(contexts) - step.num_logits :]
 
     def _step_time(self, steps: Sequence[SequenceStep]) -> float:
@@ -220,35 +219,24 @@ class EmulatedEngine:
         return logits.scatter_(1, ids, torch.from_numpy(values.astype(np.float32)))
 
     def _judge(self, steps: Sequence[SequenceStep], contexts: _Words, logits: torch.Tensor) -> None:
-        """Gives the draft token after each row a probability of 1 or 0. Siblings after the first
-        get probability 0, because they would otherwise raise the acceptance rates."""
-        drafted: dict[int, tuple[int, int, int]] = {}
-        """Maps a row of logits to the first draft token after the row, that token's place in the
-        round, and that token's own row of logits."""
-        siblings: list[tuple[int, int]] = []
-        """The siblings after the first sibling, each as (row of logits, token)."""
+        """Gives the draft token after each row a probability of 1 or 0."""
+        drafted: list[tuple[int, int, int]] = []
+        """For each draft token: the token, its place in the round, and the row of logits before
+        it."""
         start = 0
         for step in steps:
-            num_known = len(step.token_ids) - step.num_logits + 1
-            depths = [0]
-            for index in range(num_known, len(step.token_ids)):
-                row = (step.parents[index] if step.parents else index - 1) - num_known + 1
-                found = step.token_ids[index], depths[row], start + len(depths)
-                if drafted.setdefault(start + row, found) is not found:
-                    siblings.append((start + row, step.token_ids[index]))
-                depths.append(depths[row] + 1)
+            num_drafted = max(0, step.num_logits - 1)
+            newest = step.token_ids[len(step.token_ids) - num_drafted :]
+            drafted += [(token_id, i, start + i) for i, token_id in enumerate(newest)]
             start += step.num_logits
         if not drafted:
             return
-        tokens, places, behind = torch.tensor([*drafted.values()]).T
-        keys = _mix(_context_keys(contexts[behind.numpy()], self._spec.seed) ^ _ACCEPT_KEY)
+        tokens, places, rows = torch.tensor(drafted).T
+        keys = _mix(_context_keys(contexts[rows.numpy() + 1], self._spec.seed) ^ _ACCEPT_KEY)
         chances = self._chances[np.minimum(places.numpy(), len(self._chances) - 1)]
         accepted = torch.from_numpy(_uniforms(keys) < chances)
-        rows = torch.tensor([*drafted])
         certain = rows[accepted]
         logits[certain[:, None], self._written[certain]] = -math.inf
-        if siblings:
-            logits[tuple(torch.tensor(siblings).T)] = -math.inf
         logits[rows, tokens] = torch.where(accepted, 0.0, -math.inf)
         others = self._written[:, 0].clone()
         others[rows] = tokens

@@ -10,16 +10,16 @@ from typing import Annotated, Literal, Self, TypeVar
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
 from outrider.errors import ConfigError
-from outrider.limits import NUM_DRAFT_TOKENS_MAX, SIBLINGS_MAX
+from outrider.limits import NUM_DRAFT_TOKENS_MAX
 
 SCHEME = "emulated"
 """An emulated model is named `emulated:SPECIFICATION`."""
 VOCAB_SIZE_MAX = 2**20
 PAGES_MAX = 2**16
 FEATURE_WIDTH_MAX = 2**16
-JUDGED_SUPPORT_MIN = SIBLINGS_MAX + 2
-"""The smallest `support` that is allowed with `acceptance_rates`. The target may refuse a draft
-token and all its siblings, and then needs one more token to commit."""
+JUDGED_SUPPORT_MIN = 2
+"""The smallest `support` that is allowed with `acceptance_rates`. If the target refuses a draft
+token, it needs another token to commit."""
 Share = Annotated[float, Field(ge=0, le=1)]
 Parts = BeforeValidator(lambda value: value.split("/") if isinstance(value, str) else value)
 """Splits a text A/B/... into a list."""

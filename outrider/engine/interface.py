@@ -41,10 +41,6 @@ class SequenceStep:
     """At least one token. These tokens follow the tokens that the sequence already holds."""
     num_logits: int
     """The engine returns logits at this many of the last tokens, 0..len(token_ids)."""
-    parents: tuple[int, ...] = ()
-    """In a tree, token i follows the new token with index `parents[i]`, which is less than i. If
-    `parents[i]` is -1, token i follows the last token that the sequence already holds. Empty for a
-    chain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +134,9 @@ class Engine(Protocol):
     def length(self, sequence_id: str) -> int:
         """Returns the number of slots that the sequence holds, 0 for an unknown sequence."""
 
-    def keep(self, sequence_id: str, length: int, path: Sequence[int] = ()) -> None:
-        """Keeps the sequence's first `length` slots, followed by its slots with the indices in
-        `path`. These indices must be ascending and at least `length`. Frees all other slots of the
-        sequence. Other sequences are unchanged."""
+    def keep(self, sequence_id: str, length: int) -> None:
+        """Keeps the sequence's first `length` slots, and frees its other slots. Raises
+        `InvariantError` if the sequence holds fewer slots."""
 
     def release(self, sequence_id: str) -> None:
         """Forgets the sequence. Ignores an unknown sequence."""
@@ -215,13 +210,3 @@ def check_steps(
             raise BadRequest(
                 "token_ids", f"{total} tokens; the model takes at most {info.max_model_len}"
             )
-
-
-def check_kept(held: int, length: int, path: Sequence[int]) -> None:
-    """Checks the arguments of a call of `Engine.keep` for a sequence that holds `held` slots.
-    Raises `InvariantError` if they are invalid."""
-    check(0 <= length <= held, f"cannot keep {length} of {held} slots")
-    previous = length - 1
-    for slot in path:
-        check(previous < slot < held, f"slot {slot} of a path is not in {previous + 1}..{held - 1}")
-        previous = slot

@@ -27,9 +27,6 @@ class PageStore(Protocol):
     def copy_pages(self, copies: Sequence[Copy]) -> None:
         """Copies pages, given as (from, to), in every layer, as if all at the same time."""
 
-    def move_slots(self, moves: Sequence[Copy]) -> None:
-        """Copies slots, given as (from, to), in every layer, as if all at the same time."""
-
 
 class PagedSequences:
     """The methods of an `Engine` that do not run the model. Subclasses add `forward`."""
@@ -48,11 +45,9 @@ class PagedSequences:
         self._page_size = pool.page_size
         self._copies: dict[int, int] = {}
         """The page copies to make before the next step, as {to: from}."""
-        self._moves: dict[int, int] = {}
-        """The slot moves to make before the next step, as {to: from}. Moves and copies are never
-        pending at the same time."""
         self.can_hold, self.find, self.attach = pool.can_hold, pool.find, pool.attach
-        self.release, self.length, self.page_counts = pool.release, pool.length, pool.counts
+        self.keep, self.release, self.length = pool.keep, pool.release, pool.length
+        self.page_counts = pool.counts
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -83,7 +78,7 @@ class PagedSequences:
             raise InvariantError("an engine without a draft layer runs no draft steps")
         check(len(steps) == len(features), f"{len(features)} features for {len(steps)} draft steps")
         for step in steps:
-            is_single = len(step.token_ids) == step.num_logits == 1 and not step.parents
+            is_single = len(step.token_ids) == step.num_logits == 1
             check(is_single, f"{step.sequence_id}: a draft step has one token")
             check(self.length(step.sequence_id) > 0, f"{step.sequence_id} holds no slots yet")
         draft = self._draft.pairs.draft
@@ -103,21 +98,12 @@ class PagedSequences:
 
     def fork(self, sequence_id: str, branch_id: str) -> None:
         """See `Engine.fork`."""
-        if self._moves:
-            self._settle()
         _add(self._copies, self._pool.fork(sequence_id, branch_id))
-
-    def keep(self, sequence_id: str, length: int, path: Sequence[int] = ()) -> None:
-        """See `Engine.keep`. A moved slot keeps its rotated key. So the token of every slot in
-        `path` must have run at the position to which the slot moves."""
-        if path and self._copies:
-            self._settle()
-        _add(self._moves, self._pool.keep(sequence_id, length, path))
 
     def _slots(self, ranges: Sequence[tuple[str, int, int]]) -> npt.NDArray[np.int64]:
         """Returns [n]: the numbers of the slots first..end - 1 of each (sequence id, first,
         end)."""
-        if self._copies or self._moves:
+        if self._copies:
             self._settle()
         size = self._page_size
         found = []
@@ -128,15 +114,13 @@ class PagedSequences:
         return np.concatenate(found)
 
     def _settle(self) -> None:
-        """Makes the pending copies and moves. If a copy or move fails, the pool forgets all pages
-        that should have been written."""
-        copies, moves = self._copies, self._moves
-        self._copies, self._moves = {}, {}
+        """Makes the pending copies. If a copy fails, the pool forgets all pages that should have
+        been written."""
+        copies, self._copies = self._copies, {}
         try:
             self._cache.copy_pages([(source, target) for target, source in copies.items()])
-            self._cache.move_slots([(source, target) for target, source in moves.items()])
         except BaseException:
-            self._pool.forget({*copies, *(target // self._page_size for target in moves)})
+            self._pool.forget({*copies})
             raise
 
     def take_step_seconds(self) -> float:
@@ -147,8 +131,6 @@ class PagedSequences:
     def _appended(self, steps: Sequence[SequenceStep], whole: bool = True) -> Iterator[HeldStep]:
         """Takes slots for these steps. If the body of the `with` statement fails, the sequences
         give back these slots."""
-        if self._moves:
-            self._settle()
         lengths = [self.length(step.sequence_id) for step in steps]
         _add(self._copies, self._pool.append(steps, whole))
         held = [

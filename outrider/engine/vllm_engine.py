@@ -64,7 +64,7 @@ from outrider.engine.draft_layer import DraftLayer, draft_shapes
 from outrider.engine.interface import SequenceStep
 from outrider.engine.paged_sequences import PagedSequences, newest_rows
 from outrider.engine.tensor_parallel.sharding import Ranks, least, of_leader
-from outrider.errors import ConfigError, SettingError, Unavailable, check
+from outrider.errors import ConfigError, SettingError, Unavailable
 from outrider.kv_cache.block_pool import BlockPool, Copy
 from outrider.kv_cache.storage import KeysAndValues, memory_budget
 from outrider.limits import BATCHED_TOKENS_DEFAULT, NUM_DRAFT_TOKENS_MAX
@@ -90,7 +90,7 @@ process, and a process may run several engines, each on its own thread."""
 
 
 class VllmEngine(PagedSequences):
-    """A `DraftingEngine` for chains only, because no attention backend of vLLM can run trees."""
+    """A `DraftingEngine` that runs vLLM's models."""
 
     def __init__(
         self,
@@ -395,7 +395,6 @@ class VllmEngine(PagedSequences):
     def forward(self, steps: Sequence[SequenceStep]) -> list[Tensor]:
         if not steps:
             return []
-        check(not any(step.parents for step in steps), "vLLM runs no trees")
         return self._logits(self._run_whole, steps)
 
     def _logits(
@@ -503,9 +502,6 @@ class _Blocks:
             for one in self._draft_pages:
                 sources, targets = torch.tensor(copies, device=one.keys.device).unbind(1)
                 one.copy(sources, targets, self._page_size)
-
-    def move_slots(self, moves: Sequence[Copy]) -> None:
-        check(not moves, "slots are moved only after trees, which vLLM does not run")
 
 
 @contextmanager

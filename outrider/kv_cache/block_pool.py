@@ -16,12 +16,12 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from outrider.engine.interface import FoundPrefix, PageCounts, SequenceStep, check_kept
+from outrider.engine.interface import FoundPrefix, PageCounts, SequenceStep
 from outrider.errors import InvariantError, OutOfPages, check
 from outrider.kv_cache.prefix_cache import PagedSequence, Prefix, PrefixIndex
 
 Copy = tuple[int, int]
-"""The numbers of two pages or of two slots: (from, to)."""
+"""The numbers of two pages: (from, to)."""
 _ID_TYPE = "I"
 """Array type of a token id: 0..2^32-1."""
 
@@ -87,7 +87,7 @@ class BlockPool:
             sequence.prefixes.append(prefix)
             sequence.pages.append(prefix.page)
             self._hold(prefix.page)
-        sequence.length = sequence.chain_length = len(sequence.pages) * self.page_size
+        sequence.length = len(sequence.pages) * self.page_size
         self._prefix_queries += len(token_ids)
         self._prefix_hits += sequence.length
         return sequence.length
@@ -148,7 +148,7 @@ class BlockPool:
             if sequence.length % size:
                 copies += self._own(sequence, len(sequence.pages) - 1)
             self._write(sequence, step.token_ids)
-            sequence.grow(len(step.token_ids), step.parents, whole)
+            sequence.grow(len(step.token_ids), whole)
         return copies
 
     def written(self, steps: Sequence[SequenceStep]) -> None:
@@ -156,34 +156,23 @@ class BlockPool:
         once the slots that `append` took are written."""
         for step in steps:
             sequence = self._sequences[step.sequence_id]
-            if sequence.chain_length // self.page_size > len(sequence.prefixes):
+            if sequence.num_whole // self.page_size > len(sequence.prefixes):
                 self._remember(sequence)
 
-    def keep(self, sequence_id: str, length: int, path: Sequence[int] = ()) -> list[Copy]:
-        """See `Engine.keep`. Returns the slot moves to make before the next call. All kept slots
-        must be written already. A slot's number is page * page size + place in the page. The moves
-        may be made one by one in this order, or all at once. Until the sequence's next step, the
-        pages to which the moves write are not shared. If a move fails, call `forget`.
-
-        If another sequence holds a page to which a move would write, as after a fork in the middle
-        of a tree, the move writes to a copy of the page. If there is no page for the copy, raises
-        `OutOfPages` and changes nothing."""
-        check_kept(self.length(sequence_id), length, path)
+    def keep(self, sequence_id: str, length: int) -> None:
+        """See `Engine.keep`. All kept slots must be written already."""
+        held = self.length(sequence_id)
+        check(0 <= length <= held, f"cannot keep {length} of {held} slots")
         sequence = self._sequences.get(sequence_id)
         if sequence is None:
-            return []
-        while path and path[0] == length:
-            length, path = length + 1, path[1:]
-        moves = self._move(sequence, length, path) if path else []
-        num_pages = -(-(length + len(path)) // self.page_size)
+            return
+        num_pages = -(-length // self.page_size)
         for page in reversed(sequence.pages[num_pages:]):
             self._let_go(page)
         del sequence.pages[num_pages:]
         del sequence.prefixes[length // self.page_size :]
-        sequence.shrink(length, path)
-        if not moves:
-            self._remember(sequence)
-        return moves
+        sequence.shrink(length)
+        self._remember(sequence)
 
     def release(self, sequence_id: str) -> None:
         """See `Engine.release`. The sequence's full pages stay remembered."""
@@ -285,7 +274,7 @@ class BlockPool:
         prefixes = sequence.prefixes
         while prefixes and prefixes[-1].page < 0:
             prefixes.pop()
-        for page in sequence.pages[len(prefixes) : sequence.chain_length // self.page_size]:
+        for page in sequence.pages[len(prefixes) : sequence.num_whole // self.page_size]:
             parent = prefixes[-1] if prefixes else sequence.salt
             prefixes.append(self._prefixes.add(parent, self._packed_ids(page), page))
 
@@ -322,26 +311,6 @@ class BlockPool:
                 self._hold(pages[-1])
         for place, token_id in enumerate(token_ids, start=start):
             self._ids[pages[place // size] * size + place % size] = token_id
-
-    def _move(self, sequence: PagedSequence, length: int, path: Sequence[int]) -> list[Copy]:
-        """Moves the slots in `path` to the places after the first `length` slots. Returns the
-        moves."""
-        size, before = self.page_size, sequence.pages.copy()
-        indices = range(length // size, -(-(length + len(path)) // size))
-        self._make_room(sum(self._holders[before[index]] > 1 for index in indices))
-        for index in indices:
-            self._own(sequence, index)
-        first = indices[0] * size if before[indices[0]] != sequence.pages[indices[0]] else length
-        origins = [self._slot(before, slot) for slot in (*range(first, length), *path)]
-        token_ids = [self._ids[origin] for origin in origins]
-        targets = [self._slot(sequence.pages, first + place) for place in range(len(origins))]
-        for target, token_id in zip(targets, token_ids, strict=True):
-            self._ids[target] = token_id
-        return list(zip(origins, targets, strict=True))
-
-    def _slot(self, pages: Sequence[int], place: int) -> int:
-        index, rest = divmod(place, self.page_size)
-        return pages[index] * self.page_size + rest
 
     def _hold(self, page: int) -> None:
         if not self._holders[page]:

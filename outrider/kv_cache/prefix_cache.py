@@ -1,14 +1,10 @@
 """An index of cached prefixes, and a block pool's record of a sequence.
 
-The keys and values of a slot depend on every slot to which the slot's token attended. A sequence
-begins with a chain, in which each token follows the token of the slot before. In a chain, the token
-ids up to a slot determine the slot's keys and values. So only full pages of the chain are shared.
-The chain may be followed by slots of a tree, by slots after a tree, and by *shallow* slots. Only
-the draft layer has written to shallow slots."""
+The token ids up to a slot determine the slot's keys and values, so sequences share full pages. The
+last slots of a sequence may be *shallow*. Only the draft layer has written to shallow slots, so
+they are not shared."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from outrider.errors import check
 
@@ -84,43 +80,28 @@ class PagedSequence:
         """`prefixes[i]` has the tokens of the first i + 1 pages. `prefixes[i].page` may be another
         page with the same tokens as `pages[i]`. The list may be shorter than `pages`. The last
         prefixes in the list may be forgotten already."""
-        self.chain_length = 0
-        """The number of slots of the chain."""
-        self.tree: Sequence[int] = ()
-        """The `SequenceStep.parents` of the slots after the chain, if these slots form one tree.
-        Otherwise empty."""
         self.num_shallow = 0
         """The number of shallow slots. They are the last slots."""
+
+    @property
+    def num_whole(self) -> int:
+        """The number of slots that are not shallow."""
+        return self.length - self.num_shallow
 
     def branch(self) -> PagedSequence:
         check(not self.num_shallow, "a sequence whose last slots are shallow cannot be forked")
         branch = PagedSequence(self.salt)
-        branch.length, branch.chain_length, branch.tree = self.length, self.chain_length, self.tree
+        branch.length = self.length
         branch.pages, branch.prefixes = self.pages.copy(), self.prefixes.copy()
         return branch
 
-    def grow(self, num: int, parents: Sequence[int], whole: bool = True) -> None:
-        """Adds `num` slots, with `parents` as in `SequenceStep`. If `whole` is False, the slots are
-        shallow."""
-        follows_chain = whole and self.chain_length == self.length
+    def grow(self, num: int, whole: bool) -> None:
+        """Adds `num` slots. If `whole` is False, the slots are shallow."""
         self.length += num
-        self.tree = parents if follows_chain else ()
         if not whole:
             self.num_shallow += num
-        elif follows_chain and not parents:
-            self.chain_length += num
 
-    def shrink(self, length: int, path: Sequence[int]) -> None:
-        """Keeps only the first `length` slots and the slots in `path`. If the kept slots of a tree
-        form a path from the tree's root, they become part of the chain."""
-        chain, num_whole = self.chain_length, self.length - self.num_shallow
-        self.length = length + len(path)
-        kept = [*range(min(chain, length), length), *path]
-        self.num_shallow = sum(slot >= num_whole for slot in kept)
-        self.chain_length, last = min(chain, length), -1
-        tree, self.tree = self.tree if length >= chain else (), ()
-        for index in (slot - chain for slot in kept):
-            if not 0 <= index < len(tree) or tree[index] != last:
-                break
-            last = index
-            self.chain_length += 1
+    def shrink(self, length: int) -> None:
+        """Keeps only the first `length` slots."""
+        self.num_shallow = max(0, length - self.num_whole)
+        self.length = length

@@ -102,14 +102,13 @@ class KeysAndValues:
         self.keys.index_copy_(1, slots, keys)
         self.values.index_copy_(1, slots, values)
 
-    def copy(self, sources: Tensor, targets: Tensor, unit: int) -> None:
-        """Copies runs of `unit` slots, all at once. Run n begins at slot n * `unit`. `sources` and
-        `targets` are numbers of runs."""
+    def copy(self, sources: Tensor, targets: Tensor, page_size: int = PAGE_SIZE) -> None:
+        """Copies the pages `sources` to the pages `targets`, all at once."""
         for tensor in (self.keys, self.values):
-            size = (tensor.shape[0], tensor.shape[1] // unit, unit, tensor.shape[2])
-            units = tensor.view(size)
+            num_pages = tensor.shape[1] // page_size
+            pages = tensor.view(len(tensor), num_pages, page_size, tensor.shape[2])
             # `index_select` makes a copy, so sources and targets may overlap.
-            units.index_copy_(1, targets, units.index_select(1, sources))
+            pages.index_copy_(1, targets, pages.index_select(1, sources))
 
 
 class BlockedKeysAndValues:
@@ -125,22 +124,12 @@ class BlockedKeysAndValues:
         """[pages, heads, page size, width], but the memory of each page and head holds a matrix
         [width, page size], whose columns are the keys of the slots."""
         self.values = torch.zeros_like(self.keys)
-        self._columns = self.keys.view(*size[:2], size[3], size[2])
 
-    def copy(self, sources: Tensor, targets: Tensor, unit: int) -> None:
-        """Like `KeysAndValues.copy`, for a `unit` of one page or one slot."""
-        first_units = self._first_pages * (PAGE_SIZE // unit)
-        sources, targets = ((first_units + units).flatten() for units in (sources, targets))
-        if unit == PAGE_SIZE:
-            for tensor in (self.keys, self.values):
-                tensor.index_copy_(0, targets, tensor.index_select(0, sources))
-            return
-        check(unit == 1, "whole pages are copied, or single slots")
-        (from_page, from_place), (to_page, to_place) = (
-            (slots // PAGE_SIZE, slots % PAGE_SIZE) for slots in (sources, targets)
-        )
-        self._columns[to_page, :, :, to_place] = self._columns[from_page, :, :, from_place]
-        self.values[to_page, :, to_place] = self.values[from_page, :, from_place]
+    def copy(self, sources: Tensor, targets: Tensor) -> None:
+        """Like `KeysAndValues.copy`."""
+        sources, targets = ((self._first_pages + pages).flatten() for pages in (sources, targets))
+        for tensor in (self.keys, self.values):
+            tensor.index_copy_(0, targets, tensor.index_select(0, sources))
 
 
 class KVCache:
@@ -177,22 +166,15 @@ class KVCache:
     def num_bytes(self) -> int:
         return sum(stack.keys.nbytes + stack.values.nbytes for stack in self._stacks)
 
+    @torch.inference_mode()
     def copy_pages(self, copies: Sequence[Copy]) -> None:
         """Copies pages (from, to) in every layer, all at once."""
-        if copies:
-            self._copy(copies, PAGE_SIZE)
-
-    def move_slots(self, moves: Sequence[Copy]) -> None:
-        """Copies slots (from, to) in every layer, all at once."""
-        if moves:
-            self._copy(moves, 1)
-
-    @torch.inference_mode()
-    def _copy(self, copies: Sequence[Copy], unit: int) -> None:
-        places = torch.tensor(copies)
+        if not copies:
+            return
+        pages = torch.tensor(copies)
         with on_threads(1):  # A short copy on several threads might wait for a busy core.
             for stack in self._stacks:
-                stack.copy(*places.to(stack.keys.device).unbind(1), unit)
+                stack.copy(*pages.to(stack.keys.device).unbind(1))
 
 
 def _layers_of(stack: Any, num_layers: int) -> Iterator[Any]:

@@ -26,9 +26,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from outrider.engine.step_costs import StepCosts
-from outrider.limits import NUM_DRAFT_TOKENS_MAX, TREE_TOKENS_MAX
+from outrider.limits import NUM_DRAFT_TOKENS_MAX
 
-ROUND_TOKENS_MAX = NUM_DRAFT_TOKENS_MAX + TREE_TOKENS_MAX + 2
+ROUND_TOKENS_MAX = 2 * NUM_DRAFT_TOKENS_MAX + 2
 """Largest number of tokens of a round: those of the last outcome, and the round's proposal."""
 PREFIX_TOKENS_MIN = 16
 STEP_GROWTH = 0.75

@@ -4,7 +4,7 @@ Under the rules token and block, a draft truncates its distribution, quantises i
 from the counts, and sends them to the target. So q is exactly the distribution of the draw. The
 counts are the differences of the cumulative distribution, after it is multiplied by `COUNT_TOTAL`
 and rounded. A draw takes one uniform u, and returns the first token at which the running sum of
-counts exceeds u times their total. Siblings are drawn one after another, without replacement.
+counts exceeds u times their total.
 
 Under the rule coupled, a draw is the race that the target runs (`gumbel_max.py`).
 """
@@ -44,11 +44,9 @@ from outrider.speculation.logits_processing import (
     NO_HISTORY,
     DraftVocabulary,
     TokenHistory,
-    adjusted_logits,
     check_maxima,
     check_weights,
     largest,
-    largest_ids,
     likeliest,
     write_weights,
 )
@@ -60,8 +58,6 @@ _Reals = TypeVar("_Reals", RealArray, Tensor)
 DraftedToken = tuple[int, DraftDistribution | None]
 """A token and the distribution from which it was drawn. The distribution is None if the rule does
 not use q, or if the draw was certain."""
-DraftedGroup = tuple[tuple[int, ...], DraftDistribution | None]
-"""Siblings, and the distribution from which they were drawn without replacement."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,52 +119,6 @@ def draw_from_logits(
         return raced(weights, keys, vocabulary), likely_by_weight(weights, count, vocabulary)
     rows = likely_tokens(logits, params, history, vocabulary)
     return quantised_draws(rows, keys), rows
-
-
-def draw_siblings(
-    logits: Tensor,
-    params: SamplingParams,
-    noises: Sequence[RoundNoise],
-    indices: Sequence[int],
-    counts: Sequence[int],
-    vocabulary: DraftVocabulary | None = None,
-) -> list[DraftedGroup]:
-    """Draws up to `counts[b]` siblings at one position of each of B sessions that have the same
-    rule and parameters, without penalties. The first sibling is the token that `draw_from_logits`
-    draws. Under token, further siblings are drawn from the returned q without replacement. Under
-    coupled, further siblings have the next highest scores in the race of the
-    `DRAFT_SUPPORT_ENTRIES` likeliest tokens, and under greedy the next highest logits."""
-    check(len(noises) == len(indices) == len(counts) == len(logits), "a count for each row")
-    check(not params.penalised, "penalties would count siblings")
-    rule = _shared_rule(noises)
-    if vocabulary is not None:
-        params = vocabulary.params(params)
-    logits = logits.cpu()
-    if rule is Rule.GREEDY:
-        check_maxima(logits.amax(dim=1).tolist())
-        adjusted = adjusted_logits(logits, params, NO_HISTORY)
-        likely = [_likeliest_first(row, count) for row, count in zip(adjusted, counts, strict=True)]
-        drawn = [one_hot(columns, vocabulary) for columns in likely]
-        return [(tuple(token_id for token_id, _ in group), None) for group in drawn]
-    keys = draft_keys(noises, indices)
-    if rule is Rule.COUPLED:
-        weights = _weights(logits, params, NO_HISTORY)
-        first = raced(weights, keys, vocabulary)
-        rows = likely_by_weight(weights, min(DRAFT_SUPPORT_ENTRIES, logits.shape[1]), vocabulary)
-        arrivals = arrival_order(rows, keys)[0].tolist()
-        groups = [
-            tuple(dict.fromkeys([token_id, *(v for v in ids if v >= 0)]))[:count]
-            for (token_id, _), ids, count in zip(first, arrivals, counts, strict=True)
-        ]
-        return [(group, None) for group in groups]
-    rows = likely_tokens(logits, params, vocabulary=vocabulary)
-    distributions = _as_distributions(rows.ids, _host_levels(rows.mass))
-    wanted = np.arange(max(counts))[None]
-    numbers = uniforms(token_keys(keys), wanted).tolist()
-    return [
-        (_without_replacement(q, row[:count]), q if len(q.token_ids) > 1 else None)
-        for q, row, count in zip(distributions, numbers, counts, strict=True)
-    ]
 
 
 def likely_tokens(
@@ -287,27 +237,6 @@ def _as_distributions(ids: IntArray, levels: RealArray) -> list[DraftDistributio
     for row_ids, row in zip(ids, counts, strict=True):
         kept = row > 0
         found.append(DraftDistribution(tuple(row_ids[kept].tolist()), tuple(row[kept].tolist())))
-    return found
-
-
-def _without_replacement(q: DraftDistribution, numbers: Sequence[float]) -> tuple[int, ...]:
-    left = dict(zip(q.token_ids, q.counts, strict=True))
-    drawn: list[int] = []
-    for number in numbers[: len(left)]:
-        level = int(number * sum(left.values()))
-        for token_id, count in left.items():
-            level -= count
-            if level < 0:
-                drawn.append(token_id)
-                break
-        del left[drawn[-1]]
-    return tuple(drawn)
-
-
-def _likeliest_first(logits: Tensor, count: int) -> list[int]:
-    columns = largest_ids(logits, count)
-    order = logits[columns].argsort(descending=True, stable=True)
-    found: list[int] = columns[order].tolist()
     return found
 
 

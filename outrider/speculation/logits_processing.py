@@ -21,7 +21,7 @@ from torch import Tensor
 
 from outrider.errors import Incompatible, OutriderError, check
 from outrider.grammar.token_mask import Allowed, TokenMask
-from outrider.speculation.proposal import ROOT, Proposal
+from outrider.speculation.proposal import Proposal
 from outrider.speculation.sampling_params import SamplingParams
 
 _HEAD_ENTRIES = 64
@@ -406,18 +406,13 @@ def row_masks(allowed: Allowed, proposal: Proposal) -> RowMasks:
     make a session fail."""
     masks = [allowed.after(())]
     untold: set[int] = set()
-    paths: list[tuple[int, ...]] = []
-    for index, token_id in enumerate(proposal.token_ids):
-        parent = proposal.tree.parents[index]
-        path = (*(() if parent == ROOT else paths[parent]), token_id)
-        paths.append(path)
-        before = masks[parent + 1]
-        mask = None
+    for num, token_id in enumerate(proposal.token_ids, start=1):
+        before, mask = masks[-1], None
         if before is not None and before.has(token_id):
             with suppress(Incompatible):
-                mask = allowed.after(path)
+                mask = allowed.after(proposal.token_ids[:num])
             if mask is None:
-                untold.add(index + 1)
+                untold.add(num)
         masks.append(mask)
     return RowMasks(masks, frozenset(untold))
 

@@ -29,7 +29,6 @@ from outrider.limits import DRAFTED_SEEDS_MAX, LOOK_AHEAD_MAX, NUM_DRAFT_TOKENS_
 from outrider.speculation.draft_sampling import LikelyTokens, arrival_order, likely_tokens
 from outrider.speculation.gumbel_max import IntArray, RealArray
 from outrider.speculation.logits_processing import DraftVocabulary
-from outrider.speculation.proposal import draft_tree
 from outrider.speculation.random_streams import RoundNoise, verdict_keys
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
@@ -89,7 +88,7 @@ def guess_outcomes(
     if params.greedy:
         ids, scores = rows.ids, rows.mass
     else:
-        keys = verdict_keys([noise], [draft_tree((), len(drafted))])
+        keys = verdict_keys([noise], [len(drafted) + 1])
         ids, scores = arrival_order(rows, keys[: len(rows)])
     own, ids, scores = _apart(drafted, ids[:, : RANKS_MAX + 1], scores[:, : RANKS_MAX + 1])
     evidence = _evidence(noise, drafted, own, scores[: len(drafted), 0])

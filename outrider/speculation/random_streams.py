@@ -6,13 +6,8 @@
 | coupled        | TARGET, position | -             | TARGET, position | TARGET, position     |
 | greedy         | -                | -             | -                | -                    |
 
-Under the rules token and block, a draft's draw uses one number: the number for token id 0. The draw
-of sibling j uses the number for token id j. Every other draw is a race over the numbers of all
-tokens (`gumbel_max.py`).
-
-In a tree, i is the depth of a draft token. A token's rank at its depth is also part of its place.
-The token after a draft token of depth i is drawn at i + 1. This is a RESIDUAL draw if the draft
-token has children, otherwise a TARGET draw.
+Under the rules token and block, a draft's draw uses one number: the number for token id 0. Every
+other draw is a race over the numbers of all tokens (`gumbel_max.py`).
 
 A *position* is absolute: the committed length at the round's start plus the index. An *index place*
 holds these two numbers separately. No two rounds of a session start at the same committed length,
@@ -38,16 +33,13 @@ import numpy.typing as npt
 
 from outrider.errors import check
 from outrider.limits import SEED_MAX
-from outrider.speculation.proposal import DraftTree, draft_tree
 from outrider.speculation.sampling_params import Rule
 from outrider.values import value
 
 WORD_MASK = 0xFFFFFFFF
 INDEX_TAG = 0x80000000
 """This bit is set in the second word of every index place, and of no position."""
-SIBLING_SHIFT = 16
 INDEX_MAX = 2**16 - 1
-SIBLING_MAX = 2**15 - 1
 
 
 class Stream(IntEnum):
@@ -79,14 +71,13 @@ class RoundNoise:
         check(0 <= self.seed <= SEED_MAX, "a seed has 64 bits")
         check(0 <= self.committed_length <= WORD_MASK, "a committed length has 32 bits")
 
-    def place(self, index: int, sibling: int = 0) -> Place:
-        """The place of the token at depth `index` with the rank `sibling` at this depth."""
+    def place(self, index: int) -> Place:
+        """The place of the round's token `index`."""
         check(0 <= index <= INDEX_MAX, f"index {index} is not in 0..{INDEX_MAX}")
-        check(0 <= sibling <= SIBLING_MAX, f"sibling {sibling} is not in 0..{SIBLING_MAX}")
         if self.rule.absolute_noise:
             position = self.committed_length + index
             return Place(position & WORD_MASK, position >> 32)
-        return Place(self.committed_length, _index_word(index, sibling))
+        return Place(self.committed_length, INDEX_TAG | index)
 
     @property
     def draft_stream(self) -> Stream:
@@ -96,39 +87,31 @@ class RoundNoise:
     def residual_stream(self) -> Stream:
         return Stream.TARGET if self.rule.absolute_noise else Stream.RESIDUAL
 
-    def accept_uniforms(
-        self, num_draft_tokens: int, parents: tuple[int, ...] = ()
-    ) -> Iterator[float]:
-        """u_i in (0, 1) for each draft token of a chain, or of a tree with these `parents`."""
+    def accept_uniforms(self, num_draft_tokens: int) -> Iterator[float]:
+        """u_i in (0, 1) for each draft token."""
         if self.rule.absolute_noise:  # Acceptance probabilities are 0 or 1, so any u_i will do.
             return repeat(0.5, num_draft_tokens)
-        ones, b, stream = _places_in_one(num_draft_tokens, parents)
+        ones, b, stream = _places_in_one(num_draft_tokens)
         steps = _kept_key_steps(*_key(self.seed), ones)
         words, _, _, _ = rounds(0, self.committed_length * ones, b, stream, steps, ones)
         size = num_draft_tokens
         return map(uniform, unpack(f"<{size}Q", words.to_bytes(8 * size, "little")))
 
 
-def _index_word(index: int, sibling: int) -> int:
-    return INDEX_TAG | sibling << SIBLING_SHIFT | index
-
-
-@lru_cache(maxsize=256)
-def _places_in_one(num_draft_tokens: int, parents: tuple[int, ...]) -> tuple[int, int, int]:
+@lru_cache(maxsize=64)
+def _places_in_one(num_draft_tokens: int) -> tuple[int, int, int]:
     """The arguments `ones`, `c2` and `c3` of `rounds` for all draft tokens at once."""
-    tree = draft_tree(parents, num_draft_tokens)
-    words = map(_index_word, tree.depths, tree.ranks)
     ones = sum(1 << 64 * number for number in range(num_draft_tokens))
-    b = sum(word << 64 * number for number, word in enumerate(words))
+    b = sum((INDEX_TAG | number) << 64 * number for number in range(num_draft_tokens))
     return ones, b, int(Stream.ACCEPT) * ones
 
 
-def verdict_keys(noises: Sequence[RoundNoise], trees: Sequence[DraftTree]) -> RowKeys:
-    """The keys for the N + 1 rows of each round's verdict, one round after another. Row 0 draws the
-    token after the last committed token. Row i + 1 draws the token after draft token i."""
-    places = [_verdict_places(tree.parents) for tree in trees]
-    depth, word, has_children = (np.concatenate(each) for each in zip(*places, strict=True))
-    sizes = [len(own) for own, _, _ in places]
+def verdict_keys(noises: Sequence[RoundNoise], sizes: Sequence[int]) -> RowKeys:
+    """The keys for the rows of each round's verdict, one round after another. `sizes` are the
+    numbers K + 1 of rows. Row n draws the token after n draft tokens."""
+    ends = np.cumsum(sizes).astype(np.uint64)
+    starts = ends - np.array(sizes, dtype=np.uint64)
+    index = np.arange(sum(sizes), dtype=np.uint64) - starts.repeat(sizes)
 
     def rows(values: Iterable[int]) -> WordArray:
         return np.repeat(np.array([*values], dtype=np.uint64), sizes)
@@ -136,26 +119,12 @@ def verdict_keys(noises: Sequence[RoundNoise], trees: Sequence[DraftTree]) -> Ro
     seed = rows(noise.seed for noise in noises)
     committed = rows(noise.committed_length for noise in noises)
     absolute = np.repeat([noise.rule.absolute_noise for noise in noises], sizes)
-    position, mask, half = committed + depth, np.uint64(WORD_MASK), np.uint64(32)
+    position, mask, half = committed + index, np.uint64(WORD_MASK), np.uint64(32)
     a = np.where(absolute, position & mask, committed)
-    b = np.where(absolute, position >> half, word)
+    b = np.where(absolute, position >> half, np.uint64(INDEX_TAG) | index)
     residual = rows(noise.residual_stream for noise in noises)
-    stream = np.where(has_children, residual, np.uint64(Stream.TARGET))
+    stream = np.where(index + np.uint64(1) < rows(sizes), residual, np.uint64(Stream.TARGET))
     return np.stack([a, b, stream, seed & mask, seed >> half], axis=1)
-
-
-@lru_cache(maxsize=256)
-def _verdict_places(parents: tuple[int, ...]) -> tuple[WordArray, WordArray, npt.NDArray[np.bool_]]:
-    """For each row of a verdict: the depth of the token to draw, the second word of its index
-    place, and whether the row judges draft tokens."""
-    tree = draft_tree(parents, len(parents))
-    depths = [0, *(depth + 1 for depth in tree.depths)]
-    words = map(_index_word, depths, (0, *tree.ranks))
-    return (
-        np.array(depths, dtype=np.uint64),
-        np.array([*words], dtype=np.uint64),
-        np.array([len(own) > 0 for own in tree.children]),
-    )
 
 
 def choice_seed(seed: int, choice: int) -> int:

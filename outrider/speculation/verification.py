@@ -12,16 +12,8 @@ n = 0..K is p_{n+1}, the target's distribution after n draft tokens.
 Here pos(z) = max(z, 0), pi_0 = 1, and pi_i = min(1, pi_{i-1} p_i(x_i) / q_i(x_i)). A law is a
 distribution up to a factor. Correction K is a draw from p_{K+1} under every rule.
 
-In a tree, row 0 *judges* the draft tokens that follow the last committed token, and row i + 1 those
-that follow draft token i. Under the rules coupled and greedy, a draft token is accepted if it is
-the target's own token of the row that judges it. Block has no tree.
-
-Under the rule token, a row p judges siblings s_1, s_2, .., which were drawn from q without
-replacement. They are tested in turn, beginning with p^1 = p and q^1 = q. s_j is accepted with the
-probability min(1, p^j(s_j) / q^j(s_j)). If s_j is rejected, p^{j+1} = norm(pos(p^j - q^j)) and
-q^{j+1} = norm(q^j without s_j), where norm(z) is z / sum z. If all siblings are rejected, the next
-token is drawn from the last p^{j+1}. After a leaf, the next token is drawn from p. (Recursive
-rejection: SpecInfer, arXiv 2305.09781. Draws without replacement: Sequoia, arXiv 2402.12374.)
+Under the rules coupled and greedy, a draft token is accepted if it is the target's own token of the
+row before it.
 
 The code represents a row by weights, which are p up to a factor, and by their sum. A token beyond
 the width of p has p = 0, and a token outside q's support has q = 0. So draft and target may pad
@@ -105,8 +97,6 @@ def verdicts_from_logits(questions: Sequence[Question]) -> list[Verdict]:
     that `target_probabilities` refuses."""
     for question in questions:
         check_parts(question.logits, question.proposal, question.noise.rule)
-        is_tree = bool(question.proposal.parents)
-        check(not (is_tree and question.params.penalised), "penalties need a chain")
     verdicts: dict[int, Verdict] = {}
     suits = [_suits_kernels(question) for question in questions]
     for way, suited in ((_verdicts_on_device, True), (_verdicts_on_host, False)):
@@ -116,9 +106,7 @@ def verdicts_from_logits(questions: Sequence[Question]) -> list[Verdict]:
 
 
 def _suits_kernels(question: Question) -> bool:
-    is_tree = bool(question.proposal.parents) and question.noise.rule.needs_q
-    is_double = question.logits.dtype == torch.float64
-    return has_kernels(question.logits.device) and not is_tree and not is_double
+    return has_kernels(question.logits.device) and question.logits.dtype != torch.float64
 
 
 def try_kernels(logits: Tensor, token_ids: Sequence[int] = ()) -> None:
@@ -186,7 +174,7 @@ def _verdicts_on_device(questions: Sequence[Question]) -> list[Verdict]:
     ]  # fmt: skip
     rows = joined_rows([each.logits for each in questions])
     judge = RowJudge(rows, transforms, sizes, drafted)
-    keys = verdict_keys(noises, [proposal.tree for proposal in proposals])
+    keys = verdict_keys(noises, sizes.tolist())
     ends = sizes.cumsum()
     starts = ends - sizes
     is_block = np.array([rule is Rule.BLOCK for rule in rules]).repeat(sizes)
@@ -206,12 +194,7 @@ def _verdicts_on_device(questions: Sequence[Question]) -> list[Verdict]:
         is_inner = is_block[:-1] & is_judged[:-1] & is_judged[1:]
         np.copyto(accept[:-1], block[:-1], where=is_inner)
     accepted, drawn = accept.tolist(), found.drawn.tolist()
-    return [
-        _own_tokens(drawn[a:b], proposal)
-        if proposal.parents
-        else Verdict(tuple(accepted[a : b - 1]), tuple(drawn[a:b]))
-        for (a, b), proposal in zip(spans, proposals, strict=True)
-    ]
+    return [Verdict(tuple(accepted[a : b - 1]), tuple(drawn[a:b])) for a, b in spans]
 
 
 def check_parts(rows: Tensor, proposal: Proposal, rule: Rule) -> None:
@@ -222,9 +205,7 @@ def check_parts(rows: Tensor, proposal: Proposal, rule: Rule) -> None:
             f"a proposal of {num_rows - 1} tokens needs rows [{num_rows}, vocabulary], got "
             f"{tuple(shape)}"
         )
-    check(rule is not Rule.BLOCK or not proposal.parents, "block verification has no tree")
-    num_groups = len(proposal.tree.groups) if proposal.parents else len(proposal)
-    if rule.needs_q and len(proposal.q) != num_groups:
+    if rule.needs_q and len(proposal.q) != len(proposal):
         raise InvariantError(f"rule {rule.value} needs q for each of {len(proposal)} tokens")
 
 
@@ -253,17 +234,14 @@ def verdicts_from_weights(
     ends = [*accumulate(len(proposal) + 1 for proposal, _ in entries)]
     spans = [*pairwise([0, *ends])]
     for index, (proposal, noise) in enumerate(entries):
-        if noise.rule is Rule.TOKEN and proposal.parents:
-            own_rows = slice(*spans[index])
-            accept[index] = tree_law(weights[own_rows], sums[own_rows], proposal)
-        elif noise.rule.needs_q:
+        if noise.rule.needs_q:
             chains.setdefault((noise.rule, len(proposal)), []).append(index)
     for (rule, num_draft_tokens), indices in chains.items():
         drafts = _drafts([entries[index][0] for index in indices])
         rows = np.array([[spans[index][0]] for index in indices]) + np.arange(num_draft_tokens)
         law = chain_law(rule, weights, sums, rows, drafts).tolist()
         accept |= zip(indices, map(tuple, law), strict=True)
-    keys = verdict_keys([noise for _, noise in entries], [one.tree for one, _ in entries])
+    keys = verdict_keys([noise for _, noise in entries], [b - a for a, b in spans])
     drawn = race(weights, keys).tolist()
     verdicts = []
     for index, ((start, end), (proposal, noise)) in enumerate(zip(spans, entries, strict=True)):
@@ -283,31 +261,8 @@ def check_drafted(is_in_support: bool) -> None:
 
 def _own_tokens(own: list[int], proposal: Proposal) -> Verdict:
     """A verdict that accepts a draft token iff it is the target's `own` token of its row."""
-    pairs = zip(proposal.tree.parents, proposal.token_ids, strict=True)
-    return Verdict(tuple(float(own[parent + 1] == ids) for parent, ids in pairs), tuple(own))
-
-
-def tree_law(weights: Tensor, sums: RealArray, proposal: Proposal) -> tuple[float, ...]:
-    """The acceptance probability of each token of a tree under the rule token: [N]. `weights`
-    [N + 1, V] and `sums` [N + 1] are the tree's rows. A row that judges siblings is overwritten
-    with the weights from which the next token is drawn if all siblings are rejected."""
-    tree = proposal.tree
-    accept = [0.0] * len(proposal)
-    for group, entry in zip(tree.groups, proposal.q, strict=True):
-        row = np.array([[tree.parents[group[0]] + 1]])
-        left = {} if entry is None else dict(zip(entry.token_ids, entry.counts, strict=True))
-        for index in group:
-            token_id = proposal.token_ids[index]
-            if entry is None:
-                left = {token_id: 1}
-            support = np.array([[list(left)]], dtype=np.int64)
-            mass = np.array([[list(left.values())]], dtype=np.float64) / sum(left.values())
-            places = _Places.of(weights, row, DraftRows(np.array([[token_id]]), support, mass))
-            accept[index] = min(1.0, float(places.p[0, 0] / sums[row[0, 0]] / places.q[0, 0]))
-            left_over = places.subtract(weights, sums, row, sums[row])
-            sums[row] = np.where(left_over > 0, left_over, sums[row])
-            del left[token_id]
-    return tuple(accept)
+    pairs = zip(own[:-1], proposal.token_ids, strict=True)
+    return Verdict(tuple(float(token_id == drafted) for token_id, drafted in pairs), tuple(own))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

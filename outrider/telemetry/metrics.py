@@ -77,13 +77,12 @@ class Proposed(NamedTuple):
 
     context: str
     num_draft_tokens: int
-    num_depths: int
     num_accepted: int
 
     def by_position(self, num: int) -> dict[tuple[str, str], int]:
         """By position of the proposal, 1 for the first `num` positions, otherwise 0. With the
         zeros, positions without accepted tokens have a series, too."""
-        return {(str(at), self.context): int(at < num) for at in range(self.num_depths)}
+        return {(str(at), self.context): int(at < num) for at in range(self.num_draft_tokens)}
 
 
 SPECULATION_COUNTERS: dict[str, tuple[str, Any, Callable[[Proposed], Mapping[Any, int]]]] = {
@@ -92,7 +91,7 @@ SPECULATION_COUNTERS: dict[str, tuple[str, Any, Callable[[Proposed], Mapping[Any
     "accepted_tokens": ("Draft tokens accepted.", "", lambda one: {"": one.num_accepted}),
     "draft_tokens_per_pos": (
         "Proposals with a token at this position, by context length.", ("position", "context"),
-        lambda one: one.by_position(one.num_depths),
+        lambda one: one.by_position(one.num_draft_tokens),
     ),
     "accepted_tokens_per_pos": (
         "Proposals whose token at this position was accepted, by context length.",
@@ -176,10 +175,10 @@ class SpeculationCounters:
             read = partial(self._sums, {} if label else {"": 0.0}, added)
             watch(meter, f"spec_decode_num_{name}", read, about, label, grows=True)
 
-    def add(self, length: int, num_draft_tokens: int, num_depths: int, num_accepted: int) -> None:
+    def add(self, length: int, num_draft_tokens: int, num_accepted: int) -> None:
         """Counts a round of a session of this length. Must be called on one thread only."""
         context = CONTEXTS[bisect(CONTEXT_BOUNDS, length)]
-        one = Proposed(context, num_draft_tokens, num_depths, num_accepted)
+        one = Proposed(context, num_draft_tokens, num_accepted)
         self._rounds[one] = self._rounds.get(one, 0) + 1
 
     def _sums(

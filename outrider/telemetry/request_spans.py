@@ -196,8 +196,7 @@ class ObservedRequest(RequestObserver):
         tokens were added. The session now has `length` tokens."""
         self._shared.counters["num_rounds"].add(1)
         if proposal:
-            num_depths = proposal.tree.num_depths if proposal.parents else len(proposal)
-            self._shared.speculation.add(length, len(proposal), num_depths, num_accepted)
+            self._shared.speculation.add(length, len(proposal), num_accepted)
         if (span := self._rounds.get(self._index)) is not None:
             span.set_attributes({
                 "outrider.num_draft_tokens": len(proposal),

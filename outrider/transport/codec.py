@@ -36,7 +36,7 @@ from outrider.messages import (
 )
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.audit_totals import AuditSums
-from outrider.speculation.proposal import Q_BYTES_MAX, SealedProposal, draft_tree
+from outrider.speculation.proposal import Q_BYTES_MAX, SealedProposal
 from outrider.speculation.sampling_params import Rule, SamplingParams, check_sampling
 from outrider.v1 import draft_pb2, target_pb2, types_pb2
 
@@ -51,12 +51,10 @@ _LIMITS: Mapping[str, int] = {
     "VerifyItem.run_ahead": limits.RUN_AHEAD_ROUNDS_MAX,
     "VerifyItem.num_logprobs": limits.LOGPROBS_MAX,
     "VerifyItem.num_next_draft_tokens": limits.NUM_DRAFT_TOKENS_MAX,
-    "VerifyItem.next_siblings": limits.NUM_DRAFT_TOKENS_MAX,
     "VerifyItem.features_from": limits.SESSION_TOKENS_MAX,
     "VerifyItem.next_budget_us": 1000 * limits.DRAFT_DEADLINE_MS_MAX,
     "DraftItem.num_draft_tokens": limits.NUM_DRAFT_TOKENS_MAX,
     "DraftItem.look_ahead": limits.LOOK_AHEAD_MAX,
-    "DraftItem.siblings": limits.NUM_DRAFT_TOKENS_MAX,
     "DraftItem.budget_us": 1000 * limits.DRAFT_DEADLINE_MS_MAX,
     # The accepted draft tokens, and the token after them.
     "ProposalAnswer.assumed": limits.NUM_DRAFT_TOKENS_MAX + 1,
@@ -305,20 +303,18 @@ def sampling_from_proto(
 def _proposal_to_proto(proposal: SealedProposal) -> dict[str, Any] | None:
     if not proposal:
         return None
-    parents = [parent + 1 for parent in proposal.parents]
-    return fields_to_proto(proposal, types_pb2.Proposal, parents=parents)
+    return fields_to_proto(proposal, types_pb2.Proposal)
 
 
 def _proposal_from_proto(message: types_pb2.Proposal, path: str = "proposal") -> SealedProposal:
-    """Checks the tree, the token ids and the size of q. Only the target decodes q."""
-    parents = tuple([parent - 1 for parent in message.parents[:]])
-    num_max = limits.TREE_TOKENS_MAX if parents else limits.NUM_DRAFT_TOKENS_MAX
-    token_ids = token_ids_from_wire(message.token_ids, f"{path}.token_ids", num_max)
+    """Checks the token ids and the size of q. Only the target decodes q."""
+    token_ids = token_ids_from_wire(
+        message.token_ids, f"{path}.token_ids", limits.NUM_DRAFT_TOKENS_MAX
+    )
     q = message.q  # Read once, as each read copies the bytes.
     if len(q) > Q_BYTES_MAX:
         raise BadRequest(f"{path}.q", f"{len(q)} bytes are more than {Q_BYTES_MAX}")
-    draft_tree(parents, len(token_ids))
-    return SealedProposal(token_ids, q, parents)
+    return SealedProposal(token_ids, q)
 
 
 def _features_from_proto(message: types_pb2.Features, path: str) -> Features:
@@ -418,22 +414,6 @@ def head_from_proto(message: types_pb2.RoundHead, known: RoundHead | None = None
     return head
 
 
-def _check_tree(item: RoundItem) -> None:
-    if isinstance(item, VerifyItem):
-        field, siblings, num = "next_siblings", item.next_siblings, item.num_next_draft_tokens
-    else:
-        field, siblings, num = "siblings", item.siblings, item.num_draft_tokens
-    if (
-        max(siblings, default=0) > limits.SIBLINGS_MAX
-        or sum(siblings) + num > limits.TREE_TOKENS_MAX
-    ):
-        raise BadRequest(
-            field,
-            f"{siblings} is wrong; allowed: {limits.SIBLINGS_MAX} siblings beside a token, and "
-            f"{limits.TREE_TOKENS_MAX} tokens in a tree",
-        )
-
-
 # Answers
 
 
@@ -445,7 +425,7 @@ _ANSWER_FIELDS = {kind: name for name, kind in _ANSWERS.items()}
 
 def _verdict_from_proto(message: target_pb2.Verdict) -> Verdict:
     accept, correction = tuple(message.accept_probability[:]), message.correction
-    if len(accept) > limits.TREE_TOKENS_MAX or len(correction) != len(accept) + 1:
+    if len(accept) > limits.NUM_DRAFT_TOKENS_MAX or len(correction) != len(accept) + 1:
         raise BadRequest(
             "verdict", f"{len(accept)} probabilities do not go with {len(correction)} corrections"
         )
@@ -510,9 +490,7 @@ class Codec:
     def item_from_proto(self, message: Any, known: RoundHead | None = None) -> RoundItem:
         """Decodes and checks an item. `known` is the last head of the same session on this stream
         that had its parameters in full. Raises `BadRequest` for an invalid item."""
-        item = from_proto(message, self.item, head=head_from_proto(message.head, known))
-        _check_tree(item)
-        return item
+        return from_proto(message, self.item, head=head_from_proto(message.head, known))
 
     def answer_frame(self, answer: VerifyAnswer | DraftAnswer) -> bytes:
         name, kind = _ANSWER_FIELDS[type(answer)], _kind_of(self.reply, "items")

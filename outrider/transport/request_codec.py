@@ -138,10 +138,8 @@ def resume_from_proto(message: pb.ResumeRequest) -> ResumeRequest:
 
 def event_to_proto(event: Event) -> pb.GenerateEvent:
     """Converts an event of any kind."""
-    (name, kind), more = _EVENT_FIELDS[type(event)], {}
-    if isinstance(event, RoundReport):
-        more["proposed_parents"] = [parent + 1 for parent in event.proposed_parents]
-    told: dict[str, Any] = {name: fields_to_proto(event, kind, **more)}
+    name, kind = _EVENT_FIELDS[type(event)]
+    told: dict[str, Any] = {name: fields_to_proto(event, kind)}
     return pb.GenerateEvent(**told)
 
 
@@ -150,10 +148,7 @@ def event_from_proto(message: pb.GenerateEvent) -> Event | None:
     name = message.WhichOneof("event")
     if name is None:
         return None
-    more = {}
-    if name == "round":
-        more["proposed_parents"] = tuple(one - 1 for one in message.round.proposed_parents)
-    event: Event = from_coordinator(getattr(message, name), _EVENTS[name], name, **more)
+    event: Event = from_coordinator(getattr(message, name), _EVENTS[name], name)
     return event
 
 

@@ -157,7 +157,7 @@ class Tokens(_message.Message):
     def __init__(self, first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text_delta: _Optional[str] = ..., origins: _Optional[_Iterable[_Union[Origin, str]]] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.PositionLogprobs, _Mapping]]] = ...) -> None: ...
 
 class Round(_message.Message):
-    __slots__ = ("index", "proposed_token_ids", "num_accepted", "draft_ms", "wire_ms", "queue_ms", "verify_ms", "commit_ms", "look_ahead_hit", "proposed_parents")
+    __slots__ = ("index", "proposed_token_ids", "num_accepted", "draft_ms", "wire_ms", "queue_ms", "verify_ms", "commit_ms", "look_ahead_hit")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     PROPOSED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -167,7 +167,6 @@ class Round(_message.Message):
     VERIFY_MS_FIELD_NUMBER: _ClassVar[int]
     COMMIT_MS_FIELD_NUMBER: _ClassVar[int]
     LOOK_AHEAD_HIT_FIELD_NUMBER: _ClassVar[int]
-    PROPOSED_PARENTS_FIELD_NUMBER: _ClassVar[int]
     index: int
     proposed_token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_accepted: int
@@ -177,8 +176,7 @@ class Round(_message.Message):
     verify_ms: float
     commit_ms: float
     look_ahead_hit: bool
-    proposed_parents: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, index: _Optional[int] = ..., proposed_token_ids: _Optional[_Iterable[int]] = ..., num_accepted: _Optional[int] = ..., draft_ms: _Optional[float] = ..., wire_ms: _Optional[float] = ..., queue_ms: _Optional[float] = ..., verify_ms: _Optional[float] = ..., commit_ms: _Optional[float] = ..., look_ahead_hit: _Optional[bool] = ..., proposed_parents: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, index: _Optional[int] = ..., proposed_token_ids: _Optional[_Iterable[int]] = ..., num_accepted: _Optional[int] = ..., draft_ms: _Optional[float] = ..., wire_ms: _Optional[float] = ..., queue_ms: _Optional[float] = ..., verify_ms: _Optional[float] = ..., commit_ms: _Optional[float] = ..., look_ahead_hit: _Optional[bool] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "completion_tokens")

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from outrider.v1 import types_pb2 as outrider_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17outrider/v1/draft.proto\x12\x0boutrider.v1\x1a\x17outrider/v1/types.proto\"5\n\x0c\x44raftRequest\x12%\n\x05items\x18\x01 \x03(\x0b\x32\x16.outrider.v1.DraftItem\"\xd6\x01\n\tDraftItem\x12$\n\x04head\x18\x01 \x01(\x0b\x32\x16.outrider.v1.RoundHead\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\x12\x12\n\nlook_ahead\x18\x03 \x01(\r\x12\'\n\x04held\x18\x04 \x01(\x0b\x32\x19.outrider.v1.HeldProposal\x12\x10\n\x08siblings\x18\x05 \x03(\r\x12\'\n\x08\x66\x65\x61tures\x18\x06 \x01(\x0b\x32\x15.outrider.v1.Features\x12\x11\n\tbudget_us\x18\x07 \x01(\r\"!\n\x0cHeldProposal\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"8\n\nDraftReply\x12*\n\x05items\x18\x01 \x03(\x0b\x32\x1b.outrider.v1.DraftReplyItem\"\xcd\x01\n\x0e\x44raftReplyItem\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05round\x18\x03 \x01(\r\x12/\n\x08proposal\x18\x04 \x01(\x0b\x32\x1b.outrider.v1.ProposalAnswerH\x00\x12%\n\x06resync\x18\x05 \x01(\x0b\x32\x13.outrider.v1.ResyncH\x00\x12\'\n\x07refused\x18\x06 \x01(\x0b\x32\x14.outrider.v1.RefusedH\x00\x42\x08\n\x06\x61nswer\"\xc2\x01\n\x0eProposalAnswer\x12\'\n\x08proposal\x18\x01 \x01(\x0b\x32\x15.outrider.v1.Proposal\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12\x15\n\rcached_length\x18\x03 \x01(\r\x12\x10\n\x08queue_ms\x18\x04 \x01(\x02\x12\x12\n\ncompute_ms\x18\x05 \x01(\x02\x12\x0f\n\x07work_ms\x18\x07 \x01(\x02\x12\x0f\n\x07\x61ssumed\x18\x06 \x03(\r\x12\x13\n\x0bout_of_time\x18\x08 \x01(\x08\x32\xd8\x01\n\x05\x44raft\x12\x41\n\x07Propose\x12\x19.outrider.v1.DraftRequest\x1a\x17.outrider.v1.DraftReply(\x01\x30\x01\x12I\n\x08\x44\x65scribe\x12\x1c.outrider.v1.DescribeRequest\x1a\x1f.outrider.v1.ReplicaDescription\x12\x41\n\x07Release\x12\x1b.outrider.v1.ReleaseRequest\x1a\x19.outrider.v1.ReleaseReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17outrider/v1/draft.proto\x12\x0boutrider.v1\x1a\x17outrider/v1/types.proto\"5\n\x0c\x44raftRequest\x12%\n\x05items\x18\x01 \x03(\x0b\x32\x16.outrider.v1.DraftItem\"\xca\x01\n\tDraftItem\x12$\n\x04head\x18\x01 \x01(\x0b\x32\x16.outrider.v1.RoundHead\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\x12\x12\n\nlook_ahead\x18\x03 \x01(\r\x12\'\n\x04held\x18\x04 \x01(\x0b\x32\x19.outrider.v1.HeldProposal\x12\'\n\x08\x66\x65\x61tures\x18\x06 \x01(\x0b\x32\x15.outrider.v1.Features\x12\x11\n\tbudget_us\x18\x07 \x01(\rJ\x04\x08\x05\x10\x06\"!\n\x0cHeldProposal\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"8\n\nDraftReply\x12*\n\x05items\x18\x01 \x03(\x0b\x32\x1b.outrider.v1.DraftReplyItem\"\xcd\x01\n\x0e\x44raftReplyItem\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05round\x18\x03 \x01(\r\x12/\n\x08proposal\x18\x04 \x01(\x0b\x32\x1b.outrider.v1.ProposalAnswerH\x00\x12%\n\x06resync\x18\x05 \x01(\x0b\x32\x13.outrider.v1.ResyncH\x00\x12\'\n\x07refused\x18\x06 \x01(\x0b\x32\x14.outrider.v1.RefusedH\x00\x42\x08\n\x06\x61nswer\"\xc2\x01\n\x0eProposalAnswer\x12\'\n\x08proposal\x18\x01 \x01(\x0b\x32\x15.outrider.v1.Proposal\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12\x15\n\rcached_length\x18\x03 \x01(\r\x12\x10\n\x08queue_ms\x18\x04 \x01(\x02\x12\x12\n\ncompute_ms\x18\x05 \x01(\x02\x12\x0f\n\x07work_ms\x18\x07 \x01(\x02\x12\x0f\n\x07\x61ssumed\x18\x06 \x03(\r\x12\x13\n\x0bout_of_time\x18\x08 \x01(\x08\x32\xd8\x01\n\x05\x44raft\x12\x41\n\x07Propose\x12\x19.outrider.v1.DraftRequest\x1a\x17.outrider.v1.DraftReply(\x01\x30\x01\x12I\n\x08\x44\x65scribe\x12\x1c.outrider.v1.DescribeRequest\x1a\x1f.outrider.v1.ReplicaDescription\x12\x41\n\x07Release\x12\x1b.outrider.v1.ReleaseRequest\x1a\x19.outrider.v1.ReleaseReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,15 +35,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAFTREQUEST']._serialized_start=65
   _globals['_DRAFTREQUEST']._serialized_end=118
   _globals['_DRAFTITEM']._serialized_start=121
-  _globals['_DRAFTITEM']._serialized_end=335
-  _globals['_HELDPROPOSAL']._serialized_start=337
-  _globals['_HELDPROPOSAL']._serialized_end=370
-  _globals['_DRAFTREPLY']._serialized_start=372
-  _globals['_DRAFTREPLY']._serialized_end=428
-  _globals['_DRAFTREPLYITEM']._serialized_start=431
-  _globals['_DRAFTREPLYITEM']._serialized_end=636
-  _globals['_PROPOSALANSWER']._serialized_start=639
-  _globals['_PROPOSALANSWER']._serialized_end=833
-  _globals['_DRAFT']._serialized_start=836
-  _globals['_DRAFT']._serialized_end=1052
+  _globals['_DRAFTITEM']._serialized_end=323
+  _globals['_HELDPROPOSAL']._serialized_start=325
+  _globals['_HELDPROPOSAL']._serialized_end=358
+  _globals['_DRAFTREPLY']._serialized_start=360
+  _globals['_DRAFTREPLY']._serialized_end=416
+  _globals['_DRAFTREPLYITEM']._serialized_start=419
+  _globals['_DRAFTREPLYITEM']._serialized_end=624
+  _globals['_PROPOSALANSWER']._serialized_start=627
+  _globals['_PROPOSALANSWER']._serialized_end=821
+  _globals['_DRAFT']._serialized_start=824
+  _globals['_DRAFT']._serialized_end=1040
 # @@protoc_insertion_point(module_scope)

@@ -14,22 +14,20 @@ class DraftRequest(_message.Message):
     def __init__(self, items: _Optional[_Iterable[_Union[DraftItem, _Mapping]]] = ...) -> None: ...
 
 class DraftItem(_message.Message):
-    __slots__ = ("head", "num_draft_tokens", "look_ahead", "held", "siblings", "features", "budget_us")
+    __slots__ = ("head", "num_draft_tokens", "look_ahead", "held", "features", "budget_us")
     HEAD_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOOK_AHEAD_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
-    SIBLINGS_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     BUDGET_US_FIELD_NUMBER: _ClassVar[int]
     head: _types_pb2.RoundHead
     num_draft_tokens: int
     look_ahead: int
     held: HeldProposal
-    siblings: _containers.RepeatedScalarFieldContainer[int]
     features: _types_pb2.Features
     budget_us: int
-    def __init__(self, head: _Optional[_Union[_types_pb2.RoundHead, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., look_ahead: _Optional[int] = ..., held: _Optional[_Union[HeldProposal, _Mapping]] = ..., siblings: _Optional[_Iterable[int]] = ..., features: _Optional[_Union[_types_pb2.Features, _Mapping]] = ..., budget_us: _Optional[int] = ...) -> None: ...
+    def __init__(self, head: _Optional[_Union[_types_pb2.RoundHead, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., look_ahead: _Optional[int] = ..., held: _Optional[_Union[HeldProposal, _Mapping]] = ..., features: _Optional[_Union[_types_pb2.Features, _Mapping]] = ..., budget_us: _Optional[int] = ...) -> None: ...
 
 class HeldProposal(_message.Message):
     __slots__ = ("token_ids",)

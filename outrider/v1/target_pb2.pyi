@@ -14,13 +14,12 @@ class VerifyRequest(_message.Message):
     def __init__(self, items: _Optional[_Iterable[_Union[VerifyItem, _Mapping]]] = ...) -> None: ...
 
 class VerifyItem(_message.Message):
-    __slots__ = ("head", "proposal", "run_ahead", "num_logprobs", "num_next_draft_tokens", "next_siblings", "next_budget_us", "features_from", "audit")
+    __slots__ = ("head", "proposal", "run_ahead", "num_logprobs", "num_next_draft_tokens", "next_budget_us", "features_from", "audit")
     HEAD_FIELD_NUMBER: _ClassVar[int]
     PROPOSAL_FIELD_NUMBER: _ClassVar[int]
     RUN_AHEAD_FIELD_NUMBER: _ClassVar[int]
     NUM_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     NUM_NEXT_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    NEXT_SIBLINGS_FIELD_NUMBER: _ClassVar[int]
     NEXT_BUDGET_US_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FROM_FIELD_NUMBER: _ClassVar[int]
     AUDIT_FIELD_NUMBER: _ClassVar[int]
@@ -29,11 +28,10 @@ class VerifyItem(_message.Message):
     run_ahead: int
     num_logprobs: int
     num_next_draft_tokens: int
-    next_siblings: _containers.RepeatedScalarFieldContainer[int]
     next_budget_us: int
     features_from: int
     audit: bool
-    def __init__(self, head: _Optional[_Union[_types_pb2.RoundHead, _Mapping]] = ..., proposal: _Optional[_Union[_types_pb2.Proposal, _Mapping]] = ..., run_ahead: _Optional[int] = ..., num_logprobs: _Optional[int] = ..., num_next_draft_tokens: _Optional[int] = ..., next_siblings: _Optional[_Iterable[int]] = ..., next_budget_us: _Optional[int] = ..., features_from: _Optional[int] = ..., audit: _Optional[bool] = ...) -> None: ...
+    def __init__(self, head: _Optional[_Union[_types_pb2.RoundHead, _Mapping]] = ..., proposal: _Optional[_Union[_types_pb2.Proposal, _Mapping]] = ..., run_ahead: _Optional[int] = ..., num_logprobs: _Optional[int] = ..., num_next_draft_tokens: _Optional[int] = ..., next_budget_us: _Optional[int] = ..., features_from: _Optional[int] = ..., audit: _Optional[bool] = ...) -> None: ...
 
 class VerifyReply(_message.Message):
     __slots__ = ("items",)

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17outrider/v1/types.proto\x12\x0boutrider.v1\"\xe8\x03\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12>\n\nlogit_bias\x18\x08 \x03(\x0b\x32*.outrider.v1.SamplingParams.LogitBiasEntry\x12\x17\n\nmin_tokens\x18\t \x01(\x05H\x07\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\n \x03(\x05\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\r\n\x0b_min_tokens\"(\n\nConstraint\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\"\xae\x03\n\tRoundHead\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\r\x12\r\n\x05round\x18\x04 \x01(\r\x12\x13\n\x0b\x62\x61se_length\x18\x05 \x01(\r\x12\x15\n\rprefix_digest\x18\x06 \x01(\x06\x12\x0e\n\x06\x61ppend\x18\x07 \x03(\r\x12\x15\n\rprompt_length\x18\x08 \x01(\r\x12\x1f\n\x04rule\x18\t \x01(\x0e\x32\x11.outrider.v1.Rule\x12\x0c\n\x04seed\x18\n \x01(\x06\x12\x36\n\x0fsampling_params\x18\x0b \x01(\x0b\x32\x1b.outrider.v1.SamplingParamsH\x00\x12\x17\n\rsampling_hash\x18\x0c \x01(\x06H\x00\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\r \x01(\r\x12\x13\n\x0btraceparent\x18\x0e \x01(\t\x12-\n\nconstraint\x18\x14 \x01(\x0b\x32\x17.outrider.v1.ConstraintH\x01\x12\x19\n\x0f\x63onstraint_hash\x18\x15 \x01(\x0cH\x01\x42\n\n\x08samplingB\x0c\n\ncompletion\"9\n\x08Proposal\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\t\n\x01q\x18\x02 \x01(\x0c\x12\x0f\n\x07parents\x18\x03 \x03(\r\"6\n\x08\x46\x65\x61tures\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\r\n\x05width\x18\x02 \x01(\r\x12\x0c\n\x04rows\x18\x03 \x01(\x0c\"6\n\x06Resync\x12\x15\n\rcached_length\x18\x01 \x01(\r\x12\x15\n\rprefix_digest\x18\x02 \x01(\x06\"(\n\x07Refused\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"K\n\x10PositionLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x01\x12&\n\x03top\x18\x02 \x03(\x0b\x32\x19.outrider.v1.TokenLogprob\"\x11\n\x0f\x44\x65scribeRequest\"\xf1\x02\n\x12ReplicaDescription\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1b\n\x13weights_fingerprint\x18\x02 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\x12\x14\n\x0cmax_num_seqs\x18\x08 \x01(\r\x12*\n\nstep_costs\x18\t \x01(\x0b\x32\x16.outrider.v1.StepCosts\x12\x15\n\rdrafts_itself\x18\n \x01(\x08\x12\x16\n\x0eshows_features\x18\x0b \x01(\x08\x12\x16\n\x0ereads_features\x18\x0c \x01(\x08\x12\x10\n\x08numerics\x18\r \x01(\t\x12\x12\n\ndraft_note\x18\x0e \x01(\t\x12\x10\n\x08\x66\x65\x61tures\x18\x0f \x01(\t\"a\n\tStepCosts\x12\x0c\n\x04rows\x18\x01 \x03(\r\x12\x0f\n\x07seconds\x18\x02 \x03(\x01\x12\x11\n\tsession_s\x18\x03 \x01(\x01\x12\x0e\n\x06slot_s\x18\x04 \x01(\x01\x12\x12\n\nrow_slot_s\x18\x05 \x01(\x01\"3\n\x0eReleaseRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\"\x0e\n\x0cReleaseReply*_\n\x04Rule\x12\x14\n\x10RULE_UNSPECIFIED\x10\x00\x12\x0e\n\nRULE_TOKEN\x10\x01\x12\x0e\n\nRULE_BLOCK\x10\x02\x12\x10\n\x0cRULE_COUPLED\x10\x03\x12\x0f\n\x0bRULE_GREEDY\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17outrider/v1/types.proto\x12\x0boutrider.v1\"\xe8\x03\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12>\n\nlogit_bias\x18\x08 \x03(\x0b\x32*.outrider.v1.SamplingParams.LogitBiasEntry\x12\x17\n\nmin_tokens\x18\t \x01(\x05H\x07\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\n \x03(\x05\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\r\n\x0b_min_tokens\"(\n\nConstraint\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\"\xae\x03\n\tRoundHead\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\r\x12\r\n\x05round\x18\x04 \x01(\r\x12\x13\n\x0b\x62\x61se_length\x18\x05 \x01(\r\x12\x15\n\rprefix_digest\x18\x06 \x01(\x06\x12\x0e\n\x06\x61ppend\x18\x07 \x03(\r\x12\x15\n\rprompt_length\x18\x08 \x01(\r\x12\x1f\n\x04rule\x18\t \x01(\x0e\x32\x11.outrider.v1.Rule\x12\x0c\n\x04seed\x18\n \x01(\x06\x12\x36\n\x0fsampling_params\x18\x0b \x01(\x0b\x32\x1b.outrider.v1.SamplingParamsH\x00\x12\x17\n\rsampling_hash\x18\x0c \x01(\x06H\x00\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\r \x01(\r\x12\x13\n\x0btraceparent\x18\x0e \x01(\t\x12-\n\nconstraint\x18\x14 \x01(\x0b\x32\x17.outrider.v1.ConstraintH\x01\x12\x19\n\x0f\x63onstraint_hash\x18\x15 \x01(\x0cH\x01\x42\n\n\x08samplingB\x0c\n\ncompletion\".\n\x08Proposal\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\t\n\x01q\x18\x02 \x01(\x0cJ\x04\x08\x03\x10\x04\"6\n\x08\x46\x65\x61tures\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\r\n\x05width\x18\x02 \x01(\r\x12\x0c\n\x04rows\x18\x03 \x01(\x0c\"6\n\x06Resync\x12\x15\n\rcached_length\x18\x01 \x01(\r\x12\x15\n\rprefix_digest\x18\x02 \x01(\x06\"(\n\x07Refused\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"K\n\x10PositionLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x01\x12&\n\x03top\x18\x02 \x03(\x0b\x32\x19.outrider.v1.TokenLogprob\"\x11\n\x0f\x44\x65scribeRequest\"\xf1\x02\n\x12ReplicaDescription\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1b\n\x13weights_fingerprint\x18\x02 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\x12\x14\n\x0cmax_num_seqs\x18\x08 \x01(\r\x12*\n\nstep_costs\x18\t \x01(\x0b\x32\x16.outrider.v1.StepCosts\x12\x15\n\rdrafts_itself\x18\n \x01(\x08\x12\x16\n\x0eshows_features\x18\x0b \x01(\x08\x12\x16\n\x0ereads_features\x18\x0c \x01(\x08\x12\x10\n\x08numerics\x18\r \x01(\t\x12\x12\n\ndraft_note\x18\x0e \x01(\t\x12\x10\n\x08\x66\x65\x61tures\x18\x0f \x01(\t\"a\n\tStepCosts\x12\x0c\n\x04rows\x18\x01 \x03(\r\x12\x0f\n\x07seconds\x18\x02 \x03(\x01\x12\x11\n\tsession_s\x18\x03 \x01(\x01\x12\x0e\n\x06slot_s\x18\x04 \x01(\x01\x12\x12\n\nrow_slot_s\x18\x05 \x01(\x01\"3\n\x0eReleaseRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\"\x0e\n\x0cReleaseReply*_\n\x04Rule\x12\x14\n\x10RULE_UNSPECIFIED\x10\x00\x12\x0e\n\nRULE_TOKEN\x10\x01\x12\x0e\n\nRULE_BLOCK\x10\x02\x12\x10\n\x0cRULE_COUPLED\x10\x03\x12\x0f\n\x0bRULE_GREEDY\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,8 +33,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_RULE']._serialized_start=1906
-  _globals['_RULE']._serialized_end=2001
+  _globals['_RULE']._serialized_start=1895
+  _globals['_RULE']._serialized_end=1990
   _globals['_SAMPLINGPARAMS']._serialized_start=41
   _globals['_SAMPLINGPARAMS']._serialized_end=529
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=354
@@ -44,25 +44,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ROUNDHEAD']._serialized_start=574
   _globals['_ROUNDHEAD']._serialized_end=1004
   _globals['_PROPOSAL']._serialized_start=1006
-  _globals['_PROPOSAL']._serialized_end=1063
-  _globals['_FEATURES']._serialized_start=1065
-  _globals['_FEATURES']._serialized_end=1119
-  _globals['_RESYNC']._serialized_start=1121
-  _globals['_RESYNC']._serialized_end=1175
-  _globals['_REFUSED']._serialized_start=1177
-  _globals['_REFUSED']._serialized_end=1217
-  _globals['_TOKENLOGPROB']._serialized_start=1219
-  _globals['_TOKENLOGPROB']._serialized_end=1268
-  _globals['_POSITIONLOGPROBS']._serialized_start=1270
-  _globals['_POSITIONLOGPROBS']._serialized_end=1345
-  _globals['_DESCRIBEREQUEST']._serialized_start=1347
-  _globals['_DESCRIBEREQUEST']._serialized_end=1364
-  _globals['_REPLICADESCRIPTION']._serialized_start=1367
-  _globals['_REPLICADESCRIPTION']._serialized_end=1736
-  _globals['_STEPCOSTS']._serialized_start=1738
-  _globals['_STEPCOSTS']._serialized_end=1835
-  _globals['_RELEASEREQUEST']._serialized_start=1837
-  _globals['_RELEASEREQUEST']._serialized_end=1888
-  _globals['_RELEASEREPLY']._serialized_start=1890
-  _globals['_RELEASEREPLY']._serialized_end=1904
+  _globals['_PROPOSAL']._serialized_end=1052
+  _globals['_FEATURES']._serialized_start=1054
+  _globals['_FEATURES']._serialized_end=1108
+  _globals['_RESYNC']._serialized_start=1110
+  _globals['_RESYNC']._serialized_end=1164
+  _globals['_REFUSED']._serialized_start=1166
+  _globals['_REFUSED']._serialized_end=1206
+  _globals['_TOKENLOGPROB']._serialized_start=1208
+  _globals['_TOKENLOGPROB']._serialized_end=1257
+  _globals['_POSITIONLOGPROBS']._serialized_start=1259
+  _globals['_POSITIONLOGPROBS']._serialized_end=1334
+  _globals['_DESCRIBEREQUEST']._serialized_start=1336
+  _globals['_DESCRIBEREQUEST']._serialized_end=1353
+  _globals['_REPLICADESCRIPTION']._serialized_start=1356
+  _globals['_REPLICADESCRIPTION']._serialized_end=1725
+  _globals['_STEPCOSTS']._serialized_start=1727
+  _globals['_STEPCOSTS']._serialized_end=1824
+  _globals['_RELEASEREQUEST']._serialized_start=1826
+  _globals['_RELEASEREQUEST']._serialized_end=1877
+  _globals['_RELEASEREPLY']._serialized_start=1879
+  _globals['_RELEASEREPLY']._serialized_end=1893
 # @@protoc_insertion_point(module_scope)

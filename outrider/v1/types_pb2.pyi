@@ -96,14 +96,12 @@ class RoundHead(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., tenant: _Optional[str] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., base_length: _Optional[int] = ..., prefix_digest: _Optional[int] = ..., append: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., rule: _Optional[_Union[Rule, str]] = ..., seed: _Optional[int] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., sampling_hash: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., traceparent: _Optional[str] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., constraint_hash: _Optional[bytes] = ...) -> None: ...
 
 class Proposal(_message.Message):
-    __slots__ = ("token_ids", "q", "parents")
+    __slots__ = ("token_ids", "q")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     Q_FIELD_NUMBER: _ClassVar[int]
-    PARENTS_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     q: bytes
-    parents: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., q: _Optional[bytes] = ..., parents: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., q: _Optional[bytes] = ...) -> None: ...
 
 class Features(_message.Message):
     __slots__ = ("first", "width", "rows")

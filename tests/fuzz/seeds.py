@@ -143,9 +143,6 @@ def _items() -> Iterator[target_pb2.VerifyItem]:
         proposal = types_pb2.Proposal(token_ids=[1, 2], q=q)
         yield target_pb2.VerifyItem(head=_head(), proposal=proposal, run_ahead=2**32 - 1)
         yield target_pb2.VerifyItem(head=_head(), proposal=proposal)
-    for parents in ([5, 5], [0, 2**32 - 1], [0] * 10_000):
-        proposal = types_pb2.Proposal(token_ids=[1, 2], parents=parents)
-        yield target_pb2.VerifyItem(head=_head(), proposal=proposal)
     for token in (VOCAB_SIZE, 2**31 - 1, 2**32 - 1):
         proposal = types_pb2.Proposal(token_ids=[token], q=b"\0\0")
         yield target_pb2.VerifyItem(head=_head(), proposal=proposal)

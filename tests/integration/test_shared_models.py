@@ -55,17 +55,15 @@ def _whole(config: TargetConfig) -> PagedEngine:
 
 
 def _run(engine: Engine) -> list[torch.Tensor]:
-    """All kinds of engine calls: chunks, a batch, tokens that are removed, a branch, a tree that is
-    cut to one path, a shared prefix, and steps without logits."""
+    """All kinds of engine calls: chunks, a batch, tokens that are removed, a branch, a proposal
+    that is cut, a shared prefix, and steps without logits."""
     first, second = tuple(range(1, 36)), tuple(range(36, 3, -1))
     logits = engine.forward([SequenceStep("a", first[:20], 2), SequenceStep("b", second, 1)])
     logits += engine.forward([SequenceStep("a", first[20:], 0)])
     engine.keep("a", 30)
     engine.fork("a", "branch")
-    logits += engine.forward(
-        [SequenceStep("a", (5, 6, 7), 3, (-1, 0, 0)), SequenceStep("branch", (8, 9), 2)]
-    )
-    engine.keep("a", 31, (32,))
+    logits += engine.forward([SequenceStep("a", (5, 6, 7), 3), SequenceStep("branch", (8, 9), 2)])
+    engine.keep("a", 32)
     engine.release("branch")
     held = engine.attach("c", (*first[:30], 3))
     assert 0 < held < 31
@@ -114,7 +112,7 @@ def test_a_shared_engine_gives_what_the_whole_one_gives(tmp_path: Path) -> None:
 )
 async def test_a_head_drafts_on_the_leader(size: int, temperature: float, tmp_path: Path) -> None:
     """The head drafts as on the whole model, and all ranks hold the same pages. The text, coupled
-    or greedy and with trees, is the same for any number of draft tokens."""
+    or greedy, is the same for any number of draft tokens."""
     model = tiny_config("llama", vocab_size=37)
     model.hidden_size = model.intermediate_size = 48
     model.num_attention_heads = model.num_key_value_heads = 6
@@ -145,9 +143,7 @@ async def test_a_head_drafts_on_the_leader(size: int, temperature: float, tmp_pa
             shared.keep(name, 35)
             shared.release(name)
         drafter = Counted(self_drafter_of(shared))
-        async with running_stack(
-            shared, None, tmp_path, draft_siblings=1, self_drafter=drafter
-        ) as stack:
+        async with running_stack(shared, None, tmp_path, self_drafter=drafter) as stack:
             prompts = [(3, 1, 4, 1, 5), tuple(range(30)), tuple(range(32))]
             await check_tokens(stack, prompts, 16, 1, temperature)
         assert drafter.num_tokens > 50

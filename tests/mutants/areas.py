@@ -27,7 +27,7 @@ AREAS: Final = {
             "tests/unit/speculation",
             *(
                 f"tests/exactness/core/test_core_{name}.py"
-                for name in ("enumeration", "masks", "rounds", "traps", "trees")
+                for name in ("enumeration", "masks", "rounds", "traps")
             ),
         ),
     ),

@@ -46,18 +46,13 @@ def window() -> Iterator[Browser]:
 
 @contextlib.asynccontextmanager
 async def opened(
-    window: Browser,
-    directory: Path,
-    *,
-    text: Any,
-    options: HttpOptions | None = None,
-    draft_siblings: int = 0,
+    window: Browser, directory: Path, *, text: Any, options: HttpOptions | None = None
 ) -> AsyncIterator[Stack]:
     """A coordinator whose page is open. At the end, the console must have no messages."""
     spec = EmulatedSpec(vocab_size=VOCAB, support=32, verify_ms=2.0, draft_ms=0.2)
     engines = EmulatedEngine(spec, "target"), EmulatedEngine(spec, "draft")
     async with (
-        running_stack(*engines, directory, text=text, draft_siblings=draft_siblings) as stack,
+        running_stack(*engines, directory, text=text) as stack,
         http_front(stack, options) as url,
     ):
         await window.open(url)
@@ -119,21 +114,15 @@ async def check_figures(window: Browser) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "prompt", "siblings"),
-    [
-        ("raw", "the sky is", 0),
-        ("chat", "snow ☃ falls", 0),
-        ("raw", "x y", 3),
-        ("ids", "1, 2 3", 0),
-    ],
+    ("kind", "prompt"), [("raw", "the sky is"), ("chat", "snow ☃ falls"), ("ids", "1, 2 3")]
 )
 async def test_what_is_shown_is_what_grpc_answers(
-    window: Browser, tokenizer: TokenizerText, tmp_path: Path, kind: str, prompt: str, siblings: int
+    window: Browser, tokenizer: TokenizerText, tmp_path: Path, kind: str, prompt: str
 ) -> None:
     """The window shows the same tokens and text as gRPC, a bar for each round, and figures that fit
-    these. Trees, and token ids without a tokenizer, are shown too."""
+    these. Token ids without a tokenizer are shown, too."""
     text = None if kind == "ids" else tokenizer
-    async with opened(window, tmp_path, text=text, draft_siblings=siblings) as stack:
+    async with opened(window, tmp_path, text=text) as stack:
         await generate(window, kind=kind, prompt=prompt, seed=5, temperature=0.8, max_tokens=60)
         asked: Any = {"raw": prompt, "chat": (ChatMessage("user", prompt),), "ids": (1, 2, 3)}
         sampling = SamplingParams(temperature=0.8)
@@ -198,13 +187,13 @@ async def test_the_same_without_drafts(window: Browser, stack: Stack) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "siblings", "used"), [("", 3, "token"), ("", 0, "block"), ("coupled", 0, "coupled")]
+    ("rule", "used"), [("", "block"), ("token", "token"), ("coupled", "coupled")]
 )
 async def test_what_the_coordinator_chose_is_shown_and_repeated(
-    window: Browser, tokenizer: TokenizerText, tmp_path: Path, rule: str, siblings: int, used: str
+    window: Browser, tokenizer: TokenizerText, tmp_path: Path, rule: str, used: str
 ) -> None:
     """Rule and seed are left empty. The seed is shown with all of its 64 bits."""
-    async with opened(window, tmp_path, text=tokenizer, draft_siblings=siblings):
+    async with opened(window, tmp_path, text=tokenizer):
         await window.run(
             """window.asked = []; const real = window.fetch;
             window.fetch = (url, options) => {
@@ -255,28 +244,25 @@ async def test_what_was_refused_can_be_kept_and_replayed(window: Browser, stack:
     assert (await window.run(IDS), await window.run(TEXT)) == (ids, text)
 
 
-async def test_what_a_tree_drew_in_vain_stands_where_it_was_refused(
-    window: Browser, stack: Stack
-) -> None:
-    """B follows A. C, beside A, was accepted; D, which follows C, was rejected. Rejected tokens are
-    kept at their places, or stand behind the text."""
+async def test_refused_tokens_stand_where_they_were_refused(window: Browser, stack: Stack) -> None:
+    """A was accepted. B and C were refused: they are kept at their places, or stand behind the
+    text."""
     script = """import('/page/writing.js').then(({ Writing }) => {
         window.told = [true, false].map((keeps) => {
             const paper = document.createElement('div');
             const writing = Object.assign(new Writing(paper, () => {}), { keeps });
             writing.begin({
-                proposed_token_ids: [1, 2, 3, 4], proposed_parents: [-1, 0, -1, 2],
-                proposed_texts: ['A', 'B', 'C', 'D'], num_accepted: 1,
+                proposed_token_ids: [1, 2, 3], proposed_texts: ['A', 'B', 'C'], num_accepted: 1,
             });
             writing.write({
-                token_ids: [3, 9], origins: ['accepted', 'correction'], texts: ['C', 'X'],
-                text_delta: 'CX',
+                token_ids: [1, 9], origins: ['accepted', 'correction'], texts: ['A', 'X'],
+                text_delta: 'AX',
             });
             return [...paper.children].map(one => one.textContent);
         })})"""
     await window.run(script)
     told = await window.until("return window.told")
-    assert told == [["AB", "C", "D", "X"], ["C", "X", "AB", "D"]]
+    assert told == [["A", "BC", "X"], ["A", "X", "BC"]]
 
 
 async def test_marks_do_not_need_colours(window: Browser, stack: Stack) -> None:

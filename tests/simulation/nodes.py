@@ -263,12 +263,12 @@ class ReplicaNode(Node):
         draw = sampler._drawn
         num_drawn: dict[tuple[str, int], int] = {}
 
-        def counted(branches: Any, *rows: Any) -> Any:
-            drawn = draw(branches, *rows)
-            for branch in branches:
-                request = branch.request
+        def counted(drafts: Any, *rows: Any) -> Any:
+            drawn = draw(drafts, *rows)
+            for draft in drafts:
+                request = draft.request
                 key = request.session_id, request.noise.committed_length
-                num_drawn[key] = len(branch.token_ids) + 1
+                num_drawn[key] = len(draft.token_ids) + 1
             return drawn
 
         def compared(items: Any) -> Any:
@@ -276,9 +276,9 @@ class ReplicaNode(Node):
             for answer in answers:
                 if isinstance(answer, ProposalReply):
                     drawn = num_drawn.pop((answer.key.session_id, answer.base_length), 0)
-                    depth = answer.proposal.tree.num_depths
-                    if depth < drawn:
-                        found = f"{self.name} proposes {depth} of {drawn} tokens that it drew"
+                    num = len(answer.proposal)
+                    if num < drawn:
+                        found = f"{self.name} proposes {num} of {drawn} tokens that it drew"
                         world.hear_failure(InvariantError(found))
             return answers
 

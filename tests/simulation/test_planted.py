@@ -114,9 +114,9 @@ def deadline_after_the_draw(patch: Patch) -> None:
     patch.setattr(world, "HASTY_SHARE", 1.0)
     add = AutoregressiveDraft.add
 
-    def in_time(self: AutoregressiveDraft, token_ids: tuple[int, ...], q: Any) -> None:
+    def in_time(self: AutoregressiveDraft, token_id: int, q: Any) -> None:
         if self.deadline.allows_draw():
-            add(self, token_ids, q)
+            add(self, token_id, q)
         else:
             self.num_wanted = len(self.token_ids)
 

@@ -10,9 +10,9 @@ from tests.simulation.scenario import P_VALUE_MIN, Result, run_seed
 from tests.simulation.toy import ranked_law
 
 
-@pytest.mark.parametrize("seed", [5, 18])
+@pytest.mark.parametrize("seed", [5, 17])
 def test_a_seed_replays(seed: int) -> None:
-    """In seed 18 long records are decoded off the event loop."""
+    """In seed 17 long records are decoded off the event loop."""
     first = run_seed(seed)
     assert all(run_seed(seed) == first for _ in range(5))
 

@@ -64,7 +64,7 @@ class UnevenEngine(QuickEngine):
         return seconds + (UNLIKELY_S if any(self._is_unlikely(step) for step in steps) else 0.0)
 
     def _is_unlikely(self, step: SequenceStep) -> bool:
-        if len(step.token_ids) != 1 or step.parents:
+        if len(step.token_ids) != 1:
             return False
         before = self._contexts(replace(step, num_logits=2))[:1]
         context = np.array(before, dtype=np.uint64)

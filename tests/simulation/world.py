@@ -87,11 +87,9 @@ class World:
         """The first violation in any process, if any."""
         self.is_hasty = is_hasty = rng.random() < HASTY_SHARE
         self._services = nodes.HASTY if is_hasty else rng.choice(nodes.KINDS)
-        look_ahead = rng.choice((0, 0, 3))
         shape = {
+            "look_ahead": rng.choice((0, 0, 3)),
             "length_control": rng.random() < 0.5,
-            "look_ahead": look_ahead,
-            "draft_siblings": 0 if look_ahead else rng.choice((0, 2)),
             "lookup": None if is_hasty else rng.choice((None, HYBRID)),
         }
         if not is_hasty and rng.random() < LOOK_UP_SHARE:

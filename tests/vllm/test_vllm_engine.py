@@ -11,7 +11,7 @@ from conftest import MAX_MODEL_LEN, VOCAB, MakeEngine, save
 from pages import check_pages
 
 from outrider.engine.interface import SequenceStep
-from outrider.errors import ConfigError, InvariantError
+from outrider.errors import ConfigError
 
 TOLERANCE = 1e-3
 """Largest difference of a logit in float32."""
@@ -57,14 +57,6 @@ def test_any_steps_give_the_logits_of_the_library(
             expected = dense(module, texts[step.sequence_id])[-step.num_logits :]
             assert (logits - expected).abs().max() <= TOLERANCE
     assert engine.page_counts().prefix_hits > 0
-
-
-def test_trees_are_refused(tmp_path: Path, make_engine: MakeEngine) -> None:
-    save("llama", tmp_path)
-    engine = make_engine(tmp_path)
-    with pytest.raises(InvariantError, match="no trees"):
-        engine.forward([SequenceStep("a", (1, 2), 2, (-1, -1))])
-    assert engine.length("a") == 0
 
 
 @pytest.mark.parametrize("num_rows", [1, 5])

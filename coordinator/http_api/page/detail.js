@@ -29,10 +29,10 @@ export function tell(place, round, token) {
   const line = piece("span", "proposal", "");
   const texts = round.proposed_texts ?? round.proposed_token_ids.map(String);
   texts.forEach((text, i) => {
-    const passed = round.accepted.includes(i);
+    const passed = i < round.num_accepted;
     const one = piece("span", passed ? "draft passed" : "draft failed", shown(text));
     one.title = passed ? "accepted" : "refused";
-    if (token?.origin === "accepted" && round.accepted[token.place] === i) one.classList.add("this");
+    if (token?.origin === "accepted" && token.place === i) one.classList.add("this");
     line.append(one);
   });
   const own = round.tokens.find((one) => one.origin !== "accepted");
@@ -44,7 +44,7 @@ export function tell(place, round, token) {
   }
   const words = token
     ? `token ${token.index}, id ${token.id}: ${ORIGINS[token.origin]}`
-    : texts.length ? `${round.accepted.length} of ${texts.length} accepted` : "nothing was drafted";
+    : texts.length ? `${round.num_accepted} of ${texts.length} accepted` : "nothing was drafted";
   const ahead = round.look_ahead_hit ? ", drafted ahead" : "";
   place.replaceChildren(head, line, piece("span", "words", `${words}${ahead}, ${total(round).toFixed(1)} ms`));
 }

@@ -1,16 +1,5 @@
 // Figures about the rounds of a run, during the run and after it.
 
-/** Returns the depth of each proposed token in the tree or chain, from 0. */
-function depths(round) {
-  const parents = round.proposed_parents;
-  const found = [];
-  round.proposed_token_ids.forEach((_, i) => {
-    const parent = parents.length ? parents[i] : i - 1;
-    found.push(parent < 0 ? 0 : found[parent] + 1);
-  });
-  return found;
-}
-
 /** Counts the rounds and tokens of a run, and takes their times. */
 export class Tally {
   constructor() {
@@ -36,8 +25,7 @@ export class Tally {
     this.numAccepted += round.num_accepted;
     if (round.proposed_token_ids.length) this.numDrafted += 1;
     if (round.look_ahead_hit) this.numHits += 1;
-    const reached = round.proposed_token_ids.length ? Math.max(...depths(round)) + 1 : 0;
-    for (let place = 0; place < reached; place += 1) {
+    for (let place = 0; place < round.proposed_token_ids.length; place += 1) {
       this.places[place] ??= { rounds: 0, accepted: 0 };
       this.places[place].rounds += 1;
       if (place < round.num_accepted) this.places[place].accepted += 1;

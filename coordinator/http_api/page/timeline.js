@@ -92,7 +92,7 @@ export class Timeline {
       one.style.setProperty("--ms", round[`${name}_ms`]);
       bar.append(one);
     }
-    const marks = round.proposed_token_ids.map((_, i) => (round.accepted.includes(i) ? "●" : "○"));
+    const marks = round.proposed_token_ids.map((_, i) => (i < round.num_accepted ? "●" : "○"));
     row.append(
       part("span", "index", round.index),
       part("b", "ahead", round.look_ahead_hit ? "»" : ""),

@@ -2,41 +2,6 @@
 
 const GHOST_MS = 1200;
 
-/** Returns the indices of the proposed tokens that were accepted. `tokenIds` has the round's
- * committed tokens. */
-export function acceptedOf(round, tokenIds) {
-  const parents = round.proposed_parents;
-  if (parents.length === 0) return [...Array(round.num_accepted).keys()];
-  const path = [];
-  for (const id of tokenIds.slice(0, round.num_accepted)) {
-    const before = path.length ? path.at(-1) : -1;
-    path.push(round.proposed_token_ids.findIndex((one, i) => one === id && parents[i] === before));
-  }
-  return path;
-}
-
-/** Returns the path of first siblings after the proposed token `from`, as indices. `from` = -1
- * means the beginning of the proposal. Only the detail shows other siblings. */
-function firstSiblings(round, from) {
-  const parents = round.proposed_parents.length
-    ? round.proposed_parents : round.proposed_token_ids.map((_, i) => i - 1);
-  const path = [];
-  for (let at = from; (at = parents.indexOf(at)) >= 0;) path.push(at);
-  return path;
-}
-
-/** Returns up to two paths of refused tokens, as indices. If the accepted path leaves the path of
- * first siblings, the rest of the latter is one path. The other path follows the last accepted
- * token. `at` is the number of accepted tokens before a path. */
-export function refusedOf(round) {
-  const { accepted } = round;
-  const first = firstSiblings(round, -1);
-  const fork = accepted.findIndex((one, i) => one !== first[i]);
-  const behind = { at: accepted.length, path: firstSiblings(round, accepted.at(-1) ?? -1) };
-  const paths = fork < 0 ? [behind] : [{ at: fork, path: first.slice(fork) }, behind];
-  return paths.filter(({ path }) => path.length > 0);
-}
-
 /** Returns the text of a single token, with visible white space. */
 export function shown(text) {
   return text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "␣");
@@ -75,13 +40,13 @@ export class Writing {
 
   /** Begins a round. The next call of `write` has its tokens. */
   begin(round) {
-    this.round = { ...round, tokens: [], accepted: [] };
+    this.round = { ...round, tokens: [] };
   }
 
   /** Shows the proposal of a round before its tokens, in the style of drafts. */
   pencil(round) {
     this.#erase();
-    const texts = this.#texts(round, firstSiblings(round, -1));
+    const texts = this.#texts(round, 0);
     const ghost = element("span", "ghost");
     ghost.append(...texts.map((text) => element("span", "pencil", text)));
     this.#show([ghost]);
@@ -90,15 +55,14 @@ export class Writing {
   /** Shows committed tokens. Returns their round. */
   write(event) {
     const round = this.round ?? {
-      proposed_token_ids: [], proposed_parents: [], accepted: [], tokens: [], index: -1,
+      proposed_token_ids: [], num_accepted: 0, tokens: [], index: -1,
     };
-    round.accepted = this.round ? acceptedOf(round, event.token_ids) : [];
     this.#erase();
     const made = event.token_ids.map((id, i) => this.#token(event, i, round));
-    const refused = refusedOf(round);
-    const ghosts = refused.map(({ path }) => this.#ghost(round, path));
+    const isRefused = round.num_accepted < round.proposed_token_ids.length;
+    const ghosts = isRefused ? [this.#ghost(round)] : [];
     const nodes = made.map((one) => one.node);
-    if (this.keeps) refused.forEach(({ at }, i) => nodes.splice(at + i, 0, ghosts[i]));
+    if (this.keeps) nodes.splice(round.num_accepted, 0, ...ghosts);
     this.#append(...nodes);
     this.#take(event.text_delta);
     if (!this.keeps) this.#show(ghosts);
@@ -146,12 +110,15 @@ export class Writing {
     if (delta && this.tokens.length) this.tokens.at(-1).node.textContent += delta;
   }
 
-  #texts(round, path) {
-    return path.map((i) => round.proposed_texts?.[i] ?? ` ${round.proposed_token_ids[i]}`);
+  /** Returns the texts of the proposed tokens from the place `from` on. */
+  #texts(round, from) {
+    const texts = round.proposed_texts ?? round.proposed_token_ids.map((id) => ` ${id}`);
+    return texts.slice(from);
   }
 
-  #ghost(round, path) {
-    const texts = this.#texts(round, path).map((text) => text.replaceAll("\n", "⏎"));
+  #ghost(round) {
+    const refused = this.#texts(round, round.num_accepted);
+    const texts = refused.map((text) => text.replaceAll("\n", "⏎"));
     const ghost = element("del", "refused");
     ghost.setAttribute("aria-hidden", "true");
     ghost.append(...texts.map((text) => element("span", "", text)));

@@ -2,10 +2,7 @@
 
 The new tokens of a step are cut into *spans*, each of consecutive tokens of one sequence. Spans
 have a maximum length. Up to this length, a token's attention is bit-equal in spans of any length.
-
-The kernels' attention is causal, so it cannot run a tree, which has several paths. Therefore each
-layer copies the pages of a sequence with a tree. On the copies, each path of the tree runs as a
-sequence of its own."""
+"""
 
 import warnings
 from collections.abc import Iterable, Sequence
@@ -18,7 +15,7 @@ from torch import Tensor
 
 from outrider.engine.batch import HeldSequence, HeldStep
 from outrider.engine.cpu.decoder import FusedDecoder
-from outrider.engine.cpu.kernels import Attention, Copies
+from outrider.engine.cpu.kernels import Attention
 from outrider.engine.gathered_attention import Steps
 from outrider.engine.interface import SequenceStep
 from outrider.engine.threads import on_threads
@@ -67,27 +64,15 @@ class FusedSteps(Steps):
     def run(self, step: HeldStep) -> Tensor:
         decoder = self._decoder
         ids, positions, slots, wanted = map(torch.from_numpy, step.rows)
-        chains, paths = (_Spans(decoder, self._span_tokens) for _ in range(2))
-        copies = _Paths(paths)
-        row = 0
-        for held in step.sequences:
-            rows = range(row, row + len(held.step.token_ids))
-            if held.step.parents:
-                copies.add(held, row)
-            else:
-                chains.add(held.length, rows, held.pages)
-            row = rows.stop
         cos, sin = (
             [table.index_select(0, positions)[None] for table in tables]
             for tables in zip(*decoder.rotations, strict=True)
         )
-        has_trees = bool(copies.pages)
         # Optimized execution compiles during the first steps of each shape, but is no faster.
         with _ONE_STEP, torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
             found, residual, tapped = self._layers(
                 decoder.embed(ids[None]), cos, sin, slots, self._keys, self._values,
-                chains.made(is_all=not has_trees), paths.made(),
-                copies.made() if has_trees else None, self._taps,
+                self._attention(step.sequences), self._taps,
             )  # fmt: skip
             found, residual = found.index_select(1, wanted), residual.index_select(1, wanted)
             output: Tensor = (
@@ -96,80 +81,24 @@ class FusedSteps(Steps):
             self.tapped = {layer: rows[0] for layer, rows in zip(self._taps, tapped, strict=True)}
             return output[0]
 
-
-class _Spans:
-    def __init__(self, decoder: FusedDecoder, span_tokens: int) -> None:
-        self._decoder = decoder
-        self._size = span_tokens
-        self._rows: list[int] = []
-        self._starts = [0]
-        self._ends: list[int] = []
-        self._pages: list[Sequence[int]] = []
-
-    def add(self, length: int, rows: Sequence[int], pages: Sequence[int]) -> None:
-        """Adds consecutive tokens of a sequence. `rows` are the tokens' rows in the step. `length`
-        is the number of the sequence's tokens before them."""
-        for done in (*range(self._size, len(rows), self._size), len(rows)):
-            self._starts.append(len(self._rows) + done)
-            self._ends.append(length + done)
-            self._pages.append(pages)
-        self._rows.extend(rows)
-
-    def made(self, *, is_all: bool = False) -> Attention | None:
-        """Returns the tables of the spans, or None if there are no spans. Set `is_all` if the spans
-        contain all rows of the step in their order."""
-        if not self._ends:
-            return None
-        table = np.zeros((len(self._pages), max(map(len, self._pages))), dtype=np.int32)
-        for row, pages in zip(table, self._pages, strict=True):
-            row[: len(pages)] = pages
-        rows = None if is_all else torch.tensor(self._rows)
-        starts, ends = (
-            torch.tensor(values, dtype=torch.int32) for values in (self._starts, self._ends)
-        )
-        decoder = self._decoder
+    def _attention(self, sequences: Sequence[HeldSequence]) -> Attention:
+        """Cuts the new tokens of the sequences into spans, and returns the tables of the spans."""
+        starts, ends, spans = [0], [], []
+        for held in sequences:
+            num, row = len(held.step.token_ids), starts[-1]
+            for done in (*range(self._span_tokens, num, self._span_tokens), num):
+                starts.append(row + done)
+                ends.append(held.length + done)
+                spans.append(held.pages)
+        table = np.zeros((len(spans), max(map(len, spans))), dtype=np.int32)
+        for entry, pages in zip(table, spans, strict=True):
+            entry[: len(pages)] = pages
+        first, last = (torch.tensor(values, dtype=torch.int32) for values in (starts, ends))
+        kernels, sizes = self._decoder.kernels, self._decoder.sizes
         schedules = [
-            decoder.kernels.schedule(starts, ends, decoder.sizes, window)
-            for window in decoder.windows
+            kernels.schedule(first, last, sizes, window) for window in self._decoder.windows
         ]
-        return Attention(rows, starts, ends, torch.from_numpy(table), schedules)
-
-
-class _Paths:
-    def __init__(self, spans: _Spans) -> None:
-        self.pages: list[int] = []
-        self._spans = spans
-        self._rows: list[int] = []
-        self._slots: list[int] = []
-
-    def add(self, held: HeldSequence, first_row: int) -> None:
-        """Adds a sequence with a tree. `first_row` is the row of its first new token."""
-        parents, size = held.step.parents, PAGE_SIZE
-        num_whole, num_loose = divmod(held.length, size)
-        whole = [self._copy(page) for page in held.pages[:num_whole]]
-        seen: set[int] = set()
-        for leaf in sorted(set(range(len(parents))) - set(parents)):
-            path = [leaf]
-            while parents[path[-1]] >= 0:
-                path.append(parents[path[-1]])
-            path.reverse()
-            num_own = -(-(num_loose + len(path)) // size)
-            own = [self._copy(held.pages[num_whole + i]) for i in range(num_own)]
-            for depth, token in enumerate(path):
-                page, place = divmod(num_loose + depth, size)
-                self._rows.append(first_row + token)
-                self._slots.append(own[page] * size + place)
-            new = [token for token in path if token not in seen]
-            seen.update(new)
-            begin = held.length + len(path) - len(new)
-            self._spans.add(begin, [first_row + token for token in new], whole + own)
-
-    def _copy(self, page: int) -> int:
-        self.pages.append(page)
-        return len(self.pages) - 1
-
-    def made(self) -> Copies:
-        return Copies(*(torch.tensor(ids) for ids in (self.pages, self._rows, self._slots)))
+        return Attention(first, last, torch.from_numpy(table), schedules)
 
 
 _ROW_COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 64, 65, 96)

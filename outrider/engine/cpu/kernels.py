@@ -31,26 +31,16 @@ class KernelsUnavailable(OutriderError):
 
 
 class Attention(NamedTuple):
-    """Tables for the attention of Q rows of a step. The rows form S spans (see
+    """Tables for the attention of the T rows of a step. The rows form S spans (see
     `fused_steps.py`)."""
 
-    rows: Tensor | None
-    """[Q]: the rows, one span after another. None = all rows of the step in order."""
     starts: Tensor
-    """[S + 1], int32: the index in `rows` at which each span begins, and Q at the end."""
+    """[S + 1], int32: the first row of each span, and T at the end."""
     ends: Tensor
     """[S], int32: the number of slots of the span's sequence up to and including the span's last
     token."""
     pages: Tensor  # [S, any], int32: the page table of each span's sequence
     schedules: list[Tensor]  # `PaceKernels.schedule` for each `LayerWeights.kind`
-
-
-class Copies(NamedTuple):
-    """Copies of a layer's pages, to which the paths of trees attend."""
-
-    pages: Tensor  # [P]: the page of which each copy is made
-    rows: Tensor  # [W]: rows of the step whose keys and values are written to the copies
-    slots: Tensor  # [W]: the slot in the copies to which each row is written
 
 
 class LayerWeights(NamedTuple):
@@ -110,9 +100,7 @@ class FusedLayers(nn.Module):
         slots: Tensor,
         keys: list[Tensor],
         values: list[Tensor],
-        chains: Attention | None,
-        paths: Attention | None,
-        copies: Copies | None,
+        spans: Attention,
         taps: list[int],
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Runs the first layers, one for each cache in `keys` and `values`. `rows` are embeddings
@@ -133,15 +121,7 @@ class FusedLayers(nn.Module):
             query, key, value = self.before(layer, normed, cos, sin)
             self.write(key, value, keys[i], values[i], slots)
             output = torch.empty_like(query)
-            if chains is not None:
-                self.attend_rows(layer, query, keys[i], values[i], output, chains)
-            if paths is not None and copies is not None:
-                own_keys = keys[i].index_select(0, copies.pages)
-                own_values = values[i].index_select(0, copies.pages)
-                key = key.index_select(0, copies.rows)
-                value = value.index_select(0, copies.rows)
-                self.write(key, value, own_keys, own_values, copies.slots)
-                self.attend_rows(layer, query, own_keys, own_values, output, paths)
+            self.attend(layer, query, keys[i], values[i], output, spans)
             rows, residual = self.after(layer, output, residual)
         return rows, residual, tapped
 
@@ -174,25 +154,6 @@ class FusedLayers(nn.Module):
         if mlp_norm is not None:
             rows = self.norm(rows, mlp_norm)
         return rows, residual
-
-    def attend_rows(
-        self,
-        layer: LayerWeights,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        output: Tensor,
-        spans: Attention,
-    ) -> None:
-        """Writes the attention of the rows of `spans` to `output` [T, heads, width]."""
-        rows = spans.rows
-        if rows is None:
-            self.attend(layer, query, keys, values, output, spans)
-        else:
-            query = query.index_select(0, rows)
-            attended = torch.empty_like(query)
-            self.attend(layer, query, keys, values, attended, spans)
-            output.index_copy_(0, rows, attended)
 
     def linear(self, rows: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
         return torch.ops.pace.libxsmmlinear_plain(rows, packed, bias)  # type: ignore[no-any-return]

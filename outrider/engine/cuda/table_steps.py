@@ -16,7 +16,7 @@ import importlib.util
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -24,13 +24,13 @@ import torch
 from torch import Tensor, nn
 
 from outrider.engine.attention import LayerPages, running
-from outrider.engine.batch import HeldSequence, HeldStep, shipped, tree_of
+from outrider.engine.batch import HeldSequence, HeldStep, shipped
 from outrider.engine.gathered_attention import Forward, Steps
 from outrider.engine.interface import SequenceStep
 from outrider.limits import PAGE_SIZE
 
 KERNEL_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
-BLOCK_WORDS = 6
+BLOCK_WORDS = 4
 BLOCK_ROWS_MAX = 64
 """A block has at most this many rows, one for each token and each query head that shares the key
 head."""
@@ -79,9 +79,6 @@ class TableStep:
     blocks: Tensor  # [B, BLOCK_WORDS]
     pages: Tensor
     page_size: int
-    ancestors: Tensor | None
-    """[R, W], uint8: column i is 1 if the row sees new token i of its tree, else 0. The kernel does
-    not read the rows of chains. None if the step has no trees."""
 
     @classmethod
     def of(cls, step: HeldStep, form: KernelForm, device: torch.device) -> TableStep:
@@ -98,26 +95,12 @@ class TableStep:
         )
         return cls(
             form, ids[None], positions[None], slots, logit_rows, words.view(-1, BLOCK_WORDS),
-            pages, step.page_size, _ancestors(sequences, rows, device),
+            pages, step.page_size,
         )  # fmt: skip
 
 
 def _begins(counts: Sequence[int]) -> list[int]:
     return [0, *accumulate(counts)]
-
-
-def _ancestors(
-    sequences: Sequence[HeldSequence], rows: Sequence[int], device: torch.device
-) -> Tensor | None:
-    """See `TableStep.ancestors`. `rows` has the first row of each sequence, and R at the end."""
-    widths = [len(held.step.parents) for held in sequences]
-    if not any(widths):
-        return None
-    ancestors = np.zeros((rows[-1], max(widths)), dtype=np.uint8)
-    for held, width, (first, last) in zip(sequences, widths, pairwise(rows), strict=True):
-        if width:
-            ancestors[first:last, :width] = tree_of(held.step.parents).ancestors
-    return torch.from_numpy(ancestors).to(device)
 
 
 def _blocks(held: HeldSequence, row: int, table: int, block_tokens: int) -> npt.NDArray[np.int64]:
@@ -128,16 +111,11 @@ def _blocks(held: HeldSequence, row: int, table: int, block_tokens: int) -> npt.
     0    first row of the block
     1    number of the block's rows
     2    where the sequence's page table begins
-    3    number of slots that the block may see
-    4    for a tree: number of slots before its new tokens; for a chain: the same as word 3
-    5    first row of the sequence"""
+    3    number of slots that the block may see"""
     num = len(held.step.token_ids)
     starts = np.arange(0, num, block_tokens)
     sizes = np.minimum(block_tokens, num - starts)
-    ends = held.length + (np.full_like(starts, num) if held.step.parents else starts + sizes)
-    before = np.full_like(starts, held.length) if held.step.parents else ends
-    same = np.ones_like(starts)
-    words = (row + starts, sizes, table * same, ends, before, row * same)
+    words = (row + starts, sizes, np.full_like(starts, table), held.length + starts + sizes)
     return np.stack(words, axis=1).reshape(-1)
 
 
@@ -182,7 +160,6 @@ def attend_tables(query: Tensor, layer: LayerPages, step: TableStep) -> Tensor:
     if num_splits > 1:
         parts = queries.new_empty((num_splits, *outputs, value_width), dtype=torch.float32)
         maxima, sums = queries.new_empty((2, num_splits, *outputs), dtype=torch.float32).unbind()
-    ancestors = step.ancestors
     padded = {
         "VALUE_WIDTH": value_width,
         "VALUE_PADDED": max(_WIDTH_MIN, _padded_power(value_width)),
@@ -191,8 +168,6 @@ def attend_tables(query: Tensor, layer: LayerPages, step: TableStep) -> Tensor:
     attend_blocks[(len(step.blocks), key_heads, num_splits)](
         output, parts, maxima, sums, queries, queries.stride(0), queries.stride(1),
         cache.keys, cache.values, num_slots, step.position_ids, step.blocks, step.pages,
-        step.blocks if ancestors is None else ancestors,
-        0 if ancestors is None else ancestors.shape[1],
         num_rows, layer.scaling, softcap or 1.0, layer.window or 0,
         PAGE_SIZE=step.page_size,
         KEY_HEADS=key_heads,
@@ -204,7 +179,6 @@ def attend_tables(query: Tensor, layer: LayerPages, step: TableStep) -> Tensor:
         KEY_PADDED=max(_WIDTH_MIN, _padded_power(key_width)),
         HAS_SOFTCAP=softcap is not None,
         HAS_WINDOW=layer.window is not None,
-        HAS_TREES=ancestors is not None,
         PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
         num_warps=_WARPS,
         num_stages=_STAGES,
@@ -271,18 +245,14 @@ class TableSteps(Steps):
             return self._forward(tables.token_ids, tables.position_ids, tables.logit_rows)
 
     def try_kernel(self) -> None:
-        """Runs every form of the kernel on every layer, for a chain and a tree, so that no form is
-        compiled while requests wait. Writes to page 0, so no sequence may hold pages yet. After an
+        """Runs every form of the kernel on every layer, so that no form is compiled while requests
+        wait. Writes to page 0, so no sequence may hold pages yet. After an
         error, still runs all other layers, because other ranks of the model wait for this rank's
         part of each layer. Then raises the first error."""
         powers = range(_block_tokens_max(self._shared_heads).bit_length())
         forms = [KernelForm(1 << power, splits) for power in powers for splits in _SPLITS]
-        tokens = [HeldSequence(SequenceStep("", (0,), 1, tree), 0, (0,)) for tree in ((), (-1,))]
-        steps = [
-            TableStep.of(HeldStep([token], PAGE_SIZE), form, self._device)
-            for token in tokens
-            for form in forms
-        ]
+        held = HeldStep([HeldSequence(SequenceStep("", (0,), 1), 0, (0,))], PAGE_SIZE)
+        steps = [TableStep.of(held, form, self._device) for form in forms]
         failures: list[Exception] = []
 
         def attend_layer(query: Tensor, layer: LayerPages) -> Tensor:

@@ -17,8 +17,8 @@ import triton.language as tl
 
 # If Triton specialised on these values, it would compile again while a request waits.
 @triton.jit(
-    do_not_specialize=["ancestor_width", "num_rows_of_step"],
-    do_not_specialize_on_alignment=["positions", "blocks", "pages", "ancestors"],
+    do_not_specialize=["num_rows_of_step"],
+    do_not_specialize_on_alignment=["positions", "blocks", "pages"],
 )
 def attend_blocks(
     output,  # [R, query heads, value width]
@@ -32,10 +32,8 @@ def attend_blocks(
     values,  # [key heads, slots, value width]
     num_slots,
     positions,  # [R]
-    blocks,  # [B, 6], see `_blocks` in `table_steps.py`
+    blocks,  # [B, 4], see `_blocks` in `table_steps.py`
     pages,  # the page tables of all sequences, one after another
-    ancestors,  # [R, ancestor_width]
-    ancestor_width,
     num_rows_of_step,
     scaling,
     softcap,
@@ -53,17 +51,14 @@ def attend_blocks(
     NUM_SPLITS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-    HAS_TREES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """See the module's docstring. The grid is [B, key heads, splits]."""
-    block = blocks + tl.program_id(0) * 6
+    block = blocks + tl.program_id(0) * 4
     num_rows = tl.load(block + 1).to(tl.int32)
     first_row = tl.load(block).to(tl.int32)
     page_table = pages + tl.load(block + 2)
     end = tl.load(block + 3).to(tl.int32)
-    before_tree = tl.load(block + 4).to(tl.int32)
-    tree_row = tl.load(block + 5).to(tl.int32)
     key_head = tl.program_id(1)
     split = tl.program_id(2)
 
@@ -111,21 +106,9 @@ def attend_blocks(
         if HAS_SOFTCAP:
             # tanh(x) = 1 - 2 / (exp(2x) + 1)
             scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
-        stands_at = place  # the position of each slot's token
         is_seen = (place[None, :] <= position[:, None]) & is_held[None, :]
-        if HAS_TREES:
-            is_new = is_held & (place >= before_tree)
-            index = tl.where(is_new, place - before_tree, 0)
-            in_tree = tl.load(positions + tree_row + index, mask=is_new, other=0).to(tl.int32)
-            stands_at = tl.where(is_new, in_tree, place)
-            is_ancestor = tl.load(
-                ancestors + row[:, None] * ancestor_width + index[None, :],
-                mask=is_new[None, :] & is_row[:, None],
-                other=0,
-            )
-            is_seen = tl.where(is_new[None, :], is_ancestor != 0, is_seen)
         if HAS_WINDOW:
-            is_seen = is_seen & (stands_at[None, :] > position[:, None] - window)
+            is_seen = is_seen & (place[None, :] > position[:, None] - window)
         scores = tl.where(is_seen, scores, float("-inf"))
         larger = tl.maximum(largest, tl.max(scores, axis=1))
         base = tl.where(larger == float("-inf"), 0.0, larger)

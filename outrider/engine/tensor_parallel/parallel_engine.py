@@ -149,9 +149,7 @@ def pack_call(name: str, *arguments: Any) -> bytes:
 
 
 def pack_steps(name: str, steps: Sequence[SequenceStep]) -> bytes:
-    return pack_call(
-        name, *((one.sequence_id, one.token_ids, one.num_logits, one.parents) for one in steps)
-    )
+    return pack_call(name, *((one.sequence_id, one.token_ids, one.num_logits) for one in steps))
 
 
 def _plain(value: Any) -> Any:

@@ -46,7 +46,7 @@ def test_own_draw_rules_accept_the_targets_own_tokens(rule):
     for seed, (token_ids, states) in enumerate(zip(*pair.paths(2), strict=True)):
         rows, noise = pair.p[states], RoundNoise(seed, rule, 7)
         proposal = Proposal(tuple(token_ids.tolist()))
-        own = race(rows, verdict_keys([noise], [proposal.tree])).tolist()
+        own = race(rows, verdict_keys([noise], [len(rows)])).tolist()
         if rule is Rule.GREEDY:
             own = rows.argmax(dim=1).tolist()
         verdict = score(rows, proposal, noise)

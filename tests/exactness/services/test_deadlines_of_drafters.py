@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import tiny_config, tiny_eagle3, tiny_module, twin
-from rounds import make_head
+from rounds import PENALISED, make_head
 from toy_engine import ToyEngine
 
 from draft_service.feature_drafter import FeatureDrafter, HeadEngine
@@ -48,34 +48,27 @@ class Draws:
 
     def __init__(self) -> None:
         self.seconds: dict[int, float] = defaultdict(float)
-        self.groups: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+        self.token_ids: dict[int, list[int]] = defaultdict(list)
         self.begun: dict[int, list[float]] = defaultdict(list)
 
-    def note(self, noise: RoundNoise, token_ids: tuple[int, ...]) -> None:
+    def note(self, noise: RoundNoise, token_id: int) -> None:
         """Records draws of the requested round, not those of look-ahead."""
         if noise.committed_length == len(PROMPT):
             self.begun[noise.seed].append(self.seconds[noise.seed])
-            self.groups[noise.seed].append(token_ids)
-            self.seconds[noise.seed] += SLOW_S if token_ids[0] // 2 % 2 else QUICK_S
+            self.token_ids[noise.seed].append(token_id)
+            self.seconds[noise.seed] += SLOW_S if token_id // 2 % 2 else QUICK_S
 
     def watch(self, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Wraps both functions by which drafters draw, as a module imports them."""
-        draw_from_logits, draw_siblings = module.draw_from_logits, module.draw_siblings
+        """Wraps the function by which drafters draw, as a module imports it."""
+        draw_from_logits = module.draw_from_logits
 
         def drawn(logits: Any, params: Any, noises: Sequence[RoundNoise], *rest: Any) -> Any:
             found = draw_from_logits(logits, params, noises, *rest)
             for noise, (token_id, _) in zip(noises, found[0], strict=True):
-                self.note(noise, (token_id,))
-            return found
-
-        def siblings(logits: Any, params: Any, noises: Sequence[RoundNoise], *rest: Any) -> Any:
-            found = draw_siblings(logits, params, noises, *rest)
-            for noise, (token_ids, _) in zip(noises, found, strict=True):
-                self.note(noise, token_ids)
+                self.note(noise, token_id)
             return found
 
         monkeypatch.setattr(module, "draw_from_logits", drawn)
-        monkeypatch.setattr(module, "draw_siblings", siblings)
 
     def deadline(self, seed: int, ends_at: float) -> DraftDeadline:
         return DraftDeadline(ends_at, lambda: self.seconds[seed])
@@ -88,8 +81,8 @@ def draws(monkeypatch: pytest.MonkeyPatch) -> Draws:
     return made
 
 
-Propose = Callable[[Sequence[int], Draws, float, tuple[int, ...]], list[Proposal]]
-"""Proposals for seeds, with the time of each, and siblings."""
+Propose = Callable[[Sequence[int], Draws, float], list[Proposal]]
+"""Proposals for seeds, with the time of each."""
 
 
 @lru_cache
@@ -118,13 +111,11 @@ def by_target() -> Propose:
     engine.forward([SequenceStep(name, PROMPT[:-1], num_logits=1) for name in names])
     features = torch.linspace(-1.0, 1.0, layer.module.width, dtype=torch.float64)
 
-    def propose(
-        seeds: Sequence[int], draws: Draws, ends_at: float, siblings: tuple[int, ...]
-    ) -> list[Proposal]:
+    def propose(seeds: Sequence[int], draws: Draws, ends_at: float) -> list[Proposal]:
         requests = [
             DraftRequest(
                 name, "", PROMPT, len(PROMPT), K, PLAIN, Rule.TOKEN,
-                RoundNoise(seed, Rule.TOKEN, len(PROMPT)), siblings,
+                RoundNoise(seed, Rule.TOKEN, len(PROMPT)),
                 deadline=draws.deadline(seed, ends_at),
             )
             for name, seed in zip(names, seeds, strict=False)
@@ -135,15 +126,18 @@ def by_target() -> Propose:
     return propose
 
 
-def by_draft(proposer: Proposer, look_ahead: int = 0, features: Features | None = None) -> Propose:
+def by_draft(
+    proposer: Proposer,
+    sampling: SamplingParams = PLAIN,
+    look_ahead: int = 0,
+    features: Features | None = None,
+) -> Propose:
 
-    def propose(
-        seeds: Sequence[int], draws: Draws, ends_at: float, siblings: tuple[int, ...]
-    ) -> list[Proposal]:
+    def propose(seeds: Sequence[int], draws: Draws, ends_at: float) -> list[Proposal]:
         items = [
             DraftItem(
-                make_head(PROMPT, session=seed, seed=seed, rule=Rule.TOKEN, sampling=PLAIN),
-                K, look_ahead, siblings=siblings, features=features,
+                make_head(PROMPT, session=seed, seed=seed, rule=Rule.TOKEN, sampling=sampling),
+                K, look_ahead, features=features,
                 deadline=draws.deadline(seed, ends_at),
             )
             for seed in seeds
@@ -173,39 +167,37 @@ def drafting(kind: str) -> Propose:
         head = HeadEngine(layer, INFO, max_num_seqs=TOGETHER, kv_cache_memory_bytes=2**20)
         worker = Proposer(FeatureDrafter(layer, head), TokenBudget(512, TOGETHER))
         return by_draft(worker, features=features)
-    engine = ToyEngine(VOCAB, DRAFT_SALT)
-    drafter = ParallelDrafter(engine, 0) if kind == "parallel" else ModelDrafter(engine)
-    proposer = Proposer(drafter, TokenBudget(512, TOGETHER))
-    return by_draft(proposer, look_ahead=4 if kind == "look-ahead" else 0)
+    engine, budget = ToyEngine(VOCAB, DRAFT_SALT), TokenBudget(512, TOGETHER)
+    if kind == "parallel":
+        return by_draft(Proposer(ParallelDrafter(engine, 0), budget), PENALISED)
+    look_ahead = 4 if kind == "look-ahead" else 0
+    return by_draft(Proposer(ModelDrafter(engine), budget), look_ahead=look_ahead)
 
 
 def proposed(
-    propose: Propose, draws: Draws, ends_at: float, num: int, siblings: tuple[int, ...] = ()
+    propose: Propose, draws: Draws, ends_at: float, num: int
 ) -> list[tuple[int, Proposal]]:
     found = []
     for first in range(1, num + 1, TOGETHER):
         seeds = range(first, min(first + TOGETHER, num + 1))
-        found += zip(seeds, propose(seeds, draws, ends_at, siblings), strict=True)
+        found += zip(seeds, propose(seeds, draws, ends_at), strict=True)
     return found
 
 
-KINDS = ("eagle3", "apart", "model", "look-ahead")
-SIBLINGS = (2, 1, 1)
-CELLS = [(kind, ()) for kind in KINDS] + [(kind, SIBLINGS) for kind in (*KINDS[:-1], "parallel")]
-"""Parallel drafters draw chains together: `test_parallel_drafts.py`."""
+KINDS = ("eagle3", "apart", "model", "look-ahead", "parallel")
+"""A parallel drafter draws token by token if the request has penalties. For other requests:
+`test_parallel_drafts.py`."""
 
 
 @pytest.mark.parametrize("ends_at", [0.0, 0.5, 1.5, 4.5, 60.0])
-@pytest.mark.parametrize(("kind", "siblings"), CELLS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_draw_is_made_while_there_is_time_and_then_proposed(
-    kind: str, siblings: tuple[int, ...], ends_at: float, draws: Draws
+    kind: str, ends_at: float, draws: Draws
 ) -> None:
     lengths = set()
-    for seed, proposal in proposed(drafting(kind), draws, ends_at, 30, siblings):
-        tree = proposal.tree
-        groups = [tuple(proposal.token_ids[n] for n in group) for group in tree.groups]
-        assert groups == draws.groups[seed]
+    for seed, proposal in proposed(drafting(kind), draws, ends_at, 30):
+        assert [*proposal.token_ids] == draws.token_ids[seed]
         assert all(begun < ends_at for begun in draws.begun[seed])
-        assert tree.num_depths == K or draws.seconds[seed] >= ends_at
-        lengths.add(tree.num_depths)
+        assert len(proposal) == K or draws.seconds[seed] >= ends_at
+        lengths.add(len(proposal))
     assert lengths == {0.0: {0}, 0.5: {1}, 1.5: {1, 2}, 4.5: {2, 3}, 60.0: {3}}[ends_at]

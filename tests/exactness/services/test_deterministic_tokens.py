@@ -100,8 +100,8 @@ async def test_tokens_depend_on_neither_k_nor_the_batch(family: str, tmp_path: P
 @pytest.mark.xdist_group("identity")
 @pytest.mark.parametrize("num_threads", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_rows_of_fused_steps_are_bit_equal(num_threads: int) -> None:
-    """The demo target computes logits at the end of 1,180 tokens: token by token, in chunks, as a
-    path of a tree, beside other sequences, and after a shared prefix."""
+    """The demo target computes logits at the end of 1,180 tokens: token by token, in chunks, beside
+    other sequences, after a shared prefix, and before and after rejected draft tokens."""
     torch.set_num_threads(num_threads)
     engine = fused_engine_of(*load_model(resolve_model("demo"), name="demo", dtype="bfloat16"))
     assert engine.info.numerics
@@ -127,6 +127,8 @@ def test_rows_of_fused_steps_are_bit_equal(num_threads: int) -> None:
         alone[held - len(begun) :],
     )
     engine.keep("shared", len(begun))
-    tree = [rest[0], 5, rest[1], 6, 7, rest[2]]
-    [found] = engine.forward([SequenceStep("shared", tuple(tree), 6, (-1, -1, 0, 0, 1, 2))])
-    assert torch.equal(found[[0, 2, 5]], alone[:3])
+    [found] = engine.forward([SequenceStep("shared", (*rest[:3], 5, 6, 7), 6)])
+    assert torch.equal(found[:3], alone[:3])
+    engine.keep("shared", len(begun) + 3)
+    [found] = engine.forward([SequenceStep("shared", rest[3:], len(rest) - 3)])
+    assert torch.equal(found, alone[3:])

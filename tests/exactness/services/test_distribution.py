@@ -134,8 +134,6 @@ class Cell:
     """Drafts without a model, or before a model where it is confident."""
     draft_seed: int = 4
     """The seed of the target's weights is 3."""
-    siblings: int = 0
-    """Candidates beside each draft token: proposals are trees."""
     length_control: bool = False
     """Whether K is chosen, up to `num_draft_tokens`."""
     grammar: bool = False
@@ -167,22 +165,16 @@ MANY_ROUNDS = Cell(
 """So many tokens show what one drafted round passes on to the next. With this draft such a fault
 shows most."""
 CELLS = [
-    # Trees by a draft that knows two tokens more than the target, which are never accepted.
+    # A draft that knows two tokens more than the target, which are never accepted.
     Cell(
-        Rule.TOKEN, 2, "top-k", vocab_size=4, draft_vocab_size=6, siblings=2, num_samples=540,
-        detects=SOON,
+        Rule.TOKEN, 2, "top-k", vocab_size=4, draft_vocab_size=6, num_samples=540, detects=SOON
     ),
-    # A head that is sent the target's features, in trees.
-    Cell(
-        Rule.TOKEN, 2, drafter="apart", token_ids=(0, 1), siblings=1, num_samples=660,
-        detects=SOON,
-    ),
+    # A head that is sent the target's features.
+    Cell(Rule.TOKEN, 2, drafter="apart", token_ids=(0, 1), num_samples=660, detects=SOON),
     # An EAGLE-3 head on the target's pages, which knows two of its tokens.
-    Cell(
-        Rule.TOKEN, 3, "top-p", "eagle3", (0, 2), siblings=1, num_samples=660, detects=SOON
-    ),
+    Cell(Rule.TOKEN, 3, "top-p", "eagle3", (0, 2), num_samples=660, detects=SOON),
     # A target's own MTP layer, with latent attention and experts.
-    Cell(Rule.TOKEN, 3, "top-p", "mtp", siblings=1, num_samples=660, detects=SOON),
+    Cell(Rule.TOKEN, 3, "top-p", "mtp", num_samples=660, detects=SOON),
     # Ends that are masked for the first tokens of a completion alone, on both sides.
     Cell(
         Rule.BLOCK, 3, "late", vocab_size=4, draft_vocab_size=5, num_samples=740, detects=SOON
@@ -212,10 +204,7 @@ ADAPTIVE_CELLS = [
         Rule.TOKEN, 3, drafter="parallel", vocab_size=4, draft_vocab_size=5, grammar=True, **FEW
     ),
     *(
-        Cell(
-            Rule.TOKEN, 3, "plain", drafter, (0, 2, 3), vocab_size=4, grammar=True,
-            siblings=int(drafter == "eagle3"), **FEW,
-        )
+        Cell(Rule.TOKEN, 3, "plain", drafter, (0, 2, 3), vocab_size=4, grammar=True, **FEW)
         for drafter in ("apart", "eagle3")
     ),
 ]  # fmt: skip
@@ -229,10 +218,7 @@ GRID = [
         for rule, k, params in product(RULES, (0, 1, 2, 4), list(PARAMS)[:4])
     ),
     *(
-        replace(
-            cell, rule=rule, siblings=cell.siblings * (rule is not Rule.BLOCK), repeated=repeated,
-            num_samples=6_500, detects=0.07,
-        )
+        replace(cell, rule=rule, repeated=repeated, num_samples=6_500, detects=0.07)
         for cell, rule, repeated in product(ADAPTIVE_CELLS, RULES, (False, True))
     ),
     MANY_ROUNDS,
@@ -259,11 +245,9 @@ GRID = [
         Cell(rule, 4, params, "parallel", draft_vocab_size=4, num_tokens=4, **WIDE)
         for rule, params in product(RULES, ("plain", "penalised"))
     ),
-    Cell(Rule.TOKEN, 2, "plain", "parallel", draft_vocab_size=4, siblings=1),
     *(
         Cell(rule, 4, "late", drafter, (0, 1, 3) if drafter != "model" else (), vocab_size=4,
-             draft_vocab_size=4, siblings=int(drafter == "eagle3" and rule is not Rule.BLOCK),
-             **WIDE)
+             draft_vocab_size=4, **WIDE)
         for rule, drafter in product(RULES, ("model", "eagle3", "apart"))
     ),
     Cell(Rule.TOKEN, 4, num_tokens=1, max_tokens=1, num_samples=7_600),
@@ -390,7 +374,7 @@ async def measure(cell: Cell, directory: Path) -> tuple[Fit, int]:
     law = completion_law(module, PROMPT, cell.num_tokens, PARAMS[cell.params], mask)
     slow = drafting_pays() if cell.length_control else nullcontext()
     async with running_stack(
-        directory=directory, lookup=lookup_of(cell.lookup), draft_siblings=cell.siblings,
+        directory=directory, lookup=lookup_of(cell.lookup),
         hybrid=replace(HYBRID, hybrid_min_score=CONFIDENT), length_control=cell.length_control,
         **engines_of(cell, module), **options,
     ) as stack:  # fmt: skip

@@ -231,25 +231,21 @@ async def check_tiny(stack: Stack, module: Any) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("siblings", [0, 2])
 async def test_a_target_that_drafts_itself_writes_what_it_would_without(
-    tiny: Any, tmp_path: Path, siblings: int
+    tiny: Any, tmp_path: Path
 ) -> None:
     original, ids = twin(tiny), range(0, TINY_VOCAB, 2)
     target = tiny_engine(tiny, draft_layer=tiny_eagle3(tiny, ids))
     drafter = Counted(self_drafter_of(target))
-    async with running_stack(
-        target, None, tmp_path, draft_siblings=siblings, self_drafter=drafter
-    ) as stack:
+    async with running_stack(target, None, tmp_path, self_drafter=drafter) as stack:
         await check_tiny(stack, original)
     assert drafter.num_tokens > CROWD * 12
     check_pages(target)
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("siblings", [0, 2])
 async def test_a_head_apart_from_its_target_leaves_the_text_as_it_is(
-    tiny: Any, tmp_path: Path, siblings: int
+    tiny: Any, tmp_path: Path
 ) -> None:
     """Both are short of pages; what either loses is computed or sent again."""
     original, ids = twin(tiny), tuple(range(0, TINY_VOCAB, 2))
@@ -259,9 +255,7 @@ async def test_a_head_apart_from_its_target_leaves_the_text_as_it_is(
     num_bytes = TINY_PAGES * SMALL_PAGE * 2 * 2 * 8 * 8
     draft = HeadEngine(head, info, max_num_seqs=CROWD, kv_cache_memory_bytes=num_bytes)
     drafter = CountedHead(head, draft)
-    async with running_stack(
-        target, None, tmp_path, draft_siblings=siblings, head=drafter
-    ) as stack:
+    async with running_stack(target, None, tmp_path, head=drafter) as stack:
         await check_tiny(stack, original)
         assert stack.draft._worker.figures.num_preemptions > 0
     assert drafter.num_tokens > CROWD * 12
@@ -270,15 +264,15 @@ async def test_a_head_apart_from_its_target_leaves_the_text_as_it_is(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("siblings", [0, 2])
+@pytest.mark.parametrize("look_ahead", [0, 8])
 async def test_a_draft_in_one_pass_leaves_the_text_as_it_is(
-    tiny: Any, tmp_path: Path, siblings: int
+    tiny: Any, tmp_path: Path, look_ahead: int
 ) -> None:
-    """The draft knows the target's weights. It drafts chains with look-ahead, or trees."""
+    """The draft knows the target's weights."""
     original, draft = twin(tiny), tiny_engine(twin(tiny))
     target = tiny_engine(tiny)
     async with running_stack(
-        target, draft, tmp_path, draft_siblings=siblings, parallel_token=TINY_VOCAB - 1
+        target, draft, tmp_path, look_ahead=look_ahead, parallel_token=TINY_VOCAB - 1
     ) as stack:
         await check_tiny(stack, original)
     check_pages(draft)

@@ -35,7 +35,7 @@ ID = "ab" * 16
 STARTED = Started(ID, "demo", 2**64 - 1, Rule.TOKEN, num_prompt_tokens=3)
 FIRST = Tokens(0, (5, 6), "he", (Origin.ACCEPTED, Origin.CORRECTION), ())
 SECOND = Tokens(2, (7,), "llo", (Origin.BONUS,), ())
-ROUND = RoundReport(1, (5, 9), 1, 1.0, 2.0, 3.0, 4.0, 5.0, proposed_parents=(-1, -1))
+ROUND = RoundReport(1, (5, 9), 1, 1.0, 2.0, 3.0, 4.0, 5.0)
 FINISHED = Finished(FinishReason.LENGTH, Usage(4, 3), Metrics(2, 3, 1, 1.5, 10.0, 30.0))
 REQUEST = GenerateRequest("hi")
 

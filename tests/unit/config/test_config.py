@@ -98,19 +98,14 @@ def test_only_loopback_without_insecure(kind: type[TargetConfig]) -> None:
         ({"device": "gpu"}, "device"),
         ({"device": "cuda:x"}, "device"),
         ({"engine": "vlm"}, "engine"),
-        ({"engine": "vllm", "draft_siblings": 1}, "draft_siblings"),
         ({"redis_key_prefix": "a{b"}, "redis_key_prefix"),
-        ({"deterministic": True, "draft_siblings": 1}, "draft_siblings"),
+        ({"draft_model": "eagle3:a/b", "look_ahead": 1}, "look_ahead"),
+        ({"engine": "vllm", "draft_model": "eagle3:a/b", "eagle3_on": "draft"}, "eagle3_on"),
     ],
 )
 def test_invalid_values_and_combinations_are_refused(settings: dict[str, object], key: str) -> None:
     with pytest.raises(ConfigError, match=f"^{key}: "):
         load_config(settings, {})
-
-
-def test_trees_run_on_transformers_where_the_engine_is_not_named() -> None:
-    assert load_config({"draft_siblings": 1}, {}).target.engine == "transformers"
-    assert load_config({}, {}).target.engine == "auto"
 
 
 @pytest.mark.parametrize("kind", [DraftConfig, CoordinatorConfig])

@@ -1,8 +1,6 @@
 """Drafts drawn on the device of their logits, compared with drafts drawn on the CPU. Without a CUDA
 device, its kernels have substitutes."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from cuda_substitutes import backend_on, draw_without_kernels
@@ -28,7 +26,7 @@ def request(
 
 
 def requests() -> list[DraftRequest]:
-    """Every rule, with different parameters and lengths; the last three are not drawn on the
+    """Every rule, with different parameters and lengths; the last two are not drawn on the
     device."""
     return [
         request("a", ids(14, 1), 5, Rule.TOKEN, SamplingParams(temperature=0.9)),
@@ -38,7 +36,6 @@ def requests() -> list[DraftRequest]:
         request("e", ids(9, 5), 4, Rule.TOKEN, SamplingParams(temperature=1.3, top_k=3)),
         request("f", ids(8, 6), 4, Rule.COUPLED, PENALISED),
         request("g", ids(7, 7), 4, Rule.TOKEN, BIASED),
-        replace(request("h", ids(6, 8), 3, Rule.TOKEN, SamplingParams()), siblings=(1, 2)),
     ]
 
 
@@ -63,7 +60,6 @@ def test_the_same_proposals(
         expected = on_cpu.propose(requests())
     for own, other in zip(found, expected, strict=True):
         assert own.token_ids == other.token_ids
-        assert own.parents == other.parents
         for q, known in zip(own.q, other.q, strict=True):
             assert (q is None) == (known is None)
             if q is not None and known is not None:

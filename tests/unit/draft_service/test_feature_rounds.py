@@ -74,10 +74,9 @@ class Pair:
     def item(
         self, tokens: Sequence[int], features: Features | None, num: int = 3, **options: Any
     ) -> DraftItem:
-        siblings, session = options.pop("siblings", ()), options.setdefault("session", 1)
-        held = min(self.held.get(session, 0), len(tokens) - 1)
+        held = min(self.held.get(options.setdefault("session", 1), 0), len(tokens) - 1)
         head = make_head(tokens, held, seed=SEED, prompt_length=len(PROMPT), **options)
-        return DraftItem(head, num, siblings=siblings, features=features)
+        return DraftItem(head, num, features=features)
 
     async def propose(self, *asked: Any, **options: Any) -> ProposalReply:
         item = self.item(*asked, **options)
@@ -179,24 +178,6 @@ def _close(ours: Features, theirs: Features) -> bool:
         for features in (ours, theirs)
     )
     return bool((a - b).abs().max() < TOLERANCE * b.abs().max())
-
-
-async def test_a_tree_sends_the_path_that_was_accepted() -> None:
-    async with running() as pair:
-        text, options = [*PROMPT, 7], {"rule": Rule.COUPLED}
-        features = pair.features(text, 0)
-        tree = (await pair.propose(text, features, 2, siblings=(2, 1), **options)).proposal
-        assert tree.parents == (-1, -1, -1, 0, 0)
-        expected = pair.expected(text, features.rows, Rule.COUPLED, SamplingParams(), 2)
-        assert tree.open().spine_ids == expected.token_ids
-        seen_beside = False
-        for seed in range(40):
-            head = make_head(text, seed=seed, session=seed + 3, **options)
-            reply = await pair.target.ask(VerifyItem(head, tree, features_from=4))
-            outcome = outcome_of(reply, tree, Rule.COUPLED, seed, len(text))
-            assert _close(reply.features, pair.features([*text, *outcome.token_ids], 4))
-            seen_beside |= any(place not in tree.tree.spine for place in outcome.path)
-        assert seen_beside
 
 
 async def test_features_of_all_that_is_held_can_be_had_again() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.engine.emulated import EmulatedEngine
-from outrider.engine.emulated_spec import EmulatedSpec
+from outrider.engine.emulated_spec import JUDGED_SUPPORT_MIN, EmulatedSpec
 from outrider.engine.interface import SequenceStep
 from outrider.errors import ConfigError
 
@@ -32,7 +32,7 @@ def probabilities(logits: torch.Tensor) -> torch.Tensor:
             "acceptance_rates=0.5/0.6",
             r"acceptance_rates=0\.5/0\.6 is wrong; they must not increase",
         ),
-        ("support=9,acceptance_rates=0.5", "support=9 is wrong"),
+        ("support=1,acceptance_rates=0.5", "support=1 is wrong"),
     ],
 )
 def test_a_bad_specification_names_its_key(text: str, named: str) -> None:
@@ -101,18 +101,28 @@ def test_a_drafted_token_has_all_probability_or_none_by_its_place_in_the_round()
     assert torch.equal(rows(engine, (7, 8, 9), 1), rows(plain, (7, 8, 9), 1))
 
 
-def test_of_a_tree_the_first_token_behind_a_row_is_judged() -> None:
-    """Tokens 10 and 20 follow the prompt, and 30 follows 20. At a chance of 1, tokens 10 and 30 are
-    accepted; at a chance of 0, neither sibling is."""
-    spec = EmulatedSpec(vocab_size=64, acceptance_rates=(1.0, 1.0))
-    step = SequenceStep("s", (1, 2, 10, 20, 30), 4, parents=(-1, 0, 1, 1, 3))
-    [logits] = EmulatedEngine(spec, "target").forward([step])
-    assert probabilities(logits).argmax(-1)[[0, 2]].tolist() == [10, 30]
-    assert (probabilities(logits) > 0).sum(-1).tolist() == [1, 64, 1, 64]
+def test_draft_tokens_are_judged_in_the_step_of_their_prompt() -> None:
+    """Tokens 10, 20 and 30 follow the prompt, in a step beside another sequence. At a chance of 1,
+    they are accepted; at a chance of 0, they are not."""
+    spec = EmulatedSpec(vocab_size=64, acceptance_rates=(1.0, 1.0, 1.0))
+    steps = [SequenceStep("other", (1, 2), 0), SequenceStep("s", (1, 2, 10, 20, 30), 4)]
+    p = probabilities(EmulatedEngine(spec, "target").forward(steps)[1])
+    assert p.argmax(-1)[:3].tolist() == [10, 20, 30]
+    assert (p > 0).sum(-1).tolist() == [1, 1, 1, 64]
     never = spec.model_copy(update={"acceptance_rates": (0.0,)})
-    [logits] = EmulatedEngine(never, "target").forward([step])
-    assert probabilities(logits)[0, [10, 20]].tolist() == [0, 0]
-    assert (probabilities(logits) > 0).sum(-1).tolist() == [62, 64, 63, 64]
+    p = probabilities(EmulatedEngine(never, "target").forward(steps)[1])
+    assert p[[0, 1, 2], [10, 20, 30]].tolist() == [0, 0, 0]
+    assert (p > 0).sum(-1).tolist() == [63, 63, 63, 64]
+
+
+def test_behind_a_refused_token_another_is_left() -> None:
+    spec = EmulatedSpec(vocab_size=4, support=JUDGED_SUPPORT_MIN, acceptance_rates=(0.0,))
+    engine = EmulatedEngine(spec, "target")
+    for token_id in range(4):
+        p = probabilities(rows(engine, (1, token_id), 2))
+        engine.release("s")
+        assert p[0, token_id] == 0
+        assert p.sum(-1).tolist() == pytest.approx([1, 1])
 
 
 def test_stated_times() -> None:

@@ -21,7 +21,7 @@ NUM_PAGES = 64
 
 @st.composite
 def steps(draw: st.DrawFn) -> HeldStep:
-    """Sequences on shuffled pages of one pool, some with trees."""
+    """Sequences on shuffled pages of one pool."""
     page_size = draw(st.sampled_from([1, 3, 16]))
     free = list(np.random.default_rng(draw(st.integers(0, 2**32))).permutation(NUM_PAGES))
     held: list[HeldSequence] = []
@@ -31,22 +31,9 @@ def steps(draw: st.DrawFn) -> HeldStep:
         if num_pages > len(free):
             continue
         pages = [int(free.pop()) for _ in range(num_pages)]
-        tree = draw(st.booleans())
-        parents = tuple(draw(st.integers(-1, i - 1)) for i in range(num)) if tree else ()
-        tokens = tuple(range(num))
-        step = SequenceStep(str(index), tokens, draw(st.integers(0, num)), parents)
+        step = SequenceStep(str(index), tuple(range(num)), draw(st.integers(0, num)))
         held.append(HeldSequence(step, length, pages))
     return HeldStep(held, page_size)
-
-
-def seen(held: HeldSequence, index: int) -> tuple[list[int], int]:
-    """The slots of its sequence that a new token attends to without a window, its own last, and the
-    token's depth."""
-    path = [index]
-    parents = held.step.parents or tuple(range(-1, len(held.step.token_ids) - 1))
-    while parents[path[0]] >= 0:
-        path.insert(0, parents[path[0]])
-    return [*range(held.length), *(held.length + i for i in path)], len(path) - 1
 
 
 def by_definition(
@@ -60,9 +47,8 @@ def by_definition(
     for held in step.sequences:
         own = all_slots(held, step.page_size)
         for index in range(len(held.step.token_ids)):
-            slots = seen(held, index)[0]
-            slots = slots if window is None else slots[-window:]
-            places = [own[slot] for slot in slots]
+            end = held.length + index + 1
+            places = own[0 if window is None else max(0, end - window) : end]
             keys = cache.keys[:, places].repeat_interleave(shared, 0)
             values = cache.values[:, places].repeat_interleave(shared, 0)
             scores = (keys @ query[0, :, row, :, None])[..., 0] * scaling
@@ -120,21 +106,22 @@ def all_slots(held: HeldSequence, page_size: int) -> list[int]:
 def test_every_token_sees_what_it_should(
     step: HeldStep, window: int | None, softcap: float | None, fixed_shapes: bool, scores_max: int
 ) -> None:
-    """Chains and trees lie on any pages, under any window; some chains are cut off their trees.
-    Attention equals the definition, and slots and positions are those of each token. Splits have 4
-    slots where sizes are few."""
+    """Sequences lie on any pages, under any window. Attention equals the definition, and slots and
+    positions are those of each token. Splits have 4 slots, and with few scores, segments have 2
+    tokens."""
     if not step.sequences:
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batch, "SPLIT_SLOTS", 4)
         patch.setattr(batch, "_SCORES_MAX", scores_max)
+        patch.setattr(batch, "_SEGMENT_TOKENS_MIN", 2)
         patch.setattr(gathered_attention, "SPLIT_SLOTS", 4)
         plan = compare(step, window, softcap, fixed_shapes)
     slots, positions, num_rows = [], [], 0
     for held in step.sequences:
         num = len(held.step.token_ids)
         slots += all_slots(held, step.page_size)[held.length :]
-        positions += [held.length + seen(held, index)[1] for index in range(num)]
+        positions += range(held.length, held.length + num)
         num_rows += held.step.num_logits
     assert plan.slots.tolist() == slots
     assert plan.position_ids[0, : len(slots)].tolist() == positions
@@ -146,15 +133,11 @@ def test_every_token_sees_what_it_should(
             assert group.slots.numel() % (4 * group.num_segments) == 0
 
 
-@pytest.mark.parametrize("parents", [(), (*range(-1, 46), 45, 47)])
 @pytest.mark.parametrize("window", [None, 10])
-def test_a_long_prompt_is_cut(
-    window: int | None, parents: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also a prompt with a tree behind it."""
+def test_a_long_prompt_is_cut(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch, "_SEGMENT_TOKENS_MIN", 4)
     monkeypatch.setattr(batch, "_SCORES_MAX", 400)
-    prompt = SequenceStep("a", tuple(range(len(parents) or 50)), 1, parents)
+    prompt = SequenceStep("a", tuple(range(50)), 1)
     other = SequenceStep("b", (1, 2), 1)
     sequences = [HeldSequence(prompt, 13, list(range(4, 8))), HeldSequence(other, 0, [20])]
     plan = compare(HeldStep(sequences, 16), window, None)
@@ -162,17 +145,3 @@ def test_a_long_prompt_is_cut(
     assert len(groups) > 2
     for group in groups:
         assert group.slots.shape[0] * group.num_tokens <= 400
-
-
-def test_siblings_stand_whole_units_behind() -> None:
-    """Each token of a path is then in the same lane of a vector as in a chain, so a path's sums are
-    bit-equal to a chain's."""
-    held = HeldSequence(SequenceStep("a", tuple(range(5)), 5, (-1, -1, 0, 0, 1)), 20, [0, 1])
-    (group,) = plan_step(HeldStep([held], 16), (None,), CPU, torch.float64).groups[None]
-    places = {20: 20, 21: 20 + 16, 22: 21, 23: 21 + 16, 24: 21 + 32}
-    slots = group.slots.tolist()
-    assert slots == [*range(21), 22, *[0] * 14, 21, 23, *[0] * 15, 24, *[0] * 10]
-    assert group.bias is not None
-    seen = [[i for i, b in enumerate(row) if b == 0] for row in group.bias[0, 0]]
-    paths = ((20,), (21,), (20, 22), (20, 23), (21, 24))
-    assert seen == [[*range(20), *(places[slot] for slot in path)] for path in paths]

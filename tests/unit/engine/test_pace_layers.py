@@ -9,7 +9,7 @@ from models import tiny_config, tiny_module
 from outrider.engine.attention import find_layers
 from outrider.engine.batch import HeldSequence, HeldStep
 from outrider.engine.cpu.decoder import FusedDecoder
-from outrider.engine.cpu.fused_steps import FusedSteps
+from outrider.engine.cpu.fused_steps import SPAN_TOKENS_MAX, FusedSteps
 from outrider.engine.cpu.kernels import KernelsUnavailable, load_pace
 from outrider.engine.interface import SequenceStep
 from outrider.kv_cache.storage import BlockedKeysAndValues
@@ -39,14 +39,15 @@ def decoder_of(family: str, **changes: Any) -> tuple[FusedDecoder, list[BlockedK
 
 @torch.inference_mode()
 def outputs(steps: FusedSteps) -> list[torch.Tensor]:
-    """Outputs of a prompt in two parts, beside another one, of a token of each, and of a tree."""
+    """Outputs of steps of one and of two sequences, most of them of different lengths, some of them
+    longer than a span."""
     first, second = [3, 1, 5], [0, 4, 2]
     ids = [int(number) for number in torch.arange(60) * 7 % VOCAB]
     run = [
         [held("a", ids[:20], 0, first), held("b", ids[20:50], 0, second)],
         [held("a", ids[:5], 20, first)],
         [held("a", ids[:1], 25, first), held("b", ids[7:8], 30, second)],
-        [HeldSequence(SequenceStep("a", (1, 2, 3), 3, (-1, 0, 0)), 26, first)],
+        [held("a", ids[:3], 26, first), held("b", ids[9 : 10 + SPAN_TOKENS_MAX], 31, second)],
     ]
     return [steps.run(HeldStep(sequences, PAGE)) for sequences in run]
 

@@ -11,9 +11,9 @@ from models import tiny_config, tiny_module, twin
 from paged_engines import VOCAB, EngineMaker, checked_engines, dense, gap, ids, run
 from pages import check_pages
 
+from outrider.engine.cpu.fused_steps import SPAN_TOKENS_MAX
 from outrider.engine.interface import SequenceStep
 from outrider.errors import BadRequest
-from outrider.limits import PAGE_SIZE
 
 FAMILIES = (
     "llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "gpt_neox", "gpt2",
@@ -61,34 +61,32 @@ def test_equals_the_modules_own_forward(
     assert gap(actual, expected) <= (exact(family) if dtype == torch.float64 else 1e-3)
 
 
-TREE = (-1, 0, 0, 1, 2, -1, 5, 4)
-"""Two trunks; paths 0-1-3, 0-2-4-7 and 5-6."""
-PATHS = ((0, 1, 3), (0, 2, 4, 7), (5, 6))
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_tree_gives_the_rows_of_its_paths(family: str, make_engine: EngineMaker) -> None:
-    """Each token sees only the prefix and its ancestors, at the position of its depth. The path
-    that is kept continues as if there had been no other."""
+def test_sequences_of_different_lengths_run_in_one_step(
+    family: str, make_engine: EngineMaker
+) -> None:
+    """On fused kernels, most of these sequences have several spans. What is kept of a sequence
+    continues as if the rest had not run."""
     module = tiny_module(tiny_config(family, VOCAB), dtype=torch.float64)
     engine, library = make_engine(module), twin(module)
-    prefix, tokens, after = ids(21), ids(len(TREE), 2), ids(3, 3)
-    for path in PATHS:
-        name = str(path)
-        run(engine, name, prefix, 1)
-        rows = run(engine, name, tokens, len(TREE), TREE)
-        chosen = tuple(tokens[i] for i in path)
-        expected = dense(library, prefix + chosen)[len(prefix) :]
-        assert gap(rows[list(path)], expected) <= exact(family)
-        engine.keep(name, len(prefix), [len(prefix) + i for i in path])
-        assert engine.length(name) == len(prefix) + len(path)
-        expected = dense(library, prefix + chosen + after)[-3:]
-        assert gap(run(engine, name, after, 3), expected) <= exact(family)
+    held: dict[str, tuple[int, ...]] = dict.fromkeys("abcd", ())
+    span = SPAN_TOKENS_MAX
+    for sizes in ((3 * span + 2, 3, span + 1, 1), (1, 2 * span + 5, 2 * span, span), (5, 1, 2, 3)):
+        steps = [
+            SequenceStep(name, ids(size, 7 * size), size)
+            for name, size in zip(held, sizes, strict=True)
+        ]
+        for step, rows in zip(steps, engine.forward(steps), strict=True):
+            name, tokens = step.sequence_id, held[step.sequence_id] + step.token_ids
+            assert gap(rows, dense(library, tokens)[-step.num_logits :]) <= exact(family)
+            held[name] = tokens[: len(tokens) * 3 // 4]
+            engine.keep(name, len(held[name]))
+            assert engine.length(name) == len(held[name])
 
 
 def test_rows_are_those_of_the_tokens_held(make_engine: EngineMaker) -> None:
-    """Random sequences share prefixes, branch, run chains and trees side by side, are cut anywhere
-    and are released. Each row equals that of a pass over the sequence's tokens."""
+    """Random sequences share prefixes, branch, run side by side, are cut anywhere and are released.
+    Each row equals that of a pass over the sequence's tokens."""
     module = llama()
     engine, library = make_engine(module), twin(module)
     chance = random.Random(16)
@@ -110,14 +108,11 @@ def test_rows_are_those_of_the_tokens_held(make_engine: EngineMaker) -> None:
         steps = []
         for name, before in held.items():
             new = prompt[len(before) :] if name == str(number) else ids(8, chance.randrange(9))
-            is_tree = len(new) == len(TREE) and chance.random() < 0.5
-            steps.append(SequenceStep(name, new, len(new), TREE if is_tree else ()))
+            steps.append(SequenceStep(name, new, len(new)))
         for step, rows in zip(steps, engine.forward(steps), strict=True):
             name, num = step.sequence_id, len(held[step.sequence_id])
-            path = chance.choice(PATHS) if step.parents else tuple(range(len(step.token_ids)))
-            held[name] += tuple(step.token_ids[i] for i in path)
-            assert gap(rows[list(path)], dense(library, held[name])[num:]) <= EXACT
-            engine.keep(name, num, [num + i for i in path])
+            held[name] += step.token_ids
+            assert gap(rows, dense(library, held[name])[num:]) <= EXACT
     assert engine.page_counts().prefix_hits > 50
     for name in held:
         engine.release(name)
@@ -190,57 +185,49 @@ def test_a_step_that_fails_midway_is_undone(
 def test_what_cannot_be_copied_is_forgotten_and_nothing_else(
     make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Copies fail before a step, for a branch and for the path of a tree, as on a full device. Only
-    the affected sequence is forgotten; others on its pages or in its step continue. What was not
-    copied is not found as a prefix."""
+    """Copies fail before a step and for a branch, as on a full device. Only the affected sequence
+    is forgotten; others on its pages or in its step continue. What was not copied is not found as a
+    prefix."""
     module = llama()
     engine, library = make_engine(module), twin(module)
-    for name, cut in (("a", 40), ("b", 20), ("c", 40)):
+    for name, cut in (("a", 40), ("b", 20)):
         held = engine.attach(name, ids(40))
         run(engine, name, ids(40)[held:], 0)
         engine.keep(name, cut)
-    run(engine, "c", ids(9, 5), 9, (-1, 0, 0, 2, 3, 4, 5, 6, 7))
 
     def fail(*_: object) -> None:
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._cache, "_copy", fail)
+        patch.setattr(engine._cache, "copy_pages", fail)
         with pytest.raises(MemoryError):
             engine.forward([SequenceStep("b", ids(20, 7), 1), SequenceStep("a", ids(3, 4), 1)])
         engine.fork("a", "branch")
         with pytest.raises(MemoryError):
             engine.forward([SequenceStep("a", ids(3, 4), 1)])
+        assert engine.length("branch") == 0
         engine.fork("a", "branch")
-        with pytest.raises(MemoryError):
-            engine.keep("c", 41, range(42, 49))
-        assert [engine.length(name) for name in ("branch", "c")] == [0, 49]
-        engine.keep("c", 41, range(42, 49))
-        engine.release("c")  # It leaves a prefix.
+        engine.release("branch")
         with pytest.raises(MemoryError):
             engine.forward([SequenceStep("a", ids(3, 4), 1)])
         check_pages(engine)
-    assert [engine.length(name) for name in ("a", "b", "branch", "c")] == [40, 0, 0, 0]
+    assert [engine.length(name) for name in ("a", "b", "branch")] == [40, 0, 0]
     assert engine.attach("d", (*ids(20), *ids(20, 7))) == 16
     assert engine.attach("e", (*ids(40), *ids(8, 6))) == 32
-    assert engine.attach("f", (*ids(40), *ids(9, 5)[:1], *ids(9, 5)[2:], 1)) == 32
     for name, tokens in (("a", ids(40) + ids(3, 4)), ("e", ids(40) + ids(8, 6))):
         rows = run(engine, name, tokens[engine.length(name) :], 3)
         assert gap(rows, dense(library, tokens)[-3:]) <= EXACT
 
 
 def test_copies_of_copies_are_made_at_once(make_engine: EngineMaker) -> None:
-    """Between two steps, forks of forks use pages that cuts and releases free meanwhile. A fork of
-    a tree's path is made after its slots have moved."""
+    """Between two steps, forks of forks use pages that cuts and releases free meanwhile."""
     module = llama()
     engine, library = make_engine(module, num_bytes=2**16), twin(module)
     tokens = ids(20)
     run(engine, "a", tokens, 0)
-    run(engine, "tree", tokens, 0)
-    run(engine, "tree", ids(3, 5), 3, (-1, -1, 1))
     calls = []
-    copy = engine._cache._copy
-    engine._cache._copy = lambda copies, unit: (calls.append(unit), copy(copies, unit))
+    copy = engine._cache.copy_pages
+    engine._cache.copy_pages = lambda copies: (calls.append(len(copies)), copy(copies))
     engine.fork("a", "b")
     engine.fork("b", "c")
     engine.release("b")
@@ -248,13 +235,9 @@ def test_copies_of_copies_are_made_at_once(make_engine: EngineMaker) -> None:
     engine.keep("c", 17)
     engine.fork("c", "d")
     assert calls == []
-    engine.keep("tree", 20, (21, 22))
-    engine.fork("tree", "e")
-    names = ("a", "b", "c", "d", "e", "tree")
-    path = tokens + ids(3, 5)[1:]
-    prefixes = (tokens, tokens, tokens[:17], tokens[:17], path, path)
-    new = [ids(2, 30 + place) for place in range(6)]
-    steps = [SequenceStep(name, more, 2) for name, more in zip(names, new, strict=True)]
-    for rows, prefix, more in zip(engine.forward(steps), prefixes, new, strict=True):
+    prefixes = {"a": tokens, "b": tokens, "c": tokens[:17], "d": tokens[:17]}
+    new = [ids(2, 30 + place) for place in range(4)]
+    steps = [SequenceStep(name, more, 2) for name, more in zip(prefixes, new, strict=True)]
+    for rows, prefix, more in zip(engine.forward(steps), prefixes.values(), new, strict=True):
         assert gap(rows, dense(library, prefix + more)[-2:]) <= EXACT
-    assert calls == [PAGE_SIZE, 1, PAGE_SIZE]
+    assert calls == [3]

@@ -28,7 +28,6 @@ from outrider.kv_cache.storage import KeysAndValues, LayerShape  # noqa: E402
 DEVICE = torch.device("cuda" if ON_CUDA else "cpu")
 PAGE_SIZE = 4
 NUM_PAGES = 96
-TREE = (-1, 0, 0, 1, 2, -1, 5, 4)
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """Rounding of the dtype, for values of about 1."""
 
@@ -56,15 +55,13 @@ def _products_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
-def sequences(*shapes: tuple[int, int], tree: bool = False) -> list[HeldSequence]:
-    """(slots held, new tokens) of each, on shuffled pages. With `tree` the first sequence has a
-    tree."""
+def sequences(*shapes: tuple[int, int]) -> list[HeldSequence]:
+    """(slots held, new tokens) of each, on shuffled pages."""
     free = [int(page) for page in np.random.default_rng(1).permutation(NUM_PAGES)]
     held = []
     for index, (length, num) in enumerate(shapes):
         pages = [free.pop() for _ in range(-(-(length + num) // PAGE_SIZE))]
-        parents = TREE[:num] if tree and index == 0 else ()
-        held.append(HeldSequence(SequenceStep(str(index), (1,) * num, num, parents), length, pages))
+        held.append(HeldSequence(SequenceStep(str(index), (1,) * num, num), length, pages))
     return held
 
 
@@ -119,12 +116,11 @@ def test_every_row_sees_its_context(dtype: torch.dtype, heads: tuple[int, int]) 
 
 @pytest.mark.parametrize("window", [None, 1, 6, 70])
 @pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("num_splits", [1, 4])
-def test_windows_caps_trees_and_splits(
-    window: int | None, softcap: float | None, tree: bool, num_splits: int
+def test_windows_caps_and_splits(
+    window: int | None, softcap: float | None, num_splits: int
 ) -> None:
-    held = sequences((75, 8), (3, 20), (90, 1), tree=tree)
+    held = sequences((75, 8), (3, 20), (90, 1))
     found = difference(held, window=window, softcap=softcap, num_splits=num_splits)
     assert found <= TOLERANCES[torch.float32]
 

@@ -45,7 +45,6 @@ FILTERED = SamplingParams(temperature=0.8, min_p=0.01, top_k=50, top_p=0.9)
 BIASED = replace(PENALISED, logit_bias=((3, 1.0), (9, -2.0)))
 PREFIX = (65, 66, 67)
 DRAFTED = (97, 98, 99)
-TREE = (-1, -1, 0)
 _sessions = count(1)
 
 
@@ -84,10 +83,9 @@ def head(
     return replace(made, compiled=grammar("schema")) if made.constraint is not None else made
 
 
-def proposal(rule: Rule, parents: tuple[int, ...], drafted: tuple[int, ...]) -> SealedProposal:
-    own = [DraftDistribution((v, v + 1, v + 2), (COUNT_TOTAL - 2, 1, 1)) for v in drafted]
-    q = [own[0], own[2]] if parents else own
-    return SealedProposal.of(Proposal(drafted, tuple(q) if rule.needs_q else (), parents))
+def proposal(rule: Rule, drafted: tuple[int, ...]) -> SealedProposal:
+    q = [DraftDistribution((v, v + 1, v + 2), (COUNT_TOTAL - 2, 1, 1)) for v in drafted]
+    return SealedProposal.of(Proposal(drafted, tuple(q) if rule.needs_q else ()))
 
 
 Case = Callable[[int], Callable[[], object]]
@@ -97,7 +95,6 @@ Case = Callable[[int], Callable[[], object]]
 def verdicts(
     rule: Rule,
     sampling: SamplingParams,
-    parents: tuple[int, ...] = (),
     prefix: tuple[int, ...] = PREFIX,
     drafted: tuple[int, ...] = DRAFTED,
     kind: str = "",
@@ -119,7 +116,7 @@ def verdicts(
             assert all(isinstance(answer, VerdictReply) for answer in answers), answers[0]
 
         step(0, NOTHING_SEALED, prefix[:-1])
-        sealed = proposal(rule, parents, drafted)
+        sealed = proposal(rule, drafted)
         return lambda: step(len(prefix) - 1, sealed, prefix, **more)
 
     return begun
@@ -141,7 +138,6 @@ def drafts(
     kind: str = "",
     constraint: Any = None,
     is_mixed: bool = False,
-    **more: Any,
 ) -> Case:
     """Two tokens for each session, with these parameters in turns; `is_mixed`: each second one has
     no constraint."""
@@ -156,7 +152,7 @@ def drafts(
         ]  # fmt: skip
 
         def work() -> None:
-            answers = proposer(kind).step([DraftItem(one, 2, **more) for one in heads])
+            answers = proposer(kind).step([DraftItem(one, 2) for one in heads])
             assert all(isinstance(one, ProposalReply) for one in answers), answers[0]
             assert all(one.proposal.token_ids for one in answers)
 
@@ -208,8 +204,6 @@ CASES: dict[str, tuple[Case, tuple[int, int, int]]] = {
     "greedy": (verdicts(Rule.GREEDY, GREEDY), (1, 3, 13)),
     "penalised": (verdicts(Rule.COUPLED, BIASED), (1, 3, 14)),
     "masked": (constrained(verdicts, Rule.TOKEN), (1, 3, 14)),
-    "tree": (verdicts(Rule.COUPLED, FILTERED, TREE), (1, 4, 14)),
-    "tree of q": (verdicts(Rule.TOKEN, FILTERED, TREE, drafted=(97, 98, 105)), (1, 2, 10)),
     "features": (verdicts(Rule.TOKEN, FILTERED, kind="apart", features_from=0), (2, 5, 20)),
     "layer": (verdicts(Rule.TOKEN, WARM, kind="layer", num_next_draft_tokens=2), (3, 12, 131)),
     "drafts by token": (drafts(Rule.TOKEN, WARM), (2, 4, 50)),
@@ -218,7 +212,6 @@ CASES: dict[str, tuple[Case, tuple[int, int, int]]] = {
     "drafts of several kinds": (drafts(Rule.TOKEN, WARM, FILTERED, BIASED), (4, 4, 62)),
     "drafts masked": (constrained(drafts, Rule.COUPLED), (2, 2, 18)),
     "drafts masked and not": (constrained(drafts, Rule.COUPLED, is_mixed=True), (4, 4, 66)),
-    "siblings": (drafts(Rule.TOKEN, FILTERED, siblings=(1, 1)), (2, 2, 18)),
     "drafts filtered": (drafts(Rule.TOKEN, FILTERED), (2, 4, 56)),
     "apart": (apart, (2, 12, 104)),
     "ahead token": (ahead(Rule.TOKEN, WARM), (5, 10, 120)),
@@ -246,14 +239,13 @@ def test_many_sessions_ask_no_more_than_one(watch: DeviceWatch, case: str) -> No
 
 
 def questions(num: int) -> list[Question]:
-    """Of sessions of all rules and parameters, in turns; some with a tree."""
+    """Of sessions of all rules and parameters, in turns."""
     rows = torch.zeros(num, 4, VOCAB, device=CUDA).unbind()
     asked = []
     for index, logits in enumerate(rows):
         rule = [*Rule][index % len(Rule)]
         sampling = GREEDY if rule is Rule.GREEDY else (WARM, FILTERED, BIASED)[index // 4 % 3]
-        is_tree = index // 4 % 4 == 1 and not (rule.needs_q or sampling.penalised)
-        sealed = proposal(rule, TREE if is_tree else (), DRAFTED)
+        sealed = proposal(rule, DRAFTED)
         noise = RoundNoise(index, rule, 9)
         asked.append(Question(logits, sampling, NO_HISTORY, sealed.open(), noise))
     return asked

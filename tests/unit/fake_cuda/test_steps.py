@@ -16,7 +16,6 @@ from models import tiny_config, tiny_eagle3, tiny_module
 from outrider.engine.interface import SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 
-TREE = (-1, 0, 0, 1)
 _names = map(str, count())
 
 
@@ -42,15 +41,15 @@ def grown(engine: PagedEngine, num: int, length: int = 5) -> list[str]:
 Case = Callable[[PagedEngine, list[str]], object]
 
 
-def steps(num_tokens: int, num_logits: int = 1, parents: tuple[int, ...] = ()) -> Case:
+def steps(num_tokens: int, num_logits: int = 1) -> Case:
     ids = tuple(range(num_tokens))
     return lambda engine, names: engine.forward(
-        [SequenceStep(name, ids, num_logits, parents) for name in names]
+        [SequenceStep(name, ids, num_logits) for name in names]
     )
 
 
 def ragged(engine: PagedEngine, names: list[str]) -> None:
-    """Chains of all lengths, as of sessions with their own K."""
+    """Steps of all lengths, as of sessions with their own K."""
     engine.forward([SequenceStep(each, (1,) * (1 + i % 4), 1) for i, each in enumerate(names)])
 
 
@@ -73,27 +72,26 @@ def forks(engine: PagedEngine, names: list[str]) -> None:
     steps(1)(engine, [name + branch for name in names for branch in "ab"])
 
 
-def kept_paths(engine: PagedEngine, names: list[str]) -> None:
-    """Of trees a path, whose slots move, and the next step."""
-    steps(4, 4, TREE)(engine, names)
+def kept(engine: PagedEngine, names: list[str]) -> None:
+    """Some slots of a step are dropped, and the next step writes them again."""
+    steps(4, 4)(engine, names)
     for name in names:
-        engine.keep(name, 5, (5, 7))
+        engine.keep(name, 7)
     steps(1)(engine, names)
 
 
 CASES: dict[str, tuple[Case, dict[str, tuple[int, int, int]]]] = {
     "plain": (steps(1), {"gathered": (0, 3, 27), "tables": (0, 1, 9), "eagle3": (0, 2, 22)}),
     "prefix": (steps(40), {"tables": (0, 1, 9)}),
-    "verify": (steps(4, 4), {"tables": (0, 1, 9)}),
-    "ragged": (ragged, {"tables": (0, 1, 9), "windows": (0, 1, 9)}),
-    "tree": (
-        steps(4, 4, TREE),
-        {"gathered": (0, 3, 27), "tables": (0, 2, 10), "windows": (0, 2, 10), "eagle3": (0, 3, 23)},
+    "verify": (
+        steps(4, 4),
+        {"gathered": (0, 3, 27), "tables": (0, 1, 9), "windows": (0, 1, 9), "eagle3": (0, 2, 22)},
     ),
+    "ragged": (ragged, {"tables": (0, 1, 9), "windows": (0, 1, 9)}),
     "draft": (draft, {"eagle3": (0, 3, 31)}),
     "features": (features, {"eagle3": (0, 2, 22)}),
     "forks": (forks, {"tables": (0, 2, 14)}),
-    "kept path": (kept_paths, {"tables": (0, 4, 24)}),
+    "kept": (kept, {"tables": (0, 2, 18)}),
 }
 """Reads, sends and operators of a model of two layers, beside those of the library's modules, for 1
 and for 16 sessions; and so for any number. Gathered steps have some four operators fewer for one.

@@ -18,8 +18,8 @@ SIZE = 4
 PROMPT = tuple(range(100, 100 + 3 * SIZE))
 
 
-def step(name: str, *ids: int, parents: tuple[int, ...] = ()) -> SequenceStep:
-    return SequenceStep(name, ids, 1, parents)
+def step(name: str, *ids: int) -> SequenceStep:
+    return SequenceStep(name, ids, 1)
 
 
 def append(pool: BlockPool, steps: Sequence[SequenceStep]) -> list[Copy]:
@@ -100,15 +100,6 @@ class Slots:
                 origin * size : (origin + 1) * size
             ]
 
-    def move(self, moves: list[Copy]) -> None:
-        """One by one, which must be the same as all at once."""
-        at_once = self.values.copy()
-        for origin, target in moves:
-            at_once[target] = self.values[origin]
-        for origin, target in moves:
-            self.values[target] = self.values[origin]
-        assert self.values == at_once
-
     def held(self, name: str) -> list[Value | None]:
         return [self.values[self.slot(name, i)] for i in range(self.pool.length(name))]
 
@@ -119,20 +110,10 @@ class ModelSequence:
     def __init__(self, salt: str = "") -> None:
         self.salt = salt
         self.ids: list[int] = []
-        self.values: list[Value] = []
 
-    def run(self, ids: tuple[int, ...], parents: tuple[int, ...], stamp: int) -> None:
-        """What a step writes. After slots that are no chain, each value is unique."""
-        chain = all(self.values[i] == self.chained(i) for i in range(len(self.ids)))
-        held, base = len(self.ids), (self.salt, *self.ids)
-        for i, token_id in enumerate(ids):
-            parent = (parents[i] if parents else i - 1) + held
-            before = self.values[parent] if parent >= held else base
-            self.ids.append(token_id)
-            self.values.append((*before, token_id) if chain else ("mixed", stamp, i))
-
-    def chained(self, index: int) -> Value:
-        return (self.salt, *self.ids[: index + 1])
+    @property
+    def values(self) -> list[Value]:
+        return [(self.salt, *self.ids[: index + 1]) for index in range(len(self.ids))]
 
 
 class PoolAndModel(RuleBasedStateMachine):
@@ -144,7 +125,6 @@ class PoolAndModel(RuleBasedStateMachine):
         self.pool = BlockPool(NUM_PAGES, PAGE_SIZE)
         self.slots = Slots(self.pool)
         self.model: dict[str, ModelSequence] = {}
-        self.stamp = 0
 
     def state(self) -> tuple[Any, ...]:
         held = {name: (self.pool.token_ids(name), list(self.pool.pages(name))) for name in NAMES}
@@ -152,18 +132,14 @@ class PoolAndModel(RuleBasedStateMachine):
 
     @rule(
         data=st.lists(
-            st.tuples(st.sampled_from(NAMES), IDS, st.none() | st.integers(0, 7**6)),
+            st.tuples(st.sampled_from(NAMES), IDS),
             min_size=1,
             max_size=3,
             unique_by=lambda step: step[0],
         )
     )
-    def append(self, data: list[tuple[str, list[int], int | None]]) -> None:
-        steps = []
-        for name, ids, tree in data:
-            parents = () if tree is None else tuple(tree // 7**i % (i + 1) - 1 for i in range(5))
-            ids = ids if tree is None else ids[:5]
-            steps.append(SequenceStep(name, tuple(ids), 1, parents[: len(ids)]))
+    def append(self, data: list[tuple[str, list[int]]]) -> None:
+        steps = [step(name, *ids) for name, ids in data]
         before = self.state()
         roomy = self.pool.can_hold(steps)
         assert self.state() == before
@@ -175,14 +151,12 @@ class PoolAndModel(RuleBasedStateMachine):
             self.check_that_nothing_fits(steps)
             return
         assert roomy
-        for step in steps:
-            self.stamp += 1
-            sequence = self.model.setdefault(step.sequence_id, ModelSequence())
+        for name, ids in data:
+            sequence = self.model.setdefault(name, ModelSequence())
             held = len(sequence.ids)
-            sequence.run(step.token_ids, step.parents, self.stamp)
-            for index in range(held, len(sequence.ids)):
-                slot = self.slots.slot(step.sequence_id, index)
-                self.slots.values[slot] = sequence.values[index]
+            sequence.ids += ids
+            for index, value in enumerate(sequence.values[held:], held):
+                self.slots.values[self.slots.slot(name, index)] = value
         self.pool.written(steps)
 
     def check_that_nothing_fits(self, steps: list[SequenceStep]) -> None:
@@ -208,33 +182,23 @@ class PoolAndModel(RuleBasedStateMachine):
         assert num % PAGE_SIZE == 0
         assert num < len(ids)
         assert self.pool.counts().num_free == free
-        sequence = self.model[name] = ModelSequence(salt)
-        sequence.ids = ids[:num]
-        sequence.values = [sequence.chained(i) for i in range(num)]
+        self.model[name] = ModelSequence(salt)
+        self.model[name].ids = ids[:num]
 
     @precondition(lambda self: self.model)
-    @rule(at=st.integers(0, 9), cut=st.integers(0, 8), path=st.integers(0, 255))
-    def keep(self, at: int, cut: int, path: int) -> None:
+    @rule(at=st.integers(0, 9), cut=st.integers(0, 8))
+    def keep(self, at: int, cut: int) -> None:
         name = sorted(self.model)[at % len(self.model)]
         sequence = self.model[name]
         length = max(0, len(sequence.ids) - cut)
-        kept = [s for s in range(length, len(sequence.ids)) if path >> (s - length) & 1]
-        before = self.state()
-        try:
-            moves = self.pool.keep(name, length, kept)
-        except OutOfPages:
-            assert kept
-            assert self.state() == before
-            return
-        self.slots.move(moves)
-        sequence.ids[length:] = [sequence.ids[s] for s in kept]
-        sequence.values[length:] = [sequence.values[s] for s in kept]
+        self.pool.keep(name, length)
+        del sequence.ids[length:]
 
     @precondition(lambda self: self.model)
     @rule(at=st.integers(0, 9), cut=st.integers(1, 7), ids=IDS)
     def cut_and_go_on(self, at: int, cut: int, ids: list[int]) -> None:
-        self.keep(at, cut, 0)
-        self.append([(sorted(self.model)[at % len(self.model)], ids, None)])
+        self.keep(at, cut)
+        self.append([(sorted(self.model)[at % len(self.model)], ids)])
 
     @precondition(lambda self: self.model)
     @rule(at=st.integers(0, 9), branch=st.sampled_from(NAMES))
@@ -256,7 +220,6 @@ class PoolAndModel(RuleBasedStateMachine):
         self.slots.copy_pages(copies)
         copy = self.model[branch] = ModelSequence(self.model[name].salt)
         copy.ids = self.model[name].ids.copy()
-        copy.values = self.model[name].values.copy()
 
     @rule(name=st.sampled_from(NAMES))
     def release(self, name: str) -> None:

@@ -152,7 +152,9 @@ WISHES = st.lists(
 
 
 @given(WISHES, st.integers(64, 700), st.integers(1, 12), st.sampled_from([None, COSTS]))
-@example([TokenDemand(ROUND_TOKENS_MAX, 1, 0), TokenDemand(51, 1, 0)], 64, 2, None)
+@example(
+    [TokenDemand(ROUND_TOKENS_MAX, 1, 0), TokenDemand(ROUND_TOKENS_MAX + 1, 1, 0)], 64, 2, None
+)
 def test_whatever_is_wished(
     demands: list[TokenDemand], max_tokens: int, max_steps: int, costs: StepCosts | None
 ) -> None:

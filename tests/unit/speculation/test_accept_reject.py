@@ -47,7 +47,7 @@ def test_left_rules_stop_and_block_looks_at_all(uniforms, left, block):
 
 
 def test_an_empty_proposal_gives_the_bonus():
-    assert decide(Verdict((), (7,)), (), Rule.BLOCK, ()) == Outcome((), (7,), (B,))
+    assert decide(Verdict((), (7,)), (), Rule.BLOCK, ()) == Outcome((7,), (B,))
 
 
 @settings(deadline=None)

@@ -68,7 +68,7 @@ def test_the_draw_is_where_a_uniform_falls_on_the_counts(rule):
         level = float(uniforms(keys, np.array([[0]]))[0, 0]) * COUNT_TOTAL
         place = sum(total <= level for total in itertools.accumulate(q.counts))
         assert token_id == q.token_ids[place]
-        assert decode_q(encode_q([q]), [(token_id,)]) == (q,)
+        assert decode_q(encode_q([q]), [token_id]) == (q,)
         seen.add(token_id)
     assert len(seen) > 3
 

@@ -9,10 +9,8 @@ from verdict_laws import row_keys
 
 from outrider.limits import SEED_MAX
 from outrider.speculation.gumbel_max import numbers
-from outrider.speculation.proposal import draft_tree
 from outrider.speculation.random_streams import (
     INDEX_MAX,
-    SIBLING_MAX,
     Place,
     RoundNoise,
     Stream,
@@ -88,18 +86,16 @@ def test_absolute_places(rule):
 
 @pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK])
 def test_round_places(rule):
-    """Token and block numbers are keyed by the committed length at the round's start, sibling and
+    """Token and block numbers are keyed by the committed length at the round's start, and the
     index."""
     noise = RoundNoise(1, rule, 77)
     assert noise.place(0) == Place(77, 0x80000000)
-    assert noise.place(5, sibling=2) == Place(77, 0x80020005)
-    assert noise.place(INDEX_MAX, SIBLING_MAX) == Place(77, FULL)
+    assert noise.place(5) == Place(77, 0x80000005)
+    assert noise.place(INDEX_MAX) == Place(77, 0x8000FFFF)
     assert (noise.draft_stream, noise.residual_stream) == (Stream.DRAFT, Stream.RESIDUAL)
-    for parents in ((), (-1, -1, 0, 1)):
-        tree = draft_tree(parents, 4)
-        places = list(map(noise.place, tree.depths, tree.ranks))
-        words = row_words(row_keys(1, places, [Stream.ACCEPT] * 4))[0]
-        assert list(noise.accept_uniforms(4, parents)) == [uniform(int(word)) for word in words]
+    places = [noise.place(index) for index in range(4)]
+    words = row_words(row_keys(1, places, [Stream.ACCEPT] * 4))[0]
+    assert list(noise.accept_uniforms(4)) == [uniform(int(word)) for word in words]
 
 
 @pytest.mark.parametrize("rule", Rule)
@@ -109,15 +105,14 @@ def test_many_rounds_have_the_keys_that_each_has_alone(rule):
         [*noise.place(index), noise.draft_stream, noise.seed & FULL, noise.seed >> 32]
         for noise, index in zip(noises, (2, 1), strict=True)
     ]
-    trees = [draft_tree((), 2), draft_tree((-1, -1, 0, 0, 2), 5)]
+    sizes = [3, 6]
     expected = []
-    for noise, tree in zip(noises, trees, strict=True):
-        depths = [0, *(depth + 1 for depth in tree.depths)]
-        for depth, rank, children in zip(depths, (0, *tree.ranks), tree.children, strict=True):
-            stream = noise.residual_stream if children else Stream.TARGET
-            place = noise.place(depth, rank)
+    for noise, size in zip(noises, sizes, strict=True):
+        for index in range(size):
+            stream = noise.residual_stream if index < size - 1 else Stream.TARGET
+            place = noise.place(index)
             expected.append([*place, stream, noise.seed & FULL, noise.seed >> 32])
-    assert verdict_keys(noises, trees).tolist() == expected
+    assert verdict_keys(noises, sizes).tolist() == expected
 
 
 def test_choice_seeds():

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from verdict_laws import draft_tokens, row_keys, score, verdict_from_logits
 
 from outrider.errors import InvariantError
-from outrider.speculation.draft_sampling import draw_from_logits, draw_siblings
+from outrider.speculation.draft_sampling import draw_from_logits
 from outrider.speculation.gumbel_max import race
 from outrider.speculation.logits_processing import TokenHistory, likeliest, target_probabilities
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, Proposal
@@ -74,13 +74,11 @@ def test_an_empty_residual_falls_back_to_p():
         (P, Proposal((0, 1)), Rule.TOKEN),
         (P, Proposal((0, 1), (Q1,)), Rule.BLOCK),
         (P, Proposal((1, 1), (Q1, Q2)), Rule.TOKEN),
-        (P, Proposal((0, 1), (None,), (-1, -1)), Rule.BLOCK),
         (P[0], Proposal(), Rule.TOKEN),
     ],
 )
 def test_what_does_not_fit_is_refused(rows, proposal, rule):
-    """A row has a wrong shape, q is missing, a draft token is not in its q, or a tree comes with
-    block."""
+    """A row has a wrong shape, q is missing, or a draft token is not in its q."""
     with pytest.raises(InvariantError):
         score(rows, proposal, RoundNoise(0, rule, 4))
 
@@ -193,10 +191,6 @@ def test_sessions_in_one_pass_have_the_verdicts_that_each_has_alone(dtype):
         questions.append(
             Question(logits, params, NO_HISTORY, Proposal(tuple(v for v, _ in drafted), q), noise)
         )
-    last = questions[-1]
-    [(siblings, q)] = draw_siblings(last.logits[:1], SamplingParams(), [last.noise], [0], [3])
-    tree = Proposal(siblings, (q,), (-1, -1, -1))
-    questions[-1] = Question(last.logits[:4], last.params, NO_HISTORY, tree, last.noise)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

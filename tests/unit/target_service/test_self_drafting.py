@@ -8,7 +8,7 @@ import pytest
 import torch
 from models import flat_module, tiny_eagle3, twin
 from paged_engines import shorten_pages
-from rounds import GREEDY, RULES, Replica, make_head, outcome_of
+from rounds import RULES, Replica, make_head, outcome_of
 
 from outrider.drafters.drafter import DraftRequest
 from outrider.engine.interface import ModelInfo, SequenceStep
@@ -45,18 +45,10 @@ class Target(Replica):
         )  # fmt: skip
 
     async def verify(
-        self,
-        tokens: Sequence[int],
-        proposal: SealedProposal,
-        num_next: int,
-        next_siblings: tuple[int, ...] = (),
-        **head: Any,
+        self, tokens: Sequence[int], proposal: SealedProposal, num_next: int, **head: Any
     ) -> VerdictReply:
         made = make_head(tokens, seed=SEED, prompt_length=len(PROMPT), **head)
-        item = VerifyItem(
-            made, proposal, num_next_draft_tokens=num_next, next_siblings=next_siblings
-        )
-        reply = await self.ask(item)
+        reply = await self.ask(VerifyItem(made, proposal, num_next_draft_tokens=num_next))
         assert isinstance(reply, VerdictReply), reply
         return reply
 
@@ -120,26 +112,6 @@ async def test_what_is_proposed_behind_each_outcome(rule: Rule, sampling: Sampli
             assert 0 < len(proposal) == 4
         # Two random heads seldom find the same token likeliest.
         assert rule is Rule.GREEDY or len(set(accepted)) > 1
-
-
-@pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.COUPLED, Rule.GREEDY])
-async def test_siblings_stand_beside_what_is_drawn(rule: Rule) -> None:
-    sampling = GREEDY if rule is Rule.GREEDY else SamplingParams()
-    async with Target() as target:
-        tokens, proposal, beside = list(PROMPT), NOTHING_SEALED, 0
-        for index in range(14):
-            reply = await target.verify(
-                tokens, proposal, 2, rule=rule, sampling=sampling, round_index=index,
-                next_siblings=(2, 1),
-            )  # fmt: skip
-            outcome = outcome_of(reply, proposal, rule, SEED, len(tokens))
-            beside += any(place not in proposal.tree.spine for place in outcome.path)
-            tokens += outcome.token_ids
-            proposal = reply.next_proposal
-            assert proposal.open().spine_ids == target.expected(tokens, rule, sampling, 2).token_ids
-            assert proposal.parents == (-1, -1, -1, 0, 0)
-        # Laws so flat as these accept nearly every first token under the rule that compares them.
-        assert rule is not Rule.COUPLED or beside > 0
 
 
 async def test_rounds_of_several_sessions_are_drafted_for_together() -> None:

@@ -155,13 +155,13 @@ def test_times_of_rounds_that_ran_unasked_are_only_in_the_spans() -> None:
 
 
 def test_acceptance_is_counted_by_position_and_context_length() -> None:
-    """Also under vLLM's names. In a tree siblings share a position."""
+    """Also under vLLM's names."""
     exports = start_exports("prometheus=0", "coordinator", "127.0.0.1", vllm_model="m")
     requests = ObservedRequests(exports.tracer, exports.meter, CoordinatorConfig())
     observer = requests.begin(REQUEST, "m", "")
-    chain, tree = SealedProposal((1, 2)), SealedProposal((1, 2, 3), b"", (-1, -1, 0))
+    two, three = SealedProposal((1, 2)), SealedProposal((1, 2, 3))
     for proposal, num_accepted, length in (
-        (chain, 2, 1023), (chain, 0, 1024), (tree, 1, 70_000), (NOTHING_SEALED, 0, 70_000),
+        (two, 2, 1023), (two, 0, 1024), (three, 1, 70_000), (NOTHING_SEALED, 0, 70_000),
     ):  # fmt: skip
         observer.decided(proposal, num_accepted, num_accepted + 1, length)
     accept = "application/openmetrics-text;version=1.0.0"
@@ -172,11 +172,12 @@ def test_acceptance_is_counted_by_position_and_context_length() -> None:
     page = Page.parse(text.decode())
     exports.shut_down()
     for context, drafted, accepted in (
-        ("0-1k", [1, 1], [1, 1]), ("1k-4k", [1, 1], [0, 0]), ("64k+", [1, 1], [1, 0])
+        ("0-1k", [1, 1], [1, 1]), ("1k-4k", [1, 1], [0, 0]), ("64k+", [1, 1, 1], [1, 0, 0])
     ):  # fmt: skip
         for kind, expected in (("draft", drafted), ("accepted", accepted)):
             name = f"outrider_spec_decode_num_{kind}_tokens_per_pos_total"
-            found = [page.value(name, context=context, position=place) for place in ("0", "1")]
+            places = map(str, range(len(expected)))
+            found = [page.value(name, context=context, position=place) for place in places]
             assert found == expected, (context, kind)
     name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
     assert page.value(name, model_name="m", position="0") == 2

@@ -24,10 +24,8 @@ from outrider.limits import (
     NUM_DRAFT_TOKENS_MAX,
     RUN_AHEAD_ROUNDS_MAX,
     SESSION_TOKENS_MAX,
-    SIBLINGS_MAX,
     TOKEN_ID_MAX,
     TRACEPARENT_CHARS_MAX,
-    TREE_TOKENS_MAX,
 )
 from outrider.messages import (
     DraftItem,
@@ -123,12 +121,7 @@ def heads(draw: st.DrawFn) -> RoundHead:
 @st.composite
 def proposals(draw: st.DrawFn) -> SealedProposal:
     token_ids = tuple(draw(st.lists(IDS, max_size=NUM_DRAFT_TOKENS_MAX)))
-    parents = tuple(draw(st.integers(-1, i - 1)) for i in range(len(token_ids)))
-    return SealedProposal(
-        token_ids,
-        draw(st.binary(max_size=40)) if token_ids else b"",
-        parents if draw(st.booleans()) else (),
-    )
+    return SealedProposal(token_ids, draw(st.binary(max_size=40)) if token_ids else b"")
 
 
 VERIFY_ITEMS = st.builds(
@@ -138,7 +131,6 @@ VERIFY_ITEMS = st.builds(
     st.integers(0, RUN_AHEAD_ROUNDS_MAX),
     st.none() | st.integers(0, LOGPROBS_MAX),
     st.integers(0, NUM_DRAFT_TOKENS_MAX),
-    st.lists(st.integers(0, SIBLINGS_MAX), max_size=2).map(tuple),
     st.none() | st.integers(0, SESSION_TOKENS_MAX),
     st.integers(0, 1000 * DRAFT_DEADLINE_MS_MAX),
     st.booleans(),
@@ -153,7 +145,7 @@ LOGPROBS = st.builds(
 
 @st.composite
 def verdict_replies(draw: st.DrawFn) -> VerdictReply:
-    num_draft_tokens = draw(st.integers(0, TREE_TOKENS_MAX))
+    num_draft_tokens = draw(st.integers(0, NUM_DRAFT_TOKENS_MAX))
     accept = tuple(draw(between(0, 1)) for _ in range(num_draft_tokens))
     correction = tuple(draw(IDS) for _ in range(num_draft_tokens + 1))
     size = draw(st.sampled_from([0, 2 * num_draft_tokens + 1]))
@@ -193,14 +185,13 @@ def test_verify_items_survive(item: VerifyItem) -> None:
 @given(
     heads(),
     st.integers(0, NUM_DRAFT_TOKENS_MAX),
-    st.lists(st.integers(0, SIBLINGS_MAX), max_size=2).map(tuple),
     FEATURES,
     st.integers(0, 1000 * DRAFT_DEADLINE_MS_MAX),
 )
 def test_draft_items_survive(
-    head: RoundHead, count: int, siblings: tuple[int, ...], features: Features, budget_us: int
+    head: RoundHead, count: int, features: Features, budget_us: int
 ) -> None:
-    item = DraftItem(head, count, 3, (1, 2), siblings, features, budget_us)
+    item = DraftItem(head, count, 3, (1, 2), features, budget_us)
     found: Any = DRAFT.item_from_proto(item_message(DRAFT, item))
     assert (found, found.budget_us) == (item, budget_us)
 
@@ -291,10 +282,7 @@ def refused(codec: Any, message: Any) -> str | None:
         ("head.constraint_hash", b"12", b""),
         ("head.sampling_params.top_p", 0.0, 1.0),
         ("proposal.token_ids", [1] * NUM_DRAFT_TOKENS_MAX, [1] * (NUM_DRAFT_TOKENS_MAX - 1)),
-        ("proposal.parents", [2], [0]),
         ("run_ahead", RUN_AHEAD_ROUNDS_MAX + 1, RUN_AHEAD_ROUNDS_MAX),
-        ("next_siblings", [SIBLINGS_MAX + 1], [SIBLINGS_MAX]),
-        ("next_siblings", [7, 7, 7, 7, 5], [7, 7, 7, 7, TREE_TOKENS_MAX - 28]),
         ("next_budget_us", 1000 * DRAFT_DEADLINE_MS_MAX + 1, 1000 * DRAFT_DEADLINE_MS_MAX),
         # Of draft items.
         ("num_draft_tokens", NUM_DRAFT_TOKENS_MAX + 1, NUM_DRAFT_TOKENS_MAX),
@@ -348,7 +336,7 @@ PROPOSED = ProposalReply(KEY, SealedProposal((1,), b""), 3, 4)
     [
         ("session_id", {"key": ReplyKey("", 1, 0)}),
         ("verdict", {"verdict": Verdict((0.5,), (1, 2, 3))}),
-        ("verdict", {"verdict": Verdict((0.5,) * 33, (1,) * 34), "logprobs": ()}),  # Of no tree.
+        ("verdict", {"verdict": Verdict((0.5,) * 17, (1,) * 18), "logprobs": ()}),  # Too many.
         ("verdict.accept_probability", {"verdict": Verdict((1.1,), (1, 2))}),
         ("verdict.accept_probability", {"verdict": Verdict((math.nan,), (1, 2))}),
         ("verdict.correction", {"verdict": Verdict((0.5,), (1, 2**31))}),

@@ -6,14 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.draft_length.acceptance import (
-    FIRST_ACCEPTED,
-    FIRST_TAKEN,
-    DepthAverages,
-    SiblingAverage,
-    observed,
-)
-from coordinator.draft_length.policy import fitting
+from coordinator.draft_length.acceptance import FIRST_ACCEPTED, DepthAverages, observed
 from outrider.limits import NUM_DRAFT_TOKENS_MAX
 
 DEPTHS = NUM_DRAFT_TOKENS_MAX
@@ -74,16 +67,3 @@ def test_chances_are_chances(rounds: list[tuple[int, list[float]]], num_asked: i
         found = one.prospects(num_asked)
         for values in (found.committed, found.proposed):
             assert all(0.0 <= b <= a <= 1.0 for a, b in zip((1.0, *values), values, strict=False))
-
-
-def test_the_worth_of_siblings_is_learned() -> None:
-    one = SiblingAverage(100.0, 10.0)
-    assert one.chance == pytest.approx(FIRST_TAKEN)
-    for index in range(1_000):
-        one.note(index % 5 > 0)
-    assert one.chance == pytest.approx(0.8, abs=0.1)
-
-
-def test_siblings_fit_the_room_in_the_context() -> None:
-    assert fitting((3, 2, 1), 4) == (3, 1, 0)
-    assert fitting((3, 2, 1), 0) == fitting((3,), -5) == ()

@@ -12,7 +12,7 @@ from length_world import BOUND, ENDLESS, RUN_AHEAD, World, controls, description
 from coordinator.draft_length.controller import LengthControl, LengthControls
 from coordinator.draft_length.policy import PlayedRound, RoundLength
 from outrider.engine.step_costs import StepCosts
-from outrider.limits import NUM_DRAFT_TOKENS_MAX, SIBLINGS_MAX, TREE_TOKENS_MAX
+from outrider.limits import NUM_DRAFT_TOKENS_MAX
 from outrider.speculation.sampling_params import Rule
 
 
@@ -70,21 +70,6 @@ def test_the_cost_of_a_targets_own_drafts_is_learned(draft_s: float, acceptance:
     run = world.play(control, 1200, first_index=400)
     assert run.rate > 0.9 * world.rate(world.best)
     assert run.rate > 0.96 * world.rate(0)
-
-
-@pytest.mark.parametrize(
-    ("taken", "row_s", "drafts"), [(0.8, 0.0, 1), (0.0, 0.0, 0), (0.8, 0.01, 0)]
-)
-def test_siblings_make_drafting_pay_if_they_are_accepted_and_rows_cost_little(
-    taken: float, row_s: float, drafts: bool
-) -> None:
-    """The draft's own tokens never are."""
-    world = World(acceptance=0.0, draft_s=0.002, row_s=row_s, rescued=taken)
-    control = world.controls.open(Rule.TOKEN, 1, 2, 100, siblings_max=20)
-    world.play(control, 300)
-    lengths = world.play(control, 300, first_index=300).lengths
-    assert (sum(one.num_draft_tokens > 0 for one in lengths) > 200) is bool(drafts)
-    assert {one.siblings for one in lengths} <= {(), (20,), (15, 15)}
 
 
 def test_plain_decoding_and_drafting_do_not_alternate() -> None:
@@ -277,21 +262,10 @@ def test_a_draft_reads_a_prompt_only_if_drafting_will_pay_for_it(
     assert control.plans_plain is not begins
 
 
-def fixed(num_draft_tokens: int, siblings_max: int = 0) -> LengthControl:
+def fixed(num_draft_tokens: int) -> LengthControl:
     """The lengths of a session without length control."""
     one = LengthControls(description(None), None, RUN_AHEAD, adapts=False)
-    return one.open(Rule.TOKEN, 1, num_draft_tokens, 10, siblings_max)
-
-
-@pytest.mark.parametrize("num_draft_tokens", [1, 7, 16])
-def test_a_fixed_length_asks_for_the_same_tree_each_time(num_draft_tokens: int) -> None:
-    control = fixed(num_draft_tokens, SIBLINGS_MAX)
-    assert control.choose(99).siblings == ()
-    siblings = control.choose(99).siblings
-    assert len(siblings) == num_draft_tokens
-    assert siblings[0] > 0
-    assert num_draft_tokens + sum(siblings) <= TREE_TOKENS_MAX
-    assert len(control.choose(4).siblings) == min(num_draft_tokens, 3)
+    return one.open(Rule.TOKEN, 1, num_draft_tokens, 10)
 
 
 def test_a_fixed_length_is_what_the_request_asks_for() -> None:

@@ -88,7 +88,7 @@ def test_rows_cost_other_sessions_tokens() -> None:
         note_load(one, 1, 2, 0.040, 0.020, 0)
     found = one.forecast(2, context=0)
     assert found.plain_s == pytest.approx(TARGET.step_seconds(5))
-    assert found.row_lost == pytest.approx([4 * 0.001 * 2 / 0.040] * 2, rel=0.01)
+    assert found.token_lost == pytest.approx([4 * 0.001 * 2 / 0.040] * 2, rel=0.01)
 
 
 def test_the_contexts_of_others_count_by_their_own_lengths() -> None:
@@ -124,7 +124,7 @@ def test_others_lose_what_messages_take_of_shared_cores(delays: bool) -> None:
     lost = delays * 8 * MESSAGES_WORK * 0.002 / 0.040
     found = one.forecast(2, 0)
     assert found.round_lost == pytest.approx(lost, rel=0.01)
-    assert found.token_lost == pytest.approx(found.row_lost)
+    assert found.token_lost == pytest.approx([8 * 0.001 / 0.040] * 2, rel=0.01)
 
 
 @pytest.mark.parametrize("delays", [False, True])
@@ -159,8 +159,9 @@ def test_drafting_costs_other_sessions_tokens(
         played = PlayedRound(num_drafted, (), 1, 0, 0.0, 0.040, 0.0, beside=beside)
         one.note_drafted(played, 0.040)
     found = one.forecast(3, 0)
+    row_s = 0.001 * 0.040 / TARGET.step_seconds(9)
     assert found.round_lost == pytest.approx(0.0, abs=0.02)
-    assert found.token_lost - found.row_lost == pytest.approx([lost] * 3, abs=0.02)
+    assert found.token_lost == pytest.approx([8 * row_s / 0.040 + lost] * 3, abs=0.02)
 
 
 def test_a_stall_counts_as_a_few_rounds_and_no_more() -> None:

@@ -311,16 +311,14 @@ def test_native_texts_go_to_the_token_that_completes_them() -> None:
     native = NativeEvents(TEXT)
     first = told(native, tokens(0, snow[:3], "a"))
     assert (first["texts"], first["text_delta"]) == (["a", "", ""], "a")
-    tree = RoundReport(
-        3, (5, snow[1], 7), 1, 1.5, 0.25, 0.5, 4.0, 0.125, True, proposed_parents=(-1, -1, 0)
-    )
-    found = told(native, tree)
+    report = RoundReport(3, (5, snow[1], 7), 1, 1.5, 0.25, 0.5, 4.0, 0.125, True)
+    found = told(native, report)
     assert found["proposed_texts"][:2] == [TEXT.spell(5).decode(), "bytes:\\xe2"]
     assert (found["first_index"], found["index"], found["num_accepted"]) == (3, 3, 1)
     parts = [found[f"{part}_ms"] for part in ("draft", "wire", "queue", "verify", "commit")]
     assert parts == [1.5, 0.25, 0.5, 4.0, 0.125]
-    assert (found["proposed_parents"], found["look_ahead_hit"]) == ([-1, -1, 0], True)
+    assert (found["proposed_token_ids"], found["look_ahead_hit"]) == ([5, snow[1], 7], True)
     rest = told(native, tokens(3, snow[3:], "☃b"))
     assert (rest["first_index"], rest["texts"], "logprobs" in rest) == (3, ["☃", "b"], False)
     assert told(NativeEvents(None), tokens(0, [1, 2], ""))["texts"] is None
-    assert told(NativeEvents(None), tree)["proposed_texts"] is None
+    assert told(NativeEvents(None), report)["proposed_texts"] is None

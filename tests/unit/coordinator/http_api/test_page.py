@@ -7,7 +7,6 @@ import subprocess
 import tomllib
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import pytest
 from test_http_app import Front
@@ -50,46 +49,56 @@ async def test_every_file_is_packaged_and_served() -> None:
     assert {"".join(one) for one in named} | {"index.html", "docs.html"} == lying.keys()
 
 
-TREE = [-1, 0, -1, 2, 3]
-"""A round with a tree: A and C are siblings, B follows A, D follows C, and E follows D. The text of
-each token is its letter."""
-CHAIN: list[int] = []
+NODE = """
+class Node {
+    children = []; dataset = {}; textContent = "";
+    classList = { add() {}, toggle() {} };
+    constructor(kind) { this.kind = kind; }
+    addEventListener() {}
+    setAttribute() {}
+    append(...nodes) { this.children.push(...nodes); }
+    replaceChildren(...nodes) { this.children = nodes; }
+    get text() { return this.textContent + this.children.map(one => one.text).join(""); }
+}
+globalThis.document = { createElement: (kind) => new Node(kind) };
+"""
+"""As much of an element as the text of an answer needs."""
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="there is no node on the PATH")
 @pytest.mark.parametrize(
-    ("parents", "came", "num_accepted", "struck"),
+    ("came", "num_accepted", "kept", "behind"),
     [
-        (TREE, "X", 0, [(0, "AB")]),
-        (TREE, "AX", 1, [(1, "B")]),
-        (TREE, "ABX", 2, []),
-        (TREE, "CX", 1, [(0, "AB"), (1, "DE")]),
-        (TREE, "CDEX", 3, [(0, "AB")]),
-        (CHAIN, "X", 0, [(0, "ABCDE")]),
-        (CHAIN, "ABCX", 3, [(3, "DE")]),
-        (CHAIN, "ABCDEX", 5, []),
+        ("X", 0, ["-ABCDE", "X"], ["X", "-ABCDE"]),
+        ("ABCX", 3, ["A", "B", "C", "-DE", "X"], ["A", "B", "C", "X", "-DE"]),
+        ("ABCDEX", 5, [*"ABCDEX"], [*"ABCDEX"]),
     ],
 )
 def test_what_was_drafted_in_vain_is_struck_through(
-    parents: list[int], came: str, num_accepted: int, struck: Any
+    came: str, num_accepted: int, kept: list[str], behind: list[str]
 ) -> None:
-    """The refused tokens that would have followed the last accepted one. If the accepted path left
-    the path of first siblings, also the rest of that path. Each has the number of accepted tokens
-    before it."""
-    told = {
-        "proposed_token_ids": [*range(5)], "proposed_parents": parents,
+    """A to E were proposed. The refused tokens (here after a minus sign) follow the last accepted
+    one, or stand behind the text. The text of each token is its letter."""
+    begun = {
+        "proposed_token_ids": [*range(5)], "proposed_texts": [*"ABCDE"],
         "num_accepted": num_accepted,
     }  # fmt: skip
-    script = f"""
-        const round = {json.dumps(told)};
-        round.accepted = acceptedOf(round, {["ABCDEX".index(letter) for letter in came]});
-        console.log(JSON.stringify(refusedOf(round)));"""
+    written = {
+        "token_ids": ["ABCDEX".index(letter) for letter in came], "texts": [*came],
+        "text_delta": came, "origins": ["accepted"] * num_accepted + ["correction"],
+    }  # fmt: skip
+    script = f"""{NODE}
+        const told = [true, false].map((keeps) => {{
+            const paper = new Node("p");
+            const writing = Object.assign(new Writing(paper, () => {{}}), {{ keeps }});
+            writing.begin({json.dumps(begun)});
+            writing.write({json.dumps(written)});
+            return paper.children.map((one) => (one.kind === "del" ? "-" : "") + one.text);
+        }});
+        console.log(JSON.stringify(told));"""
     source = FOLDER.joinpath("writing.js").read_text("utf-8") + script
     ran = subprocess.run(
         ["node", "--input-type=module"], input=source, capture_output=True, check=True,
         encoding="utf-8",
     )  # fmt: skip
-    found = [
-        (one["at"], "".join("ABCDE"[i] for i in one["path"])) for one in json.loads(ran.stdout)
-    ]
-    assert found == struck
+    assert json.loads(ran.stdout) == [kept, behind]

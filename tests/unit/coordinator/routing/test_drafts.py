@@ -31,9 +31,8 @@ def opened(name: str, seed: int, prompt: tuple[int, ...] = PROMPT) -> Session:
 
 async def proposed(drafts: Drafts, one: Session, num_tokens: int) -> tuple[int, ...]:
     noise = RoundNoise(one.record.seed, one.record.rule, one.length)
-    drafted = await drafts.propose(1, asked(num_tokens, siblings=(2,)), noise)
+    drafted = await drafts.propose(1, asked(num_tokens), noise)
     assert (drafted.source != "fallback", drafted.num_asked) == (True, num_tokens)
-    assert not drafted.proposal.parents
     return drafted.proposal.token_ids
 
 
@@ -43,7 +42,7 @@ async def test_a_proposal_goes_on_from_the_committed_tokens() -> None:
     assert await proposed(drafts, one, 4) == (2, 3, 1, 2)
     one.decide((2,), Counters(1, 4, 0))
     assert await proposed(drafts, one, 2) == (3, 1)
-    assert drafts.next_wanted(RoundLength(2, 0, next_max=2), 99) == NOTHING_WANTED
+    assert drafts.next_wanted(RoundLength(2, 0, next_max=2)) == NOTHING_WANTED
     assert drafts.cache_state is None
     drafts.close()
 

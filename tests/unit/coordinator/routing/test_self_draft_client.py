@@ -52,33 +52,30 @@ def verdict(proposal: SealedProposal, base_length: int = len(PROMPT)) -> Verdict
     )  # fmt: skip
 
 
-def sealed(num_tokens: int, parents: tuple[int, ...] = ()) -> SealedProposal:
-    q = (Q,) * (1 if parents else num_tokens)
-    return SealedProposal.of(Proposal((4, 5, 4, 5)[:num_tokens], q, parents))
+def sealed(num_tokens: int) -> SealedProposal:
+    return SealedProposal.of(Proposal((4, 5, 4)[:num_tokens], (Q,) * num_tokens))
 
 
 @pytest.mark.parametrize(
-    ("hybrid", "length", "room", "wanted"),
+    ("hybrid", "length", "wanted"),
     [
-        ({}, RoundLength(1, 0, next_max=3), 99, NextWanted(3)),
-        ({}, RoundLength(3, 0, next_max=3, next_siblings=(2, 1)), 99, NextWanted(3, (2, 1))),
-        ({}, RoundLength(3, 0, next_max=3, next_siblings=(2, 1)), 4, NextWanted(3, (1, 0))),
-        ({}, RoundLength(3, 0, next_max=1, next_siblings=(2, 1)), 99, NextWanted(1, (2,))),
-        ({}, RoundLength(0, 5), 99, NextWanted()),  # The target runs ahead.
-        (FEW, RoundLength(8, 0, next_max=8, next_siblings=(2, 1, 1)), 99, NextWanted(2, (2, 1))),
-        (FEW, RoundLength(8, 0, next_max=1, next_siblings=(2, 1, 1)), 99, NextWanted(1, (2,))),
+        ({}, RoundLength(1, 0, next_max=3), NextWanted(3)),
+        ({}, RoundLength(3, 0, next_max=1), NextWanted(1)),
+        ({}, RoundLength(0, 5), NextWanted()),  # The target runs ahead.
+        (FEW, RoundLength(8, 0, next_max=8), NextWanted(2)),
+        (FEW, RoundLength(8, 0, next_max=1), NextWanted(1)),
     ],
 )
 def test_how_much_of_the_next_round_is_asked_for(
-    hybrid: dict[str, Any], length: RoundLength, room: int, wanted: NextWanted
+    hybrid: dict[str, Any], length: RoundLength, wanted: NextWanted
 ) -> None:
     """Of a hybrid's target, few tokens, however many the look-up may propose."""
-    assert replace(self_drafts(**hybrid).next_wanted(length, room), budget_us=0) == wanted
+    assert replace(self_drafts(**hybrid).next_wanted(length), budget_us=0) == wanted
 
 
 async def test_a_proposal_that_came_with_a_verdict_is_used_once() -> None:
     drafts = self_drafts()
-    drafts.next_wanted(RoundLength(3, 0, next_max=3), 99)
+    drafts.next_wanted(RoundLength(3, 0, next_max=3))
     drafts.hear(verdict(sealed(3)))
     drafted = await drafts.propose(1, asked(2), NOISE)
     assert (drafted.proposal, drafted.num_asked) == (sealed(2), 2)
@@ -91,8 +88,8 @@ async def test_a_target_has_the_time_of_the_session_to_draft() -> None:
     """If the time runs out, nothing is learned about tokens beyond those that it drew."""
     drafts = self_drafts(draft_deadline_ms=25)
     untimed = RoundLength(3, 0, next_max=3, is_timed=False)
-    assert drafts.next_wanted(untimed, 99).budget_us == 0
-    assert drafts.next_wanted(RoundLength(3, 0, next_max=3), 99).budget_us == 25_000
+    assert drafts.next_wanted(untimed).budget_us == 0
+    assert drafts.next_wanted(RoundLength(3, 0, next_max=3)).budget_us == 25_000
     drafts.hear(replace(verdict(sealed(2)), next_out_of_time=True))
     drafted = await drafts.propose(1, asked(3), NOISE)
     assert (drafted.proposal, drafted.num_asked) == (sealed(2), 2)
@@ -105,7 +102,7 @@ async def test_which_side_proposes_does_not_depend_on_what_the_target_drew(
     drawn = [(4, 5), (5, 4), (4, 4), (2, 3), (5,)]
     for token_ids in drawn:
         drafts = self_drafts(confident=confident)
-        drafts.next_wanted(RoundLength(2, 0, next_max=2), 99)
+        drafts.next_wanted(RoundLength(2, 0, next_max=2))
         q = DraftDistribution((2, 3, 4, 5), (2**14,) * 4)
         drafts.hear(verdict(SealedProposal.of(Proposal(token_ids, (q,) * len(token_ids)))))
         drafted = await drafts.propose(1, asked(2), NOISE)
@@ -114,16 +111,15 @@ async def test_which_side_proposes_does_not_depend_on_what_the_target_drew(
         assert drafted.proposal.token_ids == ((2, 3) if by_look_up else token_ids)
 
 
-async def test_siblings_come_with_their_tokens() -> None:
+async def test_the_first_tokens_of_a_proposal_keep_their_distributions() -> None:
     drafts = self_drafts()
-    drafts.next_wanted(RoundLength(3, 0, next_max=3, next_siblings=(1, 2, 0)), 99)
+    drafts.next_wanted(RoundLength(3, 0, next_max=3))
     other = DraftDistribution((1, 2, 3), (2**15, 2**14, 2**14))
-    tree = SealedProposal.of(Proposal((4, 5, 1, 2, 3, 4), (Q, other, None), (-1, -1, 0, 0, 0, 2)))
-    drafts.hear(verdict(tree))
+    drafts.hear(verdict(SealedProposal.of(Proposal((4, 1, 5), (Q, other, None)))))
     drafted = await drafts.propose(1, asked(2), NOISE)
-    assert drafted.proposal.open() == Proposal((4, 5, 1, 2, 3), (Q, other), (-1, -1, 0, 0, 0))
+    assert drafted.proposal.open() == Proposal((4, 1), (Q, other))
     assert drafted.num_asked == 2
-    drafts.hear(verdict(SealedProposal.of(Proposal((4, 1, 2), (None, other), (-1, 0, 0)))))
+    drafts.hear(verdict(SealedProposal.of(Proposal((4, 1), (None, other)))))
     assert (await drafts.propose(1, asked(1), NOISE)).proposal == SealedProposal.of(
         Proposal((4,), (None,))
     )
@@ -133,31 +129,27 @@ async def test_a_missing_proposal_counts_as_fallback_if_one_was_wanted() -> None
     """As with a target whose heads fail, but not with one that ran ahead."""
     drafts = self_drafts()
     for wanted, length in ((True, RoundLength(3, 0, next_max=3)), (False, RoundLength(0, 5))):
-        drafts.next_wanted(length, 99)
+        drafts.next_wanted(length)
         drafts.hear(verdict(SealedProposal()))
         assert ((await drafts.propose(1, asked(2), NOISE)).source == "fallback") is wanted
 
 
 async def test_a_proposal_for_another_prefix_is_not_used() -> None:
     drafts = self_drafts()
-    drafts.next_wanted(RoundLength(3, 0, next_max=3), 99)
+    drafts.next_wanted(RoundLength(3, 0, next_max=3))
     drafts.hear(verdict(sealed(3), len(PROMPT) + 1))
     assert (await drafts.propose(1, asked(2), NOISE)).proposal.token_ids == (2, 3)
 
 
 @pytest.mark.parametrize(
     ("proposal", "message"),
-    [
-        (sealed(3), "3 tokens at 3 places; 2 places with siblings () were asked for"),
-        (sealed(2, (-1, -1)), "1 siblings at place 0; up to 0 different ones"),
-        (SealedProposal((4, 5)), "q"),
-    ],
+    [(sealed(3), "the proposal has 3 tokens; 2 were asked for"), (SealedProposal((4, 5)), "q")],
 )
 async def test_tokens_that_were_not_asked_for_are_not_used(
     proposal: SealedProposal, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     drafts = self_drafts()
-    drafts.next_wanted(RoundLength(2, 0, next_max=2), 99)
+    drafts.next_wanted(RoundLength(2, 0, next_max=2))
     drafts.hear(verdict(proposal))
     assert message in caplog.text
     assert (await drafts.propose(1, asked(2), NOISE)).num_asked == 0
@@ -165,10 +157,10 @@ async def test_tokens_that_were_not_asked_for_are_not_used(
 
 def test_a_target_whose_own_proposals_cannot_be_read_is_asked_for_none() -> None:
     drafts = self_drafts()
-    drafts.next_wanted(RoundLength(1, 0, next_max=3), 99)
+    drafts.next_wanted(RoundLength(1, 0, next_max=3))
     drafts.hear(verdict(sealed(3)))
     drafts.reject()
-    assert drafts.next_wanted(RoundLength(1, 0, next_max=3), 99) == NextWanted()
+    assert drafts.next_wanted(RoundLength(1, 0, next_max=3)) == NextWanted()
     drafts.hear(verdict(sealed(3)))
     drafted = run_virtually(drafts.propose(1, asked(3), NOISE))
     assert drafted.proposal.token_ids == (2, 3, 1)

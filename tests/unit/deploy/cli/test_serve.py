@@ -202,7 +202,6 @@ def test_a_deployment_that_is_starting_is_stopped(
         ("--draft-model", "a/head"),
         ("--draft-model", "auto"),
         ("--draft-model", "hybrid:ngram,a/head"),
-        ("--draft-model", "a/head", "--engine", "auto", "--draft-siblings", "2"),
         ("--engine", "emulated:verify_ms=2", "--speculative-config", SYNTHETIC),
     ],
 )
