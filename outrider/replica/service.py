@@ -448,8 +448,10 @@ class SteppedService:
             stamped.append(timed[-1] if timed else work.unfinished or Unfinished.CONTINUES)
             for sender in work.senders:
                 frames.setdefault((sender, work.held_s), []).extend(timed)
+        # A step that prefills a part of a prompt is long, so its answers must not wait longer.
+        may_hold = Unfinished.CONTINUES not in answers
         for (sender, held_s), frame in frames.items():
-            if held_s > 0:
+            if held_s > 0 and may_hold:
                 sender.hold(frame, held_s)
             else:
                 sender.send(frame)

@@ -99,6 +99,18 @@ async def test_verdicts_wait_for_others_during_the_stream_interval(
     await setting.close()
 
 
+async def test_no_verdict_waits_while_a_prompt_is_prefilled() -> None:
+    """A prompt of 200 tokens takes four steps of 64 tokens, of which three leave it unfinished."""
+    setting = Replica(
+        "target", ToyEngine(max_model_len=256), step_s=0.01, stream_interval_ms=1000,
+        max_num_batched_tokens=64,
+    )  # fmt: skip
+    setting.link.send(VerifyItem(make_head((1,) * 200, 0, session=2)))
+    frames = await frames_of(setting, ask_round(PROMPT, 0, 0, 15))
+    assert [len(frame) for frame in frames] == [1, 1, 1, 6, 7]
+    await setting.close()
+
+
 async def test_a_verdict_that_ends_the_text_takes_held_ones_along() -> None:
     wanted = await plain_tokens(6)
     setting = target(eos_token_ids=(wanted[5],))
