@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from outrider.engine.interface import Engine
 from outrider.engine.step_costs import StepCosts
@@ -91,6 +92,9 @@ class TargetService(SteppedService):
         work = self._work(item, ahead.sender)
         if ahead.may_hold:
             work.held_s = self._held_s
+        # One more round must be left, in which the coordinator can ask for further rounds.
+        if ahead.replies and ahead.allows(len(ahead.replies) + 2, self._description.max_model_len):
+            work.follow = partial(self._next_round, item)
         work.on_done = partial(self._on_round_done, session_id, ahead)
         ahead.running = work
         super().submit(work)
@@ -109,6 +113,16 @@ class TargetService(SteppedService):
         else:
             del self._ahead[session_id]
             ahead.sender.flush(session_id)  # The coordinator must act on this answer.
+
+    def _next_round(self, item: VerifyItem, answer: VerifyAnswer, step_s: float) -> Any:
+        """See `StepRequest.follow`. `item` appends one token."""
+        if not isinstance(answer, VerdictReply) or step_s >= self._held_s:
+            return None
+        head, [token_id] = item.head, answer.verdict.correction
+        if token_id in self._description.eos_token_ids:
+            return None
+        digest = extend_digest(head.prefix_digest, *head.append)
+        return _later_round(item, head.round + 1, head.committed_length, digest, token_id)
 
     def _forget(self, session_id: str) -> None:
         ahead = self._ahead.pop(session_id, None)
@@ -201,19 +215,31 @@ class RunAhead:
         """Returns the next round to run. If all allowed rounds have run, or if the prefix would be
         longer than `length_max` tokens, returns None. The first round is `item` itself. Each later
         round appends the token of the round before to the cached prefix."""
-        head = self._item.head
-        rounds = len(self.replies)
+        head, rounds = self._item.head, len(self.replies)
         if rounds == 0:
             return self._item
-        if head.round + rounds > self._last_round or head.committed_length + rounds > length_max:
+        if not self.allows(rounds, length_max):
             return None
         held = head.committed_length + rounds - 1
-        own = replace(
-            head,
-            round=head.round + rounds,
-            base_length=held,
-            prefix_digest=self._digests[held - head.base_length],
-            append=(self._tokens[-1],),
-            traceparent="",  # Only the first round is traced.
-        )
-        return replace(self._item, head=own, features_from=None)
+        digest = self._digests[held - head.base_length]
+        return _later_round(self._item, head.round + rounds, held, digest, self._tokens[-1])
+
+    def allows(self, rounds: int, length_max: int) -> bool:
+        """Whether the round that follows `rounds` rounds after `item` may run."""
+        is_long = self._item.head.committed_length + rounds > length_max
+        return rounds <= self._item.run_ahead and not is_long
+
+
+def _later_round(
+    item: VerifyItem, number: int, base_length: int, digest: int, token_id: int
+) -> VerifyItem:
+    """A round that appends one token to a prefix with this length and digest."""
+    own = replace(
+        item.head,
+        round=number,
+        base_length=base_length,
+        prefix_digest=digest,
+        append=(token_id,),
+        traceparent="",  # Only the first round is traced.
+    )
+    return replace(item, head=own, features_from=None)

@@ -184,7 +184,15 @@ def model_drafter(engine: Any, parallel_token: int | None = None) -> ModelDrafte
 class Replica:
     """A target or a draft over an engine in this process, and a link to it."""
 
-    def __init__(self, role: str, engine: Any, step_s: float | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        role: str,
+        engine: Any,
+        step_s: float | None = None,
+        *,
+        is_timed: bool = True,
+        **options: Any,
+    ) -> None:
         make: Any = TargetService
         served = engine
         if role == "draft":
@@ -193,7 +201,7 @@ class Replica:
         seconds = engine.take_step_seconds if step_s is None else lambda: step_s
         self.engine = engine
         self.service: Any = make(
-            served, InlineExecutor(seconds), **({"max_num_seqs": 64} | options)
+            served, InlineExecutor(seconds, is_timed=is_timed), **({"max_num_seqs": 64} | options)
         )
         self.link, self.listener = self.connect()
 

@@ -31,7 +31,11 @@ class ThreadExecutor:
     """Runs steps on its own thread. After each step, `step_seconds` returns how long the step
     should take, and the thread sleeps if the step took less. Emulated engines need this."""
 
-    def __init__(self, name: str, step_seconds: Callable[[], float]) -> None:
+    def __init__(
+        self, name: str, step_seconds: Callable[[], float], *, is_timed: bool = True
+    ) -> None:
+        """`is_timed` states whether `step_seconds` may return more than 0."""
+        self.is_timed = is_timed
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self._step_seconds = step_seconds
 
@@ -60,7 +64,10 @@ class ThreadExecutor:
 class InlineExecutor:
     """Runs steps on the event loop. For simulations with a virtual clock."""
 
-    def __init__(self, step_seconds: Callable[[], float]) -> None:
+    def __init__(self, step_seconds: Callable[[], float], *, is_timed: bool = True) -> None:
+        """See `ThreadExecutor`. A simulation may set `is_timed` to False, although its steps take
+        time: the time of two steps then passes after the second one."""
+        self.is_timed = is_timed
         self._step_seconds = step_seconds
 
     async def run(self, step: Callable[[], T]) -> T:

@@ -95,7 +95,9 @@ class ReplicaHost(PlacedActor):
         from outrider.replica.executors import ThreadExecutor
 
         take_seconds = (lambda: 0.0) if engine is None else engine.take_step_seconds
-        executor = ThreadExecutor(f"{config.role}-step", take_seconds)
+        executor = ThreadExecutor(
+            f"{config.role}-step", take_seconds, is_timed=config.emulated is not None
+        )
         executor.call(lambda: use_device(device=config.device))
         executor.call(start_workers)
         if engine is not None:

@@ -107,6 +107,10 @@ class StepRequest:
 
     on_done: Callable[[StepRequest, Any], None] | None = None
     """Called after the answer was sent, with the answer; None = the request was dropped."""
+    follow: Callable[[Any, float], Any] | None = None
+    """Called on the executor's thread with the item's answer and the time of the step, s. Returns
+    the item of the session's next round, or None if the answer must be sent first. None if the next
+    round must be asked for."""
     held_s: float = 0.0
     """How long the answer may wait for others, so that one message carries all of them, s."""
     cancelled: bool = False
@@ -252,6 +256,15 @@ class RequestQueue:
                 del self._newest[work.key]
         self._waiting = left
         return batch, unwanted, late
+
+    def claim(self, is_wanted: Callable[[StepRequest], bool]) -> list[StepRequest]:
+        """Takes requests out of the queue."""
+        claimed = [work for work in self._waiting if is_wanted(work)]
+        self._waiting = [work for work in self._waiting if work not in claimed]
+        for work in claimed:
+            if self._newest.get(work.key) is work:
+                del self._newest[work.key]
+        return claimed
 
     def put_back(self, works: Sequence[StepRequest]) -> None:
         self._waiting = list(heapq.merge(works, self._waiting, key=attrgetter("place")))

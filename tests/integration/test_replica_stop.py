@@ -24,6 +24,8 @@ Serving = health_pb2.HealthCheckResponse.ServingStatus
 class GatedExecutor:
     """Runs each step only after the test has opened the gate for it."""
 
+    is_timed = True
+
     def __init__(self) -> None:
         self.gate = asyncio.Semaphore(0)
 

@@ -194,7 +194,8 @@ for all of them either, so that some are preempted."""
 def target_service(kind: type[QuickEngine] = QuickEngine, drafter: Any = None) -> TargetService:
     engine = kind(SPEC, "target", NUM_SEQUENCES)
     return TargetService(
-        engine, InlineExecutor(engine.take_step_seconds), max_num_seqs=NUM_SEQUENCES,
+        engine, InlineExecutor(engine.take_step_seconds, is_timed=False),
+        max_num_seqs=NUM_SEQUENCES,
         self_drafter=None if drafter is None else drafter(SPEC, engine), clock=lambda: 0.0,
     )  # fmt: skip
 

@@ -34,6 +34,8 @@ from outrider.speculation.proposal import EMPTY_PROPOSAL
 class GatedExecutor:
     """Each step waits until the test opens the gate."""
 
+    is_timed = True
+
     def __init__(self) -> None:
         self.gate = asyncio.Event()
         self.entered = asyncio.Event()
@@ -94,9 +96,13 @@ class Worker:
 class Desk:
     """A service, and a connection that records answers. Steps wait for a gate, or take `step_s`."""
 
-    def __init__(self, max_batch: int = 8, step_s: float | None = None) -> None:
+    def __init__(
+        self, max_batch: int = 8, step_s: float | None = None, *, is_timed: bool = True
+    ) -> None:
         self.gated, self.worker = GatedExecutor(), Worker()
-        executor = self.gated if step_s is None else InlineExecutor(lambda: step_s)
+        executor: Any = self.gated
+        if step_s is not None:
+            executor = InlineExecutor(lambda: step_s, is_timed=is_timed)
         description: Any = SimpleNamespace(max_num_seqs=max_batch)
         self.service = SteppedService(self.worker, executor, description)  # type: ignore[arg-type]
         self.frames: list[list[Any]] = []
@@ -110,6 +116,22 @@ class Desk:
         work = StepRequest(DraftItem(head, 2), [outlet], now, expires_at)
         self.service.submit(work)
         return work
+
+    def submit_series(self, session: int, num_rounds: int) -> None:
+        """Submits rounds that follow from the round before, each after the answer before."""
+
+        def round_of(index: int) -> DraftItem:
+            return DraftItem(make_head((1, 2), session=session, round_index=index), 2)
+
+        def submit(index: int) -> None:
+            now = asyncio.get_running_loop().time()
+            work = StepRequest(round_of(index), [self.outlet], now, float("inf"))
+            if index + 1 < num_rounds:
+                work.follow = lambda *_: round_of(index + 1)
+                work.on_done = lambda *_: submit(index + 1)
+            self.service.submit(work)
+
+        submit(0)
 
     async def finish(self) -> list[Any]:
         """Opens the gate until nothing is left; all answers."""
@@ -338,6 +360,81 @@ async def test_an_item_that_expires_between_two_parts_is_refused_and_its_session
     assert answer.code == 4
     assert len(desk.worker.steps) <= 3
     assert desk.worker.heard == [("park", session_name(1))]
+    await desk.service.close()
+
+
+def rounds_of(desk: Desk) -> list[list[tuple[int, int]]]:
+    """The (session, round) of each item, by step."""
+    return [[(int(name, 16), index) for name, index in step] for step in desk.worker.steps]
+
+
+@pytest.mark.parametrize(
+    ("is_timed", "expected"), [(True, [0, 1, 2, 3, 4]), (False, [0, 0, 2, 2, 4])]
+)
+async def test_two_rounds_that_are_known_run_before_their_answers_are_sent(
+    is_timed: bool, expected: list[int]
+) -> None:
+    desk, num_sent = Desk(step_s=0.01, is_timed=is_timed), list[int]()
+    desk.worker.during_step = lambda: num_sent.append(len(desk.frames))
+    for session in (1, 2):
+        desk.submit_series(session, 5)
+    answers = await desk.finish()
+    assert rounds_of(desk) == [[(1, index), (2, index)] for index in range(5)]
+    assert [answer.key.round for answer in answers] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    assert num_sent == expected
+    assert desk.service.figures.queue_steps is not None
+    assert desk.service.figures.queue_steps >= 0
+    await desk.service.close()
+
+
+async def test_a_request_that_comes_during_a_step_shares_the_next_one() -> None:
+    desk = Desk(step_s=0.01, is_timed=False)
+    desk.worker.during_step = lambda: len(desk.worker.steps) == 3 and desk.submit(3)
+    for session in (1, 2):
+        desk.submit_series(session, 4)
+    await desk.finish()
+    assert rounds_of(desk)[2:] == [[(1, 2), (2, 2)], [(3, 0), (1, 3), (2, 3)]]
+    await desk.service.close()
+
+
+async def test_a_session_that_is_released_during_two_rounds_gets_no_third_one() -> None:
+    """Its connection still hears the answers."""
+    desk = Desk(step_s=0.01, is_timed=False)
+
+    def release() -> None:
+        if len(desk.worker.steps) == 2:
+            desk.service.release(session_name(1), 1)
+
+    desk.worker.during_step = release
+    desk.service._forget = lambda name: going.discard(name)  # type: ignore[method-assign]
+    going = {session_name(1), session_name(2)}
+    submit = desk.service.submit
+    desk.service.submit = lambda work: work.session_id in going and submit(work)  # type: ignore
+    for session in (1, 2):
+        desk.submit_series(session, 4)
+    answers = await desk.finish()
+    assert rounds_of(desk)[2:] == [[(2, 2)], [(2, 3)]]
+    assert desk.worker.heard == [("release", session_name(1))]
+    assert [(int(one.key.session_id, 16), one.key.round) for one in answers[:3]] == [
+        (1, 0), (2, 0), (2, 1),
+    ]  # fmt: skip
+    await desk.service.close()
+
+
+async def test_after_a_crash_in_the_second_step_its_rounds_run_again() -> None:
+    desk = Desk(step_s=0.01, is_timed=False)
+
+    def fail() -> None:
+        if len(desk.worker.steps) == 2:
+            raise RuntimeError("planted")
+
+    desk.worker.during_step = fail
+    for session in (1, 2):
+        desk.submit_series(session, 3)
+    answers = await desk.finish()
+    assert rounds_of(desk) == [[(1, index), (2, index)] for index in (0, 1, 1, 2)]
+    assert desk.worker.heard == [("release", session_name(1)), ("release", session_name(2))]
+    assert [isinstance(answer, ProposalReply) for answer in answers] == [True] * 6
     await desk.service.close()
 
 

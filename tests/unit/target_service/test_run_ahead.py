@@ -99,6 +99,37 @@ async def test_verdicts_wait_for_others_during_the_stream_interval(
     await setting.close()
 
 
+@pytest.mark.parametrize("interval_ms", [0, 40])
+async def test_two_rounds_share_a_hand_over_within_the_stream_interval(interval_ms: int) -> None:
+    """The tokens are the same. The first round runs alone, because the coordinator waits for it,
+    and so does the last one, in which the coordinator asks for more."""
+    wanted = await plain_tokens(10)
+    setting = Replica("target", ToyEngine(), stream_interval_ms=interval_ms, is_timed=False)
+    runs: list[int] = []
+    run = setting.service._executor.run
+
+    async def count(step: Any) -> Any:
+        before = len(setting.engine.batches)
+        result = await run(step)
+        runs.append(len(setting.engine.batches) - before)
+        return result
+
+    setting.service._executor.run = count
+    frames = await frames_of(setting, ask_round(PROMPT, 0, 0, 9))
+    answers = [answer for frame in frames for answer in frame]
+    assert own_tokens(answers) == dict(enumerate(wanted[3:]))
+    assert [num for num in runs if num] == ([1, 2, 2, 2, 2, 1] if interval_ms else [1] * 10)
+    await setting.close()
+
+
+async def test_a_second_round_follows_no_end_of_text() -> None:
+    wanted = await plain_tokens(6)
+    setting = Replica("target", ToyEngine(eos_token_ids=(wanted[5],)), is_timed=False)
+    frames = await frames_of(setting, ask_round(PROMPT, 0, 0, 9))
+    assert [answer.key.round for answer in frames[1]] == [1, 2]
+    await setting.close()
+
+
 async def test_no_verdict_waits_while_a_prompt_is_prefilled() -> None:
     """A prompt of 200 tokens takes four steps of 64 tokens, of which three leave it unfinished."""
     setting = Replica(
