@@ -630,7 +630,6 @@ class CoordinatorService:
                 draft,
                 commits=commits,
                 lengths=self._length_control(context, draft, lengths),
-                length_max=(self.targets.newest(parameters.weights) or self.served).max_model_len,
                 meter=self._meter,
                 arrived=arrived,
                 reads_beside=not self._config.drafting_delays,

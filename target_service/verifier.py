@@ -71,7 +71,7 @@ class _Round(Work):
     """The tokens to which penalties apply."""
     allowed: Allowed | None = None
     """Says which tokens may follow the committed tokens. None = all tokens."""
-    untold: frozenset[int] = frozenset()  # see `RowMasks`
+    untold: int | None = None  # see `RowMasks`
 
     @property
     def demand(self) -> SlotDemand:
@@ -95,14 +95,12 @@ class _Round(Work):
         return decide(verdict, proposal.token_ids, head.rule, uniforms)
 
     def within(self, verdict: Verdict) -> Verdict:
-        """If the outcome of `verdict` reaches a row in `untold`, returns a verdict that ends with
+        """If the outcome of `verdict` reaches the row `untold`, returns a verdict that ends with
         the draft token before this row. Then the next round fails after this token, as plain
         decoding would. Otherwise returns `verdict`."""
-        num_accepted = self.outcome(verdict).num_accepted if self.untold else 0
-        row = min((row for row in self.untold if row <= num_accepted), default=None)
-        if row is None:
+        if self.untold is None or self.outcome(verdict).num_accepted < self.untold:
             return verdict
-        return ending_at(verdict, row - 1, self.proposal.token_ids)
+        return ending_at(verdict, self.untold - 1, self.proposal.token_ids)
 
 
 class Verifier(StepWorker):

@@ -35,7 +35,7 @@ class ToldCoordinator:
     """Events that each generation returns, or an error that it raises."""
 
     text: TokenizerText | None = None
-    defaults = RequestDefaults(num_draft_tokens=4, deadline_ms=1000)
+    defaults = RequestDefaults(4, 1000, Rule.TOKEN)
     served = ReplicaDescription("m", "", "", 100, "float32", 64, (), 1)
     fleet = SimpleNamespace(replicas=lambda *_: [], heard_ms_ago=None)
     num_running, figures = 0, NO_FIGURES

@@ -50,16 +50,14 @@ class SessionRun:
         *,
         commits: SessionCommits,
         lengths: LengthControl,
-        length_max: int,
         meter: RoundMeter,
         arrived: float,
         reads_beside: bool = True,
         trial: SessionTrial | None = None,
     ) -> None:
-        """Starts decoding after the `replayed` tokens. `length_max` is the target's limit for the
-        sum of committed and proposed tokens. `arrived` is the request's arrival on the event loop's
-        clock. If `reads_beside` is true, draft and target prefill at the same time. Otherwise the
-        draft prefills when it is asked for its first proposal."""
+        """Starts decoding after the `replayed` tokens. `arrived` is the request's arrival on the
+        event loop's clock. If `reads_beside` is true, draft and target prefill at the same time.
+        Otherwise the draft prefills when it is asked for its first proposal."""
         self.context = context
         self._clock = asyncio.get_running_loop().time
         self.session = context.session
@@ -79,7 +77,6 @@ class SessionRun:
         self._target = target
         self._draft = draft
         self._lengths = lengths
-        self._length_max = length_max
         self._meter = meter
         self._arrived = arrived
         self._reads_beside = reads_beside

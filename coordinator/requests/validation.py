@@ -67,7 +67,7 @@ class RequestDefaults:
 
     num_draft_tokens: int
     deadline_ms: int
-    unseeded_rule: Rule = Rule.TOKEN
+    unseeded_rule: Rule
     """The rule of a request without a seed whose temperature is above 0."""
 
 

@@ -1,7 +1,7 @@
 """Plans a step of many sequences as one forward pass over a single row of all their new tokens.
 
     sequence    a a a b c c c c ...     the sequence of each new token
-    position    7 8 9 0 4 5 5 6 ...     the token's position in its path through its sequence
+    position    7 8 9 0 4 5 6 7 ...     the token's position in its sequence
     slot                                where the token's key and value are written
 
 A token attends only to slots of its own sequence. Therefore the new tokens are cut into *segments*,
@@ -60,7 +60,6 @@ slots follow. Therefore a token's logits in bfloat16 are bit-equal with and with
 after the token, if the additional rows do not make matrix products use another kernel. An Intel
 Xeon with matrix tiles uses the same kernel for up to 32 rows."""
 _Ints = npt.NDArray[np.int64]
-_Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +72,7 @@ class HeldSequence:
 
 
 class StepRows(NamedTuple):
-    """The T new tokens of a step, one sequence after another. `positions` count along a token's
-    path through its sequence."""
+    """The T new tokens of a step, one sequence after another."""
 
     token_ids: _Ints
     positions: _Ints

@@ -28,8 +28,9 @@ from typing import NamedTuple
 from outrider.engine.step_costs import StepCosts
 from outrider.limits import NUM_DRAFT_TOKENS_MAX
 
-ROUND_TOKENS_MAX = 2 * NUM_DRAFT_TOKENS_MAX + 2
-"""Largest number of tokens of a round: those of the last outcome, and the round's proposal."""
+ROUND_TOKENS_MAX = 3 * NUM_DRAFT_TOKENS_MAX + 2
+"""Largest number of tokens of a round: those of the last two outcomes, and the round's proposal. A
+draft has not seen the last outcome but one if a look-up proposed instead."""
 PREFIX_TOKENS_MIN = 16
 STEP_GROWTH = 0.75
 """With this value, one waiting prompt at most triples the gap between two tokens. A step's

@@ -392,12 +392,11 @@ class RowMasks:
     """The masks of a proposal's rows."""
 
     masks: list[TokenMask | None]
-    """[N + 1]: element 0 has the tokens that may follow the committed tokens. Element i + 1 has the
-    tokens that may follow draft token i. If draft token i is forbidden, element i + 1 is None. The
-    target then rejects draft token i, so no outcome uses the row after it."""
-    untold: frozenset[int]
-    """Rows after allowed draft tokens whose mask cannot be computed. An outcome that reaches one of
-    these rows ends with the draft token before it (`ending_at`)."""
+    """[K + 1]: element n has the tokens that may follow n draft tokens. After a forbidden draft
+    token, elements are None. The target rejects this token, so no outcome uses the later rows."""
+    untold: int | None
+    """The row after an allowed draft token whose mask cannot be computed. An outcome that reaches
+    this row ends with the draft token before it (`ending_at`)."""
 
 
 def row_masks(allowed: Allowed, proposal: Proposal) -> RowMasks:
@@ -405,16 +404,16 @@ def row_masks(allowed: Allowed, proposal: Proposal) -> RowMasks:
     tokens cannot be computed. Masks after draft tokens raise no error, because a draft must not
     make a session fail."""
     masks = [allowed.after(())]
-    untold: set[int] = set()
+    untold: int | None = None
     for num, token_id in enumerate(proposal.token_ids, start=1):
         before, mask = masks[-1], None
         if before is not None and before.has(token_id):
             with suppress(Incompatible):
                 mask = allowed.after(proposal.token_ids[:num])
             if mask is None:
-                untold.add(num)
+                untold = num
         masks.append(mask)
-    return RowMasks(masks, frozenset(untold))
+    return RowMasks(masks, untold)
 
 
 @dataclass(frozen=True, slots=True)

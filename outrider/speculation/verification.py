@@ -12,8 +12,7 @@ n = 0..K is p_{n+1}, the target's distribution after n draft tokens.
 Here pos(z) = max(z, 0), pi_0 = 1, and pi_i = min(1, pi_{i-1} p_i(x_i) / q_i(x_i)). A law is a
 distribution up to a factor. Correction K is a draw from p_{K+1} under every rule.
 
-Under the rules coupled and greedy, a draft token is accepted if it is the target's own token of the
-row before it.
+Row n < K *judges* x_{n+1}, the draft token after it.
 
 The code represents a row by weights, which are p up to a factor, and by their sum. A token beyond
 the width of p has p = 0, and a token outside q's support has q = 0. So draft and target may pad
@@ -228,7 +227,7 @@ def verdicts_from_weights(
     weights: Tensor, sums: RealArray, entries: Sequence[tuple[Proposal, RoundNoise]]
 ) -> list[Verdict]:
     """Verdicts on these proposals. `weights` [R, V] are the rows of all proposals, one after
-    another, and `sums` [R] their sums. Overwrites both."""
+    another, and `sums` [R] their sums. Overwrites `weights`."""
     accept: dict[int, tuple[float, ...]] = {}
     chains: dict[tuple[Rule, int], list[int]] = {}
     ends = [*accumulate(len(proposal) + 1 for proposal, _ in entries)]

@@ -84,8 +84,8 @@ class TableStep:
     def of(cls, step: HeldStep, form: KernelForm, device: torch.device) -> TableStep:
         sequences = step.sequences
         page_tables = [np.array(held.pages, dtype=np.int64) for held in sequences]
-        rows = _begins([len(held.step.token_ids) for held in sequences])
-        places = _begins([len(table) for table in page_tables])
+        rows = accumulate([len(held.step.token_ids) for held in sequences], initial=0)
+        places = accumulate([len(table) for table in page_tables], initial=0)
         blocks = [
             _blocks(held, row, place, form.block_tokens)
             for held, row, place in zip(sequences, rows, places, strict=False)
@@ -97,10 +97,6 @@ class TableStep:
             form, ids[None], positions[None], slots, logit_rows, words.view(-1, BLOCK_WORDS),
             pages, step.page_size,
         )  # fmt: skip
-
-
-def _begins(counts: Sequence[int]) -> list[int]:
-    return [0, *accumulate(counts)]
 
 
 def _blocks(held: HeldSequence, row: int, table: int, block_tokens: int) -> npt.NDArray[np.int64]:

@@ -139,7 +139,7 @@ def outcomes(
     weights = (law.weights / law.weights.sum(dim=2, keepdim=True))[0].numpy()
     found: list[tuple[tuple[int, ...], float, bool]] = []
     for n in np.flatnonzero(counts):
-        last = next((i for i in range(n) if i + 1 in masks.untold), None)
+        last = None if masks.untold is None or masks.untold > n else masks.untold - 1
         if last is None:
             found += [((*path[:n], int(t)), counts[n] * weights[n][t], False)
                       for t in np.flatnonzero(weights[n])]  # fmt: skip

@@ -39,6 +39,18 @@ def pool() -> BlockPool:
     return BlockPool(num_pages=8, page_size=SIZE)
 
 
+def test_shallow_slots_are_not_shared(pool: BlockPool) -> None:
+    run(pool, "a", *PROMPT[:SIZE])
+    shallow = [step("a", *PROMPT[SIZE : 3 * SIZE])]
+    pool.append(shallow, whole=False)
+    pool.written(shallow)
+    pool.keep("a", 2 * SIZE)
+    assert pool.attach("b", PROMPT) == SIZE
+    pool.keep("a", SIZE)
+    run(pool, "a", *PROMPT[SIZE : 2 * SIZE])
+    assert pool.attach("c", PROMPT) == 2 * SIZE
+
+
 def test_whole_pages_of_a_running_sequence_are_shared(pool: BlockPool) -> None:
     steps = [step("a", *PROMPT, 7)]
     pool.append(steps)

@@ -12,7 +12,7 @@ from toy_engine import ToyEngine, toy_logits
 from verdict_laws import score
 
 from outrider.messages import Refused, Resync, VerdictReply, VerifyItem
-from outrider.speculation.logits_processing import TokenHistory, target_probabilities
+from outrider.speculation.logits_processing import TokenHistory, raw_logprobs, target_probabilities
 from outrider.speculation.proposal import DraftDistribution, Proposal, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
@@ -66,6 +66,16 @@ async def test_a_verdict_is_the_pure_function_of_its_item(
     assert (setting.service.num_items, len(setting.service.sessions)) == (1, 1)
     setting.service.release(head.session_id, head.epoch)
     assert (setting.service.num_items, len(setting.service.sessions)) == (1, 0)
+
+
+async def test_logprobs_are_from_the_rows_before_their_tokens(setting: Replica) -> None:
+    drafted = (4, 5)
+    item = VerifyItem(make_head(PROMPT), SealedProposal.of(Proposal(drafted)), num_logprobs=2)
+    reply = await setting.ask(item)
+    rows = torch.stack([toy_logits(1, (*PROMPT, *drafted[:n]), 8) for n in range(3)])
+    chosen = (*drafted, *reply.verdict.correction)
+    wanted = raw_logprobs(rows, chosen, 2, rows=(0, 1, 0, 1, 2))
+    assert tuple((entry.logprob, entry.top) for entry in reply.logprobs) == wanted
 
 
 async def test_a_prefix_that_is_not_held_is_asked_for(setting: Replica) -> None:

@@ -24,7 +24,7 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 
 MODEL = ReplicaDescription("toy", "", "", 100, "float32", 50, (), 8)
 PROMPT = tuple(range(10))
-DEFAULTS = RequestDefaults(num_draft_tokens=5, deadline_ms=60_000)
+DEFAULTS = RequestDefaults(5, 60_000, Rule.TOKEN)
 
 
 def checked(
