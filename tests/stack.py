@@ -132,7 +132,8 @@ async def running_stack(
     async with AsyncExitStack() as stack:
         redis = stack.enter_context(EmbeddedRedis(directory))
         target = TargetService(
-            target_engine, ThreadExecutor("target", target_engine.take_step_seconds),
+            target_engine,
+            ThreadExecutor("target", target_engine.take_step_seconds, is_timed=False),
             max_num_seqs=NUM_SEQUENCES, self_drafter=self_drafter, grammars=grammars and grammars(),
         )  # fmt: skip
         looks_up = not (draft_engine or head or self_drafter)
