@@ -123,10 +123,19 @@ async def test_two_rounds_share_a_hand_over_within_the_stream_interval(interval_
 
 
 async def test_a_second_round_follows_no_end_of_text() -> None:
-    wanted = await plain_tokens(6)
-    setting = Replica("target", ToyEngine(eos_token_ids=(wanted[5],)), is_timed=False)
-    frames = await frames_of(setting, ask_round(PROMPT, 0, 0, 9))
-    assert [answer.key.round for answer in frames[1]] == [1, 2]
+    """The text ends in round 3, which is the first round of a step. Its verdict is sent before
+    another round runs."""
+    wanted = await plain_tokens(7)
+    assert wanted[6] not in wanted[3:6]
+    setting = Replica("target", ToyEngine(eos_token_ids=(wanted[6],)), is_timed=False)
+    sent: list[tuple[int, int]] = []
+    connection = setting.service.connect(
+        lambda answers: sent.append((answers[-1].key.round, len(setting.engine.batches)))
+    )
+    connection.receive([ask_round(PROMPT, 0, 0, 9)])
+    await setting.settle()
+    assert (3, 4) in sent
+    connection.close()
     await setting.close()
 
 
