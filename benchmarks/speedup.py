@@ -11,7 +11,7 @@ from typing import Any
 from outrider.config import TargetConfig
 from outrider.settings import checked
 
-from .libraries import ENGINE, TRANSFORMERS, LibraryProcess, TargetInputs
+from .libraries import ENGINE, LibraryProcess, TargetInputs
 from .measurement import BenchClient, Contestant, Decoding, Progress, SideResult, measure
 from .options import Concurrency, DecodingOptions, Temperature
 from .prompts import BenchPrompt
@@ -19,13 +19,10 @@ from .report import Report, table
 
 PLAIN = "plain"
 SPECULATIVE = "speculative"
-REFERENCES = (
-    ("the engine alone", "engine_tokens_per_second", ENGINE),
-    ("transformers generate", "transformers_generate_tokens_per_second", TRANSFORMERS),
-)
+ENGINE_ALONE = "the engine alone"
 PLAIN_SHARE_MIN = 0.9
-"""The report warns if plain decoding through the services is slower than this share of a
-reference's tokens/s, because a slow baseline exaggerates the speed-up."""
+"""The report warns if plain decoding through the services is slower than this share of the engine's
+tokens/s, because a slow baseline exaggerates the speed-up."""
 
 
 @checked()
@@ -34,20 +31,10 @@ class SpeedupOptions(DecodingOptions):
 
     temperature: Temperature = 0.0
     """0 = greedy."""
-    concurrency: tuple[Concurrency, ...] = (1,)
-    """Requests at a time. Above 1, the speed-up is the ratio of the total tokens/s. Several numbers
-    are measured one after the other. If no deployment runs, each number has a temporary deployment
-    of its own."""
+    concurrency: Concurrency = 1
+    """Requests at a time. Above 1, the speed-up is the ratio of the total tokens/s."""
     no_reference: bool = False
-    """Do not measure the references, which are the engine alone and `generate` of transformers."""
-
-    def levels(self) -> tuple[SpeedupOptions, ...]:
-        """The options of each concurrency. Only the first options measure references, because
-        references always run one request at a time."""
-        return tuple(
-            replace(self, concurrency=(number,), no_reference=self.no_reference or index > 0)
-            for index, number in enumerate(self.concurrency)
-        )
+    """Do not measure the engine alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +48,8 @@ class Subject:
     num_draft_tokens: int
     """The default of a request's `num_draft_tokens`."""
     target: TargetConfig | None
-    """The target's configuration, also for references and peers; None = the target's files are not
-    on this machine."""
+    """The target's configuration, also for the engine alone and for peers; None = the target's
+    files are not on this machine."""
 
     def setup(self, drafted: Decoding) -> dict[str, Any]:
         """Values of the JSON object about the deployment and the decoding."""
@@ -76,32 +63,26 @@ class Subject:
         }
 
 
-Level = Mapping[str, Any]
-"""The JSON object of one concurrency."""
-
-
-async def run(options: SpeedupOptions, subject: Subject, progress: Progress) -> Level:
-    (concurrency,) = options.concurrency
-    prompts = options.load_prompts()
+async def run(options: SpeedupOptions, subject: Subject, progress: Progress) -> Report:
+    concurrency, prompts = options.concurrency, options.load_prompts()
     drafted = options.drafted(subject.num_draft_tokens, options.temperature)
     plain = replace(drafted, num_draft_tokens=0)
+    contestants = [
+        Contestant(PLAIN, subject.client, plain, concurrency),
+        Contestant(SPECULATIVE, subject.client, drafted, concurrency),
+    ]
     async with AsyncExitStack() as stack:
-        contestants = [
-            Contestant(PLAIN, subject.client, plain, concurrency),
-            Contestant(SPECULATIVE, subject.client, drafted, concurrency),
-        ]
         if not options.no_reference and subject.target is not None:
+            progress(f"loading the model once more: {ENGINE_ALONE}")
             inputs = TargetInputs.load(subject.target, prompts, options)
-            for name, _, library in REFERENCES:
-                progress(f"loading the model once more: {name}")
-                process = LibraryProcess(library, library.bindings[0], inputs)
-                client = await stack.enter_async_context(process)
-                contestants.append(Contestant(name, client, plain, 1))
+            process = LibraryProcess(ENGINE, ENGINE.bindings[0], inputs)
+            client = await stack.enter_async_context(process)
+            contestants.append(Contestant(ENGINE_ALONE, client, plain, 1))
         results = await measure(prompts, contestants, progress)
     setup = subject.setup(drafted) | {
         "temperature": options.temperature, "rule": drafted.rule, "concurrency": concurrency,
     }  # fmt: skip
-    return setup | compared(prompts, results, concurrency > 1)
+    return report(setup | compared(prompts, results, concurrency > 1))
 
 
 def compared(
@@ -115,8 +96,8 @@ def compared(
         name: _compare(_part(plain, prompts, name), _part(fast, prompts, name), several)
         for name in dict.fromkeys(prompt.category for prompt in prompts)
     }
-    for name, key, _ in REFERENCES:
-        found[key] = results[name].tokens_per_second if name in results else None
+    engine = results.get(ENGINE_ALONE)
+    found["engine_tokens_per_second"] = engine and engine.tokens_per_second
     return found
 
 
@@ -153,42 +134,32 @@ def _compare(plain: SideResult, fast: SideResult, several: bool) -> dict[str, An
     }
 
 
-def report(levels: Sequence[Level]) -> Report:
-    """The JSON object is that of the first level. With several levels, its `by_concurrency` has the
-    objects of all levels."""
-    values = dict(levels[0])
-    if len(levels) > 1:
-        values["by_concurrency"] = {str(level["concurrency"]): level for level in levels}
-    shown: list[Any] = []
-    warnings: list[str] = []
-    for level in levels:
-        title = (
-            "{model} with {draft_model}, K <= {num_draft_tokens}, {dtype}, temperature "
-            "{temperature:g}, rule {rule}, {concurrency} at a time".format(**level)
-        )
-        groups = level["categories"] | {"all": level}
-        names = level["categories"][next(iter(groups))]
-        several = level["concurrency"] > 1
-        heads = {n: "median_speedup" if n == "speedup" and not several else n for n in names}
-        rows = [
-            {"prompts": group} | {head: found[n] for n, head in heads.items()}
-            for group, found in groups.items()
-        ]
-        shown.append(table(title, rows))
-        for name, key, _ in REFERENCES:
-            if level[key] is None:
-                continue
-            share = level["plain_tokens_per_second"] / level[key]
-            line = f"plain decoding runs at {share:.2f}x the speed of {name}"
-            shown.append(f"{line} ({level[key]:.1f} tokens/s)")
-            if share < PLAIN_SHARE_MIN:
-                warnings.append(
-                    f"warning: {line}; the speed-up over such a slow baseline is exaggerated "
-                    f"(limit {PLAIN_SHARE_MIN:.2f}x)"
-                )
-        over = "in total" if several else "in the median over the prompts"
-        shown.append(
-            f"speculative decoding runs at {level['speedup']:.2f}x the speed of plain decoding, "
-            f"{over}"
-        )
+def report(values: Mapping[str, Any]) -> Report:
+    several = values["concurrency"] > 1
+    title = (
+        "{model} with {draft_model}, K <= {num_draft_tokens}, {dtype}, temperature {temperature:g},"
+        " rule {rule}, {concurrency} at a time".format(**values)
+    )
+    groups = values["categories"] | {"all": values}
+    names = values["categories"][next(iter(groups))]
+    heads = {n: "median_speedup" if n == "speedup" and not several else n for n in names}
+    rows = [
+        {"prompts": group} | {head: found[n] for n, head in heads.items()}
+        for group, found in groups.items()
+    ]
+    shown: list[Any] = [table(title, rows)]
+    warnings = []
+    if engine := values["engine_tokens_per_second"]:
+        share = values["plain_tokens_per_second"] / engine
+        line = f"plain decoding runs at {share:.2f}x the speed of {ENGINE_ALONE}"
+        shown.append(f"{line} ({engine:.1f} tokens/s)")
+        if share < PLAIN_SHARE_MIN:
+            warnings.append(
+                f"warning: {line}; the speed-up over such a slow baseline is exaggerated (limit "
+                f"{PLAIN_SHARE_MIN:.2f}x)"
+            )
+    over = "in total" if several else "in the median over the prompts"
+    shown.append(
+        f"speculative decoding runs at {values['speedup']:.2f}x the speed of plain decoding, {over}"
+    )
     return Report(values, shown, warnings)

@@ -1,5 +1,5 @@
-"""`outrider bench WHAT` runs a benchmark. `speedup`, `peers`, `identity` and `serve` measure the
-running deployment, or if none runs, a temporary one. The other benchmarks need no deployment."""
+"""`outrider bench WHAT` runs a benchmark. `speedup`, `peers` and `serve` measure the running
+deployment, or if none runs, a temporary one. The other benchmarks need no deployment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import benchmarks.options
-from benchmarks.report import Report
 from deploy.fleet.local_state import running_deployment, state_directory
 from deploy.fleet.preflight import resolve_models
 from outrider.api_keys import new_key
@@ -39,7 +38,6 @@ from .output import note, progress, tell
 
 if TYPE_CHECKING:
     from benchmarks.measurement import BenchClient
-    from benchmarks.options import PromptOptions
     from benchmarks.peers import PeersOptions
     from benchmarks.serve import ServeOptions
     from benchmarks.speedup import SpeedupOptions, Subject
@@ -60,7 +58,6 @@ PURPOSES = {
     "speedup": "compare decoding with and without drafts",
     "peers": "compare with vLLM, OpenVINO, llama.cpp and transformers, with the same weights, "
     "prompts and threads",
-    "identity": "check that answers with drafts equal those of plain decoding",
     "serve": "measure latency and throughput under load, like `vllm bench serve`",
     "emulate": "compare decoding modes on emulated models of stated speed and acceptance",
     "overhead": "measure what rounds and requests cost without the models",
@@ -102,15 +99,7 @@ def _load(name: str) -> Command:
     return Command(name, params=params, callback=run)
 
 
-async def _speedup(module: Any, options: SpeedupOptions, arguments: Arguments) -> Report:
-    # If no deployment runs, each level starts its own temporary deployment. In one deployment for
-    # all levels, the later levels would find their prompts cached and would be faster.
-    levels = [await _measured(module, level, arguments) for level in options.levels()]
-    report: Report = module.report(levels)
-    return report
-
-
-async def _measured(module: Any, options: PromptOptions, arguments: Arguments) -> Any:
+async def _speedup(module: Any, options: SpeedupOptions, arguments: Arguments) -> Any:
     async with connected(arguments) as connection, connection.client() as client:
         return await module.run(options, _subject(connection, client, options.raw), progress)
 
@@ -219,6 +208,6 @@ async def _serve(module: Any, options: ServeOptions, arguments: Arguments) -> An
 
 
 _CALLERS: Mapping[str, Callable[[Any, Any, Arguments], Any]] = {
-    "speedup": _speedup, "identity": _measured, "peers": _peers, "serve": _serve,
+    "speedup": _speedup, "peers": _peers, "serve": _serve,
 }  # fmt: skip
 bench = Group("bench", PURPOSES, _load, subcommand_metavar="WHAT")

@@ -88,7 +88,8 @@ def test_a_selection_has_as_many_of_each_category(
     [
         ("speedup", "num-prompts", ("1", "100000"), ("0", "100001", "1.5")),
         ("speedup", "temperature", ("0", "2.0"), ("-0.01", "2.01", "nan", "x")),
-        ("speedup", "concurrency", ("1", "4096,1"), ("0", "4,4097", "")),
+        ("speedup", "concurrency", ("1", "4096"), ("0", "4097", "")),
+        ("peers", "concurrency", ("1", "4096,1"), ("0", "4,4097")),
         ("speedup", "rule", ("token",), ("greedy",)),
         ("overhead", "parts", ("rounds, capacity",), ("all", "rounds,all")),
     ],
