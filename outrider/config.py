@@ -638,41 +638,24 @@ def merge(
     from `flags` (texts or values). Flags override the environment, which overrides the file. Raises
     `ConfigError` for a bad value, even if the value is overridden, and names its source."""
     given = translated_layers(flags, environment, file)
-    values = {found.key: found.parse(raw, source) for found, raw, source in given}
-    if rates := values.pop(SPECULATIVE_CONFIG, None):
-        engine = str(values.get("engine", AUTO_ENGINE))
-        if not engine.startswith(EMULATED):
-            raise SettingError(
-                SPECULATIVE_CONFIG,
-                "rejection_sample_method: 'synthetic' is wrong; it needs --engine emulated:SPEC "
-                f"({engine} runs a model, and its users would get tokens that the model did not "
-                "choose)",
-            )
-        values["engine"] = f"{engine.rstrip(',')},acceptance_rates={rates}"
-    return values
+    return {found.key: found.parse(raw, source) for found, raw, source in given}
 
 
 def translated_layers(
     flags: Mapping[str, object], environment: Mapping[str, str], file: Path | None = None
 ) -> list[tuple[Setting, object, str]]:
     """The settings of all layers, in increasing precedence (see `layers`). The settings that a
-    `speculative_config` stands for replace it. If several layers have one, only the last counts.
-    Raises `ConfigError` if a layer also has a setting that its `speculative_config` stands for."""
+    `speculative_config` stands for replace it in its layer. Raises `ConfigError` if the layer also
+    has one of these settings."""
     settings = deployment_settings()
     found: list[tuple[Setting, object, str]] = []
-    translated: list[tuple[Setting, object, str]] = []
     for layer in layers(settings, file, environment, flags):
         if SPECULATIVE_CONFIG in layer:
             _, text, source = layer.pop(SPECULATIVE_CONFIG)
-            found = [one for one in found if one not in translated]
-            translated = [
-                (settings[key], raw, f"{source}: {name}" if name else source)
-                for key, raw, name in settings_of_vllm(text, source)
-            ]
-            for one, _, name in translated:
-                if one.key in layer:
-                    raise ConfigError(f"{name}: is the same as {layer[one.key][2]}; give one only")
-            found += translated
+            for key, raw, name in settings_of_vllm(text, source):
+                if key in layer:
+                    raise ConfigError(f"{name}: is the same as {layer[key][2]}; give one only")
+                layer[key] = settings[key], raw, name
         found += layer.values()
     return found
 

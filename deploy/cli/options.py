@@ -44,7 +44,6 @@ from outrider.errors import (
 )
 from outrider.settings import Setting, Value
 from outrider.speculation.sampling_params import Rule, SamplingParams, check_sampling
-from outrider.speculative_config import SPECULATIVE_CONFIG
 
 from .command import Arguments, Option, flag_of, grouped, option
 from .output import progress
@@ -184,43 +183,18 @@ def with_settings(arguments: Arguments, **values: object) -> Arguments:
     return Arguments(**vars(arguments) | {"settings": arguments.settings | values})
 
 
-def flags_again(arguments: Arguments, without: Collection[str]) -> tuple[str, ...]:
-    """The command-line words that give the same settings again, except secrets and the settings in
-    `without`."""
-    words = [] if arguments.config is None else ["--config", str(arguments.config)]
-    given = {found.key: value for found, value, _ in translated_layers(arguments.settings, {})}
-    if given.pop(SPECULATIVE_CONFIG, None):  # `merge` moves acceptance rates into `engine`.
-        given["engine"] = given_settings(arguments)["engine"]
-    for key, value in given.items():
-        if key in SECRETS or key in without:
-            continue
-        if isinstance(value, bool):
-            words.append(flag_of(key if value else f"no_{key}"))
-        else:
-            words += [flag_of(key), str(value)]
-    return tuple(words)
-
-
 def refuse_other_settings(arguments: Arguments, record: DeploymentRecord) -> None:
     """Raises `ConfigError` if a flag contradicts the settings of the running deployment."""
-    given, running = arguments.settings, record.settings
-    sources = {found.key: source for found, _, source in translated_layers(given, {})}
-    # `merge` moves the acceptance rates of `SPECULATIVE_CONFIG` into `engine`.
-    if synthetic := sources.pop(SPECULATIVE_CONFIG, ""):
-        sources.setdefault("engine", synthetic)
-        given = {"engine": str(running.get("engine")).partition(",acceptance_rates=")[0]} | given
-    values = merge(given, {})
-    for key, source in sources.items():
-        asked, runs = values[key], running.get(key)
+    for key, asked in merge(arguments.settings, {}).items():
+        runs = record.settings.get(key)
         same = same_drafter(str(asked), str(runs)) if key == "draft_model" else asked == runs
-        if key in OF_CALLERS or (key not in SECRETS and same):
-            continue
-        shown = "" if key in SECRETS else f" with {runs!r}"
-        raise ConfigError(
-            f"{source}: {asked if key not in SECRETS else '***'} was asked for, but a "
-            f"deployment runs already{shown} ({record.grpc_address}); stop it first (outrider stop)"
-            ", or leave the flag out"
-        )
+        if key not in OF_CALLERS and (key in SECRETS or not same):
+            shown = "" if key in SECRETS else f" with {runs!r}"
+            raise SettingError(
+                key,
+                f"differs from the running deployment{shown} ({record.grpc_address}); stop it "
+                "first (outrider stop), or leave this flag out",
+            )
 
 
 def error_line(error: OutriderError, arguments: Arguments) -> str:

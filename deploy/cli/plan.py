@@ -27,7 +27,7 @@ from outrider.settings import between, checked
 
 from .bench import found_models
 from .command import Arguments, Option, command, exclusive, grouped, json_option
-from .options import deployment_config, flags_again, setting_options
+from .options import deployment_config, setting_options
 from .output import progress, tell
 
 if TYPE_CHECKING:
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
 OWN_FLAGS = ("seed", "num_draft_tokens", "deadline_ms", "length_control", "look_ahead")
 """Settings for which `plan` has no option. The plan chooses their values, or requests set them."""
-DECIDED = ("model", "draft_model", "num_targets", "num_drafts")
-"""Settings whose values in the recommended command come from the plan."""
 BUILT_IN_PROMPTS = 12
 
 
@@ -174,7 +172,7 @@ def plan(arguments: Arguments) -> int:
         _check(config)
         if arguments.simulate:
             simulation.check(config.draft.drafter.model is not None)
-        found = _plan(arguments, options, config, prompts)
+        found = _plan(options, config, prompts)
         pair, values, shown = found.pair, found.values(), [*found.tables()]
     if arguments.simulate:
         simulated = simulation.run(config, pair)
@@ -221,9 +219,8 @@ def _check(config: DeploymentConfig) -> None:
 
 
 def _plan(
-    arguments: Arguments, options: PlanOptions, config: DeploymentConfig,
-    prompts: Sequence[BenchPrompt],
-) -> PlanReport:  # fmt: skip
+    options: PlanOptions, config: DeploymentConfig, prompts: Sequence[BenchPrompt]
+) -> PlanReport:
     config = found_models(config)
     from benchmarks.acceptance import load_reading
     from deploy.planner.rehearsal import rehearsed_plans
@@ -247,7 +244,6 @@ def _plan(
         concurrency=options.concurrency,
         round_trip_ms=options.round_trip_ms,
         plans=plans,
-        flags=flags_again(arguments, without=DECIDED + OWN_FLAGS),
     )
 
 

@@ -25,8 +25,6 @@ class PlanReport:
     concurrency: int
     round_trip_ms: float
     plans: tuple[TemperaturePlan, ...]
-    flags: tuple[str, ...] = ()
-    """Further words of the recommended `outrider serve` command."""
 
     @property
     def pair(self) -> Pair:
@@ -77,14 +75,17 @@ class PlanReport:
             flags += ["--look-ahead", chosen.look_ahead]
         if chosen.draft_replicas > 1:
             flags += ["--num-drafts", chosen.draft_replicas]
-        command = shlex.join(["outrider", "serve", self.model, *map(str, flags), *self.flags])
+        command = shlex.join(["outrider", "serve", self.model, *map(str, flags)])
         expected = f"{chosen.tokens_per_second:.1f} tokens/s are expected"
         if chosen.num_draft_tokens == 0:
-            return f"Decode plainly with `{command}`: {expected}, and no draft is faster."
+            return (
+                f"Decode plainly with `{command}` and your other flags: {expected}, and no draft "
+                "is faster."
+            )
         return (
-            f"Deploy with `{command}`, rule {chosen.rule.value} and {chosen.draft_replicas:g} "
-            f"drafts for each target replica: {expected}, {chosen.speedup:.2f} times plain "
-            "decoding."
+            f"Deploy with `{command}` and your other flags, rule {chosen.rule.value} and "
+            f"{chosen.draft_replicas:g} drafts for each target replica: {expected}, "
+            f"{chosen.speedup:.2f} times plain decoding."
         )
 
 

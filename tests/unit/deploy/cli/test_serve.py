@@ -36,11 +36,6 @@ from outrider.config import load_config
 from outrider.errors import ConfigError, Unavailable
 from outrider.registry.registry import ROLES, ReplicaRecord, Role
 
-SYNTHETIC = (
-    '{"num_speculative_tokens": 1, "rejection_sample_method": "synthetic",'
-    ' "synthetic_acceptance_rates": [0.8]}'
-)
-
 
 def test_a_trial_is_told_by_status_and_its_replica_is_none_that_is_wanted() -> None:
     trial = asdict(ReplicaRecord("draft", "draft-3", "h:5", "h", 1, trial_share=0.2))
@@ -196,32 +191,14 @@ def test_a_deployment_that_is_starting_is_stopped(
     assert said == f"stopped a deployment that was starting or stopping (pid {child.pid})\n"
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("--draft-model", "a/head"),
-        ("--draft-model", "auto"),
-        ("--draft-model", "hybrid:ngram,a/head"),
-        ("--engine", "emulated:verify_ms=2", "--speculative-config", SYNTHETIC),
-    ],
-)
-def test_the_flags_of_a_deployment_that_runs_may_be_given_again(words: tuple[str, ...]) -> None:
-    """Also if the kind of a draft was found in its files, or acceptance rates were added."""
-    config = deployment_config(parse(["chat", *words]))
+@pytest.mark.parametrize("name", ["a/head", "auto", "hybrid:ngram,a/head"])
+def test_the_flags_of_a_deployment_that_runs_may_be_given_again(name: str) -> None:
+    """Also if the kind of a draft was found in its files."""
+    config = deployment_config(parse(["chat", "--draft-model", name]))
     named = config.draft.model.replace("a/head", "eagle3:a/head")
     runs = record(settings=config.values(secrets=False) | {"draft_model": named})
-    refuse_other_settings(parse(["chat", *words]), runs)
-    refuse_other_settings(parse(["chat", "--draft-model", named]), runs)
-    alone = parse(["chat", "--speculative-config", SYNTHETIC])
-    if SYNTHETIC in words:
-        refuse_other_settings(alone, runs)
-    else:
-        with pytest.raises(ConfigError, match="needs --engine emulated:SPEC"):
-            refuse_other_settings(alone, runs)
-    for other in (
-        ("--draft-model", "a/other"),
-        ("--engine", "emulated:verify_ms=2"),
-        ("--engine", "emulated:", "--speculative-config", SYNTHETIC),
-    ):
-        with pytest.raises(ConfigError, match="was asked for, but a deployment runs already with"):
+    for again in (name, named):
+        refuse_other_settings(parse(["chat", "--draft-model", again]), runs)
+    for other in (("--draft-model", "a/other"), ("--dtype", "float32"), ("--redis-password", "p")):
+        with pytest.raises(ConfigError, match="differs from the running deployment"):
             refuse_other_settings(parse(["chat", *other]), runs)

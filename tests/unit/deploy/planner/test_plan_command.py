@@ -9,9 +9,6 @@ from bench_sides import pair_here
 from command_lines import refusal, reported
 from models import byte_level_tokenizer, save_tiny_model
 
-from deploy.cli.main import parse
-from deploy.cli.options import flags_again
-from deploy.cli.plan import DECIDED
 from deploy.planner import rehearsal
 from outrider.engine.step_costs import StepCosts
 from outrider.replica.process_setup import build_engine
@@ -96,8 +93,6 @@ def test_the_command_reads_rehearses_and_prints_one_json_object(
     assert again["fleet"] == first["fleet"]
     rate = pytest.approx(first["figures"]["tokens_per_second"], rel=0.01)
     assert again["figures"]["tokens_per_second"] == rate
-    threads = "--target-num-threads 1 --draft-num-threads 1"
-    assert " ".join(report["flags"]) == f"--device cpu {threads}"
     plan = report["temperatures"]["1"]
     assert {option["rule"] for option in plan["options"]} == {"token", "block", "coupled"}
     assert len(plan["options"]) == 24
@@ -105,18 +100,3 @@ def test_the_command_reads_rehearses_and_prints_one_json_object(
     assert plan["times"]["wait"]["base_s"] >= 0
     assert plan["acceptance"]["chat"]["num_tokens"] <= 12
     assert plan["acceptance"]["all"]["by_position"]["token"][0] is not None
-
-
-def test_the_command_that_deploys_a_plan_has_the_flags_of_what_was_measured() -> None:
-    kept = ("--config", "a b.yaml", "--dtype", "float32", "--target-num-threads", "2", "--no-http")
-    decided = ("--model", "m", "--draft-model", "d", "--num-drafts", "2", "--num-targets", "2")
-    given = parse(["plan", *kept, *decided, "--redis-password", "p", "--api-key", "k" * 20])
-    assert flags_again(given, DECIDED) == kept
-    assert flags_again(parse(["plan"]), DECIDED) == ()
-    said = (
-        '{"num_speculative_tokens": 1, "rejection_sample_method": "synthetic",'
-        ' "synthetic_acceptance_rates": [0.8]}'
-    )
-    emulated = ["plan", "--engine", "emulated:", "--speculative-config", said]
-    engine = ("--engine", "emulated:,acceptance_rates=0.8")
-    assert flags_again(parse(emulated), (*DECIDED, "num_draft_tokens")) == engine

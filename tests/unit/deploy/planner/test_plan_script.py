@@ -186,19 +186,17 @@ def test_a_plan_says_how_to_deploy_it() -> None:
     def told(**chosen: int) -> str:
         changed = replace(plan.options[0], **chosen)  # type: ignore[arg-type]
         return shown(
-            draft_model="hybrid:suffix,a b", flags=("--no-http", "--draft-device", "a b"),
-            plans=(replace(plan, plain=changed, chosen=changed),),
+            draft_model="hybrid:suffix,a b", plans=(replace(plan, plain=changed, chosen=changed),)
         )  # fmt: skip
 
-    given = "--no-http --draft-device 'a b'"
-    flags = f"--num-draft-tokens 12 --look-ahead 4 --num-drafts 2 {given}"
+    flags = "--num-draft-tokens 12 --look-ahead 4 --num-drafts 2"
     words = told(num_draft_tokens=12, look_ahead=4, draft_replicas=2)
     assert f"`outrider serve t --draft-model 'hybrid:suffix,a b' {flags}`" in words
     assert "has a speed-up of {:.2f} to {:.2f}. In ".format(*plan.spread.speedup) in words
     apart = told(num_draft_tokens=12, look_ahead=0, draft_replicas=1)
-    assert f"--num-draft-tokens 12 --look-ahead 0 {given}`" in apart
+    assert "--num-draft-tokens 12 --look-ahead 0`" in apart
     plain = told(num_draft_tokens=0, look_ahead=0, draft_replicas=0)
-    assert f"with `outrider serve t --num-draft-tokens 0 {given}`:" in plain
+    assert "with `outrider serve t --num-draft-tokens 0` and your other flags:" in plain
 
 
 @pytest.mark.parametrize(
