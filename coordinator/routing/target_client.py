@@ -5,7 +5,6 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import replace
 from random import Random
 
 from coordinator.routing.drafts import NOTHING_WANTED, NextWanted
@@ -36,9 +35,6 @@ ANSWER_S = 30.0
 ANSWER_WAIT_GROWTH_MAX = 8
 """The wait for a verdict doubles after each wait without an answer, up to this multiple of
 `ANSWER_S`."""
-Q_REFUSALS_MAX = 2
-"""If the target refuses a proposal's q this many times, but the coordinator can read the q, the
-client drops the proposal."""
 RETRY_S_MIN = 0.1
 """First pause between two attempts to reach a target. The pause doubles up to `RETRY_S_MAX`."""
 RETRY_S_MAX = 1.0
@@ -64,11 +60,10 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         self.was_asked = False
         """Whether a request was sent for the newest verdict. If not, the target ran ahead."""
         self.verified = NOTHING_SEALED
-        """The proposal of the newest verdict. If a part of q was unreadable, this proposal is
-        shorter than the draft's."""
+        """The proposal of the newest verdict; empty if the target could not read its q."""
         self.found_broken_draft = False
-        """Whether a q was unreadable for a reason that may depend on the token drawn from it.
-        A proposal cut at such a token cannot be verified exactly, so the draft must be rejected."""
+        """Whether a q was unreadable. The draft must then be rejected: the reason may depend on the
+        tokens drawn from q, and dropping such a proposal may bias the round."""
 
     async def verify(
         self,
@@ -83,12 +78,11 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         target refuses the session, and `Unavailable` if no target can be reached for
         `target_gone_ms`.
 
-        If the target cannot read the draft's q, asks again with the part of the proposal that the
-        coordinator can read. If the coordinator can read all of q, drops the proposal after
-        `Q_REFUSALS_MAX` refusals. Afterwards, `verified` is the proposal that was verified."""
+        If the target cannot read the proposal's q, drops the proposal and asks again. Afterwards,
+        `verified` is the proposal that was verified."""
         if self.is_left:
             self.move()
-        num_refusals, num_retries, num_silences = 0, 0, 0
+        num_retries, num_silences = 0, 0
         wait_s, gone_at = ANSWER_S, math.inf
         number = self.begin(round_index)
         ask = len(proposal) > 0 or self.was_lost or self._must_ask(number, run_ahead)
@@ -120,19 +114,12 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
                 if isinstance(answer, Resync):
                     self.resync(answer)
                 elif _is_about_q(refused := error_from_code(answer.code, answer.message)):
-                    readable = self._readable(proposal)
-                    # If the coordinator can read all of q, there are two possible causes. Either
-                    # the refusal answers an earlier message, or only the target cannot read q.
-                    ask = proposal != readable
-                    num_refusals = 0 if ask else num_refusals + 1
-                    if num_refusals >= Q_REFUSALS_MAX and len(proposal) > 0:
-                        readable, ask, self.found_broken_draft = NOTHING_SEALED, True, True
-                    if len(readable) < len(proposal):
-                        _log.warning(
-                            "only %d tokens are verified: %s", len(readable), answer.message
-                        )
+                    # A refusal of a proposal that is dropped already answers an earlier message.
+                    ask = len(proposal) > 0
+                    if ask:
+                        _log.warning("a proposal is dropped: %s", answer.message)
                         self.context.observer.count("unreadable_proposals")
-                    proposal = readable
+                        proposal, self.found_broken_draft = NOTHING_SEALED, True
                     continue
                 else:
                     await self._take_refusal(answer, refused, num_retries)
@@ -179,15 +166,6 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
             )
         )  # fmt: skip
         self._asked_until = number + run_ahead
-
-    def _readable(self, proposal: SealedProposal) -> SealedProposal:
-        """Returns the part of a proposal whose q the coordinator can read. If the rule needs no q,
-        returns the whole proposal without q."""
-        if not self.context.session.record.rule.needs_q:
-            return replace(proposal, q=b"")
-        readable, is_broken = proposal.readable()
-        self.found_broken_draft |= is_broken
-        return readable
 
     def _rest_s(self, num_retries: int) -> float:
         return backoff(RETRY_S_MIN, RETRY_S_MAX, num_retries, self._random)

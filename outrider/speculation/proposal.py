@@ -19,17 +19,6 @@ Q_BYTES_MAX = NUM_DRAFT_TOKENS_MAX * (_SIZE_BYTES + DRAFT_SUPPORT_ENTRIES_MAX * 
 """The largest number of bytes that `encode_q` returns."""
 
 
-class UnreadableQ(BadRequest):
-    """Raised if the q of a draft token cannot be decoded."""
-
-    def __init__(self, index: int, message: str, *, after_draw: bool = False) -> None:
-        """`index` is that of the token, or the number of tokens if bytes follow the last q.
-        `after_draw` says whether the fault may depend on the values of drawn tokens."""
-        super().__init__("proposal.q", message)
-        self.index = index
-        self.after_draw = after_draw
-
-
 @dataclass(frozen=True, slots=True)
 class DraftDistribution:
     """q, truncated to some tokens. The ids are distinct. The counts are positive and sum to
@@ -93,22 +82,9 @@ class SealedProposal:
         q = (None,) * len(self) if rule.needs_q else ()
         return SealedProposal(self.token_ids, encode_q(q))
 
-    def readable(self) -> tuple[SealedProposal, bool]:
-        """Returns the proposal, cut before the first q that cannot be decoded, and whether this cut
-        may depend on a token that was cut off. Verifying the rest is then not exact."""
-        try:
-            self.open()
-        except UnreadableQ as error:
-            if error.index >= len(self):
-                return NOTHING_SEALED, True
-            return self.cut(error.index), error.after_draw
-        except BadRequest:
-            return NOTHING_SEALED, True
-        return self, False
-
     def open(self) -> Proposal:
         """The proposal with decoded q. Raises `BadRequest` for more tokens than are verified, and
-        `UnreadableQ` for q that `decode_q` refuses."""
+        for q that `decode_q` refuses."""
         if len(self) > NUM_DRAFT_TOKENS_MAX:
             reason = f"has {len(self)} tokens; at most {NUM_DRAFT_TOKENS_MAX} are verified"
             raise BadRequest("proposal.token_ids", reason)
@@ -143,7 +119,7 @@ def encode_q(q: Sequence[DraftDistribution | None]) -> bytes:
 
 def decode_q(data: bytes, drawn: Sequence[int]) -> tuple[DraftDistribution | None, ...]:
     """The inverse of `encode_q` for the tokens `drawn`. Returns () if `data` is empty. Raises
-    `UnreadableQ` if `data` has another length than its numbers of entries say, or if a token's
+    `BadRequest` if `data` has another length than its numbers of entries say, or if a token's
     distribution is invalid or lacks the token."""
     if not data:
         return ()
@@ -169,11 +145,8 @@ def decode_q(data: bytes, drawn: Sequence[int]) -> tuple[DraftDistribution | Non
         q.append(own)
         offset = end
     if offset != len(data):
-        raise UnreadableQ(
-            len(drawn),
-            f"holds {len(data) - offset} bytes after the last of {len(drawn)} positions",
-            after_draw=True,
-        )
+        reason = f"holds {len(data) - offset} bytes after the last of {len(drawn)} positions"
+        raise BadRequest("proposal.q", reason)
     return tuple(q)
 
 
@@ -186,8 +159,8 @@ def _check_distribution(index: int, token_id: int, q: DraftDistribution) -> None
     if sum(counts) != COUNT_TOTAL:
         raise _bad_q(index, f"has counts that sum to {sum(counts)}, not to {COUNT_TOTAL}")
     if token_id not in ids:
-        raise _bad_q(index, f"does not hold the drafted token {token_id}", after_draw=True)
+        raise _bad_q(index, f"does not hold the drafted token {token_id}")
 
 
-def _bad_q(index: int, message: str, *, after_draw: bool = False) -> UnreadableQ:
-    return UnreadableQ(index, f"position {index} {message}", after_draw=after_draw)
+def _bad_q(index: int, message: str) -> BadRequest:
+    return BadRequest("proposal.q", f"position {index} {message}")

@@ -11,7 +11,6 @@ from outrider.errors import BadRequest
 from outrider.limits import NUM_DRAFT_TOKENS_MAX
 from outrider.speculation.proposal import (
     COUNT_TOTAL,
-    NOTHING_SEALED,
     DraftDistribution,
     Proposal,
     SealedProposal,
@@ -87,38 +86,13 @@ def test_what_is_refused(data, token_ids, words):
     assert caught.value.field == "proposal.q"
 
 
-GOOD = packed((1, 2), (HALF, HALF))
-
-
-@pytest.mark.parametrize(
-    ("second", "num_readable", "is_broken"),
-    [
-        (GOOD, 2, False),
-        (b"", 1, False),
-        (GOOD[:-1], 1, False),
-        (packed((1, 2), (HALF, HALF - 1)), 1, False),
-        (packed((1, 1), (HALF, HALF)), 1, False),
-        (packed((3, 4), (HALF, HALF)), 1, True),  # q lacks the token.
-        (GOOD + b"\0", 0, True),
-    ],
-)
-def test_how_far_a_proposal_can_be_read(second, num_readable, is_broken):
-    """Only a fault that precedes the draw of a token allows an unbiased cut."""
-    proposal = SealedProposal((1, 2), GOOD + second)
-    cut = SealedProposal((1, 2)[:num_readable], (GOOD + second)[: len(GOOD) * num_readable])
-    assert proposal.readable() == (cut, is_broken)
-    assert len(cut.open().token_ids) == num_readable
-
-
 def test_long_proposals_are_refused() -> None:
     longest = SealedProposal((1,) * NUM_DRAFT_TOKENS_MAX)
     assert longest.open() == Proposal(longest.token_ids)
-    assert longest.readable() == (longest, False)
     longer = SealedProposal((1,) * (NUM_DRAFT_TOKENS_MAX + 1))
     with pytest.raises(BadRequest, match=f"at most {NUM_DRAFT_TOKENS_MAX}") as caught:
         longer.open()
     assert caught.value.field == "proposal.token_ids"
-    assert longer.readable() == (NOTHING_SEALED, True)
 
 
 Q = DraftDistribution((3, 4, 5), (COUNT_TOTAL - 2, 1, 1))
