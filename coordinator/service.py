@@ -17,7 +17,7 @@ from coordinator.decoding.loop import RoundMeter, SessionRun
 from coordinator.decoding.resumption import Replayed, replay, started, told_again
 from coordinator.decoding.sessions import KeyTaken, OwnedSessions, RequestKey
 from coordinator.decoding.trial import TrialMeter, TrialSums
-from coordinator.draft_length.controller import LengthControl, LengthControls
+from coordinator.draft_length.controller import LengthControls
 from coordinator.requests.validation import (
     GenerationParameters,
     PromptEncoder,
@@ -28,8 +28,7 @@ from coordinator.requests.validation import (
 )
 from coordinator.routing.discovery import Discovery
 from coordinator.routing.draft_client import open_drafts
-from coordinator.routing.drafts import Drafts
-from coordinator.routing.replica_pool import ReplicaConnection, ReplicaPool, SessionContext
+from coordinator.routing.replica_pool import ReplicaPool, SessionContext
 from coordinator.routing.target_client import TargetClient
 from outrider.config import CoordinatorConfig
 from outrider.drafters.lookup import LookupDrafter
@@ -131,8 +130,6 @@ class CoordinatorService:
         self._watching: list[asyncio.Task[None]] = []
         self._served: ReplicaDescription | None = None
         self._lengths: LengthControls
-        self._trial_lengths: tuple[str, LengthControls] | None = None
-        """(Name, length controls) of the replica on trial."""
         self._meter = RoundMeter()
         self._load = ProcessLoad()
         self._trial = TrialMeter()
@@ -614,22 +611,27 @@ class CoordinatorService:
         try:
             target = TargetClient(self.targets, context, self._config)
             draft = open_drafts(self.drafts, target, self._fallback, self._config)
-            lengths, trial = self._lengths, None
+            trial = drafter = None
             num_elsewhere = sum(peer.load for peer in self.fleet.peers)
-            lengths.hear_load(self.targets.num_present, num_elsewhere, self.drafts.first_kept)
+            self._lengths.hear_load(self.targets.num_present, num_elsewhere, self.drafts.first_kept)
             tried = self.targets.on_trial or self.drafts.on_trial
             # If only look-ups draft for the session, `draft.on_trial` is None.
             if tried is not None and draft.on_trial is not None:
                 trial = self._trial.begin(tried.name)
-                if draft.on_trial:
-                    lengths = self._lengths_on_trial(tried)
+                drafter = tried.description if draft.on_trial else None
+            record = session.record
+            lengths = self._lengths.open(
+                record.rule, record.seed,
+                0 if draft.never_drafts else parameters.num_draft_tokens,
+                record.prompt_length, drafter,
+            )  # fmt: skip
             run = SessionRun(
                 context,
                 replayed,
                 target,
                 draft,
                 commits=commits,
-                lengths=self._length_control(context, draft, lengths),
+                lengths=lengths,
                 meter=self._meter,
                 arrived=arrived,
                 reads_beside=not self._config.drafting_delays,
@@ -650,18 +652,6 @@ class CoordinatorService:
             min_tokens=parameters.sampling.min_tokens,
             stop_token_ids=parameters.sampling.stop_token_ids,
         )
-
-    def _lengths_on_trial(self, tried: ReplicaConnection) -> LengthControls:
-        if self._trial_lengths is None or self._trial_lengths[0] != tried.name:
-            self._trial_lengths = tried.name, self._lengths.of_another(tried.description)
-        return self._trial_lengths[1]
-
-    def _length_control(
-        self, context: SessionContext, draft: Drafts, lengths: LengthControls
-    ) -> LengthControl:
-        record, parameters = context.session.record, context.parameters
-        num_draft_tokens = 0 if draft.never_drafts else parameters.num_draft_tokens
-        return lengths.open(record.rule, record.seed, num_draft_tokens, record.prompt_length)
 
 
 @contextmanager

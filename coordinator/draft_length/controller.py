@@ -18,9 +18,7 @@ from __future__ import annotations
 import math
 import sys
 from bisect import bisect
-from copy import copy
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -106,28 +104,9 @@ class Learned:
         self.by_rule = {rule: Experience() for rule in Rule}
 
 
-class _Shared:
-    """The state that sessions share even if their drafters differ."""
-
-    def __init__(self) -> None:
-        self.load = Load()
-        self.learned: WeakKeyDictionary[LengthControls, Learned] = WeakKeyDictionary()
-        self.seeds: set[int] = set()
-        """Seeds of sessions under the rules token and block."""
-        self.running: dict[int, LengthControl] = {}
-        """Seed -> the first session with this seed, if the session still runs."""
-
-    def make_room(self) -> None:
-        """If there is no room for another seed, forgets the seeds of ended sessions and everything
-        that was learned. A later session with a forgotten seed counts as the first with this seed,
-        so it must not read what was learned from an earlier session."""
-        if len(self.seeds) >= max(DRAFTED_SEEDS_MAX, len(self.running) + 1):
-            self.seeds = set(self.running)
-            self.learned.clear()
-
-
 class LengthControls:
-    """Creates a length control for each session. A drafter on trial has its own object."""
+    """Creates a length control for each session. Sessions with a drafter on trial (a draft, or a
+    target that drafts) share load and seeds with the other sessions, but learn separately."""
 
     def __init__(
         self,
@@ -146,29 +125,23 @@ class LengthControls:
         self._delays = delays
         self.adapts = adapts
         self.run_ahead_rounds = run_ahead_rounds
-        self._shared = _Shared()
-        self.load = self._shared.load
+        self.load = Load()
+        self._learned: dict[ReplicaDescription | None, Learned] = {}
+        """Drafter on trial -> what its sessions learned; None -> what other sessions learned."""
+        self._seeds: set[int] = set()
+        """Seeds of sessions under the rules token and block."""
+        self._running: dict[int, LengthControl] = {}
+        """Seed -> the first session with this seed, if the session still runs."""
 
-    @property
-    def learned(self) -> Learned:
-        """The `Learned` object that new sessions read and extend."""
-        if self not in self._shared.learned:
-            self._shared.learned[self] = self._nothing_learned(self.load)
-        return self._shared.learned[self]
+    def learned(self, tried: ReplicaDescription | None = None) -> Learned:
+        """Returns the object that new sessions with this drafter on trial read and extend."""
+        if tried not in self._learned:
+            self._learned[tried] = self._nothing_learned(tried, self.load)
+        return self._learned[tried]
 
     @property
     def costs(self) -> RoundCosts:
-        return self.learned.costs
-
-    def of_another(self, drafter: ReplicaDescription) -> LengthControls:
-        """Returns controls for sessions with another drafter (a draft, or a target that drafts).
-        They share load and seeds with this object, but learn separately."""
-        found = copy(self)
-        if drafter.drafts_itself:
-            found._target = drafter
-        else:
-            found._draft = drafter
-        return found
+        return self.learned().costs
 
     def hear_load(
         self, num_targets: int, num_elsewhere: int, draft: ReplicaDescription | None
@@ -184,37 +157,57 @@ class LengthControls:
             self.costs.meet_draft(draft.step_costs)
 
     def open(
-        self, rule: Rule, seed: int, num_draft_tokens: int, prompt_length: int
+        self,
+        rule: Rule,
+        seed: int,
+        num_draft_tokens: int,
+        prompt_length: int,
+        tried: ReplicaDescription | None = None,
     ) -> LengthControl:
-        """Begins a session. Its rounds ask for at most `num_draft_tokens` tokens. Under the rules
-        token and block, a session that repeats a seed gets fixed lengths. If the first session with
-        this seed still runs, its lengths are fixed from now on, too."""
+        """Begins a session. Its rounds ask for at most `num_draft_tokens` tokens. `tried` is its
+        drafter if this is on trial. Under the rules token and block, a session that repeats a seed
+        gets fixed lengths. If the first session with this seed still runs, its lengths are fixed
+        from now on, too."""
         self.load.num_sessions += 1
-        bounds, shared = (num_draft_tokens, prompt_length), self._shared
+        bounds = num_draft_tokens, prompt_length
         if rule.absolute_noise:
-            return LengthControl(self, self.learned, rule, *bounds)
-        if seed in shared.seeds:
-            if seed in shared.running:
-                shared.running[seed].fix()
-            repeated = LengthControl(self, self._nothing_learned(Load()), rule, *bounds)
+            return LengthControl(self, self.learned(tried), rule, *bounds)
+        if seed in self._seeds:
+            if seed in self._running:
+                self._running[seed].fix()
+            nothing = self._nothing_learned(tried, Load())
+            repeated = LengthControl(self, nothing, rule, *bounds)
             repeated.fix()
             return repeated
-        shared.make_room()
-        first = LengthControl(self, self.learned, rule, *bounds, seed)
-        shared.seeds.add(seed)
-        shared.running[seed] = first
+        self._make_room()
+        first = LengthControl(self, self.learned(tried), rule, *bounds, seed)
+        self._seeds.add(seed)
+        self._running[seed] = first
         return first
 
     def close(self, seed: int | None) -> None:
-        """Ends a session. `seed` is None if the session is not in `_Shared.running`."""
+        """Ends a session. `seed` is None if the session is not in `_running`."""
         self.load.num_sessions -= 1
         if seed is not None:
-            self._shared.running.pop(seed, None)
+            self._running.pop(seed, None)
 
-    def _nothing_learned(self, load: Load) -> Learned:
-        target, draft = self._target, None if self._draft is None else self._draft.step_costs
+    def _make_room(self) -> None:
+        """If there is no room for another seed, forgets the seeds of ended sessions and everything
+        that was learned. A later session with a forgotten seed counts as the first with this seed,
+        so it must not read what was learned from an earlier session."""
+        if len(self._seeds) >= max(DRAFTED_SEEDS_MAX, len(self._running) + 1):
+            self._seeds = set(self._running)
+            self._learned.clear()
+
+    def _nothing_learned(self, tried: ReplicaDescription | None, load: Load) -> Learned:
+        target, draft = self._target, self._draft
+        if tried is not None and tried.drafts_itself:
+            target = tried
+        elif tried is not None:
+            draft = tried
+        table = None if draft is None else draft.step_costs
         costs = RoundCosts(
-            target.step_costs, draft, target.max_num_seqs, load,
+            target.step_costs, table, target.max_num_seqs, load,
             drafting_delays=self._delays or target.drafts_itself, messages_delay=self._delays,
         )  # fmt: skip
         return Learned(costs)

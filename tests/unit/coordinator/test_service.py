@@ -369,21 +369,19 @@ async def test_sessions_of_a_draft_on_trial_learn_separately_but_know_all_seeds(
             """Weights of the rounds with a draft from which sessions learned, without the trial and
             in it."""
             await b.events(replace(REQUEST, seed=seed, rule=Rule.TOKEN, sampling=SamplingParams()))
-            found = [b.service._lengths, *(b.service._trial_lengths or ())[1:]]
-            return [lengths.costs._target.weight for lengths in found if lengths is not None]
+            lengths, tried = b.service._lengths, b.draft.describe()
+            return [lengths.learned(one).costs._target.weight for one in (None, tried)]
 
-        [before] = await drafted(seed=1)
+        [before, _] = await drafted(seed=1)
         await b.service.drafts.join("tried", SeverableLink(b.draft), trial_share=1.0)
-        both = [before, 0]
-        assert await drafted(seed=1) == both
+        assert await drafted(seed=1) == [before, 0]
         [without, tried] = await drafted(seed=2)
         assert without == before > 0 < tried
         b.service.drafts.retire("tried")
         assert await drafted(seed=2) == [before, tried]
-        await b.service.drafts.join("other", SeverableLink(b.draft), trial_share=1.0)
-        assert await drafted(seed=2) == both
 
         # The draft on trial may be the first that a coordinator knows.
+        await b.service.drafts.join("other", SeverableLink(b.draft), trial_share=1.0)
         lengths = b.service._lengths
         lengths._draft = None
         kept = b.service.drafts.replicas.pop(next(iter(b.service.drafts.replicas)))
@@ -429,10 +427,9 @@ async def test_sessions_of_a_target_on_trial_learn_and_are_counted_apart() -> No
         link = SeverableLink(targets[1])
         await b.service.targets.join("tried", link, trial_share=1.0)
         assert tokens_of(await b.events(request)) == text
-        tried = b.service._trial_lengths[1].costs._target.weight
-        assert lengths.costs._target.weight == before > 0 < tried
-        both = (lengths, b.service._trial_lengths[1])
-        assert [one._target.step_costs for one in both] == costs
+        tried = lengths.learned(targets[1].describe()).costs
+        assert lengths.costs._target.weight == before > 0 < tried._target.weight
+        assert [one._table for one in (lengths.costs, tried)] == costs
         await asyncio.sleep(1)
         sums = b.service.trial_sums
         assert (sums.replica, sums.old.num_rounds) == ("tried", 0)

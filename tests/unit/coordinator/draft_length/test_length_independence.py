@@ -95,18 +95,18 @@ def test_a_seed_is_known_to_the_sessions_of_a_draft_on_trial(
     """And the other way round, until it is forgotten, with everything that both have learned."""
     monkeypatch.setattr(controller, "DRAFTED_SEEDS_MAX", 2)
     one = made()
-    arms = [one, one.of_another(description(StepCosts((1,), (0.001,))))]
-    first, second = [
-        arm.open(Rule.TOKEN, 7, BOUND, 10) for arm in (arms[::-1] if trial_is_first else arms)
-    ]
+    drafters = [None, description(StepCosts((1,), (0.001,)))]
+    if trial_is_first:
+        drafters.reverse()
+    first, second = [one.open(Rule.TOKEN, 7, BOUND, 10, drafter) for drafter in drafters]
     assert not any(control.choose(ENDLESS).is_timed for control in (first, second))
-    told = [arm.learned for arm in arms]
+    told = [one.learned(drafter) for drafter in drafters]
     assert told[0] is not told[1]
     first.close()
-    arms[trial_is_first].open(Rule.TOKEN, 8, BOUND, 10).close()
-    arms[trial_is_first].open(Rule.TOKEN, 9, BOUND, 10)
-    assert not any(arm.learned is before for arm, before in zip(arms, told, strict=True))
-    assert arms[not trial_is_first].open(Rule.TOKEN, 7, BOUND, 10).choose(ENDLESS).is_timed
+    one.open(Rule.TOKEN, 8, BOUND, 10, drafters[0]).close()
+    one.open(Rule.TOKEN, 9, BOUND, 10, drafters[0])
+    assert not any(one.learned(drafter) in told for drafter in drafters)
+    assert one.open(Rule.TOKEN, 7, BOUND, 10, drafters[1]).choose(ENDLESS).is_timed
 
 
 @pytest.mark.parametrize("adapts", [True, False])
