@@ -88,7 +88,7 @@ class CoordinatorHost:
         await service.start()
         access = self.access = _access_control(config)
         with blaming("ssl_certfile"):
-            tls = _tls_files(config)
+            tls = TlsFiles.of(config)
             credentials = None
             if tls is not None:
                 from outrider.transport.tls import server_credentials
@@ -136,7 +136,7 @@ class CoordinatorHost:
                 config.takes_over_ports,
                 metrics=None if scrape is None else scrape.render,
                 access=access,
-                tls=_tls_files(config),
+                tls=TlsFiles.of(config),
                 times=times,
             ),
             ChatFormats(service.text, config.tool_call_parser, config.reasoning_parser),
@@ -251,13 +251,6 @@ def _links_by(config: CoordinatorConfig) -> Callable[[Role, str], Link]:
                 for role, link in links.items()
             }
     return lambda role, address: links[role](address)
-
-
-def _tls_files(config: CoordinatorConfig) -> TlsFiles | None:
-    if not config.ssl_certfile:
-        return None
-    authority = Path(config.ssl_ca_certs) if config.ssl_ca_certs else None
-    return TlsFiles(Path(config.ssl_certfile), Path(config.ssl_keyfile), authority)
 
 
 def _access_control(config: CoordinatorConfig) -> AccessControl:

@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import h11
 import uvicorn
@@ -37,7 +37,7 @@ from uvicorn.server import ServerState
 
 from coordinator.auth.access_control import OPEN, AccessControl
 from coordinator.http_api.reading import error_body, error_response, to_json
-from outrider.config import is_loopback
+from outrider.config import CoordinatorConfig, is_loopback
 from outrider.errors import ConfigError, Unavailable
 from outrider.files import FileWatch
 from outrider.limits import (
@@ -73,6 +73,14 @@ class TlsFiles:
     key: Path
     authority: Path | None = None
     """Callers must have a certificate of this authority. None = callers need no certificate."""
+
+    @classmethod
+    def of(cls, config: CoordinatorConfig) -> Self | None:
+        """None without TLS."""
+        if not config.ssl_certfile:
+            return None
+        authority = Path(config.ssl_ca_certs) if config.ssl_ca_certs else None
+        return cls(Path(config.ssl_certfile), Path(config.ssl_keyfile), authority)
 
     def read(self) -> ssl.SSLContext:
         """Raises `OSError` or `ValueError`."""

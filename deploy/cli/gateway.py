@@ -7,19 +7,19 @@ import os
 import re
 import signal
 import ssl
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from benchmarks.report import Report
 from deploy.fleet.local_state import DeploymentRecord, running_deployment, state_directory
-from outrider.config import LOOPBACK, PORT_MAX, WAIT_S_MAX, is_loopback
+from deploy.fleet.preflight import check_security_files
+from outrider.config import LOOPBACK, PORT_MAX, WAIT_S_MAX, CoordinatorConfig, is_loopback
 from outrider.errors import ConfigError, SettingError, Unavailable
-from outrider.settings import blaming
+from outrider.settings import build
 
-from .command import Arguments, Seconds, command, grouped, json_option, option
-from .options import TRUST_OPTIONS, trust_options, user_path
+from .command import Arguments, Seconds, command, flag_of, grouped, json_option, option
+from .options import caller_trust_of, trust_options, user_path
 from .output import progress, tell
 
 if TYPE_CHECKING:
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 PORT = 8080
 STOP_S = 10.0
 _URL = re.compile(r"https?://([\w.-]+|\[[0-9a-fA-F:]+\])(?::(\d{1,5}))?")
-_FILES = {
-    "--ssl-certfile": "serve HTTPS with this certificate, PEM",
-    "--ssl-keyfile": "private key of --ssl-certfile, PEM",
-    "--ssl-ca-certs": "require client certificates that one of these authorities has signed, PEM",
+SSL_FILES = {
+    "ssl_certfile": "serve HTTPS with this certificate, PEM",
+    "ssl_keyfile": "private key of --ssl-certfile, PEM",
+    "ssl_ca_certs": "require client certificates that one of these authorities has signed, PEM",
 }
 
 
@@ -56,9 +56,12 @@ _FILES = {
         "--stop-timeout-s", type=Seconds(0, WAIT_S_MAX), default=STOP_S, metavar="S",
         help="how long a stop waits for running requests, s",
     ),
-    *(option(flag, type=user_path, metavar="FILE", help=words) for flag, words in _FILES.items()),
+    *(
+        option(flag_of(key), type=user_path, metavar="FILE", help=words)
+        for key, words in SSL_FILES.items()
+    ),
     json_option(),
-    *grouped("Coordinators with TLS", trust_options()[1:]),
+    *grouped("Coordinators with TLS", trust_options()),
 )  # fmt: skip
 def gateway(arguments: Arguments) -> int:
     return asyncio.run(_serve(arguments))
@@ -145,42 +148,22 @@ def _coordinators(arguments: Arguments, record: DeploymentRecord | None) -> Coor
 def _trust(arguments: Arguments, record: DeploymentRecord | None) -> tuple[ssl.SSLContext, str]:
     """Returns the TLS context for calls to coordinators, and the host name that their certificate
     must have. If this name is empty, the certificate must have the name of the called host."""
-    from outrider.transport.tls import check_pair, pinned_name, read_certificates
-
-    authority, certificate, key = (getattr(arguments, name) for name in TRUST_OPTIONS)
-    name, pinned = "", "" if record is None else record.settings.get("ssl_certfile") or ""
-    with blaming("ca_cert"):
-        if pinned and authority is None:
-            authority = Path(pinned)
-            name = pinned_name(authority)
-        elif authority is not None:
-            read_certificates(authority)
+    settings = {} if record is None else record.settings
+    trust, authority, name = caller_trust_of(arguments, settings), arguments.ca_cert, ""
+    if trust is not None and trust.server_name:
+        authority, name = settings["ssl_certfile"], trust.server_name
     context = ssl.create_default_context(cafile=authority)
     if name:  # Trust only this certificate, not all certificates of its authority.
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    if (certificate is None) != (key is None):
-        given = "client_key" if certificate is None else "client_cert"
-        raise SettingError(given, "--client-cert and --client-key must be given together")
-    if certificate is not None:
-        with blaming("client_cert"):
-            check_pair(certificate, key)
-        context.load_cert_chain(certificate, key)
+    if arguments.client_cert is not None:
+        context.load_cert_chain(arguments.client_cert, arguments.client_key)
     return context, name
 
 
 def _tls_files(arguments: Arguments) -> TlsFiles | None:
     from coordinator.http_api.server import TlsFiles
-    from outrider.transport.tls import check_pair, read_certificates
 
-    certificate, key = arguments.ssl_certfile, arguments.ssl_keyfile
-    if certificate is None or key is None:
-        for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
-            if getattr(arguments, name) is not None:
-                raise SettingError(name, "needs --ssl-certfile and --ssl-keyfile")
-        return None
-    with blaming("ssl_certfile"):
-        check_pair(certificate, key)
-    if arguments.ssl_ca_certs is not None:
-        with blaming("ssl_ca_certs"):
-            read_certificates(arguments.ssl_ca_certs)
-    return TlsFiles(certificate, key, arguments.ssl_ca_certs)
+    files = {key: str(getattr(arguments, key) or "") for key in SSL_FILES}
+    config = build(CoordinatorConfig, files)
+    check_security_files(config)
+    return TlsFiles.of(config)

@@ -72,8 +72,6 @@ _RARE_NUMBERS = (
     "--min-p", "--presence-penalty", "--frequency-penalty", "--repetition-penalty",
     "--draft-deadline-ms",
 )  # fmt: skip
-COORDINATOR_WAIT_S = 60.0
-"""How long a command waits while a running deployment has no coordinator."""
 _PROMPT_FIELDS = ("prompt", "text", "chat")
 
 
@@ -342,7 +340,6 @@ async def connected(arguments: Arguments) -> AsyncIterator[Connection]:
         yield Connection(address, api_key=caller_key(arguments), trust=trust)
     elif (record := running_deployment(state)) is not None:
         refuse_other_settings(arguments, record)
-        record = await _served(record, state)
 
         def find() -> str:
             now = running_deployment(state)
@@ -362,23 +359,6 @@ def _connection(
         record.grpc_address, record.target_directory, record.tokenizer_directory, record.settings,
         api_key=api_key, trust=caller_trust_of(arguments, record.settings), find=find,
     )  # fmt: skip
-
-
-async def _served(record: DeploymentRecord, state: Path) -> DeploymentRecord:
-    """Waits until the record names a coordinator. While the only coordinator is being replaced, the
-    record names no coordinator."""
-    try:
-        async with asyncio.timeout(COORDINATOR_WAIT_S):
-            while not record.grpc_address:
-                progress.begin("waiting for a coordinator that serves")
-                await asyncio.sleep(0.2)
-                record = running_deployment(state) or record
-    except TimeoutError:
-        raise Unavailable(
-            f"no coordinator has served for {COORDINATOR_WAIT_S:g} s; see `outrider status`"
-        ) from None
-    progress.rest()
-    return record
 
 
 def caller_key(arguments: Arguments) -> str:

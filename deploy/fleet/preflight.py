@@ -327,11 +327,15 @@ def whole_paths(values: Mapping[str, Value]) -> dict[str, Any]:
 
 
 def check_security_files(config: CoordinatorConfig) -> None:
-    from outrider.transport.tls import RoleFiles, check_pair
+    """Raises `ConfigError` if a certificate, a key or a file of API keys cannot be used."""
+    from outrider.transport.tls import RoleFiles, check_pair, read_certificates
 
     if config.ssl_certfile:
         with blaming("ssl_certfile"):
             check_pair(Path(config.ssl_certfile), Path(config.ssl_keyfile))
+    if config.ssl_ca_certs:
+        with blaming("ssl_ca_certs"):
+            read_certificates(Path(config.ssl_ca_certs))
     if config.internal_tls_dir:
         with blaming("internal_tls_dir"):
             for role in ROLES:

@@ -16,10 +16,9 @@ import recorded
 from recorded import record
 from rich.console import Console
 
-from deploy.cli import options
 from deploy.cli.main import main, parse
 from deploy.cli.options import connected, deployment_config, refuse_other_settings
-from deploy.cli.output import program, progress
+from deploy.cli.output import program
 from deploy.cli.serve import PRINTS, _until_it_fails, endpoints_text, status_table
 from deploy.fleet.launcher import Deployment
 from deploy.fleet.local_state import (
@@ -107,25 +106,6 @@ async def test_the_record_is_true_while_replicas_come_and_go(tmp_path: Path) -> 
     await tell(hopeless="target")
     with pytest.raises(Unavailable, match="there is no target, and none can be started"):
         await serving
-
-
-async def test_commands_wait_while_the_only_coordinator_is_replaced(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(progress, "quiet", False)
-    state, later = state_directory(os.environ), recorded.record(http_address="h:8")
-    away = replace(later, grpc_address="", http_address="")
-    recorded.run_here(state, away)
-    asyncio.get_running_loop().call_later(0.3, publish, state, later)
-    async with connected(parse(["chat"])) as found:
-        assert found.address == "h:1"
-    said = capsys.readouterr().err
-    assert said == "outrider: waiting for a coordinator that serves\n"
-    publish(state, away)
-    monkeypatch.setattr(options, "COORDINATOR_WAIT_S", 0.1)
-    with pytest.raises(Unavailable, match=r"no coordinator has served for 0\.1 s"):
-        async with connected(parse(["chat"])):
-            pass
 
 
 async def test_commands_ask_the_record_where_coordinators_are_by_now() -> None:
