@@ -11,7 +11,6 @@
 
 Rounds that are not sampled have no spans, but count in all totals."""
 
-import json
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -101,7 +100,7 @@ class ObservedRequest(RequestObserver):
             f"{operation} {model}", context=Context() if caller is None else caller,
             kind=SpanKind.SERVER, attributes=self._genai, start_time=self._arrived_ns,
         )  # fmt: skip
-        _describe(self._span, request, shared.config.trace_prompts)
+        _describe(self._span, request)
         self._quiet = write_traceparent(self._span, sampled=False)
         self._contexts: dict[Side, str] = dict.fromkeys(
             ("draft", "target"), write_traceparent(self._span)
@@ -294,7 +293,7 @@ class ObservedRequest(RequestObserver):
         self._span.end()
 
 
-def _describe(span: Span, request: GenerateRequest, prompts: bool) -> None:
+def _describe(span: Span, request: GenerateRequest) -> None:
     sampling = request.sampling
     found = {
         "gen_ai.request.temperature": sampling.temperature,
@@ -303,17 +302,5 @@ def _describe(span: Span, request: GenerateRequest, prompts: bool) -> None:
         "gen_ai.request.max_tokens": request.max_tokens,
         "gen_ai.request.stop_sequences": request.stop or None,
         "outrider.request.num_draft_tokens": request.num_draft_tokens,
-        "gen_ai.input.messages": _messages(request) if prompts else None,
     }
     span.set_attributes({name: value for name, value in found.items() if value is not None})
-
-
-def _messages(request: GenerateRequest) -> str:
-    """The prompt as OpenTelemetry's semantic conventions require, or as a list of token ids."""
-    prompt = request.prompt
-    found = [
-        {"role": turn.role, "parts": [{"type": "text", "content": turn.content}]}
-        for turn in ([ChatMessage("user", prompt)] if isinstance(prompt, str) else prompt)
-        if isinstance(turn, ChatMessage)
-    ]
-    return json.dumps(found or prompt, ensure_ascii=False)
