@@ -8,7 +8,6 @@
 | class | calls | from |
 | --- | --- | --- |
 | `Client` | a server by gRPC | one event loop |
-| `Client(InProcessTransport(c))` | a coordinator in this process, without gRPC | its event loop |
 | `SyncClient` | a server by gRPC | any thread |
 
     trust = caller_trust(authority=Path("ca.pem"))    # if the server has TLS
@@ -27,7 +26,6 @@ from outrider.client.transport import (
     Completion,
     CompletionBuilder,
     CoordinatorDescription,
-    InProcessTransport,
     SessionView,
     Transport,
 )
@@ -60,7 +58,6 @@ __all__ = [
     "Event",
     "Finished",
     "GenerateRequest",
-    "InProcessTransport",
     "Metrics",
     "ResumeRequest",
     "RoundReport",

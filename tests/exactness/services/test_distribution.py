@@ -28,7 +28,7 @@ from verdict_laws import ABSOLUTE_PLACES
 
 from coordinator.draft_length.round_cost import Forecast, RoundCosts
 from draft_service.feature_drafter import FeatureDrafter, HeadEngine
-from outrider.client import Client, InProcessTransport
+from outrider.client import CompletionBuilder
 from outrider.drafters.lookup import LookupDrafter, NgramDrafter
 from outrider.drafters.names import LookupKind
 from outrider.drafters.suffix import SuffixConfig, SuffixDrafter
@@ -312,7 +312,6 @@ def lookup_of(kind: LookupKind | None) -> LookupDrafter | None:
 async def sample(stack: Stack, cell: Cell) -> tuple[list[tuple[int, ...]], int]:
     """All completions, and the total number of accepted draft tokens."""
     gate = asyncio.Semaphore(CONCURRENCY)
-    client = Client(InProcessTransport(stack.coordinator))
     num_accepted = 0
 
     async def two(number: int) -> tuple[int, ...]:
@@ -334,8 +333,11 @@ async def sample(stack: Stack, cell: Cell) -> tuple[list[tuple[int, ...]], int]:
             num_draft_tokens=cell.num_draft_tokens,
             constraint=CONSTRAINT if cell.grammar else None,
         )
+        builder = CompletionBuilder()
         async with gate:
-            completion = await client.complete(request)
+            async for event in stack.coordinator.generate(request):
+                builder.add(event)
+        completion = builder.build()
         num_accepted += completion.metrics.num_accepted_draft_tokens
         tokens = completion.token_ids[: cell.num_tokens]
         return tokens + (END,) * (cell.num_tokens - len(tokens))
