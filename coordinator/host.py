@@ -199,7 +199,7 @@ async def report_health(
     both servers and returns."""
     serving = True
     while not service.failed:
-        healthy = not (await service.trouble() or (http is not None and http.failed))
+        healthy = not (service.trouble or (http is not None and http.failed))
         if healthy != serving:
             _log.warning("the coordinator %s", "serves again" if healthy else "cannot serve")
             await server.set_serving(healthy)

@@ -60,12 +60,10 @@ if TYPE_CHECKING:
     from outrider.tokenizer import TokenizerText
 
 LOOK_PERIOD_S = 1.0
-"""Pause between two checks of targets, store and registry for the metrics."""
+"""Pause between two checks of targets, store and registry."""
 TROUBLE_S = 3.0
 """Target or store may fail to answer for this time before `trouble` reports the failure. While a
 replica loads a model, other processes on the same cores may not answer for some seconds."""
-TROUBLE_RETRY_S = 0.2
-"""Pause between two checks during `TROUBLE_S`."""
 CANCEL_ELSEWHERE_S = 2 * SESSION_LEASE_MS / 1e3
 """Time limit for another coordinator to cancel a session that it owns. The lease of a dead
 coordinator runs out within this time."""
@@ -127,6 +125,7 @@ class CoordinatorService:
         self._committer = Committer(store, owner, self._sessions.random, self._heed)
         self._commit_task: asyncio.Task[None] | None = None
         self._num_admitted = 0
+        self._found_trouble = ""
         self._watching: list[asyncio.Task[None]] = []
         self._served: ReplicaDescription | None = None
         self._lengths: LengthControls
@@ -159,11 +158,11 @@ class CoordinatorService:
         )  # fmt: skip
         self._served = replace(target, model=config.served_model_name or target.model)
         self._commit_task = asyncio.create_task(self._committer.run())
-        watching = [self.targets.watch(), self.drafts.watch(), self._load.watch()]
+        watching = [
+            self.targets.watch(), self.drafts.watch(), self._load.watch(), self._look_now_and_then()
+        ]  # fmt: skip
         if self._follows:
             watching.append(self.fleet.run())
-        if self._observation.listens:
-            watching.append(self._look_now_and_then())
         self._watching = [asyncio.create_task(one) for one in watching]
 
     @property
@@ -501,21 +500,15 @@ class CoordinatorService:
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
 
-    async def trouble(self) -> str:
-        """Returns the reason why requests cannot make progress now, or an empty text. Waits up to
-        `TROUBLE_S` until store and targets answer. Drafts are not checked, because requests can run
-        without drafts."""
+    @property
+    def trouble(self) -> str:
+        """The reason why requests cannot make progress, or an empty text. Is updated every
+        `LOOK_PERIOD_S`. Drafts are not checked, because requests can run without drafts."""
         if self._commit_task is None:
             return "the coordinator is starting"
-        loop = asyncio.get_running_loop()
-        until = loop.time() + TROUBLE_S
-        while True:
-            if self._committer.closing:
-                return "the coordinator is shutting down"
-            found = await self._look()
-            if not found or loop.time() >= until:
-                return found
-            await asyncio.sleep(TROUBLE_RETRY_S)
+        if self._committer.closing:
+            return "the coordinator is shutting down"
+        return self._found_trouble
 
     async def _look(self) -> str:
         has_target, store_trouble = await asyncio.gather(
@@ -535,8 +528,11 @@ class CoordinatorService:
         return ""
 
     async def _look_now_and_then(self) -> None:
+        now, failing_since = asyncio.get_running_loop().time, math.inf
         while True:
-            await asyncio.gather(self._look(), self._count())
+            found, _ = await asyncio.gather(self._look(), self._count())
+            failing_since = min(failing_since, now()) if found else math.inf
+            self._found_trouble = found if now() >= failing_since + TROUBLE_S else ""
             await asyncio.sleep(LOOK_PERIOD_S)
 
     async def _count(self) -> None:

@@ -38,7 +38,7 @@ class ToldCoordinator:
     defaults = RequestDefaults(4, 1000, Rule.TOKEN)
     served = ReplicaDescription("m", "", "", 100, "float32", 64, (), 1)
     fleet = SimpleNamespace(replicas=lambda *_: [], heard_ms_ago=None)
-    num_running, figures = 0, NO_FIGURES
+    num_running, figures, trouble = 0, NO_FIGURES, ""
 
     def __init__(self, *events: Event | Exception) -> None:
         self.events = events
@@ -47,9 +47,6 @@ class ToldCoordinator:
     @property
     def tenants(self) -> list[str]:
         return [call[1] for call in self.calls]
-
-    async def trouble(self) -> str:
-        return ""
 
     async def generate(
         self, request: GenerateRequest, tenant: str, traceparent: str, *, resumable: bool

@@ -239,45 +239,6 @@ class Generations:
                 yield index, event
 
 
-HEALTH_CACHED_S = 1.0
-"""The result of a check is reused for this time, because a check calls Redis and a target, and
-clients can ask for a check without a key."""
-SLOW_S = 0.5
-"""If a check takes longer than this, and a good result is at most `WELL_S` old, the caller gets
-that result."""
-WELL_S = 5.0
-
-
-class CachedHealth:
-    """Caches the health of a coordinator."""
-
-    def __init__(self, service: CoordinatorService) -> None:
-        self._service = service
-        self._asking: asyncio.Task[str] | None = None
-        self._good_until = self._well_until = 0.0
-
-    async def trouble(self) -> str:
-        """Returns why requests make no progress, or an empty text if they do. The result is at most
-        `HEALTH_CACHED_S` old, or `WELL_S` while a check takes longer than `SLOW_S`. If the check
-        fails, raises its error, and the next call begins a new check."""
-        loop = asyncio.get_running_loop()
-        if self._asking is None or (self._asking.done() and loop.time() >= self._good_until):
-            self._good_until = 0.0
-            self._asking = asyncio.create_task(self._answer())
-        asking = self._asking
-        await asyncio.wait([asking], timeout=SLOW_S)
-        if not asking.done() and loop.time() < self._well_until:
-            return ""
-        return await asyncio.shield(asking)
-
-    async def _answer(self) -> str:
-        found = await self._service.trouble()
-        now = asyncio.get_running_loop().time()
-        self._good_until = now + HEALTH_CACHED_S
-        self._well_until = 0.0 if found else now + WELL_S
-        return found
-
-
 _PAGE_HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -466,7 +427,6 @@ def _add_models(app: FastAPI, service: CoordinatorService) -> None:
 
 
 def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics | None) -> None:
-    cached = CachedHealth(service)
     page = PageFiles(packages=[("coordinator.http_api", "page")])
     app.mount(PAGE, page)
 
@@ -476,9 +436,8 @@ def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics |
     @app.get("/health")
     async def health() -> dict[str, str]:
         """Checks whether new requests make progress. If not, the status is 503."""
-        trouble = await cached.trouble()
-        if trouble:
-            raise Unavailable(trouble)
+        if service.trouble:
+            raise Unavailable(service.trouble)
         return {"status": "ok"}
 
     @app.get("/version")

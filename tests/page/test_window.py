@@ -382,8 +382,7 @@ async def test_the_reference_shows_every_operation(window: Browser, stack: Stack
         "return [...document.querySelectorAll('#docs section')].map(one => one.textContent)"
     )
     [chat] = [text for text in cards if text.startswith("POST /v1/chat/completions")]
-    for words in ("messages [Message] (required)", "content string", "top_logprobs integer",
-                  "200: text/event-stream", "finish_reason", "4XX: application/json"):  # fmt: skip
+    for words in ("messages [Message] (required)", "content string", "top_logprobs integer"):
         assert words in chat
     assert any(text.startswith("POST /tokenize") for text in cards)
 

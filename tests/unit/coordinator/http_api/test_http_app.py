@@ -14,15 +14,7 @@ from told_coordinator import FINISHED, STARTED, TOKENS, MemorySlots
 from told_coordinator import ToldCoordinator as Service
 
 from coordinator.auth.access_control import OPEN, AccessControl, RateExceeded, watch_keys
-from coordinator.http_api.app import (
-    HEALTH_CACHED_S,
-    SLOW_S,
-    WELL_S,
-    CachedHealth,
-    Generated,
-    HttpOptions,
-    build_app,
-)
+from coordinator.http_api.app import Generated, HttpOptions, build_app
 from coordinator.http_api.progress import Progress
 from coordinator.http_api.tool_parsers import ChatFormats
 from outrider.api_keys import Caller, add_key
@@ -127,40 +119,12 @@ async def test_one_choice_that_fails_ends_all() -> None:
         assert (found.status_code, found.json()["error"]["param"]) == (400, field)
 
 
-@pytest.mark.virtual
-async def test_health_is_asked_for_once_a_second() -> None:
-    """A slow check is not waited for while the last good result is new. Errors are not shared."""
-
-    class Asked(Service):
-        num_asked, takes_s, found = 0, 0.1, ""
-
-        async def trouble(self) -> str:
-            self.num_asked += 1
-            await asyncio.sleep(self.takes_s)
-            if self.num_asked == 1:
-                raise Unavailable("cannot say")
-            return self.found
-
-    service, loop = Asked(), asyncio.get_running_loop()
-    cached = CachedHealth(service)  # type: ignore[arg-type]
-
-    async def ask() -> tuple[str, float]:
-        start = loop.time()
-        return await cached.trouble(), pytest.approx(loop.time() - start)
-
-    errors = await asyncio.gather(*(cached.trouble() for _ in range(8)), return_exceptions=True)
-    assert {type(one) for one in errors} == {Unavailable}
-    assert service.num_asked == 1
-    assert await asyncio.gather(*(ask() for _ in range(8))) == [("", 0.1)] * 8
-    assert await ask() == ("", 0.0)
-    assert service.num_asked == 2
-    service.takes_s, service.found = 6.0, "gone"
-    await asyncio.sleep(HEALTH_CACHED_S)
-    assert await ask() == ("", SLOW_S)
-    await asyncio.sleep(WELL_S - HEALTH_CACHED_S)
-    assert await ask() == ("gone", 6.0 - SLOW_S - (WELL_S - HEALTH_CACHED_S))
-    assert await ask() == ("gone", 0.0)
-    told = await Front(service).send("GET", "/health")
+async def test_trouble_is_told_with_status_503() -> None:
+    service = Service()
+    front = Front(service)
+    assert (await front.send("GET", "/health")).json() == {"status": "ok"}
+    service.trouble = "gone"
+    told = await front.send("GET", "/health")
     assert (told.status_code, told.json()["error"]["message"]) == (503, "gone")
 
 
