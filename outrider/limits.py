@@ -187,7 +187,6 @@ SOCKET_PATH_BYTES_MAX = 100  # linux takes 107 bytes, macOS 103
 
 API_KEY_CHARS_MIN = 16
 API_KEY_CHARS_MAX = 512
-API_KEYS_MAX = 4096  # keys of one server, from a file and from settings together
 FILE_BYTES_MAX = 2**20  # of a file of settings, keys or certificates
 KEY_FILE_LOOK_MS = 1_000  # between checks of key and certificate files
 REQUESTS_PER_MINUTE_MAX = 1_000_000

@@ -31,7 +31,7 @@ from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
-from outrider.api_keys import ANYBODY, Caller, KeyEntry, Keyring, given_keys, read_key_file
+from outrider.api_keys import ANYBODY, Caller, given_keys, key_hash, read_key_file
 from outrider.errors import OutriderError, Overloaded, Unauthenticated
 from outrider.files import FileWatch
 from outrider.limits import (
@@ -61,14 +61,16 @@ def current_caller() -> Caller:
 
 
 def watch_keys(
-    path: Path | None, given: tuple[KeyEntry, ...] = (), clock: Callable[[], float] = time.monotonic
-) -> FileWatch[Keyring]:
+    path: Path | None,
+    given: dict[str, Caller] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> FileWatch[Mapping[str, Caller]]:
     """Reads API keys from a file, and reads them again when the file changes. The keys in `given`
-    are always valid. `clock` returns seconds. Raises `ConfigError` if the file cannot be read or
-    has errors."""
+    are always valid. Maps the hashes of keys to their callers. `clock` returns seconds. Raises
+    `ConfigError` if the file cannot be read or has errors."""
 
-    def read() -> Keyring:
-        return Keyring([*(read_key_file(path) if path else ()), *given])
+    def read() -> Mapping[str, Caller]:
+        return (given or {}) | (read_key_file(path) if path else {})
 
     watch = FileWatch([path], read, clock)
     if path is not None and path.stat().st_mode & _OTHERS_MAY_WRITE:
@@ -116,7 +118,7 @@ class AccessControl:
     """Identifies and limits callers. All calls must come from one event loop."""
 
     def __init__(
-        self, keys: FileWatch[Keyring] | None = None, slots: RedisSlots | None = None
+        self, keys: FileWatch[Mapping[str, Caller]] | None = None, slots: RedisSlots | None = None
     ) -> None:
         """Without `keys`, all callers are `ANYBODY`. Without `slots`, no caller is limited."""
         self._keys, self._store = keys, slots
@@ -147,7 +149,7 @@ class AccessControl:
         if scheme.lower() != "bearer":
             raise Unauthenticated("authorization: has another scheme; send `Bearer` and an API key")
         key = key.strip()
-        found = self._keys.current().find(key) if 0 < len(key) <= API_KEY_CHARS_MAX else None
+        found = self._keys.current().get(key_hash(key)) if len(key) <= API_KEY_CHARS_MAX else None
         if found is None:
             raise Unauthenticated("authorization: this API key does not exist")
         return found

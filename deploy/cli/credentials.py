@@ -69,7 +69,7 @@ def new(arguments: Arguments) -> int:
 def list_keys(arguments: Arguments) -> int:
     from rich.table import Table
 
-    callers = [asdict(entry.caller) for entry in read_key_file(_key_file(arguments))]
+    callers = [asdict(one) for one in read_key_file(_key_file(arguments)).values()]
     table = Table("key", "tenant", "requests a minute", "at a time", "admin", box=None)
     for one in callers:
         table.add_row(

@@ -10,9 +10,7 @@ from typing import Any
 from outrider.config import deployment_settings
 
 MASK = "***"
-_SECRETS = re.compile(
-    r"\bor-[0-9a-f]{16}-[A-Za-z0-9_-]{43}|(?i:\bbearer)\s+[!-~]+|(?<=://)\S*(?=@)|(?<=\?)\S+"
-)
+_SECRETS = re.compile(r"\bor-[A-Za-z0-9_-]{43}|(?i:\bbearer)\s+[!-~]+|(?<=://)\S*(?=@)|(?<=\?)\S+")
 """Matches API keys, bearer tokens, and the user, password and query of URLs."""
 
 

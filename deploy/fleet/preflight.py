@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.requests.chat_template import read_chat_template
-from outrider.api_keys import KeyHash, hashed_keys, new_key, read_key_file
+from outrider.api_keys import given_keys, key_hash, new_key, read_key_file
 from outrider.config import (
     HERMES,
     PATHS,
@@ -308,8 +308,7 @@ def without_secrets(config: DeploymentConfig) -> tuple[DeploymentConfig, str, Pa
     front, key = config.coordinator, ""
     if front.asks_for_keys:
         key = new_key()
-        hashes = [hashed_keys(front.api_key), str(KeyHash.of(key))]
-        front = replace(front, api_key=",".join(text for text in hashes if text))
+        front = replace(front, api_key=",".join([*given_keys(front.api_key), key_hash(key)]))
     redis, passwords = without_password(front.redis)
     return replace(config, coordinator=front.reaching(redis)), key, passwords
 

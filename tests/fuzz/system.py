@@ -87,7 +87,7 @@ async def main() -> None:
 
 def _gate(stack: Stack, directory: Path, exits: AsyncExitStack) -> AccessControl:
     slots = RedisSlots(RedisAddress(url=stack.redis.url, key_prefix="outrider:"))
-    gate = AccessControl(watch_keys(directory / "keys", (), time.monotonic), slots)
+    gate = AccessControl(watch_keys(directory / "keys", None, time.monotonic), slots)
     exits.push_async_callback(gate.close)
     return gate
 

@@ -56,7 +56,7 @@ class Locked:
 
     def access(self, exits: AsyncExitStack) -> AccessControl:
         slots = RedisSlots(RedisAddress(url=self.stack.redis.url, key_prefix="outrider:"))
-        access = AccessControl(watch_keys(self.file, (), lambda: 0.0), slots)
+        access = AccessControl(watch_keys(self.file, None, lambda: 0.0), slots)
         exits.push_async_callback(access.close)
         return access
 

@@ -16,7 +16,7 @@ from coordinator.auth.access_control import AccessControl, watch_keys
 from coordinator.http_api.app import build_app
 from coordinator.http_api.server import HttpOptions
 from coordinator.http_api.tool_parsers import ChatFormats
-from outrider.api_keys import Caller, KeyEntry, KeyHash, given_keys
+from outrider.api_keys import Caller, given_keys, key_hash
 from outrider.errors import StoreUnavailable, Unavailable
 from outrider.limits import IDEMPOTENCY_KEY_CHARS_MAX
 
@@ -327,9 +327,9 @@ async def test_a_request_that_runs_is_waited_for_by_the_same_one() -> None:
 
 async def test_a_request_that_waits_takes_no_slot_of_its_key() -> None:
     path, body = FORMS["chat"]
-    limited = KeyEntry(KeyHash.of(API_KEYS[0]), Caller("a", "a", concurrency=1))
+    limited = {key_hash(API_KEYS[0]): Caller("a", "a", concurrency=1)}
     async with two() as (first, _):
-        access = AccessControl(watch_keys(None, (limited,)), MemorySlots())
+        access = AccessControl(watch_keys(None, limited), MemorySlots())
         first.app = build_app(first.service, first.closing, HttpOptions(access=access))
         tries = [asyncio.create_task(first.call(path, body, KEY)) for _ in range(3)]
         await asyncio.sleep(0.01)

@@ -14,7 +14,7 @@ from deploy.cli.main import main, parse
 from deploy.cli.masking import masked_settings
 from deploy.cli.options import caller_key, caller_trust_of
 from deploy.fleet.preflight import check_before_start, warnings, without_secrets
-from outrider.api_keys import Keyring, given_keys, new_key
+from outrider.api_keys import given_keys, key_hash, new_key
 from outrider.client import Trust
 from outrider.config import CoordinatorConfig, DeploymentConfig, load_config
 from outrider.errors import ConfigError, SettingError
@@ -62,9 +62,9 @@ def test_a_deployment_is_told_hashes_and_a_key_of_its_own(tmp_path: Path) -> Non
     """Ray and Redis get neither the given keys nor the new one. Paths are absolute."""
     given = DeploymentConfig(coordinator=CoordinatorConfig(api_key=f"{KEY},{new_key()}"))
     config, own, _ = without_secrets(given)
-    ring = Keyring(given_keys(config.coordinator.api_key))
-    assert len(ring.entries) == 3
-    assert ring.find(KEY) != ring.find(own) is not None
+    found = given_keys(config.coordinator.api_key)
+    assert len(found) == 3
+    assert found.keys() > {key_hash(KEY), key_hash(own)}
     shown = str(config.values())
     assert KEY not in shown
     assert own not in shown
@@ -82,10 +82,10 @@ def test_a_deployment_is_told_hashes_and_a_key_of_its_own(tmp_path: Path) -> Non
 
 def test_files_are_read_before_anything_starts(tmp_path: Path) -> None:
     wrong = tmp_path / "keys"
-    wrong.write_text("alice\n")
+    wrong.write_text("alice")
     certs = {"ssl_certfile": str(wrong), "ssl_keyfile": str(wrong)}
     cases = (
-        ({"api_key_file": str(wrong)}, "api_key_file", "line 1: a line needs at least NAME"),
+        ({"api_key_file": str(wrong)}, "api_key_file", "keys: Invalid JSON"),
         ({"internal_tls_dir": str(tmp_path)}, "internal_tls_dir", "cannot read"),
         (certs, "ssl_certfile", "holds no certificate"),
     )
