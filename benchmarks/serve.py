@@ -1,8 +1,8 @@
 """`outrider bench serve`: a server under load, with the options and figures of `vllm bench serve`.
 
 With a request rate, requests arrive independently of the answers. Without a rate, all arrive at
-once. At most `max_concurrency` requests run at a time. The others wait in this client, and their
-wait does not count as latency.
+once. At most `max_concurrency` requests run at a time. The others wait in this client before they
+are sent, and no figure includes this wait.
 
 | figure | time, for each request that did not fail |
 | --- | --- |
@@ -36,14 +36,10 @@ from outrider.settings import between, checked
 from .measurement import BenchClient, Completion, Decoding, Progress
 from .options import MaxTokens, PromptOptions, Temperature
 from .prompts import BenchPrompt
-from .report import Report, percentile
+from .report import Report
 
 GOALS = ("ttft", "tpot", "e2el")
-REQUESTS_MAX = 1_000_000
-LAG_PERIOD_S = 0.05
-"""Time between two samples of the lag of this client's event loop."""
-LAG_MS_MAX = 10.0
-"""The report warns if the 99th percentile of the lag is above this limit."""
+REQUESTS_MAX = 100_000
 ERRORS_SHOWN = 3
 STATISTICS: Mapping[str, Any] = {
     "mean": np.mean, "median": np.median, "std": np.std, "p99": lambda ms: np.percentile(ms, 99),
@@ -67,8 +63,6 @@ class ServeOptions(PromptOptions):
     max_concurrency: Annotated[int | None, between(1, 4_096)] = None
     """Maximum number of requests that run at a time; others wait in this client; unset = no limit.
     """
-    duration: Annotated[float | None, between(1, 86_400)] = None
-    """Stop sending after this time, and wait until the running requests have ended, s."""
     max_tokens: MaxTokens = 128
     """Maximum number of tokens of an answer, unless the prompt has its own `max_tokens`."""
     temperature: Temperature = 0.0
@@ -110,32 +104,19 @@ class ServeOptions(PromptOptions):
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """One finished request. Times are seconds since the load began."""
-
-    due_s: float
-    """When the request should have been sent."""
-    started_s: float
-    """When the request was sent, perhaps late because of `--max-concurrency` or a slow client."""
-    done: Completion | str
-    """The answer, or the error."""
-
-
-@dataclass(frozen=True, slots=True)
 class Load:
     duration_s: float
     most_running: int
-    records: Sequence[Record]
-    lags_s: Sequence[float]
-    """Samples of the lag of this client's event loop. The client reads chunks late by this lag."""
+    answers: Sequence[Completion | str]
+    """The answer of each request, or the error."""
 
     @property
-    def completed(self) -> list[tuple[Record, Completion]]:
-        return [(one, one.done) for one in self.records if isinstance(one.done, Completion)]
+    def completed(self) -> list[Completion]:
+        return [one for one in self.answers if isinstance(one, Completion)]
 
     @property
     def errors(self) -> Counter[str]:
-        return Counter(one.done for one in self.records if isinstance(one.done, str))
+        return Counter(one for one in self.answers if isinstance(one, str))
 
 
 def arrival_times(rate: float, burstiness: float) -> Iterator[float]:
@@ -156,66 +137,42 @@ async def measure(options: ServeOptions, client: BenchClient, tell: Progress) ->
     """Sends all requests and waits until they have ended. `tell` gets a line after each request."""
     clock = asyncio.get_running_loop().time
     began_s = clock()
-    records: list[Record] = []
-    lags_s: list[float] = []
+    answers: list[Completion | str] = []
     prompts = [*options.load_prompts()]
     random.Random(0).shuffle(prompts)  # noqa: S311 (order, not secrecy)
     places = asyncio.Semaphore(options.max_concurrency or REQUESTS_MAX)
-    has_rate = options.request_rate != math.inf
-    has_end = options.duration is not None and (has_rate or options.max_concurrency)
-    most = options.num_prompts or (REQUESTS_MAX if has_end else len(prompts))
     decoding = Decoding(
         options.max_tokens, options.temperature, num_draft_tokens=options.num_draft_tokens,
         ignore_eos=options.ignore_eos,
     )  # fmt: skip
     num_running = most_running = 0
 
-    async def ask(prompt: BenchPrompt, due_s: float) -> None:
+    async def ask(prompt: BenchPrompt) -> None:
         nonlocal num_running, most_running
-        if has_rate:
-            await places.acquire()
-        started_s = clock() - began_s
-        num_running += 1
-        most_running = max(most_running, num_running)
-        length = prompt.max_tokens or options.max_tokens
-        done: Completion | str
-        try:
-            done = await client.generate(prompt, replace(decoding, max_tokens=length))
-        except OutriderError as error:
-            done = error.message
-        finally:
+        async with places:
+            num_running += 1
+            most_running = max(most_running, num_running)
+            length = prompt.max_tokens or options.max_tokens
+            try:
+                answers.append(await client.generate(prompt, replace(decoding, max_tokens=length)))
+            except OutriderError as error:
+                answers.append(error.message)
             num_running -= 1
-            places.release()
-        records.append(Record(due_s, started_s, done))
-        tell(f"{len(records)} requests done, {num_running} running")
-
-    async def watch_lag() -> None:
-        while True:
-            due = clock() + LAG_PERIOD_S
-            await asyncio.sleep(LAG_PERIOD_S)
-            lags_s.append(max(0.0, clock() - due))
+        tell(f"{len(answers)} requests done, {num_running} running")
 
     times = arrival_times(options.request_rate, options.burstiness)
-    watch = asyncio.create_task(watch_lag())
-    try:
-        async with asyncio.TaskGroup() as group:
-            for due_s, prompt in islice(zip(times, cycle(prompts), strict=False), most):
-                if not has_rate:
-                    await places.acquire()
-                    due_s = clock() - began_s
-                if due_s >= (options.duration or math.inf):
-                    break
-                await asyncio.sleep(max(0.0, began_s + due_s - clock()))
-                group.create_task(ask(prompt, due_s))
-    finally:
-        watch.cancel()
-    return Load(clock() - began_s, most_running, records, lags_s)
+    arrivals = zip(times, cycle(prompts), strict=False)
+    async with asyncio.TaskGroup() as group:
+        for due_s, prompt in islice(arrivals, options.num_prompts or len(prompts)):
+            await asyncio.sleep(max(0.0, began_s + due_s - clock()))
+            group.create_task(ask(prompt))
+    return Load(clock() - began_s, most_running, answers)
 
 
 def report(options: ServeOptions, settings: Mapping[str, object], load: Load) -> Report:
     """The figures, with vLLM's names and units; None = not measured. Rates count only requests that
     did not fail. `settings` are from `ServeOptions.settings`."""
-    done = [one for _, one in load.completed]
+    done = load.completed
     seconds = load.duration_s or math.inf
     inputs, outputs, steps, drafted, accepted = (
         sum(getattr(one, name) for one in done)
@@ -225,7 +182,6 @@ def report(options: ServeOptions, settings: Mapping[str, object], load: Load) ->
         )
     )  # fmt: skip
     goals = options.goals
-    lag_ms = 1e3 * percentile(load.lags_s, 99) if load.lags_s else 0.0
     figures: dict[str, Any] = {
         "duration": load.duration_s,
         "completed": len(done),
@@ -242,24 +198,17 @@ def report(options: ServeOptions, settings: Mapping[str, object], load: Load) ->
         "spec_decode_num_drafts": steps,
         "spec_decode_draft_tokens": drafted,
         "spec_decode_accepted_tokens": accepted,
-        "client_lag_p99_ms": lag_ms,
     }
     figures |= {
         f"{name}_{metric}_ms": float(of(ms)) if ms else None
-        for metric, ms in samples(load).items()
+        for metric, ms in samples(done).items()
         for name, of in STATISTICS.items()
     }
     warnings = []
-    if lag_ms > LAG_MS_MAX:
-        warnings.append(
-            f"warning: this client itself reads chunks {lag_ms:.0f} ms late (99th percentile), so "
-            "measured latencies are too long; give this client a core of its own, or reduce the "
-            "load"
-        )
     if load.errors:
         reasons = "; ".join(f"{n}x {text}" for text, n in load.errors.most_common(ERRORS_SHOWN))
         warnings.append(
-            f"warning: {load.errors.total()} of {len(load.records)} requests failed: {reasons}"
+            f"warning: {load.errors.total()} of {len(load.answers)} requests failed: {reasons}"
         )
     title = f"{settings['model_id']} by {settings['backend']}"
     return Report({**settings, **figures}, Report.of(title, figures).shown, warnings)
@@ -275,12 +224,10 @@ def latencies(done: Completion) -> dict[str, float | None]:
     }
 
 
-def samples(load: Load) -> dict[str, list[float]]:
-    each = [latencies(one) for _, one in load.completed]
+def samples(completed: Sequence[Completion]) -> dict[str, list[float]]:
+    each = [latencies(one) for one in completed]
     found = {name: [ms for one in each if (ms := one[name]) is not None] for name in GOALS}
-    found["itl"] = [1e3 * (b - a) for _, one in load.completed for a, b in pairwise(one.chunk_s)]
-    found["client_queue_time"] = [1e3 * (one.started_s - one.due_s) for one, _ in load.completed]
-    return found
+    return found | {"itl": [1e3 * (b - a) for one in completed for a, b in pairwise(one.chunk_s)]}
 
 
 def is_good(done: Completion, goals: Mapping[str, float]) -> bool:
