@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast, dataclass_transform
+from typing import Annotated, Any, TypeVar, dataclass_transform
 
 import pydantic.dataclasses
 from pydantic import ConfigDict, Field, TypeAdapter
@@ -55,7 +55,6 @@ _KIND_NAMES = {
     "string": "a string", "integer": "a whole number", "number": "a number",
     "boolean": "true or false",
 }  # fmt: skip
-_BOOLEANS = ("true", "1", "yes", "on", "false", "0", "no", "off")
 
 
 @dataclass(frozen=True)
@@ -123,11 +122,6 @@ class Setting:
         try:
             if not isinstance(raw, str):
                 return self.adapter.validate_python(raw, strict=True)
-            # pydantic would also take `y` for true and `5.0` for a whole number.
-            if (self.schema["type"] == "boolean" and raw.strip().lower() not in _BOOLEANS) or (
-                self.schema["type"] == "integer" and "." in raw
-            ):
-                raise ValueError(raw)
             entries = tuple(map(str.strip, raw.split(",")))
             return self.adapter.validate_python(entries if self.is_list else raw, strict=False)
         except ValueError:  # Includes pydantic's errors.
@@ -229,7 +223,7 @@ def _read_yaml(path: Path) -> dict[str, object]:
     with blaming("config"):
         data = read_file(path)
     try:
-        loaded, node = yaml.safe_load(data), cast(Any, yaml.compose(data, yaml.SafeLoader))
+        loaded = yaml.safe_load(data)
     except (yaml.YAMLError, ValueError) as error:
         line = " ".join(str(error).split())
         raise ConfigError(f"{path}: is not YAML: {line}") from error
@@ -237,8 +231,4 @@ def _read_yaml(path: Path) -> dict[str, object]:
         return {}
     if not isinstance(loaded, dict):
         raise ConfigError(f"{path}: must be a mapping of settings to values")
-    keys = [str(key.value).replace("-", "_") for key, _ in node.value]
-    for key in keys:
-        if keys.count(key) > 1:
-            raise ConfigError(f"{path}: {key}: is set twice")
-    return dict(zip(keys, loaded.values(), strict=False))
+    return {str(key).replace("-", "_"): value for key, value in loaded.items()}

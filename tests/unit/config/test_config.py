@@ -45,7 +45,6 @@ def test_a_later_layer_wins(tmp_path: Path) -> None:
         ("max_num_seq: 3", "settings.yaml: max_num_seq: there is no such setting; did you mean"),
         ("dtype: int8", "settings.yaml: dtype: 'int8' is wrong; it must be one of auto"),
         ("draft_engine: x", "draft_engine: 'x' is wrong; it must be one of (empty), auto"),
-        ("max_num_seqs: '3'\nmax-num-seqs: 4", "max_num_seqs: is set twice"),
         ("insecure: 1", "settings.yaml: insecure: 1 is wrong; it must be true or false"),
         ("a: [", "is not YAML"),
         ("x: !!python/object/apply:os.getcwd []", "is not YAML"),
@@ -62,9 +61,9 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, says: str) -> 
     ("environment", "says"),
     [
         ({"OUTRIDER_MAX_NUM_SEQ": "3"}, "OUTRIDER_MAX_NUM_SEQ: there is no such setting"),
-        ({"OUTRIDER_MAX_NUM_SEQS": "5.0"}, "OUTRIDER_MAX_NUM_SEQS: '5.0' is wrong"),
+        ({"OUTRIDER_MAX_NUM_SEQS": "5.5"}, "OUTRIDER_MAX_NUM_SEQS: '5.5' is wrong"),
         ({"OUTRIDER_MAX_NUM_SEQS": "0"}, "'0' is wrong; it must be a whole number from 1 to 4096"),
-        ({"OUTRIDER_HTTP": "y"}, "OUTRIDER_HTTP: 'y' is wrong; it must be true or false"),
+        ({"OUTRIDER_HTTP": "x"}, "OUTRIDER_HTTP: 'x' is wrong; it must be true or false"),
     ],
 )
 def test_a_bad_variable_is_refused_by_name(environment: dict[str, str], says: str) -> None:
