@@ -3,11 +3,13 @@
 The engines are emulated (`outrider.engine.emulated`). The services and Redis are real, each in a
 process of its own.
 
-modes       Each mode decodes one session under each of its rules, at the K that was fastest in
-            short sessions. Modes that draft decode a second time with a longer round trip between
-            coordinator and draft.
+modes       Plain, synchronous and look-ahead decoding. K is the fastest of an earlier measurement.
+            Modes that draft decode a second time with a longer round trip between coordinator and
+            draft.
 features    A head on the target drafts, and then a head on a draft replica, to which the target
-            sends its hidden states. Each measurement is one session under the rule token.
+            sends its hidden states.
+
+Each run of `RUNS` is one session.
 
 fraction_of_ideal    tokens a second, divided by the tokens a second of ideal rounds; an ideal round
                      takes one target step and commits the expected number of tokens
@@ -19,7 +21,6 @@ X_bytes_per_round    mean number of bytes that coordinator and X send each other
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
 from statistics import mean, median
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -34,28 +35,19 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 from .clients import complete
 from .measurement import Completion, Progress, Round
 from .options import Options
-from .processes import Process, Replicas, running_pair
+from .processes import running_pair
 from .report import Report, table
 
-PROMPT_TOKENS = 64
 TOKENS_MAX = 8_000
 """Maximum of `--tokens`, because prompt and answer must fit into the emulated models' length."""
 SPARE_TOKENS = 16
 """The last tokens of a session are not measured, because the last rounds draft fewer tokens."""
-SWEEP_SHARE = 0.05
-"""Length of the short sessions that determine the fastest K, as a share of `--tokens`."""
-SWEEP_TOKENS_MIN = 24
+WARM_UP_TOKENS = 24
 DROPPED_SHARE = 0.05
 DROPPED_MIN = 4
 """The first tokens of a session are not measured, because the first round has no draft, and the
 second waits until the draft has prefilled. They are `DROPPED_SHARE` of all tokens, and at least
 `DROPPED_MIN`."""
-MODES = {
-    "plain": (Rule.TOKEN,),
-    "synchronous": (Rule.TOKEN, Rule.COUPLED),
-    "look_ahead": (Rule.TOKEN, Rule.COUPLED),
-}
-
 STEPS = {"verify_ms": 18.3, "verify_tokens": 16, "draft_ms": 1.3, "draft_branches": 64}
 """Step times of a target of 70 billion parameters and a draft of one billion."""
 LAW = {
@@ -65,18 +57,37 @@ LAW = {
 ACCEPTANCE = {Rule.TOKEN: 0.8000, Rule.COUPLED: 0.7627}
 """Chance that a draft token is accepted, given that all earlier draft tokens were accepted. The
 values follow from `LAW`."""
-NUM_DRAFT_TOKENS_MAX = 14
-ROUND_TRIP_MS = 5.0
-"""Time by which `modes` lengthens the round trip between coordinator and draft."""
 
-PLACES = (("target", 1), ("draft", 576), ("draft", 4_096))
-"""Where a head drafts, and the width of its hidden states. The demo target has width 576, a model
-of eight billion parameters 4,096."""
-FEATURE_ROUND_TRIPS_MS = (0.0, 1.0, 5.0)
-"""Times by which `features` lengthens the round trip between coordinator and draft."""
-FEATURES_K = 6
-"""The fastest K of `modes` without look-ahead."""
 
+class Run(NamedTuple):
+    mode: str
+    rule: Rule
+    num_draft_tokens: int
+    round_trip_ms: float = 0.0
+    """Time by which the round trip between coordinator and draft is longer."""
+    head_on: str | None = None
+    """The role whose replica runs the head; None = a model drafts."""
+    feature_width: int | None = None
+    """Width of the hidden states that a head on a draft reads. The demo target has width 576, a
+    model of eight billion parameters 4,096."""
+
+
+RUNS = {
+    "modes": (
+        Run("plain", Rule.TOKEN, 0),
+        Run("synchronous", Rule.TOKEN, 6),
+        Run("look_ahead", Rule.COUPLED, 9),
+        Run("synchronous", Rule.TOKEN, 9, 5.0),
+        Run("look_ahead", Rule.COUPLED, 8, 5.0),
+    ),
+    "features": (
+        Run("synchronous", Rule.TOKEN, 6, head_on="target"),
+        Run("synchronous", Rule.TOKEN, 6, 0.0, "draft", 576),
+        Run("synchronous", Rule.TOKEN, 6, 5.0, "draft", 576),
+        Run("synchronous", Rule.TOKEN, 6, 0.0, "draft", 4_096),
+        Run("synchronous", Rule.TOKEN, 6, 5.0, "draft", 4_096),
+    ),
+}
 Rates = tuple[float, ...]
 
 
@@ -130,21 +141,17 @@ def window(rounds: Sequence[Round], num_tokens: int) -> list[Timed]:
     return found
 
 
-def figures(
-    mode: str, rule: Rule, num_draft_tokens: int, rounds: Sequence[Timed], rates: Rates = ()
-) -> dict[str, Any]:
-    verify_ms, ahead = STEPS["verify_ms"], mode == "look_ahead"
+def figures(run: Run, rounds: Sequence[Timed], rates: Rates = ()) -> dict[str, Any]:
+    verify_ms, ahead = STEPS["verify_ms"], run.mode == "look_ahead"
     each_ms = 0.0 if ahead else STEPS["draft_ms"]
     rate = sum(one.num_tokens for one in rounds) / sum(one.ms for one in rounds) * 1e3
-    ideal = expected_tokens(rule, num_draft_tokens, rates) / verify_ms * 1e3
+    ideal = expected_tokens(run.rule, run.num_draft_tokens, rates) / verify_ms * 1e3
     return {
-        "mode": mode,
-        "rule": rule.value,
-        "num_draft_tokens": num_draft_tokens,
         "tokens_per_second": rate,
         "tokens_per_round": mean(one.num_tokens for one in rounds),
         "fraction_of_ideal": rate / ideal,
         "look_ahead_hit_rate": mean(one.look_ahead_hit for one in rounds) if ahead else None,
+        "round_ms_p50": median(one.ms for one in rounds),
         "overhead_ms_p50": median(
             one.ms - verify_ms - one.num_draft_tokens * each_ms for one in rounds
         ),
@@ -154,104 +161,55 @@ def figures(
 async def run(options: EmulateOptions, progress: Progress) -> Report:
     with blaming("acceptance_rates"):
         EmulatedSpec.parse(engine(options.acceptance_rates))
-    parts = {"modes": ("runs", _modes), "features": ("features", _features)}
-    values: dict[str, Any] = {"tokens": options.tokens}
+    found: dict[str, list[dict[str, Any]]] = {}
     for part in options.parts:
-        name, measure = parts[part]
-        progress("starting the services")
-        values[name] = await measure(options, progress)
-    title = f"sessions of {options.tokens} tokens"
-    return Report(values, [table(title, values[parts[part][0]]) for part in options.parts])
+        rows = found.setdefault(part, [])
+        for one in RUNS[part]:
+            progress(f"{part}: run {len(rows) + 1} of {len(RUNS[part])}")
+            rows.append(await _measure(options, one))
+    tables = [table(f"{part}, {options.tokens} tokens", rows) for part, rows in found.items()]
+    return Report({"tokens": options.tokens, **found}, tables)
 
 
-def _pair(spec: str, *, drafts: bool = True) -> AbstractAsyncContextManager[Replicas]:
-    model = EMULATED.removesuffix(":")
-    target = TargetConfig(engine=spec, model=model, num_threads=1)
-    draft = DraftConfig(engine=spec, model=model, num_threads=1) if drafts else None
-    return running_pair(target, draft, CoordinatorConfig())
-
-
-async def _modes(options: EmulateOptions, progress: Progress) -> list[dict[str, Any]]:
-    runs: list[dict[str, Any]] = []
-    async with _pair(engine(options.acceptance_rates)) as replicas:
-        for mode, rules in MODES.items():
-            look_ahead = LOOK_AHEAD_DEFAULT if mode == "look_ahead" else 0
-            for added_ms in (0.0, ROUND_TRIP_MS) if mode != "plain" else (0.0,):
-                async with replicas.coordinator(look_ahead, added_ms / 2) as (client, _):
-                    for rule in rules:
-                        progress(f"{mode}, {rule}, round trip {added_ms:g} ms longer")
-                        found = await _measure(options, client, mode, rule)
-                        runs.append(found | {"round_trip_ms": added_ms})
-    return runs
-
-
-async def _features(options: EmulateOptions, progress: Progress) -> list[dict[str, Any]]:
-    runs: list[dict[str, Any]] = []
-    for place, width in PLACES:
-        apart = place == "draft"
-        spec = engine(options.acceptance_rates, head_on=place, feature_width=width)
-        async with _pair(spec, drafts=apart) as replicas:
-            for added_ms in FEATURE_ROUND_TRIPS_MS if apart else (0.0,):
-                progress(f"head on {place}, width {width}, round trip {added_ms:g} ms longer")
-                async with replicas.coordinator(delay_ms=added_ms / 2) as running:
-                    found = await _measure_head(options, *running)
-                at = {"head_on": place, "feature_width": width if apart else None}
-                runs.append(at | {"round_trip_ms": added_ms} | found)
-    return runs
-
-
-async def _measure_head(
-    options: EmulateOptions, client: Client, coordinator: Process
-) -> dict[str, Any]:
-    """Measures a session whose prompt has one token, because the hidden states of a longer prompt
-    would count as bytes of the rounds."""
-    rates = options.acceptance_rates
-    k = min(FEATURES_K, len(rates) or FEATURES_K)
-    await _decode(client, Rule.TOKEN, k, SWEEP_TOKENS_MIN)
-    before = (await coordinator.ask({}))["wire_bytes"]
-    done = await _decode(client, Rule.TOKEN, k, options.tokens, prompt_tokens=1)
-    after = (await coordinator.ask({}))["wire_bytes"]
-    rounds = window(done.rounds, options.tokens)
-    found = figures("synchronous", Rule.TOKEN, k, rounds, rates)
-    shown = ("num_draft_tokens", "tokens_per_second", "tokens_per_round", "overhead_ms_p50")
+async def _measure(options: EmulateOptions, run: Run) -> dict[str, Any]:
+    rates, head = options.acceptance_rates, {}
+    if rates:
+        run = run._replace(num_draft_tokens=min(run.num_draft_tokens, len(rates)))
+    if run.head_on is not None:
+        head = {"head_on": run.head_on, "feature_width": run.feature_width or 1}
+    services: Any = {
+        "engine": engine(rates, **head), "model": EMULATED.removesuffix(":"), "num_threads": 1
+    }  # fmt: skip
+    target = TargetConfig(**services)
+    draft = None if run.head_on == "target" else DraftConfig(**services)
+    look_ahead = LOOK_AHEAD_DEFAULT if run.mode == "look_ahead" else 0
+    async with (
+        running_pair(target, draft, CoordinatorConfig()) as replicas,
+        replicas.coordinator(look_ahead, run.round_trip_ms / 2) as (client, coordinator),
+    ):
+        await _decode(client, run, WARM_UP_TOKENS)
+        before = (await coordinator.ask({}))["wire_bytes"]
+        done = await _decode(client, run, options.tokens)
+        after = (await coordinator.ask({}))["wire_bytes"]
+    num_rounds = len(done.rounds)
     return {
-        "round_ms_p50": median(one.ms for one in rounds),
-        **{name: found[name] for name in shown},
-        **{
-            f"{role}_bytes_per_round": (after[role] - before[role]) / len(done.rounds)
-            for role in ("target", "draft")
-        },
+        **run._asdict(),
+        **figures(run, window(done.rounds, options.tokens), rates),
+        **{f"{role}_bytes_per_round": (after[role] - before[role]) / num_rounds for role in after},
     }
 
 
-async def _measure(
-    options: EmulateOptions, client: Client, mode: str, rule: Rule
-) -> dict[str, Any]:
-    speeds, rates = {0: 0.0}, options.acceptance_rates
-    most = min(NUM_DRAFT_TOKENS_MAX, len(rates) or NUM_DRAFT_TOKENS_MAX)
-    for count in range(1, most + 1) if mode != "plain" else ():
-        num_tokens = max(SWEEP_TOKENS_MIN, round(options.tokens * SWEEP_SHARE))
-        tried = window((await _decode(client, rule, count, num_tokens)).rounds, num_tokens)
-        # In so few rounds, the actual number of tokens varies much, so the expected number is used.
-        expected = sum(expected_tokens(rule, one.num_draft_tokens, rates) for one in tried)
-        speeds[count] = expected / sum(one.ms for one in tried)
-    best = max(speeds, key=speeds.__getitem__)
-    rounds = (await _decode(client, rule, best, options.tokens)).rounds
-    return figures(mode, rule, best, window(rounds, options.tokens), rates)
-
-
-async def _decode(
-    client: Client, rule: Rule, num_draft_tokens: int, num_tokens: int,
-    prompt_tokens: int = PROMPT_TOKENS,
-) -> Completion:  # fmt: skip
+async def _decode(client: Client, run: Run, num_tokens: int) -> Completion:
+    """Decodes a prompt of one token. The hidden states of a longer prompt would count as bytes of
+    the rounds."""
     request = GenerateRequest(
-        prompt=tuple(range(1, prompt_tokens + 1)),
+        prompt=(1,),
         sampling=SamplingParams(temperature=1.0),
         max_tokens=num_tokens + SPARE_TOKENS,
         ignore_eos=True,
         seed=0,
-        rule=rule,
-        num_draft_tokens=num_draft_tokens,
+        rule=run.rule,
+        num_draft_tokens=run.num_draft_tokens,
         deadline_ms=DEADLINE_MS_MAX,
         include_rounds=True,
     )
