@@ -139,9 +139,8 @@ def resolved(config: DeploymentConfig) -> DeploymentConfig:
 class World:
     """A running fleet."""
 
-    def __init__(self, *, gpus: float = 0.0, **settings: Any) -> None:
+    def __init__(self, **settings: Any) -> None:
         self.machines, self.registry = Machines(), MemoryRegistry()
-        self.gpus = gpus
         self.settings = settings
         self.spec = self._plan()
         self.fleet = self._fleet()
@@ -149,7 +148,7 @@ class World:
 
     def _plan(self, **changes: Any) -> FleetSpec:
         config = resolved(load_config(SETTINGS | self.settings | changes, {}))
-        return plan_fleet(config, config, {"CPU": 64, "GPU": self.gpus}, "d", local=True)
+        return plan_fleet(config, config, 0.0, "d", local=True)
 
     async def upgrade(self, **changes: Any) -> None:
         """Ends the fleet's process. A new one takes over with another plan."""

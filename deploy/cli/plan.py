@@ -251,5 +251,5 @@ def _shares_device(config: DeploymentConfig) -> bool:
     import torch
 
     gpus = float(torch.cuda.device_count())
-    placed = plan_fleet(config, config, {"GPU": gpus}, local=False).config
+    placed = plan_fleet(config, config, gpus, local=False).config
     return not are_apart(placed, same_node=True, num_cores=available_cores())

@@ -129,7 +129,7 @@ class Deployment:
         logs = self._state / "logs"
         logs.mkdir(mode=0o700, parents=True, exist_ok=True)
         spec = plan_fleet(
-            self._given, config, resources(), self.name,
+            self._given, config, resources().get("GPU", 0.0), self.name,
             str(logs) if self.ray.local else STANDARD_ERROR, local=self.ray.local,
         )  # fmt: skip
         if not self.ray.local and await find_reconciler(self.ray.namespace) is not None:

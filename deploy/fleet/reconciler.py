@@ -39,16 +39,7 @@ from outrider.settings import Value
 from .autoscaling import Autoscaler
 from .local_state import DeploymentLocation, namespace_of
 from .preflight import check_same_tokens, listeners, resolve_models
-from .ray_cluster import (
-    RECONCILER,
-    Actor,
-    Cluster,
-    RayConnection,
-    asking_head,
-    resources,
-    retried,
-    run_task,
-)
+from .ray_cluster import RECONCILER, Actor, Cluster, RayConnection, asking_head, retried, run_task
 from .replica_set import FIRST_REST_S, Fleet, Overview
 from .spec import FleetSpec, plan_fleet
 from .trial import Trial, TrialReport, added, check_share, check_trial, check_weights, judged
@@ -71,13 +62,10 @@ FIXED = {
 }
 """Settings that cannot change while a deployment runs. The value is the reason, or what to do
 instead."""
-SHARING = frozenset({"device", "target_num_gpus", "draft_num_gpus", "tensor_parallel_size",
-                            "draft_tensor_parallel_size"})  # fmt: skip
-"""If one of these settings changes, the cluster's GPUs are counted and distributed again."""
 
-Changes = tuple[dict[str, Value], float | None, tuple[str, float] | None]
-"""Three values: all settings that `outrider upgrade` has changed; `FleetSpec.cluster_gpus`, or None
-if the GPUs were not counted again; draft model and share of the running trial, or None."""
+Changes = tuple[dict[str, Value], tuple[str, float] | None]
+"""All settings that `outrider upgrade` has changed; draft model and share of the running trial, or
+None."""
 
 
 def changed(given: DeploymentConfig, changes: Mapping[str, Value]) -> DeploymentConfig:
@@ -110,11 +98,6 @@ def differing(
     if asked_drafter and same_drafter(str(asked_drafter), given.draft.model):
         del found["draft_model"]
     return found
-
-
-def _shared(values: Mapping[str, Value], gpus: float | None) -> float | None:
-    """The number of GPUs to distribute after these changes. The number before is `gpus`."""
-    return gpus if SHARING.isdisjoint(values) else resources().get("GPU", 0.0)
 
 
 _log = logging.getLogger(__name__)
@@ -151,7 +134,7 @@ class Reconciler(PlacedActor):
             # Ray delivers only the text of a constructor's error, so `start` raises the error.
             self._no_password = error
         self._original = spec
-        self._changes: Changes = {}, None, None
+        self._changes: Changes = {}, None
         self._report: TrialReport | None = None
         self._trial_over_at = math.inf
         """End of the trial by the event loop's clock; infinite until the trial's replica serves."""
@@ -210,16 +193,16 @@ class Reconciler(PlacedActor):
         After such an error, all settings are as before."""
         await self._ready()
         async with self._changing:
-            before, fleet = self._changes, self._fleet
+            (before, tried), fleet = self._changes, self._fleet
             if fleet.trial is not None and not values.keys() <= {*BOUND_SETTINGS}:
                 raise ConfigError(f"{self._report}; wait for its end, or {END_TRIAL}")
-            changes, gpus = before[0] | values, _shared(values, before[1])
+            changes = before | values
             if values.keys() <= {*BOUND_SETTINGS}:
                 given = changed(self._original.given, changes)
                 config = replace(fleet.spec.config, autoscale=given.autoscale)
                 spec = replace(fleet.spec, given=given, config=config)
             else:
-                spec = await self._plan(changes, gpus)
+                spec = await self._plan(changes)
                 await run_task(check_same_tokens, fleet.spec.config.target, spec.config.target)
             for role, bounds in spec.config.autoscale.bounds.items():
                 for count in bounds if f"autoscale_{role}s" in values else ():
@@ -229,7 +212,7 @@ class Reconciler(PlacedActor):
                 wanted = await self._registry.wanted()
                 if not wanted.get("draft"):  # The old settings had no draft replicas.
                     await self._registry.want({"draft": spec.counts["draft"]})
-            await self._adopt_spec(spec, (changes, gpus, before[2]))
+            await self._adopt_spec(spec, (changes, tried))
             _log.info("changed settings: %s", ", ".join(values))
 
     async def _adopt_spec(self, spec: FleetSpec, changes: Changes) -> None:
@@ -251,12 +234,12 @@ class Reconciler(PlacedActor):
         like `change`, and `ConfigError` for settings that cannot be tried."""
         await self._ready()
         async with self._changing:
-            (changes, gpus, _), fleet = self._changes, self._fleet
+            (changes, _), fleet = self._changes, self._fleet
             if (runs := fleet.trial) is not None:
                 if (runs.values, runs.share, runs.seconds) == (values, share, seconds):
                     return
                 raise ConfigError(f"{self._report}; wait for its end, or {END_TRIAL}")
-            spec = await self._plan(changes | values, _shared(values, gpus))
+            spec = await self._plan(changes | values)
             check_trial(fleet.spec, spec)
             fleet.settled(spec)
             trial = Trial(values, share, seconds, spec)
@@ -268,7 +251,7 @@ class Reconciler(PlacedActor):
                 )
             check_share(share, trial.role, fleet.wanted[trial.role])
             tried = spec.given.draft.model, share
-            await self._save(changes, gpus, tried)
+            await self._save(changes, tried)
             self._report, self._trial_over_at = TrialReport(*tried), math.inf
             fleet.try_out(trial)
             _log.info("%s", self._report)
@@ -315,25 +298,25 @@ class Reconciler(PlacedActor):
         async with self._changing:
             if self._fleet.trial is not trial or self._report is None:
                 return
-            changes, gpus, _ = self._changes
+            changes, _ = self._changes
             if is_better is None:
                 self._report = replace(self._report, reason=reason)
                 return
             if is_better:
-                taken, shared = changes | trial.values, trial.spec.cluster_gpus
+                taken = changes | trial.values
                 try:
-                    await self._adopt_spec(await self._plan(taken, shared), (taken, shared, None))
+                    await self._adopt_spec(await self._plan(taken), (taken, None))
                 except ConfigError as error:
                     is_better, reason = False, f"{error} ({reason})"
             if not is_better:
-                await self._save(changes, gpus, None)
+                await self._save(changes, None)
             self._report = replace(
                 self._report, state="taken" if is_better else "not taken", reason=reason
             )
             self._fleet.try_out(None)
             _log.info("%s", self._report)
 
-    async def _plan(self, changes: Mapping[str, Value], gpus: float | None) -> FleetSpec:
+    async def _plan(self, changes: Mapping[str, Value]) -> FleetSpec:
         before = self._original
         given = changed(before.given, changes)
         if before.local:
@@ -342,9 +325,8 @@ class Reconciler(PlacedActor):
         config = await run_task(resolve_models, given)
         coordinator = config.coordinator.reaching(before.config.coordinator.redis)
         return plan_fleet(
-            given, replace(config, coordinator=coordinator),
-            {"GPU": before.cluster_gpus if gpus is None else gpus}, before.deployment,
-            before.log_directory, local=before.local,
+            given, replace(config, coordinator=coordinator), before.cluster_gpus,
+            before.deployment, before.log_directory, local=before.local,
         )  # fmt: skip
 
     async def _save(self, *changes: Any) -> None:
@@ -355,11 +337,11 @@ class Reconciler(PlacedActor):
         """Applies the changes that were saved before the restart. If a trial was running, ends the
         trial. Raises `ValueError` for a text that another release has saved."""
         if text := await self._cluster.saved():
-            values, gpus, tried = TypeAdapter(Changes).validate_json(text)
-            self._use(await self._plan(values, gpus))
-            self._changes = values, gpus, None
+            values, tried = TypeAdapter(Changes).validate_json(text)
+            self._use(await self._plan(values))
+            self._changes = values, None
             if tried is not None:
-                await self._save(values, gpus, None)
+                await self._save(values, None)
                 self._report = TrialReport(*tried, "not taken", "the reconciler died")
 
     def _use(self, spec: FleetSpec) -> None:

@@ -46,7 +46,7 @@ class FleetSpec:
     given: DeploymentConfig
     """The configuration as the user gave it."""
     cluster_gpus: float
-    """The number of GPUs when the cluster's GPUs were distributed among the replicas."""
+    """The number of the cluster's GPUs when the deployment was started."""
     demands: Mapping[Role, Demand]
     """Resources of each role's replicas. If the target or a look-up drafts, the role `draft` is
     missing."""
@@ -157,14 +157,14 @@ class FleetSpec:
 def plan_fleet(
     given: DeploymentConfig,
     found: DeploymentConfig,
-    amounts: Mapping[str, float],
+    cluster_gpus: float,
     deployment: str = "",
     log_directory: str = "",
     *,
     local: bool,
 ) -> FleetSpec:
     """Plans a deployment. `found` is `given` with the directories of models and the address of
-    Redis. `amounts` are the cluster's resources.
+    Redis.
 
     By default each rank of a model gets one GPU. If there are too few GPUs, each rank gets an equal
     fraction of a GPU. By default several targets on one machine divide its cores. Raises
@@ -182,7 +182,7 @@ def plan_fleet(
     if local and found.num_targets > 1 and runs_model and not target.num_threads:
         # Otherwise each target would use all cores.
         target = replace(target, num_threads=max(1, available_cores() // num_ranks))
-    default_gpus, cluster_gpus = 0.0, amounts.get("GPU", 0.0)
+    default_gpus = 0.0
     if cluster_gpus > 0 and runs_model:
         if drafts:
             num_ranks += draft.tensor_parallel_size * found.num_drafts

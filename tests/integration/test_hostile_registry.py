@@ -44,7 +44,7 @@ async def registry(server: EmbeddedRedis, admin: redis.Redis) -> AsyncIterator[R
 
 def spec() -> FleetSpec:
     config = load_config(SETTINGS, {})
-    return plan_fleet(config, config, {"CPU": 64}, "d", local=True)
+    return plan_fleet(config, config, 0.0, "d", local=True)
 
 
 async def hear(fleet: Fleet) -> None:

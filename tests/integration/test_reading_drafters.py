@@ -41,7 +41,7 @@ async def actors_here(directory: Path, **settings: Any) -> AsyncIterator[dict[Ro
                 patch.setattr(f"{module}.{name}", lambda *_: None)
         address = replace(found.coordinator.redis, url=redis.url)
         found = replace(found, coordinator=found.coordinator.reaching(address))
-        spec = plan_fleet(given, found, {}, "here", local=True)
+        spec = plan_fleet(given, found, 0.0, "here", local=True)
         spec = spec.settled([(role, "here") for role in spec.demands])
         addresses: dict[Role, str] = {}
         async with AsyncExitStack() as exits:

@@ -59,7 +59,7 @@ def spec(num_coordinators: int, with_ports: bool) -> FleetSpec:
     if with_ports:
         settings |= {"target_port": 7000, "draft_port": 8000}
     config = load_config(settings, {})
-    return plan_fleet(config, config, {"CPU": 64}, "d", local=True)
+    return plan_fleet(config, config, 0.0, "d", local=True)
 
 
 class CountedMoves(Observation, RequestObserver):

@@ -32,23 +32,19 @@ from outrider.replica.process_setup import Place
 
 pytestmark = pytest.mark.virtual
 
-ON_GPUS = {"engine": "transformers", "model": "large", "draft_model": "small"}
-
 
 class Host:
     """The machines, files and registry around the reconcilers of one deployment."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
         self.world = World(**settings)
-        self.amounts = {"CPU": 64.0}
-        """The cluster's resources."""
         self.missing: set[str] = set()
         """Names of models that cannot be found."""
         self.context = SimpleNamespace(was_current_actor_reconstructed=False)
         for name, found in {
             "log_to": lambda *_: None, "Cluster": lambda *_, **__: self.world.machines,
             "RedisRegistry": lambda *_: self.world.registry,
-            "resources": lambda: self.amounts, "resolve_models": self._resolve, "run_task": call,
+            "resolve_models": self._resolve, "run_task": call,
         }.items():  # fmt: skip
             monkeypatch.setattr(module, name, found)
         monkeypatch.setattr(ray, "get_runtime_context", lambda: self.context)
@@ -182,7 +178,7 @@ async def test_one_that_returns_goes_by_what_held_once_it_can() -> None:
         await asyncio.sleep(5)
         host.world.machines.failure = None
         held = host.world.machines.text
-        for text in ('{"values": {}, "cluster_gpus": null}', "[1, 2]", "null", "{"):
+        for text in ('{"values": {}}', "[1, 2]", "null", "{"):
             host.world.machines.text = text
             await asyncio.sleep(5)
         host.world.machines.text = held
@@ -235,32 +231,6 @@ async def test_what_cannot_work_is_refused_and_what_held_still_holds() -> None:
         host.world.machines.actors[0].place = Place(1, "here")
         await found.change({"max_model_len": 99})
         assert (await found.spec()).given.target.max_num_seqs == 7
-
-
-@pytest.mark.parametrize(
-    ("setting", "value", "shares"),
-    [
-        ("run_ahead_rounds", 2, [0.5, 0.5]),
-        ("target_num_gpus", 0.25, [0.25, 1.0]),
-        ("tensor_parallel_size", 2, [0.5, 0.5]),
-    ],
-)
-async def test_gpus_are_shared_out_anew_only_where_changes_say_how(
-    setting: str, value: str | float, shares: list[float]
-) -> None:
-    async with playing(gpus=1.0, **ON_GPUS) as (host, found):
-        before = await found.spec()
-        host.amounts["GPU"] = 2.0
-        await found.change({setting: value})
-        host.amounts["GPU"] = 8.0
-        await found.change({"deadline_ms": 999})
-        for _ in range(2):
-            spec = await found.spec()
-            assert [spec.demands[role].num_gpus for role in ("target", "draft")] == shares
-            same = [spec.plans[role] == before.plans[role] for role in ("target", "draft")]
-            assert all(same) == (setting == "run_ahead_rounds")
-            found = await host.restart(found)
-            await asyncio.sleep(1)
 
 
 async def test_drafts_come_and_go_with_their_use() -> None:
@@ -439,21 +409,6 @@ async def test_what_replicas_of_one_role_cannot_try_is_refused(
         with pytest.raises(ConfigError, match=said):
             await found.begin_trial(values, share, 600.0)
         assert (await found.overview()).trial is None
-
-
-async def test_a_trial_shares_the_gpus_out_as_its_settings_say() -> None:
-    settings = {"target_num_gpus": 1.0, "draft_num_gpus": 1.0}
-    async with playing(gpus=2.0, **ON_GPUS, **settings) as (host, found):
-        host.amounts["GPU"] = 8.0
-        await found.begin_trial({"draft_num_gpus": 2.0}, 0.5, 600.0)
-        await asyncio.sleep(10)
-        sums_of(host, 1.1)
-        await asyncio.sleep(60)
-        for _ in range(2):
-            spec = await found.spec()
-            assert (spec.demands["draft"].num_gpus, spec.cluster_gpus) == (2.0, 8.0)
-            found = await host.restart(found)
-            await asyncio.sleep(1)
 
 
 def test_a_draft_goes_with_the_target_that_it_was_chosen_for() -> None:

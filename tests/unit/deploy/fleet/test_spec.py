@@ -16,7 +16,7 @@ PORTS = {"grpc_port": 5000, "port": 8000, "target_port": 6000, "draft_port": 700
 
 def spec(*, local: bool = True, **settings: Any) -> FleetSpec:
     config = load_config({"engine": "emulated:", "draft_model": "emulated"} | settings, {})
-    return plan_fleet(config, config, {"CPU": 8.0}, "d", local=local)
+    return plan_fleet(config, config, 0.0, "d", local=local)
 
 
 def port(plan: FleetSpec, role: Role, slot: int) -> int:
@@ -83,12 +83,12 @@ def test_a_number_that_cannot_be_is_refused_by_its_role(
         spec(draft_model=drafter, engine=engine).check_count(role, count)
 
 
-def plan(config: DeploymentConfig, amounts: dict[str, float]) -> FleetSpec:
-    return plan_fleet(config, config, amounts, local=False)
+def plan(config: DeploymentConfig, gpus: float) -> FleetSpec:
+    return plan_fleet(config, config, gpus, local=False)
 
 
 def _shares(gpus: float, **settings: object) -> tuple[tuple[float, str], tuple[float, str]]:
-    spec = plan(load_config(settings, {}), {"CPU": 8.0, "GPU": gpus})
+    spec = plan(load_config(settings, {}), gpus)
     config, demands = spec.config, spec.demands
     return (
         (demands["target"].num_gpus, config.target.device),
@@ -157,7 +157,7 @@ def test_models_are_apart_where_neither_waits_for_the_other(
     gpus: float, settings: dict[str, object], expected: bool
 ) -> None:
     config = load_config({"draft_model": "small", **settings}, {})
-    placed = plan(config, {"CPU": 8.0, "GPU": gpus}).config
+    placed = plan(config, gpus).config
     assert are_apart(placed, same_node=True, num_cores=8) is expected
     assert are_apart(placed, same_node=False, num_cores=8)
 
@@ -177,7 +177,7 @@ def test_a_draft_looks_ahead_where_it_takes_nothing_from_the_target(
     settings: dict[str, object], apart: bool, expected: int
 ) -> None:
     gpus = 2.0 if apart else 0.0
-    placed = plan(load_config({"draft_model": "small", **settings}, {}), {"GPU": gpus})
+    placed = plan(load_config({"draft_model": "small", **settings}, {}), gpus)
     for _ in range(2):
         placed = placed.settled([("target", "a"), ("draft", "a")])
         assert placed.config.coordinator.look_ahead == expected
@@ -190,7 +190,7 @@ def test_ranks_ask_for_as_much_each_beside_other_roles() -> None:
         "target_resources": "rack=1, disk=0.5", "draft_model": "small", "draft_num_cpus": 0,
         "draft_num_gpus": 0.5, "draft_resources": "small=2,",
     }  # fmt: skip
-    demands = plan(load_config(settings, {}), {"CPU": 8.0, "GPU": 4.0}).demands
+    demands = plan(load_config(settings, {}), 4.0).demands
     assert str(demands["target"]) == "2 times 1.5 CPUs and 0.25 GPUs and 1 rack and 0.5 disk"
     assert demands["draft"].each == {"GPU": 0.5, "small": 2.0}
     both = [demands["target"], demands["draft"]]
@@ -210,7 +210,7 @@ def test_ranks_ask_for_as_much_each_beside_other_roles() -> None:
 )
 def test_vllm_on_cpus_gets_another_allocator(key: str, gpus: int, preloads: list[str]) -> None:
     config = load_config({"draft_model": "small", key: "vllm"}, {})
-    demands = plan(config, {"GPU": gpus}).demands
+    demands = plan(config, gpus).demands
     assert [demands[role].preload for role in ("target", "draft", "coordinator")] == preloads
 
 
@@ -257,4 +257,4 @@ def test_targets_of_one_machine_share_its_cores(
     monkeypatch.setattr("deploy.fleet.spec.available_cores", lambda: 8)
     config = load_config(settings, {})
     for local, expected in ((True, num_threads), (False, config.target.num_threads)):
-        assert plan_fleet(config, config, {}, local=local).config.target.num_threads == expected
+        assert plan_fleet(config, config, 0.0, local=local).config.target.num_threads == expected
