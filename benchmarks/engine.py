@@ -12,22 +12,24 @@ steps
     verify_step_ms           a step of 5 new tokens after 256 cached tokens of one session
     transformers_forward_ms  the same step in transformers
 
-All figures are medians. In the part `sessions`, each session has its own prompt of 256 tokens and
-decodes 128 tokens greedily, ignoring EOS. The time runs from the first request to the last token,
-so it includes prefill. A gap is the time between two successive tokens of a session at the client.
-A message of n tokens counts as n gaps, each 1/n of the time until the next message.
+All figures are medians. Prompts are random tokens. In the part `sessions`, each session has its own
+prompt of 256 tokens and decodes 128 tokens greedily, ignoring EOS. The time runs from the first
+request to the last token, so it includes prefill. A gap is the time between two successive tokens
+of a session at the client. A message of n tokens counts as n gaps, each 1/n of the time until the
+next message.
 """
 
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import DynamicCache
 
@@ -40,21 +42,17 @@ from outrider.models.loading import load_model
 from outrider.replica.process_setup import available_cores, build_engine
 from outrider.request import GenerateRequest, Tokens
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.tokenizer import TokenizerText
 
 from .acceptance import Answer, decode
 from .measurement import Progress, medians_ms, together
 from .options import EngineOptions
 from .processes import running_pair
-from .prompts import built_in_prompts
 from .report import Report, percentile
 
 SESSIONS = (1, 4, 16, 32)
 PROMPT_TOKENS = 256
 NEW_TOKENS = 128
 GREEDY = SamplingParams(temperature=0.0)
-_STRIDE = 7
-"""In each measurement, prompts start this many tokens later in the text, so no prompt is cached."""
 
 PREFIX_TOKENS = 1_000
 OWN_TOKENS = 20
@@ -74,37 +72,30 @@ STEP_TOKENS = 5
 STEP_REPETITIONS = 50
 
 
-class Prompts:
-    def __init__(self, token_ids: Iterable[int]) -> None:
-        self._ids = tuple(token_ids)
-        self._start = 0
+LENGTHS = {
+    "sessions": PROMPT_TOKENS + NEW_TOKENS, "waits": LONG_TOKENS + 1,
+    "steps": CACHED_TOKENS + STEP_TOKENS,
+}  # fmt: skip
+"""The longest sequence of each part, tokens."""
 
-    def take(self, number: int, length: int) -> list[tuple[int, ...]]:
-        """`number` prompts of `length` tokens that share no prefix with each other or with earlier
-        prompts."""
-        self._start += _STRIDE
-        size = len(self._ids)
-        starts = [self._start + index * size // number for index in range(number)]
-        return [tuple(self._ids[(start + i) % size] for i in range(length)) for start in starts]
+Prompts = Callable[[int, int], list[tuple[int, ...]]]
+"""Returns a number of new prompts with a number of tokens each. No two prompts begin alike."""
 
 
 async def run(options: EngineOptions, config: DeploymentConfig, progress: Progress) -> Report:
     target = config.target
-    text = TokenizerText.load(Path(target.directory), target.model)
-    prompts = Prompts(chain.from_iterable(text.encode(one.text) for one in built_in_prompts()))
     progress("loading the engine")
     num_threads = target.num_threads or available_cores()
     # With `num_threads` set, the engine uses all these threads in small steps, too.
     engine = build_engine(replace(target, num_threads=num_threads), num_threads)
-    room = engine.info.max_model_len
-    if room < PROMPT_TOKENS + NEW_TOKENS:
-        raise SettingError(
-            "model", f"takes {room} tokens; this benchmark needs {PROMPT_TOKENS + NEW_TOKENS}"
-        )
+    room, needed = engine.info.max_model_len, max(LENGTHS[part] for part in options.parts)
+    if room < needed:
+        raise SettingError("model", f"takes {room} tokens; these --parts need {needed}")
+    prompts = random_prompts(engine.info.vocab_size)
     figures: dict[str, Any] = {"model": target.model, "dtype": engine.info.dtype, **asdict(options)}
     if "steps" in options.parts:
         progress("steps")
-        figures |= step_times(engine, target, prompts.take(1, CACHED_TOKENS)[0])
+        figures |= step_times(engine, target, prompts(1, CACHED_TOKENS)[0])
     if {"sessions", "waits"} & set(options.parts):
         progress("starting the services")
         async with (
@@ -115,9 +106,18 @@ async def run(options: EngineOptions, config: DeploymentConfig, progress: Progre
                 figures |= await _rates(options, prompts, client, engine, progress)
             if "waits" in options.parts:
                 progress("waits")
-                found = [await _waits(client, prompts, room) for _ in range(options.repetitions)]
+                found = [await _waits(client, prompts) for _ in range(options.repetitions)]
                 figures |= {name: median(each[name] for each in found) for name in found[0]}
     return Report.of(f"{target.model}, {engine.info.dtype}", figures)
+
+
+def random_prompts(vocab_size: int) -> Prompts:
+    generator = np.random.default_rng(0)
+
+    def draw(number: int, length: int) -> list[tuple[int, ...]]:
+        return [*map(tuple, generator.integers(vocab_size, size=(number, length)).tolist())]
+
+    return draw
 
 
 async def _rates(
@@ -127,7 +127,7 @@ async def _rates(
     for index in range(-1, options.repetitions):
         for number in SESSIONS if index >= 0 else SESSIONS[:2]:
             progress(f"repetition {index + 1}: {number} sessions")
-            served, alone = (prompts.take(number, PROMPT_TOKENS) for _ in range(2))
+            served, alone = (prompts(number, PROMPT_TOKENS) for _ in range(2))
             served_s = await _decode(client, served, NEW_TOKENS)
             alone_s = decode_with_engine(engine, alone, NEW_TOKENS)
             num_tokens = number * NEW_TOKENS
@@ -166,52 +166,35 @@ async def _decode(client: Client, prompts: Sequence[tuple[int, ...]], num_tokens
     return time.perf_counter() - started
 
 
-async def _waits(client: Client, prompts: Prompts, max_model_len: int) -> dict[str, float]:
-    """The figures of `waits`. Omits figures whose prompts are too long for the model."""
-    found = {}
-    if max_model_len > PREFIX_TOKENS + OWN_TOKENS:
-        (prefix,) = prompts.take(1, PREFIX_TOKENS)
-        first, second = [
-            1e3 * await _decode(client, [prefix + own], 1) for own in prompts.take(2, OWN_TOKENS)
-        ]
-        found = {
-            "prefix_first_token_ms": first,
-            "prefix_second_first_token_ms": second,
-            "prefix_ratio": second / first,
-        }
-    if max_model_len > LONG_TOKENS:
-        found |= await _beside_a_long_prompt(client, prompts, max_model_len)
-    return found
+async def _waits(client: Client, prompts: Prompts) -> dict[str, float]:
+    [prefix] = prompts(1, PREFIX_TOKENS)
+    first_s, second_s = [await _decode(client, [prefix + own], 1) for own in prompts(2, OWN_TOKENS)]
+    gap_ratio = await _beside_a_long_prompt(client, prompts)
+    return {"prefix_ratio": second_s / first_s, "gap_ratio": gap_ratio}
 
 
-async def _beside_a_long_prompt(
-    client: Client, prompts: Prompts, max_model_len: int
-) -> dict[str, float]:
+async def _beside_a_long_prompt(client: Client, prompts: Prompts) -> float:
     clock = asyncio.get_running_loop().time
     arrivals: list[list[float]] = [[] for _ in range(RUNNING_SESSIONS)]
 
     async def stream(prompt: tuple[int, ...], own: list[float]) -> None:
-        async for event in client.generate(_request(prompt, max_model_len - RUNNING_TOKENS)):
+        async for event in client.generate(_request(prompt, LONG_TOKENS - RUNNING_TOKENS)):
             if isinstance(event, Tokens):
                 own += [clock()] * len(event.token_ids)
 
     async with together() as group:
-        running = zip(prompts.take(RUNNING_SESSIONS, RUNNING_TOKENS), arrivals, strict=True)
+        running = zip(prompts(RUNNING_SESSIONS, RUNNING_TOKENS), arrivals, strict=True)
         tasks = [group.create_task(stream(*one)) for one in running]
         while min(map(len, arrivals)) <= SETTLING_GAPS + GAPS_BEFORE:  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
         began, sent = max(own[SETTLING_GAPS] for own in arrivals), clock()
-        long_s = await _decode(client, prompts.take(1, LONG_TOKENS), 1)
+        long_s = await _decode(client, prompts(1, LONG_TOKENS), 1)
         await asyncio.sleep(_REST_S)
         for task in tasks:
             task.cancel()
     before = median(gaps(arrivals, began, sent))
     beside = percentile(gaps(arrivals, sent, sent + long_s), 99)
-    return {
-        "gap_median_ms": 1e3 * before,
-        "gap_p99_beside_ms": 1e3 * beside,
-        "gap_ratio": beside / before,
-    }
+    return beside / before
 
 
 def gaps(arrivals: Sequence[Sequence[float]], start: float, end: float) -> list[float]:

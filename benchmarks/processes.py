@@ -223,7 +223,11 @@ async def relay(setup: dict[str, Any]) -> AsyncIterator[Role]:
         with suppress(ConnectionError):
             while part := await reader.read(_PART_BYTES_MAX):
                 loop.call_later(delay_s, writer.write, part)
-        loop.call_later(delay_s, writer.write_eof)
+        loop.call_later(delay_s, end, writer)
+
+    def end(writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):  # The other side may have closed the connection.
+            writer.write_eof()
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
