@@ -99,14 +99,13 @@ async def test_a_replica_whose_engine_is_lost_ends_by_itself() -> None:
     await hosted.received(2)
     async with grpc.aio.insecure_channel(hosted.address) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
-        watch = stub.Watch(health_pb2.HealthCheckRequest())
-        assert (await watch.read()).status == Serving.SERVING
+        request = health_pb2.HealthCheckRequest()
+        assert (await stub.Check(request)).status == Serving.SERVING
         hosted.executor.gate.release()
         async with asyncio.timeout(PATIENCE_S):
-            assert (await watch.read()).status == Serving.NOT_SERVING
-            watch.cancel()
             with pytest.raises(EngineLost, match="rank 1 is gone"):
                 await hosted.host.wait()
+            assert (await stub.Check(request)).status == Serving.NOT_SERVING
             await hosted.host.stop(PATIENCE_S)
     answers = (await hosted.heard.wait(2, num_lost=1))[:2]
     assert [(answer.code, answer.message) for answer in answers] == [(14, "rank 1 is gone")] * 2

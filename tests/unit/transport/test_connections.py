@@ -7,11 +7,12 @@ import time
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from outrider.errors import ConfigError, Unavailable
 from outrider.transport.channel import open_channel
 from outrider.transport.grpc_link import target_link
-from outrider.transport.server import RpcServer, ServerOptions, Serving, is_taken
+from outrider.transport.server import RpcServer, ServerOptions, is_taken
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """With an empty SETTINGS frame."""
@@ -56,8 +57,10 @@ async def test_calls_get_a_new_connection_now_and_then() -> None:
     channel = open_channel(server.address)
     try:
         stub = health_pb2_grpc.HealthStub(channel)
-        watching = stub.Watch(health_pb2.HealthCheckRequest())
-        assert (await watching.read()).status == Serving.NOT_SERVING
+        stream = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+        listed = reflection_pb2.ServerReflectionRequest(list_services="*")
+        await stream.write(listed)
+        assert (await stream.read()).HasField("list_services_response")
         until = time.monotonic() + 10
         while len(set(peers)) < 4 and time.monotonic() < until:
             try:
@@ -68,9 +71,9 @@ async def test_calls_get_a_new_connection_now_and_then() -> None:
                 num_failed += 1
         assert len(set(peers)) == 4
         assert num_failed < 4
-        await server.set_serving(True)
+        await stream.write(listed)
         async with asyncio.timeout(8):
-            assert (await watching.read()).status == Serving.SERVING
+            assert (await stream.read()).HasField("list_services_response")
     finally:
         await channel.close()
         await server.stop()
