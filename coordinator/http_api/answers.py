@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from coordinator.http_api.bodies import StreamedBody, StreamOptions, TranslatedBody
-from coordinator.http_api.tool_parsers import PLAIN, AnswerForm, Part, joined
+from coordinator.http_api.tool_parsers import PLAIN, AnswerForm, Part
 from outrider.messages import PositionLogprobs
 from outrider.request import Event, Finished, Prompt, PromptTokens, RoundReport, Started, Tokens
 from outrider.sessions.store import FinishReason
@@ -159,8 +158,6 @@ class Answer(EventStream):
             for one in asked.requests
         ]
         self._envelope: Json = {"id": "", "object": "", "created": created, "model": ""}
-        self._rounds: Counter[tuple[int, int]] = Counter()
-        """Counts rounds by their numbers of proposed and of accepted tokens."""
 
     delta: Callable[[_Choice], Json]
     """Returns the new text of a choice in the form for a chunk."""
@@ -178,7 +175,7 @@ class Answer(EventStream):
 
     def take(self, index: int, event: Event) -> Sequence[Json]:
         self._note(self._choices[index], event)
-        if not self.is_stream or isinstance(event, Started | RoundReport):
+        if not self.is_stream or isinstance(event, Started):
             return ()
         return self._parts(index, event)
 
@@ -196,8 +193,6 @@ class Answer(EventStream):
                 choice.token_ids += event.token_ids
                 if self._asked.has_logprobs:
                     choice.scored += choice.scorer.score(event.token_ids, event.logprobs)
-            case RoundReport():
-                self._rounds[len(event.proposed_token_ids), event.num_accepted] += 1
             case Finished():
                 choice.finished = event
                 choice.parts += choice.reader.finish()
@@ -278,7 +273,7 @@ class Answer(EventStream):
         num_rounds = sum(one.num_rounds for one in each)
         accepted = sum(one.num_accepted_draft_tokens for one in each)
         proposed = sum(one.num_draft_tokens for one in each)
-        found: Json = {
+        found = {
             "mean_acceptance_length": 1 + accepted / max(1, num_rounds),
             "draft_acceptance_rate": accepted / max(1, proposed),
             "num_spec_steps": num_rounds,
@@ -286,21 +281,7 @@ class Answer(EventStream):
             "num_draft_tokens": proposed,
             "num_spec_tokens": self._num_draft_tokens,
         }
-        if self._asked.requests[0].include_rounds:
-            lengths = sorted({length for length, _ in self._rounds})
-            found["acceptance_histogram"] = self._histogram(self._num_draft_tokens, lengths)
-            found["acceptance_histogram_by_draft_length"] = {
-                str(length): self._histogram(length, [length]) for length in lengths
-            }
         return {"speculative_decoding": found}
-
-    def _histogram(self, most: int, lengths: Sequence[int]) -> list[int]:
-        """Counts the rounds whose proposals have one of these `lengths`, for each number of
-        accepted tokens from 0 to `most`."""
-        return [
-            sum(self._rounds[length, accepted] for length in lengths)
-            for accepted in range(most + 1)
-        ]
 
 
 def stop_reason(finished: Finished) -> str | int | None:
@@ -334,7 +315,7 @@ class ChatAnswer(Answer):
         """Returns the new content, reasoning and calls of a choice."""
         found: Json = {}
         calls: list[Json] = []
-        for kind, text in joined(choice.parts):
+        for kind, text in choice.parts:
             if kind == "name":
                 index, choice.num_calls = choice.num_calls, choice.num_calls + 1
                 call_id = self._asked.form.call_id(choice.session_id, index)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -48,8 +48,8 @@ ANY_VALUE = object()
 _COMPLETION_TOKENS = 16
 """OpenAI's default for `max_tokens` of a completion."""
 
-Wish = tuple[str, str, Any]
-"""A field, the kind of constraint that it asks for, and the field's value."""
+Wished = list[tuple[str, Constraint]]
+"""Constraints, each with the name of the field that asks for it."""
 Item = TypeVar("Item")
 Several = Annotated[list[Item], Field(fail_fast=True)]
 """A list that may be long. Its validation stops at the first wrong item."""
@@ -130,8 +130,6 @@ class Speculation(Body):
     draft_deadline_ms: int | None = None
     """Time limit for drafting in a round, ms. The round uses the tokens that were drafted within
     this time."""
-    histograms: bool = False
-    """Report how many rounds accepted each number of draft tokens."""
 
 
 class StreamOptions(Body):
@@ -186,7 +184,8 @@ class GenerationBody(Body):
         **asks_nothing("reasoning_effort", "none"),
         **asks_nothing("verbosity", "medium"),
         **asks_nothing("truncation", "disabled"),
-        **asks_nothing("prompt prompt_logprobs guided_grammar audio prediction chat_template"),
+        **asks_nothing("prompt prompt_logprobs audio prediction chat_template"),
+        **asks_nothing("guided_json guided_regex guided_choice guided_grammar"),
         **asks_nothing("web_search_options previous_response_id conversation"),
         **asks_nothing("max_tool_calls moderation mm_processor_kwargs"),
     }
@@ -251,7 +250,6 @@ class GenerationBody(Body):
             rule=speculation.rule,
             num_draft_tokens=speculation.num_draft_tokens if speculation.enabled else 0,
             deadline_ms=self.deadline_ms,
-            include_rounds=speculation.histograms,
             draft_deadline_ms=speculation.draft_deadline_ms,
             constraint=found[0][1] if found else None,
             tools=() if tools is None else tools.for_template(),
@@ -279,22 +277,18 @@ class GenerationBody(Body):
         listed = {"logit_bias": tuple(biases), "stop_token_ids": tuple(self.stop_token_ids)}
         return SamplingParams(**values | listed)
 
-    def _constraints(self, tools: Tools | None) -> list[tuple[str, Constraint]]:
-        """Returns the constraints that the body asks for, each with the name of its field. If the
-        answer must be a tool call, `_format` is ignored. Raises `BadRequest`."""
+    def _constraints(self, tools: Tools | None) -> Wished:
+        """Returns the constraints that the body asks for. If the answer must be a tool call,
+        `_format` is ignored. Raises `BadRequest`."""
         held = None if tools is None else tools.constraint()
-        given, asked = self.structured_outputs, [] if held else self._format()
-        asked += [(f"structured_outputs.{kind}", kind, value) for kind, value in given.items()]
-        olds = ((f"guided_{kind}", kind) for kind in _CONSTRAINTS)
-        asked += [(field, kind, getattr(self, field, None)) for field, kind in olds]
-        found = [("tools", held)] if held else []
-        return found + [
-            (field, _constraint(field, kind, value))
-            for field, kind, value in asked
-            if value is not None and not (kind == "json_object" and value is False)
-        ]
+        found = [("tools", held)] if held else self._format()
+        for kind, value in self.structured_outputs.items():
+            if not (kind == "json_object" and value is False):
+                field = f"structured_outputs.{kind}"
+                found.append((field, _constraint(field, kind, value)))
+        return found
 
-    def _format(self) -> list[Wish]:
+    def _format(self) -> Wished:
         """Returns the form of the text that the body asks for. Raises `BadRequest`."""
         raise NotImplementedError
 
@@ -307,32 +301,21 @@ class ChoicesBody(GenerationBody, StreamedBody):
     """Number of answers to each prompt."""
     response_format: dict[str, Any] = {"type": "text"}
     """The form of the answer: text, json_object, or json_schema with its schema."""
-    guided_json: dict[str, Any] | str | None = None
-    """vLLM's older name of structured_outputs.json: a JSON schema of the answer."""
-    guided_regex: str | None = None
-    """A regular expression that the answer matches."""
-    guided_choice: Annotated[Several[str], Field(max_length=limits.CHOICES_MAX)] | None = None
-    """The answer is one of these texts."""
 
-    def _format(self) -> list[Wish]:
+    def _format(self) -> Wished:
         place = "response_format"
         return wished_format(self.response_format, place, f"{place}.json_schema.schema")
 
 
-_CONSTRAINTS: Mapping[str, Callable[[Any, str], Constraint]] = {
-    "json": Constraint.of_schema, "regex": Constraint.of_regex, "choice": Constraint.of_choices,
-}  # fmt: skip
-
-
-def wished_format(given: Mapping[str, Any], field: str, schema_field: str) -> list[Wish]:
+def wished_format(given: Mapping[str, Any], field: str, schema_field: str) -> Wished:
     """Reads a `response_format`. The other arguments are names for errors. Raises `BadRequest`."""
     match given:
         case {"type": "text"}:
             return []
         case {"type": "json_object"}:
-            return [(field, "json_object", True)]
+            return [(field, Constraint.any_object())]
         case {"type": "json_schema", "json_schema": {"schema": schema}} if schema is not None:
-            return [(schema_field, "json", schema)]
+            return [(schema_field, Constraint.of_schema(schema, schema_field))]
         case {"type": "json_schema"}:
             raise BadRequest(schema_field, "is missing")
     kind = given.get("type")
@@ -340,13 +323,18 @@ def wished_format(given: Mapping[str, Any], field: str, schema_field: str) -> li
 
 
 def _constraint(field: str, kind: str, value: Any) -> Constraint:
-    if kind == "json_object":
-        if value is not True:
+    match kind:
+        case "json":
+            return Constraint.of_schema(value, field)
+        case "regex":
+            return Constraint.of_regex(value, field)
+        case "json_object" if value is True:
+            return Constraint.any_object()
+        case "json_object":
             raise BadRequest(field, f"got {value!r}; allowed: true, false")
-        return Constraint.any_object()
-    if kind == "choice" and not isinstance(value, list):
-        raise BadRequest(field, "must be a list of texts")
-    return _CONSTRAINTS[kind](value, field)
+        case _ if isinstance(value, list):
+            return Constraint.of_choices(value, field)
+    raise BadRequest(field, "must be a list of texts")
 
 
 class ResumeBody(StreamedBody):

@@ -22,7 +22,7 @@ from coordinator.http_api.bodies import (
     Several,
     TranslatedBody,
     Unserved,
-    Wish,
+    Wished,
     asks_nothing,
     few_parts,
     lines,
@@ -240,7 +240,7 @@ class ResponsesBody(ConversationBody):
             ChatMessage(turn.pop("role"), turn.pop("content", ""), more=turn) for turn in turns
         )
 
-    def _format(self) -> list[Wish]:
+    def _format(self) -> Wished:
         given = {**self.text.format, "json_schema": self.text.format}
         return wished_format(given, "text.format", "text.format.schema")
 

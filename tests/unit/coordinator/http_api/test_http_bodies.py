@@ -71,7 +71,6 @@ def test_every_field_arrives() -> None:
     }  # fmt: skip
     speculation = {
         "enabled": True, "rule": "block", "num_draft_tokens": 3, "draft_deadline_ms": 20,
-        "histograms": True,
     }  # fmt: skip
     asked = chat(
         **sampling, logit_bias={"5": 1, "3": -2.5}, stop_token_ids=[7, 6], model="m",
@@ -86,7 +85,7 @@ def test_every_field_arrives() -> None:
             **sampling, logit_bias=((3, -2.5), (5, 1.0)), stop_token_ids=(7, 6)  # type: ignore[arg-type]
         ),
         max_tokens=9, stop=("a", "b"), ignore_eos=True, seed=8, rule=Rule.BLOCK,
-        num_draft_tokens=3, deadline_ms=100, logprobs=2, include_rounds=True, draft_deadline_ms=20,
+        num_draft_tokens=3, deadline_ms=100, logprobs=2, draft_deadline_ms=20,
     )  # fmt: skip
     assert asked.has_logprobs
     assert only(chat(speculation={"enabled": False})).num_draft_tokens == 0
@@ -156,7 +155,7 @@ def test_text_parts_are_lines_and_developers_are_the_system() -> None:
         ({"messages": [USER, {**USER, "tool_calls": [{}]}]}, "messages[1].tool_calls[0].id"),
         ({"messages": [{**USER, "content": [IMAGE]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "assistant"}, {"role": "user"}]}, "messages[1].content"),
-        ({"guided_grammar": "root ::= x"}, "guided_grammar"),
+        ({"guided_json": {}}, "guided_json"),
         (
             {"speculation": {"enabled": False, "num_draft_tokens": 4}},
             "speculation.num_draft_tokens",
@@ -201,7 +200,7 @@ def test_echo_asks_for_the_prompts_log_probabilities_where_any_are_asked_for() -
         ("stop[1]", "stop[1]", "stop[1]"),
         ("stop[0]", "stop[0]", "stop"),
         ("max_tokens", "max_completion_tokens", "max_tokens"),
-        ("regex", "guided_regex", "regex"),
+        ("regex", "structured_outputs.regex", "regex"),
     ],
 )
 def test_the_coordinators_errors_name_the_bodys_fields(
@@ -209,7 +208,7 @@ def test_the_coordinators_errors_name_the_bodys_fields(
 ) -> None:
     """Of several prompts, each here with two choices, the error says which is wrong."""
     error = BadRequest(field, "is wrong")
-    told = chat(max_completion_tokens=5, guided_regex="a").renamed(error, 0)
+    told = chat(max_completion_tokens=5, structured_outputs={"regex": "a"}).renamed(error, 0)
     assert (told.field, told.message) == (in_chat, f"{in_chat}: is wrong")
     asked = completion(prompt=[[1], [2], [3]], n=2, stop="x")
     assert asked.renamed(error, 3).field == in_completions
@@ -260,9 +259,6 @@ REGEX, CHOICES = Constraint.of_regex("a"), Constraint.of_choices(["a", "b"])
         ),
         ({"structured_outputs": {"regex": "a"}}, REGEX, "structured_outputs.regex"),
         ({"structured_outputs": {"choice": ["a", "b"]}}, CHOICES, "structured_outputs.choice"),
-        ({"guided_json": SCHEMA}, OF_SCHEMA, "guided_json"),
-        ({"guided_regex": "a"}, REGEX, "guided_regex"),
-        ({"guided_choice": ["a", "b"]}, CHOICES, "guided_choice"),
     ],
 )
 def test_each_way_to_ask_for_a_form(
@@ -281,7 +277,7 @@ def test_each_way_to_ask_for_a_form(
             {"response_format": {"type": "json_schema", "json_schema": {"schema": None}}},
             ".json_schema.schema: is missing",
         ),
-        ({"guided_json": 1}, "guided_json: "),
+        ({"structured_outputs": {"json": 1}}, "structured_outputs.json: "),
         ({"structured_outputs": {"grammar": "x"}}, "'regex' or 'choice'; got 'grammar'"),
         ({"structured_outputs": {"choice": "ab"}}, "structured_outputs.choice: must be a list"),
         ({"structured_outputs": {"json_object": 1}}, "structured_outputs.json_object: got 1"),

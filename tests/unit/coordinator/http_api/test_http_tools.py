@@ -26,7 +26,6 @@ from coordinator.http_api.tool_parsers import (
     Mistral,
     Reader,
     Reasoning,
-    joined,
 )
 from coordinator.requests.chat_template import read_chat_template
 from outrider.config import HERMES
@@ -55,6 +54,7 @@ def tool(name: str, **more: Any) -> dict[str, Any]:
 WEATHER, CLOCK = tool("weather", description="now", parameters=CITY), tool("clock")
 BOTH = [WEATHER, CLOCK]
 NAMED = {"type": "function", "function": {"name": "weather"}}
+REGEX = {"structured_outputs": {"regex": "a"}}
 
 
 def called(arguments: str = "{}", **more: Any) -> dict[str, Any]:
@@ -107,7 +107,7 @@ MANY = [tool(f"t{number}") for number in range(TOOLS_MAX + 1)]
         ({"tool_choice": NAMED}, "tool_choice"),
         ({"tools": BOTH, "tool_choice": "any"}, "tool_choice"),
         ({"tools": [CLOCK], "tool_choice": NAMED}, "tool_choice.function.name"),
-        ({"tools": BOTH, "tool_choice": "required", "guided_regex": "a"}, "guided_regex"),
+        ({"tools": BOTH, "tool_choice": "required", **REGEX}, "structured_outputs.regex"),
         ({"messages": [called("[1]")]}, "messages[0].tool_calls[0].function.arguments"),
         ({"messages": [called("{")]}, "messages[0].tool_calls[0].function.arguments"),
         ({"messages": [called("[" * 2**17)]}, "messages"),
@@ -153,7 +153,11 @@ def read(reader: Reader, text: str, width: int) -> Parts:
     """What a parser finds in a text that comes in pieces of this length."""
     parts = [one for at in range(0, len(text), width) for one in reader.push(text[at : at + width])]
     parts += reader.finish()
-    return [tuple(part) for part in joined(parts)]
+    found: Parts = []
+    for kind, text in parts:
+        before = found.pop()[1] if found and found[-1][0] == kind != "name" else ""
+        found.append((kind, before + text))
+    return found
 
 
 F: Parts = [("name", "f"), ("arguments", '{"a": 1}')]
