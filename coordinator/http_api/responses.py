@@ -29,10 +29,10 @@ from coordinator.http_api.bodies import (
     must_be,
     wished_format,
 )
-from coordinator.http_api.tool_parsers import Part, joined
+from coordinator.http_api.tool_parsers import Part
 from coordinator.http_api.tools import check_arguments, parsed_call
 from outrider.limits import CHAT_MESSAGES_MAX, TOOLS_MAX
-from outrider.request import ChatMessage, Event, Finished
+from outrider.request import ChatMessage, Event, Finished, Started
 from outrider.sessions.store import FinishReason
 
 _REASONING = "reasoning_content"
@@ -346,8 +346,6 @@ class ResponseAnswer(ChatAnswer):
         self._items: list[_Item] = []
 
     def whole(self) -> Json:
-        self._grown()
-        self._ended()
         return self._response(self._status)
 
     def failed(self, error: Json) -> Json:
@@ -359,23 +357,26 @@ class ResponseAnswer(ChatAnswer):
         response = self._response("failed", {**detail, "code": code})
         return _event("failed", response=response)
 
-    def _parts(self, index: int, event: Event) -> Sequence[Json]:
+    def take(self, index: int, event: Event) -> Sequence[Json]:
         [choice], events = self._choices, list[Json]()
+        self._note(choice, event)
+        if isinstance(event, Started):
+            return ()
         if not choice.is_opened:
             choice.is_opened, begun = True, self._response("in_progress")
             events = [_event(name, response=begun) for name in ("created", "in_progress")]
         events += self._grown()
         if isinstance(event, Finished):
             events += self._ended()
-            events.append(_event(self._status, response=self._response(self._status)))
-        return events
+            events.append(_event(self._status, response=self.whole()))
+        return events if self.is_stream else ()
 
     def _grown(self) -> list[Json]:
         """Adds the choice's new parts to the items, and returns the events for these changes. Only
         messages have log-probabilities. A part of a message gets the log-probabilities of all
         tokens since the previous part."""
         [choice], events = self._choices, list[Json]()
-        for kind, text in joined(choice.parts):
+        for kind, text in choice.parts:
             if kind == "name" or kind not in ("arguments", *(one.kind for one in self._items[-1:])):
                 events += self._items[-1].closed("completed") if self._items else []
                 self._begin(kind, text)

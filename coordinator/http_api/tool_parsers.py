@@ -18,11 +18,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from itertools import groupby
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from coordinator.decoding.detokenizer import overlap
@@ -39,8 +37,6 @@ Reading = Generator[None, None, T]
 """A generator that parses some text and returns a T. At each `yield` it waits for more text."""
 Kind = Literal["content", "reasoning", "name", "arguments"]
 
-_OPENINGS_KEPT = 64
-"""At most this many results of `ChatFormats._opens_with` are cached."""
 _SPACE_MAX = 256
 """Before a mark, at most this many characters of white space are dropped."""
 _HEAD_CHARS_MAX = 256
@@ -67,13 +63,6 @@ class Part(NamedTuple):
 
     kind: Kind
     text: str
-
-
-def joined(parts: Iterable[Part]) -> Iterator[Part]:
-    """Merges adjacent parts of the same kind. Names are not merged, because each begins a call."""
-    for kind, run in groupby(parts, key=attrgetter("kind")):
-        texts = [part.text for part in run]
-        yield from (Part(kind, text) for text in (texts if kind == "name" else ["".join(texts)]))
 
 
 class Reader:
@@ -141,8 +130,12 @@ class Reader:
                 yield from self._calls(mark if self.shows_mark else "")
 
     def _add(self, kind: Kind, text: str) -> None:
-        if text and not self._is_extra and (kind != "content" or self.has_content):
-            self._parts.append(Part(kind, text))
+        if not text or self._is_extra or (kind == "content" and not self.has_content):
+            return
+        last = self._parts[-1] if self._parts else None
+        if last is not None and last.kind == kind != "name":
+            text = self._parts.pop().text + text
+        self._parts.append(Part(kind, text))
 
     def _until(self, kind: Kind, *marks: str) -> Reading[str]:
         """Adds the text before the next mark as parts of this `kind`. Returns the mark, or an empty
@@ -455,7 +448,6 @@ class ChatFormats:
             reasoning_parser != AUTO or "</think>" in template
         )
         self._always_reasons = reasoning_parser == "deepseek_r1"
-        self._opens = lru_cache(_OPENINGS_KEPT)(self._opens_with)
 
     def fitted(self, asked: TranslatedBody) -> TranslatedBody:
         """Adds the form of the answers to the body of a conversation. Constrained answers have no
@@ -483,8 +475,8 @@ class ChatFormats:
             shown = _READERS[calls].shown_tokens
             form = AnswerForm(calls, names, tools.several, self._calls == "mistral")
         if self._has_reasoning and request.constraint is None:
-            variables = json.dumps({**request.template_variables})
-            form = replace(form, opens=self._always_reasons or self._opens(variables))
+            opens = self._always_reasons or self._opens_with(request.template_variables)
+            form = replace(form, opens=opens)
             shown += Reasoning.shown_tokens
         if form == PLAIN:
             return asked
@@ -494,13 +486,12 @@ class ChatFormats:
         )
         return replace(asked, form=form, requests=requests)
 
-    def _opens_with(self, variables: str) -> bool:
-        """Whether the chat template ends prompts with `<think>`. `variables` are the template's
-        variables, as JSON."""
+    def _opens_with(self, variables: Mapping[str, Any]) -> bool:
+        """Whether the chat template with these variables ends prompts with `<think>`."""
         if self._text is None:
             return False
         try:
-            rendered = self._text.render([_SOME_TURN], (), json.loads(variables))
+            rendered = self._text.render([_SOME_TURN], (), variables)
         except BadRequest:
             return False
         return rendered.rstrip().endswith("<think>")

@@ -360,13 +360,18 @@ STEPS = [
 
 
 async def test_reasoning_and_calls_are_items_of_their_own() -> None:
-    texts = [Tokens(n, (n,), text, (Origin.BONUS,), ()) for n, text in enumerate(TEXTS)]
-    fields: Any = {"tools": [FLAT]}
+    texts = [
+        Tokens(n, (n,), text, (Origin.BONUS,), (PositionLogprobs(-0.5, ()),))
+        for n, text in enumerate(TEXTS)
+    ]
+    fields: Any = {"tools": [FLAT], "include": [LOGPROBS]}
     whole = (await answered(*texts, FINISHED, **fields)).json()
     Response.model_validate(whole)
     thought, said, *calls = whole["output"]
     assert thought["content"] == [{"type": "reasoning_text", "text": "hm"}]
-    assert said["content"] == [part("I look.")]
+    [text] = said["content"]
+    assert [one["token"] for one in text["logprobs"]] == ["token_id:1", "token_id:2"]
+    assert text == part("I look.", text["logprobs"])
     assert [(one["name"], one["arguments"]) for one in calls] == [
         ("weather", '{"a": 1}'), ("weather", "{}")
     ]  # fmt: skip
