@@ -91,8 +91,8 @@ class SessionRun:
         """Whether the store has the session's end."""
         self._is_told = False
         self._handed_over = False
-        self._held_back: Tokens | None = None
-        """Text at the end of the completion that has no tokens. It is sent together with
+        self._held_back = ""
+        """Text that the completion held back when decoding stopped early. It is sent together with
         `Finished`. If it were sent earlier and the stream then broke, the resumed stream would send
         the text again."""
         self._task = asyncio.create_task(self._decode())
@@ -112,28 +112,25 @@ class SessionRun:
         """Waits for the next events after `Started`. Returns an empty sequence after the last
         event. Raises `DeadlineExceeded` if the deadline passes before the first token, `StaleEpoch`
         after `hand_over`, and errors of target or store that end the session."""
-        while not self._is_told:
-            try:
-                found = await self._output.read()
-            except TimeoutError:
-                if self._first_token_at is None:
-                    raise self._late() from None
-                raise StoreUnavailable(
-                    "the session store did not commit in time; tokens are held back"
-                ) from None
-            except OutriderError:
-                self._check_here()
-                raise
-            if found is None:
-                return await self._last_events()
-            tokens, report = found
-            if not tokens.token_ids:
-                self._held_back = tokens
-                continue
+        if self._is_told:
+            return ()
+        try:
+            found = await self._output.read()
+        except TimeoutError:
             if self._first_token_at is None:
-                self._first_token_at = self._clock()
-            return (tokens,) if report is None else (report, tokens)
-        return ()
+                raise self._late() from None
+            raise StoreUnavailable(
+                "the session store did not commit in time; tokens are held back"
+            ) from None
+        except OutriderError:
+            self._check_here()
+            raise
+        if found is None:
+            return await self._last_events()
+        if self._first_token_at is None:
+            self._first_token_at = self._clock()
+        tokens, report = found
+        return (tokens,) if report is None else (report, tokens)
 
     async def _last_events(self) -> Sequence[Event]:
         self._check_here()
@@ -155,7 +152,9 @@ class SessionRun:
         )
         self._observer.finished(finished)
         self._is_told = True
-        return (finished,) if self._held_back is None else (self._held_back, finished)
+        if not self._held_back:
+            return (finished,)
+        return Tokens(self._completion.num_tokens, (), self._held_back, (), ()), finished
 
     def _check_here(self) -> None:
         if self._handed_over:
@@ -255,12 +254,11 @@ class SessionRun:
             "target", verify_s, reply.queue_ms, reply.compute_ms, asked=self._target.was_asked
         )
         self._draft.hear(reply)
-        if self._target.found_broken_draft:
-            self._target.found_broken_draft = False
+        proposal = self._target.verified
+        if len(proposal) < len(drafted.proposal):
             self._draft.reject()
         if self.session.error is not None:
             raise self.session.error  # The store refused the session while the target worked.
-        proposal = self._target.verified
         outcome = decide(
             reply.verdict, proposal.token_ids, record.rule, noise.accept_uniforms(len(proposal))
         )
@@ -356,10 +354,8 @@ class SessionRun:
         return piece.finish_reason
 
     def _interrupted(self, reason: FinishReason) -> FinishReason:
-        """Writes the text that the completion holds back. Call if decoding stops early."""
-        text = self._completion.finish()
-        if text:
-            self._write(Tokens(self._completion.num_tokens, (), text, (), ()))
+        """Takes the text that the completion holds back. Call if decoding stops early."""
+        self._held_back = self._completion.finish()
         return reason
 
     def _write(
@@ -382,7 +378,7 @@ class Entry:
     report: RoundReport | None
     decided_at: float
     round_index: int | None = None
-    """None for replayed tokens, and for text that was held back until the end."""
+    """None for replayed tokens."""
 
 
 class OutputQueue:
@@ -410,8 +406,7 @@ class OutputQueue:
             await self._taken.wait()
 
     def write(self, entry: Entry) -> None:
-        """Adds an entry. The commit of the entry's tokens wakes the reader. Only the last entry may
-        have no tokens. `close` then wakes the reader."""
+        """Adds an entry. The commit of the entry's tokens wakes the reader."""
         self._entries.append(entry)
 
     def close(self) -> None:
@@ -427,7 +422,7 @@ class OutputQueue:
         """Waits until the next entry is committed. Returns its tokens and its report; None after
         the last entry. Joins committed rounds that have no reports. Does not join the events of a
         replay. Raises `TimeoutError`, and the store's error that ended the session."""
-        while not self._entries or self._entries[0].end_length > self._session.showable_length:
+        while not self._is_ready:
             if self._closed and not self._entries:
                 return None
             if self._is_late:
@@ -437,15 +432,18 @@ class OutputQueue:
         self._taken.set()
         if first.report is not None:
             return first.tokens, replace(first.report, commit_ms=self._tell(entries) * 1e3)
-        while first.round_index is not None and self._entries:
-            entry = self._entries[0]
-            joins = entry.round_index is not None and entry.tokens.token_ids
-            is_shown = entry.end_length <= self._session.showable_length
-            if not is_shown or entry.report or not joins:
-                break
+        if first.round_index is None:
+            return first.tokens, None
+        while self._is_ready:
             entries.append(self._entries.popleft())
         self._tell(entries)
         return _joined([entry.tokens for entry in entries]), None
+
+    @property
+    def _is_ready(self) -> bool:
+        """Whether the next entry is committed."""
+        entries = self._entries
+        return bool(entries) and entries[0].end_length <= self._session.showable_length
 
     def _expire(self) -> None:
         self._is_late = True
@@ -454,13 +452,8 @@ class OutputQueue:
     def _tell(self, entries: Sequence[Entry]) -> float:
         """Reports the rounds of one event. Returns the seconds since the first round's decision."""
         now = self._clock()
-        decided_s = {
-            entry.round_index: now - entry.decided_at
-            for entry in entries
-            if entry.round_index is not None
-        }
-        if decided_s:
-            self._observer.shown(decided_s, sum(len(entry.tokens.token_ids) for entry in entries))
+        decided_s = {entry.round_index: now - entry.decided_at for entry in entries}
+        self._observer.shown(decided_s, sum(len(entry.tokens.token_ids) for entry in entries))
         return now - entries[0].decided_at
 
 

@@ -60,10 +60,9 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         self.was_asked = False
         """Whether a request was sent for the newest verdict. If not, the target ran ahead."""
         self.verified = NOTHING_SEALED
-        """The proposal of the newest verdict; empty if the target could not read its q."""
-        self.found_broken_draft = False
-        """Whether a q was unreadable. The draft must then be rejected: the reason may depend on the
-        tokens drawn from q, and dropping such a proposal may bias the round."""
+        """The proposal of the newest verdict. It is empty if the target could not read the q of
+        the given proposal. The drafter must then be rejected: the fault may depend on the tokens
+        drawn from q, and dropping such a proposal may bias the round."""
 
     async def verify(
         self,
@@ -119,7 +118,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
                     if ask:
                         _log.warning("a proposal is dropped: %s", answer.message)
                         self.context.observer.count("unreadable_proposals")
-                        proposal, self.found_broken_draft = NOTHING_SEALED, True
+                        proposal = NOTHING_SEALED
                     continue
                 else:
                     await self._take_refusal(answer, refused, num_retries)

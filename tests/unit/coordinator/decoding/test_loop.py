@@ -40,11 +40,9 @@ def _queue(committed: _Committed, observer: RequestObserver = SILENT) -> OutputQ
     return OutputQueue(cast("SessionCommits", committed), 1e9, observer)
 
 
-def _entry(index: int, text: str, report: RoundReport | None = None, num_tokens: int = 1) -> Entry:
-    tokens = Tokens(
-        index, tuple(range(index, index + num_tokens)), text, (Origin.CORRECTION,) * num_tokens, ()
-    )
-    return Entry(index + num_tokens, tokens, report, 0.0, index)
+def _entry(index: int, text: str, report: RoundReport | None = None) -> Entry:
+    tokens = Tokens(index, (index,), text, (Origin.CORRECTION,), ())
+    return Entry(index + 1, tokens, report, 0.0, index)
 
 
 async def test_committed_rounds_are_joined_to_one_event() -> None:
@@ -69,14 +67,6 @@ async def test_rounds_with_reports_are_separate_events() -> None:
         told = cast("tuple[Tokens, Any]", await queue.read())
         assert told[0].token_ids == (index,)
         assert told[1] is not None
-
-
-async def test_text_without_a_token_is_a_separate_event() -> None:
-    queue = _queue(_Committed(9))
-    queue.write(_entry(0, "a"))
-    queue.write(_entry(1, "held back", num_tokens=0))
-    first, second = await queue.read(), await queue.read()
-    assert (first[0].text_delta, second[0].text_delta) == ("a", "held back")
 
 
 TOKENS = SealedProposal((1, 2, 3, 4))
