@@ -21,7 +21,6 @@ from coordinator.draft_length.controller import LengthControls
 from coordinator.requests.validation import (
     GenerationParameters,
     PromptEncoder,
-    RequestDefaults,
     check_fields,
     check_ids,
     resolve,
@@ -103,7 +102,7 @@ class CoordinatorService:
         `fallback` proposes while no draft replica answers, or if there are no draft replicas.
         `random_bits(n)` returns n random bits, for session ids. If no seed is configured, the
         function also returns the seeds of requests."""
-        self._config = config
+        self.config = config
         self._store = store
         self._links = targets or {}, drafts or {}
         self._follows = registry is not None and link is not None
@@ -114,9 +113,6 @@ class CoordinatorService:
         self._fallback = fallback
         self.text = text
         """The target's tokenizer. If there is none, requests must contain token ids."""
-        self.defaults = RequestDefaults(
-            config.num_draft_tokens, config.deadline_ms, Rule(config.unseeded_rule)
-        )
         self._prompts = PromptEncoder(text)
         # If a seed is configured, a repeated series of requests gets the same seeds and answers.
         seeded = None if config.seed is None else Random(config.seed).getrandbits  # noqa: S311
@@ -143,7 +139,7 @@ class CoordinatorService:
         """Gets the descriptions of the replicas, and starts the commits. Raises `Unavailable` if no
         target answers, or if `drafts` were given and none of them answers. Raises `Incompatible` if
         replicas of a role answer but none fits the pool."""
-        config = self._config
+        config = self.config
         if self._follows:
             await self.fleet.begin()
         targets, drafts = self._links
@@ -347,7 +343,7 @@ class CoordinatorService:
         observer: RequestObserver,
         key: RequestKey | None,
     ) -> SessionRun:
-        deadline_ms = request.deadline_ms or self._config.deadline_ms
+        deadline_ms = request.deadline_ms or self.config.deadline_ms
         deadline = arrived + deadline_ms / 1e3
         try:
             async with asyncio.timeout_at(deadline):
@@ -584,8 +580,8 @@ class CoordinatorService:
     def _check_open(self) -> None:
         if self._committer.closing:
             raise Unavailable("this coordinator is shutting down")
-        if self._num_admitted > self._config.max_sessions:  # Includes this request.
-            raise Overloaded(f"{self._config.max_sessions} sessions run already; try again later")
+        if self._num_admitted > self.config.max_sessions:  # Includes this request.
+            raise Overloaded(f"{self.config.max_sessions} sessions run already; try again later")
         self._load.check()
 
     async def _resolve(self, request: GenerateRequest, tenant: str) -> GenerationParameters:
@@ -594,9 +590,9 @@ class CoordinatorService:
             ends = self.served.eos_token_ids
             await self._prompts.check_constraint(request.constraint, ends, tenant)
         # The target's weights become a parameter of the session, so a target must be known.
-        target = await self.targets.wait_for_one(self._config.target_gone_ms / 1e3)
+        target = await self.targets.wait_for_one(self.config.target_gone_ms / 1e3)
         parameters = resolve(
-            request, field, prompt_ids, self.served, self.defaults, self._seed_bits(SEED_BITS)
+            request, field, prompt_ids, self.served, self.config, self._seed_bits(SEED_BITS)
         )
         return replace(parameters, weights=target.weights)
 
@@ -605,8 +601,8 @@ class CoordinatorService:
         context.observer.opened(session.session_id, session.prompt_length, parameters.seed)
         commits = self._committer.add(session)
         try:
-            target = TargetClient(self.targets, context, self._config)
-            draft = open_drafts(self.drafts, target, self._fallback, self._config)
+            target = TargetClient(self.targets, context, self.config)
+            draft = open_drafts(self.drafts, target, self._fallback, self.config)
             trial = drafter = None
             num_elsewhere = sum(peer.load for peer in self.fleet.peers)
             self._lengths.hear_load(self.targets.num_present, num_elsewhere, self.drafts.first_kept)
@@ -630,7 +626,7 @@ class CoordinatorService:
                 lengths=lengths,
                 meter=self._meter,
                 arrived=arrived,
-                reads_beside=not self._config.drafting_delays,
+                reads_beside=not self.config.drafting_delays,
                 trial=trial,
             )
             self._sessions.running[session.session_id] = run

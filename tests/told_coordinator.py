@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from types import SimpleNamespace
 
 from coordinator.decoding.sessions import RequestKey
-from coordinator.requests.validation import RequestDefaults
 from outrider.api_keys import Caller
+from outrider.config import CoordinatorConfig
 from outrider.errors import Overloaded, StoreUnavailable
 from outrider.messages import ReplicaDescription
 from outrider.registry.registry import NO_FIGURES
@@ -35,7 +35,7 @@ class ToldCoordinator:
     """Events that each generation returns, or an error that it raises."""
 
     text: TokenizerText | None = None
-    defaults = RequestDefaults(4, 1000, Rule.TOKEN)
+    config = CoordinatorConfig(num_draft_tokens=4)
     served = ReplicaDescription("m", "", "", 100, "float32", 64, (), 1)
     fleet = SimpleNamespace(replicas=lambda *_: [], heard_ms_ago=None)
     num_running, figures, trouble = 0, NO_FIGURES, ""

@@ -170,7 +170,7 @@ class Generations:
         """Responds with the answer that `kind` makes. If there is a `session_id`, the answer is the
         rest of that session. Raises `BadRequest`."""
         service, created = self._service, int(time.time())
-        answer = kind(asked, service.text, service.defaults.num_draft_tokens, created)
+        answer = kind(asked, service.text, service.config.num_draft_tokens, created)
         key, event_id = headers.idempotency_key, headers.last_event_id
         if event_id is not None and not (answer.is_stream and (key or session_id)):
             reason = (

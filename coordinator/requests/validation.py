@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 
 from coordinator.requests.grammar_check import ConstraintChecks
 from outrider import limits
+from outrider.config import CoordinatorConfig
 from outrider.errors import NO_TOKENIZER, BadRequest, DataLoss
 from outrider.grammar.constraint import Constraint
 from outrider.messages import ReplicaDescription
@@ -61,16 +62,6 @@ def _adapter() -> TypeAdapter[GenerationParameters]:
     return TypeAdapter(GenerationParameters)
 
 
-@dataclass(frozen=True, slots=True)
-class RequestDefaults:
-    """A coordinator's defaults for fields that a request leaves out."""
-
-    num_draft_tokens: int
-    deadline_ms: int
-    unseeded_rule: Rule
-    """The rule of a request without a seed whose temperature is above 0."""
-
-
 def check_fields(request: GenerateRequest, model: ReplicaDescription) -> None:
     """Checks every field that can be checked before the prompt is tokenized. Raises `BadRequest`
     for the first field outside its limits (`outrider.limits`)."""
@@ -112,7 +103,7 @@ def resolve(
     prompt_field: str,
     prompt_ids: tuple[int, ...],
     model: ReplicaDescription,
-    defaults: RequestDefaults,
+    config: CoordinatorConfig,
     random_seed: int,
 ) -> GenerationParameters:
     """Fills in the defaults of a request that `check_fields` has accepted. Errors name the prompt
@@ -132,8 +123,8 @@ def resolve(
     known: dict[str, Any] = {
         "max_tokens": min(room, request.default_max_tokens),
         "seed": random_seed,
-        "num_draft_tokens": defaults.num_draft_tokens,
-        "deadline_ms": defaults.deadline_ms,
+        "num_draft_tokens": config.num_draft_tokens,
+        "deadline_ms": config.deadline_ms,
     }
     for field in fields(request):
         if (value := getattr(request, field.name)) is not None:
@@ -154,7 +145,7 @@ def resolve(
     if request.sampling.greedy:
         known["rule"] = Rule.GREEDY
     elif request.rule is None:  # The tokens of a seed must not depend on the drafter.
-        known["rule"] = defaults.unseeded_rule if request.seed is None else Rule.COUPLED
+        known["rule"] = Rule(config.unseeded_rule) if request.seed is None else Rule.COUPLED
     return GenerationParameters(**known)
 
 

@@ -10,12 +10,12 @@ import pytest
 from coordinator.requests.validation import (
     GenerationParameters,
     PromptEncoder,
-    RequestDefaults,
     check_fields,
     check_roles,
     resolve,
 )
 from outrider import limits
+from outrider.config import CoordinatorConfig
 from outrider.errors import BadRequest, DataLoss
 from outrider.grammar.constraint import Constraint
 from outrider.messages import ReplicaDescription
@@ -24,7 +24,7 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 
 MODEL = ReplicaDescription("toy", "", "", 100, "float32", 50, (), 8)
 PROMPT = tuple(range(10))
-DEFAULTS = RequestDefaults(5, 60_000, Rule.TOKEN)
+CONFIG = CoordinatorConfig(num_draft_tokens=5, deadline_ms=60_000, unseeded_rule="token")
 
 
 def checked(
@@ -32,7 +32,7 @@ def checked(
 ) -> GenerationParameters:
     request = GenerateRequest(prompt=prompt, **fields)
     check_fields(request, model)
-    return resolve(request, "token_ids", prompt, model, DEFAULTS, random_seed=7)
+    return resolve(request, "token_ids", prompt, model, CONFIG, random_seed=7)
 
 
 def refused(field: str, **fields: Any) -> str:
@@ -68,9 +68,9 @@ GREEDY = SamplingParams(temperature=0.0)
 def test_the_rule_is_the_requests_or_the_seeds_or_the_default(
     fields: dict[str, Any], rule: Rule
 ) -> None:
-    defaults = replace(DEFAULTS, unseeded_rule=Rule.BLOCK)
+    config = replace(CONFIG, unseeded_rule="block")
     request = GenerateRequest(prompt=PROMPT, **fields)
-    assert resolve(request, "token_ids", PROMPT, MODEL, defaults, random_seed=7).rule is rule
+    assert resolve(request, "token_ids", PROMPT, MODEL, config, random_seed=7).rule is rule
     assert "temperature 0" in refused("rule", rule=Rule.GREEDY)
 
 
