@@ -11,12 +11,14 @@ from coordinator.routing.draft_client import DraftClient
 from coordinator.routing.replica_pool import ReplicaPool, SessionContext
 from coordinator.routing.target_client import TargetClient
 from outrider.config import CoordinatorConfig
+from outrider.drafters.drafter import DraftRequest
+from outrider.drafters.lookup import Guess, LookupDrafter
 from outrider.errors import Unavailable
 from outrider.messages import ProposalReply, Refused, ReplicaDescription, VerdictReply
 from outrider.sessions.state import Session
 from outrider.sessions.store import CacheState, Counters, SessionRecord
 from outrider.speculation.accept_reject import Verdict
-from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
+from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.telemetry.observer import SILENT, RequestObserver
@@ -63,14 +65,11 @@ class ScriptedLink:
         self.is_closed = True
 
 
-class SessionLookup:
+class OneToken(LookupDrafter):
     """A look-up that always proposes token 1."""
 
-    def propose(self, num_draft_tokens: int, noise: RoundNoise) -> SealedProposal:
-        return SealedProposal.of(Proposal((1,), (None,)))
-
-    def close(self) -> None:
-        pass
+    def guess(self, request: DraftRequest) -> Guess:
+        return Guess((1,))
 
 
 def verdict(item: Any, correction: int = 9) -> VerdictReply:
@@ -154,7 +153,7 @@ def draft_of(
     one = one or session()
     one.draft = CacheState("r0", 0)
     pool, context = pool or pool_of(*links, role="draft"), context_of(one, **fields)
-    return DraftClient(pool, context, lookup or SessionLookup(), config)
+    return DraftClient(pool, context, lookup or OneToken(lambda _: None), config)
 
 
 def asked(num_draft_tokens: int, **fields: Any) -> RoundLength:

@@ -83,7 +83,7 @@ class SessionRun:
         self._trial = trial
         self._probe: LookupProbe | None = None
         if draft.is_lookup and lengths.adapts:
-            self._probe = LookupProbe(draft.lookup, lengths, self.parameters.num_draft_tokens)
+            self._probe = LookupProbe(draft, lengths, self.parameters.num_draft_tokens)
         self._timeout: asyncio.Timeout | None = None
         self._cancelled = False
         self._first_token_at: float | None = None

@@ -8,14 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from coordinator.draft_length.policy import DraftedBeside, RoundLength
-from coordinator.routing.drafts import (
-    NOTHING_WANTED,
-    Drafted,
-    Drafts,
-    NextWanted,
-    NoDrafts,
-    SessionLookup,
-)
+from coordinator.routing.drafts import NOTHING_WANTED, Drafted, Drafts, NextWanted, NoDrafts
 from coordinator.routing.replica_pool import ReplicaPool, SessionContext, SessionRoute
 from outrider import limits
 from outrider.config import CoordinatorConfig
@@ -103,10 +96,9 @@ class _ModelDrafts(Drafts):
     is_lookup = False
 
     def __init__(
-        self, context: SessionContext, lookup: SessionLookup, config: CoordinatorConfig
+        self, context: SessionContext, lookup: LookupDrafter, config: CoordinatorConfig
     ) -> None:
-        super().__init__(lookup)
-        self._session = context.session
+        super().__init__(lookup, context)
         hybrid = config.lookup
         self._confident = math.inf if hybrid is None else hybrid.hybrid_min_score
         """If the look-up expects at least this many accepted tokens, it proposes."""
@@ -130,7 +122,7 @@ class DraftClient(_ModelDrafts):
         self,
         pool: ReplicaPool,
         context: SessionContext,
-        lookup: SessionLookup,
+        lookup: LookupDrafter,
         config: CoordinatorConfig,
     ) -> None:
         super().__init__(context, lookup, config)
@@ -186,7 +178,7 @@ class DraftClient(_ModelDrafts):
         num_wanted, guess = length.num_draft_tokens, None
         self._hear_feed()
         if self._is_hybrid:
-            guess, score = self.lookup.guess(num_wanted, noise)
+            guess, score = self.look_up(num_wanted, noise)
             if score >= self._confident:
                 if self._features is not None:
                     self._feed(self._route.begin(round_index))
@@ -201,11 +193,12 @@ class DraftClient(_ModelDrafts):
             length = replace(length, num_draft_tokens=num_drawn)
         drafted = await self._by_replica(round_index, length, start)
         if drafted is None:
-            filled_in = self.lookup.propose(num_wanted, noise) if guess is None else guess
+            if guess is None:
+                guess, _ = self.look_up(num_wanted, noise)
             if self._is_behind:
-                return Drafted(filled_in, "fallback", 0.0, 0)
+                return Drafted(guess, "fallback", 0.0, 0)
             num_asked = 0 if self._is_late else num_wanted
-            return Drafted(filled_in, "fallback", self._clock() - start, num_asked)
+            return Drafted(guess, "fallback", self._clock() - start, num_asked)
         if num_drawn < num_wanted and drafted.num_asked == num_drawn:
             # Length control counts the tokens beyond the model's limit as asked for, not proposed.
             return replace(drafted, num_asked=num_wanted)
@@ -454,7 +447,7 @@ class SelfDraftClient(_ModelDrafts):
     def __init__(
         self,
         target: SessionRoute[VerifyItem, VerifyAnswer],
-        lookup: SessionLookup,
+        lookup: LookupDrafter,
         config: CoordinatorConfig,
     ) -> None:
         super().__init__(target.context, lookup, config)
@@ -480,7 +473,7 @@ class SelfDraftClient(_ModelDrafts):
         if reply is not None and reply.next_base_length != self._session.length:
             reply = None
         if reply is None or self._is_hybrid:
-            proposal, score = self.lookup.guess(num_wanted, noise)
+            proposal, score = self.look_up(num_wanted, noise)
             is_sure = score >= self._confident
             if reply is None or is_sure:
                 # The proposal of a fallback says nothing about the head's acceptance.
@@ -539,13 +532,12 @@ def open_drafts(
 ) -> Drafts:
     """Creates a session's source of proposals. The configuration selects its kind."""
     context, parameters = target.context, target.context.parameters
-    of_session = SessionLookup(lookup, context.session, parameters.sampling)
     if parameters.num_draft_tokens == 0:
-        return NoDrafts(of_session)
+        return NoDrafts(lookup, context)
     if target.drafts_itself:
-        return SelfDraftClient(target, of_session, config)
+        return SelfDraftClient(target, lookup, config)
     if config.lookup is not None and config.lookup.drafter.is_lookup:
-        return Drafts(of_session)
+        return Drafts(lookup, context)
     if pool.first is None:
-        return NoDrafts(of_session)
-    return DraftClient(pool, context, of_session, config)
+        return NoDrafts(lookup, context)
+    return DraftClient(pool, context, lookup, config)

@@ -6,14 +6,13 @@ from typing import ClassVar, Literal
 
 from coordinator.draft_length.controller import LengthControl
 from coordinator.draft_length.policy import DraftedBeside, RoundLength
+from coordinator.routing.replica_pool import SessionContext
 from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.lookup import LookupDrafter
 from outrider.messages import VerdictReply
-from outrider.sessions.state import Session
 from outrider.sessions.store import CacheState
 from outrider.speculation.proposal import SealedProposal
 from outrider.speculation.random_streams import RoundNoise
-from outrider.speculation.sampling_params import SamplingParams
 from outrider.values import value
 
 Source = Literal["replica", "local", "fallback"]
@@ -57,20 +56,24 @@ class NextWanted:
 NOTHING_WANTED = NextWanted()
 
 
-class SessionLookup:
-    """One session's access to the look-up that all sessions of the coordinator share."""
+class Drafts:
+    """One session's source of proposals. This class uses a look-up; subclasses ask a model. The
+    methods raise no error if a draft fails, because a failing draft must not end a request."""
 
-    def __init__(self, lookup: LookupDrafter, session: Session, sampling: SamplingParams) -> None:
+    is_lookup: ClassVar[bool] = True
+    """Whether all proposals come from a look-up."""
+    never_drafts: ClassVar[bool] = False
+    """Whether the session runs without proposals. `propose` must then not be called."""
+
+    def __init__(self, lookup: LookupDrafter, context: SessionContext) -> None:
+        """All sessions of the coordinator share the `lookup`."""
         self._lookup = lookup
-        self._session = session
-        self._sampling = sampling
+        self._session = context.session
+        self._sampling = context.parameters.sampling
 
-    def propose(self, num_draft_tokens: int, noise: RoundNoise) -> SealedProposal:
-        """Returns a chain of at most `num_draft_tokens` tokens after the committed tokens."""
-        return self.guess(num_draft_tokens, noise)[0]
-
-    def guess(self, num_draft_tokens: int, noise: RoundNoise) -> tuple[SealedProposal, float]:
-        """Returns the same chain as `propose`, and the expected number of accepted tokens."""
+    def look_up(self, num_draft_tokens: int, noise: RoundNoise) -> tuple[SealedProposal, float]:
+        """Looks up at most `num_draft_tokens` tokens after the committed tokens. Returns them, and
+        the expected number of accepted tokens."""
         session = self._session
         request = DraftRequest(
             session_id=session.session_id,
@@ -85,23 +88,6 @@ class SessionLookup:
         )
         guess = self._lookup.guess(request)
         return SealedProposal.of(guess.proposal(request)), guess.score
-
-    def close(self) -> None:
-        """Frees the look-up's state of the session."""
-        self._lookup.release(self._session.session_id)
-
-
-class Drafts:
-    """One session's source of proposals. This class uses a look-up; subclasses ask a model. The
-    methods raise no error if a draft fails, because a failing draft must not end a request."""
-
-    is_lookup: ClassVar[bool] = True
-    """Whether all proposals come from a look-up."""
-    never_drafts: ClassVar[bool] = False
-    """Whether the session runs without proposals. `propose` must then not be called."""
-
-    def __init__(self, lookup: SessionLookup) -> None:
-        self.lookup = lookup
 
     @property
     def cache_state(self) -> CacheState | None:
@@ -122,7 +108,7 @@ class Drafts:
         first call of a look-up indexes the prompt, which takes about 1 us per token."""
         loop = asyncio.get_running_loop()
         start = loop.time()
-        proposal = self.lookup.propose(length.num_draft_tokens, noise)
+        proposal, _ = self.look_up(length.num_draft_tokens, noise)
         return Drafted(proposal, "local", loop.time() - start, length.num_draft_tokens)
 
     def next_wanted(self, length: RoundLength) -> NextWanted:
@@ -142,7 +128,7 @@ class Drafts:
 
     def close(self) -> None:
         """Frees the session's state. Call when the session ends."""
-        self.lookup.close()
+        self._lookup.release(self._session.session_id)
 
 
 class NoDrafts(Drafts):
@@ -164,11 +150,9 @@ class LookupProbe:
     """Looks up tokens during plain rounds and compares them with the tokens that are committed.
     Length control learns from the result how many draft tokens would be accepted."""
 
-    def __init__(
-        self, lookup: SessionLookup, lengths: LengthControl, num_draft_tokens: int
-    ) -> None:
+    def __init__(self, drafts: Drafts, lengths: LengthControl, num_draft_tokens: int) -> None:
         """A look-up returns at most `num_draft_tokens` tokens."""
-        self._lookup = lookup
+        self._drafts = drafts
         self._lengths = lengths
         self._num_draft_tokens = num_draft_tokens
         self._guess: tuple[int, ...] | None = None
@@ -192,7 +176,7 @@ class LookupProbe:
         if self._guess is None:
             if self._rounds_left > 0:
                 return
-            self._guess = self._lookup.propose(self._num_draft_tokens, noise).token_ids
+            self._guess = self._drafts.look_up(self._num_draft_tokens, noise)[0].token_ids
             self._num_followed, self._rounds_left = 0, self._interval
         num_drafted = len(self._guess)
         if self._num_followed < num_drafted and self._guess[self._num_followed] == token_id:

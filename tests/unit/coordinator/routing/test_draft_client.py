@@ -25,7 +25,7 @@ from session_links import (
 
 from coordinator.draft_length.policy import RoundLength
 from coordinator.routing.draft_client import RETRY_S, DraftClient, PushedProposals
-from coordinator.routing.drafts import NextWanted, SessionLookup
+from coordinator.routing.drafts import NextWanted
 from coordinator.routing.replica_pool import ReplicaPool, SessionRoute
 from outrider.config import DraftConfig
 from outrider.drafters.drafter import DraftRequest
@@ -39,7 +39,7 @@ from outrider.sessions.store import CacheState, Counters
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.proposal import SealedProposal
 from outrider.speculation.random_streams import RoundNoise
-from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.speculation.sampling_params import Rule
 from outrider.tokens import TokenSequence
 
 pytestmark = pytest.mark.virtual
@@ -467,8 +467,7 @@ def hybrid_of(
     )
     config = replace(CONFIG, lookup=hybrid, look_ahead=look_ahead)
     one, counted = session(prompt, seed=seed), Counted()
-    lookup = SessionLookup(counted, one, SamplingParams(temperature=0.0))
-    return draft_of(*links, one=one, config=config, lookup=lookup), one, counted
+    return draft_of(*links, one=one, config=config, lookup=counted), one, counted
 
 
 class Counted(NgramDrafter):

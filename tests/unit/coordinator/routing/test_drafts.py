@@ -2,7 +2,7 @@
 
 import pytest
 from length_world import BOUND, World
-from session_links import asked, session
+from session_links import asked, context_of, session
 
 from coordinator.draft_length.policy import RoundLength
 from coordinator.routing.drafts import (
@@ -11,13 +11,12 @@ from coordinator.routing.drafts import (
     WATCH_ROUNDS_MIN,
     Drafts,
     LookupProbe,
-    SessionLookup,
 )
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.sessions.state import Session
 from outrider.sessions.store import Counters
 from outrider.speculation.random_streams import RoundNoise
-from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.speculation.sampling_params import Rule
 
 pytestmark = pytest.mark.virtual
 
@@ -38,7 +37,7 @@ async def proposed(drafts: Drafts, one: Session, num_tokens: int) -> tuple[int, 
 
 async def test_a_proposal_goes_on_from_the_committed_tokens() -> None:
     one = opened("0", 1)
-    drafts = Drafts(SessionLookup(SuffixDrafter(), one, SamplingParams()))
+    drafts = Drafts(SuffixDrafter(), context_of(one))
     assert await proposed(drafts, one, 4) == (2, 3, 1, 2)
     one.decide((2,), Counters(1, 4, 0))
     assert await proposed(drafts, one, 2) == (3, 1)
@@ -50,8 +49,8 @@ async def test_a_proposal_goes_on_from_the_committed_tokens() -> None:
 async def test_what_a_session_wrote_is_looked_up_once_it_is_closed() -> None:
     lookup = SuffixDrafter()
     first, second = opened("0", 1, (5, 6, 7)), opened("1", 2, (8, 5, 6, 7))
-    drafts = Drafts(SessionLookup(lookup, first, SamplingParams()))
-    later = Drafts(SessionLookup(lookup, second, SamplingParams()))
+    drafts = Drafts(lookup, context_of(first))
+    later = Drafts(lookup, context_of(second))
     first.decide((9, 10, 11), Counters(1, 0, 0))
     await proposed(drafts, first, 4)
     assert await proposed(later, second, 4) == ()
@@ -72,8 +71,8 @@ class Told:
 def watched(prompt: tuple[int, ...], token_ids: tuple[int, ...], num_draft_tokens: int = 4) -> Told:
     """What length control is told about a session that decodes these tokens without drafts."""
     session, told = opened("0", 1, prompt), Told()
-    lookup = SessionLookup(SuffixDrafter(), session, SamplingParams())
-    watch = LookupProbe(lookup, told, num_draft_tokens)  # type: ignore[arg-type]
+    drafts = Drafts(SuffixDrafter(), context_of(session))
+    watch = LookupProbe(drafts, told, num_draft_tokens)  # type: ignore[arg-type]
     for token_id in token_ids:
         commit(watch, session, token_id)
     return told

@@ -9,7 +9,7 @@ from session_links import CONFIG, asked, context_of, session
 
 from coordinator.draft_length.policy import DraftedBeside, RoundLength
 from coordinator.routing.draft_client import SelfDraftClient
-from coordinator.routing.drafts import NextWanted, SessionLookup
+from coordinator.routing.drafts import NextWanted
 from outrider.clock import run_virtually
 from outrider.config import DraftConfig
 from outrider.drafters.lookup import NgramDrafter
@@ -17,7 +17,7 @@ from outrider.messages import ReplyKey, VerdictReply
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.proposal import DraftDistribution, Proposal, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
-from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.speculation.sampling_params import Rule
 
 NAME = "0" * 31 + "1"
 PROMPT = (1, 2, 3, 1, 2, 3, 1)
@@ -38,9 +38,8 @@ def self_drafts(
             hybrid_model_tokens=model_tokens,
         )  # fmt: skip
         config = replace(CONFIG, lookup=hybrid)
-    lookup = SessionLookup(NgramDrafter(), one, SamplingParams())
     target: Any = SimpleNamespace(context=context_of(one, **fields), on_trial=None)
-    return SelfDraftClient(target, lookup, config)
+    return SelfDraftClient(target, NgramDrafter(), config)
 
 
 def verdict(proposal: SealedProposal, base_length: int = len(PROMPT)) -> VerdictReply:
