@@ -47,7 +47,7 @@ class World:
     length: Callable[[random.Random], int] | None = None
     """Length of a proposal; None = as requested."""
     tables: bool = True
-    """Whether the engines have tables of step costs."""
+    """Whether the draft has a table of step costs."""
     prompt_length: int = 100
     drafts_itself: bool = False
     """Whether the target drafts together with the verdict before."""
@@ -63,8 +63,7 @@ class World:
     def __post_init__(self) -> None:
         target = StepCosts((1, 33), (self.verify(1), self.verify(33)))
         draft = StepCosts((1, 65), (self.draft_s, 2 * self.draft_s)) if self.draft_s else None
-        tables = (target, draft) if self.tables else (None, None)
-        self.controls = controls(*tables, delays=self.delays)
+        self.controls = controls(target, draft if self.tables else None, delays=self.delays)
         self.random = random.Random(0)
 
     def verify(self, num_rows: int) -> float:

@@ -25,6 +25,7 @@ import numpy as np
 from coordinator.draft_length.acceptance import DepthAverages, observed
 from coordinator.draft_length.policy import PlayedRound, RoundLength
 from coordinator.draft_length.round_cost import SECONDS_MIN, Load, RoundCosts
+from outrider.engine.step_costs import StepCosts
 from outrider.limits import DRAFTED_SEEDS_MAX
 from outrider.messages import ReplicaDescription
 from outrider.speculation.sampling_params import Rule
@@ -64,6 +65,8 @@ PLAIN_KNOWN_ROUNDS = 2.0
 DRAFT_BUDGET_MIN_S = 0.02
 """Shortest time limit of a proposal. Processes that share cores may be scheduled late, so even a
 fast draft would miss a shorter limit."""
+NO_COSTS = StepCosts((1,), (0.0,))
+"""Stands for the table of a target that reports none. Each step then counts as equally long."""
 _ENDLESS = sys.maxsize
 
 
@@ -207,7 +210,7 @@ class LengthControls:
             draft = tried
         table = None if draft is None else draft.step_costs
         costs = RoundCosts(
-            target.step_costs, table, target.max_num_seqs, load,
+            target.step_costs or NO_COSTS, table, target.max_num_seqs, load,
             drafting_delays=self._delays or target.drafts_itself, messages_delay=self._delays,
         )  # fmt: skip
         return Learned(costs)

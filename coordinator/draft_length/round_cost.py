@@ -34,13 +34,9 @@ divided by the time in the draft's table."""
 STEP_SPREAD = 0.2
 """Like `TABLE_SPREAD`, for the target's time per row. Measured slopes are too low, because only the
 mean number of other sessions' rows is known. With a smaller spread, they count less."""
-ROW_SHARE = 0.3
-"""If the target has no table, the time of a further row has a prior with this mean, as a share of
-the step's mean time per row."""
-TOKEN_SHARE = 1.0
-"""Like `ROW_SHARE`, for a further token of the draft."""
-SHARE_SPREAD = 1.0
-"""Standard deviation of the priors whose means are `ROW_SHARE` and `TOKEN_SHARE`."""
+MEAN_SPREAD = 1.0
+"""If the draft has no table, the time of a further token has a prior whose mean is the mean time
+per token. This is the standard deviation, divided by the mean."""
 MESSAGES_WORK = 4.0
 """Time that other sessions lose to a round's messages, as a multiple of the round's own wait for
 these messages. With 8 sessions on two cores, 3 to 4 was measured."""
@@ -59,16 +55,12 @@ class CostLine:
     """Fits seconds as a linear function of a quantity x >= 0, by exponentially weighted least
     squares with a prior of the slope. The slope and the values are never negative."""
 
-    def __init__(
-        self, slope: float, spread: float, *, relative: bool = False, unit: float = 1.0
-    ) -> None:
-        """The prior of the slope has the mean `slope` and the standard deviation `spread`, both in
-        multiples of `unit`. If `relative`, measurements replace the unit by their mean time divided
-        by their mean quantity."""
+    def __init__(self, spread: float, *, relative: bool) -> None:
+        """The prior of the slope has the mean 1 and the standard deviation `spread`. If `relative`,
+        both are multiples of the mean measured time divided by the mean quantity."""
         self.weight = 0.0
         """Total weight of the measurements, at most `MEMORY_ROUNDS`."""
-        self._slope, self._spread = slope, spread
-        self._relative, self._unit = relative, unit
+        self._spread, self._relative = spread, relative
         self._x = self._y = self._xx = self._xy = 0.0
 
     def note(self, x: float, seconds: float) -> None:
@@ -90,12 +82,12 @@ class CostLine:
 
     def slope(self) -> float:
         if self.weight == 0.0:
-            return self._slope * self._unit
+            return 1.0
         if self._y <= 0.0 or self._x <= 0.0:
             return 0.0
-        unit = self._y / self._x if self._relative else self._unit
-        pull = (NOISE * self._y / (self._spread * unit)) ** 2
-        slope = (self._xy + pull * self._slope * unit) / (self._xx + pull)
+        mean = self._y / self._x if self._relative else 1.0
+        pull = (NOISE * self._y / (self._spread * mean)) ** 2
+        slope = (self._xy + pull * mean) / (self._xx + pull)
         return min(max(0.0, slope), self._y / self._x)
 
 
@@ -146,7 +138,7 @@ class RoundCosts:
 
     def __init__(
         self,
-        target: StepCosts | None,
+        target: StepCosts,
         draft: StepCosts | None,
         max_num_seqs: int,
         load: Load,
@@ -154,7 +146,7 @@ class RoundCosts:
         drafting_delays: bool,
         messages_delay: bool,
     ) -> None:
-        """`target` and `draft` are the engines' tables; None = not known. At most `max_num_seqs`
+        """`target` and `draft` are the engines' tables; None = no table. At most `max_num_seqs`
         sessions share a step of the target. `drafting_delays` states whether drafting delays the
         target, because the target drafts or shares cores or a device with the draft.
         `messages_delay` states whether messages delay the target, because coordinator and draft use
@@ -164,7 +156,7 @@ class RoundCosts:
         self._table = target
         self._max_others = max_num_seqs - 1.0
         self._messages_work = MESSAGES_WORK * messages_delay
-        self._target, self.plain = (_line(target, ROW_SHARE, STEP_SPREAD, True) for _ in range(2))
+        self._target, self.plain = (CostLine(STEP_SPREAD, relative=True) for _ in range(2))
         self.meet_draft(draft)
         self._wait, self._rest = _Mean(), _Mean()
         """`_wait` is the wait for the target's step to begin while other sessions use the target,
@@ -177,11 +169,11 @@ class RoundCosts:
     def meet_draft(self, costs: StepCosts | None) -> None:
         """Starts again from a draft's table, and drops the measured times of earlier drafts."""
         self._draft_table = costs
-        self._draft_token = 1.0 if costs is None else costs.step_seconds(1)
-        """Seconds per token in the draft's table; 1 without a table."""
-        self._draft, self._draft_work = (
-            _line(costs, TOKEN_SHARE, TABLE_SPREAD, False) for _ in range(2)
-        )
+        self._draft_token = SECONDS_MIN if costs is None else costs.step_seconds(1)
+        """Seconds per token in the draft's table. Without a table, a small number, so that drafting
+        is tried. Measured times then replace it."""
+        spread = MEAN_SPREAD if costs is None else TABLE_SPREAD
+        self._draft, self._draft_work = (CostLine(spread, relative=costs is None) for _ in range(2))
 
     def note_load(self, played: PlayedRound, round_s: float) -> None:
         """Counts a round of any kind. `round_s` is the time since the end of the previous round. If
@@ -268,11 +260,8 @@ class RoundCosts:
         return min(seconds, OUTLIER * mean) if mean > 0 else seconds
 
     def _load(self, num_proposed: int, context: int, others: float) -> float:
-        """Returns the seconds in the target's table for a step with the rows of all sessions;
-        without a table, the number of rows."""
+        """Returns the seconds in the target's table for a step with the rows of all sessions."""
         rows = 1 + num_proposed + others * self._rows.value
-        if self._table is None:
-            return rows
         sessions = max(1, round(1 + others))
         slots = round(context + others * self._context.value)
         return self._table.step_seconds(max(1, round(rows)), sessions, slots)
@@ -288,9 +277,3 @@ class RoundCosts:
 
     def _pace(self) -> float:
         return self._tokens.value / self._round.value if self.are_known else 0.0
-
-
-def _line(table: StepCosts | None, share: float, spread: float, relative: bool) -> CostLine:
-    if table is None:
-        return CostLine(share, SHARE_SPREAD, relative=True, unit=0.0)
-    return CostLine(1.0, spread, relative=relative)

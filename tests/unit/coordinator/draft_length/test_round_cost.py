@@ -14,7 +14,7 @@ DRAFT = StepCosts((1, 65), (0.003, 0.0094))
 
 
 def costs(
-    target: StepCosts | None = TARGET, draft: StepCosts | None = DRAFT, *,
+    target: StepCosts = TARGET, draft: StepCosts | None = DRAFT, *,
     num_sessions: int = 1, **delays: bool,
 ) -> RoundCosts:  # fmt: skip
     delays = {"drafting_delays": False, "messages_delay": False} | delays
@@ -177,7 +177,7 @@ def test_a_stall_counts_as_a_few_rounds_and_no_more() -> None:
 @pytest.mark.parametrize("relative", [False, True])
 def test_a_line_never_falls_and_is_never_negative(relative: bool) -> None:
     for slope in (-0.5, 0.0, 3.0):
-        line = CostLine(1.0, 1.0, relative=relative)
+        line = CostLine(1.0, relative=relative)
         for x in (1.0, 2.0, 3.0) * 50:
             line.note(x, max(0.0, 2.0 + slope * (x - 2.0)))
         assert 0.0 <= line.at(0.0) <= line.at(1.0) <= line.at(10.0)
