@@ -151,13 +151,10 @@ class ReplicaPool:
     def newest(self, weights: str = "") -> ReplicaDescription | None:
         """Returns the description of the newest replica with these `weights` (empty = any); None if
         no replica has them. Prefers present replicas, then replicas that are not on trial."""
-        replicas = [
-            replica for replica in self.replicas.values()
-            if weights in ("", replica.description.weights)
-        ]  # fmt: skip
-        found = [replica for replica in replicas if replica.is_open] or replicas
-        found = [replica for replica in found if not replica.trial_share] or found
-        return found[-1].description if found else None
+        found = [one for one in self.replicas.values() if weights in ("", one.description.weights)]
+        if not found:
+            return None
+        return max(reversed(found), key=lambda one: (one.is_open, not one.trial_share)).description
 
     @property
     def on_trial(self) -> ReplicaConnection | None:
@@ -250,17 +247,14 @@ class ReplicaPool:
         found = [replica for replica in fitting if replica.is_open]
         if not found and not without:
             found = fitting
-        if preferred in (one.name for one in found):
-            return self.replicas[preferred]
-        if numerics:
-            found = [one for one in found if one.description.numerics == numerics] or found
-        if any(one.trial_share for one in found):
-            place = _place(session_id)
-            found = (
-                [one for one in found if place < one.trial_share]
-                or [one for one in found if not one.trial_share]
-                or found
-            )
+        place = _place(session_id)
+
+        def rank(one: ReplicaConnection) -> tuple[bool, ...]:
+            is_alike = numerics in ("", one.description.numerics)
+            return one.name == preferred, is_alike, place < one.trial_share, not one.trial_share
+
+        best = max(map(rank, found), default=())
+        found = [one for one in found if rank(one) == best]
         seats = min((one.description.max_num_seqs for one in found), default=0)
         name = choose(affinity, {one.name: len(one.routes) for one in found}, seats)
         return None if name is None else self.replicas[name]
