@@ -15,7 +15,6 @@ bandwidth sets. `python -m benchmarks.device` measures the same without Ray and 
 Verdicts use temperature 1, top-p 0.95, and normally distributed logits of standard deviation 3.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -23,6 +22,7 @@ from typing import Any
 
 import click
 import torch
+from torch.utils.benchmark import Timer
 
 from draft_service.model_drafter import ModelDrafter
 from outrider.drafters.drafter import DraftRequest
@@ -44,7 +44,7 @@ from .measurement import Progress, medians_ms
 from .options import RANDOM_MODELS, DeviceOptions
 from .report import Report, to_json
 
-COPIES = 10
+COPY_S = 1.0
 REPETITIONS = 50
 COPY_BYTES_MAX = 2**30
 _KV_CACHE_BYTES = 2**32
@@ -110,21 +110,11 @@ def measure(
 
 
 def copy_speed(device: torch.device, num_bytes: int) -> float:
+    """Bytes a second, read and written."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
-    target = torch.zeros_like(source)
-    seconds = []
-    for _ in range(COPIES):
-        _wait(device)
-        started = time.perf_counter()
-        target.copy_(source)
-        _wait(device)
-        seconds.append(time.perf_counter() - started)
-    return 2 * num_bytes / min(seconds)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    names = {"source": source, "target": torch.zeros_like(source)}
+    timer = Timer("target.copy_(source)", globals=names, num_threads=torch.get_num_threads())
+    return 2 * num_bytes / min(timer.blocked_autorange(min_run_time=COPY_S).times)
 
 
 def random_llama(

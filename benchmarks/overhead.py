@@ -112,12 +112,9 @@ async def _canned_services(
     async with (
         embedded_redis() as redis_url,
         Process("benchmarks.overhead:canned_role", "the canned replicas", setup) as canned,
-        service_process(
-            "coordinator", Replicas(canned.address, canned.address, redis_url).coordinator_config()
-        ) as coordinator,
-        Client(coordinator.address) as client,
+        Replicas(canned.address, canned.address, redis_url).coordinator() as running,
     ):
-        yield client, coordinator
+        yield running
 
 
 async def measure_rounds(options: OverheadOptions, progress: Progress) -> dict[str, Any]:

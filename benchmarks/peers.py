@@ -141,19 +141,19 @@ def level_of(temperature: float, concurrency: int, results: Mapping[str, SideRes
     """The figures of sides that decoded the same prompts. A rate is the number of all tokens,
     divided by the wall time including prefill. The time to the first token is a median, or None if
     several requests run at a time. `same_tokens` counts the answers that equal those of Outrider's
-    plain decoding. It is None at temperatures above 0, and if token ids are not known. Answers at
-    temperature 0 should differ only after a token that was almost as likely as another."""
+    plain decoding. It is None at temperatures above 0. Answers at temperature 0 should differ only
+    after a token that was almost as likely as another."""
     ours = results[OURS_PLAIN].completions
 
     def figures(found: SideResult) -> dict[str, Any]:
-        times = [one.first_token_s for one in found.completions if one.first_token_s is not None]
-        pairs = list(zip(found.completions, ours, strict=True))
-        known = temperature == 0 and all(a.token_ids and b.token_ids for a, b in pairs)
+        first_s = median(one.chunk_s[0] for one in found.completions)
+        pairs = zip(found.completions, ours, strict=True)
+        num_same = sum(a.token_ids == b.token_ids for a, b in pairs)
         return {
             "tokens_per_second": found.tokens_per_second,
             "num_tokens": found.num_tokens,
-            "time_to_first_token_ms": 1e3 * median(times) if times and concurrency == 1 else None,
-            "same_tokens": sum(a.token_ids == b.token_ids for a, b in pairs) if known else None,
+            "time_to_first_token_ms": 1e3 * first_s if concurrency == 1 else None,
+            "same_tokens": num_same if temperature == 0 else None,
         }
 
     sides = {name: figures(found) for name, found in results.items()}

@@ -55,6 +55,7 @@ class ScriptedSide(BenchClient):
             num_rounds=num_tokens // 2 if decoding.num_draft_tokens else num_tokens,
             num_draft_tokens=drafted,
             num_accepted_draft_tokens=drafted // 4,
+            chunk_s=(seconds,),
         )
 
 

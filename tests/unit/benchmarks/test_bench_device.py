@@ -21,6 +21,7 @@ SIZES = {
 def _few_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "VERDICT_SESSIONS", (1, 2))
     monkeypatch.setattr(device, "REPETITIONS", 2)
+    monkeypatch.setattr(device, "COPY_S", 0.01)
 
 
 @pytest.mark.parametrize("backend", [None, DeviceBackend(attend_by_tables, 8)])

@@ -1,8 +1,6 @@
 """`bench overhead`: figures are compared with hand calculations, and each part has a small run."""
 
 import json
-from dataclasses import asdict, replace
-from typing import Any
 
 import pytest
 from bench_sides import ProcessHere
@@ -44,16 +42,11 @@ def test_the_command_measures_every_part_and_prints_one_json_object(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three sessions whose rounds take at least 28.7 ms have at most 104 rounds a second."""
-
-    def service_process(name: str, config: Any) -> ProcessHere:
-        setup = {"service": name, "config": asdict(replace(config, port=0))}
-        return ProcessHere("benchmarks.processes:service", name, setup)
-
     for name, value in {
-        "Process": ProcessHere, "service_process": service_process, "WARM_UP_S": 0.5,
-        "WARM_UP_ROUNDS": 10, "TURNS": 3,
+        "processes.Process": ProcessHere, "overhead.Process": ProcessHere,
+        "overhead.WARM_UP_S": 0.5, "overhead.WARM_UP_ROUNDS": 10, "overhead.TURNS": 3,
     }.items():  # fmt: skip
-        monkeypatch.setattr(f"benchmarks.overhead.{name}", value)
+        monkeypatch.setattr(f"benchmarks.{name}", value)
     flags = (
         "--parts", "rounds,capacity,transports", "--rounds", "20", "--sessions", "3", "--seconds",
         "1", "--json",
