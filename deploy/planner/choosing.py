@@ -7,12 +7,14 @@ from itertools import accumulate
 from operator import mul
 from typing import Any
 
+import numpy as np
+
 from benchmarks.acceptance import Sample, rules_at
 from outrider.config import DraftConfig
 from outrider.speculation.sampling_params import Rule
 from outrider.speculation.text_acceptance import NUM_DEPTHS
 
-from .rounds import Option, Rounds, ServiceTimes, scripted, total
+from .rounds import Option, Rounds, ServiceTimes, scripted, stacked, total, weighted
 
 GAIN_MIN = 0.005
 """An option replaces an earlier option only if it is faster by this share."""
@@ -22,6 +24,8 @@ SWEEP = (1, 2, 3, 4, 6, 8, 12, 16)
 """Values of K to compare with plain decoding."""
 FAN_OUTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Numbers of outcomes for which a draft may draft ahead, to compare with no look-ahead."""
+RESAMPLES = 200
+LEVEL = 0.9
 
 
 class Chooser:
@@ -89,6 +93,47 @@ def best(options: Iterable[Option]) -> Option:
 
 
 @dataclass(frozen=True)
+class Spread:
+    """How much the plan depends on the sample of prompts, measured by resampling the prompts."""
+
+    num_texts: int
+    speedup: tuple[float, float]
+    """The lowest and the highest speed-up of the chosen option over plain decoding, in the middle
+    `LEVEL` of the resamples."""
+    same_share: float
+    """Share of the resamples in which the plan's rule and K are chosen again."""
+
+
+def spread(
+    options: Sequence[Option],
+    rounds: Sequence[Sequence[Rounds]],
+    times: ServiceTimes,
+    sessions: int,
+    prompt_tokens: Sequence[int],
+) -> Spread | None:
+    """Repeats the choice among `options` for bootstrap samples of the texts. The first option is
+    plain decoding. `rounds` is [options, texts], `prompt_tokens` [texts]. Returns None for a single
+    text."""
+    num = len(prompt_tokens)
+    if num < 2:
+        return None
+    chosen, generator = options.index(best(options)), np.random.default_rng(0)
+    stacks = [stacked(parts) for parts in rounds]
+    speedups, num_same = [], 0
+    for _ in range(RESAMPLES):
+        drawn = generator.integers(num, size=num)
+        counts = np.bincount(drawn, minlength=num).astype(np.float64)
+        plain, *drafted = (weighted(stack, counts) for stack in stacks)
+        tokens = [prompt_tokens[at] for at in drawn]
+        chooser = Chooser(times, sessions, tokens, plain, options[0].rule)
+        again = [chooser.plain, *map(chooser.timed, options[1:], drafted)]
+        speedups.append(again[chosen].speedup)
+        num_same += best(again) is again[chosen]
+    low, high = np.quantile(speedups, ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
+    return Spread(num, (float(low), float(high)), num_same / RESAMPLES)
+
+
+@dataclass(frozen=True)
 class TemperaturePlan:
     temperature: float
     acceptance: Mapping[str, Mapping[str, Any]]
@@ -100,6 +145,7 @@ class TemperaturePlan:
     times: ServiceTimes
     survival: tuple[float, ...]
     """[K]: the chances that at least 1, 2, ... draft tokens are accepted, for the chosen option."""
+    spread: Spread | None
 
 
 class Replays:
@@ -140,13 +186,13 @@ class Replays:
 def choose(sessions: int, replays: Replays, times: ServiceTimes) -> TemperaturePlan:
     sample = replays.sample
     prompt_tokens = [len(text.prompt_ids) for text in sample.texts]
-    plain = total(replays.rounds[replays.rules[0], 0])
-    chooser = Chooser(times, sessions, prompt_tokens, plain, replays.rules[0])
+    parts = [replays.rounds[replays.rules[0], 0]]
+    chooser = Chooser(times, sessions, prompt_tokens, total(parts[0]), replays.rules[0])
     options = [chooser.plain]
     for rule in replays.rules:
         for k in SWEEP:
-            rounds = total(replays.rounds[rule, k])
-            options.append(chooser.best_way(rule, k, rounds, replays.hit_rates(rule, k)))
+            parts.append(replays.rounds[rule, k])
+            options.append(chooser.best_way(rule, k, total(parts[-1]), replays.hit_rates(rule, k)))
     chosen = best(options)
     return TemperaturePlan(
         temperature=sample.temperature,
@@ -156,4 +202,5 @@ def choose(sessions: int, replays: Replays, times: ServiceTimes) -> TemperatureP
         options=tuple(options[1:]),
         times=times,
         survival=tuple(accumulate(replays.chances(chosen.rule, chosen.num_draft_tokens), mul)),
+        spread=spread(options, parts, times, sessions, prompt_tokens),
     )

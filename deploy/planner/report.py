@@ -10,7 +10,7 @@ from rich.text import Text
 
 from benchmarks.report import table
 
-from .choosing import TemperaturePlan
+from .choosing import LEVEL, RESAMPLES, TemperaturePlan
 from .simulation import Pair
 
 
@@ -51,6 +51,7 @@ class PlanReport:
             yield found
             yield Text(self._sentence(plan), style="bold")
             yield from _advice(plan)
+            yield _certainty(plan)
 
     def _acceptance(self, plan: TemperaturePlan) -> RenderableType:
         return table(
@@ -99,3 +100,15 @@ def _advice(plan: TemperaturePlan) -> Iterator[str]:
             f"separate draft a device yields {rate:.1f} tokens/s, with plain decoding {plain:.1f}. "
             "`outrider plan --devices` also compares heads, and drafts that several targets share."
         )
+
+
+def _certainty(plan: TemperaturePlan) -> str:
+    found = plan.spread
+    if found is None:
+        return "One prompt does not show how certain this plan is. Use more prompts (--prompts)."
+    low, high = found.speedup
+    return (
+        f"In {LEVEL:.0%} of {RESAMPLES} resamples of these {found.num_texts} prompts, this option "
+        f"has a speed-up of {low:.2f} to {high:.2f}. In {found.same_share:.0%} of them, its rule "
+        "and K are chosen again. Errors of the measured times are not included."
+    )

@@ -114,9 +114,20 @@ class Rounds(NamedTuple):
         return float(total) / self.num_later if self.num_later > 0 else 0.0
 
 
-def total(parts: Sequence[Rounds]) -> Rounds:
-    fields: Any = map(sum, zip(*parts, strict=True))
+def stacked(parts: Sequence[Rounds]) -> Rounds:
+    """The rounds of texts as one `Rounds`, whose fields have a first dimension for the texts."""
+    fields: Any = map(np.stack, zip(*parts, strict=True))
     return Rounds(*fields)
+
+
+def weighted(stack: Rounds, counts: Array) -> Rounds:
+    """The sum of `stacked` rounds, in which text i counts `counts[i]` times."""
+    fields: Any = (np.tensordot(counts, field, 1) for field in stack)
+    return Rounds(*fields)
+
+
+def total(parts: Sequence[Rounds]) -> Rounds:
+    return weighted(stacked(parts), np.ones(len(parts)))
 
 
 def replay(num_tokens: int, attempt_at: Callable[[int], Attempt], prompt_tokens: int = 0) -> Rounds:

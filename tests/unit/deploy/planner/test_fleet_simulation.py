@@ -142,14 +142,18 @@ def test_the_smallest_fleet_keeps_the_time_and_one_target_less_does_not() -> Non
 
 
 def test_an_emulated_engine_says_what_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
-    """It states step times and acceptance rates. A round brings 1 + 0.8 + 0.4 tokens, within five
-    standard errors of about 350 rounds."""
-    engine = "verify_ms=20,verify_tokens=4,draft_ms=1,draft_branches=1,acceptance_rates=0.8/0.4"
-    times = of_emulated(engine, 64, 64).times
+    """It states step times and acceptance rates, also in the form of vLLM's synthetic acceptance. A
+    round brings 1 + 0.8 + 0.4 tokens, within five standard errors of about 350 rounds."""
+    engine = "verify_ms=20,verify_tokens=4,draft_ms=1,draft_branches=1"
+    times = of_emulated(f"{engine},acceptance_rates=0.8/0.4", 64, 64).times
     assert [times.target.step_seconds(rows) for rows in (1, 4, 5, 9)] == [0.02, 0.02, 0.04, 0.06]
     assert times.target.step_seconds(4_000) == pytest.approx(20.0)
     assert times.draft.step_seconds(7) == pytest.approx(0.007)
-    flags = ("--engine", f"emulated:{engine}", *FLEET)
+    said = (
+        '{"rejection_sample_method": "synthetic", "num_speculative_tokens": 2,'
+        ' "synthetic_acceptance_rates": [0.8, 0.4]}'
+    )
+    flags = ("--engine", f"emulated:{engine}", "--speculative-config", said, *FLEET)
     assert main(["plan", "--simulate", *flags, "--simulated-seconds", "4", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["pair"]["survival"] == [0.8, 0.4]
