@@ -10,6 +10,7 @@
 | `tool_parsers.py` | splits the text of an answer into content, reasoning and calls |
 | `answers.py` | turns events into answers, whole or in chunks |
 | `responses.py` | OpenAI's Responses API: its body and its answers |
+| `schemas.py` | the form of answers, for the OpenAPI document |
 | `progress.py` | resumed streams and repeated requests |
 | `gateway.py` | a proxy that resumes streams for its clients |
 

@@ -18,7 +18,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
 from coordinator.auth.access_control import AccessControl
-from coordinator.http_api import answers, bodies
+from coordinator.http_api import answers, bodies, schemas
 from coordinator.http_api.answers import Answer, EventStream, Json, NativeEvents
 from coordinator.http_api.bodies import CompletionBody, TranslatedBody
 from coordinator.http_api.progress import Progress, RepeatedRequests, request_keys, split_answer_id
@@ -26,6 +26,7 @@ from coordinator.http_api.reading import (
     PAGE,
     BodyRoute,
     Entrance,
+    ErrorBody,
     add_error_handlers,
     json_response,
     to_json,
@@ -33,6 +34,7 @@ from coordinator.http_api.reading import (
 from coordinator.http_api.responses import ResponseAnswer, ResponsesBody
 from coordinator.http_api.server import HttpOptions, HttpServer, LiveResponse, Metrics, send_part
 from coordinator.http_api.tool_parsers import AnswerForm, ChatFormats
+from coordinator.routing.discovery import SeenReplica
 from coordinator.service import CoordinatorService
 from outrider.api_keys import Caller
 from outrider.errors import BadRequest, NotFound, OtherTokens, Unavailable
@@ -239,6 +241,14 @@ class Generations:
                 yield index, event
 
 
+class Fleet(BaseModel):
+    """The coordinators, targets and drafts of the deployment."""
+
+    replicas: list[SeenReplica]
+    heard_ms_ago: float | None
+    """Time since the registry was last read, ms. null = there is no registry."""
+
+
 _PAGE_HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -261,8 +271,14 @@ class PageFiles(StaticFiles):
 
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"description": "The request is wrong, or exceeds a limit."},
-    "5XX": {"description": "The request cannot be served now."},
+    "4XX": {"model": ErrorBody, "description": "The request is wrong, or exceeds a limit."},
+    "5XX": {"model": ErrorBody, "description": "The request cannot be served now."},
+}
+_EVENTS = """A stream of server-sent events, each a JSON object with its `type`: `started`, `round`,
+`tokens` or `finished`. docs/window.md describes their fields. The stream ends with `[DONE]`. If an
+error occurs after `started`, the stream ends with an event that has the field `error`."""
+_METRICS: dict[int | str, dict[str, Any]] = {
+    200: {"description": "Prometheus text format.", "content": {"text/plain": {}}}
 }
 
 
@@ -286,7 +302,7 @@ def build_app(
     """Makes the application. For `closing` and `hosts`, see `HttpServer`. For `formats`, see
     `http_server`."""
     access = options.access
-    app = FastAPI(
+    app = schemas.DocumentedApp(
         title="Outrider",
         version=version("outrider"),
         docs_url=None,  # `show_page` replaces FastAPI's page, which loads scripts from elsewhere.
@@ -309,6 +325,12 @@ def build_app(
 
 Headers = Annotated[RepeatHeaders, Header()]
 _REST = bodies.ResumeBody()
+_REST_OF_ANSWER: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The remaining chunks. If `stream` is false, the whole answer.",
+        "content": {"application/json": {}, "text/event-stream": {}},
+    }
+}
 _RESUMED: dict[str, type[Answer]] = {
     one.id_prefix: one for one in (answers.ChatAnswer, answers.CompletionAnswer)
 }
@@ -319,24 +341,24 @@ def _add_generation(
     app: FastAPI, service: CoordinatorService, runs: Generations, formats: ChatFormats
 ) -> None:
 
-    @app.post("/v1/chat/completions", response_class=Response)
+    @app.post("/v1/chat/completions", responses=schemas.CHAT)
     async def chat_completions(
         body: bodies.ChatBody, request: Request, headers: Headers
     ) -> Response:
         """Continues a conversation."""
         return runs.answer(request, formats.fitted(body.translate()), answers.ChatAnswer, headers)
 
-    @app.post("/v1/completions", response_class=Response)
+    @app.post("/v1/completions", responses=schemas.COMPLETION)
     async def completions(body: CompletionBody, request: Request, headers: Headers) -> Response:
         """Continues raw text or tokens."""
         return runs.answer(request, body.translate(), answers.CompletionAnswer, headers)
 
-    @app.post("/v1/responses", response_class=Response)
+    @app.post("/v1/responses", responses=schemas.RESPONSE)
     async def responses(body: ResponsesBody, request: Request, headers: Headers) -> Response:
         """Continues a conversation. Responses are not stored."""
         return runs.answer(request, formats.fitted(body.translate()), ResponseAnswer, headers)
 
-    @app.post("/v1/sessions/{answer_id}/resume", response_class=Response)
+    @app.post("/v1/sessions/{answer_id}/resume", responses=_REST_OF_ANSWER)
     async def resume(
         answer_id: str, request: Request, headers: Headers, body: bodies.ResumeBody = _REST
     ) -> Response:
@@ -348,7 +370,9 @@ def _add_generation(
         asked = TranslatedBody(body, (parameters,), names={}, echoes=echoes, form=form)
         return runs.answer(request, asked, _RESUMED[prefix], headers, session_id)
 
-    @app.post("/api/generate", response_class=Response)
+    described = {"description": _EVENTS, "content": {"text/event-stream": {}}}
+
+    @app.post("/api/generate", responses={200: described}, response_class=Response)
     async def generate(body: bodies.NativeBody, request: Request, headers: Headers) -> Response:
         """Continues a conversation or a prompt, with an event for every round."""
         if "stream" in body.model_fields_set and not body.stream:
@@ -369,7 +393,7 @@ def _add_tokens(app: FastAPI, service: CoordinatorService, access: AccessControl
     """Adds `/tokenize` and `/detokenize`. Each call counts as a request of the caller, but not as a
     generation."""
 
-    @app.post("/tokenize")
+    @app.post("/tokenize", responses={200: {"model": schemas.Tokenized}})
     async def tokenize(body: bodies.TokenizeBody, request: Request) -> Response:
         """Returns the tokens of a prompt, and their number."""
         asked, special = body.translate(), body.add_special_tokens is not False
@@ -379,45 +403,38 @@ def _add_tokens(app: FastAPI, service: CoordinatorService, access: AccessControl
             except BadRequest as error:
                 raise asked.renamed(error, 0) from error
 
-        def answer() -> Response:
+        def as_json() -> str:
             strs, text = None, service.text
             if body.return_token_strs and text is not None:
                 strs = [answers.as_text(text.spell(token_id)) for token_id in token_ids]
-            return json_response(
-                {
-                    "count": len(token_ids),
-                    "max_model_len": service.served.max_model_len,
-                    "tokens": list(token_ids),
-                    "token_strs": strs,
-                }
-            )
+            length, tokens = service.served.max_model_len, list(token_ids)
+            return schemas.Tokenized(
+                count=len(tokens), max_model_len=length, tokens=tokens, token_strs=strs
+            ).model_dump_json()
 
-        return await asyncio.to_thread(answer)
+        return Response(await asyncio.to_thread(as_json), media_type="application/json")
 
     @app.post("/detokenize")
-    async def detokenize(body: bodies.DetokenizeBody, request: Request) -> Json:
+    async def detokenize(body: bodies.DetokenizeBody, request: Request) -> schemas.Detokenized:
         """Returns the text of tokens. Special tokens appear by their names."""
         async with access.admit(request.state.caller, num_generations=0):
-            return {"prompt": await service.detokenize(body.tokens, body.model)}
+            return schemas.Detokenized(prompt=await service.detokenize(body.tokens, body.model))
 
 
 def _add_models(app: FastAPI, service: CoordinatorService) -> None:
     created = int(time.time())
 
-    def served_model() -> Json:
+    def served_model() -> schemas.Model:
         name, length = service.served.model, service.served.max_model_len
-        return {
-            "id": name, "object": "model", "created": created, "owned_by": "outrider",
-            "root": name, "parent": None, "max_model_len": length,
-        }  # fmt: skip
+        return schemas.Model(id=name, created=created, root=name, max_model_len=length)
 
     @app.get("/v1/models")
-    async def list_models() -> Json:
+    async def list_models() -> schemas.ModelList:
         """Lists the only model of this server."""
-        return {"object": "list", "data": [served_model()]}
+        return schemas.ModelList(data=[served_model()])
 
     @app.get("/v1/models/{name:path}")
-    async def get_model(name: str) -> Json:
+    async def get_model(name: str) -> schemas.Model:
         """Describes the served model. Every other name is an error."""
         if name != service.served.model:
             raise NotFound(
@@ -445,7 +462,7 @@ def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics |
         """The version of this program."""
         return {"version": app.version}
 
-    @app.get("/metrics", response_class=Response)
+    @app.get("/metrics", responses=_METRICS, response_class=Response)
     async def get_metrics(request: Request) -> Response:
         """The metrics of this coordinator, for Prometheus."""
         if metrics is None:
@@ -462,9 +479,8 @@ def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics |
         return await page.get_response(name, request.scope)
 
     @app.get("/api/fleet")
-    async def get_fleet() -> Json:
-        """The replicas that this coordinator knows. `heard_ms_ago` is the time since the registry
-        was last read. null = there is no registry."""
+    async def get_fleet() -> Fleet:
+        """The replicas that this coordinator knows."""
         fleet = service.fleet
         seen = fleet.replicas(service.served.model, service.num_running, service.figures)
-        return {"replicas": seen, "heard_ms_ago": fleet.heard_ms_ago}
+        return Fleet(replicas=list(seen), heard_ms_ago=fleet.heard_ms_ago)

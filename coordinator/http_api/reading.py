@@ -16,6 +16,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 from pydantic_core import from_json
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -73,6 +74,22 @@ def json_response(
     value: Any, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
     return Response(to_json(value), status, headers, "application/json")
+
+
+class ErrorDetail(BaseModel):
+    """An error."""
+
+    message: str
+    type: str
+    param: str | None
+    """The field that is wrong."""
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The body of every error response."""
+
+    error: ErrorDetail
 
 
 def error_body(error: Exception) -> dict[str, Any]:

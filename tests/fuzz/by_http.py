@@ -80,20 +80,6 @@ _HEADERS: Final[tuple[tuple[str, str], ...]] = (
 )
 
 
-_TEXT: Final = {"type": "string"}
-_TEXT_OR_NULL: Final = {"type": ["string", "null"]}
-_ERROR: Final = {
-    "properties": {
-        "error": {
-            "properties": {
-                "message": _TEXT, "type": _TEXT, "param": _TEXT_OR_NULL, "code": _TEXT_OR_NULL
-            },
-            "required": ["message", "type", "param", "code"],
-        }
-    },
-    "required": ["error"],
-}  # fmt: skip
-"""JSON schema of the body of every error."""
 _NEW_ID: Final = re.compile(r'"id":"((?:chat)?cmpl-[0-9a-f]{32})"')
 
 
@@ -183,13 +169,15 @@ class Document:
         return nearly() | nearly() | whole | broken(nearly()) | st.sampled_from(_TEXT_BODIES)
 
     def complaint(self, call: HttpCall, response: httpx.Response) -> str:
-        """How an answer deviates from the document, or an error from its form; empty if neither."""
+        """How an answer deviates from the document; empty if it does not."""
         kind = response.headers.get("content-type", "").partition(";")[0]
         status = response.status_code
         if status >= 400 and call.method != "HEAD":
+            schema = {"$ref": "#/components/schemas/ErrorBody",
+                      "components": self.whole["components"]}  # fmt: skip
             if kind != "application/json":
                 return f"an error of type {kind!r}"
-            errors = jsonschema.Draft202012Validator(_ERROR).iter_errors(response.json())
+            errors = jsonschema.Draft202012Validator(schema).iter_errors(response.json())
             if found := [error.message for error in errors]:
                 return f"an error of another shape: {found}"
         operation = self.whole["paths"].get(call.route, {}).get(call.method.lower())

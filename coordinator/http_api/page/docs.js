@@ -1,4 +1,4 @@
-// The HTTP reference: each operation of openapi.json, with the fields of its body.
+// The HTTP reference: each operation of openapi.json, with the fields of its body and answers.
 
 import { openapi } from "./stream.js";
 
@@ -44,7 +44,11 @@ function operation(method, path, told, whole) {
   card.append(node("h2", `${method.toUpperCase()} ${path}`));
   card.append(...(told.description ?? "").split("\n\n").map((text) => node("p", text)));
   const body = told.requestBody?.content["application/json"]?.schema;
-  if (body) card.append(node("details", "", node("summary", "Body"), fields(body, whole)));
+  const parts = [["Body", body], ...Object.entries(told.responses).flatMap(([status, one]) =>
+    Object.entries(one.content ?? {}).map(([kind, { schema }]) => [`${status}: ${kind}`, schema]))];
+  for (const [title, schema] of parts) {
+    if (schema) card.append(node("details", "", node("summary", title), fields(schema, whole)));
+  }
   return card;
 }
 

@@ -3,11 +3,13 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import jsonschema
 import pytest
 from models import byte_level_tokenizer
 from told_coordinator import FINISHED, STARTED, TOKENS, MemorySlots
@@ -20,7 +22,8 @@ from coordinator.http_api.tool_parsers import ChatFormats
 from outrider.api_keys import Caller, add_key
 from outrider.errors import BadRequest, Unavailable
 from outrider.limits import TRACEPARENT_CHARS_MAX
-from outrider.request import Event, GenerateRequest
+from outrider.messages import PositionLogprobs
+from outrider.request import Event, GenerateRequest, PromptTokens
 from outrider.tokenizer import TokenizerText
 
 BODY: dict[str, Any] = {"prompt": [1, 2], "max_tokens": 3}
@@ -134,7 +137,45 @@ def test_the_document_tells_what_may_come() -> None:
         for operation in operations.values():
             responses = operation["responses"]
             assert responses.keys() == {"200", "4XX", "5XX"}, path
+            schema = responses["4XX"]["content"]["application/json"]["schema"]
+            assert schema == {"$ref": "#/components/schemas/ErrorBody"}
+    assert {*paths["/metrics"]["get"]["responses"]["200"]["content"]} == {"text/plain"}
+    assert "started" in paths["/api/generate"]["post"]["responses"]["200"]["description"]
     assert not any(path == "/" or path.startswith("/page") for path in paths)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/completions", {"prompt": [1, 2], "echo": True}),
+        ("/v1/responses", {"input": "hi"}),
+    ],
+)
+async def test_answers_are_as_the_document_says(path: str, body: dict[str, Any]) -> None:
+    scored = replace(TOKENS, logprobs=(PositionLogprobs(-1.0, ((7, -1.0),)),))
+    prompt = PromptTokens((1,), (None,))
+    front = Front(Service(STARTED, *([prompt] if "echo" in body else []), scored, FINISHED))
+    document = front.app.openapi()
+    logprobs: dict[str, Any] = {"logprobs": 1 if "echo" in body else True}
+    if "input" in body:
+        logprobs = {"include": ["message.output_text.logprobs"]}
+    for stream in (False, True):
+        more = {"stream": stream, **logprobs}
+        found = await front.send("POST", path, json=body | more)
+        content = document["paths"][path]["post"]["responses"]["200"]["content"]
+        kind = found.headers["content-type"].partition(";")[0]
+        lines = [found.text]
+        if stream:
+            lines = [line for line in found.text.splitlines() if line.startswith("data: {")]
+        told = [json.loads(line.removeprefix("data: ")) for line in lines]
+        assert len(told) > 2 * stream
+        schema = content[kind]["schema"] | {"components": document["components"]}
+        for one in told:
+            jsonschema.Draft202012Validator(schema).validate(one)
+            if path != "/v1/responses":
+                name = schema["$ref"].rpartition("/")[2]
+                assert one.keys() <= document["components"]["schemas"][name]["properties"].keys()
 
 
 @pytest.mark.parametrize("prompt", [[2**40], [-1]])

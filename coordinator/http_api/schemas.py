@@ -1,0 +1,233 @@
+"""Models of the routes' answers, for the OpenAPI document. Answers with generated text are plain
+dicts, because these models are too slow for the chunks of a stream."""
+
+from typing import Any, Literal
+
+from fastapi import FastAPI
+from pydantic import BaseModel, ConfigDict
+from pydantic.json_schema import models_json_schema
+
+_REF = "#/components/schemas/{model}"
+
+
+class Schema(BaseModel):
+    model_config = ConfigDict(
+        use_attribute_docstrings=True, json_schema_serialization_defaults_required=True
+    )
+
+
+class Usage(Schema):
+    """Numbers of tokens of all choices. A prompt counts once, however many choices it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class SpeculativeDecoding(Schema):
+    """Statistics of drafting, for all choices together. A step is a round."""
+
+    mean_acceptance_length: float
+    draft_acceptance_rate: float
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: int
+    acceptance_histogram: list[int] = []
+    acceptance_histogram_by_draft_length: dict[str, list[int]] = {}
+
+
+AnswerMetrics = dict[Literal["speculative_decoding"], SpeculativeDecoding]
+
+
+class Choice(Schema):
+    index: int
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
+    stop_reason: str | int | None
+    """The stop string or stop token that ended the text. `deadline` or `cancelled` if the text was
+    cut off."""
+    token_ids: list[int] = []
+    """Only present if return_token_ids is true."""
+
+
+class LikelyToken(Schema):
+    token: str
+    bytes: list[int]
+    logprob: float
+
+
+class ChatToken(LikelyToken):
+    top_logprobs: list[LikelyToken]
+
+
+class ChatLogprobs(Schema):
+    content: list[ChatToken]
+    refusal: None
+
+
+class CalledFunction(Schema):
+    name: str = ""
+    """In a stream, only the first part of a call has the name and the id."""
+    arguments: str
+    """JSON as the model wrote it. It may be invalid."""
+
+
+class ToolCall(Schema):
+    index: int = 0
+    """In a stream, the number of the call to which this part belongs."""
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class AssistantMessage(Schema):
+    """A message, or the part of a message that a chunk adds."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None = None
+    refusal: None = None
+    reasoning_content: str = ""
+    tool_calls: list[ToolCall] = []
+
+
+class ChatChoice(Choice):
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+
+
+class ChatCompletionChunkChoice(Choice):
+    delta: AssistantMessage
+    logprobs: ChatLogprobs | None
+
+
+class CompletionLogprobs(Schema):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    """The entry of a prompt's first token is null."""
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Choice):
+    text: str
+    logprobs: CompletionLogprobs | None
+
+
+class Chunk(Schema):
+    id: str
+    created: int
+    model: str
+    usage: Usage | None = None
+    """stream_options decides which chunks have the usage."""
+    metrics: AnswerMetrics | None = None
+    """Only the last chunk has metrics."""
+
+
+class ChatCompletion(Chunk):
+    object: Literal["chat.completion"]
+    usage: Usage
+    metrics: AnswerMetrics
+    choices: list[ChatChoice]
+
+
+class ChatCompletionChunk(Chunk):
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatCompletionChunkChoice]
+
+
+class Completion(Chunk):
+    """A whole completion, or a chunk of one."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+
+
+class ResponseUsage(Schema):
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+
+
+class ResponseObject(Schema):
+    """OpenAI's response object. Fields that are not listed here repeat fields of the request."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete", "failed", "in_progress"]
+    model: str
+    output: list[dict[str, Any]]
+    """Messages, reasoning, and calls of functions."""
+    error: dict[str, Any] | None
+    usage: ResponseUsage | None
+    stop_reason: str | int | None = None
+    metrics: AnswerMetrics | None = None
+
+
+class ResponseEvent(Schema):
+    """A change of a response. OpenAI's reference describes its other fields."""
+
+    type: str
+    sequence_number: int
+
+
+class Tokenized(Schema):
+    """The tokens of a prompt."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(Schema):
+    """The text of tokens."""
+
+    prompt: str
+
+
+class Model(Schema):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "outrider"
+    root: str
+    parent: None = None
+    max_model_len: int
+
+
+class ModelList(Schema):
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+_GENERATIONS: Any = [
+    (model, "validation")
+    for model in (ChatCompletion, ChatCompletionChunk, Completion, ResponseObject, ResponseEvent)
+]
+
+
+def _answers(whole: type[Schema], chunk: type[Schema]) -> dict[int | str, dict[str, Any]]:
+    """Documents the responses of a route: a whole answer, or a stream of chunks."""
+    content = {
+        kind: {"schema": {"$ref": _REF.format(model=model.__name__)}}
+        for kind, model in (("application/json", whole), ("text/event-stream", chunk))
+    }
+    text = "The answer. If `stream` is true, it is a stream of chunks."
+    return {200: {"description": text, "content": content}}
+
+
+CHAT = _answers(ChatCompletion, ChatCompletionChunk)
+COMPLETION = _answers(Completion, Completion)
+RESPONSE = _answers(ResponseObject, ResponseEvent)
+
+
+class DocumentedApp(FastAPI):
+    """Completes the OpenAPI document. FastAPI adds only one schema for each response. This class
+    adds all schemas of generations."""
+
+    def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema is None:
+            schemas = super().openapi()["components"]["schemas"]
+            schemas |= models_json_schema(_GENERATIONS, ref_template=_REF)[1]["$defs"]
+        return super().openapi()
