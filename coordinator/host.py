@@ -153,7 +153,12 @@ class CoordinatorHost:
         from outrider.telemetry.setup import start_exports
 
         self.exports = start_exports(
-            config.telemetry, "coordinator", config.metrics_host, config.slot, scraped=config.http
+            config.telemetry,
+            "coordinator",
+            config.metrics_host,
+            config.slot,
+            scraped=config.http,
+            vllm_model=config.served_model_name if config.vllm_metric_names else None,
         )
         if self.exports is None:
             return UNOBSERVED

@@ -416,6 +416,8 @@ class CoordinatorConfig(ServerConfig):
     trace_every_rounds: Annotated[int, between(0, 2**20)] = 64
     """In a trace, the first two rounds of a request and then every Nth round have spans; 0 = no
     round has spans. The totals in the request's span include all rounds."""
+    vllm_metric_names: bool = False
+    """Also export speculation counters to Prometheus as vLLM does (`vllm:spec_decode_...`)."""
     tokenizer_directory: Internal[str] = ""
     """Directory of the tokenizer; empty = requests give token ids and get no text."""
     trust_remote_code: bool = False

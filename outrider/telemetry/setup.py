@@ -4,11 +4,14 @@ global providers, because Ray uses its own SDK in the process."""
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import socket
+from collections import defaultdict
+from collections.abc import Iterator
 from importlib.metadata import version
 from threading import Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIServer
 
 from opentelemetry.context import Context
@@ -25,23 +28,67 @@ from outrider.errors import SettingError
 from outrider.registry.registry import Role
 from outrider.telemetry.destination import Destination
 
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry, Metric
+
 EXPORT_TIMEOUT_S = 3.0
 """Timeout of each export, including the last one of a process."""
 SCOPE = "outrider"
+VLLM_COUNTERS = tuple(
+    f"spec_decode_num_{name}"
+    for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
+)
+"""Counters that vLLM also has, under the prefix `vllm:`."""
+
 _log = logging.getLogger(__name__)
+
+
+class _VllmNames:
+    """Collects the metrics of a registry, and copies of the speculation counters under vLLM's
+    names. OpenTelemetry instruments cannot have these names, because they contain a colon."""
+
+    def __init__(self, registry: CollectorRegistry, model: str) -> None:
+        self._registry = registry
+        self._model = model
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            yield metric
+            if metric.name.removeprefix(SCOPE + "_") in VLLM_COUNTERS:
+                yield self._renamed(metric)
+
+    def _renamed(self, metric: Metric) -> Metric:
+        """A copy under vLLM's name, summed over the labels that vLLM does not have."""
+        sums: dict[str, float] = defaultdict(float)
+        for sample in metric.samples:
+            sums[sample.labels.get("position", "")] += sample.value
+        found = copy.copy(metric)
+        found.name = metric.name.replace(SCOPE + "_", "vllm:", 1)
+        found.samples = []
+        for position, value in sums.items():
+            labels = {"model_name": self._model} | ({"position": position} if position else {})
+            found.add_sample(found.name + "_total", labels, value)
+        return found
 
 
 class Scrape:
     """A process's metrics for Prometheus."""
 
-    def __init__(self) -> None:
+    def __init__(self, vllm_model: str | None = None) -> None:
+        """`vllm_model` is the `model_name` of counters under vLLM's names; None = no counters."""
         from opentelemetry.exporter.prometheus import PrometheusMetricReader
         from prometheus_client import CollectorRegistry
 
-        self._registry = CollectorRegistry()
+        self._plain_text = vllm_model is not None
+        """Whether to serve only the text format. In the OpenMetrics format, prometheus_client 0.26
+        replaces the colons of vLLM's names by underscores."""
+        self._registry = registry = CollectorRegistry()
         self.reader: MetricReader = PrometheusMetricReader(
-            scope_info_enabled=False, registry=self._registry
+            scope_info_enabled=False, registry=registry
         )
+        if vllm_model is not None:
+            self._registry = CollectorRegistry()
+            self._registry.register(_VllmNames(registry, vllm_model))
         self._serving: tuple[WSGIServer, Thread] | None = None
         self.address = ""
         """HOST:PORT of the HTTP server; empty until `serve`."""
@@ -57,6 +104,9 @@ class Scrape:
             raise SettingError(
                 "telemetry", f"cannot serve Prometheus on {host}:{port}: {reason}"
             ) from error
+        if self._plain_text:
+            app: Any = server.get_app()
+            server.set_app(lambda environ, start: app({**environ, "HTTP_ACCEPT": ""}, start))
         self._serving = server, thread
         self.address = f"{host}:{server.server_port}"
         _log.info("metrics are served on %s", self.address)
@@ -65,7 +115,7 @@ class Scrape:
         """The metrics, and their content type, chosen by the scraper's header `accept`. Blocks."""
         from prometheus_client.exposition import choose_encoder
 
-        encode, content_type = choose_encoder(accept)
+        encode, content_type = choose_encoder("" if self._plain_text else accept)
         return encode(self._registry), content_type
 
     def stop(self) -> None:
@@ -118,12 +168,18 @@ class Exports:
 
 
 def start_exports(
-    telemetry: str, role: Role, host: str, slot: int = 0, *, scraped: bool = False
+    telemetry: str,
+    role: Role,
+    host: str,
+    slot: int = 0,
+    *,
+    scraped: bool = False,
+    vllm_model: str | None = None,
 ) -> Exports | None:
     """Starts the exports of the `telemetry` setting in a role's process, and serves Prometheus on
     `host`. If `scraped`, the process itself also serves `Exports.scrape`. `slot` is as for
-    `Destination.port`. Returns None if there is nothing to export. Raises `SettingError` if the
-    port is taken."""
+    `Destination.port`, `vllm_model` as for `Scrape`. Returns None if there is nothing to export.
+    Raises `SettingError` if the port is taken."""
     destination = Destination.parse(telemetry)
     endpoint, port = destination.otlp_endpoint, destination.port(role, slot)
     if not endpoint and port is None and not scraped:
@@ -137,7 +193,7 @@ def start_exports(
         told: Any = {"insecure": endpoint.startswith("http://"), "timeout": EXPORT_TIMEOUT_S}
         span_processor = BatchSpanProcessor(OTLPSpanExporter(endpoint, **told))
         readers.append(PeriodicExportingMetricReader(OTLPMetricExporter(endpoint, **told)))
-    scrape = None if port is None and not scraped else Scrape()
+    scrape = None if port is None and not scraped else Scrape(vllm_model)
     if scrape is not None:
         readers.append(scrape.reader)
         if port is not None:

@@ -61,13 +61,15 @@ async def test_requests_are_timed_by_route_and_status(tmp_path: Path) -> None:
     assert page.value(TIMES) == 9
     assert "secret" not in json.dumps(sorted(map(str, page.samples))).lower()
     assert page.names == own.names
+    assert not [name for name in page.names if name.startswith("vllm:")]
     assert "outrider_generation_tokens_total" in page.names
 
 
 async def test_metrics_are_there_without_being_asked_for(tmp_path: Path) -> None:
     """Metrics are served by HTTP, at the same port as the models. Without HTTP there are no
-    metrics. No other port is opened, and nothing is audited."""
-    config = CoordinatorConfig(port=0, served_model_name="model")
+    metrics. No other port is opened, and nothing is audited. vLLM's names appear only if they are
+    configured."""
+    config = CoordinatorConfig(port=0, served_model_name="model", vllm_metric_names=True)
     host = CoordinatorHost(config)
     observation = host.observe()
     target, draft = (EmulatedEngine(EmulatedSpec(verify_ms=1.0), role) for role in ("t", "d"))
@@ -85,6 +87,7 @@ async def test_metrics_are_there_without_being_asked_for(tmp_path: Path) -> None
     page = Page.parse(found.text)
     assert page.value(TIMES, http_route="/v1/completions", http_response_status_code="200") == 2
     assert page.value("outrider_generation_tokens_total") == 2 * BODY["max_tokens"]
+    assert page.value("vllm:spec_decode_num_drafts_total", model_name="model") >= 0
     assert host.exports.scrape is not None
     assert host.exports.scrape.address == ""
     await host.exports.close()

@@ -4,7 +4,7 @@ import json
 import logging
 import sys
 from typing import Any
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import pytest
 from opentelemetry.trace import get_current_span
@@ -155,7 +155,8 @@ def test_times_of_rounds_that_ran_unasked_are_only_in_the_spans() -> None:
 
 
 def test_acceptance_is_counted_by_position_and_context_length() -> None:
-    exports = start_exports("prometheus=0", "coordinator", "127.0.0.1")
+    """Also under vLLM's names."""
+    exports = start_exports("prometheus=0", "coordinator", "127.0.0.1", vllm_model="m")
     requests = ObservedRequests(exports.tracer, exports.meter, CoordinatorConfig())
     observer = requests.begin(REQUEST, "m", "")
     two, three = SealedProposal((1, 2)), SealedProposal((1, 2, 3))
@@ -163,9 +164,11 @@ def test_acceptance_is_counted_by_position_and_context_length() -> None:
         (two, 2, 1023), (two, 0, 1024), (three, 1, 70_000), (NOTHING_SEALED, 0, 70_000),
     ):  # fmt: skip
         observer.decided(proposal, num_accepted, num_accepted + 1, length)
-    with urlopen(f"http://{exports.scrape.address}/metrics", timeout=5) as served:
+    accept = "application/openmetrics-text;version=1.0.0"
+    url = f"http://{exports.scrape.address}/metrics"
+    with urlopen(Request(url, headers={"Accept": accept}), timeout=5) as served:
         text = served.read()
-    assert text == exports.scrape.render("")[0]
+    assert text == exports.scrape.render(accept)[0]
     page = Page.parse(text.decode())
     exports.shut_down()
     for context, drafted, accepted in (
@@ -176,10 +179,14 @@ def test_acceptance_is_counted_by_position_and_context_length() -> None:
             places = map(str, range(len(expected)))
             found = [page.value(name, context=context, position=place) for place in places]
             assert found == expected, (context, kind)
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    assert page.value(name, model_name="m", position="0") == 2
+    assert page.labels(name) == {"model_name", "position"}
     for name, value in (
         ("drafts", 3), ("draft_tokens", 7), ("accepted_tokens", 3), ("accepted_tokens_per_pos", 3)
     ):  # fmt: skip
-        assert page.value(f"outrider_spec_decode_num_{name}_total") == value, name
+        for prefix in ("outrider_", "vllm:"):
+            assert page.value(f"{prefix}spec_decode_num_{name}_total") == value, name
 
 
 def test_a_request_that_breaks_off_ends_all_its_spans_once(
