@@ -636,7 +636,17 @@ def merge(
     from `flags` (texts or values). Flags override the environment, which overrides the file. Raises
     `ConfigError` for a bad value, even if the value is overridden, and names its source."""
     given = translated_layers(flags, environment, file)
-    return {found.key: found.parse(raw, source) for found, raw, source in given}
+    values = {found.key: found.parse(raw, source) for found, raw, source in given}
+    if rates := values.pop(SPECULATIVE_CONFIG, ""):
+        engine = str(values.get("engine", AUTO_ENGINE))
+        if not engine.startswith(EMULATED):
+            raise SettingError(
+                SPECULATIVE_CONFIG,
+                "rejection_sample_method: synthetic needs --engine emulated:SPEC. With real models "
+                "users would get tokens that the model did not choose",
+            )
+        values["engine"] = f"{engine.rstrip(',')},acceptance_rates={rates}"
+    return values
 
 
 def translated_layers(

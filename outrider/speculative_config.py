@@ -3,12 +3,13 @@
 The keys and values are those of vLLM 0.32. An error for an unsupported value names its key."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import WithJsonSchema
 
 from outrider.drafters.names import MTP
+from outrider.engine.emulated_spec import SCHEME, EmulatedSpec
 from outrider.errors import ConfigError, did_you_mean
 from outrider.settings import Value, checked
 
@@ -26,7 +27,9 @@ class SpeculativeConfig:
 
 _RULE = "rejection_sample_method"
 _RULES = {"standard": "token", "block": "block"}
-"""The value of `unseeded_rule` for each `rejection_sample_method`."""
+"""The value of `unseeded_rule` for each `rejection_sample_method` except synthetic."""
+_SYNTHETIC = "synthetic"
+_RATES = ("synthetic_acceptance_rates", "synthetic_acceptance_length")
 _SETTINGS = {
     "num_speculative_tokens": "num_draft_tokens",
     "draft_tensor_parallel_size": "draft_tensor_parallel_size",
@@ -45,15 +48,16 @@ _METHODS = {
     "mtp": MTP, "deepseek_mtp": MTP, "glm4_moe_mtp": MTP, "qwen3_next_mtp": MTP,
 }  # fmt: skip
 """The value of `draft_model` for each `method`. {} stands for the value of the key `model`."""
+_LOOK_UPS = ("ngram", "suffix")
 _ALLOWED: dict[str, tuple[Value, ...]] = {
     "method": tuple(_METHODS),
     "parallel_drafting": (True,),
     "draft_sample_method": ("probabilistic",),
-    _RULE: tuple(_RULES),
+    _RULE: (*_RULES, _SYNTHETIC),
     "suffix_decoding_max_cached_requests": (0,),
 }
 """The allowed values of each of these keys, apart from null and false."""
-_KEYS = tuple(dict.fromkeys(("method", "model", *_SETTINGS, *_ALLOWED)))
+_KEYS = tuple(dict.fromkeys(("method", "model", *_SETTINGS, *_ALLOWED, *_RATES)))
 _NGRAM_BOUNDS = ("prompt_lookup_min", "prompt_lookup_max")
 _NGRAM_TOKENS = 5
 """Shortest and longest match, in tokens, if neither is given."""
@@ -61,8 +65,9 @@ _NGRAM_TOKENS = 5
 
 def settings_of_vllm(raw: object, source: str) -> Iterator[tuple[str, Value, str]]:
     """Yields the settings that a `speculative_config` stands for: the key of each, its unchecked
-    value, and vLLM's key after `source`. `raw` is text, or a value from YAML. A `ConfigError` names
-    `source` and the wrong key."""
+    value, and vLLM's key after `source`. With synthetic acceptance, the setting
+    `speculative_config` is the `acceptance_rates` of the emulated engine. `raw` is text, or a value
+    from YAML. A `ConfigError` names `source` and the wrong key."""
     if raw == "":
         return
     values = _values(raw, source)
@@ -73,10 +78,18 @@ def settings_of_vllm(raw: object, source: str) -> Iterator[tuple[str, Value, str
     form = _METHODS[method]
     if "{}" not in form and model is not None:
         raise ConfigError(f"{source}: model: {model!r} given, but {method} takes no model")
-    if "{}" in form and not (model and isinstance(model, str)):
+    is_synthetic = values.get(_RULE) == _SYNTHETIC
+    if "{}" in form and not is_synthetic and not (model and isinstance(model, str)):
         wrong = "is missing" if model is None else f"{model!r} is wrong"
         raise ConfigError(f"{source}: model: {wrong}; the method {method} needs a model's name")
-    yield "draft_model", form.format(model), f"{source}: {'model' if model else 'method'}"
+    drafter = form.format(model)
+    if is_synthetic:
+        del values[_RULE]
+        yield SPECULATIVE_CONFIG, "/".join(map(str, _acceptance_rates(values, source))), source
+        drafter = form if form in _LOOK_UPS else SCHEME
+    elif given := [key for key in _RATES if key in values]:
+        raise ConfigError(f"{source}: {given[0]}: needs {_RULE} {_SYNTHETIC}")
+    yield "draft_model", drafter, f"{source}: {'model' if model else 'method'}"
     if form == "ngram":
         # As in vLLM, a missing bound gets the value of the other bound. The given bound stays first
         # in `values`, so that errors name the given bound.
@@ -88,6 +101,25 @@ def settings_of_vllm(raw: object, source: str) -> Iterator[tuple[str, Value, str
     for key, value in values.items():
         if key in _SETTINGS:
             yield _SETTINGS[key], value, f"{source}: {key}"
+
+
+def _acceptance_rates(values: Mapping[str, Any], source: str) -> Sequence[float]:
+    """Returns the probabilities that a round accepts at least 1, 2, ... draft tokens."""
+    keys = (*_RATES, "num_speculative_tokens")
+    given: list[Any] = [values.get(key) for key in keys]
+    rates, length, count = given
+    try:
+        if rates is None and 1 <= length <= count + 1:
+            # As in vLLM, a round commits floor(length) or floor(length) + 1 tokens.
+            rates, length = [min(1, max(0, length - 1 - place)) for place in range(count)], None
+        if length is None and len(rates) == count:
+            return EmulatedSpec(acceptance_rates=tuple(rates)).acceptance_rates
+    except (TypeError, ValueError, ConfigError):
+        pass  # The error below names all keys.
+    raise ConfigError(
+        f"{source}: {_RULE}: {_SYNTHETIC} needs num_speculative_tokens N and either {_RATES[0]} (N "
+        f"numbers from 0 to 1 that do not increase) or {_RATES[1]} (a number from 1 to N + 1)"
+    )
 
 
 def _values(raw: object, source: str) -> dict[str, Any]:

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from deploy.cli.main import main
-from outrider.config import merge
+from outrider.config import load_config, merge
 from outrider.errors import ConfigError
+
+SYNTHETIC = {"num_speculative_tokens": 3, "rejection_sample_method": "synthetic"}
 
 
 @pytest.mark.parametrize(
@@ -50,6 +52,25 @@ def test_it_sets_what_it_stands_for(said: object, settings: dict[str, object]) -
 
 
 @pytest.mark.parametrize(
+    ("said", "rates"),
+    [
+        ({"synthetic_acceptance_rates": [0.9, 0.5, 0.5]}, "0.9/0.5/0.5"),
+        ({"synthetic_acceptance_length": 2.25, "method": "eagle3", "model": "a/b"}, "1.0/0.25/0.0"),
+    ],
+)
+def test_synthetic_acceptance_is_of_an_emulated_pair(said: dict[str, object], rates: str) -> None:
+    """Wherever its engine is set; a draft model is emulated, too, but a look-up is not."""
+    text = json.dumps(SYNTHETIC | said)
+    config = load_config({"speculative_config": text}, {"OUTRIDER_ENGINE": "emulated:verify_ms=2"})
+    assert config.target.engine == f"emulated:verify_ms=2,acceptance_rates={rates}"
+    assert (config.draft.engine, config.draft.model) == (config.target.engine, "emulated")
+    look_up = json.dumps(SYNTHETIC | said | {"method": "suffix", "model": None})
+    assert merge({"speculative_config": look_up, "engine": "emulated:verify_ms=2"}, {}) == {
+        "draft_model": "suffix", "num_draft_tokens": 3, "engine": config.target.engine,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
     ("said", "error"),
     [
         ({"methode": 1}, "methode: 1 given, but this key is unknown; did you mean method?"),
@@ -70,7 +91,13 @@ def test_it_sets_what_it_stands_for(said: object, settings: dict[str, object]) -
         ({"method": "ngram", "prompt_lookup_max": 999}, "prompt_lookup_max: 999 is wrong; "),
         ({"draft_sample_method": "greedy"}, 'it must be one of "probabilistic"'),
         ({"suffix_decoding_max_cached_requests": 9}, "cached_requests: 9 is wrong; it must be one"),
-        ({"rejection_sample_method": ["block"]}, 'it must be one of "standard", "block"'),
+        ({"rejection_sample_method": ["block"]}, 'one of "standard", "block", "synthetic"'),
+        (SYNTHETIC, "synthetic needs num_speculative_tokens N and either synthetic_acceptance"),
+        (SYNTHETIC | {"synthetic_acceptance_length": 4.1}, "a number from 1 to N + 1"),
+        (SYNTHETIC | {"synthetic_acceptance_rates": [0.5, 0.6, 0.1]}, "that do not increase"),
+        (SYNTHETIC | {"synthetic_acceptance_rates": [0.5]}, "N numbers from 0 to 1"),
+        ({"method": "suffix", "synthetic_acceptance_length": 2}, "needs rejection_sample_method"),
+        (SYNTHETIC | {"synthetic_acceptance_length": 2}, "synthetic needs --engine emulated:SPEC"),
         ([1], "[1] is wrong; it must be a JSON object"),
     ],
 )  # fmt: skip
