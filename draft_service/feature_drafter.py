@@ -37,7 +37,7 @@ class HeadEngine(PagedSequences):
         num_pages = min(pages_in(kv_cache_memory_bytes, [shape]), longest)
         self.info = replace(info, max_model_len=min(info.max_model_len, num_pages * PAGE_SIZE))
         cache = KVCache([shape], num_pages)
-        self._layer = PairLayer(head.module, cache.layers[0])
+        self._pairs = self._layer = PairLayer(head.module, cache.layers[0])
         self._use_pool(BlockPool(num_pages, PAGE_SIZE), cache, max_num_seqs)
 
     def run(self, steps: Sequence[SequenceStep], features: Tensor) -> Tensor:
@@ -61,12 +61,6 @@ class HeadEngine(PagedSequences):
             return self._layer.draft(last, [*features[newest]])
 
         return self._run(run, steps)[0]
-
-    def draft(self, steps: Sequence[SequenceStep], features: Sequence[Tensor]) -> Tensor:
-        """Returns the head's output [N, D] for one draft token of each of N sequences, from N
-        `features` [D]. Before the next `run`, `keep` must drop the slots of draft tokens."""
-        rows, _ = self._run(lambda held: self._layer.draft(held, features), steps, whole=False)
-        return rows
 
 
 def _but_last(held: HeldSequence) -> HeldSequence:
@@ -142,7 +136,7 @@ class FeatureDrafter(ModelDrafter):
             hidden.append(self.engine.run([*map(self._step, fresh)], rows.to(weight)))
         if begun:
             carried = [branch.carried for branch in begun]
-            hidden.append(self.engine.draft([*map(self._step, begun)], carried))
+            hidden.append(self.engine.forward_draft([*map(self._step, begun)], carried))
         rows = torch.cat(hidden)
         drawing = [branch for branch in (*fresh, *begun) if branch.num_wanted > 0]
         for branch, row in zip(drawing, self._head.carry(rows), strict=True):

@@ -27,7 +27,7 @@ from draft_service.model_drafter import ModelDrafter
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft
 from outrider.drafters.drafter import DraftRequest
 from outrider.engine.interface import ModelInfo, SequenceStep
-from outrider.errors import EngineLost, OutOfPages, OutriderError
+from outrider.errors import EngineLost, OutriderError
 from outrider.kv_cache.session_table import SessionTable
 from outrider.limits import LOOK_AHEAD_BYTES_MAX
 from outrider.messages import DraftAnswer, DraftItem, ProposalReply, Refused, ReplyKey
@@ -181,15 +181,10 @@ class LookAhead:
         for now in read:
             if now.basis is not None and now.guesses is None:
                 self._begin_outcomes(now, None)
-        outcomes = [
-            (now.chances[outcome], branch)
-            for now in rounds
-            for outcome, branch in now.outcomes.items()
-        ]
-        outcomes.sort(key=itemgetter(0), reverse=True)
-        chosen = [branch for _, branch in outcomes[: room - len(read)]]
+        readings = [now.reading for now in read]
+        chosen = self._likeliest(rounds, room - len(read), wanted, readings)
         try:
-            logits = self._drafter.advance([*wanted, *chosen], [now.reading for now in read])
+            logits = self._drafter.advance([*wanted, *chosen], readings)
         except Exception as error:
             if not self._recover(wanted, error):
                 raise
@@ -204,6 +199,28 @@ class LookAhead:
         for now in unread:
             now.is_read = now.is_read or now in read or not self._is_readable(now)
         return [self._advanced(now, self._harvest(now)) for now in rounds]
+
+    def _likeliest(
+        self,
+        rounds: Sequence[RoundAhead],
+        most: int,
+        wanted: Sequence[AutoregressiveDraft],
+        readings: Sequence[SequenceStep],
+    ) -> list[AutoregressiveDraft]:
+        """Returns the drafts of the likeliest outcomes, `most` or fewer. If there are too few pages
+        for these beside the other steps of the pass, ends the drafts of the least likely."""
+        found = [(now.chances[one], now.outcomes, one) for now in rounds for one in now.outcomes]
+        found = sorted(found, key=itemgetter(0), reverse=True)[:most]
+        chosen = [outcomes[outcome] for _, outcomes, outcome in found]
+        if not self._drafter.can_advance([*wanted, *chosen], readings):
+            self._release(self._stale)
+            for other in self._rounds.values():
+                self._release(other.kept)
+            while chosen and not self._drafter.can_advance([*wanted, *chosen], readings):
+                _, outcomes, outcome = found.pop()
+                self._release([outcomes.pop(outcome)])
+                chosen.pop()
+        return chosen
 
     def forget(self, session_id: str) -> None:
         """Drops the session's round. Ignores unknown sessions."""
@@ -310,9 +327,8 @@ class LookAhead:
         return [found[index] for index in range(len(rounds))]
 
     def _begin_outcomes(self, now: RoundAhead, read: LikelyTokens | None) -> None:
-        """Begins to draft the likeliest outcomes, as far as there are pages, and ends the drafts of
-        other outcomes. `read` has the rows of the pass that read the round. Before that pass, it is
-        None."""
+        """Begins to draft the likeliest outcomes, and ends the drafts of other outcomes. `read` has
+        the rows of the pass that read the round. Before that pass, it is None."""
         parts = [*now.seen]
         if read is not None:
             parts.append(read)
@@ -330,28 +346,18 @@ class LookAhead:
             for one in self._outcome_model(now).plan(now.guesses, now.item.look_ahead)
         }
         begun, now.outcomes = now.outcomes, {}
-        try:
-            for outcome in now.chances:
-                if outcome in begun:
-                    now.outcomes[outcome] = begun.pop(outcome)
-                elif outcome not in now.finished:
-                    self._branch_off(now, outcome)
-        except OutOfPages:  # `_branch_off` has already released all that it can.
-            now.outcomes |= {one: begun.pop(one) for one in now.chances.keys() & begun.keys()}
+        for outcome in now.chances:
+            if outcome in begun:
+                now.outcomes[outcome] = begun.pop(outcome)
+            elif outcome not in now.finished:
+                self._branch_off(now, outcome)
         self._release([*begun.values()])
 
     def _branch_off(self, now: RoundAhead, outcome: Outcome) -> None:
-        """Begins to draft an outcome on a fork. Raises `OutOfPages`."""
+        """Begins to draft an outcome on a fork."""
         name = f"{now.session_id}/{next(self._numbers)}"
         source = now.session_id if now.basis is None or now.is_read else now.basis.sequence_id
-        try:
-            self._engine.fork(source, name)
-        except OutOfPages:
-            # Releases the sequences of pushed proposals, and tries again.
-            self._release(self._stale)
-            for found in self._rounds.values():
-                self._release(found.kept)
-            self._engine.fork(source, name)
+        self._engine.fork(source, name)
         self._engine.keep(name, len(now.committed) + len(outcome) - 1)
         request = now.request(name, (*now.committed, *outcome), self._engine.info)
         branch = self._drafter.begin(request)

@@ -97,6 +97,12 @@ class ModelDrafter:
             self._draw(branches, logits[len(beside) :])
         return logits[: len(beside)]
 
+    def can_advance(
+        self, branches: Sequence[AutoregressiveDraft], beside: Sequence[SequenceStep]
+    ) -> bool:
+        """Whether there are pages for the pass of `advance`."""
+        return self.engine.can_hold([*beside, *map(self._step, branches)])
+
     def _pass(
         self, branches: Sequence[AutoregressiveDraft], beside: Sequence[SequenceStep] = ()
     ) -> list[Tensor]:

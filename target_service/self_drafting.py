@@ -82,7 +82,7 @@ class SelfDrafter:
         """Returns the logits [R, N] after R steps. The keys of `steps` are indices of drafts.
         Replaces the `features` of these drafts by the features for the next steps."""
         given = [features[index] for index in steps]
-        hidden = torch.cat(self.engine.forward_draft([*steps.values()], given))
+        hidden = self.engine.forward_draft([*steps.values()], given)
         for index, row in zip(steps, self._head.carry(hidden), strict=True):
             features[index] = row
         return self._head.logits(hidden)

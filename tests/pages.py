@@ -13,7 +13,7 @@ def check_pages(owner: Any) -> None:
     for name, sequence in pool._sequences.items():
         num_pages = -(-sequence.length // pool.page_size)
         assert len(sequence.pages) == len(set(sequence.pages)) == num_pages, name
-        assert 0 <= sequence.num_shallow <= sequence.length, name
+        assert 0 <= sequence.num_written <= sequence.length, name
         holders.update(sequence.pages)
         for page, prefix in zip(sequence.pages, sequence.prefixes, strict=False):
             assert prefix.key[1] == pool._packed_ids(page), f"page {page} of {name} is corrupt"

@@ -41,8 +41,8 @@ class ToyEngine:
         self._pass_s = pass_s
         self.stated_seconds = 0.0
         self._pool = pool = BlockPool(num_pages, PAGE_SIZE)
-        self.can_hold, self.find, self.release = pool.can_hold, pool.find, pool.release
-        self.length, self.page_counts = pool.length, pool.counts
+        self.can_hold, self.fork, self.keep = pool.can_hold, pool.fork, pool.keep
+        self.release, self.length, self.page_counts = pool.release, pool.length, pool.counts
         self._known: set[str] = set()
         self.batches: list[list[str]] = []
         """Sessions of each forward pass."""
@@ -94,12 +94,6 @@ class ToyEngine:
     def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
         self._known.add(sequence_id)
         return self._pool.attach(sequence_id, token_ids, salt)
-
-    def fork(self, sequence_id: str, branch_id: str) -> None:
-        self._pool.fork(sequence_id, branch_id)
-
-    def keep(self, sequence_id: str, length: int) -> None:
-        self._pool.keep(sequence_id, length)
 
     def take_step_seconds(self) -> float:
         seconds, self.stated_seconds = self.stated_seconds, 0.0

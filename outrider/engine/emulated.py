@@ -84,8 +84,9 @@ class EmulatedEngine:
         self._role = role
         self._max_num_seqs = max_num_seqs
         self._pool = pool = BlockPool(spec.num_pages, PAGE_SIZE)
-        self.can_hold, self.find, self.attach = pool.can_hold, pool.find, pool.attach
-        self.release, self.length, self.page_counts = pool.release, pool.length, pool.counts
+        self.can_hold, self.attach, self.fork = pool.can_hold, pool.attach, pool.fork
+        self.keep, self.release, self.length = pool.keep, pool.release, pool.length
+        self.page_counts = pool.counts
         self._step_seconds = 0.0
         self._rows = torch.full((0, spec.vocab_size), -math.inf)
         """A buffer for logits. All values are -inf, except those that the last step wrote."""
@@ -96,7 +97,7 @@ class EmulatedEngine:
         """For each place in the round, the probability that the draft token at this place is
         accepted, if all draft tokens before it are accepted."""
         self._drafts_as = self
-        """The engine whose distributions and step times `draft` uses."""
+        """The engine whose distributions and step times `forward_draft` uses."""
         if spec.head_on:
             self._open_head(spec, role)
         self.info = ModelInfo(
@@ -147,10 +148,10 @@ class EmulatedEngine:
         return [torch.zeros(num, 1) for num in self._num_rows]
 
     def forward_draft(
-        self, steps: Sequence[SequenceStep], features: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
+        self, steps: Sequence[SequenceStep], _: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
         """See `DraftingEngine.forward_draft`."""
-        return list(torch.split(self.draft(steps, features), 1))
+        return self._run(steps, self._drafts_as, whole=False)[1].clone()
 
     def held_features(self, ranges: Sequence[tuple[str, int, int]]) -> torch.Tensor:
         """See `FeatureKeeper.held_features`."""
@@ -159,18 +160,6 @@ class EmulatedEngine:
     def run(self, steps: Sequence[SequenceStep], _: torch.Tensor) -> torch.Tensor:
         """Like `HeadEngine.run`."""
         return torch.cat(self.forward(steps))
-
-    def draft(self, steps: Sequence[SequenceStep], _: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Like `HeadEngine.draft`."""
-        return self._run(steps, self._drafts_as, whole=False)[1].clone()
-
-    def fork(self, sequence_id: str, branch_id: str) -> None:
-        """See `Engine.fork`."""
-        self._pool.fork(sequence_id, branch_id)
-
-    def keep(self, sequence_id: str, length: int) -> None:
-        """See `Engine.keep`."""
-        self._pool.keep(sequence_id, length)
 
     def take_step_seconds(self) -> float:
         """The stated time of the steps since the last call."""

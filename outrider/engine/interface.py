@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -45,8 +45,8 @@ class SequenceStep:
 
 @dataclass(frozen=True, slots=True)
 class PageCounts:
-    """Counts of an engine's pages. `Engine.attach` was given `prefix_queries` tokens, and found
-    `prefix_hits` of these in cached pages."""
+    """Counts of an engine's pages. The sequences that have run were given `prefix_queries` tokens
+    by `Engine.attach`, and began with `prefix_hits` of these from cached pages."""
 
     num_pages: int
     num_free: int
@@ -63,14 +63,6 @@ class PageCounts:
     def usage(self) -> float:
         """Share of the pages that sequences hold, 0 to 1."""
         return 1.0 - (self.num_free + self.num_evictable) / self.num_pages
-
-
-@dataclass(frozen=True, slots=True)
-class FoundPrefix:
-    """Cached pages with which a sequence can begin. They are valid until the engine runs a step."""
-
-    length: int  # number of slots in all these pages
-    pages: tuple[int, ...]
 
 
 class Engine(Protocol):
@@ -103,19 +95,10 @@ class Engine(Protocol):
         `max_model_len`. Raises `OutOfPages` if eviction does not make enough room. After either
         error, no sequence has changed."""
 
-    def can_hold(
-        self,
-        steps: Sequence[SequenceStep],
-        without: Iterable[str] = (),
-        begun: Mapping[str, FoundPrefix] | None = None,
-    ) -> bool:
+    def can_hold(self, steps: Sequence[SequenceStep], without: Iterable[str] = ()) -> bool:
         """Whether `forward` would find pages for these steps, after evictions if needed. Assumes
-        that the sequences in `without` are released first, and that each sequence in `begun` begins
-        with the pages in `begun`. Sequences in `without` must have no step, and sequences in
-        `begun` must be new. Changes nothing."""
-
-    def find(self, token_ids: Sequence[int], salt: str = "") -> FoundPrefix:
-        """Returns the cached pages with which `attach` would begin a sequence. Changes nothing."""
+        that the sequences in `without`, which must have no step, are released first. Changes
+        nothing."""
 
     def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
         """Begins a new sequence with all cached pages that match the start of `token_ids`. Pages
@@ -125,8 +108,7 @@ class Engine(Protocol):
 
     def fork(self, sequence_id: str, branch_id: str) -> None:
         """Begins the new sequence `branch_id` with the slots of `sequence_id`. The two sequences
-        share whole pages. A partial last page is copied. If no page is free for this copy, evicts a
-        cached page. Raises `OutOfPages` if there is no page to evict."""
+        share all pages, and a step copies a partial page before it writes to the page."""
 
     def page_counts(self) -> PageCounts:
         """Returns the current counts."""
@@ -163,11 +145,9 @@ class DraftingEngine(Engine, Protocol):
         """Returns features [num_logits, D] for each step of the last `forward`, in the model's
         dtype and on the model's device. They are valid until the next `forward`."""
 
-    def forward_draft(
-        self, steps: Sequence[SequenceStep], features: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """Runs the head on one pair for each step: a feature [D] and the step's only token. The
-        sequence must already hold slots. Returns the head's output [1, D] for each step, in the
+    def forward_draft(self, steps: Sequence[SequenceStep], features: Sequence[Tensor]) -> Tensor:
+        """Runs the head on one pair for each of N >= 1 steps: a feature [D] and the step's only
+        token. The sequence must already hold slots. Returns the head's output [N, D], in the
         model's dtype. Each pair takes a new slot, to which the model's keys and values are not
         written. The caller must drop these slots with `keep` before the sequence's next `forward`.
         """

@@ -245,6 +245,7 @@ class PagedEngine(PagedSequences):
         cache = KVCache(shapes, num_pages, self._decoder is not None, self._draft_shapes)
         if self.draft_layer is not None:
             self._draft = DraftLayer(self.draft_layer.module, cache.plain_layers)
+            self._pairs = self._draft.pairs
         self._use_pool(BlockPool(num_pages, PAGE_SIZE), cache, self._max_num_seqs)
         self._steps = self._new_steps(cache.layers)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.batch import HeldSequence, HeldStep
-from outrider.engine.draft_layer import DraftLayer
+from outrider.engine.draft_layer import DraftLayer, PairLayer
 from outrider.engine.interface import ModelInfo, SequenceStep, check_steps
 from outrider.errors import InvariantError, StepUndone, check
 from outrider.kv_cache.block_pool import BlockPool, Copy
@@ -37,15 +37,15 @@ class PagedSequences:
     """The drafting head that runs on the model's pages. None if there is no such head."""
     _draft: DraftLayer | None = None
     """The same head as a layer, with the features and pairs of all slots."""
+    _pairs: PairLayer | None = None
+    """The layer that runs in steps of its own, if there is one."""
     _features: Sequence[Tensor] = ()
 
     def _use_pool(self, pool: BlockPool, cache: PageStore, max_num_seqs: int) -> None:
         """Forgets all sequences. From now on uses the pages of this pool, which must be empty."""
         self._pool, self._cache, self._max_num_seqs = pool, cache, max_num_seqs
         self._page_size = pool.page_size
-        self._copies: dict[int, int] = {}
-        """The page copies to make before the next step, as {to: from}."""
-        self.can_hold, self.find, self.attach = pool.can_hold, pool.find, pool.attach
+        self.can_hold, self.attach, self.fork = pool.can_hold, pool.attach, pool.fork
         self.keep, self.release, self.length = pool.keep, pool.release, pool.length
         self.page_counts = pool.counts
 
@@ -70,41 +70,32 @@ class PagedSequences:
         """See `DraftingEngine.features`."""
         return self._features
 
-    def forward_draft(
-        self, steps: Sequence[SequenceStep], features: Sequence[Tensor]
-    ) -> list[Tensor]:
+    def forward_draft(self, steps: Sequence[SequenceStep], features: Sequence[Tensor]) -> Tensor:
         """See `DraftingEngine.forward_draft`. Raises `InvariantError` without a draft layer."""
-        if self._draft is None or self._draft.pairs is None:
+        if (pairs := self._pairs) is None:
             raise InvariantError("an engine without a draft layer runs no draft steps")
         check(len(steps) == len(features), f"{len(features)} features for {len(steps)} draft steps")
         for step in steps:
             is_single = len(step.token_ids) == step.num_logits == 1
             check(is_single, f"{step.sequence_id}: a draft step has one token")
             check(self.length(step.sequence_id) > 0, f"{step.sequence_id} holds no slots yet")
-        draft = self._draft.pairs.draft
 
         def run(step: HeldStep) -> Tensor:
             try:
-                return draft(step, features)
+                return pairs.draft(step, features)
             except Exception as error:
                 raise StepUndone(f"a draft step failed: {error}") from error
 
-        return list(torch.split(*self._run(run, steps, whole=False))) if steps else []
+        return self._run(run, steps, whole=False)[0]
 
     def take_slots(self, steps: Sequence[SequenceStep]) -> None:
         """Takes slots for these steps without computing anything. If rank 0 of a model runs a draft
         step, the other ranks call this method, because all ranks must hold the same pages."""
         self._run(lambda _: torch.empty(0), steps, whole=False)
 
-    def fork(self, sequence_id: str, branch_id: str) -> None:
-        """See `Engine.fork`."""
-        _add(self._copies, self._pool.fork(sequence_id, branch_id))
-
     def _slots(self, ranges: Sequence[tuple[str, int, int]]) -> npt.NDArray[np.int64]:
         """Returns [n]: the numbers of the slots first..end - 1 of each (sequence id, first,
         end)."""
-        if self._copies:
-            self._settle()
         size = self._page_size
         found = []
         for name, first, end in ranges:
@@ -113,16 +104,6 @@ class PagedSequences:
             found.append(np.array(self._pool.pages(name))[places // size] * size + places % size)
         return np.concatenate(found)
 
-    def _settle(self) -> None:
-        """Makes the pending copies. If a copy fails, the pool forgets all pages that should have
-        been written."""
-        copies, self._copies = self._copies, {}
-        try:
-            self._cache.copy_pages([(source, target) for target, source in copies.items()])
-        except BaseException:
-            self._pool.forget({*copies})
-            raise
-
     def take_step_seconds(self) -> float:
         """See `Engine.take_step_seconds`."""
         return self.stated_seconds
@@ -130,21 +111,23 @@ class PagedSequences:
     @contextmanager
     def _appended(self, steps: Sequence[SequenceStep], whole: bool = True) -> Iterator[HeldStep]:
         """Takes slots for these steps. If the body of the `with` statement fails, the sequences
-        give back these slots."""
+        give back these slots. If a page cannot be copied, the sequences are forgotten."""
         lengths = [self.length(step.sequence_id) for step in steps]
-        _add(self._copies, self._pool.append(steps, whole))
+        copies = self._pool.append(steps, whole)
         held = [
             HeldSequence(step, length, self._pool.pages(step.sequence_id))
             for step, length in zip(steps, lengths, strict=True)
         ]
+        is_copied = False
         try:
-            self._settle()
+            self._cache.copy_pages(copies)
+            is_copied = True
             yield HeldStep(held, self._page_size)
         except BaseException:
-            # Otherwise other sequences could share slots that were not written.
             for one in held:
-                if self.length(one.step.sequence_id):
-                    self._pool.keep(one.step.sequence_id, one.length)
+                self._pool.keep(one.step.sequence_id, one.length)
+                if not is_copied:
+                    self._pool.release(one.step.sequence_id)
             raise
 
 
@@ -154,11 +137,3 @@ def newest_rows(rows: Tensor, step: HeldStep) -> list[Tensor]:
     steps = [held.step for held in step.sequences]
     parts = torch.split(rows, [len(one.token_ids) for one in steps])
     return [part[len(part) - one.num_logits :] for part, one in zip(parts, steps, strict=True)]
-
-
-def _add(pending: dict[int, int], copies: Sequence[Copy]) -> None:
-    """Adds copies (from, to) to the pending copies. All pending copies are made at the same time.
-    So a copy that would read the target of a pending copy reads the source of that pending copy
-    instead."""
-    for source, target in copies:
-        pending[target] = pending.get(source, source)

@@ -306,6 +306,7 @@ class VllmEngine(PagedSequences):
             """Element i is the index of the head's layer i among the layers that the model
             returns."""
             self._draft = DraftLayer(head, self._draft_pages)
+            self._pairs = self._draft.pairs
 
     def _read_by_leader(self, num_layers: int) -> list[int]:
         """On every rank, returns the layers that the leader's head reads, because all ranks must

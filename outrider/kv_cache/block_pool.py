@@ -14,9 +14,9 @@ the pool forgets the page's prefix."""
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from outrider.engine.interface import FoundPrefix, PageCounts, SequenceStep
+from outrider.engine.interface import PageCounts, SequenceStep
 from outrider.errors import InvariantError, OutOfPages, check
 from outrider.kv_cache.prefix_cache import PagedSequence, Prefix, PrefixIndex
 
@@ -87,56 +87,38 @@ class BlockPool:
             sequence.prefixes.append(prefix)
             sequence.pages.append(prefix.page)
             self._hold(prefix.page)
-        sequence.length = len(sequence.pages) * self.page_size
-        self._prefix_queries += len(token_ids)
-        self._prefix_hits += sequence.length
+        sequence.length = sequence.num_written = len(sequence.pages) * self.page_size
+        sequence.num_queried = len(token_ids)
         return sequence.length
 
-    def find(self, token_ids: Sequence[int], salt: str = "") -> FoundPrefix:
-        """See `Engine.find`."""
-        pages = tuple(prefix.page for prefix in self._known_prefixes(token_ids, salt))
-        return FoundPrefix(len(pages) * self.page_size, pages)
-
-    def fork(self, sequence_id: str, branch_id: str) -> list[Copy]:
-        """See `Engine.fork`. Returns the page copies to make before the next step: one copy if the
-        last page is not full, else no copy. If there is no page for this copy, raises `OutOfPages`
-        and changes nothing."""
+    def fork(self, sequence_id: str, branch_id: str) -> None:
+        """See `Engine.fork`."""
         sequence = self._sequences.get(sequence_id)
         if sequence is None:
             raise InvariantError(f"{sequence_id} is unknown and cannot be forked")
         check(branch_id not in self._sequences, f"{branch_id} is held already")
-        is_partial = sequence.length % self.page_size > 0
-        if is_partial:
-            self._make_room(1)
         branch = self._sequences[branch_id] = sequence.branch()
         for page in branch.pages:
             self._holders[page] += 1
-        return self._own(branch, len(branch.pages) - 1) if is_partial else []
 
-    def can_hold(
-        self,
-        steps: Sequence[SequenceStep],
-        without: Iterable[str] = (),
-        begun: Mapping[str, FoundPrefix] | None = None,
-    ) -> bool:
+    def can_hold(self, steps: Sequence[SequenceStep], without: Iterable[str] = ()) -> bool:
         """See `Engine.can_hold`."""
-        return self._is_roomy(steps) or self._num_missing(steps, without, begun or {}) <= 0
+        return self._is_roomy(steps) or self._num_missing(steps, without) <= 0
 
     def append(self, steps: Sequence[SequenceStep], whole: bool = True) -> list[Copy]:
         """Takes slots for the tokens of each step. The steps must be of different sequences. An
         unknown sequence begins with an empty salt. Returns the page copies to make before any slot
         is written. After the step, call `written`. If the step has failed, call `keep` with the old
-        length instead, so that unwritten slots are not shared. If the page copies have failed, also
-        call `forget` with the targets of the copies.
+        length instead. If the page copies have failed, then also `release` the sequences.
 
         Evicts remembered pages as needed. If there is still no room, raises `OutOfPages` and
-        changes nothing. If `whole` is False, the new slots are shallow (see `prefix_cache.py`).
-        Only shallow slots can follow shallow slots. So before a call with `whole`, drop the shallow
-        slots with `keep`. If a sequence still has shallow slots, raises `InvariantError`."""
+        changes nothing. If not `whole`, only the draft layer writes to the new slots, so they are
+        never shared, and `written` must not be called. Before a call with `whole`, drop such slots
+        with `keep`, else the call raises `InvariantError`."""
         for step in steps if whole else ():
             sequence = self._sequences.get(step.sequence_id)
-            is_whole = sequence is None or not sequence.num_shallow
-            check(is_whole, f"{step.sequence_id}: its last slots are shallow")
+            is_written = sequence is None or sequence.is_written
+            check(is_written, f"{step.sequence_id}: its last slots are not written")
         if not self._is_roomy(steps):
             self._make_room(self._num_needed(steps, Counter()))
         size = self.page_size
@@ -148,7 +130,11 @@ class BlockPool:
             if sequence.length % size:
                 copies += self._own(sequence, len(sequence.pages) - 1)
             self._write(sequence, step.token_ids)
-            sequence.grow(len(step.token_ids), whole)
+            if sequence.num_queried:
+                self._prefix_queries += sequence.num_queried
+                self._prefix_hits += sequence.length
+                sequence.num_queried = 0
+            sequence.length += len(step.token_ids)
         return copies
 
     def written(self, steps: Sequence[SequenceStep]) -> None:
@@ -156,11 +142,12 @@ class BlockPool:
         once the slots that `append` took are written."""
         for step in steps:
             sequence = self._sequences[step.sequence_id]
-            if sequence.num_whole // self.page_size > len(sequence.prefixes):
+            sequence.num_written = sequence.length
+            if sequence.length // self.page_size > len(sequence.prefixes):
                 self._remember(sequence)
 
     def keep(self, sequence_id: str, length: int) -> None:
-        """See `Engine.keep`. All kept slots must be written already."""
+        """See `Engine.keep`."""
         held = self.length(sequence_id)
         check(0 <= length <= held, f"cannot keep {length} of {held} slots")
         sequence = self._sequences.get(sequence_id)
@@ -171,7 +158,8 @@ class BlockPool:
             self._let_go(page)
         del sequence.pages[num_pages:]
         del sequence.prefixes[length // self.page_size :]
-        sequence.shrink(length)
+        sequence.length = length
+        sequence.num_written = min(sequence.num_written, length)
         self._remember(sequence)
 
     def release(self, sequence_id: str) -> None:
@@ -180,16 +168,6 @@ class BlockPool:
             self._remember(self._sequences[sequence_id])
             self._drop(sequence_id)
 
-    def forget(self, pages: set[int]) -> None:
-        """Forgets all sequences and prefixes that use these pages. Call this if a write to the
-        pages has failed."""
-        held = [name for name, one in self._sequences.items() if not pages.isdisjoint(one.pages)]
-        for name in held:
-            self._drop(name)
-        for page in pages:
-            if page in self._prefixes:
-                self._forget(page)
-
     def _is_roomy(self, steps: Sequence[SequenceStep]) -> bool:
         """Whether there are certainly enough free pages. The exact count takes longer, so this
         method assumes that each step needs a copy of its sequence's last page. If the result is
@@ -197,29 +175,18 @@ class BlockPool:
         size = self.page_size
         return len(self._free) >= sum([len(step.token_ids) // size + 2 for step in steps])
 
-    def _num_missing(
-        self,
-        steps: Sequence[SequenceStep],
-        without: Iterable[str],
-        begun: Mapping[str, FoundPrefix],
-    ) -> int:
+    def _num_missing(self, steps: Sequence[SequenceStep], without: Iterable[str]) -> int:
         """Returns the number of pages that the steps would lack after all remembered pages are
-        evicted, the sequences in `without` are released, and the sequences in `begun` are attached.
-        The number is negative if pages would be left."""
-        holders = self._holders
-        names = [step.sequence_id for step in steps]
-        joining = Counter(p for name in names if name in begun for p in begun[name].pages)
+        evicted and the sequences in `without` are released. The number is negative if pages would
+        be left."""
         leaving = Counter(page for name in without for page in self.pages(name))
-        pinned = sum(holders[page] == leaving[page] for page in joining)
-        freed = sum(holders[page] == num for page, num in leaving.items())
-        joining.subtract(leaving)
-        needed = self._num_needed(steps, joining)
-        return needed + pinned - freed - len(self._free) - len(self._remembered)
+        freed = sum(self._holders[page] == num for page, num in leaving.items())
+        needed = self._num_needed(steps, leaving)
+        return needed - freed - len(self._free) - len(self._remembered)
 
-    def _num_needed(self, steps: Sequence[SequenceStep], joining: Counter[int]) -> int:
-        """Returns the largest number of pages that the steps may take. `joining` has, for each
-        page, the number of sequences that will begin to hold the page before the steps, less the
-        number of sequences that will let go of the page."""
+    def _num_needed(self, steps: Sequence[SequenceStep], leaving: Counter[int]) -> int:
+        """Returns the largest number of pages that the steps may take. `leaving` has, for each
+        page, the number of sequences that will let go of the page before the steps."""
         size, num = self.page_size, 0
         for step in steps:
             sequence = self._sequences.get(step.sequence_id)
@@ -229,7 +196,7 @@ class BlockPool:
             length, pages = sequence.length, sequence.pages
             num += -(-(length + len(step.token_ids)) // size) - len(pages)
             if length % size:  # If another sequence holds the last page, the page is copied.
-                num += self._holders[pages[-1]] + joining[pages[-1]] > 1
+                num += self._holders[pages[-1]] - leaving[pages[-1]] > 1
         return num
 
     def _make_room(self, num_free: int) -> None:
@@ -274,7 +241,7 @@ class BlockPool:
         prefixes = sequence.prefixes
         while prefixes and prefixes[-1].page < 0:
             prefixes.pop()
-        for page in sequence.pages[len(prefixes) : sequence.num_whole // self.page_size]:
+        for page in sequence.pages[len(prefixes) : sequence.num_written // self.page_size]:
             parent = prefixes[-1] if prefixes else sequence.salt
             prefixes.append(self._prefixes.add(parent, self._packed_ids(page), page))
 

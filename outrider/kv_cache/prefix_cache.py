@@ -1,8 +1,6 @@
 """An index of cached prefixes, and a block pool's record of a sequence.
 
-The token ids up to a slot determine the slot's keys and values, so sequences share full pages. The
-last slots of a sequence may be *shallow*. Only the draft layer has written to shallow slots, so
-they are not shared."""
+The token ids up to a slot determine the slot's keys and values, so sequences share full pages."""
 
 from __future__ import annotations
 
@@ -74,34 +72,25 @@ class PagedSequence:
     def __init__(self, salt: str) -> None:
         self.salt = salt
         self.length = 0
+        self.num_written = 0
+        """The number of slots, from the first slot on, to which the whole model has written. Only
+        these are shared."""
+        self.num_queried = 0
+        """The number of tokens that were looked up in the cache, until the first step."""
         self.pages: list[int] = []
         """The page table, without pages that the slots do not need."""
         self.prefixes: list[Prefix] = []
         """`prefixes[i]` has the tokens of the first i + 1 pages. `prefixes[i].page` may be another
         page with the same tokens as `pages[i]`. The list may be shorter than `pages`. The last
         prefixes in the list may be forgotten already."""
-        self.num_shallow = 0
-        """The number of shallow slots. They are the last slots."""
 
     @property
-    def num_whole(self) -> int:
-        """The number of slots that are not shallow."""
-        return self.length - self.num_shallow
+    def is_written(self) -> bool:
+        return self.num_written == self.length
 
     def branch(self) -> PagedSequence:
-        check(not self.num_shallow, "a sequence whose last slots are shallow cannot be forked")
+        check(self.is_written, "a sequence whose last slots are not written cannot be forked")
         branch = PagedSequence(self.salt)
-        branch.length = self.length
+        branch.length = branch.num_written = self.length
         branch.pages, branch.prefixes = self.pages.copy(), self.prefixes.copy()
         return branch
-
-    def grow(self, num: int, whole: bool) -> None:
-        """Adds `num` slots. If `whole` is False, the slots are shallow."""
-        self.length += num
-        if not whole:
-            self.num_shallow += num
-
-    def shrink(self, length: int) -> None:
-        """Keeps only the first `length` slots."""
-        self.num_shallow = max(0, length - self.num_whole)
-        self.length = length

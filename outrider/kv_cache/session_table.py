@@ -1,9 +1,9 @@
 """The tokens that a replica holds of each session.
 
-In each round, a worker calls `align`. If the session then holds no tokens, the worker calls
-`begin`. The worker runs `Aligned.new_tokens`, in one or several steps. Then a target runs the
-proposal, and a draft runs the tokens that it draws. After a step, the worker calls `record`. The
-table holds as many tokens as the engine has slots for (`Engine.length`)."""
+In each round, a worker calls `align`. The worker runs `Aligned.new_tokens`, in one or several
+steps. Then a target runs the proposal, and a draft runs the tokens that it draws. After a step, the
+worker calls `record`. The table holds as many tokens as the engine has slots for
+(`Engine.length`)."""
 
 import math
 from collections import OrderedDict
@@ -60,7 +60,8 @@ class SessionTable:
         """Cuts the session to the committed tokens that it holds: the prefix that `head` states,
         and the first tokens of `head.append` if the session holds them already. Never keeps the
         last committed token, because this token must run again for its logits. If no token is held,
-        call `begin` next.
+        the session begins with the cached pages of its tenant that have the same tokens
+        (`Engine.attach`).
 
         If the session does not hold the stated prefix, cuts nothing, and returns a `Resync` with
         the longest shorter prefix that is known to be committed. Raises `BadRequest` if `head` has
@@ -79,17 +80,10 @@ class SessionTable:
         pairs = enumerate(zip(head.append, held, strict=False))
         num_held = next((i for i, (given, known) in pairs if given != known), len(held))
         self._cut(session_id, sequence, head.base_length + num_held)
+        if not len(sequence):
+            num_held = self._engine.attach(session_id, head.append, head.tenant)
+            sequence.extend(head.append[:num_held])
         return Aligned(sequence, head.append[num_held:])
-
-    def begin(self, head: RoundHead) -> Aligned:
-        """Begins an aligned session that holds no tokens, with the cached pages of its tenant that
-        have the same tokens (`Engine.attach`). A step of the session must follow."""
-        entry = self._entries.get(head.session_id)
-        if entry is None or len(entry.sequence):
-            raise InvariantError(f"session {head.session_id} cannot begin")
-        num_shared = self._engine.attach(head.session_id, head.append, head.tenant)
-        entry.sequence.extend(head.append[:num_shared])
-        return Aligned(entry.sequence, head.append[num_shared:])
 
     def record(self, session_id: str, token_ids: Sequence[int]) -> int:
         """Appends tokens that were run. If the engine has slots for only the first of these tokens,

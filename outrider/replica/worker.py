@@ -2,7 +2,8 @@
 
 Pages and tokens decide whether a session's item runs in a step, and how far:
 
-1. The session's tokens are aligned with those of the coordinator (`SessionTable.align`).
+1. The session's tokens are aligned with those of the coordinator (`SessionTable.align`). A session
+   without tokens begins on its cached prefix.
 2. Items get pages, those of the oldest session first. If pages are short, younger sessions lose
    their pages. If there are still too few pages for an item, the item waits.
 3. Items get tokens of the step, in order of arrival. An item gets all tokens that it needs, a part
@@ -16,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from outrider.drafters.drafter import DraftRequest
-from outrider.engine.interface import Engine, FoundPrefix, SequenceStep
+from outrider.engine.interface import Engine, SequenceStep
 from outrider.errors import EngineLost, Incompatible, InvariantError, OutriderError
 from outrider.grammar.compiler import Grammars
 from outrider.grammar.matcher import Matchers
@@ -59,8 +60,6 @@ class Admitted(NamedTuple):
 
 Admission = Admitted | Resync | Unfinished | OutriderError
 _Found = Aligned | Resync | Unfinished | OutriderError
-_Begun = dict[str, FoundPrefix]
-"""For each session without tokens, the cached prefix that it may start from."""
 
 
 class Admissions:
@@ -91,36 +90,37 @@ class Admissions:
             Resync        Pages are free, but the session lacks the stated prefix.
             an error      The item is refused.
         """
+        names = [demand.head.session_id for demand in demands]
+        new = {name for name in names if not self._table.length(name)}
         found = [_align(self._table, demand.head) for demand in demands]
-        begun = {
-            demand.head.session_id: self._engine.find(demand.head.append, demand.head.tenant)
-            for demand, entry in zip(demands, found, strict=True)
-            if isinstance(entry, Aligned) and not len(entry.sequence)
-        }
         wholes = {
-            index: self._whole(demands[index], begun)
+            index: self._whole(demands[index])
             for index, entry in enumerate(found)
             if isinstance(entry, Aligned | Resync)
         }
         steps = list(wholes.values())
-        if not self._engine.can_hold(steps, begun=begun):
+        if not self._engine.can_hold(steps):
             self._give_way()
-            if not self._engine.can_hold(steps, begun=begun):
-                self._place(found, wholes, begun)
-        return self._grant(demands, found, begun)
+            if not self._engine.can_hold(steps):
+                self._place(found, wholes)
+        admissions = self._grant(demands, found)
+        for name, admission in zip(names, admissions, strict=True):
+            if name in new and not isinstance(admission, Admitted):
+                self._table.free(name)  # The next step may find a longer prefix.
+        return admissions
 
-    def _whole(self, demand: SlotDemand, begun: _Begun) -> SequenceStep:
+    def _whole(self, demand: SlotDemand) -> SequenceStep:
         """Returns a step with all tokens that the item can run now. If these are more than all
         slots, the step has just one token more than all slots, so it never fits."""
         name = demand.head.session_id
-        num_held = begun[name].length if name in begun else self._engine.length(name)
+        num_held = self._engine.length(name)
         length = demand.head.committed_length + demand.num_extra
         if demand.reach is not None and length <= self._num_slots:
             length = demand.reach
         num = min(max(1, length - num_held), self._num_slots + 1)
         return SequenceStep(name, (_ANY_TOKEN,) * num, 0)
 
-    def _place(self, found: list[_Found], wholes: dict[int, SequenceStep], begun: _Begun) -> None:
+    def _place(self, found: list[_Found], wholes: dict[int, SequenceStep]) -> None:
         """Reserves pages for items, those of the oldest sessions first. Sets the entry in `found`
         to `WAITS` for each item for which no pages are left."""
         age_rank = self._table.age_rank
@@ -134,64 +134,53 @@ class Admissions:
             if name in lost:
                 found[index] = Unfinished.WAITS
             elif isinstance(found[index], Resync):
-                if not self._engine.can_hold([*reserved, step], younger, begun):
+                if not self._engine.can_hold([*reserved, step], younger):
                     found[index] = Unfinished.WAITS
-            elif self._make_room(
-                [*reserved, step], begun, [v for v in younger if v not in lost], lost
-            ):
+            elif self._make_room([*reserved, step], [v for v in younger if v not in lost], lost):
                 reserved.append(step)
             else:
                 found[index] = Unfinished.WAITS
         self.figures.num_starved += found.count(Unfinished.WAITS)
 
     def _make_room(
-        self, steps: Sequence[SequenceStep], begun: _Begun, younger: Sequence[str], lost: set[str]
+        self, steps: Sequence[SequenceStep], younger: Sequence[str], lost: set[str]
     ) -> bool:
         """Whether there are pages for these steps. If needed, takes the pages of `younger`
         sessions, the youngest first, and adds these sessions to `lost`. If even all these pages
         would not be enough, takes none."""
-        if self._engine.can_hold(steps, begun=begun):
+        if self._engine.can_hold(steps):
             return True
-        if not self._engine.can_hold(steps, younger, begun):
+        if not self._engine.can_hold(steps, younger):
             return False
         for name in reversed(younger):
             self._table.free(name)
             lost.add(name)
             self.figures.num_preemptions += 1
-            if self._engine.can_hold(steps, begun=begun):
+            if self._engine.can_hold(steps):
                 return True
         raise InvariantError("preempting every younger session did not free enough pages")
 
-    def _grant(
-        self, demands: Sequence[SlotDemand], found: Sequence[_Found], begun: _Begun
-    ) -> list[Admission]:
-        """Shares out the step's tokens. A session without tokens begins on its cached prefix."""
+    def _grant(self, demands: Sequence[SlotDemand], found: Sequence[_Found]) -> list[Admission]:
+        """Shares out the step's tokens."""
         aligned = {i: entry for i, entry in enumerate(found) if isinstance(entry, Aligned)}
-        wanted = [self._token_demand(demands[i], entry, begun) for i, entry in aligned.items()]
+        wanted = [_token_demand(demands[i], entry) for i, entry in aligned.items()]
         grants = self._budget.share(wanted)
         admissions: list[Any] = [*found]
         for index, token_demand, granted in zip(aligned, wanted, grants, strict=True):
-            head, entry = demands[index].head, aligned[index]
             if granted == 0:
                 admissions[index] = Unfinished.CONTINUES
                 continue
-            if head.session_id in begun:
-                entry = self._table.begin(head)
-            is_whole, num_new = granted == token_demand.num_tokens, len(entry.new_tokens)
+            entry, is_whole = aligned[index], granted == token_demand.num_tokens
             self.figures.num_prefill_chunks += not is_whole
-            # The cached prefix may have grown since `find`, by pages that other sessions lost.
-            num_granted = num_new if is_whole else min(granted, num_new)
-            admissions[index] = Admitted(entry, num_granted)
+            admissions[index] = Admitted(entry, len(entry.new_tokens) if is_whole else granted)
         return admissions
 
-    def _token_demand(self, demand: SlotDemand, aligned: Aligned, begun: _Begun) -> TokenDemand:
-        name = demand.head.session_id
-        num_found = begun[name].length if name in begun else 0
-        num_held = len(aligned.sequence) + num_found
-        num_new = len(aligned.new_tokens) - num_found
-        if demand.reach is not None:
-            num_new = max(1, demand.reach - num_held)
-        return TokenDemand(num_new + demand.num_last - 1, demand.num_last, num_held)
+
+def _token_demand(demand: SlotDemand, aligned: Aligned) -> TokenDemand:
+    num_held, num_new = len(aligned.sequence), len(aligned.new_tokens)
+    if demand.reach is not None:
+        num_new = max(1, demand.reach - num_held)
+    return TokenDemand(num_new + demand.num_last - 1, demand.num_last, num_held)
 
 
 class Work:

@@ -36,13 +36,11 @@ class PairEngine(QuickEngine):
 
     def forward_draft(
         self, steps: Sequence[SequenceStep], features: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
+    ) -> torch.Tensor:
         check_steps(steps, self.info, self._max_num_seqs, self.length)
         self._pool.append(steps, whole=False)
-        return [
-            torch.tensor([[*given.tolist()[1:], step.token_ids[0]]])
-            for step, given in zip(steps, features, strict=True)
-        ]
+        pairs = zip(steps, features, strict=True)
+        return torch.tensor([[*given.tolist()[1:], step.token_ids[0]] for step, given in pairs])
 
     def _logits(self, contexts: Any) -> torch.Tensor:
         self._rows_contexts = torch.from_numpy(contexts.astype(np.int64))

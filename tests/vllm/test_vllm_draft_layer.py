@@ -92,7 +92,7 @@ class Pair:
             steps = [SequenceStep(name, ids(1, depth), 1) for name in names]
             found = [engine.forward_draft(steps, features) for engine in self.engines]
             torch.testing.assert_close(*found, atol=1e-3, rtol=1e-3)
-            features = [rows[0] for rows in found[1]]
+            features = list(found[1])
         for name, length in zip(names, lengths, strict=True):
             self.call("keep", name, length)
 
@@ -147,7 +147,8 @@ def test_a_head_reads_and_drafts_as_on_the_native_engine(
         assert torch.equal(found.likeliest, expected.likeliest)
         for rows in zip(found.hidden, expected.hidden, strict=True):
             torch.testing.assert_close(*rows, atol=1e-3, rtol=1e-3)
-    assert ours.find(found.token_ids.tolist()).length == 0  # The head has nothing of this sequence.
+    assert ours.attach("", found.token_ids.tolist()) == 0  # The head has nothing of this sequence.
+    ours.release("")
     info = ModelInfo("tiny", VOCAB, MAX_MODEL_LEN, "float32", (), "", "")
     other = tiny_eagle3(module, range(0, VOCAB, 2), layer_ids=TAPS)
     Pair(ours, PagedEngine(module, info, draft_layer=other)).run()

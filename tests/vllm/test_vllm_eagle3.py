@@ -71,7 +71,7 @@ def drafted_by(engine: PagedEngine, loaded: LoadedDraftHead, text: list[int]) ->
     engine.forward([SequenceStep("a", tuple(text[:-1]), 1)])
     feature, drafted = engine.features()[0][-1], text[-1:]
     for _ in range(NUM_DRAFTED):
-        [[row]] = engine.forward_draft([SequenceStep("a", (drafted[-1],), 1)], [feature])
+        [row] = engine.forward_draft([SequenceStep("a", (drafted[-1],), 1)], [feature])
         drafted.append(loaded.token_ids[int(loaded.module.logits(row).argmax())])
         feature = loaded.module.carry(row)
     engine.release("a")

@@ -47,8 +47,7 @@ class ParallelEngine:
         self._leave = leave
         self._engine: Any = engine
         self.info, self.length, self.page_counts = engine.info, engine.length, engine.page_counts
-        self.can_hold, self.find = engine.can_hold, engine.find
-        self.take_step_seconds = engine.take_step_seconds
+        self.can_hold, self.take_step_seconds = engine.can_hold, engine.take_step_seconds
         self.attach: Callable[..., int] = partial(self._on_all, "attach")
         self.fork: Callable[..., None] = partial(self._on_all, "fork")
         self.keep: Callable[..., None] = partial(self._on_all, "keep")
@@ -83,12 +82,12 @@ class ParallelEngine:
 
     def forward_draft(
         self, steps: Sequence[SequenceStep], features: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
+    ) -> torch.Tensor:
         """Only the leader has the draft layer. The followers take the same slots. If the draft step
         fails, the followers free these slots."""
         lengths = {step.sequence_id: self.length(step.sequence_id) for step in steps}
         try:
-            found: list[torch.Tensor] = self._changed("forward_draft", steps, features)
+            found: torch.Tensor = self._changed("forward_draft", steps, features)
         except StepUndone:
             undone = (pack_call("keep", *each) for each in lengths.items())
             self._note(pack_steps("take_slots", steps) + b"".join(undone))

@@ -358,4 +358,4 @@ async def test_a_stream_that_breaks_leaves_no_page_of_guesses() -> None:
         worker.park([name])
         assert name not in worker._unfinished
         assert pair.engine.page_counts().num_evictable == 0
-        assert pair.engine.find([*text, 0], first.head.tenant).length == 0
+        assert pair.engine.attach("other", [*text, 0], first.head.tenant) == 0

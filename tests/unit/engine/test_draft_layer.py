@@ -103,9 +103,9 @@ class Pair:
         for depth in range(DEPTHS):
             steps = [SequenceStep(name, (chains[name][depth],), 1) for name in names]
             found = self.engine.forward_draft(steps, features)
-            for name, rows in zip(names, found, strict=True):
-                self.check(rows[0], expected[name][depth])
-            features = [self.head.carry(rows)[0] for rows in found]
+            for name, row in zip(names, found, strict=True):
+                self.check(row, expected[name][depth])
+            features = list(self.head.carry(found))
         for name, length in lengths.items():
             self.engine.keep(name, length)
         check_pages(self.engine)
@@ -178,7 +178,7 @@ def test_a_draft_step_leaves_nothing_behind() -> None:
         pair.engine.forward_draft([SequenceStep("a", (8,), 1)], [torch.zeros(pair.head.width + 1)])
     assert (pair.engine.length("a"), pair.engine.page_counts()) == (9, before)
     pair.engine.forward_draft([SequenceStep("a", (8,), 1)], [pair.features(ids(9))[-1]])
-    with pytest.raises(InvariantError, match="its last slots are shallow"):
+    with pytest.raises(InvariantError, match="its last slots are not written"):
         pair.engine.forward([SequenceStep("a", (3,), 1)])
     with pytest.raises(InvariantError, match="cannot be forked"):
         pair.engine.fork("a", "branch")
@@ -201,7 +201,7 @@ def test_pages_of_draft_steps_are_never_shared(kept: int | None) -> None:
     if kept is not None:
         engine.keep("a", len(text) + kept)
     engine.release("a")
-    assert engine.find((*text, *drafted, 1)).length <= PAGE_SIZE
+    assert engine.attach("b", (*text, *drafted, 1)) <= PAGE_SIZE
     check_pages(engine)
 
 

@@ -11,7 +11,6 @@ from rounds import make_head
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.engine.interface import SequenceStep
-from outrider.errors import InvariantError
 from outrider.kv_cache.session_table import SessionTable
 from outrider.messages import ReplyKey, Resync, RoundHead
 from outrider.tokens import EMPTY_DIGEST, TokenSequence
@@ -38,8 +37,6 @@ class Replica:
         aligned = self.table.align(at)
         if isinstance(aligned, Resync):
             return aligned
-        if not len(aligned.sequence):
-            aligned = self.table.begin(at)
         run = (*aligned.new_tokens, *guesses)
         self.engine.forward([SequenceStep(at.session_id, run, 1)])
         return self.table.record(at.session_id, run)
@@ -79,25 +76,17 @@ PROMPT = list(range(10)) * 4
 
 def test_a_new_session_begins_on_what_others_have_left_of_its_tokens() -> None:
     """A session of the same tenant begins on two whole pages, one of another tenant on none. The
-    last token is always left to run, as its logits are gone. `align` alone looks nothing up."""
+    last token is always left to run, as its logits are gone."""
     replica = Replica()
     replica.answer(head(PROMPT, 0, session_id="a"))
     replica.table.release("a")
-    at = head(PROMPT, 0, session_id="b")
-    before = replica.engine.page_counts()
-    assert len(replica.table.align(at).new_tokens) == 40
-    assert replica.engine.page_counts() == before
-    aligned = replica.table.begin(at)
+    aligned = replica.table.align(head(PROMPT, 0, session_id="b"))
     assert list(aligned.sequence.ids) == PROMPT[:32]
     assert aligned.new_tokens == tuple(PROMPT[32:])
-    with pytest.raises(InvariantError, match="cannot begin"):
-        replica.table.begin(at)
     other = replace(head(PROMPT, 0, session_id="c"), tenant="other")
-    replica.table.align(other)
-    assert len(replica.table.begin(other).new_tokens) == 40
+    assert len(replica.table.align(other).new_tokens) == 40
     short = head(PROMPT[:32], 0, session_id="d")
-    replica.table.align(short)
-    assert len(replica.table.begin(short).sequence) == 16
+    assert len(replica.table.align(short).sequence) == 16
     replica.table.check_integrity()
 
 

@@ -92,7 +92,7 @@ def drafted_by(
             engine.forward([SequenceStep("a", tuple(tokens), 1)])
     feature, found = engine.features()[0][-1], []
     for token in (text[-1], *drafted[:-1]):
-        [[row]] = engine.forward_draft([SequenceStep("a", (token,), 1)], [feature])
+        [row] = engine.forward_draft([SequenceStep("a", (token,), 1)], [feature])
         found.append(row)
         feature = head.carry(row)
     engine.release("a")

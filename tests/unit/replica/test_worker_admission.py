@@ -5,13 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import assume, example, given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pages import check_pages
 from rounds import make_head, session_name
 from toy_engine import PAGE_SIZE, ToyEngine
 
-from outrider.engine.interface import FoundPrefix, SequenceStep
+from outrider.engine.interface import SequenceStep
 from outrider.kv_cache.block_pool import BlockPool
 from outrider.kv_cache.session_table import SessionTable
 from outrider.messages import Resync
@@ -122,18 +122,6 @@ def test_a_prompt_is_looked_up_once_when_its_first_tokens_are_run() -> None:
     assert (counts.prefix_queries, counts.prefix_hits) == (300, 128)
 
 
-def test_a_prefix_that_was_not_found_in_advance_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    at = Setting(num_pages=128, max_tokens=64)
-    at.engine.info = ToyEngine(max_model_len=200).info
-    first = at.demand(1, 60)
-    at.step(first)
-    longer = SlotDemand(make_head((*first.head.append, *range(30)), session=2), 0)
-    monkeypatch.setattr(at.engine, "find", lambda *_: FoundPrefix(0, ()))
-    (found,) = at.admissions.admit([longer])
-    assert found.num_granted == len(found.aligned.new_tokens) == 30
-    assert found.is_whole
-
-
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=6)
 
 
@@ -156,8 +144,8 @@ def test_pages_that_would_come_free_are_counted_right(
     num_pages: int,
     shared: bool,
 ) -> None:
-    """`can_hold(steps, without, begun)` equals `can_hold(steps)` after releasing those and
-    attaching these to their cached prefixes; and so does the number of missing pages."""
+    """`can_hold(steps, without)` equals `can_hold(steps)` after releasing those; and so does the
+    number of missing pages."""
     pool = BlockPool(num_pages, PAGE_SIZE)
     for number, length in enumerate(lengths):
         tokens = [0 if shared else number] * length
@@ -175,16 +163,12 @@ def test_pages_that_would_come_free_are_counted_right(
         for number, length in steps.items()
         if number not in leaving
     ]
-    prompts = {step.sequence_id: [0] * 13 for step in wanted if not pool.length(step.sequence_id)}
-    begun = {name: pool.find(prompt) for name, prompt in prompts.items()}
+    for step in wanted:
+        if not pool.length(step.sequence_id):
+            pool.attach(step.sequence_id, [0] * 13)
     after = deepcopy(pool)
     for number in leaving:
         after.release(str(number))
-    for name, prompt in prompts.items():
-        num_attached = after.attach(name, prompt)
-        assert num_attached >= begun[name].length
-        # A release may make a prefix known again whose first page was evicted.
-        assume(num_attached == begun[name].length)
     without = {str(number) for number in leaving}
-    assert pool.can_hold(wanted, without, begun) == after.can_hold(wanted)
-    assert pool._num_missing(wanted, without, begun) == after._num_missing(wanted, (), {})
+    assert pool.can_hold(wanted, without) == after.can_hold(wanted)
+    assert pool._num_missing(wanted, without) == after._num_missing(wanted, ())
