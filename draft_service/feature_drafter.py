@@ -18,7 +18,7 @@ from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_sequences import PagedSequences
 from outrider.errors import BadRequest, InvariantError, OutriderError
 from outrider.kv_cache.block_pool import BlockPool
-from outrider.kv_cache.storage import KVCache, pages_in
+from outrider.kv_cache.storage import KVCache, page_bytes_of, pages_in
 from outrider.limits import PAGE_SIZE
 from outrider.models.eagle3 import LoadedEagle3
 from outrider.speculation.proposal import Proposal
@@ -34,7 +34,7 @@ class HeadEngine(PagedSequences):
         weight = head.module.embed_tokens.weight
         shape = pair_shape(head.module, weight.dtype, weight.device)
         longest = max_num_seqs * -(-info.max_model_len // PAGE_SIZE)
-        num_pages = min(pages_in(kv_cache_memory_bytes, [shape]), longest)
+        num_pages = min(pages_in(kv_cache_memory_bytes, page_bytes_of([shape])), longest)
         self.info = replace(info, max_model_len=min(info.max_model_len, num_pages * PAGE_SIZE))
         cache = KVCache([shape], num_pages)
         self._pairs = self._layer = PairLayer(head.module, cache.layers[0])

@@ -24,7 +24,7 @@ from outrider.engine.paged_sequences import PagedSequences, newest_rows
 from outrider.engine.threads import ContendedThreads
 from outrider.errors import ConfigError, InvariantError, SettingError, check
 from outrider.kv_cache.block_pool import BlockPool
-from outrider.kv_cache.storage import KVCache, LayerShape, pages_in
+from outrider.kv_cache.storage import KVCache, LayerShape, page_bytes_of, pages_in
 from outrider.limits import ENGINE_SEQUENCES_MAX, KV_CACHE_BYTES_DEFAULT, PAGE_SIZE
 from outrider.models.compatibility import (
     CROWD_SLOTS,
@@ -135,8 +135,8 @@ class PagedEngine(PagedSequences):
             self._draft_shapes = draft_shapes(head, self._dtype, self._device, self._drafts_apart)
             shapes += self._draft_shapes
         self._try(expected)
-        num_pages = min(pages_in(kv_cache_memory_bytes, shapes), max_num_seqs * pages_of_longest)
-        num_pages = self._least(num_pages)
+        num_pages = pages_in(kv_cache_memory_bytes, page_bytes_of(shapes))
+        num_pages = self._least(min(num_pages, max_num_seqs * pages_of_longest))
         self._max_num_seqs = max_num_seqs
         if self._deterministic and self._decoder is None:
             self._make_independent(num_pages)

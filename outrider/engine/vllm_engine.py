@@ -66,7 +66,7 @@ from outrider.engine.paged_sequences import PagedSequences, newest_rows
 from outrider.engine.tensor_parallel.sharding import Ranks, least, of_leader
 from outrider.errors import ConfigError, SettingError, Unavailable
 from outrider.kv_cache.block_pool import BlockPool, Copy
-from outrider.kv_cache.storage import KeysAndValues, memory_budget
+from outrider.kv_cache.storage import KVCache, memory_budget, page_bytes_of, pages_in
 from outrider.limits import BATCHED_TOKENS_DEFAULT, NUM_DRAFT_TOKENS_MAX
 from outrider.models.compatibility import check_answers, check_features, dependent_at, trial_tokens
 from outrider.models.draft_head import LoadedDraftHead
@@ -227,12 +227,9 @@ class VllmEngine(PagedSequences):
         kept = []
         if self.draft_layer is not None:
             kept = draft_shapes(self.draft_layer.module, config.model_config.dtype, self._device)
-        page_bytes = model_bytes + self._page_size * sum(shape.slot_bytes for shape in kept)
-        if num_bytes < page_bytes:
-            reason = f"{num_bytes} bytes hold no page of keys and values; one takes {page_bytes}"
-            raise SettingError("kv_cache_memory_bytes", reason)
+        page_bytes = model_bytes + page_bytes_of(kept, self._page_size)
         longest = -(-config.model_config.max_model_len // self._page_size)
-        num_pages = min(num_bytes // page_bytes, max_num_seqs * longest)
+        num_pages = min(pages_in(num_bytes, page_bytes), max_num_seqs * longest)
         if self._ranks is not None:
             num_pages = least(self._ranks, num_pages, self._device)
         layers = get_layers_from_vllm_config(config, AttentionLayerBase)
@@ -262,8 +259,8 @@ class VllmEngine(PagedSequences):
             config.compilation_config.static_forward_context, self._caches, self._device,
             kernel_sizes, config, attn_groups=[one for group in self._groups for one in group],
         )  # fmt: skip
-        self._draft_pages = [KeysAndValues(shape, num_pages * self._page_size) for shape in kept]
-        store = _Blocks(tensors_by_layer, num_blocks, self._draft_pages, self._page_size)
+        self._draft_cache = KVCache(kept, num_pages, page_size=self._page_size)
+        store = _Blocks(tensors_by_layer, num_blocks, self._draft_cache)
         self._use_pool(BlockPool(num_pages, self._page_size), store, max_num_seqs)
 
     def _take_head(
@@ -305,7 +302,7 @@ class VllmEngine(PagedSequences):
             self._taps = [ascending.index(layer_id) for layer_id in head.layer_ids]
             """Element i is the index of the head's layer i among the layers that the model
             returns."""
-            self._draft = DraftLayer(head, self._draft_pages)
+            self._draft = DraftLayer(head, self._draft_cache.layers)
             self._pairs = self._draft.pairs
 
     def _read_by_leader(self, num_layers: int) -> list[int]:
@@ -479,30 +476,21 @@ class VllmEngine(PagedSequences):
 class _Blocks:
     """A `PageStore` of vLLM's caches and of the caches of a draft layer."""
 
-    def __init__(
-        self,
-        caches: dict[str, Tensor],
-        num_blocks: int,
-        draft_pages: Sequence[KeysAndValues],
-        page_size: int,
-    ) -> None:
+    def __init__(self, caches: dict[str, Tensor], num_blocks: int, draft_cache: KVCache) -> None:
         self._caches, self._num_blocks = list(caches.values()), num_blocks
-        self._draft_pages, self._page_size = draft_pages, page_size
+        self._draft_cache = draft_cache
 
     @property
     def num_bytes(self) -> int:
         # Layers may share caches.
         models = sum({cache.data_ptr(): cache.nbytes for cache in self._caches}.values())
-        return models + sum(one.keys.nbytes + one.values.nbytes for one in self._draft_pages)
+        return models + self._draft_cache.num_bytes
 
     def copy_pages(self, copies: Sequence[Copy]) -> None:
         copy_kv_cache_blocks_inplace(
             self._caches, self._num_blocks, [KVCacheBlockCopy(*copy) for copy in copies]
         )
-        if copies:
-            for one in self._draft_pages:
-                sources, targets = torch.tensor(copies, device=one.keys.device).unbind(1)
-                one.copy(sources, targets, self._page_size)
+        self._draft_cache.copy_pages(copies)
 
 
 @contextmanager

@@ -11,15 +11,14 @@ CPU kernels read `BlockedKeysAndValues`, which has another layout.
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from outrider.engine.threads import on_threads
-from outrider.errors import SettingError, check
+from outrider.errors import SettingError
 from outrider.kv_cache.block_pool import Copy
 from outrider.limits import KV_CACHE_BYTES_DEFAULT, PAGE_SIZE
 
@@ -40,10 +39,14 @@ class LayerShape:
         return self.num_heads * (self.key_width + self.value_width) * self.dtype.itemsize
 
 
-def pages_in(num_bytes: int, shapes: Sequence[LayerShape]) -> int:
+def page_bytes_of(shapes: Sequence[LayerShape], page_size: int = PAGE_SIZE) -> int:
+    """Returns the bytes of a page of layers with these shapes."""
+    return page_size * sum(shape.slot_bytes for shape in shapes)
+
+
+def pages_in(num_bytes: int, page_bytes: int) -> int:
     """Returns the number of pages that fit into `num_bytes`. Raises `SettingError` if no page
     fits."""
-    page_bytes = PAGE_SIZE * sum(shape.slot_bytes for shape in shapes)
     if num_bytes < page_bytes:
         raise SettingError(
             "kv_cache_memory_bytes",
@@ -71,17 +74,12 @@ def memory_budget(
     return max(0, unused - num_others)
 
 
+@dataclass(frozen=True, slots=True)
 class KeysAndValues:
-    """The cache of one layer, or of several layers with the same shape. The heads of several layers
-    are concatenated."""
+    """The cache of one layer."""
 
-    def __init__(self, shape: LayerShape, num_slots: int, num_layers: int = 1) -> None:
-        def tensor(width: int) -> Tensor:
-            size = (num_layers * shape.num_heads, num_slots, width)
-            return torch.zeros(size, dtype=shape.dtype, device=shape.device)
-
-        self.keys = tensor(shape.key_width)  # [heads, slots, key width]
-        self.values = tensor(shape.value_width)  # [heads, slots, value width]
+    keys: Tensor  # [heads, slots, key width]
+    values: Tensor  # [heads, slots, value width]
 
     def gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Returns keys and values [heads, n, width] of slots [n]."""
@@ -102,34 +100,15 @@ class KeysAndValues:
         self.keys.index_copy_(1, slots, keys)
         self.values.index_copy_(1, slots, values)
 
-    def copy(self, sources: Tensor, targets: Tensor, page_size: int = PAGE_SIZE) -> None:
-        """Copies the pages `sources` to the pages `targets`, all at once."""
-        for tensor in (self.keys, self.values):
-            num_pages = tensor.shape[1] // page_size
-            pages = tensor.view(len(tensor), num_pages, page_size, tensor.shape[2])
-            # `index_select` makes a copy, so sources and targets may overlap.
-            pages.index_copy_(1, targets, pages.index_select(1, sources))
 
+class BlockedKeysAndValues(NamedTuple):
+    """The cache of one layer in the layout of vLLM's CPU attention. Keys and values must have the
+    same width."""
 
-class BlockedKeysAndValues:
-    """The cache of one layer, or of several layers with the same shape, in the layout of vLLM's CPU
-    attention. The pages of several layers are concatenated. Keys and values must have the same
-    width."""
-
-    def __init__(self, shape: LayerShape, num_pages: int, num_layers: int = 1) -> None:
-        check(shape.key_width == shape.value_width, "keys and values have the same width")
-        size = (num_layers * num_pages, shape.num_heads, PAGE_SIZE, shape.key_width)
-        self._first_pages = num_pages * torch.arange(num_layers)[:, None]
-        self.keys = torch.zeros(size, dtype=shape.dtype, device=shape.device)
-        """[pages, heads, page size, width], but the memory of each page and head holds a matrix
-        [width, page size], whose columns are the keys of the slots."""
-        self.values = torch.zeros_like(self.keys)
-
-    def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """Like `KeysAndValues.copy`."""
-        sources, targets = ((self._first_pages + pages).flatten() for pages in (sources, targets))
-        for tensor in (self.keys, self.values):
-            tensor.index_copy_(0, targets, tensor.index_select(0, sources))
+    keys: Tensor
+    """[pages, heads, page size, width], but the memory of each page and head holds a matrix [width,
+    page size], whose columns are the keys of the slots."""
+    values: Tensor  # [pages, heads, page size, width]
 
 
 class KVCache:
@@ -141,46 +120,49 @@ class KVCache:
         num_pages: int,
         is_blocked: bool = False,
         plain_shapes: Sequence[LayerShape] = (),
+        page_size: int = PAGE_SIZE,
     ) -> None:
         """If `is_blocked`, the `layers` are `BlockedKeysAndValues`, otherwise `KeysAndValues`. The
         `plain_layers` are always `KeysAndValues`."""
-        self._stacks: list[Any] = []
-        """Has one cache for each shape, which holds all layers with this shape, so that one call
-        copies a page in all these layers."""
-        self.layers = self._new_layers(shapes, num_pages, is_blocked)
-        self.plain_layers = self._new_layers(plain_shapes, num_pages, False)
+        self._num_pages, self._page_size = num_pages, page_size
+        self._stacks: list[Tensor] = []
+        """[any, pages, any]: the keys, or the values, of all layers with the same shape, so that
+        one call copies a page in all these layers."""
+        self.layers = self._new_layers(shapes, is_blocked)
+        self.plain_layers: list[KeysAndValues] = self._new_layers(plain_shapes, False)
 
-    def _new_layers(
-        self, shapes: Sequence[LayerShape], num_pages: int, is_blocked: bool
-    ) -> list[Any]:
+    def _new_layers(self, shapes: Sequence[LayerShape], is_blocked: bool) -> list[Any]:
         layers: dict[LayerShape, Iterator[Any]] = {}
-        for shape, num in Counter(shapes).items():
-            if is_blocked:
-                self._stacks.append(BlockedKeysAndValues(shape, num_pages, num))
-            else:
-                self._stacks.append(KeysAndValues(shape, num_pages * PAGE_SIZE, num))
-            layers[shape] = _layers_of(self._stacks[-1], num)
+        for shape, num_layers in Counter(shapes).items():
+            keys = self._new_stack(shape, shape.key_width, num_layers, is_blocked)
+            values = self._new_stack(shape, shape.value_width, num_layers, is_blocked)
+            layers[shape] = map(BlockedKeysAndValues if is_blocked else KeysAndValues, keys, values)
         return [next(layers[shape]) for shape in shapes]
+
+    def _new_stack(
+        self, shape: LayerShape, width: int, num_layers: int, is_blocked: bool
+    ) -> tuple[Tensor, ...]:
+        """Returns the keys or values of each of these layers."""
+        num_heads, num_pages, size = shape.num_heads, self._num_pages, self._page_size
+        sizes = [num_layers * num_heads, num_pages, size * width]
+        layer_sizes = [num_heads, num_pages * size, width]
+        if is_blocked:
+            sizes = [num_layers, num_pages, num_heads * size * width]
+            layer_sizes = [num_pages, num_heads, size, width]
+        self._stacks.append(torch.zeros(sizes, dtype=shape.dtype, device=shape.device))
+        return self._stacks[-1].view(num_layers, *layer_sizes).unbind()
 
     @property
     def num_bytes(self) -> int:
-        return sum(stack.keys.nbytes + stack.values.nbytes for stack in self._stacks)
+        return sum(stack.nbytes for stack in self._stacks)
 
     @torch.inference_mode()
     def copy_pages(self, copies: Sequence[Copy]) -> None:
         """Copies pages (from, to) in every layer, all at once."""
-        if not copies:
+        if not copies or not self._stacks:
             return
-        pages = torch.tensor(copies)
+        sources, targets = torch.tensor(copies, device=self._stacks[0].device).unbind(1)
         with on_threads(1):  # A short copy on several threads might wait for a busy core.
             for stack in self._stacks:
-                stack.copy(*pages.to(stack.keys.device).unbind(1))
-
-
-def _layers_of(stack: Any, num_layers: int) -> Iterator[Any]:
-    """Yields the cache of each layer, as a view of the `stack` of all layers."""
-    tensors = (tensor.tensor_split(num_layers) for tensor in (stack.keys, stack.values))
-    for keys, values in zip(*tensors, strict=True):
-        layer = copy(stack)
-        layer.keys, layer.values = keys, values
-        yield layer
+                # `index_select` makes a copy, so sources and targets may overlap.
+                stack.index_copy_(1, targets, stack.index_select(1, sources))

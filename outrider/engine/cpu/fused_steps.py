@@ -19,7 +19,7 @@ from outrider.engine.cpu.kernels import Attention
 from outrider.engine.gathered_attention import Steps
 from outrider.engine.interface import SequenceStep
 from outrider.engine.threads import on_threads
-from outrider.kv_cache.storage import BlockedKeysAndValues, LayerShape
+from outrider.kv_cache.storage import BlockedKeysAndValues, KVCache, LayerShape
 from outrider.limits import PAGE_SIZE
 
 _ONE_STEP = Lock()
@@ -123,7 +123,7 @@ def find_span_tokens(
         sizes.key_heads, sizes.width, sizes.width, kernels.dtype, torch.device("cpu")
     )
     num_layers = 1 + max(map(kinds.index, kinds))
-    caches = [BlockedKeysAndValues(shape, _NUM_PAGES) for _ in range(num_layers)]
+    caches = KVCache([shape] * num_layers, _NUM_PAGES, is_blocked=True).layers
     generator = torch.Generator().manual_seed(1)
     for cache in caches:
         for tensor in (cache.keys, cache.values):

@@ -13,7 +13,7 @@ from outrider.engine.attention import LayerPages
 from outrider.engine.batch import HeldSequence, HeldStep, StepPlan, padded_rows, plan_step
 from outrider.engine.gathered_attention import attend
 from outrider.engine.interface import SequenceStep
-from outrider.kv_cache.storage import KeysAndValues, LayerShape
+from outrider.kv_cache.storage import KeysAndValues
 
 CPU = torch.device("cpu")
 NUM_PAGES = 64
@@ -60,10 +60,10 @@ def by_definition(
 
 
 def filled_cache(num_slots: int, generator: torch.Generator) -> KeysAndValues:
-    cache = KeysAndValues(LayerShape(2, 5, 3, torch.float64, CPU), num_slots)
-    for tensor in (cache.keys, cache.values):
-        tensor.normal_(generator=generator)
-    return cache
+    sizes = ((2, num_slots, width) for width in (5, 3))
+    return KeysAndValues(
+        *(torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes)
+    )
 
 
 def compare(

@@ -12,7 +12,7 @@ from outrider.engine.cpu.decoder import FusedDecoder
 from outrider.engine.cpu.fused_steps import SPAN_TOKENS_MAX, FusedSteps
 from outrider.engine.cpu.kernels import KernelsUnavailable, load_pace
 from outrider.engine.interface import SequenceStep
-from outrider.kv_cache.storage import BlockedKeysAndValues
+from outrider.kv_cache.storage import BlockedKeysAndValues, KVCache
 from outrider.models.module_replacement import speed_up
 
 VOCAB = 64
@@ -33,7 +33,7 @@ def decoder_of(family: str, **changes: Any) -> tuple[FusedDecoder, list[BlockedK
     module = tiny_module(config, dtype=torch.bfloat16)
     speed_up(module, kernels=kernels)
     layers = find_layers(module, MAX_MODEL_LEN)
-    caches = [BlockedKeysAndValues(layer.shape, NUM_PAGES) for layer in layers]
+    caches = KVCache([layer.shape for layer in layers], NUM_PAGES, is_blocked=True).layers
     return FusedDecoder(module, layers, MAX_MODEL_LEN, kernels), caches
 
 

@@ -23,7 +23,7 @@ from outrider.engine.batch import HeldSequence, HeldStep, plan_step  # noqa: E40
 from outrider.engine.cuda.table_steps import TableStep, attend_tables, kernel_form  # noqa: E402
 from outrider.engine.gathered_attention import attend  # noqa: E402
 from outrider.engine.interface import SequenceStep  # noqa: E402
-from outrider.kv_cache.storage import KeysAndValues, LayerShape  # noqa: E402
+from outrider.kv_cache.storage import KeysAndValues  # noqa: E402
 
 DEVICE = torch.device("cuda" if ON_CUDA else "cpu")
 PAGE_SIZE = 4
@@ -82,9 +82,10 @@ def difference(
     generator = torch.Generator().manual_seed(3)
     query = torch.randn((1, num_rows, num_heads, widths[0]), generator=generator).to(dtype)
     query = query.transpose(1, 2).to(DEVICE)  # as modules hand it over
-    cache = KeysAndValues(LayerShape(key_heads, *widths, dtype, DEVICE), NUM_PAGES * PAGE_SIZE)
-    for tensor in (cache.keys, cache.values):
-        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    sizes = ((key_heads, NUM_PAGES * PAGE_SIZE, width) for width in widths)
+    cache = KeysAndValues(
+        *(torch.randn(size, generator=generator).to(DEVICE, dtype) for size in sizes)
+    )
     used = {
         each.pages[slot // PAGE_SIZE] * PAGE_SIZE + slot % PAGE_SIZE
         for each in held
@@ -98,8 +99,7 @@ def difference(
     tables = TableStep.of(step, replace(form, num_splits=num_splits), DEVICE)
     actual = attend_tables(query, LayerPages(cache, window, 0.3, softcap), tables)
 
-    exact = KeysAndValues(LayerShape(key_heads, *widths, torch.float64, DEVICE), 0)
-    exact.keys, exact.values = cache.keys.double(), cache.values.double()
+    exact = KeysAndValues(cache.keys.double(), cache.values.double())
     plan = plan_step(step, (window,), DEVICE, torch.float64)
     expected = attend(query.double(), LayerPages(exact, window, 0.3, softcap), plan.groups[window])
     assert actual.shape == expected.shape

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.errors import SettingError
-from outrider.kv_cache.storage import KVCache, LayerShape, memory_budget, pages_in
+from outrider.kv_cache.storage import KVCache, LayerShape, memory_budget, page_bytes_of, pages_in
 from outrider.limits import PAGE_SIZE
 
 CPU = torch.device("cpu")
@@ -17,7 +17,7 @@ SLOT_BYTES = 2 * 12 * 2 + 16 * 4
 
 def test_too_few_bytes_for_a_page_are_refused() -> None:
     with pytest.raises(SettingError, match="one page takes 1792") as caught:
-        pages_in(16 * SLOT_BYTES - 1, SHAPES)
+        pages_in(16 * SLOT_BYTES - 1, page_bytes_of(SHAPES))
     assert caught.value.key == "kv_cache_memory_bytes"
 
 
