@@ -16,7 +16,6 @@ from pydantic import Field
 from outrider import limits
 from outrider.api_keys import given_keys
 from outrider.drafters.names import (
-    AUTO,
     EAGLE3,
     MTP,
     DrafterChoice,
@@ -262,9 +261,9 @@ class DraftConfig(ModelServerConfig):
 
     role = "draft"
 
-    model: str = AUTO
-    """The drafter: `auto` = `suffix`; a model (a directory, a .gguf file, or a hub id); or a
-    drafter that `outrider drafters` lists."""
+    model: str = LookupKind.SUFFIX.value
+    """The drafter: a model (a directory, a .gguf file, or a hub id), or a drafter that `outrider
+    drafters` lists."""
     own_engine: Annotated[
         Literal["", "auto", "transformers", "vllm"], Field(alias="draft_engine")
     ] = ""
@@ -562,8 +561,6 @@ class DeploymentConfig:
                 "deployment_name",
                 f"{self.deployment_name!r} is wrong; it must be up to 63 letters, digits, - and _",
             )
-        if self.draft.model == AUTO:
-            object.__setattr__(self, "draft", replace(self.draft, model=LookupKind.SUFFIX.value))
         drafter, ranks = self.draft.drafter, self.target.tensor_parallel_size
         on_vllm = self.target.engine == VLLM
         look_ahead = self.coordinator.look_ahead

@@ -6,7 +6,6 @@ from enum import StrEnum
 
 from outrider.errors import SettingError, did_you_mean
 
-AUTO = "auto"
 """Stands for `suffix`."""
 DEMO = "demo"
 SHIPPED = (f"{DEMO}-drafter", f"{DEMO}-head")
@@ -27,7 +26,7 @@ _KIND = re.compile(r"[A-Za-z][\w-]+")
 """If the text before a colon matches, it is read as a kind. No hub id has a colon, and a directory
 with a colon can be written as `./NAME`. A single letter may be a Windows drive."""
 _FORMS = (
-    "`auto`, `ngram`, `suffix`, a model, `eagle3:DIR_OR_ID`, `mtp` or `hybrid:LOOKUP,MODEL`, "
+    "`ngram`, `suffix`, a model, `eagle3:DIR_OR_ID`, `mtp` or `hybrid:LOOKUP,MODEL`, "
     "whose MODEL may also be a head"
 )
 NEAR_WORD = 0.75
@@ -43,7 +42,7 @@ class LookupKind(StrEnum):
 
 
 _LOOKUPS = {kind.value: kind for kind in LookupKind}
-_WORDS = (AUTO, *_LOOKUPS, DEMO, *SHIPPED, *_KINDS)
+_WORDS = (*_LOOKUPS, DEMO, *SHIPPED, *_KINDS)
 """Words, besides names of models, that a `--draft-model` may be or begin with."""
 
 
@@ -83,8 +82,6 @@ class DrafterChoice:
 
 def parse_drafter(name: str) -> DrafterChoice:
     """The drafter that a `--draft-model` names. Raises `SettingError`."""
-    if name == AUTO:
-        name = LookupKind.SUFFIX
     form, colon, rest = name.partition(":")
     if name in _LOOKUPS:
         return DrafterChoice(_LOOKUPS[name], None)
@@ -166,9 +163,6 @@ class DrafterDescription:
 
 
 DRAFTERS = (
-    DrafterDescription(
-        AUTO, "as suffix", "none", "as suffix", "none", "one-hot",
-    ),
     DrafterDescription(
         "ngram", "what followed the longest earlier match in the session",
         "none", "200 bytes a token", "none", "one-hot",

@@ -46,7 +46,7 @@ def test_a_name_says_what_proposes(name: str, choice: DrafterChoice) -> None:
     ],
 )
 def test_a_name_that_is_none_is_refused_with_those_that_are(name: str, says: str) -> None:
-    with pytest.raises(SettingError, match=r"must be `auto`, `ngram`, `suffix`, a model") as caught:
+    with pytest.raises(SettingError, match=r"must be `ngram`, `suffix`, a model") as caught:
         DraftConfig(model=name)
     assert caught.value.key == "draft_model"
     assert says in caught.value.reason

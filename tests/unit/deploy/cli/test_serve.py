@@ -171,7 +171,7 @@ def test_a_deployment_that_is_starting_is_stopped(
     assert said == f"stopped a deployment that was starting or stopping (pid {child.pid})\n"
 
 
-@pytest.mark.parametrize("name", ["a/head", "auto", "hybrid:ngram,a/head"])
+@pytest.mark.parametrize("name", ["a/head", "suffix", "hybrid:ngram,a/head"])
 def test_the_flags_of_a_deployment_that_runs_may_be_given_again(name: str) -> None:
     """Also if the kind of a draft was found in its files."""
     config = deployment_config(parse(["chat", "--draft-model", name]))
