@@ -5,9 +5,6 @@ import difflib
 from collections.abc import Iterable
 from typing import Self
 
-NO_TOKENIZER = "the model has no tokenizer; give token_ids"
-"""Why a prompt that is text is refused. The command line replaces `token_ids` by its flag."""
-
 
 class OutriderError(Exception):
     """INTERNAL: the base of all errors. `grpc_code` is a google.rpc.Code."""

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from coordinator.requests.grammar_check import ConstraintChecks
 from outrider import limits
 from outrider.config import CoordinatorConfig
-from outrider.errors import NO_TOKENIZER, BadRequest, DataLoss
+from outrider.errors import BadRequest, DataLoss
 from outrider.grammar.constraint import Constraint
 from outrider.messages import ReplicaDescription
 from outrider.request import ChatMessage, GenerateRequest, Prompt
@@ -216,7 +216,7 @@ class PromptEncoder:
             return "token_ids", given
         field = "text" if isinstance(prompt, str) else "chat"
         if text is None:
-            raise BadRequest(field, NO_TOKENIZER)
+            raise BadRequest(field, "the model has no tokenizer; give token ids")
         turns, contents = list[dict[str, Any]](), [given]
         if not isinstance(prompt, str):
             turns = [{"role": one.role, "content": one.content, **one.more} for one in given]

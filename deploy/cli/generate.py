@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import asdict
 from itertools import chain, groupby, repeat
@@ -110,7 +110,7 @@ async def _run(arguments: Arguments, request: GenerateRequest) -> None:
         if completion.logprobs:
             show(logprob_table(completion, connection.tokenizer_directory))
         if not progress.quiet:
-            said = f"{figures([completion], seconds)} ({completion.finish_reason})"
+            said = f"{figures(completion, seconds)} ({completion.finish_reason})"
             print(said, file=sys.stderr)
 
 
@@ -169,14 +169,12 @@ def _report(completion: Completion, seconds: float) -> dict[str, Any]:
     return report
 
 
-def figures(completions: Sequence[Completion], seconds: float) -> str:
-    tokens = sum(one.usage.completion_tokens for one in completions)
-    rounds = sum(one.metrics.num_rounds for one in completions)
-    proposed = sum(one.metrics.num_draft_tokens for one in completions)
-    accepted = sum(one.metrics.num_accepted_draft_tokens for one in completions)
-    drafted = (
-        f"acceptance {accepted / proposed:.0%} of {proposed}" if proposed else "no drafts proposed"
-    )
+def figures(completion: Completion, seconds: float) -> str:
+    tokens, found = completion.usage.completion_tokens, completion.metrics
+    rounds, proposed = found.num_rounds, found.num_draft_tokens
+    drafted = "no drafts proposed"
+    if proposed:
+        drafted = f"acceptance {found.num_accepted_draft_tokens / proposed:.0%} of {proposed}"
     return (
         f"{tokens} tokens, {tokens / seconds:.1f} tokens/s, {rounds} rounds, "
         f"{drafted}, {tokens / max(1, rounds):.2f} tokens per round"
@@ -260,19 +258,15 @@ def logprob_table(completion: Completion, directory: str) -> Table:
 
 
 COMMANDS = {
-    "/stats": "show figures of the answers so far",
     "/reset": "start a new conversation",
     "/help": "show this list",
     "/exit": "leave; the end of the input does the same",
 }
-ESCAPE = "//"
-"""A line that begins with two slashes is a message that begins with one slash."""
 
 
 @command(
     "chat",
     option("--system", metavar="TEXT", help="system message"),
-    option("--raw", is_flag=True, help="continue the conversation's text, without chat template"),
     *request_options(max_tokens=512),
     *connection_options(without=REQUEST_KEYS),
 )
@@ -314,10 +308,6 @@ class Chat:
         self._fields = fields
         self._on_terminal = on_terminal
         self._turns: list[ChatMessage] = []
-        self._answers: list[Completion] = []
-        """All complete answers, including those before a reset."""
-        self._seconds = 0.0
-        self._num_broken_off = 0
         self._waits_for: asyncio.Task[Any] | None = None
         """The task that reads a line or receives an answer."""
 
@@ -338,11 +328,10 @@ class Chat:
             words = line.strip()
             if words == "/exit":
                 return 0
-            if words.startswith("/") and not words.startswith(ESCAPE):
+            if words.startswith("/"):
                 self._run_command(words)
             elif words:
-                question = words[1:] if words.startswith(ESCAPE) else line
-                answering = await self._done(self._answer(question))
+                answering = await self._done(self._answer(line))
                 if not answering.cancelled():
                     answering.result()  # Raises its error.
                 elif not self._on_terminal:
@@ -361,34 +350,26 @@ class Chat:
         if command == "/reset":
             self._turns.clear()
             _say("new conversation")
-        elif command == "/stats":
-            broken = f" and {self._num_broken_off} interrupted" if self._num_broken_off else ""
-            if self._answers:
-                said = figures(self._answers, self._seconds)
-                num = len(self._answers)
-                _say(f"{num} answer{'s' * (num > 1)}{broken}: {said}")
-            else:
-                _say(f"no complete answers{broken}")
-            _say(f"the conversation has {len(self._turns)} messages")
         else:
             if command != "/help":
-                _say(f"{command}: no such command; for a message that begins with /, type //")
+                _say(f"{command}: no such command")
             for name, purpose in COMMANDS.items():
                 _say(f"{name:8}{purpose}")
 
     async def _answer(self, question: str) -> None:
         from outrider.client import CompletionBuilder
 
-        request = GenerateRequest(self._prompt(question), **self._fields)
+        system = self._arguments.system
+        first = [] if system is None else [ChatMessage("system", system)]
+        prompt = (*first, *self._turns, ChatMessage("user", question))
         builder = CompletionBuilder()
         self._printer.begin()
         try:
-            self._seconds += await receive(self._client, request, builder, self._printer.show)
-            self._answers.append(builder.build())
+            request = GenerateRequest(prompt, **self._fields)
+            await receive(self._client, request, builder, self._printer.show)
             self._keep(question, builder.text)
             print(flush=True)
         except asyncio.CancelledError:
-            self._num_broken_off += 1
             if builder.text:
                 self._keep(question, builder.text)
             print(flush=True)
@@ -400,14 +381,6 @@ class Chat:
             print(flush=True)
             why = error_line(error, self._arguments)
             _say(f"error: {why} (your message is not part of the conversation)")
-
-    def _prompt(self, question: str) -> Prompt:
-        system = self._arguments.system
-        if self._arguments.raw:
-            before = [] if system is None else [system]
-            return "\n".join([*before, *(turn.content for turn in self._turns), question])
-        first = [] if system is None else [ChatMessage("system", system)]
-        return (*first, *self._turns, ChatMessage("user", question))
 
     def _keep(self, question: str, answer: str) -> None:
         self._turns += [ChatMessage("user", question), ChatMessage("assistant", answer)]

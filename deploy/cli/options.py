@@ -34,7 +34,6 @@ from outrider.config import (
 )
 from outrider.drafters.names import same_drafter
 from outrider.errors import (
-    NO_TOKENIZER,
     BadRequest,
     ConfigError,
     OutriderError,
@@ -201,10 +200,7 @@ def error_line(error: OutriderError, arguments: Arguments) -> str:
     if isinstance(error, SettingError):
         return f"{_setting_name(error.key, arguments)}: {error.reason}"
     if isinstance(error, BadRequest):
-        reason = error.reason
-        if reason == NO_TOKENIZER:
-            reason = "the model has no tokenizer; give token ids by `outrider generate --token-ids`"
-        return f"{_field_name(error.field, arguments)}: {reason}"
+        return f"{_field_name(error.field, arguments)}: {error.reason}"
     return error_message(error)
 
 

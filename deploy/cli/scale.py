@@ -107,14 +107,11 @@ def parsed_counts(words: Sequence[str]) -> dict[Role, int]:
     for word in words:
         name, _, text = word.partition("=")
         role = next((role for role in ROLES if role == name), None)
-        if role is None or not text:
-            unknown = f"unknown role; use {', '.join(ROLES[:-1])} or {ROLES[-1]}"
-            raise ConfigError(f"{word}: {f'must be {role}=N' if role else unknown}")
-        if role in counts:
-            raise ConfigError(f"{word}: {role} is given twice")
-        if not re.fullmatch("[0-9]{1,9}", text):
-            allowed = f"a whole number up to {REPLICAS_MAX}"
-            raise ConfigError(f"{word}: {text!r} is wrong; it must be {allowed}")
+        if role is None or role in counts or not re.fullmatch("[0-9]{1,9}", text):
+            raise ConfigError(
+                f"{word}: must be ROLE=N, with each of the roles {', '.join(ROLES)} at most once, "
+                f"and N a whole number up to {REPLICAS_MAX}"
+            )
         counts[role] = int(text)
     return counts
 

@@ -282,6 +282,7 @@ def _nothing_to_stop(directory: Path, record: DeploymentRecord | None) -> str:
 
 Facts = dict[str, Any]
 TIMEOUT_S = 5.0
+"""Time limit for each answer to `status`."""
 WATCH_S = 2.0
 NEEDED = ("coordinator", "target")
 HEALTH = {"serving": "green", "not serving": "red", "leaving": "yellow"}
@@ -304,10 +305,6 @@ PRINTS = {
     option(
         "--server", metavar="HOST:PORT",
         help="ask only this coordinator; by default ask all replicas of this machine's deployment",
-    ),
-    option(
-        "--timeout", type=Seconds(0.001, 3600), default=TIMEOUT_S, metavar="S",
-        help="time limit for each answer, s",
     ),
     option(
         "--watch", type=Seconds(0.1, 3600), is_flag=False, flag_value=WATCH_S,
@@ -335,12 +332,12 @@ async def _watch(arguments: Arguments) -> int:
 
 
 async def _status(arguments: Arguments) -> Facts:
-    timeout_s, key = arguments.timeout, caller_key(arguments)
+    key = caller_key(arguments)
     found: Facts = {"running": False, "serving": False, "deployment": None}
     found |= {f"{role}s": [] for role in ROLES}
     if arguments.server:
         address, trust = checked_address(arguments.server), caller_trust_of(arguments, {})
-        one = await _ask("coordinator", address, key, trust, timeout_s)
+        one = await _ask("coordinator", address, key, trust)
         # If a coordinator serves but refuses this caller, `serving` is True and `error` is set.
         running = one["error"] is None or one["serving"]
         return found | {"running": running, "serving": one["serving"], "coordinators": [one]}
@@ -357,11 +354,11 @@ async def _status(arguments: Arguments) -> Facts:
     }  # fmt: skip
     shown = key or local_key(state)
     asked = [
-        asyncio.gather(*(_ask(role, one, shown, trust, timeout_s, internal) for one in those))
+        asyncio.gather(*(_ask(role, one, shown, trust, internal) for one in those))
         for role, those in addresses.items()
     ]
     (known, registry_error), answers = await asyncio.gather(
-        ask_registry(record, timeout_s), asyncio.gather(*asked)
+        ask_registry(record), asyncio.gather(*asked)
     )
     for role, replicas in zip(addresses, answers, strict=True):
         found[f"{role}s"] = [known.get(one["address"], {}) | one for one in replicas]
@@ -373,9 +370,7 @@ async def _status(arguments: Arguments) -> Facts:
     }
 
 
-async def ask_registry(
-    record: DeploymentRecord, timeout_s: float
-) -> tuple[dict[str, Facts], str | None]:
+async def ask_registry(record: DeploymentRecord) -> tuple[dict[str, Facts], str | None]:
     """Returns the replicas' records in the deployment's Redis, by address, and the error if Redis
     did not answer. The passwords of Redis come from the files in `record.redis`, or from the
     environment."""
@@ -384,7 +379,7 @@ async def ask_registry(
     known: dict[str, Facts] = {}
     try:
         address = with_password(RedisAddress(**record.redis), by_ray=False)
-        async with AsyncExitStack() as stack, asyncio.timeout(timeout_s):
+        async with AsyncExitStack() as stack, asyncio.timeout(TIMEOUT_S):
             registry = RedisRegistry(address, record.deployment)
             stack.push_async_callback(registry.close)
             for role in ROLES:
@@ -392,7 +387,7 @@ async def ask_registry(
                     age_s = round(max(0.0, LEASE_S - left_s), 2)
                     known[one.address] = asdict(one) | {"lease_age_s": age_s}
     except TimeoutError:
-        return known, f"Redis has not answered within {timeout_s:g} s"
+        return known, f"Redis has not answered within {TIMEOUT_S:g} s"
     except OutriderError as error:
         return known, error.message
     return known, None
@@ -409,7 +404,7 @@ def _deployment(record: DeploymentRecord, state: Path) -> Facts:
 
 
 async def _ask(
-    role: Role, address: str, key: str, trust: Trust | None, timeout_s: float, internal: str = ""
+    role: Role, address: str, key: str, trust: Trust | None, internal: str = ""
 ) -> Facts:
     """Asks a replica to describe itself. Calls targets and drafts with the coordinator's TLS
     certificate in the directory `internal`, or without TLS if `internal` is empty."""
@@ -429,8 +424,8 @@ async def _ask(
                 stack.push_async_callback(link.close)
             connection = Connection(address, api_key=key, trust=trust)
             client = await stack.enter_async_context(connection.client())
-            found["serving"] = await client.healthy(timeout_s)
-            found |= asdict(await (link or client).describe(timeout_s))
+            found["serving"] = await client.healthy(TIMEOUT_S)
+            found |= asdict(await (link or client).describe(TIMEOUT_S))
     except OutriderError as error:
         found["error"] = error_message(error)
     return found

@@ -79,8 +79,7 @@ async def test_a_model_without_a_tokenizer_takes_token_ids(tmp_path: Path) -> No
         assert await generate(stack, "text") == (
             2,
             "",
-            "outrider: error: PROMPT: the model has no tokenizer; give token ids by "
-            "`outrider generate --token-ids`\n",
+            "outrider: error: PROMPT: the model has no tokenizer; give token ids\n",
         )
 
 
@@ -100,23 +99,20 @@ async def test_a_pipe_gets_the_answers_alone(stack: Stack) -> None:
     first = await answer(stack, "hello")
     second = await answer(stack, "hello", first, "go on")
     code, out, err = await pipe(
-        stack, "hello\n\ngo on\n/stats\n/reset\nhello\n//hello\n/fly\n/exit\nnever\n",
-        "--max-tokens", "12",
-    )  # fmt: skip
+        stack, "hello\n\ngo on\n/reset\nhello\n/fly\n/exit\nnever\n", "--max-tokens", "12"
+    )
     assert code == 0, err
-    escaped = await answer(stack, "hello", first, "/hello")
-    assert out == f"{first}\n{second}\n{first}\n{escaped}\n"
+    assert out == f"{first}\n{second}\n{first}\n"
     assert first != second
-    assert re.search(r"2 answers: 2\d tokens, .* tokens per round", err), err
-    assert "the conversation has 4 messages" in err
     assert "/fly: no such command" in err
     assert "error" not in err
     assert ">" not in err
 
 
 async def test_a_pipe_ends_with_its_input_or_a_refusal(stack: Stack) -> None:
-    code, out, _ = await pipe(stack, "say", "--max-tokens", "5", "--raw", "--system", "So be it.")
-    request = GenerateRequest("So be it.\nsay", sampling=GREEDY, max_tokens=5)
+    code, out, _ = await pipe(stack, "say", "--max-tokens", "5", "--system", "So be it.")
+    prompt = (ChatMessage("system", "So be it."), ChatMessage("user", "say"))
+    request = GenerateRequest(prompt, sampling=GREEDY, max_tokens=5)
     assert (code, out) == (0, (await stack.client.complete(request)).text + "\n")
     code, out, err = await pipe(stack, "hello\n" + "x" * 300 + "\nhello\n", "--max-tokens", "5")
     assert code == 2
@@ -187,10 +183,6 @@ async def test_a_terminal_shows_origins_and_asks_on(stack: Stack) -> None:
     terminal.type("x" * 300 + "\n")
     await terminal.shows("error: .*not part of the conversation")
     await terminal.shows("> ")
-    terminal.type("/stats\n")
-    await terminal.shows("1 answer: 12 tokens")
-    await terminal.shows("the conversation has 2 messages")
-    await terminal.shows("> ")
     terminal.type("\x04")
     assert await terminal.close() == 0
 
@@ -209,16 +201,12 @@ async def test_an_interrupt_breaks_the_answer_off_and_then_the_chat(slow: Stack)
         while slow.coordinator.num_running:
             await asyncio.sleep(0.01)
     await terminal.shows("> ")
-    terminal.type("/stats\n")
-    await terminal.shows("no complete answers and 1 interrupted")
-    await terminal.shows("the conversation has 2 messages")
-    await terminal.shows("> ")
     terminal.process.send_signal(signal.SIGINT)
     assert await terminal.close() == 130
 
 
 async def facts(code: int, *words: str) -> Any:
-    found, out, err = await run("status", "--json", "--timeout", "5", *words)
+    found, out, err = await run("status", "--json", *words)
     assert (found, out.count("\n")) == (code, 1), err
     return json.loads(out)
 
