@@ -132,8 +132,6 @@ class DraftClient(_ModelDrafts):
         self._reads_features = pool.first is not None and pool.first.reads_features
         self._brought: Features | None = None
         """Hidden states of the newest verdict; None once they were sent to the draft."""
-        self._brought_of = ""
-        """`ReplicaDescription.features` of the target that sent `_brought`."""
         self._held_before = 0
         """Number of tokens that the draft held before the newest feed, as far as is known."""
         self._num_vain = 0
@@ -180,7 +178,7 @@ class DraftClient(_ModelDrafts):
         if self._is_hybrid:
             guess, score = self.look_up(num_wanted, noise)
             if score >= self._confident:
-                if self._features is not None:
+                if self._brought is not None:
                     self._feed(self._route.begin(round_index))
                 elif self._look_ahead > 0:
                     number = self._route.begin(round_index)
@@ -298,7 +296,7 @@ class DraftClient(_ModelDrafts):
         """Asks the target for the hidden states that the draft lacks."""
         if not self._reads_features or not self._route.heard or length.next_max == 0:
             return NOTHING_WANTED
-        if self._features is not None and self._route.awaited is not None:
+        if self._brought is not None and self._route.awaited is not None:
             return NOTHING_WANTED  # First, the hidden states in `_brought` must be sent.
         held = self._route.cached_length if self._held is None else self._held.cached_length
         return NextWanted(features_from=max(0, held - 1))
@@ -306,7 +304,7 @@ class DraftClient(_ModelDrafts):
     def hear(self, reply: VerdictReply) -> None:
         is_newest = reply.features is not None or self._route.awaited is None
         if self._reads_features and is_newest:
-            self._brought, self._brought_of = reply.features, self._route.features_shown
+            self._brought = reply.features
 
     def settle(self, common_length: int) -> None:
         if self._held is not None:
@@ -361,21 +359,14 @@ class DraftClient(_ModelDrafts):
     ) -> None:
         head = self._route.head(number)
         self._route.send(
-            DraftItem(head, num_draft_tokens, self._look_ahead, held, self._features, budget)
+            DraftItem(head, num_draft_tokens, self._look_ahead, held, self._brought, budget)
         )
 
     @property
-    def _features(self) -> Features | None:
-        """Hidden states to send to the draft. None if `_brought` is for another head than the
-        draft's, for example because the draft was restarted with another head. From such states
-        the draft would make worse proposals, also in other sessions that share its pages."""
-        return self._brought if self._brought_of == self._route.features_read else None
-
-    @property
     def _reach(self) -> int:
-        """Number of committed tokens that the draft will hold after it has run `_features`. To run
+        """Number of committed tokens that the draft will hold after it has run `_brought`. To run
         a token, the draft needs the hidden state of the token before."""
-        held, features = self._route.cached_length, self._features
+        held, features = self._route.cached_length, self._brought
         if features is None or features.first >= max(1, held):
             return held
         return max(held, min(features.end + 1, self._session.length))
@@ -385,7 +376,7 @@ class DraftClient(_ModelDrafts):
         return self._reads_features and self._reach < self._session.length
 
     def _feed(self, number: int) -> None:
-        """Sends `_features` to the draft. `_hear_feed` will read the answer. For `RETRY_S` after a
+        """Sends `_brought` to the draft. `_hear_feed` will read the answer. For `RETRY_S` after a
         feed, does nothing while the answer to this feed is missing."""
         held, reach, now = self._route.cached_length, self._reach, self._clock()
         is_waiting = self._route.awaited is not None and now < self._ask_again_at
@@ -427,6 +418,7 @@ class DraftClient(_ModelDrafts):
     def _move(self) -> None:
         if self._route.move():
             self._route.heard = True
+            self._brought = None  # The new draft may have another head.
 
     def _probe(self, number: int, length: RoundLength) -> None:
         """Asks a draft that has not answered, at most once per `RETRY_S`. Does not wait for an

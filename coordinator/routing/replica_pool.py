@@ -262,14 +262,11 @@ class ReplicaPool:
     def can_read(self, replica: ReplicaDescription, session_id: str) -> bool:
         """Whether a replica can run the session. If a draft reads hidden states, the session's
         target must send the hidden states that the draft's head reads."""
-        is_free = self._targets is None or not replica.reads_features
-        return is_free or self.features_shown(session_id) == replica.features
-
-    def features_shown(self, session_id: str) -> str | None:
-        """`ReplicaDescription.features` of the session's target; None without a target."""
-        targets = () if self._targets is None else self._targets.replicas.values()
-        found = (one.description.features for one in targets if session_id in one.routes)
-        return next(found, None)
+        if self._targets is None or not replica.reads_features:
+            return True
+        targets = self._targets.replicas.values()
+        shown = (one.description.features for one in targets if session_id in one.routes)
+        return next(shown, None) == replica.features
 
     async def watch(self) -> None:
         """Probes replicas when they become away, and then periodically until they are back."""
@@ -493,16 +490,6 @@ class SessionRoute(Generic[Item, Answer]):
         first target of the pool counts."""
         found = self._pool.first if self._replica is None else self._replica.description
         return found is not None and found.drafts_itself
-
-    @property
-    def features_shown(self) -> str:
-        """`ReplicaDescription.features` of the session's target; empty without a target."""
-        return self._pool.features_shown(self.context.session.session_id) or ""
-
-    @property
-    def features_read(self) -> str:
-        """`ReplicaDescription.features` of the session's draft; empty without a draft."""
-        return "" if self._replica is None else self._replica.description.features
 
     @property
     def cache_state(self) -> CacheState:

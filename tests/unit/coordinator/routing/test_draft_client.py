@@ -15,9 +15,7 @@ from session_links import (
     TOY,
     ScriptedLink,
     asked,
-    context_of,
     draft_of,
-    pool_of,
     proposal,
     refuse,
     session,
@@ -26,7 +24,6 @@ from session_links import (
 from coordinator.draft_length.policy import RoundLength
 from coordinator.routing.draft_client import RETRY_S, DraftClient, PushedProposals
 from coordinator.routing.drafts import NextWanted
-from coordinator.routing.replica_pool import ReplicaPool, SessionRoute
 from outrider.config import DraftConfig
 from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.lookup import Guess, NgramDrafter
@@ -176,29 +173,6 @@ async def test_a_feed_that_is_not_sent_says_nothing_of_the_next_draft() -> None:
     assert [item.features.first for item in second.sent] == [0]
 
 
-async def test_rows_of_one_head_are_not_sent_to_the_head_that_replaced_it() -> None:
-    """Both replicas restart between a verdict with all missing rows and the next message."""
-    before, behind = (
-        replace(TOY, shows_features=True, reads_features=True, features=name) for name in "ab"
-    )
-    link, one = ScriptedLink(proposal), session()
-    targets = pool_of(ScriptedLink())
-    drafts = ReplicaPool("draft", targets)
-    drafts.admit("r0", link, before)
-    replicas = targets.replicas["r0"], drafts.replicas["r0"]
-    SessionRoute[Any, Any](targets, context_of(one))
-    draft = draft_of(pool=drafts, one=one)
-    rows = Features(0, 1, bytes(2 * (one.length - 1)))
-    for index, (heard, then) in enumerate(((before, behind), (behind, behind)), 1):
-        for replica in replicas:
-            replica.description = heard
-        draft.hear(verdict(rows))
-        for replica in replicas:
-            replica.description = then
-        drafted = await draft.propose(index, asked(1), NOISE)
-        assert (drafted.source, len(link.sent)) == [("fallback", 0), ("replica", 1)][index - 1]
-
-
 async def test_a_draft_that_was_asked_and_lost_counts_as_asked() -> None:
     """Also if the next one lacks features."""
     first, second = ScriptedLink(*holding(4)), ScriptedLink()
@@ -243,12 +217,6 @@ async def test_an_absent_draft_is_probed_without_waiting() -> None:
     assert loop.time() == start
     await asyncio.sleep(0.01)
     assert (await draft.propose(4, asked(3), NOISE)).source != "fallback"
-
-
-@pytest.mark.parametrize("error", [NotFound("who?"), BadRequest("x", "y")])
-async def test_a_draft_that_refuses_is_replaced_by_the_look_up(error: Any) -> None:
-    draft = draft_of(ScriptedLink(refuse(error)))
-    assert (await draft.propose(1, asked(3), NOISE)).source == "fallback"
 
 
 def out_of_time(item: Any, num_tokens: int = 0) -> ProposalReply:
@@ -328,27 +296,34 @@ async def test_a_draft_without_time_for_a_first_token_is_asked_again_once_it_is_
     assert (await draft.propose(3, asked(3), NOISE)).source != "fallback"
 
 
-@pytest.mark.parametrize(
-    ("token_ids", "is_believed"), [((1, 2, 3, 4), False), ((1, 2, 2), True), ((1,), True)]
-)
-async def test_tokens_that_were_not_asked_for_are_not_used(
-    token_ids: tuple[int, ...], is_believed: bool
-) -> None:
+def tokens(*token_ids: int) -> Any:
+    """An answer with these tokens."""
+
     def answer(item: Any) -> ProposalReply:
         length = item.head.committed_length
         return ProposalReply(item.head.key, SealedProposal(token_ids), length, length + 1)
 
-    drafted = await draft_of(ScriptedLink(answer)).propose(1, asked(3), NOISE)
-    assert (drafted.source != "fallback") is is_believed
-    if is_believed:
-        assert drafted.proposal.token_ids == token_ids
+    return answer
 
 
-async def test_a_proposal_without_q_is_not_used() -> None:
-    link = ScriptedLink(proposal)
-    draft = draft_of(link, one=session(rule=Rule.TOKEN))
-    drafted = await draft.propose(1, asked(3), RoundNoise(3, Rule.TOKEN, len(PROMPT)))
-    assert drafted.source == "fallback"
+@pytest.mark.parametrize(
+    ("answer", "rule", "used"),
+    [
+        (tokens(1, 2, 2), Rule.GREEDY, (1, 2, 2)),
+        (tokens(1), Rule.GREEDY, (1,)),
+        (tokens(1, 2, 3, 4), Rule.GREEDY, None),  # More than were asked for.
+        (tokens(1, 2, 2), Rule.TOKEN, None),  # Without q.
+        (refuse(NotFound("who?")), Rule.GREEDY, None),
+        (refuse(BadRequest("x", "y")), Rule.GREEDY, None),
+    ],
+)
+async def test_the_look_up_replaces_a_proposal_that_cannot_be_used(
+    answer: Any, rule: Rule, used: tuple[int, ...] | None
+) -> None:
+    draft = draft_of(ScriptedLink(answer), one=session(rule=rule))
+    drafted = await draft.propose(1, asked(3), RoundNoise(3, rule, len(PROMPT)))
+    assert (drafted.source == "fallback") is (used is None)
+    assert drafted.proposal.token_ids == (used or (1,))
 
 
 def pushed(
@@ -435,11 +410,7 @@ async def test_rounds_learn_from_the_k_that_a_proposal_was_drafted_for(
 ) -> None:
     """After a round of K = 2, for which the draft looked ahead."""
 
-    def answer(item: Any) -> ProposalReply:
-        length = item.head.committed_length
-        return ProposalReply(item.head.key, SealedProposal(answered), length, length)
-
-    link, one = ScriptedLink(None, answer), session()
+    link, one = ScriptedLink(None, tokens(*answered)), session()
     draft = draft_of(link, one=one, config=replace(CONFIG, look_ahead=look_ahead))
     draft.prefill(2)
     if pushes:
