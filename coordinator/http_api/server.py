@@ -6,9 +6,9 @@
 - When the maximum number of connections is reached, each new connection replaces a connection
   without a request. So idle connections do not keep other callers out.
 
-A server that stops still serves requests for `HTTP_LAST_REQUEST_S`. After this time it refuses new
-requests with status 503 until the running requests have ended. A server that shares its port closes
-its listening socket first, so the other server gets all new connections.
+A server that stops closes its listening socket first, so a server that shares its port gets all new
+connections. On open connections it still serves requests for `HTTP_LAST_REQUEST_S`. After this time
+it waits for the running requests.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from coordinator.auth.access_control import OPEN, AccessControl
-from coordinator.http_api.reading import error_body, error_response, to_json
+from coordinator.http_api.reading import error_body, to_json
 from outrider.config import CoordinatorConfig, is_loopback
 from outrider.errors import ConfigError, Unavailable
 from outrider.files import FileWatch
@@ -61,7 +61,7 @@ _ACCEPTS = 16
 all file descriptors."""
 CLOSE_S = 2.0
 """When the server ends a response, the response has this time to send its last event."""
-_DRAIN_POLL_S = 0.02
+_POLL_S = 0.02
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
@@ -285,7 +285,6 @@ class HttpServer:
         self._open = OpenConnections()
         self._closing = asyncio.Event()
         self._app = build(self._closing, _own_names(options))
-        self._drains = False
         config = uvicorn.Config(
             self._answer,
             interface="asgi3",
@@ -323,9 +322,8 @@ class HttpServer:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request, and records the time from its arrival to the last byte sent."""
-        app = error_response(shutting_down()) if self._drains else self._app
         if (times := self._options.times) is None:
-            await app(scope, receive, send)
+            await self._app(scope, receive, send)
             return
         status: int | None = None
 
@@ -337,7 +335,7 @@ class HttpServer:
 
         begun = time.monotonic()
         try:
-            await app(scope, receive, send_noted)
+            await self._app(scope, receive, send_noted)
         finally:
             route = getattr(scope.get("route"), "path", "")
             seconds = time.monotonic() - begun
@@ -354,21 +352,17 @@ class HttpServer:
         except Exception:  # noqa: BLE001 (the owner of the server looks at `failed`)
             _log.exception("the HTTP server has failed, and stops")
             self.failed = True
-        if self._options.shares_port:
-            await self._leave_port(listening)
+        await self._leave_port(listening)
         self._say_last()
-        for _ in range(round(HTTP_LAST_REQUEST_S / _DRAIN_POLL_S)):
+        for _ in range(round(HTTP_LAST_REQUEST_S / _POLL_S)):
             if any(state is not _State.BUSY for state in self._open.values()):
-                await asyncio.sleep(_DRAIN_POLL_S)
+                await asyncio.sleep(_POLL_S)
         for connection in [one for one in self._open if one.handshake is not None]:
             connection.break_off()
-        if not self._options.shares_port:
-            await self._drain()
         await self._server.shutdown()
 
     async def _leave_port(self, listening: socket.socket) -> None:
-        """Closes the listening socket, so that another server gets new connections. Serves the
-        connections that the kernel has queued."""
+        """Closes the listening socket. Serves the connections that the kernel has queued."""
         queued: list[socket.socket] = []
         # If the queue is empty, `accept` raises an error. New connections may keep the queue full,
         # so the number of accepted connections is limited.
@@ -378,18 +372,6 @@ class HttpServer:
         for client in queued:
             client.setblocking(False)
             await asyncio.get_running_loop().connect_accepted_socket(self._connect, client)
-
-    async def _drain(self) -> None:
-        """Refuses new requests until the running requests have ended, or `_closing` is set."""
-        self._drains = True
-        running = [one for one, state in self._open.items() if state is _State.BUSY]
-        for connection in list(self._server.server_state.connections):
-            connection.shutdown()
-        while not self._closing.is_set() and any(one in self._open for one in running):
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_DRAIN_POLL_S):
-                    await self._closing.wait()
-        self._server.config.timeout_graceful_shutdown = CLOSE_S  # type: ignore[assignment]
 
     def _say_last(self) -> None:
         """Adds `Connection: close` to all responses that have not begun."""
@@ -453,7 +435,7 @@ class LiveResponse(Response):
             if responding.done():
                 responding.result()
             elif not leaving.done():
-                raise shutting_down()
+                raise Unavailable("this server is shutting down")
         finally:
             for task in tasks:
                 task.cancel()
@@ -474,11 +456,6 @@ class LiveResponse(Response):
 async def send_part(send: Send, body: bytes = b"", *, more: bool = True) -> None:
     """Sends a part of a response's body. If `more` is false, it is the last part."""
     await send({"type": "http.response.body", "body": body, "more_body": more})
-
-
-def shutting_down() -> Unavailable:
-    """Makes the error for requests that this server no longer serves."""
-    return Unavailable("this server is shutting down")
 
 
 def _in_url(host: str) -> str:
