@@ -179,8 +179,7 @@ class LookupReader:
             request = DraftRequest(
                 name, f"{params.temperature}", token_ids[:length], first, 1, params, rule, noise
             )
-            [proposal] = self._drafter.propose([request])
-            drafted = proposal.token_ids
+            drafted = self._drafter.guess(request).token_ids
             found.append(DraftDistribution(drafted, (COUNT_TOTAL,)) if drafted else None)
         self._drafter.release(name)
         return found

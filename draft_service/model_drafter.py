@@ -43,10 +43,10 @@ class ModelDrafter:
     def propose(
         self, requests: Sequence[DraftRequest | AutoregressiveDraft]
     ) -> list[Proposal | OutriderError | AutoregressiveDraft]:
-        """Like `Drafter.propose`, with two further kinds of results. If nothing could be drawn for
-        a session, the result is an error. If a finished proposal has no time left, the call ends
-        early, and the other results are unfinished drafts. To continue a draft, pass it to the next
-        call in place of a request.
+        """Returns a result for each request. No two requests are for the same session. If nothing
+        could be drawn for a session, the result is an error. If a finished proposal has no time
+        left, the call ends early, and the other results are unfinished drafts. To continue a draft,
+        pass it to the next call in place of a request.
 
         For a request, the engine must hold a proper prefix of the committed tokens. For an
         unfinished draft, it must hold all tokens that were run. A request for no tokens also runs

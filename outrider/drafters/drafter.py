@@ -1,4 +1,15 @@
-"""The interface of drafters, which draft service, target service and coordinator call."""
+"""What a drafter is asked for: a `DraftRequest` with a `DraftDeadline`.
+
+A proposal may depend on the request's committed tokens, parameters and noise, and on the answers of
+finished sessions of the same tenant. It must not depend on tokens that were drafted but not
+committed, in this round or another.
+
+Draft tokens and their number must be independent of the random numbers that test them. So if noise
+is keyed by the round, answers of sessions with the same seed must not influence a proposal. If
+noise is keyed by the absolute position, they may, because drafts then do not influence what is
+committed. Before each draw, a drafter may decide by the time and by the tokens proposed so far
+whether to continue.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +17,9 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from outrider.grammar.token_mask import Allowed
 from outrider.hidden_states import Features
-from outrider.speculation.proposal import Proposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.tokens import TokenSequence
@@ -76,7 +85,7 @@ class DraftRequest:
     """A drafter may cache data of the session under this id, if that does not change proposals."""
     tenant: str
     token_ids: Sequence[int]
-    """All committed tokens, prompt first. After `propose` has returned, the sequence may change."""
+    """All committed tokens, prompt first. After the drafter's answer, the sequence may change."""
     prompt_length: int
     num_draft_tokens: int
     sampling: SamplingParams
@@ -89,29 +98,6 @@ class DraftRequest:
     or if this process does not know it."""
     digests: TokenSequence | None = None
     """A prefix of `token_ids` with known digests, to compare it with a cached prefix quickly. After
-    `propose` has returned, the prefix may change."""
+    the drafter's answer, the prefix may change."""
     deadline: DraftDeadline = field(default=NO_DEADLINE, compare=False)
     """Look-ups ignore this time limit, because they take only microseconds."""
-
-
-class Drafter(Protocol):
-    """Predicts what a target will write.
-
-    A proposal may depend on the request's committed tokens, parameters and noise, and on the
-    answers of finished sessions of the same tenant. It must not depend on tokens that were drafted
-    but not committed, in this round or another.
-
-    Draft tokens and their number must be independent of the random numbers that test them. So if
-    noise is keyed by the round, answers of sessions with the same seed must not influence a
-    proposal. If noise is keyed by the absolute position, they may, because drafts then do not
-    influence what is committed. Before each draw, a drafter may decide by the time and by the
-    tokens proposed so far whether to continue.
-    """
-
-    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        """Returns one proposal for each request. No two requests are for the same session."""
-        ...
-
-    def release(self, session_id: str) -> None:
-        """Frees the data of a session that has ended or left. Ignores unknown sessions."""
-        ...

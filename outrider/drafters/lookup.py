@@ -22,13 +22,6 @@ class Guess:
     score: float = 0.0
     """Expected number of accepted tokens."""
 
-    def within(self, request: DraftRequest) -> Guess:
-        """Cuts the guess before the first token that the session's grammar forbids."""
-        if request.allowed is None or not self.token_ids:
-            return self
-        token_ids = self.token_ids[: request.allowed.num_legal(self.token_ids)]
-        return Guess(token_ids, min(self.score, float(len(token_ids))))
-
     def proposal(self, request: DraftRequest) -> Proposal:
         """The guess as a proposal in which the draft gives each token the probability 1."""
         if not self.token_ids:
@@ -46,7 +39,7 @@ def share_of(num: int, num_all: int, match_length: int) -> float:
 
 
 class LookupDrafter:
-    """A `Drafter` without a model. Keeps the indexed texts of at most `SEQUENCES_PER_REPLICA_MAX`
+    """A drafter without a model. Keeps the indexed texts of at most `SEQUENCES_PER_REPLICA_MAX`
     sessions, and builds missing texts again."""
 
     def __init__(self, begin: Callable[[DraftRequest], Any]) -> None:
@@ -54,12 +47,8 @@ class LookupDrafter:
         self._begin = begin
         self._texts: Newest[str, Any] = Newest(SEQUENCES_PER_REPLICA_MAX)
 
-    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        """Returns proposals that the sessions' grammars allow."""
-        return [self.guess(request).within(request).proposal(request) for request in requests]
-
     def guess(self, request: DraftRequest) -> Guess:
-        """Returns a guess, whose tokens the session's grammar may forbid."""
+        """Returns a guess. The session's grammar may forbid its tokens."""
         if request.num_draft_tokens == 0:
             return NO_GUESS
         text = self._texts.pop(request.session_id, None)

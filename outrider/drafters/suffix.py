@@ -107,7 +107,7 @@ class SuffixDrafter(LookupDrafter):
 
     def release(self, session_id: str) -> None:
         """Ends the session. If it is the first with its seed, adds the last tokens of its prompt
-        and its output to the history, as far as `propose` has seen them."""
+        and its output to the history, as far as `guess` has seen them."""
         text = self._texts.pop(session_id, None)
         if text is None or self._first_of_seed.get((text.tenant, text.seed)) != session_id:
             return

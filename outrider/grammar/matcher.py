@@ -185,13 +185,6 @@ class Followed:
             return None
         return self._matcher.mask()
 
-    def num_legal(self, drafted: Sequence[int]) -> int:
-        for index, token_id in enumerate(drafted):
-            mask = self.after(drafted[:index])
-            if mask is None or not mask.has(token_id):
-                return index
-        return len(drafted)
-
     def behind(self, committed: Sequence[int]) -> Followed:
         return Followed(self._matcher, self._length, (*self._committed, *committed))
 

@@ -43,10 +43,6 @@ class Allowed(Protocol):
         allowed. Raises `Incompatible` if no mask can be computed."""
         ...
 
-    def num_legal(self, drafted: Sequence[int]) -> int:
-        """The number of tokens in `drafted` before the first one that is not allowed."""
-        ...
-
     def behind(self, committed: Sequence[int]) -> Allowed:
         """The object for the same session after it has committed these further tokens."""
         ...

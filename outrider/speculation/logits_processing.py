@@ -425,14 +425,10 @@ class AnyButEnds:
     vocab_size: int
 
     def after(self, drafted: Sequence[int]) -> TokenMask | None:
-        if self.num_legal(drafted) < len(drafted):
+        if not self.ends.isdisjoint(drafted[: self.num_left]):
             return None
         is_early = len(drafted) < self.num_left
         return _mask_without(self.ends if is_early else frozenset(), self.vocab_size)
-
-    def num_legal(self, drafted: Sequence[int]) -> int:
-        early = enumerate(drafted[: self.num_left])
-        return next((place for place, token_id in early if token_id in self.ends), len(drafted))
 
     def behind(self, committed: Sequence[int]) -> AnyButEnds:
         return replace(self, num_left=max(0, self.num_left - len(committed)))

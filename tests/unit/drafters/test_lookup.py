@@ -62,11 +62,11 @@ def test_a_proposal_depends_on_the_committed_tokens_alone(
             committed = committed + part
             if number == 4:
                 committed = committed[:cut]
-            drafter.propose([request([0, 1, 0, 1], session_id=str(number % 3))])
-            fresh = NgramDrafter(*ngrams).propose([request(committed)])
+            drafter.guess(request([0, 1, 0, 1], session_id=str(number % 3)))
+            fresh = NgramDrafter(*ngrams).guess(request(committed))
             known = TokenSequence(committed[: len(committed) - len(part)]) if number % 2 else None
             asked = replace(request(committed), digests=known)
-            assert drafter.propose([asked]) == fresh
+            assert drafter.guess(asked) == fresh
 
 
 class Watched(list[int]):
@@ -83,15 +83,16 @@ class Watched(list[int]):
 def test_a_round_reads_the_new_tokens_only() -> None:
     drafter = NgramDrafter()
     known = TokenSequence([k % 50 for k in range(5000)])
-    drafter.propose([request(list(known.ids))])
+    drafter.guess(request(list(known.ids)))
     tokens = Watched([*known.ids, 1, 2, 3])
-    proposals = drafter.propose([replace(request(tokens), digests=known)])
+    guess = drafter.guess(replace(request(tokens), digests=known))
     assert tokens.num_read == 3
-    assert proposals == NgramDrafter().propose([request(tokens)])
+    assert guess == NgramDrafter().guess(request(tokens))
 
 
 @pytest.mark.parametrize("rule", list(Rule))
 def test_proposals_are_one_hot(rule: Rule) -> None:
-    (proposal,) = NgramDrafter().propose([request([1, 2, 3, 1, 2], 2, rule=rule)])
+    asked = request([1, 2, 3, 1, 2], 2, rule=rule)
+    proposal = NgramDrafter().guess(asked).proposal(asked)
     expected_q = (None, None) if rule in (Rule.TOKEN, Rule.BLOCK) else ()
     assert proposal == Proposal((3, 1), expected_q)
