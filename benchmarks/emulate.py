@@ -3,13 +3,9 @@
 The engines are emulated (`outrider.engine.emulated`). The services and Redis are real, each in a
 process of its own.
 
-modes       Plain, synchronous and look-ahead decoding. K is the fastest of an earlier measurement.
-            Modes that draft decode a second time with a longer round trip between coordinator and
-            draft.
-features    A head on the target drafts, and then a head on a draft replica, to which the target
-            sends its hidden states.
-
-Each run of `RUNS` is one session.
+The modes are plain, synchronous and look-ahead decoding. K is the fastest of an earlier
+measurement. Modes that draft decode a second time with a longer round trip between coordinator and
+draft. Each run of `RUNS` is one session.
 
 fraction_of_ideal    tokens a second, divided by the tokens a second of ideal rounds; an ideal round
                      takes one target step and commits the expected number of tokens
@@ -17,12 +13,11 @@ look_ahead_hit_rate  share of rounds whose proposal was ready when the round beg
                      look-ahead
 overhead_ms_p50      median of a round's time minus its model steps, which are the target's step
                      and, without look-ahead, the draft's K steps
-X_bytes_per_round    mean number of bytes that coordinator and X send each other in a round
 """
 
 from collections.abc import Sequence
 from statistics import mean, median
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from outrider.client import Client
 from outrider.config import EMULATED, CoordinatorConfig, DraftConfig, TargetConfig
@@ -65,34 +60,20 @@ class Run(NamedTuple):
     num_draft_tokens: int
     round_trip_ms: float = 0.0
     """Time by which the round trip between coordinator and draft is longer."""
-    head_on: str | None = None
-    """The role whose replica runs the head; None = a model drafts."""
-    feature_width: int | None = None
-    """Width of the hidden states that a head on a draft reads. The demo target has width 576, a
-    model of eight billion parameters 4,096."""
 
 
-RUNS = {
-    "modes": (
-        Run("plain", Rule.TOKEN, 0),
-        Run("synchronous", Rule.TOKEN, 6),
-        Run("look_ahead", Rule.COUPLED, 9),
-        Run("synchronous", Rule.TOKEN, 9, 5.0),
-        Run("look_ahead", Rule.COUPLED, 8, 5.0),
-    ),
-    "features": (
-        Run("synchronous", Rule.TOKEN, 6, head_on="target"),
-        Run("synchronous", Rule.TOKEN, 6, 0.0, "draft", 576),
-        Run("synchronous", Rule.TOKEN, 6, 5.0, "draft", 576),
-        Run("synchronous", Rule.TOKEN, 6, 0.0, "draft", 4_096),
-        Run("synchronous", Rule.TOKEN, 6, 5.0, "draft", 4_096),
-    ),
-}
+RUNS = (
+    Run("plain", Rule.TOKEN, 0),
+    Run("synchronous", Rule.TOKEN, 6),
+    Run("look_ahead", Rule.COUPLED, 9),
+    Run("synchronous", Rule.TOKEN, 9, 5.0),
+    Run("look_ahead", Rule.COUPLED, 8, 5.0),
+)
 Rates = tuple[float, ...]
 
 
-def engine(rates: Rates = (), **values: object) -> str:
-    values = LAW | STEPS | values
+def engine(rates: Rates = ()) -> str:
+    values: dict[str, Any] = {**LAW, **STEPS}
     if rates:
         values["acceptance_rates"] = "/".join(map(str, rates))
     return EMULATED + ",".join(f"{key}={value}" for key, value in values.items())
@@ -109,8 +90,6 @@ def expected_tokens(rule: Rule, num_draft_tokens: int, rates: Rates = ()) -> flo
 class EmulateOptions(Options):
     """Options of `bench emulate`."""
 
-    parts: tuple[Literal["modes", "features"], ...] = ("modes",)
-    """What to measure."""
     tokens: Annotated[int, between(32, TOKENS_MAX)] = 4_000
     """Tokens of each session."""
     acceptance_rates: tuple[Annotated[float, between(0, 1)], ...] = ()
@@ -161,47 +140,33 @@ def figures(run: Run, rounds: Sequence[Timed], rates: Rates = ()) -> dict[str, A
 async def run(options: EmulateOptions, progress: Progress) -> Report:
     with blaming("acceptance_rates"):
         EmulatedSpec.parse(engine(options.acceptance_rates))
-    found: dict[str, list[dict[str, Any]]] = {}
-    for part in options.parts:
-        rows = found.setdefault(part, [])
-        for one in RUNS[part]:
-            progress(f"{part}: run {len(rows) + 1} of {len(RUNS[part])}")
-            rows.append(await _measure(options, one))
-    tables = [table(f"{part}, {options.tokens} tokens", rows) for part, rows in found.items()]
-    return Report({"tokens": options.tokens, **found}, tables)
+    rows: list[dict[str, Any]] = []
+    for one in RUNS:
+        progress(f"run {len(rows) + 1} of {len(RUNS)}")
+        rows.append(await _measure(options, one))
+    shown = table(f"{options.tokens} tokens", rows)
+    return Report({"tokens": options.tokens, "modes": rows}, [shown])
 
 
 async def _measure(options: EmulateOptions, run: Run) -> dict[str, Any]:
-    rates, head = options.acceptance_rates, {}
+    rates = options.acceptance_rates
     if rates:
         run = run._replace(num_draft_tokens=min(run.num_draft_tokens, len(rates)))
-    if run.head_on is not None:
-        head = {"head_on": run.head_on, "feature_width": run.feature_width or 1}
     services: Any = {
-        "engine": engine(rates, **head), "model": EMULATED.removesuffix(":"), "num_threads": 1
+        "engine": engine(rates), "model": EMULATED.removesuffix(":"), "num_threads": 1
     }  # fmt: skip
-    target = TargetConfig(**services)
-    draft = None if run.head_on == "target" else DraftConfig(**services)
+    target, draft = TargetConfig(**services), DraftConfig(**services)
     look_ahead = LOOK_AHEAD_DEFAULT if run.mode == "look_ahead" else 0
     async with (
         running_pair(target, draft, CoordinatorConfig()) as replicas,
-        replicas.coordinator(look_ahead, run.round_trip_ms / 2) as (client, coordinator),
+        replicas.coordinator(look_ahead, run.round_trip_ms / 2) as (client, _),
     ):
         await _decode(client, run, WARM_UP_TOKENS)
-        before = (await coordinator.ask({}))["wire_bytes"]
         done = await _decode(client, run, options.tokens)
-        after = (await coordinator.ask({}))["wire_bytes"]
-    num_rounds = len(done.rounds)
-    return {
-        **run._asdict(),
-        **figures(run, window(done.rounds, options.tokens), rates),
-        **{f"{role}_bytes_per_round": (after[role] - before[role]) / num_rounds for role in after},
-    }
+    return run._asdict() | figures(run, window(done.rounds, options.tokens), rates)
 
 
 async def _decode(client: Client, run: Run, num_tokens: int) -> Completion:
-    """Decodes a prompt of one token. The hidden states of a longer prompt would count as bytes of
-    the rounds."""
     request = GenerateRequest(
         prompt=(1,),
         sampling=SamplingParams(temperature=1.0),

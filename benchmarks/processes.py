@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TextIO
+from typing import Any, Self, TextIO
 
 from pydantic import TypeAdapter
 
@@ -31,9 +31,6 @@ from outrider.config import CoordinatorConfig, DraftConfig, TargetConfig, withou
 from outrider.errors import ConfigError, OutriderError, Unavailable
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.redis_address import RedisAddress
-
-if TYPE_CHECKING:
-    from coordinator.service import CoordinatorService
 
 START_TIMEOUT_S = 900.0
 """A process may take this long to be ready, because it may load a model."""
@@ -180,28 +177,15 @@ _ACTORS: dict[str, tuple[str, str, Any]] = {
 @asynccontextmanager
 async def service(setup: dict[str, Any]) -> AsyncIterator[Role]:
     """The role of a target, a draft or a coordinator. In `setup`, `service` names the role, and
-    `config` is the configuration. Each answer has the CPU time of the process (`cpu_s`), and the
-    answer of a coordinator also `wire_bytes`."""
+    `config` is the configuration. Each answer has the CPU time of the process (`cpu_s`)."""
     module, kind, make = _ACTORS[setup["service"]]
     actor = getattr(importlib.import_module(module), kind)()
     config = TypeAdapter(make).validate_json(json.dumps(setup["config"]))
     address = await actor.start(config, log_directory="")
-
-    def figures(_: dict[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = {"cpu_s": time.process_time()}
-        if setup["service"] == "coordinator":
-            found["wire_bytes"] = wire_bytes(actor.host.service)
-        return found
-
     try:
-        yield Role({"address": address}, figures)
+        yield Role({"address": address}, lambda _: {"cpu_s": time.process_time()})
     finally:
         await actor.stop(_GRACE_S)
-
-
-def wire_bytes(coordinator: CoordinatorService) -> dict[str, int]:
-    pools = (coordinator.targets, coordinator.drafts)
-    return {pool.role: pool.num_bytes.total() for pool in pools}
 
 
 def service_process(name: str, config: TargetConfig | DraftConfig | CoordinatorConfig) -> Process:

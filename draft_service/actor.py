@@ -34,13 +34,12 @@ class DraftActor(ReplicaHost):
 
         drafter: ModelDrafter
         with blaming("draft_model"):
-            head = getattr(engine, "head", None)  # An emulated engine may have a head.
             if engine is None:
                 head, info, num_bytes = build_head(config)
                 engine = HeadEngine(
                     head, info, max_num_seqs=config.max_num_seqs, kv_cache_memory_bytes=num_bytes
                 )
-            if head is not None:
+                executor.call(lambda: try_drafting_kernels(head))
                 # The measured costs do not apply, because a head's pass over committed tokens runs
                 # attention only for the last token.
                 drafter, costs = FeatureDrafter(head, engine), None
@@ -48,8 +47,6 @@ class DraftActor(ReplicaHost):
                 drafter = ParallelDrafter(engine, token)
             else:
                 drafter = ModelDrafter(engine)
-        if head is not None:
-            executor.call(lambda: try_drafting_kernels(head))
         return DraftService(
             drafter, executor, costs=costs, max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=batched_tokens(config), grammars=build_grammars(config),

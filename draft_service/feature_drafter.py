@@ -87,9 +87,8 @@ class FeatureDrafter(ModelDrafter):
     reads_features = True
     engine: Any
 
-    def __init__(self, head: LoadedEagle3, engine: Any) -> None:
-        """`engine` is a `HeadEngine`, or an emulated engine with a head."""
-        super().__init__(engine)
+    def __init__(self, head: LoadedEagle3, engine: HeadEngine) -> None:
+        super().__init__(engine)  # type: ignore[arg-type]
         self._head = head.module
 
     def propose(

@@ -14,11 +14,8 @@ from typing import Any, Self
 from stack import running_stack
 
 from benchmarks.measurement import BenchClient, Completion, Decoding
-from benchmarks.processes import wire_bytes
 from benchmarks.prompts import BenchPrompt
 from benchmarks.speedup import Subject
-from draft_service.feature_drafter import FeatureDrafter
-from target_service.actor import self_drafter_of
 
 Script = Callable[[BenchPrompt, Decoding], tuple[int, float]]
 """Returns the number of tokens and the seconds of a completion."""
@@ -103,18 +100,10 @@ def pair_here(
         target: Any, draft: Any, look_ahead: int = 0, delay_ms: float = 0.0
     ) -> AsyncIterator[Any]:
         asked.append(delay_ms)
-        target_engine, drafter = engine_of(target), draft and engine_of(draft)
-        options: dict[str, Any] = {"look_ahead": look_ahead}
-        options["self_drafter"] = self_drafter_of(target_engine)
-        if (head := getattr(drafter, "head", None)) is not None:
-            options["head"], drafter = FeatureDrafter(head, drafter), None
+        engines = engine_of(target), draft and engine_of(draft)
         place = directory / str(len(asked))
-        async with running_stack(target_engine, drafter, place, **options) as stack:
-
-            async def ask(_: Any) -> dict[str, Any]:
-                return {"wire_bytes": wire_bytes(stack.coordinator)}
-
-            yield stack.client, SimpleNamespace(ask=ask)
+        async with running_stack(*engines, place, look_ahead=look_ahead) as stack:
+            yield stack.client, None
 
     @asynccontextmanager
     async def running_pair(target: Any, draft: Any, _: Any) -> AsyncIterator[Any]:

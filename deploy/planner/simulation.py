@@ -481,12 +481,6 @@ def of_emulated(text: str, target_seats: int, draft_seats: int) -> Pair:
             f"{EMULATED}{text} has no acceptance_rates, which a simulation needs; add "
             "acceptance_rates=A/A/.., chances from 0 to 1 that do not increase",
         )
-    if spec.head_on:
-        raise SettingError(
-            "engine",
-            f"{EMULATED}{text}: head_on={spec.head_on} is wrong; leave it out, because a "
-            "simulated draft does not read the target's hidden states",
-        )
     times = ServiceTimes(
         target=_stepped(spec.verify_ms, spec.verify_tokens),
         draft=_stepped(spec.draft_ms, spec.draft_branches),

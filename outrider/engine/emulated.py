@@ -10,10 +10,7 @@ while services, transport, sessions and sampling are real.
 With `acceptance_rates`, the target gives each draft token a probability of 1 or 0. The choice
 depends only on a pseudo-random number and on the token's place in the round. So every rule accepts
 at these rates, with any drafter and at any temperature. But the target's distribution then depends
-on the draft tokens, so audits fail.
-
-With `head_on`, the draft is a head. The head runs either on the target, in steps of its own, or on
-draft replicas, which get features of zeros from the target."""
+on the draft tokens, so audits fail."""
 
 from __future__ import annotations
 
@@ -31,7 +28,6 @@ from outrider.engine.interface import ModelInfo, SequenceStep, check_steps
 from outrider.errors import check
 from outrider.kv_cache.block_pool import BlockPool
 from outrider.limits import ENGINE_SEQUENCES_MAX, PAGE_SIZE
-from outrider.models.draft_head import DraftHead, LoadedDraftHead
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _NO_TOKEN = 2**32
@@ -44,34 +40,12 @@ _ACCEPT_KEY = np.uint64(0x616363657074)
 _Words = npt.NDArray[np.uint64]
 
 
-class _Head(DraftHead):
-    """A placeholder for a head. The hidden states of this head are its logits."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.width = width
-        self.embed_tokens = torch.nn.Embedding(1, 1)
-        """Features have the dtype of this embedding."""
-
-    def carry(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden
-
-
 class EmulatedEngine:
-    """An emulated target or draft. If `head_on` is "target", a target is also a `DraftingEngine`.
-    If `head_on` is "draft", a target is also a `FeatureKeeper`, and a draft has the methods of a
-    `HeadEngine`.
+    """An emulated target or draft.
 
     A target's logits are log p. A draft's logits are log q, not normalised. Both are -inf outside
     the support. A step has at most `max_num_seqs` sequences. Pages are assigned as in an engine
     with a real model."""
-
-    draft_layer: LoadedDraftHead | None = None
-    head: LoadedDraftHead | None = None
-    feature_width = 0
 
     def __init__(
         self,
@@ -96,10 +70,6 @@ class EmulatedEngine:
         self._chances = np.array([b / a if a else 0.0 for a, b in pairwise(reached)])
         """For each place in the round, the probability that the draft token at this place is
         accepted, if all draft tokens before it are accepted."""
-        self._drafts_as = self
-        """The engine whose distributions and step times `forward_draft` uses."""
-        if spec.head_on:
-            self._open_head(spec, role)
         self.info = ModelInfo(
             name=SCHEME,
             vocab_size=spec.vocab_size,
@@ -108,58 +78,20 @@ class EmulatedEngine:
             eos_token_ids=() if spec.eos < 0 else (spec.eos,),
             weights_fingerprint=f"{spec.fingerprint}-{role}",
             tokenizer_fingerprint="",
-            features=spec.fingerprint if spec.head_on == "draft" else "",
         )
-
-    def _open_head(self, spec: EmulatedSpec, role: str) -> None:
-        head = LoadedDraftHead(_Head(spec.feature_width), ())
-        if spec.head_on == role == "target":
-            self.draft_layer = head
-            self._drafts_as = EmulatedEngine(spec, "draft")
-        elif spec.head_on == role:
-            self.head = head
-        elif role == "target":
-            self.feature_width = spec.feature_width
 
     def forward(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
         """See `Engine.forward`."""
-        contexts, rows = self._run(steps, self)
-        self._num_rows = [step.num_logits for step in steps]
-        if self._spec.acceptance_rates and self._role == "target":
-            self._judge(steps, contexts, rows)
-        return list(torch.split(rows, self._num_rows))
-
-    def _run(
-        self, steps: Sequence[SequenceStep], by: EmulatedEngine, whole: bool = True
-    ) -> tuple[_Words, torch.Tensor]:
-        """Runs a step with the distributions and the step time of `by`. Returns the contexts of all
-        rows of logits, and the logits. If `whole` is false, the caller must free the slots."""
         check_steps(steps, self.info, self._max_num_seqs, self.length)
-        self._pool.append(steps, whole)
-        if whole:
-            self._pool.written(steps)
+        self._pool.append(steps)
+        self._pool.written(steps)
         found = [context for step in steps for context in self._contexts(step)]
         contexts = np.array(found, dtype=np.uint64).reshape(-1, self._spec.order)
-        self._step_seconds += by._step_time(steps)
-        return contexts, by._logits(contexts)
-
-    def features(self) -> list[torch.Tensor]:
-        """See `DraftingEngine.features`. The features are zeros."""
-        return [torch.zeros(num, 1) for num in self._num_rows]
-
-    def forward_draft(
-        self, steps: Sequence[SequenceStep], _: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
-        """See `DraftingEngine.forward_draft`."""
-        return self._run(steps, self._drafts_as, whole=False)[1].clone()
-
-    def held_features(self, ranges: Sequence[tuple[str, int, int]]) -> torch.Tensor:
-        """See `FeatureKeeper.held_features`."""
-        return torch.zeros(sum(end - first for _, first, end in ranges), self.feature_width)
-
-    def run(self, steps: Sequence[SequenceStep], _: torch.Tensor) -> torch.Tensor:
-        """Like `HeadEngine.run`."""
-        return torch.cat(self.forward(steps))
+        self._step_seconds += self._step_time(steps)
+        rows = self._logits(contexts)
+        if self._spec.acceptance_rates and self._role == "target":
+            self._judge(steps, contexts, rows)
+        return list(torch.split(rows, [step.num_logits for step in steps]))
 
     def take_step_seconds(self) -> float:
         """The stated time of the steps since the last call."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from itertools import pairwise
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Annotated, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
@@ -16,7 +16,6 @@ SCHEME = "emulated"
 """An emulated model is named `emulated:SPECIFICATION`."""
 VOCAB_SIZE_MAX = 2**20
 PAGES_MAX = 2**16
-FEATURE_WIDTH_MAX = 2**16
 JUDGED_SUPPORT_MIN = 2
 """The smallest `support` that is allowed with `acceptance_rates`. If the target refuses a draft
 token, it needs another token to commit."""
@@ -54,11 +53,6 @@ class EmulatedSpec(BaseModel, frozen=True, extra="forbid"):
     """The probabilities that a round accepts at least 1, 2, ... draft tokens, written A/B/... in a
     setting. A round accepts at most as many draft tokens as there are probabilities. Without
     probabilities, acceptance follows from the distributions."""
-    head_on: Literal["", "target", "draft"] = ""
-    """Where the draft runs if the draft is a head: on the target or on draft replicas. Empty if the
-    draft is a model of its own."""
-    feature_width: int = Field(default=4096, ge=1, le=FEATURE_WIDTH_MAX)
-    """The width of the features that a target sends to a head on draft replicas."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -63,24 +63,6 @@ def delays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[float]:
 
 
 @pytest.mark.xdist_group("redis")
-def test_rows_for_a_head_on_a_draft_go_over_both_links(
-    delays: list[float], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """On each link, each number of a hidden state takes 2 bytes for each committed token."""
-    assert main(["bench", "emulate", "--parts", "features", "--tokens", "60", "--json"]) == 0
-    on_target, *on_draft = json.loads(capsys.readouterr().out)["features"]
-    assert delays == [0.0, *[0.0, 2.5] * 2]
-    assert (on_target["head_on"], on_target["draft_bytes_per_round"]) == ("target", 0)
-    assert on_target["tokens_per_round"] > 2, "its proposals are accepted"
-    assert on_target["round_ms_p50"] > 4.0 + 6 * 0.5, "its steps take the target's time"
-    narrow, wide = on_draft[0], on_draft[2]
-    added = 2 * (wide["feature_width"] - narrow["feature_width"]) * wide["tokens_per_round"]
-    for key in ("target_bytes_per_round", "draft_bytes_per_round"):
-        assert wide[key] - narrow[key] == pytest.approx(added, rel=0.3)
-    assert all(one["tokens_per_round"] > 2 for one in on_draft)
-
-
-@pytest.mark.xdist_group("redis")
 @pytest.mark.parametrize("rates", ["", "1"], ids=["own", "stated"])
 def test_the_command_measures_every_mode_and_prints_one_json_object(
     rates: str, delays: list[float], capsys: pytest.CaptureFixture[str]

@@ -138,24 +138,3 @@ def test_stated_times() -> None:
         engine.forward([SequenceStep("a", (4,), 0)])
     assert target.take_step_seconds() == pytest.approx(0.020)
     assert draft.take_step_seconds() == pytest.approx(0.006)
-
-
-def test_a_head_drafts_by_the_law_and_the_time_of_a_draft() -> None:
-    spec = EmulatedSpec.parse("vocab_size=90,verify_ms=10,draft_ms=2,feature_width=5,head_on=draft")
-    draft = EmulatedEngine(spec.model_copy(update={"head_on": ""}), "draft")
-    expected = rows(draft, (1, 2, 3), 1)
-    on_target = EmulatedEngine(spec.model_copy(update={"head_on": "target"}), "target")
-    target, apart = EmulatedEngine(spec, "target"), EmulatedEngine(spec, "draft")
-    for engine in (on_target, target):
-        rows(engine, (1, 2), 1)
-        engine.take_step_seconds()
-    [drafted] = on_target.forward_draft([SequenceStep("s", (3,), 1)], [torch.zeros(1)])
-    assert torch.equal(drafted, expected)
-    assert on_target.take_step_seconds() == pytest.approx(0.002)
-    on_target.keep("s", 2)
-    assert rows(on_target, (3,), 1).shape == (1, 90)
-    held = target.held_features([("s", 0, 2)])
-    assert held.shape == (2, target.feature_width)
-    assert torch.equal(apart.run([SequenceStep("s", (1, 2), 1)], held)[:0], expected[:0])
-    assert torch.equal(apart.draft([SequenceStep("s", (3,), 1)], [held[1]]), expected)
-    assert target.info.features == apart.info.features != on_target.info.features == ""

@@ -30,10 +30,6 @@ EMULATED = ("--simulate", "--engine", "emulated:acceptance_rates=0.8")
         ((*EMULATED, "--rate", "3", *FLEET), "error: --sessions or --rate is needed"),
         ((*EMULATED, *FLEET, "--prompts", "x"), "error: --prompts: cannot be used"),
         (("--simulate", "--engine", "emulated:", *FLEET), ": emulated: has no acceptance_"),
-        (
-            ("--simulate", "--engine", "emulated:acceptance_rates=0.8,head_on=draft", *FLEET),
-            "head_on=draft is wrong",
-        ),
         (("--simulate", "--from-report", "/no/where", *FLEET), "error: --from-report: can"),
         (("--simulate", "--from-report", __file__, *FLEET), f": {__file__} is not the output of"),
         (
