@@ -54,25 +54,26 @@ class CoordinatorHost:
         self._config = config
         self.engagement = Engagement()
         self.service: CoordinatorService | None = None
-        self.access: AccessControl | None = None
         self.server: RpcServer | None = None
         self.http: HttpServer | None = None
         self.exports: Exports | None = None
-        self.announcer: Lease | None = None
-        self._health: asyncio.Task[None] | None = None
+        self._open = AsyncExitStack()
+        """All that `stop` closes. The entry that was added last is closed first."""
         self._stopping: asyncio.Task[None] | None = None
+        self._grace_s = 0.0
 
     async def start(self) -> str:
         """Starts all parts. Returns the address of the gRPC server."""
         config, member = self._config, self._config.membership
-        link, drafts = _links_by(config), {}
-        if config.draft_address:
-            drafts = {"draft-0": link("draft", config.draft_address)}
-        replicas: dict[str, Any] = {
-            "targets": {"target-0": link("target", config.target_address)}, "drafts": drafts
-        }  # fmt: skip
-        if member is not None:
+        link = _links_by(config)
+        replicas: dict[str, Any] = {}
+        if member is None:
+            replicas["targets"] = {"target-0": link("target", config.target_address)}
+            if config.draft_address:
+                replicas["drafts"] = {"draft-0": link("draft", config.draft_address)}
+        else:
             registry = RedisRegistry(member.redis, member.deployment)
+            self._open.push_async_callback(registry.close)
             replicas = {"registry": registry, "link": link}
         observation = self.observe()
         service = self.service = CoordinatorService(
@@ -85,8 +86,10 @@ class CoordinatorHost:
             observation=observation,
             **replicas,
         )
+        self._open.push_async_callback(service.close)
         await service.start()
-        access = self.access = _access_control(config)
+        access = _access_control(config)
+        self._open.push_async_callback(access.close)
         with blaming("ssl_certfile"):
             tls = TlsFiles.of(config)
             credentials = None
@@ -94,7 +97,7 @@ class CoordinatorHost:
                 from outrider.transport.tls import server_credentials
 
                 credentials = server_credentials(tls.certificate, tls.key, tls.authority)
-        self.server = RpcServer(
+        self.server = server = RpcServer(
             [Service(_SERVICE, CoordinatorServicer(service, access))],
             ServerOptions(
                 config.host,
@@ -107,14 +110,18 @@ class CoordinatorHost:
                 credentials=credentials,
             ),
         )
-        await self.server.start()
+        self._open.push_async_callback(self._stop_servers)
+        await server.start()
         http_address = await self.serve_http(service, access) if config.http else ""
-        await self.server.set_serving(True)
-        self._health = asyncio.create_task(report_health(service, self.server, self.http))
-        address = advertised(config.host, self.server.address)
+        await server.set_serving(True)
+        health = asyncio.create_task(report_health(service, server, self.http))
+        self._open.callback(health.cancel)
+        address = advertised(config.host, server.address)
         if member is not None:
-            self.announcer = Lease(registry, lambda: _record(service, member.name, address))
-            await self.announcer.start()
+            announcer = Lease(registry, lambda: _record(service, member.name, address))
+            self._open.push_async_callback(announcer.withdraw)
+            await announcer.start()
+        self._open.callback(service.hand_over)
         self.engagement = Engagement(
             address=address, member=config.membership, http_address=http_address
         )
@@ -162,6 +169,7 @@ class CoordinatorHost:
         )
         if self.exports is None:
             return UNOBSERVED
+        self._open.push_async_callback(self.exports.close)
         return ObservedRequests(self.exports.tracer, self.exports.meter, config)
 
     async def wait(self) -> None:
@@ -172,26 +180,12 @@ class CoordinatorHost:
         """Refuses new requests, waits up to `grace_s` seconds for running requests, commits their
         last tokens, and closes all parts. Further calls wait for the same shutdown."""
         if self._stopping is None:
-            self.engagement = replace(self.engagement, leaving=True)
-            self._stopping = asyncio.create_task(self._stop(grace_s))
+            self.engagement, self._grace_s = replace(self.engagement, leaving=True), grace_s
+            self._stopping = asyncio.create_task(self._open.aclose())
         await asyncio.shield(self._stopping)
 
-    async def _stop(self, grace_s: float) -> None:
-        if self.service is not None:
-            self.service.hand_over()
-        if self._health is not None:
-            self._health.cancel()
-        # The stack calls these functions in reverse order, even if some of them raise.
-        async with AsyncExitStack() as ending:
-            for part in (self.exports, self.access, self.announcer, self.service):
-                if part is not None:
-                    ending.push_async_callback(part.close)
-            ending.push_async_callback(self._stop_servers, grace_s)
-            if self.announcer is not None:
-                ending.push_async_callback(self.announcer.withdraw)
-
-    async def _stop_servers(self, grace_s: float) -> None:
-        stops = [one.stop(grace_s) for one in (self.server, self.http) if one is not None]
+    async def _stop_servers(self) -> None:
+        stops = [one.stop(self._grace_s) for one in (self.server, self.http) if one is not None]
         for error in await asyncio.gather(*stops, return_exceptions=True):
             if error is not None:
                 raise error

@@ -10,6 +10,7 @@ from models import byte_level_tokenizer
 from script_store import ScriptStore
 from session_links import TOY, described
 
+from coordinator import host
 from coordinator.host import CoordinatorHost, _load_text, owner_name
 from coordinator.service import CoordinatorService
 from outrider.config import CoordinatorConfig
@@ -50,7 +51,9 @@ async def test_errors_name_the_model_as_callers_know_it(tmp_path: Path) -> None:
 
 
 class Part:
-    """Records when it is ended."""
+    """Records which of its methods are called."""
+
+    failed, trouble, address, check_call = False, "", "h:1", None
 
     def __init__(self, name: str, heard: list[str]) -> None:
         self._name = name
@@ -60,22 +63,26 @@ class Part:
         self._heard.append("end lease")
 
     def __getattr__(self, verb: str) -> Any:
-        async def end(*_: float) -> None:
+        async def end(*_: Any, **__: Any) -> None:
             self._heard.append(f"{verb} {self._name}")
             await asyncio.sleep(0.01)
 
         return end
 
 
-async def test_the_service_is_closed_after_the_servers() -> None:
+async def test_the_service_is_closed_after_the_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until then, running requests find a target that replaced theirs."""
     heard: list[str] = []
-
-    host = CoordinatorHost(CoordinatorConfig())
-    names = ("announcer", "server", "service")
-    host.announcer, host.server, host.service = (Part(name, heard) for name in names)  # type: ignore[assignment]
-    await host.stop(1.0)
+    for name in ("CoordinatorService", "RpcServer", "Lease", "RedisRegistry"):
+        monkeypatch.setattr(host, name, lambda *_, name=name, **__: Part(name, heard))
+    monkeypatch.setattr(host, "RedisStore", Part("store", heard))
+    redis = RedisAddress(url="unix:///none", key_prefix="outrider:")
+    member = Membership(redis=redis, deployment="a", name="coordinator-0")
+    made = CoordinatorHost(CoordinatorConfig(http=False, telemetry="", membership=member))
+    await made.start()
+    heard.clear()
+    await made.stop(1.0)
     assert heard == [
-        "end lease", "withdraw announcer", "stop server", "close service",
-        "close announcer",
+        "end lease", "withdraw Lease", "stop RpcServer", "close CoordinatorService",
+        "close RedisRegistry",
     ]  # fmt: skip
