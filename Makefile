@@ -86,7 +86,7 @@ test-gpu: ## Check what runs on a CUDA device against CPU and library, and measu
 	$(PYTHON) -m pytest -p no:benchmark --numprocesses 8 -k "not cpu" tests/gpu tests/unit/engine/test_triton_attention.py \
 		tests/unit/engine/test_table_steps.py tests/unit/speculation tests/unit/draft_service/test_drafts_on_device.py
 	@mkdir -p build
-	for model in 1b 7b; do $(PYTHON) -m benchmarks.device --model random-$$model | tee build/gpu-$$model.json; done
+	for model in 1b 7b; do $(PYTHON) -m benchmarks.device random-$$model | tee build/gpu-$$model.json; done
 
 test-vllm: $(VENV)/peers/vllm/outrider ## Run the tests of `--engine vllm` in an environment that has it, and compare its speed with vLLM's own.
 	NEXT_VLLM=$(VENV)/peers/vllm/next/vllm $(VENV)/peers/vllm/bin/python -m pytest tests/vllm

@@ -1,5 +1,5 @@
 """`outrider bench device`: how close a step at batch size 1 comes to the limit that the memory
-bandwidth sets. `python -m benchmarks.device` measures the same without Ray and gRPC.
+bandwidth sets. `python -m benchmarks.device MODEL` measures the same without Ray and gRPC.
 
 | figure | meaning (times are medians) |
 | --- | --- |
@@ -15,12 +15,12 @@ bandwidth sets. `python -m benchmarks.device` measures the same without Ray and 
 Verdicts use temperature 1, top-p 0.95, and normally distributed logits of standard deviation 3.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-import click
 import torch
 from torch.utils.benchmark import Timer
 
@@ -29,7 +29,7 @@ from outrider.drafters.drafter import DraftRequest
 from outrider.engine.cuda.table_steps import DeviceBackend, find_backend
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
-from outrider.errors import ConfigError, SettingError
+from outrider.errors import SettingError
 from outrider.models.loading import DTYPES, load_model, resolve_dtype, use_device
 from outrider.models.module_replacement import speed_up
 from outrider.models.sources import resolve_model
@@ -206,18 +206,6 @@ def _figures(
     }
 
 
-def _main(**values: Any) -> None:
-    try:
-        report = run(DeviceOptions(**values), partial(click.echo, err=True))
-    except ConfigError as error:
-        raise click.UsageError(str(error)) from error
-    click.echo(to_json(report.values))
-
-
-main = click.Command(
-    "python -m benchmarks.device", help=__doc__, callback=_main,
-    params=[*DeviceOptions.params(click.Option)],
-)  # fmt: skip
-
 if __name__ == "__main__":
-    main()
+    found = run(DeviceOptions(model=sys.argv[1]), lambda line: None)
+    sys.stdout.write(to_json(found.values) + "\n")

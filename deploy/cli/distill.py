@@ -73,18 +73,16 @@ def distill(arguments: Arguments) -> int:
         for key, raw in arguments.settings.items()
     }
     config = build(TargetConfig, given, model=arguments.target)
-    options = build(
-        DistillOptions, given, out=arguments.out, corpus=arguments.corpus, start_name=start_name,
-        start_from=None if start_name is None else Path(start_name),
-    )  # fmt: skip
-    if start_name is not None:
-        _check_start(start_name)
     from draft_service.training.documents import corpus_files
     from draft_service.training.storage import check_out
 
-    check_out(options.out)
-    if options.corpus is not None:
-        corpus_files(options.corpus)
+    options = build(
+        DistillOptions, given, out=check_out(arguments.out), start_name=start_name,
+        start_from=None if start_name is None else Path(start_name),
+        corpus=() if arguments.corpus is None else corpus_files(arguments.corpus),
+    )  # fmt: skip
+    if start_name is not None:
+        _check_start(start_name)
     use_threads(available_cores())  # This call must precede the import of torch.
     progress(f"loading {arguments.target}")  # Importing the libraries takes seconds.
     from draft_service.training.distilling import distill as make

@@ -26,14 +26,7 @@ from outrider.models.fingerprint import tensors_fingerprint
 from outrider.models.module_replacement import speed_up
 
 from .card import render_card
-from .documents import (
-    DOCUMENT_TOKENS_MAX,
-    HELD_OUT_EVERY,
-    Document,
-    corpus_files,
-    read_corpus,
-    shuffled,
-)
+from .documents import DOCUMENT_TOKENS_MAX, HELD_OUT_EVERY, Document, read_corpus, shuffled
 from .learners import LEARNERS, use_plain_attention
 from .measuring import (
     MEASURED_PROMPT_TOKENS_MAX,
@@ -43,7 +36,7 @@ from .measuring import (
     measure,
 )
 from .options import DRAFT_VOCAB, DistillOptions
-from .storage import CARD_FILE, alone_in, check_out, filled, folder_name
+from .storage import CARD_FILE, alone_in, filled, folder_name
 from .teacher import Dataset, Target, TeacherCache, check_head
 from .training import Report, Trainer
 from .writing import WrittenCorpus
@@ -77,22 +70,15 @@ class Distilled:
 def distill(options: DistillOptions, target: Target, cache: Path, report: Report) -> Distilled:
     """Makes the drafter. Raises `SettingError` for invalid options, and `ConfigError` if another
     run for this target is in progress."""
-    options = replace(options, out=check_out(options.out))
-    files = [] if options.corpus is None else corpus_files(options.corpus)
     fingerprint = tensors_fingerprint(target.directory)
     place = cache / "distillation" / fingerprint[:16]
     with alone_in(place):
-        return _Run(options, target, place, files, report).finish(fingerprint)
+        return _Run(options, target, place, report).finish(fingerprint)
 
 
 class _Run:
     def __init__(
-        self,
-        options: DistillOptions,
-        target: Target,
-        place: Path,
-        files: Sequence[Path],
-        report: Report,
+        self, options: DistillOptions, target: Target, place: Path, report: Report
     ) -> None:
         self._options, self._target, self._report, self._place = options, target, report, place
         self._module, self._info = module, info = target.load()
@@ -103,7 +89,7 @@ class _Run:
             self._learner.load(options.start_from, target)
         self._vocab_size = len(module.get_input_embeddings().weight)
         self._tokens_max = min(DOCUMENT_TOKENS_MAX, info.max_model_len)
-        self._given = _long_enough(read_corpus(files, target.encode, self._tokens_max))
+        self._given = _long_enough(read_corpus(options.corpus, target.encode, self._tokens_max))
         num_given = sum(document.num_learned for document in self._given)
         enough = TOKENS_A_SECOND[module.device.type] * options.minutes * 60
         self._missing = max(0.0, 1 - num_given / enough)

@@ -77,13 +77,12 @@ def shuffled(documents: Sequence[Document]) -> list[Document]:
     return [documents[index] for index in order]
 
 
-def corpus_files(directory: Path) -> list[Path]:
+def corpus_files(directory: Path) -> tuple[Path, ...]:
     """Returns the files to read. Raises `SettingError` if there are none or too many."""
     if not directory.is_dir():
         raise SettingError("corpus", f"{directory} is not a folder")
-    found = sorted(
-        path for path in directory.rglob("*") if path.is_file() and path.suffix in _SUFFIXES
-    )
+    paths = sorted(directory.rglob("*"))
+    found = tuple(path for path in paths if path.is_file() and path.suffix in _SUFFIXES)
     if not found or len(found) > CORPUS_FILES_MAX:
         raise SettingError(
             "corpus",

@@ -17,7 +17,7 @@ class DistillOptions:
     """The drafter to make."""
 
     out: Internal[Path]
-    """The drafter's directory. It must be new or empty."""
+    """The drafter's directory, from `check_out`."""
     kind: Literal["student", "eagle3"] = "student"
     """`student` is a small model. `eagle3` is a layer that reads the hidden states of three of the
     target's layers. It is saved in the format of `speculators`, which other programs also load."""
@@ -39,8 +39,8 @@ class DistillOptions:
     measure: Internal[tuple[tuple[int, ...], ...]] = ()
     """Token ids of prompts to measure with. The card reports the acceptance in the answers to these
     prompts. They are not learned from, so they must not be among `prompts`."""
-    corpus: Internal[Path | None] = None
-    """Folder of further texts to train on."""
+    corpus: Internal[tuple[Path, ...]] = ()
+    """Files of further texts to train on."""
     seed: Annotated[int, between(0, SEED_MAX)] = 0
     """Seed of all random numbers."""
     tokens: Annotated[int | None, between(0, 2**26)] = None

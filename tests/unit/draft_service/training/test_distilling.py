@@ -168,18 +168,17 @@ def test_prompts_to_measure_with_are_not_learned_from(
 
 def test_too_few_texts_are_refused_before_they_are_read(target: Target, tmp_path: Path) -> None:
     spelled = replace(target, encode=lambda text: [int(digit) for digit in text.strip()])
-    (tmp_path / "corpus").mkdir()
-    stages: set[str] = set()
+    file, stages = tmp_path / "a.jsonl", set[str]()
     for lines, tokens, said in (
         (12, 0, "only 12 texts were written or given; at least 32 are needed; raise --tokens, or"),
         (2, 20, r"only \d+ texts were written or given; "),
         (40, 0, "none of the 40 texts would be held out to measure"),
     ):
-        (tmp_path / "corpus" / "a.jsonl").write_text(lines * '{"text": "12345"}\n')
+        file.write_text(lines * '{"text": "12345"}\n')
         with pytest.raises(SettingError, match=said) as bad:
             run(
                 spelled, tmp_path, lambda stage, part, loss: stages.add(stage),
-                corpus=tmp_path / "corpus", tokens=tokens,
+                corpus=(file,), tokens=tokens,
             )  # fmt: skip
         assert bad.value.key == "tokens"
     assert stages == {"writing"}
