@@ -15,9 +15,8 @@ The number of a role's replicas grows at once, in proportion to the load, at mos
 `GROWTH_MAX`. It shrinks by one after the role has been calm for `autoscale_calm_s`. At least
 `COOLDOWN_S` pass between two changes of a role.
 
-While replicas are missing, the number does not grow, because the missing replicas may be enough. If
-the role was calm meanwhile, the number shrinks to the largest number of replicas that were present.
-It does not shrink if a replica is missing while another is leaving, or if no replica is present.
+While replicas are missing, the number does not grow, because the missing replicas may be enough. It
+does not shrink if a replica is missing while another is leaving, or if no replica is present.
 """
 
 import asyncio
@@ -52,9 +51,8 @@ class Autoscaler:
         self.config = config
         self._registry = registry
         self._changed_at: dict[Role, float] = {}
-        self._calm: dict[Role, tuple[float, int]] = {}
-        """For each calm role, the time at which its calm began, and the largest number of replicas
-        that were present since then."""
+        self._calm_since: dict[Role, float] = {}
+        """For each calm role, the time at which its calm began."""
 
     async def run(self) -> None:
         while True:
@@ -85,12 +83,12 @@ class Autoscaler:
             if not least <= count <= most:
                 change = role, min(max(count, least), most), f"it must be {least} to {most}"
             elif on_trial:  # The trial's replica distorts the averages.
-                self._calm.pop(role, None)
+                self._calm_since.pop(role, None)
             elif now >= self._changed_at.get(role, -math.inf) + COOLDOWN_S:
                 change = self._change(now, role, count, records)
             if change is not None:
                 self._changed_at[role] = now
-                self._calm.pop(role, None)
+                self._calm_since.pop(role, None)
                 changes.append(change)
         return changes
 
@@ -102,19 +100,16 @@ class Autoscaler:
             return None
         excess, load, reason = _load(role, self.config, records)
         if excess > 1:
-            self._calm.pop(role, None)
+            self._calm_since.pop(role, None)
             grown = min(most, max(1, math.ceil(count * min(excess, GROWTH_MAX))))
             return (role, grown, reason) if grown > count and num_there == count else None
         fewer_load = max(excess, _load_of_fewer(load, num_there, min(num_there, count - 1)))
         if fewer_load >= CALM or count <= least:
-            self._calm.pop(role, None)
+            self._calm_since.pop(role, None)
             return None
-        since, num_enough = self._calm.get(role, (now, num_there))
-        num_enough = max(num_enough, num_there)
-        self._calm[role] = since, num_enough
-        if now < since + self.config.autoscale_calm_s:
-            return None
-        return role, max(least, min(num_enough, count - 1)), reason
+        since = self._calm_since.setdefault(role, now)
+        is_over = now >= since + self.config.autoscale_calm_s
+        return (role, count - 1, reason) if is_over else None
 
 
 _Load = tuple[float, float, str]

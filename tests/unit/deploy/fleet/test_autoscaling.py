@@ -116,7 +116,7 @@ def test_bounds_hold_at_once_and_roles_without_are_left_alone() -> None:
     assert fleet.look(101) == {"target": 3}
 
 
-def test_as_many_are_wanted_as_were_there_where_they_have_long_been_enough() -> None:
+def test_fewer_are_wanted_where_those_that_are_there_have_long_been_enough() -> None:
     """Four of eight replicas are there, and their load decides."""
     fleet = Fleet(target=8)
     fleet.there["target"] = 4
@@ -127,16 +127,10 @@ def test_as_many_are_wanted_as_were_there_where_they_have_long_been_enough() -> 
     fleet.says["target"]["busy"] = 0.5
     assert fleet.look(60) == {}
     assert fleet.look(119) == {}
-    assert fleet.look(120) == {"target": 4}
-    assert fleet.look(300) == {}, "0.5 of 4 would be 0.67 of 3"
-
-
-def test_those_that_are_away_for_a_moment_stay_wanted() -> None:
-    fleet = Fleet(target=8)
-    fleet.says["target"] = {"busy": 0.1, "fill": 1.0}
-    assert fleet.look(0) == {}
-    fleet.there["target"] = 2
-    assert fleet.look(60) == {"target": 7}
+    for now, count in ((120, 7), (200, 6), (280, 5), (360, 4)):
+        assert fleet.look(now) == {"target": count}
+        assert fleet.look(now + 15) == {}
+    assert fleet.look(500) == {}, "0.5 of 4 would be 0.67 of 3"
 
 
 def test_nothing_changes_while_one_leaves_for_another() -> None:
