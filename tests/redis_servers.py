@@ -112,9 +112,8 @@ class RedisServers:
 
     @property
     def url(self) -> str:
-        """URL for `--redis-url`."""
-        password = f":{self._password}@" if self._password else ""
-        return f"redis+sentinel://{password}{self.sentinel.address}/{SERVICE}/0"
+        """URL for `--redis-url`, without a password."""
+        return f"redis+sentinel://{self.sentinel.address}/{SERVICE}/0"
 
     @property
     def primary(self) -> Server:

@@ -16,7 +16,7 @@ import socket
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
+from urllib.parse import unquote, urlsplit
 
 from pydantic import Field
 
@@ -136,15 +136,10 @@ def read_password(path: Path, key: str) -> str:
 
 def _split(url: str) -> tuple[str, str, str]:
     """The URL without user and password, the user, and the password. Raises `SettingError`."""
-    if not url:
-        return "", "", ""
     try:
-        parts = urlsplit(url)
+        credentials, separator, _ = urlsplit(url).netloc.rpartition("@")
     except ValueError:
         raise SettingError("redis_url", "is not a URL") from None
-    user, _, place = parts.netloc.rpartition("@")
-    username, _, password = user.partition(":")
-    options = dict(parse_qsl(parts.query, keep_blank_values=True))
-    given = options.pop("username", ""), options.pop("password", "")
-    whole = f"{parts.scheme}://{place}{parts.path}{'?' if options else ''}{urlencode(options)}"
-    return whole, unquote(username) or given[0], unquote(password) or given[1]
+    username, _, password = credentials.partition(":")
+    rest = url.replace(f"//{credentials}{separator}", "//", 1)
+    return rest, unquote(username), unquote(password)

@@ -60,8 +60,7 @@ class NotReplicated(RedisError):
 
 def masked_url(url: str) -> str:
     """The URL with `***` in place of every password, even if the URL cannot be parsed."""
-    url = re.sub(r"(://[^:@/]*):.*@", r"\1:***@", url)
-    return re.sub(r"([?&][^=&]*password=)[^&]*", r"\1***", url)
+    return re.sub(r"(://[^:@/]*):.*@", r"\1:***@", url)
 
 
 @asynccontextmanager
@@ -141,8 +140,9 @@ def _first_line(error: Exception) -> str:
 
 
 def new_client(address: RedisAddress) -> redis.asyncio.Redis:
-    """A client that connects when it is first used. The client never retries and has no timeouts,
-    so each call needs `calling` around it."""
+    """A client that connects when it is first used. `without_password` must have removed user and
+    password from the URL. The client never retries and has no timeouts, so each call needs
+    `calling` around it."""
     url = address.url
     options: dict[str, Any] = {
         "max_connections": limits.REDIS_CONNECTIONS_MAX,
@@ -277,26 +277,17 @@ def _sentinel_client(
 ) -> redis.asyncio.Redis:
     """A client that connects to the primary that Sentinels name. The URL has this form:
 
-        redis+sentinel://[USER[:PASSWORD]@]HOST[:PORT][,HOST[:PORT]...]/SERVICE[/DB]
+        redis+sentinel://HOST[:PORT][,HOST[:PORT]...]/SERVICE[/DB]
 
-    The URL's hosts are Sentinels. User and password are for the Redis servers. With
-    `rediss+sentinel://`, connections to Sentinels and to servers use TLS. `options` are arguments
-    of the connection pool and its connections. User and password in the URL override `options`. The
-    client asks one Sentinel after another, and waits `REDIS_SENTINEL_TIMEOUT_MS` for each answer.
-    Raises `ValueError` for a URL of another form. The error does not quote the password."""
+    The URL's hosts are Sentinels. With `rediss+sentinel://`, connections to Sentinels and to
+    servers use TLS. `options` are arguments of the connection pool and its connections. The client
+    asks one Sentinel after another, and waits `REDIS_SENTINEL_TIMEOUT_MS` for each answer. Raises
+    `ValueError` for a URL of another form."""
     scheme, _, rest = url.partition("://")
-    place, _, path = rest.partition("/")
-    credentials, has_credentials, hosts = place.rpartition("@")
-    if not has_credentials and "@" in path:
-        raise ValueError("a password's / is written as %2F")
+    hosts, _, path = rest.partition("/")
     service, _, db = path.partition("/")
-    if not service or "?" in path or "#" in path or not (db or "0").isdecimal():
+    if not service or any(sign in path for sign in "?#@") or not (db or "0").isdecimal():
         raise ValueError("the path is not /SERVICE[/DB]")
-    username, has_password, password = credentials.partition(":")
-    if username:
-        options["username"] = unquote(username)
-    if has_password:
-        options["password"] = unquote(password)
     options["ssl"] = scheme == "rediss+sentinel"
     timeout_s = limits.REDIS_SENTINEL_TIMEOUT_MS / 1000
     shared = ("ssl", "ssl_ca_certs", "retry", "protocol")

@@ -26,7 +26,6 @@ The owner's later writes then fail because their epoch is too low."""
 import asyncio
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Self
 
@@ -89,8 +88,6 @@ class RedisStore(SessionStore):
         self._client = client
         self._scripts = ScriptRunner(client, wait_replicas, f"{key_prefix}replicated")
         self._key_prefix = key_prefix
-        self._threads = ThreadPoolExecutor(1, "record")
-        """Decodes long records and hashes their tokens."""
 
     @classmethod
     async def connect(cls, address: RedisAddress, *, wait_replicas: int = 0) -> Self:
@@ -202,7 +199,6 @@ class RedisStore(SessionStore):
         return found.decode()
 
     async def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
         await self._scripts.close()
         await self._client.aclose()
 
@@ -250,7 +246,7 @@ class RedisStore(SessionStore):
         decode = partial(decode_record, session_id, fields, *found)
         if sum(map(len, found)) <= limits.RECORD_INLINE_BYTES:
             return decode()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, decode)
+        return await asyncio.to_thread(decode)
 
     def _keys(self, session_id: str) -> tuple[str, str, str]:
         key = f"{self._key_prefix}session:{{{session_id}}}"
