@@ -137,17 +137,17 @@ class CoordinatorService:
 
     async def start(self) -> None:
         """Gets the descriptions of the replicas, and starts the commits. Raises `Unavailable` if no
-        target answers, or if `drafts` were given and none of them answers. Raises `Incompatible` if
+        target is known, or if a replica of a fixed set does not answer. Raises `Incompatible` if
         replicas of a role answer but none fits the pool."""
         config = self.config
         if self._follows:
             await self.fleet.begin()
-        targets, drafts = self._links
-        await self.targets.join_all(targets)
+        for pool, links in zip((self.targets, self.drafts), self._links, strict=True):
+            for name, link in links.items():
+                await pool.join(name, link)
         target = self.targets.first
         if target is None:
             raise Unavailable("no target is known")
-        await self.drafts.join_all(drafts)
         self._lengths = LengthControls(
             self.targets.first_kept or target, self.drafts.first_kept, config.run_ahead_rounds,
             delays=config.drafting_delays, adapts=config.length_control,

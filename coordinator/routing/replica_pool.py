@@ -181,18 +181,6 @@ class ReplicaPool:
             raise
         self.admit(name, link, description, trial_share)
 
-    async def join_all(self, links: Mapping[str, Link]) -> None:
-        """Calls `join` for each replica, and logs errors. If no replica joins, raises the first
-        error."""
-        found = await asyncio.gather(
-            *(self.join(name, link) for name, link in links.items()), return_exceptions=True
-        )
-        errors = {name: error for name, error in zip(links, found, strict=True) if error}
-        for name, error in errors.items():
-            _log.warning("the %s %s cannot join: %s", self.role, name, error)
-        if errors and not self.replicas:
-            raise next(iter(errors.values()))
-
     def admit(
         self, name: str, link: Link, description: ReplicaDescription, trial_share: float = 0.0
     ) -> None:

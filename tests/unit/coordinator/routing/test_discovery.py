@@ -162,7 +162,8 @@ async def test_a_replica_whose_address_has_a_new_owner_is_removed(world: World) 
 
 async def test_a_replica_known_from_the_start_is_followed_too(world: World) -> None:
     gone = ScriptedLink()
-    await world.pool.join_all({"a": ScriptedLink(), "b": gone})
+    for name, link in (("a", ScriptedLink()), ("b", gone)):
+        await world.pool.join(name, link)
     gone.away_until = math.inf
     world.live("a")
     await asyncio.sleep(LEASE_S)

@@ -245,24 +245,20 @@ async def test_if_the_only_draft_is_broken_the_look_up_proposes_until_there_is_a
 async def test_only_replicas_that_fit_join(
     role: Any, first: ReplicaDescription, other: ReplicaDescription, reason: str
 ) -> None:
-    """Drafts must fit the targets. Others are no error, as long as one joins."""
+    """Drafts must fit the targets."""
     big = replace(TOY, model="big", tokenizer_fingerprint="a")
     pool = ReplicaPool(role, pool_of(described(big)))
-    await pool.join_all({})
-    away = {"a": described(away_until=1.0)}
+    links = [described(away_until=1.0), described(first), described(other)]
     with pytest.raises(Unavailable, match="away"):
-        await pool.join_all(away)
+        await pool.join("a", links[0])
     assert (list(pool.replicas), pool.first) == ([], None)
-    links = {"a": described(away_until=1.0), "b": described(first), "c": described(other)}
-    await pool.join_all(links)
-    assert (list(pool.replicas), pool.num_present) == (["b"], 1)
-    assert [link.is_closed for link in links.values()] == [True, False, True]
+    await pool.join("b", links[1])
     with pytest.raises(Incompatible, match=reason):
-        await pool.join("d", described(other))
+        await pool.join("c", links[2])
     with pytest.raises(InvariantError, match="joined already"):
         await pool.join("b", described(first))
-    await pool.join_all({"d": described(other)})  # There is one already.
-    assert list(pool.replicas) == ["b"]
+    assert (list(pool.replicas), pool.num_present) == (["b"], 1)
+    assert [link.is_closed for link in links] == [True, False, True]
 
 
 async def test_a_draft_reads_only_the_features_of_its_own_head() -> None:
@@ -271,7 +267,7 @@ async def test_a_draft_reads_only_the_features_of_its_own_head() -> None:
     targets = pool_of(old)
     drafts = ReplicaPool("draft", targets)
     reading = replace(TOY, reads_features=True)
-    await drafts.join_all({"b": described(replace(reading, features="b"))})
+    await drafts.join("b", described(replace(reading, features="b")))
     context = context_of(session())
     early: SessionRoute[Any, Any] = SessionRoute(drafts, context_of(session(name="1")))
     target: SessionRoute[Any, Any] = SessionRoute(targets, context)
