@@ -94,16 +94,16 @@ def check_ports(config: DeploymentConfig) -> None:
                 ) from error
 
 
-def check_names(config: DeploymentConfig) -> DeploymentConfig:
-    """Checks the names of the models, and fetches nothing. If the draft model is a directory with a
-    published head, returns the configuration with the head's kind in the draft model's name. To
-    find the kind, imports torch and reads the head's weights. Raises `SettingError` for a model
-    that `resolve_models` would refuse, and for a name that is probably misspelt."""
+def check_names(config: DeploymentConfig) -> None:
+    """Checks the names of the models, and fetches nothing. Raises `SettingError` for a name that
+    `resolve_models` would refuse, and for a name that is probably misspelt."""
     from outrider.models.sources import check_name, local_path
 
     drafter = config.draft.drafter
     name = drafter.on_target if drafter.model is None else drafter.model.name
-    if name is not None and drafter.kind != MTP and not local_path(name).exists():
+    if drafter.kind == MTP:
+        name = None
+    if name is not None and not local_path(name).exists():
         if config.target.emulated is None and name.lower() == SCHEME:
             raise SettingError(
                 "draft_model",
@@ -112,15 +112,12 @@ def check_names(config: DeploymentConfig) -> DeploymentConfig:
         check_model_name(name)
     if config.target.emulated is not None:
         emulated_spec(config.target.emulated)
-        return config
+        return
     with blaming("model"):
         check_name(config.target.model)
-    if name is None or drafter.kind == MTP:
-        return config
-    with blaming("draft_model"):
-        check_name(name, drafts=True)
-    where = local_path(name)
-    return _with_kind(config, name, where) if where.is_dir() else config
+    if name is not None:
+        with blaming("draft_model"):
+            check_name(name, drafts=True)
 
 
 def _with_kind(config: DeploymentConfig, name: str, where: Path) -> DeploymentConfig:
@@ -165,7 +162,7 @@ def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
 
 
 def _resolved(config: DeploymentConfig) -> DeploymentConfig:
-    config = check_names(config)
+    check_names(config)
     target, draft, drafter = config.target, config.draft, config.draft.drafter
     coordinator = replace(config.coordinator, lookup=_lookup_of(draft))
     if target.emulated is not None:
@@ -195,7 +192,7 @@ def _resolved(config: DeploymentConfig) -> DeploymentConfig:
         else:
             where = resolve_model(drafts, trust_remote_code=trust, drafts=True)
             named = _with_kind(config, drafts, where)
-            if named is not config:  # Before the fetch, the head's kind was unknown.
+            if named is not config:
                 return _resolved(named)
             if drafter.kind != EAGLE3 and is_student(where):
                 check_target(where, name=drafts, target_directory=directory, target_name=name)

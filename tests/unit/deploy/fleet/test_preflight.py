@@ -22,7 +22,6 @@ from mtp_models import MtpReference, mtp_target
 
 from deploy.fleet.preflight import (
     check_before_start,
-    check_names,
     check_ports,
     check_same_tokens,
     resolve_models,
@@ -112,7 +111,7 @@ def test_coordinators_are_told_of_a_look_up_and_nothing_of_draft_replicas(tiny: 
 
 
 def test_a_shipped_head_is_known_by_its_files() -> None:
-    found = check_names(load_config({"model": "demo", "draft_model": "demo-head"}, {}))
+    found = resolve_models(load_config({"model": "demo", "draft_model": "demo-head"}, {}))
     assert found.draft.model == "eagle3:demo-head"
 
 
@@ -158,9 +157,7 @@ def test_a_published_head_is_known_by_its_files(
         ({"draft_model": "eagle3:"}, "^draft_model: .*the head is missing"),
     ):
         with pytest.raises(SettingError, match=message):
-            check_before_start(
-                load_config({"model": str(tiny), "draft_model": str(head), **settings}, {})
-            )
+            resolved(tiny, **{"draft_model": str(head), **settings})
     for kind, message in (
         ("dflash", "kind dflash, which is not served"), ("mtp", "only from the target's own files")
     ):  # fmt: skip
