@@ -1,9 +1,9 @@
 """Metrics of a process: OpenTelemetry instruments with the names in docs/operations.md."""
 
 from bisect import bisect
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
 
@@ -70,35 +70,6 @@ the start. With the increases of the audit counters during a period, the mean dr
 CONTEXT_BOUNDS = (1024, 4096, 16_384, 65_536)
 CONTEXTS = ("0-1k", "1k-4k", "4k-16k", "16k-64k", "64k+")
 """Values of the label `context`: ranges of the session's length in tokens."""
-
-
-class Proposed(NamedTuple):
-    """The values of a round with a proposal that counters need."""
-
-    context: str
-    num_draft_tokens: int
-    num_accepted: int
-
-    def by_position(self, num: int) -> dict[tuple[str, str], int]:
-        """By position of the proposal, 1 for the first `num` positions, otherwise 0. With the
-        zeros, positions without accepted tokens have a series, too."""
-        return {(str(at), self.context): int(at < num) for at in range(self.num_draft_tokens)}
-
-
-SPECULATION_COUNTERS: dict[str, tuple[str, Any, Callable[[Proposed], Mapping[Any, int]]]] = {
-    "drafts": ("Rounds with a proposal.", "", lambda one: {"": 1}),
-    "draft_tokens": ("Draft tokens proposed.", "", lambda one: {"": one.num_draft_tokens}),
-    "accepted_tokens": ("Draft tokens accepted.", "", lambda one: {"": one.num_accepted}),
-    "draft_tokens_per_pos": (
-        "Proposals with a token at this position, by context length.", ("position", "context"),
-        lambda one: one.by_position(one.num_draft_tokens),
-    ),
-    "accepted_tokens_per_pos": (
-        "Proposals whose token at this position was accepted, by context length.",
-        ("position", "context"), lambda one: one.by_position(one.num_accepted),
-    ),
-}  # fmt: skip
-"""Counters `spec_decode_num_...`, by name: description, labels, and what a round adds."""
 AUDIT_SUMS = {
     "num_tokens": "audit_tokens", "num_impossible": "audit_impossible_tokens",
     "surprise": "audit_surprise_nats", "entropy": "audit_entropy_nats",
@@ -166,28 +137,40 @@ class ObservedCounter:
 
 
 class SpeculationCounters:
-    """The counters of `SPECULATION_COUNTERS`. `add` counts equal rounds together. The exported sums
-    are computed when the SDK collects."""
+    """The counters `spec_decode_num_...` of rounds with a proposal. `add` counts equal rounds
+    together. The sums by position are computed when the SDK collects."""
 
     def __init__(self, meter: Meter) -> None:
-        self._rounds: dict[Proposed, int] = {}
-        for name, (about, label, added) in SPECULATION_COUNTERS.items():
-            read = partial(self._sums, {} if label else {"": 0.0}, added)
-            watch(meter, f"spec_decode_num_{name}", read, about, label, grows=True)
+        name, labels = "spec_decode_num_", ("position", "context")
+        self._drafts = ObservedCounter(meter, f"{name}drafts", "Rounds with a proposal.")
+        self._proposed = ObservedCounter(meter, f"{name}draft_tokens", "Draft tokens proposed.")
+        self._accepted = ObservedCounter(meter, f"{name}accepted_tokens", "Draft tokens accepted.")
+        self._rounds: Counter[tuple[str, int, int]] = Counter()
+        """Number of rounds by context, number of draft tokens and number of accepted ones."""
+        watch(
+            meter, f"{name}draft_tokens_per_pos", lambda: self._by_position(accepted=False),
+            "Proposals with a token at this position, by context length.", labels, grows=True,
+        )  # fmt: skip
+        watch(
+            meter, f"{name}accepted_tokens_per_pos", lambda: self._by_position(accepted=True),
+            "Proposals whose token at this position was accepted, by context length.", labels,
+            grows=True,
+        )  # fmt: skip
 
     def add(self, length: int, num_draft_tokens: int, num_accepted: int) -> None:
         """Counts a round of a session of this length. Must be called on one thread only."""
+        self._drafts.add(1)
+        self._proposed.add(num_draft_tokens)
+        self._accepted.add(num_accepted)
         context = CONTEXTS[bisect(CONTEXT_BOUNDS, length)]
-        one = Proposed(context, num_draft_tokens, num_accepted)
-        self._rounds[one] = self._rounds.get(one, 0) + 1
+        self._rounds[context, num_draft_tokens, num_accepted] += 1
 
-    def _sums(
-        self, zero: Mapping[Any, float], added: Callable[[Proposed], Mapping[Any, int]]
-    ) -> dict[Any, float]:
-        sums = {**zero}
-        for one, num_rounds in dict(self._rounds).items():
-            for key, amount in added(one).items():
-                sums[key] = sums.get(key, 0) + num_rounds * amount
+    def _by_position(self, accepted: bool) -> Mapping[tuple[str, str], float]:
+        sums: Counter[tuple[str, str]] = Counter()
+        for (context, num_draft_tokens, num_accepted), num_rounds in dict(self._rounds).items():
+            for at in range(num_draft_tokens):
+                # Adds zeros, so that positions without accepted tokens have a series, too.
+                sums[str(at), context] += num_rounds * (at < num_accepted or not accepted)
         return sums
 
 
