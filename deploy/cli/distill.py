@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shlex
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from os.path import commonprefix
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from benchmarks.prompts import read_prompts
 from benchmarks.report import Report
@@ -24,7 +24,6 @@ from .output import program, progress, tell
 
 if TYPE_CHECKING:
     from draft_service.training.documents import Template
-    from draft_service.training.measuring import Measured
     from draft_service.training.teacher import Target
     from outrider.tokenizer import TokenizerText
 
@@ -100,7 +99,7 @@ def distill(arguments: Arguments) -> int:
     )
     found = make(options, target, cache_dir(), _report)
     progress.rest()
-    of_texts, *of_prompts = map(_acceptance, found.measured)
+    of_texts, *of_prompts = map(asdict, found.measured)
     values = {
         "out": str(found.out), "steps": found.num_steps, "seconds": round(found.seconds, 1),
         **of_texts, "of_prompts": of_prompts[0] if of_prompts else None,
@@ -186,12 +185,3 @@ def _prompts(
 def _report(stage: str, part: float, loss: float | None) -> None:
     progress.begin(stage)
     progress.update(f"{stage}: {part:.0%}" + ("" if loss is None else f" loss {loss:.3f}"))
-
-
-def _acceptance(measured: Measured) -> dict[str, Any]:
-    return {
-        "greedy": measured.greedy,
-        "sampled": measured.sampled,
-        "by_position": measured.by_position,
-        "num_positions": measured.num_tokens,
-    }

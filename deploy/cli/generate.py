@@ -8,7 +8,6 @@ import json
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import asdict
@@ -93,12 +92,12 @@ async def _run(arguments: Arguments, request: GenerateRequest) -> None:
     builder = CompletionBuilder()
     async with connected(arguments) as connection, connection.client() as client:
         if arguments.json:
-            seconds = await receive(client, request, builder, lambda event: None)
-            print(json.dumps(_report(builder.build(), seconds), ensure_ascii=False))
+            await receive(client, request, builder, lambda event: None)
+            print(json.dumps(_report(builder.build()), ensure_ascii=False))
             return
         printer = Printer(connection.tokenizer_directory)
         try:
-            seconds = await receive(client, request, builder, printer.show)
+            await receive(client, request, builder, printer.show)
         except BaseException:
             if builder.text:
                 print(flush=True)  # The error must not continue the answer's last line.
@@ -110,23 +109,19 @@ async def _run(arguments: Arguments, request: GenerateRequest) -> None:
         if completion.logprobs:
             show(logprob_table(completion, connection.tokenizer_directory))
         if not progress.quiet:
-            said = f"{figures(completion, seconds)} ({completion.finish_reason})"
-            print(said, file=sys.stderr)
+            _say(figures(completion))
 
 
 async def receive(
     client: Client, request: GenerateRequest, builder: CompletionBuilder,
     show: Callable[[Tokens], None],
-) -> float:  # fmt: skip
-    """Passes all events of an answer to `builder`, and events with tokens to `show`. Returns the
-    duration of the answer, s."""
-    start = time.perf_counter()
+) -> None:  # fmt: skip
+    """Passes all events of an answer to `builder`, and events with tokens to `show`."""
     async with aclosing(client.generate(request)) as events:
         async for event in events:
             builder.add(event)
             if isinstance(event, Tokens):
                 show(event)
-    return time.perf_counter() - start
 
 
 def _request(arguments: Arguments) -> GenerateRequest:
@@ -160,24 +155,23 @@ def _text(prompt: str) -> str:
     return text
 
 
-def _report(completion: Completion, seconds: float) -> dict[str, Any]:
+def _report(completion: Completion) -> dict[str, Any]:
     report = asdict(completion)
     del report["origins"], report["rounds"]
     if not completion.logprobs:
         del report["logprobs"]
-    report["metrics"]["tokens_per_second"] = completion.usage.completion_tokens / seconds
     return report
 
 
-def figures(completion: Completion, seconds: float) -> str:
-    tokens, found = completion.usage.completion_tokens, completion.metrics
-    rounds, proposed = found.num_rounds, found.num_draft_tokens
+def figures(completion: Completion) -> str:
+    found = completion.metrics
     drafted = "no drafts proposed"
-    if proposed:
+    if proposed := found.num_draft_tokens:
         drafted = f"acceptance {found.num_accepted_draft_tokens / proposed:.0%} of {proposed}"
     return (
-        f"{tokens} tokens, {tokens / seconds:.1f} tokens/s, {rounds} rounds, "
-        f"{drafted}, {tokens / max(1, rounds):.2f} tokens per round"
+        f"{completion.usage.completion_tokens} tokens, {found.tokens_per_second:.1f} tokens/s, "
+        f"{found.num_rounds} rounds, {drafted}, {found.mean_acceptance_length:.2f} tokens per "
+        f"round ({completion.finish_reason})"
     )
 
 

@@ -148,59 +148,52 @@ class TemperaturePlan:
     spread: Spread | None
 
 
-class Replays:
-    """The expected rounds of the texts of one sample, for each rule and K."""
-
-    def __init__(self, draft: DraftConfig, sample: Sample) -> None:
-        self.sample = sample
-        self.rules = rules_at(sample.temperature)
-        if draft.drafter.model is None:  # All rules accept the same tokens of a look-up.
-            self.rules = self.rules[:1]
-        self.rounds = {
-            (rule, k): scripted(draft, sample, rule, k) for rule in self.rules for k in (0, *SWEEP)
-        }
-        self._looks_ahead = draft.drafter.lookup is None
-
-    def chances(self, rule: Rule, k: int) -> list[float]:
-        return [chance or 0.0 for chance in total(self.rounds[rule, k]).by_position[:k]]
-
-    def hit_rates(self, rule: Rule, k: int) -> tuple[float, ...]:
-        """The hit rates of look-ahead for 1, 2, ... outcomes. Empty for look-ups, which have no
-        look-ahead, and for hybrids, because `ServiceTimes` has no times for their look-ahead."""
-        guessing = self.sample.guessing[rule]
-        return guessing.hit_rates(self.chances(rule, k)) if self._looks_ahead else ()
-
-    def accepted(self) -> dict[str, dict[str, Any]]:
-        texts, found = self.sample.texts, {}
-        for name in dict.fromkeys([*(text.category for text in texts), "all"]):
-            places = [i for i, text in enumerate(texts) if name in (text.category, "all")]
-            by_position = {}
-            for rule in self.rules:
-                rounds = total([self.rounds[rule, NUM_DEPTHS][i] for i in places])
-                by_position[rule.value] = rounds.by_position[:NUM_DEPTHS]
-            num_tokens = sum(len(texts[i].token_ids) for i in places)
-            found[name] = {"num_tokens": num_tokens, "by_position": by_position}
-        return found
-
-
-def choose(sessions: int, replays: Replays, times: ServiceTimes) -> TemperaturePlan:
-    sample = replays.sample
+def choose(
+    sessions: int, draft: DraftConfig, sample: Sample, times: ServiceTimes
+) -> TemperaturePlan:
+    """Compares plain decoding, and each rule and K, for the texts of a sample."""
+    rules, drafter = rules_at(sample.temperature), draft.drafter
+    if drafter.model is None:  # All rules accept the same tokens of a look-up.
+        rules = rules[:1]
+    parts = [scripted(draft, sample, rules[0], 0)]
     prompt_tokens = [len(text.prompt_ids) for text in sample.texts]
-    parts = [replays.rounds[replays.rules[0], 0]]
-    chooser = Chooser(times, sessions, prompt_tokens, total(parts[0]), replays.rules[0])
-    options = [chooser.plain]
-    for rule in replays.rules:
+    chooser = Chooser(times, sessions, prompt_tokens, total(parts[0]), rules[0])
+    options, measured = [chooser.plain], {}
+    for rule in rules:
         for k in SWEEP:
-            parts.append(replays.rounds[rule, k])
-            options.append(chooser.best_way(rule, k, total(parts[-1]), replays.hit_rates(rule, k)))
+            parts.append(scripted(draft, sample, rule, k))
+            rounds, hit_rates = total(parts[-1]), tuple[float, ...]()
+            # Look-ups have no look-ahead, and `ServiceTimes` has no times for that of hybrids.
+            if drafter.lookup is None:
+                hit_rates = sample.guessing[rule].hit_rates(rounds.chances(k))
+            options.append(chooser.best_way(rule, k, rounds, hit_rates))
+            if k == NUM_DEPTHS:
+                measured[rule] = parts[-1]
     chosen = best(options)
+    chances = total(parts[options.index(chosen)]).chances(chosen.num_draft_tokens)
     return TemperaturePlan(
         temperature=sample.temperature,
-        acceptance=replays.accepted(),
+        acceptance=_accepted(sample, measured),
         chosen=chosen,
         plain=options[0],
         options=tuple(options[1:]),
         times=times,
-        survival=tuple(accumulate(replays.chances(chosen.rule, chosen.num_draft_tokens), mul)),
+        survival=tuple(accumulate(chances, mul)),
         spread=spread(options, parts, times, sessions, prompt_tokens),
     )
+
+
+def _accepted(
+    sample: Sample, measured: Mapping[Rule, Sequence[Rounds]]
+) -> dict[str, dict[str, Any]]:
+    """`TemperaturePlan.acceptance`, from the rounds of each text with K = `NUM_DEPTHS`."""
+    texts, found = sample.texts, {}
+    for name in dict.fromkeys([*(text.category for text in texts), "all"]):
+        places = [i for i, text in enumerate(texts) if name in (text.category, "all")]
+        by_position = {
+            rule.value: total([parts[i] for i in places]).by_position[:NUM_DEPTHS]
+            for rule, parts in measured.items()
+        }
+        num_tokens = sum(len(texts[i].token_ids) for i in places)
+        found[name] = {"num_tokens": num_tokens, "by_position": by_position}
+    return found

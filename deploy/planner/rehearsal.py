@@ -21,7 +21,7 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.grpc_link import draft_link, target_link
 from outrider.transport.link import Link
 
-from .choosing import Replays, TemperaturePlan, choose
+from .choosing import TemperaturePlan, choose
 from .rounds import Script, ServiceTimes, fitted
 
 REHEARSED_K = (0, 1, 8, 2, 4, 16)
@@ -67,7 +67,6 @@ async def rehearsed_plans(
 ) -> tuple[TemperaturePlan, ...]:  # fmt: skip
     """Rehearses each sample, and returns a plan for each. All samples have the same prompts. `link`
     has further fields of `ServiceTimes`. Raises `Unavailable`."""
-    replays = [Replays(config.draft, sample) for sample in samples]
     progress("starting the services for a rehearsal")
     coordinator = config.coordinator
     if coordinator.lookup is not None:
@@ -89,7 +88,8 @@ async def rehearsed_plans(
             found = fit(known, config.draft, sample.temperature, rehearsed)
             # Only the first sample prefills whole prompts. For later samples, prompts are cached.
             times.append(replace(found, first=times[0].first) if times else found)
-    return tuple(choose(sessions, *pair) for pair in zip(replays, times, strict=True))
+    pairs = zip(samples, times, strict=True)
+    return tuple(choose(sessions, config.draft, *pair) for pair in pairs)
 
 
 async def _tables(replicas: Replicas) -> tuple[StepCosts | None, StepCosts | None]:

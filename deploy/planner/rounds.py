@@ -102,6 +102,10 @@ class Rounds(NamedTuple):
         pairs = zip(self.accepted.tolist(), self.reached.tolist(), strict=True)
         return tuple(accepted / reached if reached > 0 else None for accepted, reached in pairs)
 
+    def chances(self, k: int) -> list[float]:
+        """`by_position` of the first K depths, with 0 for depths that were not reached."""
+        return [chance or 0.0 for chance in self.by_position[:k]]
+
     @property
     def proposed_per_round(self) -> float:
         return self._mean(np.arange(_KINDS) @ self.kinds.sum(axis=1))

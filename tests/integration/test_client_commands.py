@@ -218,7 +218,7 @@ async def test_a_deployment_is_described(slow: Stack) -> None:
         draft_addresses=[slow.draft_server.address],
         redis={"url": slow.redis.url, "key_prefix": "outrider:"},
         ray_address="",
-        settings={"max_num_seqs": 64, "redis_password": "swordfish"},
+        settings={"max_num_seqs": 64},
     )
     recorded.run_here(state_directory(), known)
     events = slow.client.generate(GenerateRequest((1, 2, 3), max_tokens=2000))

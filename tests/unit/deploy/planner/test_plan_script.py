@@ -12,7 +12,7 @@ from toy_engine import ToyEngine
 from benchmarks.acceptance import Answer, LookupReader, ModelReader, Reading, Sample
 from benchmarks.measurement import Completion, Round
 from benchmarks.prompts import BenchPrompt
-from deploy.planner.choosing import Replays, choose
+from deploy.planner.choosing import choose
 from deploy.planner.rehearsal import PlayedSession, fit
 from deploy.planner.report import PlanReport
 from deploy.planner.rounds import ServiceTimes, scripted, total
@@ -181,7 +181,7 @@ def shown(**told: Any) -> str:
 
 def test_a_plan_says_how_to_deploy_it() -> None:
     """A draft on its own device would look ahead by default, so the command names that."""
-    plan = choose(1, Replays(MODEL, _sample(MODEL, 0.0)), TIMES)
+    plan = choose(1, MODEL, _sample(MODEL, 0.0), TIMES)
 
     def told(**chosen: int) -> str:
         changed = replace(plan.options[0], **chosen)  # type: ignore[arg-type]
@@ -208,7 +208,7 @@ def test_a_plan_says_where_a_further_target_brings_more_than_a_draft(
     rate: float, draft_replicas: int, shares_device: bool, is_advised: bool
 ) -> None:
     """Plain decoding has 100 tokens/s on the target's device."""
-    plan = choose(1, Replays(MODEL, _sample(MODEL, 0.0)), TIMES)
+    plan = choose(1, MODEL, _sample(MODEL, 0.0), TIMES)
     way = replace(plan.options[0], tokens_per_second=rate, draft_replicas=draft_replicas)
     plan = replace(
         plan, plain=replace(plan.plain, tokens_per_second=100.0), options=(way,), chosen=way,

@@ -242,7 +242,7 @@ def test_the_command_makes_a_head_that_serves(
     found = json.loads(captured.out)
     assert found["steps"] == 4
     assert 0 < found["sampled"] < 1
-    assert 0 < found["of_prompts"]["num_positions"] <= 4 * 128
+    assert 0 < found["of_prompts"]["num_tokens"] <= 4 * 128
     assert "training" not in captured.err
     again = [
         *command, "eagle3", "--out", str(tmp_path / "again"), "--steps", "2",
