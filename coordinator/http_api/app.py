@@ -302,7 +302,7 @@ def build_app(
     """Makes the application. For `closing` and `hosts`, see `HttpServer`. For `formats`, see
     `http_server`."""
     access = options.access
-    app = schemas.DocumentedApp(
+    app = FastAPI(
         title="Outrider",
         version=version("outrider"),
         docs_url=None,  # `show_page` replaces FastAPI's page, which loads scripts from elsewhere.

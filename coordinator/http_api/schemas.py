@@ -3,17 +3,11 @@ dicts, because these models are too slow for the chunks of a stream."""
 
 from typing import Any, Literal
 
-from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict
-from pydantic.json_schema import models_json_schema
-
-_REF = "#/components/schemas/{model}"
 
 
 class Schema(BaseModel):
-    model_config = ConfigDict(
-        use_attribute_docstrings=True, json_schema_serialization_defaults_required=True
-    )
+    model_config = ConfigDict(use_attribute_docstrings=True)
 
 
 class Usage(Schema):
@@ -33,8 +27,6 @@ class SpeculativeDecoding(Schema):
     num_accepted_draft_tokens: int
     num_draft_tokens: int
     num_spec_tokens: int
-    acceptance_histogram: list[int] = []
-    acceptance_histogram_by_draft_length: dict[str, list[int]] = {}
 
 
 AnswerMetrics = dict[Literal["speculative_decoding"], SpeculativeDecoding]
@@ -65,7 +57,7 @@ class ChatLogprobs(Schema):
     refusal: None
 
 
-class CalledFunction(Schema):
+class FunctionCall(Schema):
     name: str = ""
     """In a stream, only the first part of a call has the name and the id."""
     arguments: str
@@ -77,7 +69,7 @@ class ToolCall(Schema):
     """In a stream, the number of the call to which this part belongs."""
     id: str = ""
     type: Literal["function"] = "function"
-    function: CalledFunction
+    function: FunctionCall
 
 
 class AssistantMessage(Schema):
@@ -201,33 +193,14 @@ class ModelList(Schema):
     data: list[Model]
 
 
-_GENERATIONS: Any = [
-    (model, "validation")
-    for model in (ChatCompletion, ChatCompletionChunk, Completion, ResponseObject, ResponseEvent)
-]
-
-
 def _answers(whole: type[Schema], chunk: type[Schema]) -> dict[int | str, dict[str, Any]]:
     """Documents the responses of a route: a whole answer, or a stream of chunks."""
-    content = {
-        kind: {"schema": {"$ref": _REF.format(model=model.__name__)}}
-        for kind, model in (("application/json", whole), ("text/event-stream", chunk))
-    }
+    chunks = {"schema": {"$ref": f"#/components/schemas/{chunk.__name__}"}}
     text = "The answer. If `stream` is true, it is a stream of chunks."
-    return {200: {"description": text, "content": content}}
+    model = whole | chunk  # FastAPI adds the schemas of both to the document.
+    return {200: {"description": text, "model": model, "content": {"text/event-stream": chunks}}}
 
 
 CHAT = _answers(ChatCompletion, ChatCompletionChunk)
 COMPLETION = _answers(Completion, Completion)
 RESPONSE = _answers(ResponseObject, ResponseEvent)
-
-
-class DocumentedApp(FastAPI):
-    """Completes the OpenAPI document. FastAPI adds only one schema for each response. This class
-    adds all schemas of generations."""
-
-    def openapi(self) -> dict[str, Any]:
-        if self.openapi_schema is None:
-            schemas = super().openapi()["components"]["schemas"]
-            schemas |= models_json_schema(_GENERATIONS, ref_template=_REF)[1]["$defs"]
-        return super().openapi()
