@@ -321,25 +321,27 @@ class HttpServer:
         self._serving = asyncio.create_task(self._serve(listening))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request, and records the time from its arrival to the last byte sent."""
-        if (times := self._options.times) is None:
-            await self._app(scope, receive, send)
-            return
+        """Serves one request, and records the time from its arrival to the last byte sent. While
+        the server stops, the response ends its connection."""
         status: int | None = None
 
         async def send_noted(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if self._server.should_exit:
+                    last = (b"connection", b"close")
+                    message = {**message, "headers": [*message["headers"], last]}
             await send(message)
 
         begun = time.monotonic()
         try:
             await self._app(scope, receive, send_noted)
         finally:
-            route = getattr(scope.get("route"), "path", "")
-            seconds = time.monotonic() - begun
-            times.add(seconds, scope["method"], scope["scheme"], route, status)
+            if (times := self._options.times) is not None:
+                route = getattr(scope.get("route"), "path", "")
+                seconds = time.monotonic() - begun
+                times.add(seconds, scope["method"], scope["scheme"], route, status)
 
     def _connect(self) -> HttpConnection:
         tls = None if self._tls is None else self._tls.current()
@@ -353,7 +355,6 @@ class HttpServer:
             _log.exception("the HTTP server has failed, and stops")
             self.failed = True
         await self._leave_port(listening)
-        self._say_last()
         for _ in range(round(HTTP_LAST_REQUEST_S / _POLL_S)):
             if any(state is not _State.BUSY for state in self._open.values()):
                 await asyncio.sleep(_POLL_S)
@@ -372,15 +373,6 @@ class HttpServer:
         for client in queued:
             client.setblocking(False)
             await asyncio.get_running_loop().connect_accepted_socket(self._connect, client)
-
-    def _say_last(self) -> None:
-        """Adds `Connection: close` to all responses that have not begun."""
-        state = self._server.server_state
-        state.default_headers = [*state.default_headers, (b"connection", b"close")]
-        for connection in state.connections:
-            cycle = getattr(connection, "cycle", None)
-            if cycle is not None and not cycle.response_started:
-                cycle.default_headers = state.default_headers
 
     async def wait(self) -> None:
         """Returns when the server has stopped."""
