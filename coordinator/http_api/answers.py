@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from coordinator.http_api.bodies import StreamedBody, StreamOptions, TranslatedBody
 from coordinator.http_api.tool_parsers import PLAIN, AnswerForm, Part
+from coordinator.http_api.tools import call_id_of
 from outrider.messages import PositionLogprobs
 from outrider.request import Event, Finished, Prompt, PromptTokens, RoundReport, Started, Tokens
 from outrider.sessions.store import FinishReason
@@ -318,7 +319,7 @@ class ChatAnswer(Answer):
         for kind, text in choice.parts:
             if kind == "name":
                 index, choice.num_calls = choice.num_calls, choice.num_calls + 1
-                call_id = self._asked.form.call_id(choice.session_id, index)
+                call_id = call_id_of(choice.session_id, index)
                 function = {"name": text, "arguments": ""}
                 call = {"index": index, "id": call_id, "type": "function", "function": function}
                 calls.append(call)

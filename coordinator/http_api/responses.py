@@ -30,7 +30,7 @@ from coordinator.http_api.bodies import (
     wished_format,
 )
 from coordinator.http_api.tool_parsers import Part
-from coordinator.http_api.tools import check_arguments, parsed_call
+from coordinator.http_api.tools import call_id_of, check_arguments, parsed_call
 from outrider.limits import CHAT_MESSAGES_MAX, TOOLS_MAX
 from outrider.request import ChatMessage, Event, Finished, Started
 from outrider.sessions.store import FinishReason
@@ -392,7 +392,7 @@ class ResponseAnswer(ChatAnswer):
         session_id, call = self._choices[0].session_id, Json()
         if kind == "name":
             num_calls = sum(item.kind == kind for item in self._items)
-            call = {"call_id": self._asked.form.call_id(session_id, num_calls), "name": text}
+            call = {"call_id": call_id_of(session_id, num_calls), "name": text}
         self._items.append(_Item(kind, session_id, len(self._items), call))
 
     def _ended(self) -> list[Json]:

@@ -15,7 +15,6 @@ that only looks like a call is content.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Collection, Generator, Mapping, Sequence
@@ -408,8 +407,6 @@ class AnswerForm:
     """The tools that may be called."""
     several: bool = True
     """Whether the answer may have more than one call."""
-    has_short_ids: bool = False
-    """Whether ids of calls are nine letters and digits, as Mistral's chat templates require."""
     opens: bool | None = None
     """Whether the text begins within reasoning. None = reasoning is not parsed."""
 
@@ -421,12 +418,6 @@ class AnswerForm:
     def ends_with_calls(self) -> bool:
         """Whether an answer with calls has `tool_calls` as its `finish_reason`."""
         return self.calls != "arguments"
-
-    def call_id(self, session_id: str, index: int) -> str:
-        """Makes the id of a call in a session. When the session is resumed, the id is the same."""
-        name = f"{session_id}/{index}".encode()
-        digest = hashlib.blake2b(name, digest_size=12).hexdigest()
-        return digest[:9] if self.has_short_ids else f"call_{digest}"
 
 
 PLAIN = AnswerForm()
@@ -473,7 +464,7 @@ class ChatFormats:
                     "or send tool_choice required",
                 )
             shown = _READERS[calls].shown_tokens
-            form = AnswerForm(calls, names, tools.several, self._calls == "mistral")
+            form = AnswerForm(calls, names, tools.several)
         if self._has_reasoning and request.constraint is None:
             opens = self._always_reasons or self._opens_with(request.template_variables)
             form = replace(form, opens=opens)

@@ -1,6 +1,7 @@
 """The tools of a request, their form in chat templates, and the constraint on an answer that must
 call a tool."""
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -100,6 +101,12 @@ def check_arguments(texts: Sequence[str], field: str) -> None:
     if sum(text.count("{") + text.count("[") for text in texts) > HTTP_CONTAINERS_MAX:
         most = f"{HTTP_CONTAINERS_MAX} lists and objects in all"
         raise BadRequest(field, f"have calls with more than {most}")
+
+
+def call_id_of(session_id: str, index: int) -> str:
+    """Makes the id of a call in a session. When the session is resumed, the id is the same. It has
+    nine letters and digits, as Mistral's chat templates require."""
+    return hashlib.sha256(f"{session_id}/{index}".encode()).hexdigest()[:9]
 
 
 def parsed_call(call_id: str, name: str, arguments: str, field: str) -> dict[str, Any]:
