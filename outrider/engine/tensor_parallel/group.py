@@ -63,7 +63,8 @@ class RankGroup(Ranks):
             # can reach.
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 os.environ[name] = _loopback_interface()
-            self._sockets = _sockets(store, rendezvous, rank, step_timeout_s)
+            others = _connected(store, rendezvous, rank, "sums", step_timeout_s)
+            self._sockets = SocketAllReduce(rank, others, step_timeout_s)
         try:
             backend = _backend(store, rank, size, device)
             dist.init_process_group(
@@ -155,11 +156,12 @@ def lead(
     """Waits until the followers have joined an open rendezvous. Call this once for each rendezvous.
     Followers have `timeout_s` to join, and then `timeout_s` to load. Raises `Unavailable` if a
     follower does not join in time."""
-    connections = opened.accept(timeout_s)
+    rendezvous = opened.rendezvous
+    store = _store(rendezvous, timeout_s, opened.take_store_fd())
+    connections = _connected(store, rendezvous, LEADER, "frames", timeout_s)
     for connection in connections.values():
         tune(connection, step_timeout_s)
-    store = _store(opened.rendezvous, timeout_s, opened.take_store_fd())
-    group = RankGroup(store, opened.rendezvous, LEADER, device, timeout_s, step_timeout_s, in_order)
+    group = RankGroup(store, rendezvous, LEADER, device, timeout_s, step_timeout_s, in_order)
     return group, FrameSender(connections)
 
 
@@ -174,11 +176,12 @@ def join(
 ) -> tuple[RankGroup, FrameReceiver]:
     """Joins a rendezvous as the follower `rank`. `in_order` must be the same as on the leader.
     Raises `Unavailable` if the leader does not answer within `timeout_s`."""
-    connection = connect(rendezvous, rendezvous.frames_port, rank, timeout_s)
     try:
         store = _store(rendezvous, timeout_s)
+        port = int(store.get(f"frames/{LEADER}"))
     except RuntimeError as error:
         raise Unavailable(f"the leader of the ranks does not answer: {error}") from error
+    connection = connect(rendezvous, port, rank, timeout_s)
     group = RankGroup(store, rendezvous, rank, device, timeout_s, step_timeout_s, in_order)
     return group, FrameReceiver(tune(connection, None))
 
@@ -198,18 +201,20 @@ def _store(rendezvous: Rendezvous, timeout_s: float, listening_fd: int | None = 
     return dist.PrefixStore(rendezvous.token.hex(), table)  # type: ignore[attr-defined]
 
 
-def _sockets(store: Any, rendezvous: Rendezvous, rank: int, timeout_s: float) -> SocketAllReduce:
+def _connected(
+    store: Any, rendezvous: Rendezvous, rank: int, name: str, timeout_s: float
+) -> dict[int, socket.socket]:
+    """Connects to all earlier ranks, and waits until all later ranks have connected. The table has
+    the ports, under `name`. Returns the connections by rank."""
     listening, port = listen(rendezvous.host)
     with listening:
-        store.set(f"sockets/{rank}", str(port))
+        store.set(f"{name}/{rank}", str(port))
         found = {
-            other: connect(rendezvous, int(store.get(f"sockets/{other}")), rank, timeout_s)
+            other: connect(rendezvous, int(store.get(f"{name}/{other}")), rank, timeout_s)
             for other in range(rank)
         }
         later = range(rank + 1, rendezvous.num_ranks)
-        return SocketAllReduce(
-            rank, found | accept(listening, rendezvous.token, later, timeout_s), timeout_s
-        )
+        return found | accept(listening, rendezvous.token, later, timeout_s)
 
 
 def _backend(store: Any, rank: int, size: int, device: torch.device) -> str:

@@ -29,11 +29,10 @@ _HELLO_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """The leader's addresses. A process that knows the token may join."""
+    """The address of the leader's table. A process that knows the token may join."""
 
     host: str
     store_port: int
-    frames_port: int
     num_ranks: int
     token: bytes = field(repr=False)
 
@@ -45,16 +44,8 @@ class OpenRendezvous:
         """Listens on `host` only. Raises `ConfigError` if `host` is no address of this machine."""
         check(1 < num_ranks <= TENSOR_PARALLEL_SIZE_MAX, f"a rendezvous of {num_ranks} ranks")
         self._store_socket, store_port = listen(host)
-        self._frames_socket, frames_port = listen(host)
         token = secrets.token_bytes(_TOKEN_BYTES)
-        self.rendezvous = Rendezvous(host, store_port, frames_port, num_ranks, token)
-
-    def accept(self, timeout_s: float) -> dict[int, socket.socket]:
-        """Waits for the followers, and returns their connections by rank. Call this once. Raises
-        `Unavailable` if a follower does not connect within `timeout_s`."""
-        followers = range(1, self.rendezvous.num_ranks)
-        with self._frames_socket as listening:
-            return accept(listening, self.rendezvous.token, followers, timeout_s)
+        self.rendezvous = Rendezvous(host, store_port, num_ranks, token)
 
     def take_store_fd(self) -> int:
         """Returns the descriptor of the listening socket for the `TCPStore`. Call this once. The
@@ -63,7 +54,6 @@ class OpenRendezvous:
 
     def close(self) -> None:
         self._store_socket.close()
-        self._frames_socket.close()
 
 
 def listen(host: str) -> tuple[socket.socket, int]:
@@ -97,8 +87,11 @@ def accept(
     missing = set(ranks)
     found: dict[int, socket.socket] = {}
     while missing:
+        left_s = end - time.monotonic()
         try:
-            listening.settimeout(_seconds_until(end))
+            if left_s <= 0:
+                raise TimeoutError
+            listening.settimeout(left_s)
             connection, _ = listening.accept()
         except TimeoutError as error:
             for connection in found.values():
@@ -106,7 +99,7 @@ def accept(
             raise Unavailable(
                 f"rank {min(missing)} has not joined within {timeout_s:g} s"
             ) from error
-        rank = _greet(connection, token, min(end, time.monotonic() + _HELLO_TIMEOUT_S))
+        rank = _greet(connection, token, min(left_s, _HELLO_TIMEOUT_S))
         if rank in missing:
             missing.discard(rank)
             connection.settimeout(None)
@@ -116,22 +109,15 @@ def accept(
     return found
 
 
-def _seconds_until(end: float) -> float:
-    """Raises `TimeoutError` if `end` has passed."""
-    left_s = end - time.monotonic()
-    if left_s <= 0:
-        raise TimeoutError
-    return left_s
-
-
-def _greet(connection: socket.socket, token: bytes, end: float) -> int | None:
+def _greet(connection: socket.socket, token: bytes, timeout_s: float) -> int | None:
     """Returns the rank that a new connection names. Returns None if the right token does not arrive
-    by `end`."""
+    within `timeout_s`, in one piece."""
     try:
-        hello = read_exactly(connection, _HELLO.size, end)
-    except TimeoutError:
+        connection.settimeout(timeout_s)
+        hello = connection.recv(_HELLO.size)
+    except OSError:
         return None
-    if hello is None:
+    if len(hello) != _HELLO.size:
         return None
     theirs, rank = _HELLO.unpack(hello)
     return int(rank) if hmac.compare_digest(theirs, token) else None
@@ -195,12 +181,25 @@ class FrameReceiver:
 
     def receive(self) -> bytes | None:
         """Waits for the next frame without a time limit. Returns None if the leader has ended."""
-        header = read_exactly(self._connection, _HEADER.size)
+        header = self._read(_HEADER.size)
         if header is None:
             return None
         (num_bytes,) = _HEADER.unpack(header)
         check(0 <= num_bytes <= FRAME_OF_CALLS_BYTES_MAX, f"a frame of {num_bytes} bytes")
-        return read_exactly(self._connection, num_bytes)
+        return self._read(num_bytes)
+
+    def _read(self, num_bytes: int) -> bytes | None:
+        """Returns None if the connection ends before all bytes are read."""
+        parts = bytearray()
+        while len(parts) < num_bytes:
+            try:
+                part = self._connection.recv(num_bytes - len(parts))
+            except OSError:
+                return None
+            if not part:
+                return None
+            parts += part
+        return bytes(parts)
 
     def close(self) -> None:
         """Closes the connection. The leader's next `send` fails, and a waiting `receive` returns
@@ -208,28 +207,6 @@ class FrameReceiver:
         with contextlib.suppress(OSError):  # The leader may have ended already.
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
-
-
-def read_exactly(
-    connection: socket.socket, num_bytes: int, end: float | None = None
-) -> bytes | None:
-    """Reads the next `num_bytes`. Returns None if the connection ends before all bytes are read.
-    Raises `TimeoutError` at the time `end` of the monotonic clock. If `end` is None, there is no
-    time limit."""
-    parts = bytearray()
-    while len(parts) < num_bytes:
-        try:
-            if end is not None:
-                connection.settimeout(_seconds_until(end))
-            part = connection.recv(num_bytes - len(parts))
-        except TimeoutError:
-            raise
-        except OSError:
-            part = b""
-        if not part:
-            return None
-        parts += part
-    return bytes(parts)
 
 
 def _check_open(connection: socket.socket) -> None:

@@ -149,7 +149,7 @@ def test_each_rank_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
 
     async def follow() -> None:
         host = rank_process.RankHost()
-        assignment = rank_process.RankAssignment(Rendezvous(LOOPBACK, 1, 2, 2, b""), 1, 2)
+        assignment = rank_process.RankAssignment(Rendezvous(LOOPBACK, 1, 2, b""), 1, 2)
         await host.start(TargetConfig(device="cuda"), assignment, 1.0, "")
         await host.wait()
 

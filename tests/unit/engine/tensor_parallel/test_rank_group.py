@@ -15,7 +15,7 @@ import torch.distributed as dist
 from rank_processes import JOIN_S, LARGE, add_up, processes
 
 from outrider.engine.tensor_parallel.group import _store, added_up, join, lead
-from outrider.engine.tensor_parallel.rank_rpc import LOOPBACK, OpenRendezvous, Rendezvous
+from outrider.engine.tensor_parallel.rank_rpc import LOOPBACK, OpenRendezvous, accept, listen
 from outrider.errors import ConfigError, Unavailable
 
 CPU = torch.device("cpu")
@@ -61,33 +61,30 @@ def test_ranks_sum_and_gather_and_wait_without_work_beyond_every_timeout(
 ) -> None:
     """On loopback, whatever is set for ranks on several machines. The others wait for a rank that
     loads for longer than the timeout of a step. Followers that are idle for longer than that use no
-    CPU, and then take part at once. A connection with another token is closed. Followers end with
-    their leader."""
+    CPU, and then take part at once. Followers end with their leader."""
     for name in INTERFACES:
         monkeypatch.setenv(name, "nowhere0")
     opened = OpenRendezvous(LOOPBACK, 3)
-    with socket.create_connection((LOOPBACK, opened.rendezvous.frames_port)) as stranger:
-        stranger.sendall(bytes(32) + (1).to_bytes(8, "little"))
-        arguments = [
-            (opened.rendezvous, rank, STEP_TIMEOUT_S, load_s)
-            for rank, load_s in ((1, 0.0), (2, 1.1 * STEP_TIMEOUT_S))
-        ]
-        with processes(add_up, arguments) as followers:
-            group, frames = lead(opened, CPU, JOIN_S, STEP_TIMEOUT_S)
-            assert {os.environ[name][:2] for name in INTERFACES} == {"lo"}
-            with pytest.raises(ConfigError, match="rank 1 has loaded another model"):
-                group.check_alike("what no follower names")
-            _step(group, frames)
-            before = [_cpu_seconds(follower.pid) for follower in followers]
-            time.sleep(1.2 * STEP_TIMEOUT_S)
-            after = [_cpu_seconds(follower.pid) for follower in followers]
-            assert all(b - a < 0.1 * STEP_TIMEOUT_S for a, b in zip(before, after, strict=True))
-            _step(group, frames)
-            frames.close()
-            for follower in followers:
-                follower.join(JOIN_S)
-            assert [follower.exitcode for follower in followers] == [0, 0]
-            group.close()
+    arguments = [
+        (opened.rendezvous, rank, STEP_TIMEOUT_S, load_s)
+        for rank, load_s in ((1, 0.0), (2, 1.1 * STEP_TIMEOUT_S))
+    ]
+    with processes(add_up, arguments) as followers:
+        group, frames = lead(opened, CPU, JOIN_S, STEP_TIMEOUT_S)
+        assert {os.environ[name][:2] for name in INTERFACES} == {"lo"}
+        with pytest.raises(ConfigError, match="rank 1 has loaded another model"):
+            group.check_alike("what no follower names")
+        _step(group, frames)
+        before = [_cpu_seconds(follower.pid) for follower in followers]
+        time.sleep(1.2 * STEP_TIMEOUT_S)
+        after = [_cpu_seconds(follower.pid) for follower in followers]
+        assert all(b - a < 0.1 * STEP_TIMEOUT_S for a, b in zip(before, after, strict=True))
+        _step(group, frames)
+        frames.close()
+        for follower in followers:
+            follower.join(JOIN_S)
+        assert [follower.exitcode for follower in followers] == [0, 0]
+        group.close()
 
 
 def test_the_table_shows_nothing_without_the_token() -> None:
@@ -124,22 +121,21 @@ def test_a_rank_that_never_comes_and_a_leader_that_is_not_there() -> None:
     with pytest.raises(Unavailable, match=r"rank 1 has not joined within 0\.2 s"):
         lead(opened, CPU, 0.2)
     opened.close()
-    gone = opened.rendezvous
     with pytest.raises(Unavailable, match="does not answer"):
-        join(Rendezvous(LOOPBACK, gone.store_port, gone.frames_port, 2, gone.token), 1, CPU, 1.0)
+        join(opened.rendezvous, 1, CPU, 1.0)
 
 
-def test_silent_strangers_do_not_prolong_the_wait_for_ranks() -> None:
-    opened = OpenRendezvous(LOOPBACK, 2)
-    place = (LOOPBACK, opened.rendezvous.frames_port)
-    strangers = [socket.create_connection(place) for _ in range(3)]
+def test_strangers_do_not_join_or_prolong_the_wait_for_ranks() -> None:
+    """One sends another token. The others are silent."""
+    listening, port = listen(LOOPBACK)
+    strangers = [socket.create_connection((LOOPBACK, port)) for _ in range(3)]
+    strangers[0].sendall(bytes(32) + (1).to_bytes(8, "little"))
     start = time.monotonic()
-    with pytest.raises(Unavailable, match=r"rank 1 has not joined within 0\.2 s"):
-        opened.accept(0.2)
+    with listening, pytest.raises(Unavailable, match=r"rank 1 has not joined within 0\.2 s"):
+        accept(listening, b"1" * 32, [1], 0.2)
     assert time.monotonic() - start < 4.0
     for stranger in strangers:
         stranger.close()
-    opened.close()
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 5, 8])
