@@ -312,33 +312,29 @@ class Student(Learner):
         return student, info.logit_token_ids
 
     def _make(self, token_ids: Tensor) -> Any:
-        target = self._target
-        found = layers_of(target)
-        config = copy.deepcopy(target.config)
-        text_config = config.get_text_config()
-        text_config.num_hidden_layers = len(self._layers)
-        kinds = getattr(text_config, "layer_types", None)
-        if kinds:
-            text_config.layer_types = [kinds[index] for index in self._layers]
-        config.tie_word_embeddings = text_config.tie_word_embeddings = False
-        with parameters_on_meta():
-            # Unlike `to(dtype)`, this keeps rotary embeddings in float32.
-            student: Any = type(target)._from_config(config, dtype=self._embeddings.dtype)
-        before = target.get_output_embeddings().weight.detach()
-        shared = {self._embeddings.data_ptr(), before.data_ptr()}
-        kept = {
-            name: values.clone()
-            for name, values in target.state_dict().items()
-            if ".layers." not in name and values.data_ptr() not in shared
-        }
-        student.load_state_dict(kept, strict=False, assign=True)
-        for mine, index in zip(layers_of(student), self._layers, strict=True):
-            copies = {name: values.clone() for name, values in found[index].state_dict().items()}
-            mine.load_state_dict(copies, assign=True)
-        student.get_input_embeddings().weight = self._embeddings
-        rows = before[token_ids.to(before.device)]
-        narrow_head(student, len(token_ids)).weight = nn.Parameter(rows)
-        return student.to(self._embeddings.device).eval()
+        rows = self._target.get_output_embeddings().weight.detach()
+        # The copy of the module has the target's own parameters.
+        student = copy.deepcopy(self._target, {id(one): one for one in self._target.parameters()})
+        layers: Any = layers_of(student)
+        for index in reversed(range(len(layers))):
+            if index not in self._layers:
+                del layers[index]
+        for index, layer in enumerate(layers):
+            for part in layer.modules():
+                if hasattr(part, "layer_idx"):
+                    part.layer_idx = index
+        narrow = nn.Parameter(rows[token_ids.to(rows.device)])
+        narrow_head(student, len(token_ids)).weight = narrow
+        for part in student.modules():
+            for name, weight in part.named_parameters(recurse=False):
+                if weight is not self._embeddings:
+                    setattr(part, name, nn.Parameter(weight.detach().clone()))
+        config = student.config.get_text_config()
+        config.num_hidden_layers = len(layers)
+        if kinds := getattr(config, "layer_types", None):
+            config.layer_types = [kinds[index] for index in self._layers]
+        student.config.tie_word_embeddings = config.tie_word_embeddings = False
+        return student.eval()
 
     def _train(self, module: Any, token_ids: Array) -> None:
         super()._train(module, token_ids)

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from .learners import Learner
 from .options import DistillOptions
@@ -205,26 +206,25 @@ _LEAST_OVERLAP = 1e-3
 def overlap_loss(
     hidden: Tensor, head: Tensor, teacher: TeacherRows, likelihood_share: float
 ) -> Tensor:
-    """Returns the mean loss over R rows, with a gradient for `hidden` only. `hidden` [R, D] and
-    `head` [N, D] have the same dtype. -log(acceptance) has the weight `likelihood_share`, and
-    cross-entropy has the remaining weight."""
+    """Returns the mean loss over R rows, with a gradient for `hidden` [R, D]. `head` [N, D] has the
+    same dtype. -log(acceptance) has the weight `likelihood_share`, and cross-entropy has the
+    remaining weight. For the gradient, the logits of each block of rows are computed again, because
+    those of all blocks would take too much memory."""
     num_rows, size = len(hidden), ROWS_OF_A_BLOCK[hidden.device.type]
-    loss, slopes = torch.zeros((), device=hidden.device), list[Tensor]()
-    # Differentiates each block of rows at once, to free its logits.
-    for start in range(0, num_rows, size):
-        rows = slice(start, start + size)
-        block = hidden[rows].detach().requires_grad_()
-        part = _summed_loss(block @ head.t(), teacher.at(rows), likelihood_share) / num_rows
-        slopes += torch.autograd.grad(part, block)
-        loss += part.detach()
-    # The result has the value `loss`, and its gradient by `hidden` is `slopes`.
-    surrogate = (hidden * torch.cat(slopes)).sum()
-    return surrogate - surrogate.detach() + loss
+    blocks = [slice(start, start + size) for start in range(0, num_rows, size)]
+    losses = [
+        checkpoint(
+            _summed_loss, hidden[rows], head, teacher.at(rows), likelihood_share,
+            use_reentrant=False, preserve_rng_state=False,
+        )
+        for rows in blocks
+    ]  # fmt: skip
+    return torch.stack(losses).sum() / num_rows
 
 
-def _summed_loss(logits: Tensor, teacher: TeacherRows, share: float) -> Tensor:
+def _summed_loss(hidden: Tensor, head: Tensor, teacher: TeacherRows, share: float) -> Tensor:
     p = teacher.mass
-    listed = logits.float().log_softmax(dim=1).gather(1, teacher.columns)
+    listed = (hidden @ head.t()).float().log_softmax(dim=1).gather(1, teacher.columns)
     overlaps = torch.minimum(p, listed.exp()).sum(dim=1)
     least = overlaps.detach().clamp(min=_LEAST_OVERLAP)
     likelihoods = least.log() + overlaps / least - (overlaps / least).detach()
