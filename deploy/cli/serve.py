@@ -36,7 +36,7 @@ from deploy.fleet.local_state import (
 )
 from outrider.config import WAIT_S_MAX
 from outrider.errors import ConfigError, OutriderError, Unavailable
-from outrider.registry.registry import ROLES, Role
+from outrider.registry.registry import LEASE_S, ROLES, Role
 from outrider.sessions.redis_address import RedisAddress, with_password
 from outrider.telemetry.logs import LogFile
 
@@ -383,8 +383,9 @@ async def ask_registry(record: DeploymentRecord) -> tuple[dict[str, Facts], str 
             registry = RedisRegistry(address, record.deployment)
             stack.push_async_callback(registry.close)
             for role in ROLES:
-                for one in await registry.records(role):
-                    known[one.address] = asdict(one)
+                for one, left_s in await registry.leases(role):
+                    age_s = round(max(0.0, LEASE_S - left_s), 2)
+                    known[one.address] = asdict(one) | {"lease_age_s": age_s}
     except TimeoutError:
         return known, f"Redis has not answered within {TIMEOUT_S:g} s"
     except OutriderError as error:
@@ -481,9 +482,10 @@ def _lines(facts: Facts) -> Iterator[str]:
     else:
         prints = [f"{name} {facts[key][:12]}" for key, name in PRINTS.items() if facts[key]]
         yield ", ".join(filter(None, (facts["model"], facts["dtype"], *prints)))
-    if "figures" in facts:
+    if "lease_age_s" in facts:
+        age = f"last seen {facts['lease_age_s']:.1f} s ago"
         trial = f"on trial for {facts['trial_share']:.0%}" if facts["trial_share"] else ""
-        on = (facts["host"], f"pid {facts['pid']}", facts["device"], trial)
+        on = (facts["host"], f"pid {facts['pid']}", facts["device"], age, trial)
         yield ", ".join(filter(None, on))
         figures = facts["figures"]
         known = (key for key in FIGURES if figures[key] is not None)

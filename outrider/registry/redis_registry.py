@@ -81,6 +81,14 @@ class RedisRegistry:
             await self._run(*over)
         return records
 
+    async def leases(self, role: Role) -> list[tuple[ReplicaRecord, float]]:
+        """Returns the records of a role, each with the remaining seconds of its lease."""
+        records = await self.records(role)
+        if not records:
+            return []
+        left = await self._run(*(("PTTL", self._key(role, one.name)) for one in records))
+        return [(one, max(0, ms) / 1e3) for one, ms in zip(records, left, strict=True)]
+
     async def want(self, counts: Mapping[Role, int]) -> None:
         """Stores the wanted number of replicas of each role in `counts`."""
         fields = [part for role, count in counts.items() for part in (role, count)]

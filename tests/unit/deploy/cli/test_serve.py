@@ -40,13 +40,13 @@ def test_a_trial_is_told_by_status_and_its_replica_is_none_that_is_wanted() -> N
     trial = asdict(ReplicaRecord("draft", "draft-3", "h:5", "h", 1, trial_share=0.2))
     known = {"serving": True, "error": None, "dtype": "", "model": "b"}
     prints = dict.fromkeys(PRINTS, "")
-    found = {f"{role}s": [trial | known | prints] for role in ROLES}
+    found = {f"{role}s": [trial | known | prints | {"lease_age_s": 0.5}] for role in ROLES}
     found |= {"running": True, "deployment": asdict(record(trial="trial of b: runs")) | {"log": ""}}
     console = Console(width=160, file=StringIO())
     console.print(status_table(found))
     shown = console.file.getvalue()
     assert "trial of b: runs\n" in shown.replace(" \n", "\n")
-    assert "h, pid 1, on trial for 20%" in shown
+    assert "last seen 0.5 s ago, on trial for 20%" in shown
     assert shown.count("0 of 1 running") == 3
 
 
