@@ -262,8 +262,8 @@ class DraftConfig(ModelServerConfig):
     role = "draft"
 
     model: str = LookupKind.SUFFIX.value
-    """The drafter: `suffix`, `ngram`, a model (a directory, a .gguf file, or a hub id),
-    `eagle3:DIR_OR_ID`, `mtp`, or `hybrid:LOOKUP,MODEL`."""
+    """The drafter: a model (a directory, a .gguf file, or a hub id), or a drafter that `outrider
+    drafters` lists."""
     own_engine: Annotated[
         Literal["", "auto", "transformers", "vllm"], Field(alias="draft_engine")
     ] = ""

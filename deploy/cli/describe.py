@@ -1,18 +1,23 @@
-"""`outrider collect-env` describes this machine for a bug report."""
+"""`outrider collect-env` describes this machine for a bug report. `outrider drafters` lists the
+kinds of drafters."""
 
 import json
 import os
+from dataclasses import asdict
 from importlib import metadata
 from typing import Any
 
 import yaml
 
 from benchmarks.report import Report
+from outrider.drafters.names import DRAFTERS
 from outrider.errors import OutriderError
 from outrider.replica.process_setup import available_cores
 
 from .command import Arguments, command, json_option
 from .output import tell
+
+MIN_WIDTHS = {"proposes": 10, "files": 10}
 
 
 @command("collect-env", json_option())
@@ -46,3 +51,20 @@ def collect_env(arguments: Arguments) -> int:
     }
     text = yaml.safe_dump(json.loads(json.dumps(found)), sort_keys=False).rstrip()
     return tell(Report(found, [text]), arguments.json)
+
+
+@command("drafters", json_option())
+def drafters(arguments: Arguments) -> int:
+    from rich.table import Table
+
+    found = [asdict(drafter) for drafter in DRAFTERS]
+    about = "q: what a draft sends of its distribution (one-hot: nothing; sparse: likely tokens)"
+    table = Table(show_lines=True, caption=about)
+    for name in found[0]:
+        is_name = name == "draft_model"
+        table.add_column(
+            "--draft-model" if is_name else name, no_wrap=is_name, min_width=MIN_WIDTHS.get(name)
+        )
+    for one in found:
+        table.add_row(*one.values())
+    return tell(Report({"drafters": found}, [table]), arguments.json)

@@ -31,6 +31,7 @@ COMMANDS = {
     "certs": "create the TLS certificates of a deployment's services",
     "generate": "generate text",
     "chat": "chat with the model",
+    "drafters": "list the kinds of drafters and what each needs",
     "bench": "run a benchmark",
     "plan": "predict what drafting would gain, before you deploy",
     "distill": "train a drafter for a target",
@@ -38,7 +39,7 @@ COMMANDS = {
 }
 _MODULES = {
     "stop": "serve", "status": "serve", "chat": "generate", "upgrade": "scale",
-    "keys": "credentials", "certs": "credentials",
+    "keys": "credentials", "certs": "credentials", "drafters": "describe",
     "collect-env": "describe",
 }  # fmt: skip
 """The module of each command whose module has another name than the command."""

@@ -1,4 +1,4 @@
-"""The names that `--draft-model` takes."""
+"""The names that `--draft-model` takes, and what each drafter needs."""
 
 import re
 from dataclasses import dataclass, replace
@@ -6,6 +6,7 @@ from enum import StrEnum
 
 from outrider.errors import SettingError, did_you_mean
 
+"""Stands for `suffix`."""
 DEMO = "demo"
 SHIPPED = (f"{DEMO}-drafter", f"{DEMO}-head")
 """The model and the EAGLE-3 head that come with this package for the target `demo`."""
@@ -13,6 +14,14 @@ _HYBRID = "hybrid"
 EAGLE3 = "eagle3"
 MTP = "mtp"
 _KINDS = (_HYBRID, MTP, EAGLE3)
+_EAGLE3_IS_BETTER = "EAGLE-3 heads predict more of the target's tokens; use eagle3:DIR_OR_ID"
+_REMOVED = {
+    "early-exit": _EAGLE3_IS_BETTER,
+    "medusa": _EAGLE3_IS_BETTER,
+    "quantized": "a quantised copy of the target takes nearly as long as the target; use a smaller "
+    "model, or eagle3:DIR_OR_ID",
+}
+"""For each kind of earlier versions, why it was removed and what to use instead."""
 _KIND = re.compile(r"[A-Za-z][\w-]+")
 """If the text before a colon matches, it is read as a kind. No hub id has a colon, and a directory
 with a colon can be written as `./NAME`. A single letter may be a Windows drive."""
@@ -84,6 +93,9 @@ def parse_drafter(name: str) -> DrafterChoice:
         if not rest:
             raise _wrong(name, "the directory of the head is missing")
         return DrafterChoice(None, None, on_target=rest, kind=form)
+    if colon and form in _REMOVED:
+        reason = f"{name!r} is wrong: `{form}` is no longer supported, as {_REMOVED[form]}"
+        raise SettingError("draft_model", reason)
     if colon and form in (*_LOOKUPS, MTP):
         raise _wrong(name, f"`{form}` takes nothing after it")
     if colon and _KIND.fullmatch(form):
@@ -135,3 +147,63 @@ def _parse_hybrid(name: str, parts: str) -> DrafterChoice:
 
 def _wrong(name: str, reason: str) -> SettingError:
     return SettingError("draft_model", f"{name!r} is wrong: {reason}; it must be {_FORMS}")
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterDescription:
+    """One row of `outrider drafters`."""
+
+    draft_model: str
+    proposes: str
+    files: str
+    memory: str
+    training: str
+    q: str
+    """`one-hot` if each draw is certain, `sparse` if q is sent for the likeliest tokens."""
+
+
+DRAFTERS = (
+    DrafterDescription(
+        "ngram", "what followed the longest earlier match in the session",
+        "none", "200 bytes a token", "none", "one-hot",
+    ),
+    DrafterDescription(
+        "suffix", "what most often followed in the session and the tenant's earlier answers",
+        "none", "200 bytes a token; bounded history", "none", "one-hot",
+    ),
+    DrafterDescription(
+        "PATH_OR_ID", "what a model with the target's tokenizer draws",
+        "the model's", "its weights, keys and values", "none", "sparse",
+    ),
+    DrafterDescription(
+        SHIPPED[0], "what a small model for the target demo draws",
+        "in this package", "its weights, keys and values", "none", "sparse",
+    ),
+    DrafterDescription(
+        "PATH_OR_ID of PARD", "what a PARD model draws in one pass",
+        "the model's", "its weights, keys and values", "none", "sparse",
+    ),
+    DrafterDescription(
+        "eagle3:DIR_OR_ID",
+        "what an EAGLE-3 head draws, on the target or on draft replicas",
+        "a published head, or outrider distill --kind eagle3",
+        "its weights; for each token one layer's key and value, and a hidden state",
+        "needed unless published", "sparse",
+    ),
+    DrafterDescription(
+        SHIPPED[1], "what an EAGLE-3 head for the target demo draws", "in this package",
+        "its weights; for each token one layer's key and value, and a hidden state",
+        "none", "sparse",
+    ),
+    DrafterDescription(
+        MTP, "what the target's own MTP layer draws, sent with its verdicts", "the target's",
+        "its weights; for each token one layer's key and value, and a hidden state",
+        "none", "sparse",
+    ),
+    DrafterDescription(
+        "hybrid:LOOKUP,MODEL",
+        "as its look-up if the look-up is confident, otherwise as its model or head",
+        "the model's", "that of both parts", "the model's", "one-hot or sparse",
+    ),
+)  # fmt: skip
+"""The default, and then all kinds, the cheapest first."""

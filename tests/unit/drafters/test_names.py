@@ -1,9 +1,19 @@
-"""Names of drafters."""
+"""Names of drafters, and what is said of each."""
+
+import json
 
 import pytest
 
+from deploy.cli.main import main
 from outrider.config import DraftConfig
-from outrider.drafters.names import DrafterChoice, DraftModel, LookupKind, parse_drafter
+from outrider.drafters.names import (
+    DRAFTERS,
+    SHIPPED,
+    DrafterChoice,
+    DraftModel,
+    LookupKind,
+    parse_drafter,
+)
 from outrider.errors import SettingError
 
 
@@ -40,3 +50,32 @@ def test_a_name_that_is_none_is_refused_with_those_that_are(name: str, says: str
         DraftConfig(model=name)
     assert caught.value.key == "draft_model"
     assert says in caught.value.reason
+
+
+@pytest.mark.parametrize(
+    "name", ["early-exit:DIR", "medusa:DIR", "hybrid:suffix,medusa:DIR", "quantized:4"]
+)
+def test_a_removed_kind_is_refused_with_its_successor(name: str) -> None:
+    with pytest.raises(
+        SettingError, match=r"is no longer supported, as .*; use .*eagle3:"
+    ) as caught:
+        DraftConfig(model=name)
+    assert caught.value.key == "draft_model"
+
+
+def test_every_kind_is_listed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["drafters", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["drafters"]
+    names = [entry["draft_model"] for entry in listed]
+    assert names == [d.draft_model for d in DRAFTERS]
+    assert {*SHIPPED} < {*names}
+    assert all(all(entry.values()) for entry in listed)
+    assert main(["drafters"]) == 0
+    table = capsys.readouterr().out
+    assert "…" not in table
+    assert max(map(len, table.splitlines())) <= 80
+    for drafter in DRAFTERS:
+        assert drafter.draft_model in table
