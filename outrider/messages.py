@@ -281,6 +281,8 @@ class ReplicaDescription:
     numerics: str = ""
     """Identifies how logits are computed. Replicas with equal `numerics` and weights compute
     bit-identical logits. Empty if a token's logits depend on the other tokens of its step."""
+    draft_note: str = ""
+    """Note for operators about how a target drafts for itself; empty = no note."""
 
     @property
     def weights(self) -> str:

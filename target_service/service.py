@@ -49,10 +49,12 @@ class TargetService(SteppedService):
         carries all of them."""
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
         verifier = Verifier(engine, budget, self_drafter, clock, grammars)
+        layer = getattr(engine, "draft_layer", None)
         description = replace(
             describe_model(engine.info, max_num_seqs, costs),
             drafts_itself=self_drafter is not None,
             shows_features=verifier.keeper is not None,
+            draft_note="" if layer is None else layer.note,
         )
         batching_delay = None if costs is None else BatchingDelay(costs.step_seconds, max_num_seqs)
         super().__init__(verifier, executor, description, budget.note_seconds, batching_delay)

@@ -118,15 +118,20 @@ class MtpReference:
         hidden: Tensor = self.target.model(text[None]).last_hidden_state[0]
         return hidden
 
-    def chain(self, text: Tensor, num_depths: int) -> tuple[list[Tensor], list[int]]:
+    def chain(
+        self, text: Tensor, num_depths: int, *, carries_normed: bool = True
+    ) -> tuple[list[Tensor], list[int]]:
         """norm(h) [D] of each pair of a greedy chain behind a text [T], the last of whose tokens
-        ends the first drafted pair; and the tokens that are drafted."""
+        ends the first drafted pair; and the tokens that are drafted. It goes on with norm(h), or
+        with h."""
         features, tokens = self.features(text[:-1]), text[1:]
         hidden, drafted = [], []
         for _ in range(num_depths):
-            hidden.append(self.norms[2](self._last(features, tokens)))
+            found = self._last(features, tokens)
+            hidden.append(self.norms[2](found))
             drafted.append(int(self.target.lm_head(hidden[-1]).argmax()))
-            features = torch.cat([features, hidden[-1][None]])
+            carried = hidden[-1] if carries_normed else found
+            features = torch.cat([features, carried[None]])
             tokens = torch.cat([tokens, torch.tensor(drafted[-1:])])
         return hidden, drafted
 

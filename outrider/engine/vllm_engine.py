@@ -14,7 +14,7 @@ import os
 import secrets
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -70,6 +70,7 @@ from outrider.kv_cache.storage import KVCache, memory_budget, page_bytes_of, pag
 from outrider.limits import BATCHED_TOKENS_DEFAULT, NUM_DRAFT_TOKENS_MAX
 from outrider.models.compatibility import check_answers, check_features, dependent_at, trial_tokens
 from outrider.models.draft_head import LoadedDraftHead
+from outrider.models.drafter_check import TOKENS_WRITTEN, DraftCheck, Reading, likeliest_tokens
 from outrider.models.fingerprint import numerics_fingerprint
 from outrider.models.loading import LoadOptions, describe_files, refusing, use_device
 
@@ -104,7 +105,8 @@ class VllmEngine(PagedSequences):
         deterministic: bool = False,
         enforce_eager: bool = False,
         draft_layer: LoadedDraftHead | None = None,
-        draft_reads: str = "",
+        draft_check: DraftCheck | None = None,
+        draft_reads_output: bool = False,
         **options: Unpack[LoadOptions],
     ) -> None:
         """Loads the model in `path`, or this rank's share of it. A step has at most `max_num_seqs`
@@ -113,8 +115,8 @@ class VllmEngine(PagedSequences):
         not depend on the other tokens of its step. If `enforce_eager` or `deterministic`, the model
         is not compiled.
 
-        `draft_layer` is a drafting head, on rank 0 only. `draft_reads` says on every rank what the
-        head reads: "layers" (their inputs) or "output" (of the model). It is empty without a head.
+        `draft_layer` is a drafting head, on rank 0 only. Every rank needs the `draft_check`. The
+        head reads the model's output if `draft_reads_output`, otherwise the inputs of layers.
 
         Raises `ConfigError` if vLLM or this engine cannot run the model, or the head on the
         model."""
@@ -131,8 +133,8 @@ class VllmEngine(PagedSequences):
             with set_current_vllm_config(self._config), _without_accelerator(self._device):
                 self._join_groups()
                 self._model: Any = get_model(vllm_config=self._config).eval()
-                if draft_reads:
-                    self._take_head(draft_layer, name, draft_reads == "output")
+                if draft_check is not None:
+                    self._take_head(draft_layer, name, draft_reads_output)
                 if ranks is not None:
                     ranks.wait_for_all()
                 reserve = _CAPTURED_BYTES if captures else 0
@@ -153,9 +155,9 @@ class VllmEngine(PagedSequences):
         """The numbers of tokens of captured steps, in ascending order (see `_padded`)."""
         self._skips_compiled = False
         with refusing(f"model {name}:"):
-            if draft_reads == "layers":
-                self._show_layers_of_head()
-            self._warm_up(is_shown=bool(draft_reads))
+            if draft_check is not None:
+                self._use_draft_layer(draft_check, max_num_seqs, draft_reads_output)
+            self._warm_up(draft_check is not None)
             if captures:
                 self._capture(max_num_batched_tokens)
         if deterministic:
@@ -258,9 +260,6 @@ class VllmEngine(PagedSequences):
             kernel_sizes, config, attn_groups=[one for group in self._groups for one in group],
         )  # fmt: skip
         self._draft_cache = KVCache(kept, num_pages, page_size=self._page_size)
-        if self.draft_layer is not None:
-            self._draft = DraftLayer(self.draft_layer.module, self._draft_cache.layers)
-            self._pairs = self._draft.pairs
         store = _Blocks(tensors_by_layer, num_blocks, self._draft_cache)
         self._use_pool(BlockPool(num_pages, self._page_size), store, max_num_seqs)
 
@@ -276,33 +275,72 @@ class VllmEngine(PagedSequences):
                 f"{type(self._model).__name__} does not return them; give --engine transformers or "
                 "another drafter"
             )
-        if draft_layer is None:
-            return
-        self.draft_layer, head = draft_layer, draft_layer.module
+        self.draft_layer = draft_layer
         theirs = [parameter for parameter in self._model.parameters() if parameter.dim() == 2]
-        for own in head.parameters():
+        for own in () if draft_layer is None else draft_layer.module.parameters():
             own.data = own.data.to(self._config.model_config.dtype)
             # Some weights of the model are padded to more rows.
             rows = [one[: len(own)] for one in theirs if one.dtype == own.dtype]
             own.data = next((one for one in rows if torch.equal(one, own)), own.data)
-        ascending = sorted(head.layer_ids)
-        self._taps = [ascending.index(layer_id) for layer_id in head.layer_ids]
-        """Element i is the index of the head's layer i among the layers that the model returns."""
 
-    def _show_layers_of_head(self) -> None:
-        """Makes the model also return the inputs of the layers that the leader's head reads. All
-        ranks must compile the same model. The id that equals the number of layers means the output
-        of the last layer."""
+    def _use_draft_layer(
+        self, draft_check: DraftCheck, max_num_seqs: int, reads_output: bool
+    ) -> None:
         num_layers = self._config.model_config.hf_text_config.num_hidden_layers
+        if not reads_output:
+            self._show(range(num_layers + 1))
+        self._skips_compiled = True
+        self.draft_layer = draft_check(self.draft_layer, self._read, self.info)
+        self._skips_compiled = False
+        if not reads_output:
+            self._show(self._read_by_leader(num_layers))
+        # Forgets the pages of the check's text, to which the head has not written pairs.
+        self._use_pool(BlockPool(self._pool.num_pages, self._page_size), self._cache, max_num_seqs)
+        if self.draft_layer is not None:
+            head = self.draft_layer.module
+            ascending = sorted(head.layer_ids)
+            self._taps = [ascending.index(layer_id) for layer_id in head.layer_ids]
+            """Element i is the index of the head's layer i among the layers that the model
+            returns."""
+            self._draft = DraftLayer(head, self._draft_cache.layers)
+            self._pairs = self._draft.pairs
+
+    def _read_by_leader(self, num_layers: int) -> list[int]:
+        """On every rank, returns the layers that the leader's head reads, because all ranks must
+        compile the same model."""
         is_read = torch.zeros(num_layers + 1, dtype=torch.int64, device=self._device)
         if self.draft_layer is not None:
             is_read[[*self.draft_layer.module.layer_ids]] = 1
         if self._ranks is not None:
             is_read = of_leader(self._ranks, is_read)
         layer_ids: list[int] = is_read.nonzero()[:, 0].tolist()
+        return layer_ids
+
+    def _show(self, layer_ids: Sequence[int]) -> None:
+        """Makes the model also return the inputs of these layers. `layer_ids` must ascend. The id
+        that equals the number of layers means the output of the last layer."""
         self._model.set_aux_hidden_state_layers(tuple(layer_ids))
         # vLLM caches compiled models under a key that includes `additional_config`.
-        self._config.additional_config["shown_layers"] = layer_ids
+        self._config.additional_config["shown_layers"] = list(layer_ids)
+
+    def _read(self, prompt: Sequence[int]) -> Reading:
+        """A `Reader`. Call this while the model returns the inputs of all layers or of no
+        layers."""
+        texts, likeliest, shown = [], [], []
+        new = torch.tensor(prompt, device=self._device)
+
+        def run(step: HeldStep) -> Tensor:
+            hidden, tapped = self._hidden_of(step)
+            shown.append([rows[: len(new)].clone() for rows in tapped])
+            return self._rows_of_logits(hidden)
+
+        for _ in range(1 + TOKENS_WRITTEN):
+            [logits] = self._logits(run, [SequenceStep("text", tuple(new.tolist()), len(new))])
+            texts.append(new)
+            likeliest.append(likeliest_tokens(logits, self._ranks))
+            new = likeliest[-1][-1:]
+        hidden = [torch.cat(rows) for rows in zip(*shown, strict=True)]
+        return Reading(torch.cat(texts), hidden, torch.cat(likeliest), len(hidden) - 1)
 
     def _warm_up(self, is_shown: bool) -> None:
         """Compiles the model. Raises `ConfigError` if logits depend on how a text is cut into
@@ -355,8 +393,13 @@ class VllmEngine(PagedSequences):
     def forward(self, steps: Sequence[SequenceStep]) -> list[Tensor]:
         if not steps:
             return []
+        return self._logits(self._run_whole, steps)
+
+    def _logits(
+        self, run: Callable[[HeldStep], Tensor], steps: Sequence[SequenceStep]
+    ) -> list[Tensor]:
         with _RUNNING:
-            rows, sizes = self._run(self._run_whole, steps)
+            rows, sizes = self._run(run, steps)
         return list(torch.split(rows.to(torch.float32, copy=True), sizes))
 
     def _run_whole(self, step: HeldStep) -> Tensor:
@@ -364,6 +407,9 @@ class VllmEngine(PagedSequences):
         if self._draft is not None:
             found = self._draft.write(step, [tapped[at] for at in self._taps])
             self._features = newest_rows(found, step)
+        return self._rows_of_logits(hidden)
+
+    def _rows_of_logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor | None = self._model.compute_logits(hidden)
         # Of several ranks only the leader has logits.
         return hidden.new_empty((len(hidden), 0)) if logits is None else logits

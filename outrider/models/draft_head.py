@@ -37,6 +37,16 @@ class DraftHead(nn.Module):
     carries_normed = True
     """Whether the feature of a drafted pair is norm(h). Otherwise the feature is h."""
 
+    def ways(self, num_layers: int) -> dict[str, Any]:
+        """Returns the ways in which this head may have been trained to read a target of
+        `num_layers` layers. Maps a way's name, for messages, to an argument of `read_as`. The first
+        way is the one that the head's files state."""
+        raise NotImplementedError
+
+    def read_as(self, way: Any) -> None:
+        """Makes the head read the target in this way, a value of `ways`."""
+        raise NotImplementedError
+
     def fuse(self, hidden: Tensor) -> Tensor:
         """Returns the feature g [.., D] of the taps [.., taps * D_t]. The taps are concatenated in
         the order of `layer_ids`. D_t is the target's width."""
@@ -93,6 +103,8 @@ class LoadedDraftHead:
     module: DraftHead
     token_ids: tuple[int, ...]
     """The target's token id of each logit [draft vocabulary], in ascending order."""
+    note: str = ""
+    """A warning about how the head reads its target; empty if there is no warning."""
 
 
 def _attend_in_chains(queries: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:

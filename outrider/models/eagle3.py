@@ -149,6 +149,19 @@ class Eagle3Head(DraftHead):
         self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
         self.rotary_emb = LlamaRotaryEmbedding(layer)
 
+    def ways(self, num_layers: int) -> dict[str, Any]:
+        """The ways are the stated layers, the layers after these layers, and the layers before
+        them."""
+        found = [tuple(index + by for index in self.layer_ids) for by in (0, 1, -1)]
+        return {
+            f"layers {', '.join(map(str, layer_ids))}": layer_ids
+            for layer_ids in found
+            if min(layer_ids) >= 0 and max(layer_ids) < num_layers
+        }
+
+    def read_as(self, way: tuple[int, ...]) -> None:
+        self.layer_ids = way
+
     def drop_pairs(self) -> None:
         """Frees all weights that `fuse` does not use. Afterwards call only `fuse`."""
         del self.embed_tokens, self.layers, self.norm, self.lm_head

@@ -8,8 +8,8 @@
 
 A drafted pair is a pair of a draft token. The target has not computed its g, so the pair has
 norm(h) of the pair before, as in transformers and `speculators`. For DeepSeek and GLM, vLLM differs
-in two things. In a drafted pair, vLLM uses h in place of norm(h). In the first pair, vLLM uses
-zeros in place of the embedding. Outrider uses the embedding.
+in two things. In a drafted pair, vLLM uses h in place of norm(h). This is one of `MtpHead.ways`. In
+the first pair, vLLM uses zeros in place of the embedding. Outrider uses the embedding.
 
 family                  tensors in the target's files (N is the target's number of layers)
 deepseek_v3, glm4_moe   `model.layers.N.*`: `enorm`, `hnorm`, `eh_proj`, `shared_head.norm`, those
@@ -56,6 +56,13 @@ _SCALE, _BLOCK = "_scale_inv", (128, 128)
 scale."""
 _ATTENTION = "outrider_mtp"
 """The attention function of this name calls its argument `attend`."""
+_OWN = " (and the layer's output before the layer's norm)"
+_WAYS = {
+    f"hidden states {side} the target's last norm{own}": (side == "after", own != _OWN)
+    for own in ("", _OWN)
+    for side in ("after", "before")
+}
+"""Maps each way to read the target to an argument of `MtpHead.read_as`."""
 
 
 class MtpHead(DraftHead):
@@ -86,17 +93,29 @@ class MtpHead(DraftHead):
         self.lm_head.weight = nn.Parameter(head, requires_grad=False)
         self.layer_ids = (OUTPUT if norm is None else num_layers,)
         self.width = embeddings.shape[1]
+        self._is_normed = True
         self.scaling = block.self_attn.scaling
         first = torch.zeros(1, dtype=torch.long, device=head.device)
         keys, values = self.keys_and_values(head.new_zeros(1, self.width), first, first)
         self.num_kv_heads, self.key_width = keys.shape[1:]
         self.value_width = values.shape[-1]
 
+    def ways(self, num_layers: int) -> dict[str, Any]:
+        """Programs that train MTP layers differ in two points: whether g is taken after or before
+        the target's last norm, and whether h is taken after or before the layer's own norm."""
+        return {name: way for name, way in _WAYS.items() if way[0] or self.target_norm is not None}
+
+    def read_as(self, way: tuple[bool, bool]) -> None:
+        """The first value of `way` says whether the head reads the output of the target's last
+        norm. The second value says whether a drafted pair reads the output of the layer's own norm.
+        If a value is False, the norm's input is read."""
+        self._is_normed, self.carries_normed = way
+
     def fuse(self, hidden: Tensor) -> Tensor:
         """Returns the feature g [.., D] of the target's hidden states [.., D]. The hidden states
         are the input of the target's last norm, or the norm's output if the head was made without
         the norm."""
-        if self.target_norm is None:
+        if self.target_norm is None or not self._is_normed:
             return hidden
         normed: Tensor = self.target_norm(hidden)
         return normed

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from outrider.engine.tensor_parallel.sharding import Ranks
     from outrider.grammar.compiler import Grammars
     from outrider.models.draft_head import LoadedDraftHead
+    from outrider.models.drafter_check import DraftCheck
     from outrider.models.eagle3 import LoadedEagle3
 
 T = TypeVar("T")
@@ -206,7 +207,7 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
     weight = next(module.parameters())
     device = weight.device
     backend = None if config.deterministic else find_backend(device, weight.dtype)
-    layer = _layer_of_target(config, module, ranks)
+    layer = _layer_of_target(config, module, info, ranks)
     shows_features = isinstance(config, TargetConfig) and config.shows_features
     if isinstance(config, TargetConfig) and shows_features:
         info = replace(info, features=_features_of(info, Path(config.head_directory)))
@@ -261,8 +262,11 @@ def _build_vllm(config: ReplicaConfig, num_threads: int, ranks: Ranks | None) ->
     os.environ["VLLM_BATCH_INVARIANT"] = str(int(config.deterministic and is_cuda))
     with by_its_keys(type(config)):
         check_vllm(config)
-    layer = _layer_of_target(config, None, ranks)
-    head_kind = config.head_kind if isinstance(config, TargetConfig) else ""
+    layer, layer_check = None, None
+    if isinstance(config, TargetConfig) and config.head_kind:
+        layer, layer_check = _draft_layer(config, None, ranks), _draft_check(config)
+        if ranks is not None:  # Only the leader loads the layer. This may take long.
+            ranks.wait_for_all()
     with by_its_keys(type(config)):
         from outrider.engine.vllm_engine import VllmEngine
 
@@ -277,7 +281,8 @@ def _build_vllm(config: ReplicaConfig, num_threads: int, ranks: Ranks | None) ->
             deterministic=config.deterministic,
             enforce_eager=config.enforce_eager,
             draft_layer=layer,
-            draft_reads={"": "", MTP: "output"}.get(head_kind, "layers"),
+            draft_check=layer_check,
+            draft_reads_output=isinstance(config, TargetConfig) and config.head_kind == MTP,
             **_loading(config, num_threads),
         )
         _check_length(engine, config)
@@ -391,17 +396,20 @@ def _loading(config: ReplicaConfig, num_threads: int | None = None) -> dict[str,
 
 
 def _layer_of_target(
-    config: ReplicaConfig, module: torch.nn.Module | None, ranks: Ranks | None
+    config: ReplicaConfig, module: torch.nn.Module, info: ModelInfo, ranks: Ranks | None
 ) -> LoadedDraftHead | None:
-    """Returns the target's draft layer; None without a draft layer, and on all ranks but the
-    leading one, which wait for it. See `_draft_layer` for `module`."""
+    """Returns the target's checked draft layer; None without a draft layer, and on all ranks but
+    the leading one. Must be called before `speed_up` changes `module`, because the check runs
+    `module` as `transformers` built it."""
     if not isinstance(config, TargetConfig) or not config.head_kind:
         return None
+    from outrider.models.drafter_check import read_library
     from outrider.models.eagle3 import Eagle3Head
 
     layer = _draft_layer(config, module, ranks)
     if ranks is not None:
         ranks.wait_for_all()
+    layer = _draft_check(config)(layer, partial(read_library, module, ranks), info)
     if layer is not None and config.shows_features and isinstance(layer.module, Eagle3Head):
         layer.module.drop_pairs()
     return layer
@@ -427,6 +435,15 @@ def _draft_layer(
         if config.head_kind == MTP:
             return load_mtp(path, target, target_name=name, reads_output=reads_output)
         return load_eagle3(path, target, name=config.head, target_name=name)
+
+
+def _draft_check(config: TargetConfig) -> DraftCheck:
+    from outrider.models.drafter_check import checked_head
+    from outrider.models.loading import load_tokenizer
+
+    path = Path(config.directory)
+    tokenizer = load_tokenizer(path, trust_remote_code=config.trust_remote_code)
+    return partial(checked_head, tokenizer=tokenizer, name=config.head)
 
 
 def build_head(config: DraftConfig) -> tuple[LoadedEagle3, ModelInfo, int]:

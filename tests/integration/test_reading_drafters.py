@@ -68,7 +68,7 @@ async def test_it_writes_what_its_target_writes(
 ) -> None:
     """Text is greedy. In every round but the first, the head proposes, because the look-up that is
     asked first never reaches the confidence required here. The files of a published head show its
-    kind."""
+    kind. Its weights are random, and the log says that it does not fit."""
     target, tokenizer = tmp_path / "target", byte_level_tokenizer(VOCAB_SIZE)
     if save is None:  # The drafter's files have everything that it needs.
         MtpReference(mtp_target("glm4_moe", VOCAB_SIZE)).save(target)
@@ -100,6 +100,7 @@ async def test_it_writes_what_its_target_writes(
         described = await link.describe(10.0)
         await link.close()
         assert bool(described.features) is has_draft
+        assert described.draft_note.startswith(f"drafter {heads} agrees with its target at ")
         ids: list[int] = []
         rounds: list[RoundReport] = []
         async for event in client.generate(request):

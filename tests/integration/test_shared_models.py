@@ -127,6 +127,7 @@ async def test_a_head_drafts_on_the_leader(size: int, temperature: float, tmp_pa
     whole: Any = build_engine(config, 1)
     with _shared(config, size) as (engine, _):
         shared: Any = engine
+        assert shared.draft_layer.note == whole.draft_layer.note
         # A rank's share of the model is smaller, but the leader's pages also hold the head's part.
         assert shared.page_counts().num_pages > whole.page_counts().num_pages
         for one in (shared, whole):

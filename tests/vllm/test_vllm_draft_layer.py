@@ -2,6 +2,7 @@
 pages."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from conftest import HEAD_WIDTH, MAX_MODEL_LEN, VOCAB, MakeEngine, config_of, save
 from exactness.services.test_deterministic_tokens import check_tokens
 from exactness.services.test_identity import Counted
-from models import save_tiny_eagle3, tiny_eagle3, tiny_module
+from models import save_tiny_eagle3, tiny_eagle3, tiny_module, twin
 from mtp_models import MtpReference, mtp_target
 from stack import running_stack
 
@@ -18,6 +19,7 @@ from outrider.config import TargetConfig
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import ConfigError
+from outrider.models.drafter_check import Reading, read_library
 from outrider.replica.process_setup import build_engine
 from target_service.actor import self_drafter_of
 
@@ -125,9 +127,28 @@ class Pair:
 def test_a_head_reads_and_drafts_as_on_the_native_engine(
     family: str, options: dict[str, bool], tmp_path: Path, make_engine: MakeEngine
 ) -> None:
+    """The head reads the layers that its check chooses, which it does on a text that the library
+    writes."""
     module = saved(family, tmp_path)
-    head = tiny_eagle3(module, range(0, VOCAB, 2), layer_ids=TAPS)
-    ours = make_engine(tmp_path, draft_layer=head, draft_reads="layers", **options)
+    readings: list[Reading] = []
+
+    def check(loaded: Any, read: Any, info: ModelInfo) -> Any:
+        readings.extend(
+            reader(ids(9)) for reader in (read, partial(read_library, twin(module), None))
+        )
+        loaded.module.layer_ids = TAPS
+        return loaded
+
+    head = tiny_eagle3(module, range(0, VOCAB, 2), layer_ids=(1, 2, 3))
+    ours = make_engine(tmp_path, draft_layer=head, draft_check=check, **options)
+    with torch.no_grad():
+        found, expected = readings
+        assert torch.equal(found.token_ids, expected.token_ids)
+        assert torch.equal(found.likeliest, expected.likeliest)
+        for rows in zip(found.hidden, expected.hidden, strict=True):
+            torch.testing.assert_close(*rows, atol=1e-3, rtol=1e-3)
+    assert ours.attach("", found.token_ids.tolist()) == 0  # The head has nothing of this sequence.
+    ours.release("")
     info = ModelInfo("tiny", VOCAB, MAX_MODEL_LEN, "float32", (), "", "")
     other = tiny_eagle3(module, range(0, VOCAB, 2), layer_ids=TAPS)
     Pair(ours, PagedEngine(module, info, draft_layer=other)).run()
@@ -155,7 +176,7 @@ def test_pages_are_counted_with_what_the_head_keeps(
     numbers = 2 * 2 * 2 * 32 + 2 * 2 * 8 + 64  # Keys and values of two layers and of pairs, and g.
     page_bytes = PAGE_SIZE * numbers * 4
     engine = make_engine(
-        tmp_path, draft_layer=head, draft_reads="layers",
+        tmp_path, draft_layer=head, draft_check=lambda loaded, *_: loaded,
         kv_cache_memory_bytes=8 * page_bytes,
     )  # fmt: skip
     assert engine.page_counts().num_pages == 8
@@ -169,11 +190,12 @@ def test_a_model_that_does_not_show_its_layers_is_refused(
 ) -> None:
     head = tiny_eagle3(save("gemma3", tmp_path), range(VOCAB))
     with pytest.raises(ConfigError, match=r"vLLM's Gemma3\w+ does not return them"):
-        make_engine(tmp_path, draft_layer=head, draft_reads="layers")
+        make_engine(tmp_path, draft_layer=head, draft_check=lambda loaded, *_: loaded)
 
 
 async def test_text_is_the_same_with_and_without_a_head(tmp_path: Path) -> None:
     engine: Any = build_engine(replace(saved_eagle3(tmp_path), deterministic=True), 1)
+    assert engine.draft_layer.note  # The head agrees with its target only by chance.
     drafter = Counted(self_drafter_of(engine))
     async with running_stack(engine, None, tmp_path, self_drafter=drafter) as stack:
         for temperature in (0.0, 1.0):

@@ -35,11 +35,14 @@ def reference(request: pytest.FixtureRequest) -> MtpReference:
     return MtpReference(mtp_target(request.param, VOCAB, LENGTH))
 
 
-@pytest.mark.parametrize(("is_fast", "is_apart"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("is_fast", "carries_normed", "is_apart"),
+    [(False, True, False), (True, True, False), (False, False, False), (False, True, True)],
+)
 def test_chains_on_pages_are_those_of_the_definition(
-    reference: MtpReference, is_fast: bool, is_apart: bool, tmp_path: Path
+    reference: MtpReference, is_fast: bool, carries_normed: bool, is_apart: bool, tmp_path: Path
 ) -> None:
-    """Hidden states, logits and greedy tokens agree. The native engine
+    """Hidden states, logits and greedy tokens agree, for both ways to continue. The native engine
     refuses targets with linear attention, so for these the layer alone is run, without its target's
     module."""
     module = twin(reference.target)
@@ -48,6 +51,7 @@ def test_chains_on_pages_are_those_of_the_definition(
     if is_apart:
         ends = target_ends(tmp_path, drafter="mtp", name="tiny", device="cpu")
         loaded = load_mtp(tmp_path, ends, target_name="tiny", reads_output=True)
+        assert len(loaded.module.ways(1)) == 2
     assert all(torch.equal(before[key], values) for key, values in module.state_dict().items())
     assert loaded.token_ids == tuple(range(VOCAB))
     if is_fast:
@@ -55,6 +59,7 @@ def test_chains_on_pages_are_those_of_the_definition(
             speed_up(each)
     random = torch.Generator().manual_seed(0)
     head: Any = loaded.module
+    head.read_as((True, carries_normed))
     text = torch.randint(VOCAB, (LENGTHS[-1] + 1,), generator=random)
     engine = None
     if reference.family == "qwen3_next":
@@ -63,7 +68,7 @@ def test_chains_on_pages_are_those_of_the_definition(
     elif not is_apart:
         engine = PagedEngine(module, INFO, draft_layer=loaded)
     for num in LENGTHS:
-        hidden, drafted = reference.chain(text[: num + 1], DEPTHS)
+        hidden, drafted = reference.chain(text[: num + 1], DEPTHS, carries_normed=carries_normed)
         if engine is None:
             behind = torch.cat([text[1 : num + 1], torch.tensor(drafted[:-1])])
             features = reference.features(text[:num])

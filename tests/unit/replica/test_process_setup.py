@@ -183,8 +183,10 @@ def test_ranks_on_vllm_meet_once_the_leader_has_loaded_its_head(
     monkeypatch.setitem(
         sys.modules, "outrider.engine.vllm_engine", SimpleNamespace(VllmEngine=meet)
     )
-    monkeypatch.setattr(process_setup, "vllm_version", lambda: "0.32.0")
-    monkeypatch.setattr(process_setup, "_draft_layer", load)
+    for name, stand_in in (
+        ("vllm_version", lambda: "0.32.0"), ("_draft_check", lambda _: None), ("_draft_layer", load)
+    ):  # fmt: skip
+        monkeypatch.setattr(process_setup, name, stand_in)
     config = TargetConfig(engine="vllm", device="cpu", head="eagle3:x", head_kind="eagle3")
     ranks = thread_ranks(2)
     on_each(2, lambda rank: build_engine(config, 1, ranks[rank]))

@@ -38,7 +38,7 @@ from outrider.registry.registry import ROLES, ReplicaRecord, Role
 
 def test_a_trial_is_told_by_status_and_its_replica_is_none_that_is_wanted() -> None:
     trial = asdict(ReplicaRecord("draft", "draft-3", "h:5", "h", 1, trial_share=0.2))
-    known = {"serving": True, "error": None, "dtype": "", "model": "b"}
+    known = {"serving": True, "error": None, "draft_note": "", "dtype": "", "model": "b"}
     prints = dict.fromkeys(PRINTS, "")
     found = {f"{role}s": [trial | known | prints | {"lease_age_s": 0.5}] for role in ROLES}
     found |= {"running": True, "deployment": asdict(record(trial="trial of b: runs")) | {"log": ""}}

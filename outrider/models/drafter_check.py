@@ -1,0 +1,166 @@
+"""Checks whether a published head reads those layers of its target on which it was trained.
+
+A head's files may number layers differently, or not name the layers. A head that reads wrong layers
+raises no error, but drafts badly. For the check, the target writes a short text. At each place the
+head's likeliest token is compared with the target's, once after the text itself and once after one
+drafted pair. This is repeated for each way to read the target:
+
+way                    feature of the pair that ends at token j
+stated                 inputs of the stated layers at token j - 1
+one layer up or down   inputs of the layers after or before the stated layers at token j - 1
+before a norm          for MTP layers: the input, not the output, of the target's last norm at token
+                       j - 1; in the drafted pair, the input of the layer's own norm
+pairs one off          inputs of the stated layers at token j; only logged, because in use the head
+                       drafts before the target has run token j
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outrider.engine.interface import ModelInfo
+from outrider.engine.tensor_parallel.sharding import Ranks, of_leader
+from outrider.errors import BadRequest
+from outrider.models.compatibility import trial_tokens
+from outrider.models.draft_head import LoadedDraftHead
+from outrider.models.target_layers import layers_of, watched_layers
+from outrider.tokenizer import TokenizerText
+
+TOKENS_WRITTEN = 64
+AGREEMENT_MIN = 0.2
+"""If a head agrees with its target at a smaller share of places than this, the check warns.
+Published heads agree at 0.6 or more of the places, but only at 0.1 if they read a wrong layer."""
+_GAIN_MIN = 0.1
+"""Another way is chosen only if its share of places is at least this much higher than the share of
+the stated way. Smaller differences may be chance."""
+_DEPTHS = 2
+_PROMPT = "Explain in a few sentences why the sky is blue."
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A prompt and the text that the target wrote after it, with the target's hidden states."""
+
+    token_ids: Tensor  # [T]: the prompt, then the `TOKENS_WRITTEN` tokens of the text
+    hidden: Sequence[Tensor]
+    """The input [T, D] of each layer, and of the norm after the last layer if the target has this
+    norm."""
+    likeliest: Tensor  # [T]: the target's likeliest token after each token
+    num_layers: int
+
+
+Reader = Callable[[Sequence[int]], Reading]
+DraftCheck = Callable[[LoadedDraftHead | None, Reader, ModelInfo], LoadedDraftHead | None]
+"""`checked_head` without its last two parameters."""
+
+
+def checked_head(
+    loaded: LoadedDraftHead | None, read: Reader, info: ModelInfo, tokenizer: Any | None, name: str
+) -> LoadedDraftHead | None:
+    """Chooses a way to read (see `_GAIN_MIN`), and returns the head set to this way. If this is not
+    the stated way, or if the head agrees with its target too rarely, the result has a `note` about
+    the head `name`. A rank without a head passes None, because all ranks must run the target for
+    the leader's `Reading`."""
+    note = ""
+    try:
+        with torch.inference_mode():
+            prompt = _prompt(info, tokenizer)
+            reading = read(prompt)
+            if loaded is not None:
+                note = _check(loaded, reading, len(prompt))
+    except Exception as error:  # noqa: BLE001 (a head that is not checked can only cost speed)
+        _log.debug("the check of drafter %s has failed", name, exc_info=True)
+        note = f"is not checked: {error!r}"
+    if not note or loaded is None:
+        return loaded
+    note = f"drafter {name} {note}"
+    _log.warning("%s", note)
+    return replace(loaded, note=note)
+
+
+def _prompt(info: ModelInfo, tokenizer: Any | None) -> Sequence[int]:
+    """Returns a prompt in the target's chat format, on which heads are trained. If the target has
+    no chat format, returns a plain text."""
+    if tokenizer is None:
+        return trial_tokens(info)
+    text = TokenizerText(tokenizer, info.name)
+    try:
+        ids = text.encode_chat([{"role": "user", "content": _PROMPT}])
+    except BadRequest:
+        ids = text.encode(_PROMPT)
+    return ids[: info.max_model_len // 2]
+
+
+def _check(loaded: LoadedDraftHead, reading: Reading, prompt_length: int) -> str:
+    head = loaded.module
+    text, hidden, likeliest = reading.token_ids, reading.hidden, reading.likeliest
+    ways = head.ways(reading.num_layers)
+    token_ids = torch.tensor(loaded.token_ids, device=text.device)
+    first = max(0, prompt_length - 2)  # The first chain that begins with a written token.
+
+    def agreement(way: str, offset: int = 0) -> float:
+        head.read_as(ways[way])
+        features = head.fuse(torch.cat([hidden[index] for index in head.layer_ids], -1))
+        num_chains = len(text) - _DEPTHS
+        chains = features[offset : offset + num_chains]
+        right = [
+            token_ids[head.logits(drafted[0]).argmax(-1)] == likeliest[1 + depth :][:num_chains]
+            for depth, drafted in enumerate(head.unroll(chains[None], text[None, 1:], _DEPTHS))
+        ]
+        return float(torch.stack(right)[:, first:].double().mean())
+
+    best = stated = next(iter(ways))
+    try:
+        found = {way: agreement(way) for way in ways}
+        one_off = agreement(stated, 1)
+        highest = max(ways, key=lambda way: found[way])
+        if found[highest] >= found[stated] + _GAIN_MIN:
+            best = highest
+    finally:
+        head.read_as(ways[best])
+    tried = [f"{way}: {share:.0%}" for way, share in found.items()]
+    tried.append(f"pairs one off: {one_off:.0%}")
+    summary = f"of {_DEPTHS * TOKENS_WRITTEN} places ({'; '.join(tried)})"
+    _log.info("agreement of the head with its target, %s", summary)
+    if found[best] < AGREEMENT_MIN:
+        return (
+            f"agrees with its target at only {found[best]:.0%} {summary}; heads that fit agree at "
+            f"{AGREEMENT_MIN:.0%} or more. It was made for another target, or reads the target in "
+            "an unknown way"
+        )
+    if best != stated:
+        return (
+            f"reads the {best} in place of the {stated}, because it then agrees with its target at "
+            f"{found[best]:.0%} {summary}"
+        )
+    return ""
+
+
+def read_library(target: Any, ranks: Ranks | None, prompt: Sequence[int]) -> Reading:
+    """A `Reader` of a transformers module with its own attention. `ranks` are the ranks among which
+    the module is divided."""
+    new = torch.tensor([prompt], device=next(target.parameters()).device)
+    text, cache = [new], None
+    for _ in range(TOKENS_WRITTEN):
+        output = target(input_ids=new, past_key_values=cache, use_cache=True)
+        cache, new = output.past_key_values, likeliest_tokens(output.logits[:, -1:], ranks)
+        text.append(new)
+    whole, num_layers = torch.cat(text, -1), len(layers_of(target))
+    has_norm = isinstance(getattr(target.base_model, "norm", None), nn.Module)
+    with watched_layers(target, range(num_layers + has_norm)) as taps:
+        logits = target(input_ids=whole, use_cache=False).logits[0]
+        hidden = [tap.rows_read() for tap in taps]
+    return Reading(whole[0], hidden, likeliest_tokens(logits, ranks), num_layers)
+
+
+def likeliest_tokens(logits: Tensor, ranks: Ranks | None) -> Tensor:
+    """Returns the likeliest tokens [..] by logits [.., V]. Of several ranks, only the leader has
+    logits. The other ranks get the leader's tokens."""
+    if ranks is None:
+        return logits.argmax(-1)
+    return of_leader(ranks, logits.argmax(-1) if ranks.rank == 0 else logits.sum(-1).long())

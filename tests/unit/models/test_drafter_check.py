@@ -1,0 +1,123 @@
+"""The check of a head when it is loaded: which layers it reads, and whether it works."""
+
+import logging
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from models import tiny_config, tiny_eagle3, tiny_module
+from mtp_models import mtp_target, tiny_mtp
+
+from outrider.engine.interface import ModelInfo
+from outrider.models.compatibility import trial_tokens
+from outrider.models.draft_head import LoadedDraftHead
+from outrider.models.drafter_check import TOKENS_WRITTEN, checked_head, read_library
+from outrider.models.target_layers import watched_layers
+
+VOCAB, LENGTH = 32, 128
+LAYER_IDS = (2, 4, 6)
+INFO = ModelInfo("tiny", VOCAB, LENGTH, "float32", (), "w", "")
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    config = tiny_config("llama", VOCAB, LENGTH)
+    config.num_hidden_layers = 8
+    return tiny_module(config)
+
+
+def fitted_head(target: Any, loaded: LoadedDraftHead) -> LoadedDraftHead:
+    """A head whose last matrix is fitted to the target's tokens in the trial, from what the head
+    reads now."""
+    prompt = torch.tensor([trial_tokens(INFO)])
+    text = target.generate(prompt, max_new_tokens=TOKENS_WRITTEN, do_sample=False)
+    head: Any = loaded.module
+    with watched_layers(target, head.layer_ids) as taps:
+        likeliest = target(text).logits[0].argmax(-1)
+        features = head.fuse(torch.cat([tap.rows_read() for tap in taps], -1))
+    drafted = torch.cat([*head.unroll(features[None, :-2], text[:, 1:], 2)], 1)[0]
+    rows = (head.norm if hasattr(head, "norm") else head.layer.post_norm)(drafted)
+    wanted = torch.nn.functional.one_hot(torch.cat([likeliest[1:-1], likeliest[2:]]), VOCAB)
+    fitted = torch.linalg.lstsq(rows, wanted.float()).solution.T
+    head.lm_head.weight = torch.nn.Parameter(fitted, requires_grad=False)
+    return loaded
+
+
+@pytest.mark.parametrize("by", [0, 1, -1])
+def test_the_layers_that_a_head_was_made_for_are_found(
+    target: Any, by: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    loaded: Any = fitted_head(target, tiny_eagle3(target, range(VOCAB), layer_ids=LAYER_IDS))
+    stated = tuple(index + by for index in LAYER_IDS)
+    loaded.module.layer_ids = stated
+    with caplog.at_level(logging.INFO):
+        found: Any = checked_head(loaded, partial(read_library, target, None), INFO, None, "HEAD")
+    assert found.module.layer_ids == LAYER_IDS
+    assert "pairs one off: " in caplog.text
+    assert bool(found.note) is (by != 0)
+    if found.note:
+        layers = f"layers {', '.join(map(str, stated))}"
+        assert f"reads the layers 2, 4, 6 in place of the {layers}, " in found.note
+
+
+@pytest.mark.parametrize("carries_normed", [True, False])
+@pytest.mark.parametrize("is_normed", [True, False])
+def test_the_sides_of_norms_that_an_mtp_layer_was_made_for_are_found(
+    is_normed: bool, carries_normed: bool
+) -> None:
+    target = mtp_target("glm4_moe", VOCAB, LENGTH)
+    loaded = tiny_mtp(target)
+    head: Any = loaded.module
+    width = target.config.hidden_size
+    for norm in (target.model.norm, head.layer.post_norm):
+        norm.weight.copy_(torch.tensor([1.0, -1.0]).repeat(width // 2))
+    head.layer.eh_proj.weight[:, width:] *= 4  # What it reads of the hidden state.
+    head.read_as((is_normed, carries_normed))
+    fitted_head(target, loaded)
+    head.read_as((True, True))
+    found: Any = checked_head(loaded, partial(read_library, target, None), INFO, None, "mtp")
+    rows = torch.randn(1, width)
+    assert torch.equal(found.module.fuse(rows), target.model.norm(rows) if is_normed else rows)
+    carried = head.layer.post_norm(rows) if carries_normed else rows
+    assert torch.equal(found.module.carry(rows), carried)
+    side = "after" if is_normed else "before"
+    own = "" if carries_normed else " (and the layer's output before the layer's norm)"
+    stated = "hidden states after the target's last norm"
+    fitting = f"hidden states {side} the target's last norm{own}"
+    assert found.note.startswith(
+        f"drafter mtp reads the {fitting} in place of the {stated}, "
+        if (side, own) != ("after", "")
+        else ""
+    )
+    assert bool(found.note) is not (is_normed and carries_normed)
+
+
+def test_a_head_that_is_of_no_use_is_named(target: Any, caplog: pytest.LogCaptureFixture) -> None:
+    loaded = tiny_eagle3(target, range(VOCAB), layer_ids=LAYER_IDS)
+    found: Any = checked_head(loaded, partial(read_library, target, None), INFO, None, "HEAD")
+    assert found.module.layer_ids == LAYER_IDS
+    for layers in ("2, 4, 6", "3, 5, 7", "1, 3, 5"):
+        assert f"layers {layers}: " in found.note
+    assert found.note.startswith("drafter HEAD agrees with its target at ")
+    assert found.note in caplog.text
+    broken: Any = checked_head(loaded, partial(read_library, None, None), INFO, None, "HEAD")
+    assert broken.module is loaded.module
+    assert "drafter HEAD is not checked: " in broken.note
+
+
+def test_a_check_that_fails_leaves_the_stated_layers(
+    target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = tiny_eagle3(target, range(VOCAB), layer_ids=LAYER_IDS)
+    head, fuse = loaded.module, loaded.module.fuse
+
+    def fuse_stated(hidden: torch.Tensor) -> torch.Tensor:
+        if head.layer_ids != LAYER_IDS:
+            raise RuntimeError("no")
+        return fuse(hidden)
+
+    monkeypatch.setattr(head, "fuse", fuse_stated)
+    found: Any = checked_head(loaded, partial(read_library, target, None), INFO, None, "HEAD")
+    assert "drafter HEAD is not checked: RuntimeError('no')" in found.note
+    assert found.module.layer_ids == LAYER_IDS
