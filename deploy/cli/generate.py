@@ -252,6 +252,7 @@ def logprob_table(completion: Completion, directory: str) -> Table:
 
 
 COMMANDS = {
+    "/stats": "show figures of each answer",
     "/reset": "start a new conversation",
     "/help": "show this list",
     "/exit": "leave; the end of the input does the same",
@@ -302,6 +303,8 @@ class Chat:
         self._fields = fields
         self._on_terminal = on_terminal
         self._turns: list[ChatMessage] = []
+        self._answers: list[Completion] = []
+        """All complete answers, including those before a reset."""
         self._waits_for: asyncio.Task[Any] | None = None
         """The task that reads a line or receives an answer."""
 
@@ -344,6 +347,10 @@ class Chat:
         if command == "/reset":
             self._turns.clear()
             _say("new conversation")
+        elif command == "/stats":
+            for answer in self._answers:
+                _say(figures(answer))
+            _say(f"{len(self._answers)} complete answers, {len(self._turns)} messages")
         else:
             if command != "/help":
                 _say(f"{command}: no such command")
@@ -361,6 +368,7 @@ class Chat:
         try:
             request = GenerateRequest(prompt, **self._fields)
             await receive(self._client, request, builder, self._printer.show)
+            self._answers.append(builder.build())
             self._keep(question, builder.text)
             print(flush=True)
         except asyncio.CancelledError:

@@ -99,11 +99,13 @@ async def test_a_pipe_gets_the_answers_alone(stack: Stack) -> None:
     first = await answer(stack, "hello")
     second = await answer(stack, "hello", first, "go on")
     code, out, err = await pipe(
-        stack, "hello\n\ngo on\n/reset\nhello\n/fly\n/exit\nnever\n", "--max-tokens", "12"
+        stack, "hello\n\ngo on\n/stats\n/reset\nhello\n/fly\n/exit\nnever\n", "--max-tokens", "12"
     )
     assert code == 0, err
     assert out == f"{first}\n{second}\n{first}\n"
     assert first != second
+    assert err.count("12 tokens, ") == 2
+    assert "2 complete answers, 4 messages" in err
     assert "/fly: no such command" in err
     assert "error" not in err
     assert ">" not in err
