@@ -112,7 +112,6 @@ class ObservedRequest(RequestObserver):
         self._times: list[tuple[str, float]] = []
         """Pairs of a phase and its seconds that are not in the histograms yet."""
         self._seconds = dict.fromkeys(PHASES, 0.0)
-        self._totals = dict.fromkeys(("resyncs", "fallback_rounds", "sampled_rounds"), 0)
         self._open_s = 0.0
         self._first_token_at: float | None = None
         self._last_shown_at = 0.0
@@ -136,8 +135,6 @@ class ObservedRequest(RequestObserver):
 
     def count(self, name: str, label: str = "", amount: int = 1) -> None:
         self._shared.counters[name].add(amount, label)
-        if name in self._totals:
-            self._totals[name] += amount
 
     def opened(self, session_id: str, num_prompt_tokens: int, seed: int) -> None:
         """The request was admitted, and its session is open."""
@@ -156,7 +153,6 @@ class ObservedRequest(RequestObserver):
     def round_began(self, index: int) -> None:
         self._index = index
         if self._shared.samples(index) and self._span.is_recording():
-            self._totals["sampled_rounds"] += 1
             self._rounds[index] = self._child(self._span, "round")
             self._rounds[index].set_attribute("outrider.round.index", index)
         else:
@@ -287,8 +283,7 @@ class ObservedRequest(RequestObserver):
         if reason is not None:
             self._span.set_attribute("gen_ai.response.finish_reasons", [reason.value])
         self._span.set_attributes({
-            **{f"outrider.{phase}_ms": s * 1e3 for phase, s in self._seconds.items()},
-            **{f"outrider.num_{name}": number for name, number in self._totals.items()},
+            f"outrider.{phase}_ms": seconds * 1e3 for phase, seconds in self._seconds.items()
         })  # fmt: skip
         self._span.end()
 

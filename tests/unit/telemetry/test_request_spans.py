@@ -129,8 +129,6 @@ def test_unsampled_rounds_count_and_have_no_spans() -> None:
     found = root.attributes or {}
     for phase, ms in (("draft", 12), ("wire", 9), ("queue", 3), ("verify", 18), ("commit", 3)):
         assert found[f"outrider.{phase}_ms"] == pytest.approx(ms), phase
-    assert found["outrider.num_fallback_rounds"] == 1
-    assert found["outrider.num_sampled_rounds"] == 1
     assert recorded.total("fallback_rounds") == 1
     assert recorded.total("spec_decode_num_accepted_tokens") == 3
     assert recorded.total("generation_tokens") == 6
