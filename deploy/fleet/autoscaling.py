@@ -25,7 +25,6 @@ import math
 from collections.abc import Mapping, Sequence
 
 from outrider.config import AutoscaleConfig
-from outrider.errors import OutriderError
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import ReplicaRecord, Role
 
@@ -53,15 +52,6 @@ class Autoscaler:
         self._changed_at: dict[Role, float] = {}
         self._calm_since: dict[Role, float] = {}
         """For each calm role, the time at which its calm began."""
-
-    async def run(self) -> None:
-        while True:
-            try:
-                await self.look()
-            except Exception as error:  # noqa: BLE001 (try again)
-                known = isinstance(error, OutriderError)
-                _log.warning("autoscaling is interrupted: %s", error, exc_info=not known)
-            await asyncio.sleep(LOOK_PERIOD_S)
 
     async def look(self) -> None:
         if not self.config.bounds:

@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -31,7 +32,7 @@ from outrider.settings import blaming
 
 from .local_state import DeploymentRecord, namespace_of
 from .preflight import check_before_start, check_ports, resolve_models, warnings, without_secrets
-from .ray_cluster import Cluster, RayConnection, check_asks_for_token, hide, resources
+from .ray_cluster import Cluster, RayConnection, check_asks_for_token, hide, repeated, resources
 from .reconciler import (
     CHANGE_S,
     FIXED,
@@ -163,9 +164,14 @@ class Deployment:
 
     async def _go_on(self) -> None:
         await self._hear()
-        self._following = [asyncio.create_task(self._follow())]
+        # The replicas also run without the reconciler.
+        following = [repeated(self._hear, FOLLOW_PERIOD_S, "the reconciler does not answer")]
         if self.redis is not None:
-            self._following.append(asyncio.create_task(_keep_running(self.redis)))
+            watch = partial(_watch, self.redis)
+            following.append(
+                repeated(watch, REDIS_LOOK_PERIOD_S, "the embedded Redis did not start")
+            )
+        self._following = [asyncio.create_task(one) for one in following]
 
     async def _hear(self) -> None:
         found: Overview = await self.reconciler.call("overview", self.overview)
@@ -173,17 +179,6 @@ class Deployment:
             spec: FleetSpec = await self.reconciler.call("spec")
             self.config, self.overview = spec.config, found
             self._changed.set()
-
-    async def _follow(self) -> None:
-        """Keeps the overview up to date. If the reconciler does not answer, tries again, because
-        the replicas also run without the reconciler."""
-        while True:
-            try:
-                await self._hear()
-            except Exception as error:  # noqa: BLE001 (Ray may raise anything; try again)
-                known = isinstance(error, Unavailable)
-                _log.warning("the reconciler does not answer: %s", error, exc_info=not known)
-                await asyncio.sleep(FOLLOW_PERIOD_S)
 
     async def _prepare(self) -> DeploymentConfig:
         front = self.config.coordinator
@@ -287,20 +282,14 @@ class Deployment:
             await Cluster(self.ray.namespace, local=self.ray.local).clear()
 
 
-async def _keep_running(redis: EmbeddedRedis) -> None:
-    """Rotates the log of the embedded Redis server, and restarts the server if it dies. The server
+async def _watch(redis: EmbeddedRedis) -> None:
+    """Rotates the log of the embedded Redis server. If the server has died, restarts it. The server
     then loads its data from disk."""
-    while True:
-        await asyncio.sleep(REDIS_LOOK_PERIOD_S)
-        redis.rotate_log()
-        if redis.running:
-            continue
+    redis.rotate_log()
+    if not redis.running:
         _log.error("the embedded Redis died, and is restarted")
-        try:
-            await asyncio.to_thread(redis.stop)
-            await asyncio.to_thread(redis.start)
-        except Exception:  # noqa: BLE001 (try again: no request can be served without Redis)
-            _log.exception("the embedded Redis did not start")
+        await asyncio.to_thread(redis.stop)
+        await asyncio.to_thread(redis.start)
 
 
 async def _all(*work: Awaitable[Any]) -> list[Any]:

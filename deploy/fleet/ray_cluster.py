@@ -337,6 +337,18 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
+async def repeated(work: Callable[[], Awaitable[object]], period_s: float, trouble: str) -> None:
+    """Calls `work` again and again, with `period_s` between two calls, until it is cancelled. Logs
+    errors of `work` after the text `trouble`."""
+    while True:
+        try:
+            await work()
+        except Exception as error:  # noqa: BLE001 (the next call may succeed)
+            known = isinstance(error, OutriderError)
+            _log.warning("%s: %s", trouble, error, exc_info=not known)
+        await asyncio.sleep(period_s)
+
+
 async def retried(what: str, work: Callable[[], Awaitable[T]]) -> T:
     """Repeats `work` until it raises no `OutriderError` or `ValueError`. Returns its result. `what`
     names the result in the log."""

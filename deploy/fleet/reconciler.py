@@ -36,10 +36,19 @@ from outrider.replica.process_setup import PlacedActor, log_at, log_to
 from outrider.sessions.redis_address import with_password
 from outrider.settings import Value
 
-from .autoscaling import Autoscaler
+from .autoscaling import LOOK_PERIOD_S, Autoscaler
 from .local_state import DeploymentLocation, namespace_of
 from .preflight import check_same_tokens, listeners, resolve_models
-from .ray_cluster import RECONCILER, Actor, Cluster, RayConnection, asking_head, retried, run_task
+from .ray_cluster import (
+    RECONCILER,
+    Actor,
+    Cluster,
+    RayConnection,
+    asking_head,
+    repeated,
+    retried,
+    run_task,
+)
 from .replica_set import FIRST_REST_S, Fleet, Overview
 from .spec import FleetSpec, plan_fleet
 from .trial import Trial, TrialReport, added, check_share, check_trial, check_weights, judged
@@ -197,13 +206,8 @@ class Reconciler(PlacedActor):
             if fleet.trial is not None and not values.keys() <= {*BOUND_SETTINGS}:
                 raise ConfigError(f"{self._report}; wait for its end, or {END_TRIAL}")
             changes = before | values
-            if values.keys() <= {*BOUND_SETTINGS}:
-                given = changed(self._original.given, changes)
-                config = replace(fleet.spec.config, autoscale=given.autoscale)
-                spec = replace(fleet.spec, given=given, config=config)
-            else:
-                spec = await self._plan(changes)
-                await run_task(check_same_tokens, fleet.spec.config.target, spec.config.target)
+            spec = await self._plan(changes)
+            await run_task(check_same_tokens, fleet.spec.config.target, spec.config.target)
             for role, bounds in spec.config.autoscale.bounds.items():
                 for count in bounds if f"autoscale_{role}s" in values else ():
                     spec.check_count(role, count)
@@ -261,17 +265,10 @@ class Reconciler(PlacedActor):
         if (trial := self._fleet.trial) is not None:
             await self._decide(trial, False, "it was ended by `outrider upgrade --trial-share 0`")
 
-    async def _watch_trials(self) -> None:
-        while True:
-            await asyncio.sleep(TRIAL_LOOK_S)
-            if (trial := self._fleet.trial) is None:
-                continue
-            try:
-                is_better, reason = await self._compare(trial)
-                await self._decide(trial, is_better, reason)
-            except Exception as error:  # noqa: BLE001 (try again; the fleet must be supervised)
-                known = isinstance(error, OutriderError)
-                _log.warning("the trial cannot be compared: %s", error, exc_info=not known)
+    async def _look_at_trial(self) -> None:
+        if (trial := self._fleet.trial) is not None:
+            is_better, reason = await self._compare(trial)
+            await self._decide(trial, is_better, reason)
 
     async def _compare(self, trial: Trial) -> tuple[bool | None, str]:
         fleet, now = self._fleet, asyncio.get_running_loop().time()
@@ -406,7 +403,11 @@ class Reconciler(PlacedActor):
                 await retried("the saved changes", self._restore)
                 await self._fleet.adopt()
             self._keeps.set()
-            await asyncio.gather(self._fleet.run(), self._autoscaler.run(), self._watch_trials())
+            await asyncio.gather(
+                self._fleet.run(),
+                repeated(self._autoscaler.look, LOOK_PERIOD_S, "autoscaling is interrupted"),
+                repeated(self._look_at_trial, TRIAL_LOOK_S, "the trial cannot be compared"),
+            )
         except Exception:  # noqa: BLE001 (a restart may help)
             _log.exception("the fleet is no longer supervised; restarting")
             await asyncio.sleep(FIRST_REST_S)
