@@ -4,7 +4,6 @@ Flags, `OUTRIDER_*` variables, YAML keys and the table in `docs/settings.md` are
 fields. `Internal` fields are no settings. The code that starts a service sets them."""
 
 import ipaddress
-import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import cache
@@ -127,9 +126,7 @@ class ServerConfig:
 HERMES = "hermes"
 """The value of `chat_template` for Outrider's own template."""
 AUTO_ENGINE = "auto"
-TRANSFORMERS = "transformers"
 VLLM = "vllm"
-ENGINES = (AUTO_ENGINE, TRANSFORMERS, VLLM)
 EMULATED = "emulated:"
 """An `engine` with this prefix is emulated: it simulates step times and runs no model."""
 NGRAM_MAX = 64
@@ -153,13 +150,13 @@ def _check_ngrams(config: "DraftConfig | CoordinatorConfig") -> None:
 class ModelServerConfig(ServerConfig):
     """Settings of targets and drafts."""
 
-    engine: str = AUTO_ENGINE
+    engine: Annotated[str, Field(pattern="^(auto|transformers|vllm|emulated:.*)$")] = AUTO_ENGINE
     """Engine that runs the models: `transformers`; `vllm`, which must be installed; `auto` = vLLM
     on a CUDA device if vLLM is installed and supports the settings, otherwise transformers;
     `emulated:KEY=VALUE,...` = toy models whose steps take the given times."""
     enforce_eager: bool = False
     """Run models on vLLM without compilation and CUDA graphs."""
-    device: str = "auto"
+    device: Annotated[str, Field(pattern="^(auto|cpu|cuda(:[0-9]+)?)$")] = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     max_num_seqs: Annotated[int, between(1, 4096)] = 64
     """Largest number of sessions in one step of a target or of a draft."""
@@ -208,16 +205,6 @@ class ModelServerConfig(ServerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.engine not in ENGINES and not self.engine.startswith(EMULATED):
-            allowed = ", ".join(f"`{name}`" for name in ENGINES)
-            raise SettingError(
-                "engine", f"{self.engine!r} is wrong; it must be {allowed} or `emulated:SPEC`"
-            )
-        name, _, index = self.device.partition(":")
-        if not (self.device in ("auto", "cpu", "cuda") or (name == "cuda" and index.isdecimal())):
-            raise SettingError(
-                "device", f"{self.device!r} is wrong; it must be auto, cpu, cuda or cuda:N"
-            )
 
     @property
     def model_engine(self) -> str:
@@ -455,8 +442,6 @@ class CoordinatorConfig(ServerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_ngrams(self)
-        if set(self.redis.key_prefix) & set("{}"):
-            raise SettingError("redis_key_prefix", "must not contain braces")
         if self.redis.password and self.redis.password_file:
             raise SettingError("redis_password_file", "cannot go with redis_password")
         for key, needed in (
@@ -470,25 +455,24 @@ class CoordinatorConfig(ServerConfig):
 
 
 WAIT_S_MAX = 86_400
-_NAME = re.compile("[A-Za-z0-9_-]{0,63}")
 LEAST: dict[Role, int] = {"coordinator": 1, "target": 1, "draft": 0}
 """Smallest allowed number of replicas of each role."""
 
 
 BOUND_SETTINGS = tuple(f"autoscale_{role}s" for role in LEAST)
-_BOUNDS = re.compile("([0-9]{1,9}):([0-9]{1,9})")
+_Bounds = Annotated[str, Field(pattern="^([0-9]{1,9}:[0-9]{1,9})?$")]
 
 
 @checked()
 class AutoscaleConfig:
     """Settings of autoscaling."""
 
-    autoscale_targets: str = ""
+    autoscale_targets: _Bounds = ""
     """Smallest and largest number of targets, as LEAST:MOST. The number follows the load within
     these bounds. Empty = the number does not follow the load."""
-    autoscale_drafts: str = ""
+    autoscale_drafts: _Bounds = ""
     """Smallest and largest number of drafts, as `autoscale_targets` for targets."""
-    autoscale_coordinators: str = ""
+    autoscale_coordinators: _Bounds = ""
     """Smallest and largest number of coordinators, as `autoscale_targets` for targets."""
     autoscale_queue_steps: Annotated[float, between(0.1, 1000)] = 1.5
     """Add targets if rounds and prompts wait in the queue for more than this number of steps."""
@@ -507,16 +491,13 @@ class AutoscaleConfig:
         for role, key in zip(LEAST, BOUND_SETTINGS, strict=True):
             if not (text := getattr(self, key)):
                 continue
-            match = _BOUNDS.fullmatch(text)
-            if (
-                match is None
-                or not LEAST[role] <= int(match[1]) <= int(match[2]) <= limits.REPLICAS_MAX
-            ):
+            least, most = map(int, text.split(":"))
+            if not LEAST[role] <= least <= most <= limits.REPLICAS_MAX:
                 allowed = (
                     f"LEAST:MOST within {LEAST[role]}:{limits.REPLICAS_MAX}, the smaller first"
                 )
                 raise SettingError(key, f"{text!r} is wrong; it must be {allowed}")
-            found[role] = int(match[1]), int(match[2])
+            found[role] = least, most
         return found
 
 
@@ -545,7 +526,7 @@ class DeploymentConfig:
     """Ray resources that each coordinator needs, as `target_resources` for targets."""
     address: str = ""
     """Address of the Ray cluster on which the actors start; empty = a local cluster."""
-    deployment_name: str = ""
+    deployment_name: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{0,63}$")] = ""
     """Name of the deployment; empty = a new name each time. If a deployment of this name runs on
     the cluster, `serve` takes it over and upgrades it to these settings."""
     startup_timeout_s: Annotated[float, between(0.1, WAIT_S_MAX)] = 20.0
@@ -556,11 +537,6 @@ class DeploymentConfig:
     """Time for running requests to end when a replica stops, s."""
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.deployment_name):
-            raise SettingError(
-                "deployment_name",
-                f"{self.deployment_name!r} is wrong; it must be up to 63 letters, digits, - and _",
-            )
         drafter, ranks = self.draft.drafter, self.target.tensor_parallel_size
         on_vllm = self.target.engine == VLLM
         look_ahead = self.coordinator.look_ahead

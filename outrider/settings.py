@@ -110,7 +110,9 @@ class Setting:
         if self.choices:
             return "one of " + ", ".join(choice or "(empty)" for choice in self.choices)
         words, bounds = _KIND_NAMES[self.schema["type"]], self.schema
-        if "maximum" in bounds:
+        if "pattern" in bounds:
+            words += f" that matches {bounds['pattern']}"
+        elif "maximum" in bounds:
             words += f" from {bounds['minimum']} to {bounds['maximum']}"
         elif "minimum" in bounds:
             words += f", at least {bounds['minimum']}"
@@ -209,10 +211,7 @@ def layers(
 
 def _known(settings: Mapping[str, Setting], key: str, source: str) -> Setting:
     if key not in settings:
-        hint = did_you_mean(key, settings)
-        if source == ENVIRONMENT_PREFIX + key.upper():
-            hint = did_you_mean(source, [one.variable for one in settings.values()])
-        raise ConfigError(f"{source}: there is no such setting{hint}")
+        raise ConfigError(f"{source}: there is no such setting{did_you_mean(key, settings)}")
     return settings[key]
 
 

@@ -47,8 +47,7 @@ class TokenizerText:
         self._fallback_bytes: dict[int, int] = {k: v for k, v in spelled.items() if k is not None}
         """The bytes of the tokens `<0x00>` to `<0xFF>`, by token id. Some tokenizers spell unknown
         text with these tokens. Other tokenizers do not have them."""
-        self._marks: dict[tuple[str, ...], dict[int, str]] = {(): {}}
-        """Special tokens by id, for each of the few tuples of names given to `stream`."""
+        self._special_ids = {self.spell(token_id).decode(): token_id for token_id in self._special}
         longest = max((len(token.encode()) for token in vocabulary), default=0)
         self.token_bytes_max = max(longest, UNKNOWN_BYTES_MAX)
         """Largest number of bytes of text that one token stands for."""
@@ -174,12 +173,7 @@ class TokenizerText:
         returns the text that is now certain, often none. Its `finish`, called once at the end,
         returns the remaining text, with U+FFFD for bytes that are not a character. The text
         includes the special tokens named in `shown`."""
-        names = tuple(shown)
-        marks = self._marks.get(names)
-        if marks is None:
-            spelled = {token_id: self.spell(token_id).decode() for token_id in self._special}
-            marks = {token_id: name for token_id, name in spelled.items() if name in names}
-            self._marks[names] = marks
+        marks = {self._special_ids[name]: name for name in shown if name in self._special_ids}
         return _WindowStream(self, marks) if self._bytes_of is None else _ByteStream(self, marks)
 
     def is_special(self, token_id: int) -> bool:
@@ -272,13 +266,10 @@ def _not_for_templates() -> frozenset[str]:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Maps each character of byte-level vocabularies to its byte (GPT-2, Radford et al. 2019).
-    Printable Latin-1 characters stand for their own bytes. The characters from U+0100 on stand for
-    the other bytes, in order."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    alphabet = {chr(byte): byte for byte in printable}
-    return alphabet | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+    """Maps each character of byte-level vocabularies to its byte (GPT-2, Radford et al. 2019)."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 def _check_unicode(field: str, text: str) -> None:

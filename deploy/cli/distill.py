@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from contextlib import suppress
 from dataclasses import asdict, replace
 from os.path import commonprefix
 from pathlib import Path
@@ -13,7 +12,7 @@ from benchmarks.prompts import read_prompts
 from benchmarks.report import Report
 from draft_service.training.options import STUDENT, DistillOptions, draft_model
 from outrider.config import TargetConfig, deployment_settings
-from outrider.drafters.names import SHIPPED, DrafterChoice, DraftModel, LookupKind, parse_drafter
+from outrider.drafters.names import SHIPPED, LookupKind
 from outrider.errors import BadRequest, SettingError
 from outrider.replica.process_setup import available_cores, use_threads
 from outrider.settings import blaming, build, settings_of
@@ -80,8 +79,6 @@ def distill(arguments: Arguments) -> int:
         start_from=None if start_name is None else Path(start_name),
         corpus=() if arguments.corpus is None else corpus_files(arguments.corpus),
     )  # fmt: skip
-    if start_name is not None:
-        _check_start(start_name)
     use_threads(available_cores())  # This call must precede the import of torch.
     progress(f"loading {arguments.target}")  # Importing the libraries takes seconds.
     from draft_service.training.distilling import distill as make
@@ -116,17 +113,6 @@ def distill(arguments: Arguments) -> int:
         served = f"hybrid:{LookupKind.SUFFIX},{served}"
     said.append(shlex.join([program(), "serve", arguments.target, "--draft-model", served]))
     return tell(Report(values, said), arguments.json)
-
-
-def _check_start(name: str) -> None:
-    """Raises `SettingError` if `name` is a kind of drafter, such as `ngram`, and not a model."""
-    with suppress(SettingError):
-        if parse_drafter(name) == DrafterChoice(None, DraftModel(name)):
-            return
-    shipped = " or ".join(SHIPPED)
-    raise SettingError(
-        "start_from", f"{name!r} cannot be trained; it must be a directory, a hub id or {shipped}"
-    )
 
 
 def _target(config: TargetConfig) -> tuple[Target, TokenizerText | None]:

@@ -118,10 +118,9 @@ def tell(report: Report, as_json: bool) -> int:
 
 
 def program() -> str:
-    """`outrider`, or the path of this program if `outrider` is not on PATH."""
-    beside = Path(sys.argv[0] if Path(sys.argv[0]).name == "outrider" else sys.executable)
-    found = shutil.which("outrider") and "outrider"
-    return found or shutil.which("outrider", path=str(beside.parent)) or "outrider"
+    """`outrider`, or the path of the program beside Python if `outrider` is not on PATH."""
+    beside = Path(sys.executable).with_name("outrider")
+    return "outrider" if shutil.which("outrider") or not beside.exists() else str(beside)
 
 
 def shell_command() -> str:

@@ -15,7 +15,7 @@ import os
 import socket
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import unquote, urlsplit
 
 from pydantic import Field
@@ -53,7 +53,7 @@ class RedisAddress:
     sentinel_password: str = Field(default="", repr=False)
     """Password of the Sentinels, if they need one. Prefer the environment variable, because other
     users of the machine can see flags."""
-    key_prefix: str = DEFAULT_KEY_PREFIX
+    key_prefix: Annotated[str, Field(pattern="^[^{}]*$")] = DEFAULT_KEY_PREFIX
     """Prefix of all keys in Redis."""
     sentinel_password_file: Internal[str] = ""
     asks_for_password: Internal[bool] = False

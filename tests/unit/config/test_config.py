@@ -94,10 +94,12 @@ def test_only_loopback_without_insecure(kind: type[TargetConfig]) -> None:
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
-        ({"device": "gpu"}, "device"),
-        ({"device": "cuda:x"}, "device"),
-        ({"engine": "vlm"}, "engine"),
-        ({"redis_key_prefix": "a{b"}, "redis_key_prefix"),
+        ({"device": "gpu"}, "--device"),
+        ({"device": "cuda:x"}, "--device"),
+        ({"engine": "vlm"}, "--engine"),
+        ({"redis_key_prefix": "a{b"}, "--redis-key-prefix"),
+        ({"deployment_name": "a b"}, "--deployment-name"),
+        ({"autoscale_targets": "2"}, "--autoscale-targets"),
         ({"draft_model": "eagle3:a/b", "look_ahead": 1}, "look_ahead"),
         ({"engine": "vllm", "draft_model": "eagle3:a/b", "eagle3_on": "draft"}, "eagle3_on"),
     ],

@@ -93,14 +93,14 @@ def test_what_is_wrong_is_called_what_it_was_set_by(
         return capsys.readouterr().err.partition("outrider: error: ")[2]
 
     file = tmp_path / "settings.yaml"
-    file.write_text("device: tpu\n", "utf-8")
+    file.write_text("telemetry: a\n", "utf-8")
     words = ("serve", "--config", str(file))
-    assert told(*words).startswith(f"{file}: device: 'tpu' is wrong")
+    assert told(*words).startswith(f"{file}: telemetry: 'a' ")
     assert told("serve", "--config", "none").startswith("--config: cannot read none: No such file")
-    monkeypatch.setenv("OUTRIDER_DEVICE", "npu")
-    assert told(*words).startswith("OUTRIDER_DEVICE: 'npu' is wrong")
-    assert told(*words, "--device", "gpu").startswith("--device: 'gpu' is wrong")
-    monkeypatch.delenv("OUTRIDER_DEVICE")
+    monkeypatch.setenv("OUTRIDER_TELEMETRY", "b")
+    assert told(*words).startswith("OUTRIDER_TELEMETRY: 'b' ")
+    assert told(*words, "--telemetry", "c").startswith("--telemetry: 'c' ")
+    monkeypatch.delenv("OUTRIDER_TELEMETRY")
     monkeypatch.setenv("OUTRIDER_PORT", "0")  # A deployment may run beside this test.
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

@@ -267,7 +267,6 @@ def test_the_command_makes_a_head_that_serves(
         ),
         (["--draft-vocab", "1"], "--draft-vocab: '1' is wrong"),
         (["--start-from", "demo-drafter", "--layers", "2"], "--layers: not allowed: the"),
-        (["--start-from", "ngram"], "--start-from: 'ngram' cannot be trained; it must"),
         (["--measure", "nowhere"], "--measure: cannot read nowhere"),
     ],
 )
