@@ -81,8 +81,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 _ATTENTION = "sdpa"
 _LOADING_ERRORS = (
-    ValueError, OSError, ImportError, KeyError, TypeError, RuntimeError, AssertionError,
-    SafetensorError,
+    ValueError, OSError, ImportError, KeyError, TypeError, AttributeError, RuntimeError,
+    AssertionError, SafetensorError,
 )  # fmt: skip
 """Libraries raise these errors when they load broken or unknown files."""
 
@@ -96,7 +96,8 @@ def refusing(what: str, quantization: str = "") -> Iterator[None]:
     try:
         yield
     except _LOADING_ERRORS as error:
-        raise ConfigError(f"{what} cannot be loaded: {error}{_hint_of(quantization)}") from error
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{what} cannot be loaded: {reason}{_hint_of(quantization)}") from error
 
 
 def quantization_of(config: Any) -> str:
@@ -389,18 +390,12 @@ def put_weights(
 ) -> None:
     """Gives all parameters of a drafter's module their values from `tensors`, on the device, in the
     dtype `dtype`. If `dtype` is None, each parameter keeps its own dtype. `drafter` is the
-    drafter's name. Raises `ConfigError` if weights are missing, do not fit, or are not finite."""
-    found: dict[str, Tensor] = {}
-    for name, parameter in module.named_parameters():
-        if name not in tensors:
-            raise ConfigError(f"drafter {drafter}: its files lack the weights {name}")
-        values = tensors[name]
-        if values.shape != parameter.shape:
-            shapes = f"{[*values.shape]}; {[*parameter.shape]} is needed"
-            raise ConfigError(f"drafter {drafter}: {name} is {shapes}")
-        if not values.is_floating_point():
-            raise ConfigError(f"drafter {drafter}: {name} is stored as {values.dtype}")
-        found[name] = values.to(device, dtype or parameter.dtype)
-        if not found[name].isfinite().all():
+    drafter's name. Raises `ConfigError` if weights are missing or unknown, do not fit, or are not
+    finite."""
+    dtypes = {name: parameter.dtype for name, parameter in module.named_parameters()}
+    found = {name: values.to(device, dtype or dtypes.get(name)) for name, values in tensors.items()}
+    with refusing(f"drafter {drafter}:"):
+        module.load_state_dict(found, assign=True)
+    for name, values in found.items():
+        if not values.isfinite().all():
             raise ConfigError(f"drafter {drafter}: {name} is not finite")
-    module.load_state_dict(found, strict=False, assign=True)

@@ -103,32 +103,24 @@ def test_published_heads_load(
     assert loaded.module.logits(hidden).shape == (1, 3, len(loaded.token_ids))
 
 
-@pytest.mark.parametrize(
-    ("name", "family", "num_layers", "has_own_head"),
-    [("mtp_deepseek_v3", "deepseek_v3", 1, True), ("mtp_qwen3_next", "qwen3_next", 4, False)],
-)
-def test_published_mtp_layers_load(
-    name: str, family: str, num_layers: int, has_own_head: bool, test_data: Path, tmp_path: Path
-) -> None:
-    facts = facts_of(test_data, name)
+def test_published_mtp_layers_load(test_data: Path, tmp_path: Path) -> None:
+    facts = facts_of(test_data, "mtp_deepseek_v3")
     stated, before = facts["config"], facts["config"]["num_hidden_layers"]
-    stated |= {
-        "model_type": family, "num_hidden_layers": num_layers, "first_k_dense_replace": num_layers
-    }  # fmt: skip
+    stated |= {"model_type": "deepseek_v3", "num_hidden_layers": 1, "first_k_dense_replace": 1}
     facts["tensors"] = {
-        key.replace(f"layers.{before}.", f"layers.{num_layers}."): tensor
+        key.replace(f"layers.{before}.", "layers.1."): tensor
         for key, tensor in facts["tensors"].items()
     }
     save_facts(facts, tmp_path)
     assert recognise(tmp_path) == DrafterFormat.MTP
     target = tiny_module(AutoConfig.from_pretrained(tmp_path), dtype=torch.bfloat16)
-    head: Any = load_mtp(tmp_path, target, target_name=name).module
+    head: Any = load_mtp(tmp_path, target, target_name="TARGET").module
     width = facts["target"]["hidden_size"] // SCALE
     for own, shared in (
         (head.embed_tokens.weight, target.get_input_embeddings().weight),
         (head.lm_head.weight, target.get_output_embeddings().weight),
     ):
-        assert (own.data_ptr() != shared.data_ptr()) == has_own_head
+        assert own.data_ptr() != shared.data_ptr()
     features = torch.randn(1, 3, width, dtype=torch.bfloat16)
     *_, hidden = head.unroll(features, torch.tensor([[1, 2, 3, 4]]), 2)
     assert head.logits(hidden).shape == (1, 3, facts["target"]["vocab"] // SCALE)
@@ -156,14 +148,12 @@ def test_a_published_parallel_drafter_is_recognised(test_data: Path, tmp_path: P
         ({"speculators_model_type": "peagle"}, ["fc.weight"], "kind peagle, which is not served"),
         ({"speculators_model_type": "dflash"}, ["fc.weight"], "kind dflash, which is not served"),
         ({"architectures": ["DFlashDraftModel"]}, ["fc.weight"], "kind DFlash,"),
+        ({"architectures": ["LlamaForCausalLMEagle"]}, ["layers.0.x"], "kind Eagle,"),
         ({"architectures": ["LlamaForCausalLM"]}, ["fc.weight", "layers.0.x"], "kind EAGLE,"),
         ({"architectures": ["MedusaModel"]}, ["blocks.0.layers.0.weight"], "kind Medusa,"),
-        ({"medusa_num_heads": 3}, ["0.0.linear.weight"], "kind Medusa,"),
-        ({"pard_token": 5, "pard2_target_layers": [-1]}, ["lm_head.weight"], "kind PARD-2,"),
-        ({"transformer_layer_config": None}, ["fc.weight"], "layer_config is None; an object"),
-        ({"eagle_config": [1]}, ["fc.weight"], r"eagle_config is \[1\]; an object"),
-        ({"architectures": [None]}, ["fc.weight"], r"architectures is \[None\]; a list of names"),
-        ({"pard_token": None}, ["fc.weight"], "pard_token is None; a token"),
+        ({"medusa_num_heads": 3}, ["0.0.linear.weight"], "kind medusa,"),
+        ({"pard_token": 5, "pard2_target_layers": [-1]}, ["lm_head.weight"], "kind pard2,"),
+        ({"architectures": [None]}, ["fc.weight"], "cannot be loaded: expected string"),
     ],
 )
 def test_what_is_not_served_or_malformed_is_refused(
