@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from deploy.fleet.launcher import Deployment
 from outrider.config import DeploymentConfig, load_config
-from tests.chaos.faults import ALL, FULL_MINUTES, KILLS, Adversary, missed
+from tests.chaos.faults import FULL_MINUTES, KILLS, Adversary, missed
 from tests.chaos.load import Load, Work, gateway_of
 from tests.chaos.machines import Machines
 
@@ -25,8 +25,6 @@ LOAD_SHARE: Final = 0.7
 EMULATED: Final = "emulated:vocab_size=1000,verify_ms=75,draft_ms=5"
 WORK: Final = Work(num_tokens=96, num_seeds=16, num_clients=8)
 REAL_WORK: Final = Work(num_tokens=32, num_seeds=8, num_clients=4)
-MOVES: Final = " moves: "
-"""Log text that says that a session moves to another replica."""
 
 
 def main() -> int:
@@ -36,10 +34,6 @@ def main() -> int:
     parser.add_argument(
         "--real", action="store_true", help="the demo model, in float32, and kills alone"
     )
-    parser.add_argument(
-        "--only", action="append", default=[], metavar="'KIND ROLE'",
-        help="no other faults than this, as 'kill draft'; may be given several times",
-    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--report", type=Path, default=Path("chaos.json"))
     arguments = parser.parse_args()
@@ -69,27 +63,19 @@ async def _run(arguments: argparse.Namespace, state: Path) -> dict[str, Any]:
         asking = asyncio.create_task(load.run(LOAD_SHARE * peak))
         adversary, began = Adversary(machines, found, load, arguments.seed), loop.time()
         try:
-            await adversary.run(arguments.faults, began + until, _faults(arguments))
+            only = KILLS if arguments.real else None
+            await adversary.run(arguments.faults, began + until, only)
         finally:
             asking.cancel()
             await load.finish()
-            num_moves = machines.num_logged(MOVES)
     seconds, faults = loop.time() - began, adversary.report()
-    are_all = not (arguments.only or arguments.real)
     return {
-        "missed": missed(faults) if are_all and seconds >= 60 * FULL_MINUTES else [],
+        "missed": missed(faults) if not only and seconds >= 60 * FULL_MINUTES else [],
         "seconds": round(seconds),
         "peak_requests_per_second": round(peak, 2),
-        "num_moves": num_moves,
         **load.report(),
         **faults,
     }
-
-
-def _faults(arguments: argparse.Namespace) -> list[tuple[str, str]] | None:
-    if arguments.only:
-        return [found for one in arguments.only for found in ALL if " ".join(found) == one]
-    return list(KILLS) if arguments.real else None
 
 
 def _config(arguments: argparse.Namespace, machines: Machines) -> DeploymentConfig:

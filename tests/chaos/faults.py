@@ -54,7 +54,6 @@ PAIR: Final = "pair"
 PAIRS: Final[dict[str, tuple[str, str]]] = {"redis+coordinator": (REDIS, "coordinator")}
 """By name, processes that are killed at the same moment. Requests may fail then, and are counted
 separately."""
-ALL: Final = (*KILLS, *STOPS, *OTHERS, *((PAIR, name) for name in PAIRS))
 OTHERS_PER_ROUND: Final = 3
 """Number of other faults for each round of all kills and stops."""
 NOTHING: Final = ("no", "fault")

@@ -104,16 +104,6 @@ class Machines:
         node = self._cluster.add_node(num_cpus=NODE_CPUS, object_store_memory=OBJECT_STORE_BYTES)
         self._nodes.append(node)
 
-    def num_logged(self, text: str) -> int:
-        """Number of log lines with this text, of all replicas that run or have run."""
-        assert self._cluster is not None
-        logs = Path(self._cluster.head_node.get_logs_dir_path())
-        return sum(
-            text in line
-            for one in logs.glob("worker-*.err")
-            for line in one.read_text(encoding="utf-8", errors="replace").splitlines()
-        )
-
     @property
     def num_nodes(self) -> int:
         return len(self._nodes)
