@@ -32,10 +32,10 @@ def test_what_is_no_record_is_refused_with_what_is_wrong() -> None:
         {"figures": {"queue_steps": math.inf}}, {"figures": {"queue_steps": -1.0}},
         {"figures": {"tokens_per_second": 1e13}}, {"figures": {"fill": "much"}},
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=f"not a record: .*{next(iter(changes))}"):
+        with pytest.raises(ValueError, match=next(iter(changes))):
             ReplicaRecord.from_json(json.dumps(LEAST | changes))
     for text in ("{", "7", b"\xff\xff"):
-        with pytest.raises(ValueError, match="not a record: "):
+        with pytest.raises(ValueError, match="ReplicaRecord"):
             ReplicaRecord.from_json(text)
 
 
