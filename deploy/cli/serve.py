@@ -378,7 +378,7 @@ async def ask_registry(record: DeploymentRecord) -> tuple[dict[str, Facts], str 
 
     known: dict[str, Facts] = {}
     try:
-        address = with_password(RedisAddress(**record.redis), by_ray=False)
+        address = with_password(RedisAddress(**record.redis))
         async with AsyncExitStack() as stack, asyncio.timeout(TIMEOUT_S):
             registry = RedisRegistry(address, record.deployment)
             stack.push_async_callback(registry.close)

@@ -92,9 +92,9 @@ def without_password(address: RedisAddress) -> tuple[RedisAddress, Passwords]:
     ), Passwords(password, address.sentinel_password)  # fmt: skip
 
 
-def with_password(address: RedisAddress, *, by_ray: bool = True) -> RedisAddress:
+def with_password(address: RedisAddress) -> RedisAddress:
     """The address with its passwords. Raises `SettingError` if a needed password is not on this
-    machine. `by_ray` says whether Ray has started this process; it only changes the error."""
+    machine."""
     changed: dict[str, Any] = {}
     for kind, variable in (("password", VARIABLE), ("sentinel_password", SENTINEL_VARIABLE)):
         file, key = getattr(address, f"{kind}_file"), f"redis_{kind}"
@@ -104,20 +104,16 @@ def with_password(address: RedisAddress, *, by_ray: bool = True) -> RedisAddress
         if file:
             key = "redis_password_file" if kind == "password" else key
             changed[kind] = read_password(Path(file), key)
+        elif not (text := os.environ.get(variable, "")):
+            advice = " or give --redis-password-file" if kind == "password" else ""
+            raise SettingError(
+                key,
+                f"is not known on {socket.gethostname()}: passwords do not travel through Ray; set "
+                f"{variable} for its processes and for this command{advice}",
+            )
         else:
-            changed[kind] = _read_variable(key, variable, by_ray)
+            changed[kind] = text
     return replace(address, **changed)
-
-
-def _read_variable(key: str, variable: str, by_ray: bool) -> str:
-    password = os.environ.get(variable, "")
-    if not password:
-        advice = f"; set {variable} for this command"
-        if by_ray:
-            advice = f": passwords do not travel through Ray; give its processes {variable}"
-            advice += ", or --redis-password-file" if variable == VARIABLE else ""
-        raise SettingError(key, f"is not known on {socket.gethostname()}{advice}")
-    return password
 
 
 def read_password(path: Path, key: str) -> str:
