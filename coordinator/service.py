@@ -608,9 +608,9 @@ class CoordinatorService:
             self._lengths.hear_load(self.targets.num_present, num_elsewhere, self.drafts.first_kept)
             tried = self.targets.on_trial or self.drafts.on_trial
             # If only look-ups draft for the session, `draft.on_trial` is None.
-            if tried is not None and draft.on_trial is not None:
-                trial = self._trial.begin(tried.name)
-                drafter = tried.description if draft.on_trial else None
+            if tried is not None and (is_new := draft.on_trial) is not None:
+                trial = self._trial.begin(tried.name, is_new)
+                drafter = tried.description if is_new else None
             record = session.record
             lengths = self._lengths.open(
                 record.rule, record.seed,

@@ -244,7 +244,6 @@ class SessionRun:
         noise = RoundNoise(record.seed, record.rule, start_length)
         length = self._lengths.choose(self._completion.remaining)
         drafted = await self._propose(index, length, noise)
-        on_trial = self._draft.on_trial
         wanted = self._draft.next_wanted(length)
         self._observer.asked("target")
         asked_at = self._clock()
@@ -268,9 +267,9 @@ class SessionRun:
             self._note(drafted, reply, outcome)
         if self._probe is not None:
             self._probe.note(length.num_draft_tokens, noise, outcome.token_ids[0])
-        if self._trial is not None and index > 0 and on_trial is not None:
+        if self._trial is not None and index > 0:
             seconds = self._clock() - began_at
-            self._trial.note(on_trial, outcome.num_accepted, len(outcome.token_ids), seconds)
+            self._trial.note(outcome.num_accepted, len(outcome.token_ids), seconds)
         return self._commit(index, drafted, reply, verify_s, outcome)
 
     async def _propose(self, index: int, length: RoundLength, noise: RoundNoise) -> Drafted:

@@ -72,32 +72,36 @@ class TrialMeter:
     def __init__(self) -> None:
         self.sums = TrialSums()
 
-    def begin(self, replica: str) -> "SessionTrial":
-        """Returns the meter for a session that begins while the named replica is on trial."""
+    def begin(self, replica: str, is_new: bool) -> "SessionTrial":
+        """Returns the meter for a session that begins while the named replica is on trial. `is_new`
+        says whether this replica drafts for the session."""
         if replica != self.sums.replica:
             self.sums = TrialSums(replica)
-        return SessionTrial(self, replica)
+        return SessionTrial(self, replica, is_new)
 
 
 class SessionTrial:
-    """Sums the rounds of one session, separately for the drafter on trial and the others. A session
-    may have both, because it moves if its replica is lost."""
+    """Sums the rounds of one session. All of them count for the drafter with which the session
+    began, because a session moves to another only if its replica is lost."""
 
-    def __init__(self, meter: TrialMeter, replica: str) -> None:
+    def __init__(self, meter: TrialMeter, replica: str, is_new: bool) -> None:
         self._meter = meter
         self._replica = replica
-        self._rounds = [DrafterSums(), DrafterSums()]
-        """[Sums of the other drafters, sums of the drafter on trial]."""
+        self._is_new = is_new
+        self._rounds = DrafterSums()
 
-    def note(self, is_new: bool, num_accepted: int, num_tokens: int, seconds: float) -> None:
-        """Counts a round. `is_new` says whether the drafter on trial drafted for the round."""
-        self._rounds[is_new] += DrafterSums(
+    def note(self, num_accepted: int, num_tokens: int, seconds: float) -> None:
+        """Counts a round."""
+        self._rounds += DrafterSums(
             num_rounds=1, num_accepted=num_accepted, num_tokens=num_tokens, seconds=seconds
         )
 
     def end(self) -> None:
         """Adds the session's sums to its trial's. Does nothing if a newer trial has begun."""
-        sums = self._meter.sums
-        if sums.replica == self._replica:
-            old, new = (rounds.as_session for rounds in self._rounds)
-            self._meter.sums = TrialSums(self._replica, sums.old + old, sums.new + new)
+        sums, own = self._meter.sums, self._rounds.as_session
+        if sums.replica != self._replica:
+            return
+        if self._is_new:
+            self._meter.sums = replace(sums, new=sums.new + own)
+        else:
+            self._meter.sums = replace(sums, old=sums.old + own)

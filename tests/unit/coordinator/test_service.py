@@ -444,7 +444,13 @@ async def test_sessions_of_a_target_on_trial_learn_and_are_counted_apart() -> No
         link.sever(LinkLost("down"), reachable=False)
         assert tokens_of(await running) == text
         await asyncio.sleep(1)
-        assert b.service.trial_sums.old.num_rounds > 0
+        assert b.service.trial_sums.old.num_rounds == 0
+        await b.service.targets.join("other", SeverableLink(targets[1]), trial_share=1e-9)
+        assert tokens_of(await b.events(request)) == text
+        await asyncio.sleep(1)
+        sums = b.service.trial_sums
+        assert (sums.replica, sums.new.num_rounds) == ("other", 0)
+        assert sums.old.num_rounds > 0
     await targets[1].close()
 
 

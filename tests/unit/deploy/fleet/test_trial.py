@@ -16,11 +16,11 @@ def counted(speeds: tuple[float, float], num_sessions: int, num_rounds: int = 30
     random = Random(5)
     meters = [TrialMeter(), TrialMeter()]
     for index in range(2 * num_sessions):
-        session = meters[index // 2 % 2].begin("draft-7")
         is_new = bool(index % 2)
+        session = meters[index // 2 % 2].begin("draft-7", is_new)
         speed = speeds[is_new] * random.uniform(1 - 0.35, 1 + 0.35)
         for _ in range(random.randint(num_rounds // 2, 3 * num_rounds // 2)):
-            session.note(is_new, 1, 2, 2 / speed)
+            session.note(1, 2, 2 / speed)
         session.end()
     return added([one.sums for one in meters] + [None, TrialSums("draft-1")], "draft-7")
 
