@@ -10,7 +10,7 @@ import logging
 import signal
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -35,18 +35,21 @@ _Key = tuple[str, bytes]
 
 
 class FairQueue:
-    """Admits `COMPILE_THREADS` constraints at a time. Waiting tenants take turns. The constraints
-    of one tenant are admitted in the order in which they came."""
+    """Gives a compiler to each constraint. Waiting tenants take turns. The constraints of one
+    tenant get compilers in the order in which they came."""
 
-    def __init__(self) -> None:
-        self._places = asyncio.Semaphore(limits.COMPILE_THREADS)
+    def __init__(self, compilers: Iterable["_Compiler"]) -> None:
+        # The compiler that was used last comes first, so that no process starts without need.
+        self._idle: asyncio.LifoQueue[_Compiler] = asyncio.LifoQueue()
+        for compiler in compilers:
+            self.give_back(compiler)
         self._turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """A lock for each tenant. The constraint that holds the lock waits for `_places`. The
+        """A lock for each tenant. The constraint that holds the lock waits for a compiler. The
         tenant's other constraints wait for the lock."""
         self._num_waiting: Counter[str] = Counter()
 
-    async def take(self, tenant: str) -> None:
-        """Waits until a constraint of this tenant is admitted. If too many constraints wait
+    async def take(self, tenant: str) -> "_Compiler":
+        """Waits for a compiler for a constraint of this tenant. If too many constraints wait
         already, raises `Overloaded`."""
         if self._num_waiting[tenant] >= limits.COMPILATIONS_PER_TENANT_MAX:
             most = f"{limits.COMPILATIONS_PER_TENANT_MAX} constraints of yours"
@@ -56,15 +59,15 @@ class FairQueue:
         self._num_waiting[tenant] += 1
         try:
             async with self._turns[tenant]:
-                await self._places.acquire()
+                return await self._idle.get()
         finally:
             self._num_waiting[tenant] -= 1
             if not self._num_waiting[tenant]:
                 del self._num_waiting[tenant], self._turns[tenant]
 
-    def give_back(self) -> None:
-        """Must be called when an admitted constraint is done. Admits the next constraint."""
-        self._places.release()
+    def give_back(self, compiler: "_Compiler") -> None:
+        """Must be called when the compiler's constraint is done."""
+        self._idle.put_nowait(compiler)
 
 
 class ConstraintChecks:
@@ -82,11 +85,10 @@ class ConstraintChecks:
             return _line({"tokenizer": tokenizer, "eos_token_ids": eos_token_ids})
 
         self._compilers = [_Compiler(first_line) for _ in range(limits.COMPILE_THREADS)]
-        self._idle = list(self._compilers)
         self._reasons: Newest[_Key, str] = Newest(limits.CHECKED_CONSTRAINTS_MAX)
         """Why each constraint is refused. Empty = the constraint can be compiled."""
         self._running: SharedCalls[_Key, None] = SharedCalls()
-        self._turns = FairQueue()
+        self._turns = FairQueue(self._compilers)
 
     async def check(self, constraint: Constraint, tenant: str) -> None:
         """Raises `BadRequest` if the constraint cannot be compiled within `COMPILE_S_MAX` seconds
@@ -111,19 +113,14 @@ class ConstraintChecks:
             await compiler.close()
 
     async def _compile(self, key: _Key, constraint: Constraint) -> None:
-        await self._turns.take(key[0])
+        compiler = await self._turns.take(key[0])
         # If all requests stop waiting, the compilation goes on, and its result is kept.
-        judging = asyncio.create_task(self._judge(key, constraint))
-        judging.add_done_callback(lambda _: self._turns.give_back())
+        judging = asyncio.create_task(self._judge(compiler, key, constraint))
+        judging.add_done_callback(lambda _: self._turns.give_back(compiler))
         await asyncio.shield(judging)
 
-    async def _judge(self, key: _Key, constraint: Constraint) -> None:
-        compiler = self._idle.pop()
-        try:
-            reason = await compiler.compile(constraint)
-        finally:
-            self._idle.append(compiler)
-        self._reasons[key] = reason
+    async def _judge(self, compiler: "_Compiler", key: _Key, constraint: Constraint) -> None:
+        reason = self._reasons[key] = await compiler.compile(constraint)
         if reason in (_TOO_SLOW, _TOO_LARGE):
             # Perhaps the machine was only busy, so the constraint may be checked again later.
             asyncio.get_running_loop().call_later(limits.TOO_SLOW_S, self._reasons.pop, key, None)

@@ -199,23 +199,24 @@ def take(queue: FairQueue, begun: list[str], name: str) -> asyncio.Task[None]:
 
 
 async def test_a_tenant_with_many_constraints_holds_up_no_other() -> None:
-    queue, begun = FairQueue(), list[str]()
+    compilers: list[Any] = ["c1", "c2"]
+    queue, begun = FairQueue(compilers), list[str]()
     tasks = [take(queue, begun, f"a{index}") for index in range(6)]
     await settle()
     assert begun == ["a0", "a1"]
     tasks += [take(queue, begun, name) for name in ("b0", "b1", "c0")]
     await settle()
     for _ in range(7):
-        queue.give_back()
+        queue.give_back(compilers[0])
         await settle()
     assert begun == ["a0", "a1", "a2", "b0", "c0", "a3", "b1", "a4", "a5"]
 
 
 async def test_waiting_constraints_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, number in (("COMPILE_THREADS", 1), ("COMPILATIONS_PER_TENANT_MAX", 3),
-                         ("COMPILATIONS_MAX", 5)):  # fmt: skip
+    for name, number in (("COMPILATIONS_PER_TENANT_MAX", 3), ("COMPILATIONS_MAX", 5)):
         monkeypatch.setattr(f"outrider.limits.{name}", number)
-    queue, begun = FairQueue(), list[str]()
+    compiler: Any = "c"
+    queue, begun = FairQueue([compiler]), list[str]()
     waiting = [take(queue, begun, f"a{index}") for index in range(4)]
     await settle()
     with pytest.raises(Overloaded, match=r"^3 constraints of yours wait already"):
@@ -227,10 +228,10 @@ async def test_waiting_constraints_are_limited(monkeypatch: pytest.MonkeyPatch) 
     waiting[1].cancel()
     await settle()
     waiting.append(take(queue, begun, "c0"))
-    queue.give_back()
+    queue.give_back(compiler)
     waiting[4].cancel()  # The task has been given the place, but has not run since.
     for _ in range(4):
         await settle()
-        queue.give_back()
+        queue.give_back(compiler)
     await settle()
     assert sorted(begun) == ["a0", "a2", "a3", "b1", "c0"]
