@@ -125,7 +125,6 @@ class VerifyItem:
         first = self.features_from
         return first is not None and self.head.committed_length - first > NUM_DRAFT_TOKENS_MAX + 2
 
-    awaits_answer: ClassVar[bool] = True
     gives_way: ClassVar[bool] = False
     """See `DraftItem.gives_way`. A session waits for every verdict."""
 
@@ -152,10 +151,6 @@ class DraftItem:
     def num_rows(self) -> int:
         """Number of tokens that the item adds to a step if the draft holds the stated prefix."""
         return max(1, len(self.head.append))
-
-    @property
-    def awaits_answer(self) -> bool:
-        return self.held is None
 
     is_answered_in_bulk: ClassVar[bool] = False
 

@@ -1,7 +1,6 @@
 """The replica's end of a stream.
 
-If the caller half-closes the stream (it sends no more items), the last round of each session is
-still answered. If the stream is cancelled or breaks, queued work is dropped."""
+If the caller ends the stream, or the stream breaks, queued work is dropped."""
 
 import asyncio
 from collections import deque
@@ -68,8 +67,7 @@ class ReplicaServicer:
                     raise Unavailable("this replica is stopping")
                 if reader.done() and not reader.cancelled():
                     reader.result()
-                    if not stream.unanswered:
-                        return
+                    return
         finally:
             stream.writing = False
             del self._readers[reader]
@@ -114,30 +112,18 @@ class _Stream:
         self.outbox = SendQueue()
         self.failure: Exception | None = None
         """The error with which the stream must end; None = the stream goes on."""
-        self.unanswered: Newest[str, ReplyKey] = Newest(SESSIONS_PER_COORDINATOR_MAX)
-        """By session, the key of the newest round that the caller asked for, until that round is
-        answered. A half-closed stream ends when no such round is left."""
         self._known: Newest[str, RoundHead] = Newest(SESSIONS_PER_COORDINATOR_MAX)
         """By session, the last head that had the sampling parameters in full."""
 
     async def read(self, frames: AsyncIterator[Any]) -> None:
         async for frame in frames:
-            items: list[RoundItem] = []
-            for message in frame.items:
-                item = self._decode(message)
-                if item is not None:
-                    items.append(item)
-            for item in items:
-                if item.awaits_answer:
-                    self._await(item.head.key)
-            if items:
+            decoded = map(self._decode, frame.items)
+            if items := [item for item in decoded if item is not None]:
                 self.connection.receive(items)
 
     def answer(self, answers: Sequence[Any]) -> None:
         """Queues answers. If the queue is full, the caller does not read, so the stream ends."""
         for answer in answers:
-            if self.unanswered.get(answer.key.session_id) == answer.key:
-                del self.unanswered[answer.key.session_id]
             try:
                 frame = self._codec.answer_frame(answer)
             except Exception as error:  # noqa: BLE001 - `stream` raises it, and only this call ends
@@ -147,12 +133,6 @@ class _Stream:
                 number = STREAM_QUEUE_ITEMS_MAX
                 self._fail(Overloaded(f"{number} answers wait to be read on this stream"))
                 return
-
-    def _await(self, key: ReplyKey) -> None:
-        known = self.unanswered.get(key.session_id)
-        if known is not None and (key.epoch, key.round) < (known.epoch, known.round):
-            return  # The service refuses this older round as stale.
-        self.unanswered[key.session_id] = key
 
     def _fail(self, error: Exception) -> None:
         if self.failure is not None:

@@ -3,6 +3,7 @@ invalid messages."""
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -162,19 +163,15 @@ async def test_many_features_come_by_the_stream_of_bulky_items(
     assert used == [name]
 
 
-async def send_raw(address: str, frames: list[bytes]) -> tuple[list[Any], grpc.StatusCode, str]:
-    """The answers to raw bytes on a stream, its status code and its details."""
-    channel: Any = open_channel(address)
-    call = channel.stream_stream(VERIFY_PATH)(iter(frames))
-    replies = []
-    try:
-        async for data in call:
-            replies.extend(target_pb2.VerifyReply.FromString(data).items)
-    except grpc.aio.AioRpcError:
-        pass
-    code, details = await call.code(), await call.details()
-    await channel.close()
-    return replies, code, details
+@asynccontextmanager
+async def sent_raw(address: str, data: bytes) -> AsyncIterator[Any]:
+    """A stream on which these bytes were written."""
+    async with open_channel(address) as channel:
+        call = channel.stream_stream(VERIFY_PATH)()
+        with suppress(grpc.aio.AioRpcError):
+            await call.write(data)
+        yield call
+        call.cancel()
 
 
 async def test_what_cannot_be_decoded_is_the_callers_fault(target: Target) -> None:
@@ -182,21 +179,22 @@ async def test_what_cannot_be_decoded_is_the_callers_fault(target: Target) -> No
     id and an item without parameters, each item gets its own answer. A message above the size limit
     is not read."""
     address = target.address
-    _, code, details = await send_raw(address, [b"\xff\xff\xff"])
-    assert code is grpc.StatusCode.INVALID_ARGUMENT
-    assert "outrider.v1.VerifyRequest" in details
+    async with sent_raw(address, b"\xff\xff\xff") as call:
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "outrider.v1.VerifyRequest" in await call.details()
     good = item_message(VERIFY, VerifyItem(make_head(PROMPT)))
     bad = item_message(VERIFY, VerifyItem(make_head(PROMPT, session=2)))
     bad.head.session_id = "XYZ"
     unknown = item_message(VERIFY, VerifyItem(make_head(PROMPT, session=3)), hashed=True)
     frame = target_pb2.VerifyRequest(items=[good, bad, unknown]).SerializeToString()
-    replies, code, _ = await send_raw(address, [frame])
-    assert code is grpc.StatusCode.OK
+    replies = list[Any]()
+    async with sent_raw(address, frame) as call:
+        while len(replies) < 3:
+            replies += target_pb2.VerifyReply.FromString(await call.read()).items
     kinds = {reply.session_id: reply.WhichOneof("answer") for reply in replies}
     assert kinds == {session_name(1): "verdict", "XYZ": "refused", session_name(3): "resync"}
     refused = next(reply.refused for reply in replies if reply.session_id == "XYZ")
     assert refused.code == 3
     assert refused.message.startswith("head.session_id: ")
-    async with grpc.aio.insecure_channel(address) as channel:
-        call: Any = channel.stream_stream(VERIFY_PATH)(iter([bytes(GRPC_MESSAGE_BYTES_MAX + 1)]))
+    async with sent_raw(address, bytes(GRPC_MESSAGE_BYTES_MAX + 1)) as call:
         assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
