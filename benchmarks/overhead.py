@@ -5,7 +5,7 @@ rounds      Time of a round and of its parts, from sending the draft request to 
 capacity    Rounds a second of one coordinator with many sessions. Client, coordinator, canned
             replicas and Redis each have their own process.
 transports  Time that gRPC and HTTP add until the first token, and to each chunk. Clients and
-            coordinator run in this process, an emulated target in another.
+            coordinator run in this process, the canned target in another.
 
 Canned replicas give well-formed answers without a model, at once or after the time of a step.
 """
@@ -17,14 +17,11 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
-from itertools import product
 from statistics import median
-from string import ascii_lowercase
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 from outrider.client import Client
-from outrider.config import EMULATED, TargetConfig
 from outrider.errors import Unavailable
 from outrider.limits import DEADLINE_MS_MAX
 from outrider.messages import DraftItem, ProposalReply, ReplicaDescription, VerdictReply, VerifyItem
@@ -40,7 +37,7 @@ from outrider.transport.stream_server import ReplicaServicer
 from .clients import GrpcClient, HttpClient
 from .measurement import BenchClient, Decoding, Progress, together
 from .options import Concurrency, Options
-from .processes import Process, Replicas, Role, embedded_redis, service_process
+from .processes import Process, Replicas, Role, embedded_redis
 from .prompts import BenchPrompt
 from .report import Report, percentile
 
@@ -67,12 +64,12 @@ CROWD_TOKENS = 2_048
 WARM_UP_S = 3.0
 WARM_UP_TURNS = 3
 TURNS = 60
-TURN_STEP_MS = 5.0
+TURN_STEP_S = 0.005
 _PARTS_OF_A_ROUND = ("draft_ms", "wire_ms", "queue_ms", "verify_ms", "commit_ms")
-_WORDS = tuple("".join(letters) for letters in product(ascii_lowercase[:16], repeat=3))
-"""The emulated target's vocabulary. All tokens are words, so each makes a chunk of text."""
+_WORD = "word"
+"""The text of the canned target's token. Each token makes a chunk of text."""
 DECODING = Decoding(32, temperature=0.0, num_draft_tokens=0, ignore_eos=True)
-PROMPT = BenchPrompt("".join(f" {word}" for word in _WORDS[:PROMPT_TOKENS]), "")
+PROMPT = BenchPrompt(f" {_WORD}" * PROMPT_TOKENS, "")
 
 
 @checked()
@@ -104,24 +101,21 @@ def canned_request(seed: int, max_tokens: int) -> GenerateRequest:
 
 
 @asynccontextmanager
-async def _canned_services(
-    draft_s: float = 0.0, verify_s: float = 0.0
-) -> AsyncIterator[tuple[Client, Process]]:
-    """A coordinator with a canned draft and target, whose steps take `draft_s` and `verify_s`."""
+async def _canned_replicas(draft_s: float = 0.0, verify_s: float = 0.0) -> AsyncIterator[Replicas]:
+    """A canned draft and target, whose steps take `draft_s` and `verify_s`."""
     setup = {"draft_s": draft_s, "verify_s": verify_s}
     async with (
         embedded_redis() as redis_url,
         Process("benchmarks.overhead:canned_role", "the canned replicas", setup) as canned,
-        Replicas(canned.address, canned.address, redis_url).coordinator() as running,
     ):
-        yield running
+        yield Replicas(canned.address, canned.address, redis_url)
 
 
 async def measure_rounds(options: OverheadOptions, progress: Progress) -> dict[str, Any]:
     """Runs one session at a time, and counts rounds with `NUM_DRAFT_TOKENS` draft tokens."""
     wanted, k = WARM_UP_ROUNDS + options.rounds, NUM_DRAFT_TOKENS
     reports: list[RoundReport] = []
-    async with _canned_services() as (client, _):
+    async with _canned_replicas() as replicas, replicas.coordinator() as (client, _):
         while len(reports) < wanted:
             progress(f"round {len(reports)} of {wanted}")
             request = replace(canned_request(len(reports), SESSION_TOKENS), include_rounds=True)
@@ -153,7 +147,11 @@ async def measure_capacity(options: OverheadOptions, progress: Progress) -> dict
                     if isinstance(event, Tokens):
                         num_tokens += len(event.token_ids)
 
-    async with _canned_services(DRAFT_S, VERIFY_S) as (client, coordinator), together() as group:
+    async with (
+        _canned_replicas(DRAFT_S, VERIFY_S) as replicas,
+        replicas.coordinator() as (client, coordinator),
+        together() as group,
+    ):
         sessions = [group.create_task(decode_forever(client, i)) for i in range(options.sessions)]
         progress(f"{options.sessions} sessions, for {options.seconds:g} s")
         await asyncio.sleep(WARM_UP_S)
@@ -182,12 +180,12 @@ async def measure_transports(_: OverheadOptions, progress: Progress) -> dict[str
     `X_ttft_added_ms_p50` is the median of a difference: the time to the first token at a client of
     transport X, minus the coordinator's own time to the first token. `X_chunk_added_ms` is the
     median time from when the coordinator has a chunk until the client has read this chunk."""
-    progress("starting the target")
+    progress("starting the services")
     added: dict[str, list[float]] = {}
     async with (
         _coordinator_here() as (stamps, address, url),
         Client(address) as client,
-        HttpClient(url, raw=True, model="emulated") as http,
+        HttpClient(url, raw=True, model=CANNED.model) as http,
     ):
         clients: dict[str, BenchClient] = {"grpc": GrpcClient(client, raw=True), "http": http}
         gc.collect()
@@ -216,23 +214,20 @@ async def added_ms(client: BenchClient, stamps: list[float]) -> tuple[float, lis
 
 @asynccontextmanager
 async def _coordinator_here() -> AsyncIterator[tuple[list[float], str, str]]:
-    """Starts a coordinator in this process, and an emulated target in another. Yields a list, the
-    coordinator's gRPC address, and its HTTP URL. The coordinator appends the times of requests and
-    chunks to the list."""
+    """Starts a coordinator in this process. Yields a list, the coordinator's gRPC address, and its
+    HTTP URL. The coordinator appends the times of requests and chunks to the list."""
     from coordinator.actor import CoordinatorActor
 
     stamps: list[float] = []
     clock, actor = asyncio.get_running_loop().time, CoordinatorActor()
-    engine = f"vocab_size={len(_WORDS)},verify_ms={TURN_STEP_MS},verify_tokens={PROMPT_TOKENS}"
-    target_config = TargetConfig(engine=EMULATED + engine, model="emulated", num_threads=1)
     with tempfile.TemporaryDirectory(prefix="outrider-") as directory:
         _save_tokenizer(directory)
-        async with (
-            embedded_redis() as redis_url,
-            service_process("target", target_config) as target,
-        ):
-            config = Replicas(target.address, "", redis_url).coordinator_config(
-                http=True, tokenizer_directory=directory, served_model_name="emulated"
+        async with _canned_replicas(verify_s=TURN_STEP_S) as replicas:
+            config = replicas.coordinator_config(
+                http=True,
+                tokenizer_directory=directory,
+                served_model_name=CANNED.model,
+                run_ahead_rounds=0,  # A canned target answers one round at a time.
             )
             address = await actor.start(config, log_directory="")
             service: Any = actor.host and actor.host.service
@@ -254,14 +249,12 @@ async def _coordinator_here() -> AsyncIterator[tuple[list[float], str, str]]:
 
 
 def _save_tokenizer(directory: str) -> None:
-    """Saves a tokenizer whose tokens are the `_WORDS`, with the byte-level decoder that real models
-    have."""
+    """Saves a tokenizer that knows only `_WORD`, with the byte-level decoder of real models."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    space = "Ġ"  # How the byte-level alphabet writes a blank.
-    vocabulary = {f"{space}{word}": place for place, word in enumerate(_WORDS)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=f"{space}{_WORDS[0]}"))
+    word = f"Ġ{_WORD}"  # The byte-level alphabet writes a blank as "Ġ".
+    tokenizer = Tokenizer(models.WordLevel({word: CANNED.vocab_size - 1}, unk_token=word))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)
