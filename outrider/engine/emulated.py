@@ -32,9 +32,8 @@ from outrider.limits import ENGINE_SEQUENCES_MAX, PAGE_SIZE
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _NO_TOKEN = 2**32
 """If a prefix has fewer than `order` tokens, this number stands for each missing token."""
-_SPARE_DRAWS = 64
-"""Ids may repeat, so 2 * support + _SPARE_DRAWS ids are drawn. The probability that fewer than
-`support` of these ids are distinct is below 1e-50."""
+_STRIDE = np.uint64(1_048_583)
+"""The distance of successive ids of a support. A prime above `VOCAB_SIZE_MAX`, so ids differ."""
 _DRAFT_KEY = np.uint64(0x6472616674)
 _ACCEPT_KEY = np.uint64(0x616363657074)
 _Words = npt.NDArray[np.uint64]
@@ -193,22 +192,9 @@ def _words(keys: _Words, num: int) -> _Words:
 
 
 def _support_ids(keys: _Words, support: int, vocab_size: int) -> _Words:
-    """Returns distinct ids [n, support] for each key, the likeliest id first. In a large
-    vocabulary, the ids are the key's pseudo-random numbers, without repeats. In a small vocabulary,
-    each id gets a pseudo-random number, and the ids with the smallest numbers are chosen."""
-    if support * 8 > vocab_size:
-        order = np.argsort(_words(keys, vocab_size), axis=1, kind="stable")
-        return order[:, :support].astype(np.uint64)
-    drawn = _words(keys, 2 * support + _SPARE_DRAWS) % np.uint64(vocab_size)
-    ids = drawn[:, :support].copy()
-    in_order = np.sort(ids, axis=1)
-    for row in np.flatnonzero((in_order[:, 1:] == in_order[:, :-1]).any(axis=1)):
-        numbers = drawn[row]
-        _, first = np.unique(numbers, return_index=True)
-        distinct = numbers[np.sort(first)][:support]
-        check(len(distinct) == support, "too few distinct ids were drawn")
-        ids[row] = distinct
-    return ids
+    """Returns distinct ids [n, support] for each key, the likeliest id first."""
+    ranks = np.arange(support, dtype=np.uint64)
+    return (keys[:, None] % np.uint64(vocab_size) + ranks * _STRIDE) % np.uint64(vocab_size)
 
 
 def _uniforms(words: _Words) -> npt.NDArray[np.float64]:
@@ -217,8 +203,7 @@ def _uniforms(words: _Words) -> npt.NDArray[np.float64]:
 
 
 def _gaussians(keys: _Words, num: int) -> npt.NDArray[np.float64]:
-    """Standard Gaussians [n, num] of each key (Box and Muller 1958)."""
-    uniforms = _uniforms(_words(_mix(keys ^ _DRAFT_KEY), 2 * num))
-    radius = np.sqrt(-2.0 * np.log(uniforms[:, :num]))
-    gaussians: npt.NDArray[np.float64] = radius * np.cos(2.0 * np.pi * uniforms[:, num:])
+    """Standard Gaussians [n, num] of each key."""
+    uniforms = _uniforms(_words(_mix(keys ^ _DRAFT_KEY), num))
+    gaussians: npt.NDArray[np.float64] = torch.special.ndtri(torch.from_numpy(uniforms)).numpy()
     return gaussians
