@@ -71,6 +71,11 @@ class HeldSequence:
     pages: Sequence[int]  # the page table, including pages for the new tokens
 
 
+def slots_at(pages: Sequence[int], places: _Ints, page_size: int) -> _Ints:
+    """Returns the slots at these places of a sequence with these pages."""
+    return np.array(pages)[places // page_size] * page_size + places % page_size
+
+
 class StepRows(NamedTuple):
     """The T new tokens of a step, one sequence after another."""
 
@@ -95,8 +100,7 @@ class HeldStep:
             positions = np.arange(held.length, held.length + num)
             row += num
             wanted = np.arange(row - step.num_logits, row)
-            pages, size = np.array(held.pages), self.page_size
-            slots = pages[positions // size] * size + positions % size
+            slots = slots_at(held.pages, positions, self.page_size)
             parts.append((np.array(step.token_ids), positions, slots, wanted))
         return StepRows(*(np.concatenate(part) for part in zip(*parts, strict=True)))
 
@@ -200,7 +204,8 @@ def plan_step(
     segments: list[_Segment] = []
     row = 0
     for held in step.sequences:
-        segments += _segments(held, _slots_of(held, step.page_size), row)
+        all_places = np.arange(held.length + len(held.step.token_ids))
+        segments += _segments(held, slots_at(held.pages, all_places, step.page_size), row)
         row += len(held.step.token_ids)
     if fixed_shapes:
         row = padded_rows(row)
@@ -215,12 +220,6 @@ def plan_step(
 
 def _padded(array: _Ints) -> _Ints:
     return np.pad(array, (0, padded_rows(len(array)) - len(array)))
-
-
-def _slots_of(held: HeldSequence, page_size: int) -> _Ints:
-    firsts = np.array(held.pages, dtype=np.int64) * page_size
-    slots = (firsts[:, None] + np.arange(page_size)).reshape(-1)
-    return slots[: held.length + len(held.step.token_ids)]
 
 
 def _in_units(num: int, unit: int) -> int:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.attention import LayerPages
-from outrider.engine.batch import HeldStep, plan_step, shipped
+from outrider.engine.batch import HeldStep, plan_step, shipped, slots_at
 from outrider.engine.gathered_attention import attend
 from outrider.kv_cache.storage import KeysAndValues, LayerShape
 from outrider.models.draft_head import DraftHead
@@ -121,12 +121,7 @@ def _slots_before(step: HeldStep) -> _Ints:
     """Returns [T]: the slot of the token before each new token. For the first token of a sequence,
     returns the token's own slot, because the pair of that token is never read."""
     found = []
-    row = 0
     for held in step.sequences:
-        num = len(held.step.token_ids)
-        own = step.rows.slots[row : row + num]
-        index, place = divmod(held.length - 1, step.page_size)
-        newest = held.pages[index] * step.page_size + place if held.length else own[0]
-        found.append(np.append(newest, own[:-1]))
-        row += num
+        positions = np.arange(held.length, held.length + len(held.step.token_ids))
+        found.append(slots_at(held.pages, _places(positions), step.page_size))
     return np.concatenate(found)

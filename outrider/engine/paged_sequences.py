@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from outrider.engine.batch import HeldSequence, HeldStep
+from outrider.engine.batch import HeldSequence, HeldStep, slots_at
 from outrider.engine.draft_layer import DraftLayer, PairLayer
 from outrider.engine.interface import ModelInfo, SequenceStep, check_steps
 from outrider.errors import InvariantError, StepUndone, check
@@ -96,12 +96,10 @@ class PagedSequences:
     def _slots(self, ranges: Sequence[tuple[str, int, int]]) -> npt.NDArray[np.int64]:
         """Returns [n]: the numbers of the slots first..end - 1 of each (sequence id, first,
         end)."""
-        size = self._page_size
         found = []
         for name, first, end in ranges:
             check(0 <= first <= end <= self.length(name), f"{name} does not hold {first}..{end}")
-            places = np.arange(first, end)
-            found.append(np.array(self._pool.pages(name))[places // size] * size + places % size)
+            found.append(slots_at(self._pool.pages(name), np.arange(first, end), self._page_size))
         return np.concatenate(found)
 
     def take_step_seconds(self) -> float:
