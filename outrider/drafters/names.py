@@ -6,7 +6,6 @@ from enum import StrEnum
 
 from outrider.errors import SettingError, did_you_mean
 
-"""Stands for `suffix`."""
 DEMO = "demo"
 SHIPPED = (f"{DEMO}-drafter", f"{DEMO}-head")
 """The model and the EAGLE-3 head that come with this package for the target `demo`."""
@@ -14,14 +13,6 @@ _HYBRID = "hybrid"
 EAGLE3 = "eagle3"
 MTP = "mtp"
 _KINDS = (_HYBRID, MTP, EAGLE3)
-_EAGLE3_IS_BETTER = "EAGLE-3 heads predict more of the target's tokens; use eagle3:DIR_OR_ID"
-_REMOVED = {
-    "early-exit": _EAGLE3_IS_BETTER,
-    "medusa": _EAGLE3_IS_BETTER,
-    "quantized": "a quantised copy of the target takes nearly as long as the target; use a smaller "
-    "model, or eagle3:DIR_OR_ID",
-}
-"""For each kind of earlier versions, why it was removed and what to use instead."""
 _KIND = re.compile(r"[A-Za-z][\w-]+")
 """If the text before a colon matches, it is read as a kind. No hub id has a colon, and a directory
 with a colon can be written as `./NAME`. A single letter may be a Windows drive."""
@@ -93,9 +84,6 @@ def parse_drafter(name: str) -> DrafterChoice:
         if not rest:
             raise _wrong(name, "the directory of the head is missing")
         return DrafterChoice(None, None, on_target=rest, kind=form)
-    if colon and form in _REMOVED:
-        reason = f"{name!r} is wrong: `{form}` is no longer supported, as {_REMOVED[form]}"
-        raise SettingError("draft_model", reason)
     if colon and form in (*_LOOKUPS, MTP):
         raise _wrong(name, f"`{form}` takes nothing after it")
     if colon and _KIND.fullmatch(form):

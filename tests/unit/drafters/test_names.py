@@ -52,17 +52,6 @@ def test_a_name_that_is_none_is_refused_with_those_that_are(name: str, says: str
     assert says in caught.value.reason
 
 
-@pytest.mark.parametrize(
-    "name", ["early-exit:DIR", "medusa:DIR", "hybrid:suffix,medusa:DIR", "quantized:4"]
-)
-def test_a_removed_kind_is_refused_with_its_successor(name: str) -> None:
-    with pytest.raises(
-        SettingError, match=r"is no longer supported, as .*; use .*eagle3:"
-    ) as caught:
-        DraftConfig(model=name)
-    assert caught.value.key == "draft_model"
-
-
 def test_every_kind_is_listed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
