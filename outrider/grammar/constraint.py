@@ -134,13 +134,12 @@ def _no_constant(name: str) -> Any:
 
 
 def _check_size(text: str, bytes_max: int, field: str) -> None:
-    size = len(text.encode(errors="surrogatepass"))
-    if size > bytes_max:
-        raise BadRequest(field, f"has {size} bytes; at most {bytes_max} are allowed")
     try:
-        text.encode()
+        size = len(text.encode())
     except UnicodeEncodeError as error:
         raise BadRequest(field, f"is not Unicode text: {error.reason}") from None
+    if size > bytes_max:
+        raise BadRequest(field, f"has {size} bytes; at most {bytes_max} are allowed")
 
 
 def _check_depth(value: Any, field: str) -> None:

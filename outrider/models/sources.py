@@ -60,10 +60,7 @@ def local_path(name: str) -> Path:
     drafter, returns the name as a path."""
     if name in SHIPPED:
         return _DRAFTERS / name
-    try:
-        return Path(name).expanduser()
-    except RuntimeError:  # The name begins with `~USER`, and there is no such user.
-        return Path(name)
+    return Path(os.path.expanduser(name))
 
 
 def gguf_file(name: str) -> Path | None:

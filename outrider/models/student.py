@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, Unpack
 
 import torch
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, PositiveInt, TypeAdapter
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -58,7 +58,7 @@ class StudentDescription:
     target: str
     target_fingerprint: str
     vocab_size: int
-    draft_vocab_size: int  # number of rows of the student's head
+    draft_vocab_size: PositiveInt  # number of rows of the student's head
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -71,25 +71,9 @@ def is_student(directory: Path) -> bool:
 def read_description(directory: Path, name: str) -> StudentDescription:
     """Returns the content of `drafter.json`. Raises `ConfigError` if the content is invalid."""
     path = directory / DESCRIPTION_FILE
-    wrong = f"drafter {name}: {path}"
-    try:
+    with refusing(f"drafter {name}: {path}"):
         text = path.read_text(encoding="utf-8")
-        description = TypeAdapter(StudentDescription).validate_json(text, strict=True)
-    except ValidationError as error:
-        found = error.errors()[0]
-        key = ".".join(map(str, found["loc"]))
-        given = "" if found["type"] == "missing" else f", not {found['input']!r}"
-        raise ConfigError(
-            f"{wrong}: {key} is missing, wrong or not known: {found['msg']}{given}"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{wrong} cannot be read: {error}") from error
-    if not 0 < description.draft_vocab_size <= description.vocab_size:
-        raise ConfigError(
-            f"{wrong}: draft_vocab_size is {description.draft_vocab_size}; 1 to vocab_size, "
-            f"{description.vocab_size}, are allowed"
-        )
-    return description
+        return TypeAdapter(StudentDescription).validate_json(text, strict=True)
 
 
 def check_target(
