@@ -206,8 +206,13 @@ class Reconciler(PlacedActor):
             if fleet.trial is not None and not values.keys() <= {*BOUND_SETTINGS}:
                 raise ConfigError(f"{self._report}; wait for its end, or {END_TRIAL}")
             changes = before | values
-            spec = await self._plan(changes)
-            await run_task(check_same_tokens, fleet.spec.config.target, spec.config.target)
+            if values.keys() <= {*BOUND_SETTINGS}:  # The files of models are not looked up again.
+                given = changed(self._original.given, changes)
+                config = replace(fleet.spec.config, autoscale=given.autoscale)
+                spec = replace(fleet.spec, given=given, config=config)
+            else:
+                spec = await self._plan(changes)
+                await run_task(check_same_tokens, fleet.spec.config.target, spec.config.target)
             for role, bounds in spec.config.autoscale.bounds.items():
                 for count in bounds if f"autoscale_{role}s" in values else ():
                     spec.check_count(role, count)
