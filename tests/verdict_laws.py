@@ -20,8 +20,14 @@ from outrider.speculation.draft_sampling import (
     raced,
 )
 from outrider.speculation.gumbel_max import BLOCK
-from outrider.speculation.logits_processing import DraftVocabulary, TokenHistory, row_sums
+from outrider.speculation.logits_processing import (
+    NO_HISTORY,
+    DraftVocabulary,
+    TokenHistory,
+    row_sums,
+)
 from outrider.speculation.proposal import Proposal
+from outrider.speculation.proposal_rows import JudgedRows, ProposalRows
 from outrider.speculation.random_streams import (
     WORD_MASK,
     Place,
@@ -34,12 +40,11 @@ from outrider.speculation.random_streams import (
 )
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.verification import (
-    DraftRows,
     Question,
-    chain_law,
     check_parts,
+    judge_by_weights,
+    subtract_drafts,
     verdicts_from_logits,
-    verdicts_from_weights,
 )
 
 
@@ -84,10 +89,6 @@ def verdict_from_logits(
     return verdicts_from_logits([Question(logits, params, history, proposal, noise)])[0]
 
 
-def draft_rows(token_ids: torch.Tensor, support: torch.Tensor, mass: torch.Tensor) -> DraftRows:
-    return DraftRows(*(each.cpu().numpy() for each in (token_ids, support, mass)))
-
-
 def score(probabilities: torch.Tensor, proposal: Proposal, noise: RoundNoise) -> Verdict:
     """The verdict on one proposal, from `probabilities` [K + 1, V], whose rows sum to 1. Leaves
     them unchanged."""
@@ -98,22 +99,30 @@ def score(probabilities: torch.Tensor, proposal: Proposal, noise: RoundNoise) ->
 def scores(
     probabilities: torch.Tensor, asked: Sequence[tuple[Proposal, RoundNoise]]
 ) -> list[Verdict]:
-    """The verdicts on several proposals, whose rows follow each other."""
+    """The verdicts on several proposals with one rule, whose rows follow each other."""
+    if not asked:
+        return []
+    rows = ProposalRows(asked)
+    if asked[0][1].rule is Rule.GREEDY:
+        greedy = SamplingParams(temperature=0.0)
+        parts = zip(torch.split(probabilities.log(), rows.sizes.tolist()), asked, strict=True)
+        return [verdict_from_logits(part, greedy, NO_HISTORY, *one) for part, one in parts]
     width = -probabilities.shape[1] % BLOCK
     weights = torch.nn.functional.pad(probabilities, (0, width)).contiguous()
-    return verdicts_from_weights(weights, row_sums(weights).cpu().numpy(), asked)
+    return rows.verdicts(judge_by_weights(weights, row_sums(weights).cpu().numpy(), rows))
 
 
-def verdict_law(rule: Rule, probabilities: torch.Tensor, drafts: DraftRows) -> VerdictLaw:
+def verdict_law(
+    rule: Rule, probabilities: torch.Tensor, proposals: Sequence[Proposal]
+) -> VerdictLaw:
     """The verdict under token or block, from `probabilities` [B, K+1, V]. Leaves them unchanged."""
     check(rule.needs_q, f"under rule {rule.value} a verdict is not a law but a draw")
-    num, width = probabilities.shape[:2]
     weights = probabilities.flatten(0, 1).clone()
-    rows = np.arange(num * width).reshape(num, width)[:, :-1]
-    accept = chain_law(rule, weights, row_sums(weights).cpu().numpy(), rows, drafts)
-    return VerdictLaw(
-        torch.from_numpy(accept).to(weights.device), weights.view(probabilities.shape)
-    )
+    rows = ProposalRows([(proposal, RoundNoise(0, rule, 0)) for proposal in proposals])
+    behind, left = subtract_drafts(weights, row_sums(weights).numpy(), rows)
+    found = JudgedRows(behind, left, np.zeros(rows.num_rows, dtype=np.int64))
+    accept = rows.accept_probability(found).reshape(probabilities.shape[:2])[:, :-1]
+    return VerdictLaw(torch.from_numpy(accept), weights.view(probabilities.shape))
 
 
 def draft_token(

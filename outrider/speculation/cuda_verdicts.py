@@ -4,7 +4,6 @@ three kernels and one wait."""
 import importlib.util
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -15,10 +14,10 @@ from torch import Tensor
 
 from outrider.grammar.token_mask import TokenMask
 from outrider.limits import DRAFT_SUPPORT_ENTRIES_MAX
-from outrider.speculation.gumbel_max import BLOCK, IntArray, RealArray
-from outrider.speculation.logits_processing import TokenHistory, changed_tokens
-from outrider.speculation.proposal import ENTRY_BYTES, DraftDistribution
-from outrider.speculation.random_streams import RowKeys
+from outrider.speculation.gumbel_max import BLOCK, IntArray
+from outrider.speculation.logits_processing import TokenHistory, changed_tokens, check_maxima
+from outrider.speculation.proposal import ENTRY_BYTES
+from outrider.speculation.proposal_rows import JudgedRows, ProposalRows
 from outrider.speculation.sampling_params import SamplingParams
 
 ROW_WORDS = 12
@@ -53,79 +52,53 @@ def give_up(device: torch.device) -> None:
     _FAILED.add(device)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class JudgedRows:
-    """The kernels' results for each row: [R] each, on the CPU."""
+def judge_by_kernels(
+    logits: Tensor, transforms: Sequence[Transforms], rows: ProposalRows
+) -> JudgedRows:
+    """Judges `rows`, whose `logits` [R, V] are float32 or narrower. `transforms` are by session."""
+    from outrider.speculation.triton_kernels import change_rows
 
-    maxima: RealArray
-    """The largest logit. NaN if any logit is NaN."""
-    behind: RealArray
-    """If the row judges a draft token: min(1, p / q), or, under block, pi of the path up to this
-    token. NaN if the token is outside its q."""
-    left: RealArray
-    """Z of block verification (`verification.py`)."""
-    drawn: IntArray
-    """The token drawn from the row, or from the residual if the row judges a draft token."""
+    num_rows, width = logits.shape
+    device = logits.device
+    words = np.zeros((num_rows, ROW_WORDS), dtype=np.int64)
+    kept = np.array([filters(sampling) for sampling, _, _ in transforms])
+    words[:, :3] = kept.view(np.int64)[:, :3].repeat(rows.sizes, axis=0)
+    words[:, 3] = kept[:, 3].repeat(rows.sizes)
+    words[:, 4] = rows.drafted
+    changes = _changes(transforms, rows.sizes, words, width)
+    sent = send([words, *changes], device)
+    row_words = sent[: words.nbytes].view(torch.int64).view(words.shape)
+    weights = torch.empty((num_rows, width), dtype=torch.float32, device=device)
+    found = torch.empty((FOUND, num_rows), dtype=torch.float64, device=device)
+    with on_device(device):
+        if changes:
+            change_rows[(num_rows,)](
+                weights, found, logits, logits.stride(0), sent, width,
+                BLOCK=_BLOCK, ENTRIES=_ENTRIES, num_warps=_WARPS,
+            )  # fmt: skip
+            logits = weights
+        weigh(weights, found, logits, row_words)
+        # The host prepares the last kernel's arguments while the device runs the first kernels.
+        settle(weights, found, row_words, send(_judged(rows), device), JUDGED_WORDS)
+    maxima, _, _, behind, left, drawn = found.cpu().numpy()
+    if not np.isfinite(maxima).all():
+        for part in np.split(maxima, rows.ends[:-1]):
+            check_maxima(part.tolist())
+    return JudgedRows(behind, left, drawn.astype(np.int64))
 
 
-class RowJudge:
-    """One batch of verdicts. `__init__` starts the first kernels, and `settle` runs the last one.
-    The host can prepare the arguments of `settle` while the first kernels run."""
-
-    def __init__(
-        self, logits: Tensor, transforms: Sequence[Transforms], sizes: IntArray, drafted: IntArray
-    ) -> None:
-        """`logits` [R, V] are float32 or narrower. `transforms` and `sizes`, the numbers of rows,
-        are by session. `drafted` [R] is the draft token that each row judges, or -1."""
-        from outrider.speculation.triton_kernels import change_rows
-
-        num_rows, width = logits.shape
-        device = logits.device
-        words = np.zeros((num_rows, ROW_WORDS), dtype=np.int64)
-        kept = np.array([filters(sampling) for sampling, _, _ in transforms])
-        words[:, :3] = kept.view(np.int64)[:, :3].repeat(sizes, axis=0)
-        words[:, 3] = kept[:, 3].repeat(sizes)
-        words[:, 4] = drafted
-        changes = _changes(transforms, sizes, words, width)
-        sent = send([words, *changes], device)
-        self._words = sent[: words.nbytes].view(torch.int64).view(words.shape)
-        self._weights = torch.empty((num_rows, width), dtype=torch.float32, device=device)
-        self._found = torch.empty((FOUND, num_rows), dtype=torch.float64, device=device)
-        with on_device(device):
-            if changes:
-                change_rows[(num_rows,)](
-                    self._weights, self._found, logits, logits.stride(0), sent, width,
-                    BLOCK=_BLOCK, ENTRIES=_ENTRIES, num_warps=_WARPS,
-                )  # fmt: skip
-                logits = self._weights
-            weigh(self._weights, self._found, logits, self._words)
-
-    def settle(
-        self,
-        keys: RowKeys,
-        num_before: IntArray,
-        blocks: npt.NDArray[np.bool_],
-        q: Sequence[DraftDistribution | None],
-    ) -> JudgedRows:
-        """`keys` are for the noise of each row. `num_before` [R] is the number of draft tokens
-        before the one that a row judges, or -1 if the row judges none. `blocks` [R] says whether
-        the rule is block. `q` has the distribution of each judged draft token, or None if its draw
-        was certain."""
-        device = self._weights.device
-        packed = [b"" if each is None else each.packed for each in q]
-        words = np.zeros((len(keys), JUDGED_WORDS), dtype=np.int64)
-        words[:, :5] = keys.view(np.int64)
-        words[:, 5] = num_before
-        words[:, 6] = blocks
-        num_bytes = np.array([*map(len, packed)], dtype=np.int64)
-        is_judged = num_before >= 0
-        words[is_judged, 7] = words.nbytes + num_bytes.cumsum() - num_bytes
-        words[is_judged, 8] = num_bytes // ENTRY_BYTES
-        sent = send([words, np.frombuffer(b"".join(packed), dtype=np.uint8)], device)
-        with on_device(device):
-            settle(self._weights, self._found, self._words, sent, JUDGED_WORDS)
-        maxima, _, _, behind, left, drawn = self._found.cpu().numpy()
-        return JudgedRows(maxima, behind, left, drawn.astype(np.int64))
+def _judged(rows: ProposalRows) -> list[npt.NDArray[Any]]:
+    """The arrays that `settle_rows` reads: `JUDGED_WORDS` for each row, and then each q."""
+    packed = [b"" if each is None else each.packed for each in rows.q]
+    num_bytes = np.array([*map(len, packed)], dtype=np.int64)
+    words = np.zeros((rows.num_rows, JUDGED_WORDS), dtype=np.int64)
+    words[:, :5] = rows.keys().view(np.int64)
+    words[:, 5] = rows.num_before
+    words[:, 6] = rows.is_block
+    is_judged = rows.num_before >= 0
+    words[is_judged, 7] = words.nbytes + num_bytes.cumsum() - num_bytes
+    words[is_judged, 8] = num_bytes // ENTRY_BYTES
+    return [words, np.frombuffer(b"".join(packed), dtype=np.uint8)]
 
 
 def weigh(weights: Tensor, found: Tensor, logits: Tensor, words: Tensor) -> None:

@@ -22,9 +22,9 @@ their vocabularies differently.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain, pairwise
+from itertools import chain
 
 import numpy as np
 import torch
@@ -33,14 +33,13 @@ from torch import Tensor
 from outrider.errors import InvariantError, check
 from outrider.grammar.token_mask import TokenMask
 from outrider.speculation.accept_reject import Verdict
-from outrider.speculation.cuda_verdicts import RowJudge, give_up, has_kernels
+from outrider.speculation.cuda_verdicts import give_up, has_kernels, judge_by_kernels
 from outrider.speculation.draft_sampling import draw_on_device
 from outrider.speculation.gumbel_max import BLOCK, IntArray, RealArray, race
 from outrider.speculation.logits_processing import (
     NO_HISTORY,
     DraftVocabulary,
     TokenHistory,
-    check_maxima,
     check_weights,
     joined_rows,
     likeliest,
@@ -48,7 +47,8 @@ from outrider.speculation.logits_processing import (
     write_weights,
 )
 from outrider.speculation.proposal import COUNT_TOTAL, Proposal
-from outrider.speculation.random_streams import RoundNoise, verdict_keys
+from outrider.speculation.proposal_rows import JudgedRows, ProposalRows
+from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -56,18 +56,6 @@ _NEARLY_EMPTY = 1e-4
 """A row that keeps more than this share of its mass is certainly not empty."""
 _PI_MIN = 1e-290
 """A path with a smaller pi counts as impossible, because a division by pi could overflow."""
-
-
-@dataclass(frozen=True, slots=True)
-class DraftRows:
-    """B chains of K draft tokens, on the CPU. The q of a token has at most M entries."""
-
-    token_ids: IntArray
-    """[B, K]"""
-    support: IntArray
-    """[B, K, M]: the ids of q's entries. Ids with mass > 0 are distinct."""
-    mass: RealArray
-    """[B, K, M]: q of each id. 0 marks padding."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,29 +71,27 @@ class Question:
     masks: Sequence[TokenMask | None] = ()
     """The mask of each row, applied before all transforms. Empty = no masks."""
 
-    @property
-    def takes_likeliest(self) -> bool:
-        """Whether the verdict needs only the likeliest token of each row."""
-        return self.params.greedy and self.noise.rule is Rule.GREEDY
-
 
 def verdicts_from_logits(questions: Sequence[Question]) -> list[Verdict]:
     """Verdicts on the proposals of several sessions. All logits must have the same width, type and
     device. A verdict does not depend on the other questions, not even in its rounding. Raises
     `InvariantError` if the rule needs a missing q, if a draft token is outside its q, and for rows
     that `target_probabilities` refuses."""
-    for question in questions:
+    groups: dict[Callable[[Sequence[Question]], list[Verdict]], list[int]] = {}
+    for index, question in enumerate(questions):
         check_parts(question.logits, question.proposal, question.noise.rule)
+        groups.setdefault(_way(question), []).append(index)
     verdicts: dict[int, Verdict] = {}
-    suits = [_suits_kernels(question) for question in questions]
-    for way, suited in ((_verdicts_on_device, True), (_verdicts_on_host, False)):
-        if indices := [index for index, found in enumerate(suits) if found is suited]:
-            verdicts |= zip(indices, way([questions[index] for index in indices]), strict=True)
+    for way, indices in groups.items():
+        verdicts |= zip(indices, way([questions[index] for index in indices]), strict=True)
     return [verdicts[index] for index in range(len(questions))]
 
 
-def _suits_kernels(question: Question) -> bool:
-    return has_kernels(question.logits.device) and question.logits.dtype != torch.float64
+def _way(question: Question) -> Callable[[Sequence[Question]], list[Verdict]]:
+    logits = question.logits
+    if has_kernels(logits.device) and logits.dtype != torch.float64:
+        return _by_kernels
+    return _by_likeliest if question.noise.rule is Rule.GREEDY else _by_weights
 
 
 def try_kernels(logits: Tensor, token_ids: Sequence[int] = ()) -> None:
@@ -119,8 +105,8 @@ def try_kernels(logits: Tensor, token_ids: Sequence[int] = ()) -> None:
     biased = replace(plain, params=replace(params, logit_bias=((1, 1.0),)))
     try:
         for question in (plain, biased):
-            [found] = _verdicts_on_device([question])
-            [expected] = _verdicts_on_host([replace(question, logits=logits.double())])
+            [found] = _by_kernels([question])
+            [expected] = _by_weights([replace(question, logits=logits.double())])
             check(found.correction == expected.correction, f"{found} instead of {expected}")
         coupled = [replace(noise, rule=Rule.COUPLED)] * 2
         vocabulary = DraftVocabulary.of(token_ids)
@@ -132,68 +118,46 @@ def try_kernels(logits: Tensor, token_ids: Sequence[int] = ()) -> None:
         give_up(logits.device)
 
 
-def _verdicts_on_host(questions: Sequence[Question]) -> list[Verdict]:
-    if questions[0].logits.device.type != "cpu":
-        rows = joined_rows([each.logits for each in questions]).cpu()
-        parts = torch.split(rows, [len(each.logits) for each in questions])
-        questions = [
-            replace(each, logits=part) for each, part in zip(questions, parts, strict=True)
-        ]
-    questions = [
-        replace(each, logits=masked_logits(each.logits, each.masks)) if each.masks else each
-        for each in questions
-    ]
-    drawn = iter(_drawn_verdicts([each for each in questions if not each.takes_likeliest]))
-    return [
-        _own_tokens(likeliest(each.logits, each.params, each.history), each.proposal)
-        if each.takes_likeliest
-        else next(drawn)
-        for each in questions
-    ]
+def _by_kernels(questions: Sequence[Question]) -> list[Verdict]:
+    rows = _rows(questions)
+    transforms = [(each.params, each.history, each.masks) for each in questions]
+    logits = joined_rows([each.logits for each in questions])
+    return rows.verdicts(judge_by_kernels(logits, transforms, rows))
 
 
-def _drawn_verdicts(questions: Sequence[Question]) -> list[Verdict]:
-    if not questions:
-        return []
-    weights = _weights(questions)
-    sums = check_weights(weights, [question.logits for question in questions]).numpy()
-    return verdicts_from_weights(weights, sums, [(each.proposal, each.noise) for each in questions])
+def _by_likeliest(questions: Sequence[Question]) -> list[Verdict]:
+    verdicts = []
+    for logits, each in zip(_host_logits(questions), questions, strict=True):
+        own = likeliest(logits, each.params, each.history)
+        pairs = zip(own[:-1], each.proposal.token_ids, strict=True)
+        accept = tuple(float(token_id == drafted) for token_id, drafted in pairs)
+        verdicts.append(Verdict(accept, tuple(own)))
+    return verdicts
 
 
-def _verdicts_on_device(questions: Sequence[Question]) -> list[Verdict]:
-    proposals = [each.proposal for each in questions]
-    noises = [each.noise for each in questions]
-    rules = [noise.rule for noise in noises]
-    sizes = np.array([len(proposal) + 1 for proposal in proposals])
-    drafted = np.array([v for proposal in proposals for v in (*proposal.token_ids, -1)])
-    transforms = [
-        (each.params if rule is not Rule.GREEDY or each.params.greedy
-         else replace(each.params, temperature=0.0), each.history, each.masks)
-        for each, rule in zip(questions, rules, strict=True)
-    ]  # fmt: skip
-    rows = joined_rows([each.logits for each in questions])
-    judge = RowJudge(rows, transforms, sizes, drafted)
-    keys = verdict_keys(noises, sizes.tolist())
-    ends = sizes.cumsum()
-    starts = ends - sizes
-    is_block = np.array([rule is Rule.BLOCK for rule in rules]).repeat(sizes)
-    is_judged = np.array([rule.needs_q for rule in rules]).repeat(sizes)
-    is_judged[ends - 1] = False
-    before = np.where(is_judged, np.arange(len(drafted)) - starts.repeat(sizes), -1)
-    asked = [proposal.q for rule, proposal in zip(rules, proposals, strict=True) if rule.needs_q]
-    found = judge.settle(keys, before, is_block, [*chain.from_iterable(asked)])
-    spans = [*zip(starts.tolist(), ends.tolist(), strict=True)]
-    if not np.isfinite(found.maxima).all():
-        for start, end in spans:
-            check_maxima(found.maxima[start:end].tolist())
-    check_drafted(not np.isnan(found.behind).any())
-    accept = np.where(is_judged, found.behind, found.drawn == drafted)
-    if is_block.any():
-        block = _block_acceptance(np.array([[1.0, *found.behind]]), found.left[None])[0]
-        is_inner = is_block[:-1] & is_judged[:-1] & is_judged[1:]
-        np.copyto(accept[:-1], block[:-1], where=is_inner)
-    accepted, drawn = accept.tolist(), found.drawn.tolist()
-    return [Verdict(tuple(accepted[a : b - 1]), tuple(drawn[a:b])) for a, b in spans]
+def _by_weights(questions: Sequence[Question]) -> list[Verdict]:
+    logits, rows = _host_logits(questions), _rows(questions)
+    width = -(-logits[0].shape[1] // BLOCK) * BLOCK
+    dtype = torch.float64 if logits[0].dtype == torch.float64 else torch.float32
+    weights = torch.empty((rows.num_rows, width), dtype=dtype)
+    parts = torch.split(weights, rows.sizes.tolist())
+    for each, own, part in zip(questions, logits, parts, strict=True):
+        write_weights(own, each.params, each.history, part)
+    sums = check_weights(weights, logits).numpy()
+    return rows.verdicts(judge_by_weights(weights, sums, rows))
+
+
+def _rows(questions: Sequence[Question]) -> ProposalRows:
+    return ProposalRows([(each.proposal, each.noise) for each in questions])
+
+
+def _host_logits(questions: Sequence[Question]) -> list[Tensor]:
+    """The masked logits of each question, on the CPU."""
+    parts = [each.logits for each in questions]
+    if parts[0].device.type != "cpu":  # Waits for the device once.
+        parts = [*torch.split(joined_rows(parts).cpu(), [len(part) for part in parts])]
+    masks = [each.masks for each in questions]
+    return [masked_logits(part, own) for part, own in zip(parts, masks, strict=True)]
 
 
 def check_parts(rows: Tensor, proposal: Proposal, rule: Rule) -> None:
@@ -208,174 +172,68 @@ def check_parts(rows: Tensor, proposal: Proposal, rule: Rule) -> None:
         raise InvariantError(f"rule {rule.value} needs q for each of {len(proposal)} tokens")
 
 
-def _weights(questions: Sequence[Question]) -> Tensor:
-    """The weights of all questions' rows, one after another, padded to whole blocks."""
-    first = questions[0].logits
-    num_rows = sum(len(question.logits) for question in questions)
-    width = -(-first.shape[1] // BLOCK) * BLOCK
-    dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
-    weights = torch.empty((num_rows, width), dtype=dtype)
-    start = 0
-    for question in questions:
-        end = start + len(question.logits)
-        write_weights(question.logits, question.params, question.history, weights[start:end])
-        start = end
-    return weights
+def judge_by_weights(weights: Tensor, sums: RealArray, rows: ProposalRows) -> JudgedRows:
+    """Judges `rows` on the CPU. `weights` [R, V] are overwritten, and `sums` [R] are their sums."""
+    behind, left = subtract_drafts(weights, sums, rows)
+    return JudgedRows(behind, left, race(weights, rows.keys()).numpy())
 
 
-def verdicts_from_weights(
-    weights: Tensor, sums: RealArray, entries: Sequence[tuple[Proposal, RoundNoise]]
-) -> list[Verdict]:
-    """Verdicts on these proposals. `weights` [R, V] are the rows of all proposals, one after
-    another, and `sums` [R] their sums. Overwrites `weights`."""
-    accept: dict[int, tuple[float, ...]] = {}
-    chains: dict[tuple[Rule, int], list[int]] = {}
-    ends = [*accumulate(len(proposal) + 1 for proposal, _ in entries)]
-    spans = [*pairwise([0, *ends])]
-    for index, (proposal, noise) in enumerate(entries):
-        if noise.rule.needs_q:
-            chains.setdefault((noise.rule, len(proposal)), []).append(index)
-    for (rule, num_draft_tokens), indices in chains.items():
-        drafts = _drafts([entries[index][0] for index in indices])
-        rows = np.array([[spans[index][0]] for index in indices]) + np.arange(num_draft_tokens)
-        law = chain_law(rule, weights, sums, rows, drafts).tolist()
-        accept |= zip(indices, map(tuple, law), strict=True)
-    keys = verdict_keys([noise for _, noise in entries], [b - a for a, b in spans])
-    drawn = race(weights, keys).tolist()
-    verdicts = []
-    for index, ((start, end), (proposal, noise)) in enumerate(zip(spans, entries, strict=True)):
-        own = drawn[start:end]
-        if noise.rule is Rule.GREEDY:
-            own = weights[start:end].argmax(dim=1).tolist()
-        if noise.rule.needs_q:
-            verdicts.append(Verdict(accept[index], tuple(own)))
-        else:
-            verdicts.append(_own_tokens(own, proposal))
-    return verdicts
+def subtract_drafts(
+    weights: Tensor, sums: RealArray, rows: ProposalRows
+) -> tuple[RealArray, RealArray]:
+    """Turns each row of `weights` [R, V] that judges a draft token into the weights of its
+    correction. Returns `JudgedRows.behind` and `left`. `sums` [R] are the sums of the rows.
 
-
-def check_drafted(is_in_support: bool) -> None:
-    check(is_in_support, "a draft token lies outside the distribution it was drawn from")
-
-
-def _own_tokens(own: list[int], proposal: Proposal) -> Verdict:
-    """A verdict that accepts a draft token iff it is the target's `own` token of its row."""
-    pairs = zip(own[:-1], proposal.token_ids, strict=True)
-    return Verdict(tuple(float(token_id == drafted) for token_id, drafted in pairs), tuple(own))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Places:
-    """The entries of each q, [B, K, M], and their places in rows of weights. Entries beyond the
-    width of a row are 0."""
-
-    flat: Tensor
-    """[B * K * M]: the entries' indices into the flattened weights."""
-    before: RealArray
-    """[B, K, M]: the weights of the entries."""
-    mass: RealArray
-    """[B, K, M]: q of the entries."""
-    p: RealArray
-    """[B, K]: the weight of each draft token."""
-    q: RealArray
-    """[B, K]: q of each draft token."""
-
-    @classmethod
-    def of(cls, weights: Tensor, rows: IntArray, drafts: DraftRows) -> _Places:
-        """`rows` [B, K] are indices of `weights` [R, V]."""
-        width, support, mass = weights.shape[1], drafts.support, drafts.mass
-        inside = support < width
-        flat = torch.from_numpy((rows[..., None] * width + np.where(inside, support, 0)).ravel())
-        found = weights.view(-1).take(flat).double().numpy().reshape(support.shape)
-        before = np.where(inside, found, 0.0)
-        is_drafted = (support == drafts.token_ids[..., None]) & (mass > 0)
-        p, q = (before * is_drafted).sum(axis=2), (mass * is_drafted).sum(axis=2)
-        check_drafted(bool((q > 0).all()))
-        return cls(flat, before, np.where(inside, mass, 0.0), p, q)
-
-    def subtract(
-        self, weights: Tensor, sums: RealArray, rows: IntArray, amounts: RealArray
-    ) -> RealArray:
-        """Subtracts `amounts` [B, K] times q from the rows. Negative weights become 0. Returns the
-        new sums of the rows: [B, K]. If a row would become empty, it stays unchanged and its
-        returned sum is 0. Apart from rounding errors, no outcome uses this row, because its draft
-        token is always accepted, or because the path to the row is impossible."""
-        change = np.maximum(self.before - self.mass * amounts[..., None], 0.0) - self.before
-        self._add(weights, change)
-        left: RealArray = np.maximum(sums[rows] + change.sum(axis=2), 0.0)
-        suspects = np.nonzero(left <= _NEARLY_EMPTY * sums[rows])
-        if len(suspects[0]):
-            tops = weights[torch.from_numpy(rows[suspects])].amax(dim=1)
-            is_empty = np.zeros(left.shape, dtype=bool)
-            is_empty[suspects] = (tops <= 0).numpy()
-            self._add(weights, np.where(is_empty[..., None], -change, 0.0))
-            left[is_empty] = 0.0
-        return left
-
-    def _add(self, weights: Tensor, change: RealArray) -> None:
-        values = torch.from_numpy(change.ravel()).to(weights.dtype)
-        weights.view(-1).index_add_(0, self.flat, values)
-
-
-def chain_law(
-    rule: Rule, weights: Tensor, sums: RealArray, rows: IntArray, drafts: DraftRows
-) -> RealArray:
-    """The acceptance probabilities [B, K] of B chains. Row `rows[b, i]` of `weights` [R, V] judges
-    draft token i of chain b. `sums` [R] are the sums of all rows. The rows that judge draft tokens
-    are overwritten with the weights from which corrections are drawn."""
-    places = _Places.of(weights, rows, drafts)
-    totals = sums[rows]
-    p, q = places.p / totals, places.q
-    if rule is Rule.TOKEN:
-        places.subtract(weights, sums, rows, totals)
-        accept: RealArray = np.minimum(p / q, 1.0)
-        return accept
-    pi = _path_ratios(p, q)
-    before = pi[:, :-1]
+    If a row would become empty, it stays unchanged, and its `left` is 0. Apart from rounding
+    errors, no outcome uses this row, because its draft token is always accepted, or because the
+    path to the row is impossible."""
+    behind, left = np.zeros((2, rows.num_rows))
+    judged = np.flatnonzero(rows.num_before >= 0)
+    if not len(judged):
+        return behind, left
+    num, width, flat = len(judged), weights.shape[1], weights.view(-1)
+    place, token_ids, mass = _entries(rows, judged)
+    is_drafted = token_ids == rows.drafted[judged][place]
+    q = np.bincount(place, is_drafted * mass, num)
+    inside = token_ids < width
+    place, token_ids, mass, is_drafted = (
+        each[inside] for each in (place, token_ids, mass, is_drafted)
+    )
+    at = torch.from_numpy(judged[place] * width + token_ids)
+    before = flat[at].double()
+    own, total = before.numpy(), sums[judged]
+    p = np.bincount(place, own * is_drafted, num) / total
+    ratio = np.divide(p, q, out=np.full(num, np.nan), where=q > 0)
+    pi = 1.0
+    reached = np.ones(num)
+    for index, row in enumerate(judged.tolist()):
+        if rows.num_before[row] == 0 or not rows.is_block[row]:
+            pi = 1.0
+        reached[index] = pi
+        behind[row] = pi = min(float(pi * ratio[index]), 1.0)
     # pos(pi p - q) is proportional to pos(p - q / pi). A path with pi = 0 is impossible.
-    is_possible = before > _PI_MIN
-    amounts = np.where(is_possible, totals / np.where(is_possible, before, 1.0), 0.0)
-    left = places.subtract(weights, sums, rows, amounts)
-    return _block_acceptance(pi, before * left / totals)
+    amount = np.where(reached > _PI_MIN, total / np.maximum(reached, _PI_MIN), 0.0)
+    after = np.maximum(own - mass * amount[place], 0.0)
+    rest = np.maximum(total + np.bincount(place, after - own, num), 0.0)
+    flat[at] = torch.from_numpy(after).to(weights.dtype)
+    suspects = np.flatnonzero(rest <= _NEARLY_EMPTY * total)
+    if len(suspects):
+        tops = weights[torch.from_numpy(judged[suspects])].amax(dim=1).numpy()
+        empty = suspects[tops <= 0]
+        is_lost = torch.from_numpy(np.isin(place, empty))
+        flat[at[is_lost]] = before[is_lost].to(weights.dtype)
+        rest[empty] = 0.0
+    left[judged] = reached * rest / total
+    return behind, left
 
 
-def _path_ratios(p: RealArray, q: RealArray) -> RealArray:
-    """pi_0..pi_K, [B, K+1], from p and q of the draft tokens, [B, K]. Adds logarithms, because a
-    product of small ratios could underflow before a large ratio follows."""
-    with np.errstate(divide="ignore"):
-        log_ratio = np.log(p) - np.log(q)
-    log_pi = np.zeros((len(p), p.shape[1] + 1))
-    for i in range(p.shape[1]):
-        np.minimum(log_pi[:, i] + log_ratio[:, i], 0.0, out=log_pi[:, i + 1])
-    pi: RealArray = np.exp(log_pi)
-    return pi
-
-
-def _block_acceptance(pi: RealArray, z: RealArray) -> RealArray:
-    """h_1..h_K, [B, K], from pi_0..pi_K, [B, K+1], and Z_0..Z_{K-1}, [B, K]."""
-    accept = pi[:, 1:].copy()
-    inner, after = pi[:, 1:-1], z[:, 1:]
-    room = after + (1.0 - inner)
-    np.divide(after, room, out=accept[:, :-1], where=room > 0)
-    accept[:, :-1][room <= 0] = 1.0
-    return accept
-
-
-def _drafts(proposals: Sequence[Proposal]) -> DraftRows:
-    """Turns chains of the same length into arrays."""
-    supports, counts, sizes = [], [], []
-    for proposal in proposals:
-        for token_id, entry in zip(proposal.token_ids, proposal.q, strict=True):
-            supports.append((token_id,) if entry is None else entry.token_ids)
-            counts.append((COUNT_TOTAL,) if entry is None else entry.counts)
-            sizes.append(len(supports[-1]))
-    shape = (len(proposals), len(proposals[0]))
-    num, width = sum(sizes), max(sizes, default=0)
-    filled = np.arange(width) < np.array(sizes, dtype=np.int64)[:, None]
-    support = np.zeros(filled.shape, dtype=np.int64)
-    support[filled] = np.fromiter(chain.from_iterable(supports), np.int64, num)
-    mass = np.zeros(filled.shape)
-    mass[filled] = np.fromiter(chain.from_iterable(counts), np.float64, num)
-    mass /= COUNT_TOTAL
-    token_ids = np.array([proposal.token_ids for proposal in proposals], dtype=np.int64)
-    return DraftRows(token_ids, support.reshape(*shape, width), mass.reshape(*shape, width))
+def _entries(rows: ProposalRows, judged: IntArray) -> tuple[IntArray, IntArray, RealArray]:
+    """The E entries of all q: the index of each entry's row in `judged`, its token, and its q."""
+    token_ids, counts = [], []
+    for drafted, q in zip(rows.drafted[judged].tolist(), rows.q, strict=True):
+        token_ids.append((drafted,) if q is None else q.token_ids)
+        counts.append((COUNT_TOTAL,) if q is None else q.counts)
+    sizes = [*map(len, counts)]
+    mass = np.fromiter(chain.from_iterable(counts), np.float64, sum(sizes)) / COUNT_TOTAL
+    ids = np.fromiter(chain.from_iterable(token_ids), np.int64, len(mass))
+    return np.arange(len(judged)).repeat(sizes), ids, mass

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from verdict_laws import draft_rows, verdict_law
+from verdict_laws import verdict_law
 
 from outrider.speculation.accept_reject import count_accepted
 from outrider.speculation.draft_sampling import quantise
-from outrider.speculation.proposal import COUNT_TOTAL
+from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, Proposal
 from outrider.speculation.sampling_params import Rule
-from outrider.speculation.verification import DraftRows
 
 RATIO_RULES = [Rule.TOKEN, Rule.BLOCK]
 EXACT = 1e-12
@@ -37,13 +36,6 @@ class ToyPair:
     def vocab_size(self) -> int:
         return self.p.shape[1]
 
-    def draft_rows(self, token_ids: torch.Tensor, states: torch.Tensor, drafter: int) -> DraftRows:
-        """Rows of the proposals `token_ids` [B, K] that are drafted in `states` [B, K], for the
-        scorer."""
-        mass = self.mass[drafter][states]
-        support = torch.arange(self.mass.shape[2]).expand(mass.shape)
-        return draft_rows(token_ids, support, mass)
-
     def law(self, num_tokens: int) -> np.ndarray:
         """The target's law of the first `num_tokens` tokens, [V] * num_tokens."""
         return self.continuation(torch.tensor(0), num_tokens)
@@ -66,6 +58,16 @@ class ToyPair:
         for i in range(num_tokens):
             states.append(self.step[states[-1], tokens[:, i]])
         return tokens, torch.stack(states, dim=1)
+
+
+def proposal_of(token_ids: torch.Tensor, mass: torch.Tensor) -> Proposal:
+    """The proposal of `token_ids` [K] that are drawn from the rows of `mass` [K, V]."""
+    q = []
+    for row in mass:
+        entries = row.nonzero()[:, 0]
+        counts = (row[entries] * COUNT_TOTAL).tolist()  # Not all are whole numbers.
+        q.append(DraftDistribution(tuple(entries.tolist()), tuple(counts)))
+    return Proposal(tuple(token_ids.tolist()), tuple(q))
 
 
 def make_pair(p: torch.Tensor, drafters: torch.Tensor, entries_max: int = 64) -> ToyPair:
@@ -156,8 +158,8 @@ def round_law(
         taken = chance > 0
         if not taken.any():
             continue
-        drafts = pair.draft_rows(tokens[taken], before[taken], 0)
-        verdict = verdict_law(rule, pair.p[states[taken]], drafts)
+        proposals = [*map(proposal_of, tokens[taken], pair.mass[0][before[taken]])]
+        verdict = verdict_law(rule, pair.p[states[taken]], proposals)
         counts = accepted_law(rule, verdict.accept.numpy()) * chance[taken, None]
         weights = (verdict.weights / verdict.weights.sum(dim=2, keepdim=True)).numpy()
         paths, visited = tokens[taken].tolist(), states[taken]

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from core_toys import EXACT, RATIO_RULES, ToyPair, accepted_law, make_pair, random_pair
-from verdict_laws import draft_rows, verdict_law
+from core_toys import EXACT, RATIO_RULES, ToyPair, accepted_law, make_pair, proposal_of, random_pair
+from verdict_laws import verdict_law
 
 from outrider.errors import Incompatible, InvariantError
 from outrider.grammar.token_mask import TokenMask
@@ -132,9 +132,8 @@ def outcomes(
 ) -> list[tuple[tuple[int, ...], float, bool]]:
     """What a round may commit, with its probability, and whether it ends because the constraint
     cannot be followed."""
-    mass = torch.stack(q)[None] if q else torch.zeros(1, 0, V, dtype=torch.float64)
-    tokens = torch.tensor(path, dtype=torch.int64).view(1, len(path))
-    law = verdict_law(rule, p[None], draft_rows(tokens, torch.arange(V).expand(mass.shape), mass))
+    mass = torch.stack(q) if q else torch.zeros(0, V, dtype=torch.float64)
+    law = verdict_law(rule, p[None], [proposal_of(torch.tensor(path), mass)])
     counts = accepted_law(rule, law.accept.numpy())[0]
     weights = (law.weights / law.weights.sum(dim=2, keepdim=True))[0].numpy()
     found: list[tuple[tuple[int, ...], float, bool]] = []

@@ -118,7 +118,7 @@ HISTORY = TokenHistory(prompt_ids=[0, 3], output_ids=[5, 5, 1], drafted_ids=[2, 
 @given(
     logits=rows_of_logits(4),
     params=PARAMS,
-    rule=st.sampled_from(Rule),
+    rule=st.sampled_from([Rule.TOKEN, Rule.BLOCK, Rule.COUPLED]),
     seed=st.integers(0, 2**64 - 1),
     num_draft_tokens=st.integers(0, 3),
     one_hot=st.booleans(),
@@ -128,6 +128,7 @@ def test_a_fused_verdict_is_the_verdict_on_full_rows(
 ):
     """In float64, tokens are equal and acceptance agrees to 1e-12. Drafts are near the target or
     far from it, and some have a token that the target lacks."""
+    rule = Rule.GREEDY if params.greedy else rule
     noise = RoundNoise(seed, rule, 40 + num_draft_tokens)
     near = logits.double() + torch.randn(logits.shape, dtype=torch.float64)
     wide = torch.cat([near, near[:, :1]], dim=1)[:num_draft_tokens]

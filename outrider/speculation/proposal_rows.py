@@ -1,0 +1,79 @@
+"""The rows of several proposals, and what a device computes from each row.
+
+The rows of a proposal of K draft tokens are p_1..p_{K+1} (`verification.py`)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from outrider.errors import check
+from outrider.speculation.accept_reject import Verdict
+from outrider.speculation.gumbel_max import IntArray, RealArray
+from outrider.speculation.proposal import Proposal
+from outrider.speculation.random_streams import RoundNoise, RowKeys, verdict_keys
+from outrider.speculation.sampling_params import Rule
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JudgedRows:
+    """Results for R rows: [R] each, on the CPU."""
+
+    behind: RealArray
+    """If the row judges a draft token: min(1, p / q), or, under block, pi of the path up to this
+    token. NaN if the token is outside its q."""
+    left: RealArray
+    """Z of block verification."""
+    drawn: IntArray
+    """The token drawn from the row, or from the residual if the row judges a draft token."""
+
+
+class ProposalRows:
+    """R rows: those of the first proposal, then those of the second, and so on."""
+
+    def __init__(self, asked: Sequence[tuple[Proposal, RoundNoise]]) -> None:
+        self._noises = [noise for _, noise in asked]
+        rules = [noise.rule for noise in self._noises]
+        self.sizes: IntArray = np.array([len(proposal) + 1 for proposal, _ in asked])
+        """[B]: the number of rows of each proposal."""
+        self.ends = self.sizes.cumsum()
+        drafted = [v for proposal, _ in asked for v in (*proposal.token_ids, -1)]
+        self.drafted: IntArray = np.array(drafted)
+        """[R]: the draft token after each row, or -1 in a proposal's last row."""
+        self.num_rows = len(drafted)
+        index = np.arange(self.num_rows) - (self.ends - self.sizes).repeat(self.sizes)
+        is_judged = np.array([rule.needs_q for rule in rules]).repeat(self.sizes)
+        is_judged[self.ends - 1] = False
+        self.num_before: IntArray = np.where(is_judged, index, -1)
+        """[R]: the number of draft tokens before each row, or -1 if the row judges none, because it
+        is the last, or because the rule does not use q."""
+        self.is_block = np.array([rule is Rule.BLOCK for rule in rules]).repeat(self.sizes)
+        """[R]: whether the rule is block."""
+        self.q = [entry for proposal, each in asked if each.rule.needs_q for entry in proposal.q]
+        """The distribution of each judged draft token, or None if its draw was certain."""
+
+    def keys(self) -> RowKeys:
+        """The keys for the noise of each row."""
+        return verdict_keys(self._noises, self.sizes.tolist())
+
+    def verdicts(self, found: JudgedRows) -> list[Verdict]:
+        """The verdicts on the proposals. Raises `InvariantError` for a draft token outside q."""
+        accepted, drawn = self.accept_probability(found).tolist(), found.drawn.tolist()
+        starts = (self.ends - self.sizes).tolist()
+        return [
+            Verdict(tuple(accepted[start : end - 1]), tuple(drawn[start:end]))
+            for start, end in zip(starts, self.ends.tolist(), strict=True)
+        ]
+
+    def accept_probability(self, found: JudgedRows) -> RealArray:
+        """[R]: `Verdict.accept_probability` of the draft token after each row."""
+        is_known = not np.isnan(found.behind).any()
+        check(is_known, "a draft token lies outside the distribution it was drawn from")
+        is_judged = self.num_before >= 0
+        accept: RealArray = np.where(is_judged, found.behind, found.drawn == self.drafted)
+        # Under block, tokens before the last have h_i = Z_i / (Z_i + 1 - pi_i).
+        is_inner = self.is_block[:-1] & is_judged[:-1] & is_judged[1:]
+        z, pi = found.left[1:][is_inner], found.behind[:-1][is_inner]
+        room = z + (1.0 - pi)
+        accept[:-1][is_inner] = np.divide(z, room, out=np.ones(len(z)), where=room > 0)
+        return accept
