@@ -364,14 +364,16 @@ class SteppedService:
         if batch and self._crashes:
             self._crashes = 0
             self.health_changed.set()
-        if second is None:
-            self._finish(batch, step.answers, start, end)
-        else:
+        if isinstance(second, _Step):
             self._finish(batch, step.answers, start, second.start, second.items)
             found = dict(zip(map(_round_of, second.items), second.answers, strict=True))
             later = self._queue.claim(lambda work: _round_of(work.item) in found)
             answers = [found[_round_of(work.item)] for work in later]
             self._finish(later, answers, second.start, end)
+        else:
+            self._finish(batch, step.answers, start, end)
+            if second is not None:
+                self._give_up(second)
         num_starved, self._num_starved = self._num_starved, self._worker.figures.num_starved
         if self._num_starved > num_starved:
             # If a session has long been silent, its coordinator may have died, or its release was
@@ -401,11 +403,11 @@ class SteppedService:
                 self._cancel(work)
         self._queue.put_back(works)
 
-    def _give_up(self, lost: EngineLost, batch: Sequence[StepRequest]) -> None:
+    def _give_up(self, lost: EngineLost, batch: Sequence[StepRequest] = ()) -> None:
         logger.critical("no further step can run: %s", lost)
         self.lost = lost
         self.health_changed.set()
-        waiting = list(batch)
+        waiting = batch or self._take()
         while waiting:
             for work in waiting:
                 self._refuse(work, lost)
@@ -413,7 +415,7 @@ class SteppedService:
 
     async def _run_on_executor(
         self, releases: dict[str, int], parked: list[str], batch: list[StepRequest]
-    ) -> tuple[_Step, _Step | None]:
+    ) -> tuple[_Step, _Step | EngineLost | None]:
         clock = asyncio.get_running_loop().time
         try:
             async with asyncio.timeout(STEP_S_MAX) as limit:
@@ -431,8 +433,9 @@ class SteppedService:
         parked: list[str],
         batch: Sequence[StepRequest],
         clock: Callable[[], float],
-    ) -> tuple[_Step, _Step | None]:
-        """Runs a step, and perhaps a second step with the next items of the same sessions."""
+    ) -> tuple[_Step, _Step | EngineLost | None]:
+        """Runs a step, and perhaps a second step with the next items of the same sessions. Returns
+        `EngineLost` in place of the second step if it loses the engine."""
         for session_id in releases:
             self._worker.release(session_id)
         if parked:
@@ -450,7 +453,9 @@ class SteppedService:
             return _Step(start, items, self._run_items(items)), None
         return step, None if self._executor.is_timed else self._next_rounds(batch, step, clock())
 
-    def _next_rounds(self, batch: Sequence[StepRequest], step: _Step, now: float) -> _Step | None:
+    def _next_rounds(
+        self, batch: Sequence[StepRequest], step: _Step, now: float
+    ) -> _Step | EngineLost | None:
         """Runs the next rounds of all sessions in `batch` right after a step, if they are known.
         Between two steps, the event loop and the hand-over to the executor take 1.3 ms."""
         pairs = zip(batch, step.answers, strict=True)
@@ -461,6 +466,8 @@ class SteppedService:
             self._note_seconds(now - step.start)
         try:
             return _Step(now, items, self._run_items(items))
+        except EngineLost as lost:
+            return lost
         except Exception:
             # The event loop gets the answers of the first step, and submits these rounds again.
             logger.exception("a second step of %d items crashed", len(items))
@@ -512,10 +519,9 @@ class SteppedService:
             stamped.append(timed[-1] if timed else work.unfinished or Unfinished.CONTINUES)
             for sender in work.senders:
                 frames.setdefault((sender, work.held_s), []).extend(timed)
-        # A step that prefills a part of a prompt is long, so its answers must not wait longer.
-        may_hold = Unfinished.CONTINUES not in answers
         for (sender, held_s), frame in frames.items():
-            if held_s > 0 and may_hold:
+            # After a longer step, for example with a part of a prompt, answers wait no longer.
+            if held_s > end - start:
                 sender.hold(frame, held_s)
             else:
                 sender.send(frame)

@@ -251,20 +251,20 @@ class RequestQueue:
             else:
                 sessions.add(session_id)  # A session's requests run in order.
                 left.append(work)
-                continue
-            if self._newest.get(work.key) is work:
-                del self._newest[work.key]
-        self._waiting = left
+        self._keep(left, [*batch, *unwanted, *late])
         return batch, unwanted, late
 
     def claim(self, is_wanted: Callable[[StepRequest], bool]) -> list[StepRequest]:
         """Takes requests out of the queue."""
         claimed = [work for work in self._waiting if is_wanted(work)]
-        self._waiting = [work for work in self._waiting if work not in claimed]
-        for work in claimed:
+        self._keep([work for work in self._waiting if work not in claimed], claimed)
+        return claimed
+
+    def _keep(self, left: list[StepRequest], taken: Sequence[StepRequest]) -> None:
+        self._waiting = left
+        for work in taken:
             if self._newest.get(work.key) is work:
                 del self._newest[work.key]
-        return claimed
 
     def put_back(self, works: Sequence[StepRequest]) -> None:
         self._waiting = list(heapq.merge(works, self._waiting, key=attrgetter("place")))

@@ -438,6 +438,26 @@ async def test_after_a_crash_in_the_second_step_its_rounds_run_again() -> None:
     await desk.service.close()
 
 
+async def test_an_engine_that_is_lost_in_the_second_step_runs_no_third_one() -> None:
+    """The first step's answers are sent, and the second rounds are refused."""
+    desk = Desk(step_s=0.01, is_timed=False)
+
+    def fail() -> None:
+        if len(desk.worker.steps) == 2:
+            desk.submit(3)
+            raise EngineLost("rank 1 is gone")
+
+    desk.worker.during_step = fail
+    for session in (1, 2):
+        desk.submit_series(session, 2)
+    answers = await desk.finish()
+    assert [isinstance(answer, ProposalReply) for answer in answers[:2]] == [True, True]
+    assert [answer.message for answer in answers[2:]] == ["rank 1 is gone"] * 3
+    assert len(desk.worker.steps) == 2
+    assert str(desk.service.lost) == "rank 1 is gone"
+    await desk.service.close()
+
+
 def outlet() -> AnswerSender:
     return AnswerSender(lambda answers: None)
 

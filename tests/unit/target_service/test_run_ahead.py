@@ -139,15 +139,17 @@ async def test_a_second_round_follows_no_end_of_text() -> None:
     await setting.close()
 
 
-async def test_no_verdict_waits_while_a_prompt_is_prefilled() -> None:
-    """A prompt of 200 tokens takes four steps of 64 tokens, of which three leave it unfinished."""
-    setting = Replica(
-        "target", ToyEngine(max_model_len=256), step_s=0.01, stream_interval_ms=1000,
-        max_num_batched_tokens=64,
-    )  # fmt: skip
+async def test_no_verdict_waits_after_a_step_that_is_longer_than_the_stream_interval() -> None:
+    """A prompt of 200 tokens takes four steps of 64 tokens, each of 50 ms. Later steps take 10."""
+    engine = ToyEngine(max_model_len=256)
+    engine.take_step_seconds = lambda: (  # type: ignore[method-assign]
+        0.05 if session_name(2) in engine.batches[-1] else 0.01
+    )
+    setting = Replica("target", engine, stream_interval_ms=40, max_num_batched_tokens=64)
     setting.link.send(VerifyItem(make_head((1,) * 200, 0, session=2)))
     frames = await frames_of(setting, ask_round(PROMPT, 0, 0, 15))
-    assert [len(frame) for frame in frames] == [1, 1, 1, 6, 7]
+    assert [len(frame) for frame in frames][:4] == [1, 1, 1, 1]
+    assert max(map(len, frames)) > 1
     await setting.close()
 
 
