@@ -60,7 +60,7 @@ def _settle(
     """Computes what `settle_rows` computes if it judges no draft token."""
     judged = sent.as_strided((len(weights), 6), (stride, 1)).numpy()
     assert (judged[:, 5] == -1).all()
-    found[-1] = race(weights, judged[:, :5].view(np.uint64))
+    found[-1] = torch.from_numpy(race(weights, judged[:, :5].view(np.uint64)))
 
 
 def draw_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,7 @@ def judge_by_kernels(
     with on_device(device):
         if changes:
             change_rows[(num_rows,)](
-                weights, found, logits, logits.stride(0), sent, width,
+                weights, logits, logits.stride(0), sent, width,
                 BLOCK=_BLOCK, ENTRIES=_ENTRIES, num_warps=_WARPS,
             )  # fmt: skip
             logits = weights

@@ -152,7 +152,7 @@ def arrival_order(rows: LikelyTokens, keys: RowKeys) -> tuple[IntArray, RealArra
     """Runs a race among the tokens of each row. Returns the tokens, highest score first, and the
     logarithms of their scores (log mass + Gumbel noise): [R, M] each. Tokens without mass become -1
     with the logarithm -inf, and come last."""
-    found = scores(torch.from_numpy(rows.mass), torch.from_numpy(rows.ids), keys).numpy()
+    found = scores(rows.mass, rows.ids, keys)
     order = np.argsort(-found, axis=1)
     found = np.take_along_axis(found, order, 1)
     ids = np.where(found > 0, np.take_along_axis(rows.ids, order, 1), -1)
@@ -188,9 +188,7 @@ def place_of(levels: Any, count: Any) -> Any:
 
 def _drawn_counts(keys: RowKeys) -> RealArray:
     """A uniform whole number in 0..`COUNT_TOTAL` - 1 for each row: [R, 1]."""
-    uniform: Any = uniforms(token_keys(keys), np.zeros((1, 1), dtype=np.int64))
-    counts: RealArray = uniform * COUNT_TOTAL // 1
-    return counts
+    return uniforms(token_keys(keys), np.zeros((1, 1), dtype=np.int64)) * COUNT_TOTAL // 1
 
 
 def _weights(logits: Tensor, params: SamplingParams, history: TokenHistory) -> Tensor:

@@ -22,7 +22,7 @@ independent Exp(1). Let E_i = -log u be the Exp(1) from the upper 52 bits of num
 """
 
 from functools import lru_cache
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -35,8 +35,6 @@ BLOCK = 128
 _BLOCK_BITS = 7
 _BLOCK_NUMBERS = 2**32
 """Index of the number of block 0. All token ids are smaller."""
-_DENSE_WIDTH = 4 * BLOCK
-"""In rows of up to this many tokens, all waits are computed."""
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _FIRST = 0xBF58476D1CE4E5B9 - 2**64
 _SECOND = 0x94D049BB133111EB - 2**64
@@ -44,7 +42,6 @@ _FRACTION_BITS = 52
 """A uniform is (n + 0.5) * 2^-52, where n has 52 bits. So no uniform is 0 or 1."""
 IntArray: TypeAlias = npt.NDArray[np.int64]
 RealArray: TypeAlias = npt.NDArray[np.float64]
-_Ints = TypeVar("_Ints", IntArray, Tensor)
 
 
 def token_keys(keys: RowKeys) -> tuple[IntArray, IntArray]:
@@ -53,9 +50,9 @@ def token_keys(keys: RowKeys) -> tuple[IntArray, IntArray]:
     return _column(first, second), _column(third, fourth)
 
 
-def numbers(keys: tuple[_Ints, _Ints], indices: _Ints) -> _Ints:
+def numbers(keys: tuple[IntArray, IntArray], indices: IntArray) -> IntArray:
     """The numbers with these `indices` ([R, M] or [1, M]) of each row: [R, M], int64 with 64 random
-    bits. `keys` are columns [R, 1]. Takes arrays, and tensors on any device."""
+    bits. `keys` are columns [R, 1]."""
     first, second = keys
     bits = indices * _GAMMA + first
     bits ^= (bits >> 30) & (2**34 - 1)  # The mask clears the copies of the sign bit.
@@ -67,39 +64,35 @@ def numbers(keys: tuple[_Ints, _Ints], indices: _Ints) -> _Ints:
     return bits
 
 
-def uniforms(keys: tuple[_Ints, _Ints], indices: _Ints) -> _Ints:
+def uniforms(keys: tuple[IntArray, IntArray], indices: IntArray) -> RealArray:
     """`numbers` as float64 in (0, 1)."""
-    drawn: _Ints = _uniforms(numbers(keys, indices))
-    return drawn
+    return _uniforms(numbers(keys, indices))
 
 
-def race(weights: Tensor, keys: RowKeys) -> Tensor:
-    """The winner of each row's race: [R], int64. `weights` [R, V] are on the CPU, and >= 0. If a
-    row has no positive weight, token 0 wins. Of equal scores, the lowest id wins."""
+def race(weights: Tensor, keys: RowKeys) -> IntArray:
+    """The winner of each row's race: [R]. `weights` [R, V] are on the CPU, and >= 0. If a row has
+    no positive weight, token 0 wins. Of equal scores, the lowest id wins."""
     num_rows, width = weights.shape
-    if width <= _DENSE_WIDTH:
-        return scores(weights, torch.arange(width)[None], keys).argmax(dim=1)
     if width % BLOCK:
         weights = torch.nn.functional.pad(weights, (0, -width % BLOCK))
     tops = weights.view(-1, BLOCK).amax(dim=1).view(num_rows, -1)
-    return torch.from_numpy(_pruned_race(weights.numpy(), tops.numpy(), token_keys(keys)))
+    return _pruned_race(weights.numpy(), tops.numpy(), token_keys(keys))
 
 
-def scores(weights: Tensor, token_ids: Tensor, keys: RowKeys) -> Tensor:
-    """The scores w / t of the tokens `token_ids` ([R, M] or [1, M], int64) with the `weights` [R,
-    M], on the CPU: [R, M], float64."""
-    low, high = map(torch.from_numpy, token_keys(keys))
-    blocks = numbers((low, high), (token_ids >> _BLOCK_BITS) + _BLOCK_NUMBERS)
-    later = _exponentials(numbers((low, high), token_ids))
-    is_least = (blocks & (BLOCK - 1)) == (token_ids & (BLOCK - 1))
-    waits: Tensor = _exponentials(blocks) / BLOCK + later.masked_fill_(is_least, 0.0)
-    return weights / waits
+def scores(weights: RealArray, token_ids: IntArray, keys: RowKeys) -> RealArray:
+    """The scores w / t of the tokens `token_ids` ([R, M] or [1, M]) with the `weights` [R, M]."""
+    row_keys = token_keys(keys)
+    blocks = numbers(row_keys, (token_ids >> _BLOCK_BITS) + _BLOCK_NUMBERS)
+    later = _exponentials(numbers(row_keys, token_ids))
+    later[(blocks & (BLOCK - 1)) == (token_ids & (BLOCK - 1))] = 0.0
+    found: RealArray = weights / (_exponentials(blocks) / BLOCK + later)
+    return found
 
 
 def _pruned_race(
     weights: npt.NDArray[Any], tops: npt.NDArray[Any], keys: tuple[IntArray, IntArray]
 ) -> IntArray:
-    """Like `race`, for rows of whole blocks. `tops` [R, V / 128] has the largest weight of each
+    """`race` for rows of whole blocks. `tops` [R, V / 128] has the largest weight of each
     block. First computes the score of the token with the shortest wait in each block. Then computes
     only the scores that could exceed the best of these."""
     num_rows, num_blocks = tops.shape
@@ -142,15 +135,13 @@ def _column(low: npt.NDArray[Any], high: npt.NDArray[Any]) -> IntArray:
     return key
 
 
-def _uniforms(bits: Any) -> Any:
+def _uniforms(bits: IntArray) -> RealArray:
     fraction = (bits >> (64 - _FRACTION_BITS)) & (2**_FRACTION_BITS - 1)
-    is_tensor = isinstance(fraction, Tensor)
-    drawn = fraction.double() if is_tensor else fraction.astype(np.float64)
+    drawn = fraction.astype(np.float64)
     drawn += 0.5
     drawn *= 2.0**-_FRACTION_BITS
     return drawn
 
 
-def _exponentials(bits: Any) -> Any:
-    drawn = _uniforms(bits)
-    return drawn.log_().neg_() if isinstance(drawn, Tensor) else -np.log(drawn)
+def _exponentials(bits: IntArray) -> RealArray:
+    return -np.log(_uniforms(bits))

@@ -145,13 +145,15 @@ def _largest(logits: Tensor) -> tuple[list[int], list[float]]:
 def adjusted_logits(
     logits: Tensor, params: SamplingParams, history: TokenHistory = NO_HISTORY
 ) -> Tensor:
-    """`logits` [R, V] after bias and penalties, as a float64 copy on the CPU. If there is no bias
-    and no penalty, returns `logits` itself. For tokens of the prompt and the output, the repetition
-    penalty divides positive logits, and multiplies negative ones (Keskar et al. 2019). For tokens
-    of the output, presence and frequency penalties are subtracted."""
+    """`logits` [R, V] after bias and penalties, as a CPU copy, in float64 if `logits` are, or
+    else in float32. Without bias and penalties, returns `logits` itself. For tokens of the prompt
+    and the output, the repetition penalty divides positive logits, and multiplies negative ones
+    (Keskar et al. 2019). For tokens of the output, presence and frequency penalties are
+    subtracted."""
     if not (params.logit_bias or params.penalised):
         return logits
-    adjusted = logits.to("cpu", torch.float64, copy=True)
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    adjusted = logits.to("cpu", dtype, copy=True)
     table = changed_tokens(params, history, logits.shape[1])
     ids, biases = torch.from_numpy(table[:, 0]), torch.from_numpy(table[:, 1].view(np.float64))
     counted = np.repeat(table[None, :, 2] >> 1, len(logits), axis=0)
@@ -159,12 +161,13 @@ def adjusted_logits(
         counted[row:, table[:, 0] == token_id] += 1
     seen = torch.from_numpy((counted > 0) | (table[:, 2] & 1 > 0))
     counts = torch.from_numpy(counted).double()
-    before = adjusted[:, ids] + biases
+    before = adjusted[:, ids].double() + biases
     repetition = params.repetition_penalty
     repeated = torch.where(before > 0, before / repetition, before * repetition)
     after = torch.where(seen, repeated, before)
     after -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
-    adjusted[:, ids] = after.clamp_(max=torch.finfo(torch.float64).max)
+    after.clamp_(max=torch.finfo(dtype).max)
+    adjusted[:, ids] = torch.where(before == torch.inf, before, after).to(dtype)
     return adjusted
 
 
@@ -193,12 +196,12 @@ def raw_logprobs(
     _check_rows(logits)
     exact = logits.double()
     normaliser = exact.logsumexp(dim=1, keepdim=True)
-    tops: dict[int, tuple[tuple[int, float], ...]] = {}
-    for row in set(rows):
-        ids = largest_ids(exact[row], num_top).tolist()
-        values = (exact[row, ids] - normaliser[row]).tolist()
-        ranked = zip(ids, values, strict=True)
-        tops[row] = tuple(sorted(ranked, key=lambda entry: (-entry[1], entry[0])))
+    tops: dict[int, tuple[tuple[int, float], ...]] = dict.fromkeys(rows, ())
+    for row in tops if num_top else ():
+        least = exact[row].topk(min(num_top, logits.shape[1])).values[-1]
+        ids = (exact[row] >= least).nonzero()[:, 0].tolist()
+        ranked = zip(ids, (exact[row, ids] - normaliser[row]).tolist(), strict=True)
+        tops[row] = tuple(sorted(ranked, key=lambda entry: (-entry[1], entry[0]))[:num_top])
     return tuple(
         (
             float(exact[row, token_id] - normaliser[row])
@@ -208,20 +211,6 @@ def raw_logprobs(
         )
         for row, token_id in zip(rows, chosen, strict=True)
     )
-
-
-def largest_ids(values: Tensor, count: int) -> Tensor:
-    """The ids of the `count` largest of `values` [V], ascending. Ties go to the lowest ids."""
-    count = min(count, len(values))
-    if count == 0:
-        return torch.empty(0, dtype=torch.int64, device=values.device)
-    threshold = values.topk(count, sorted=False).values.amin()
-    ids = (values >= threshold).nonzero()[:, 0]
-    if len(ids) == count:
-        return ids
-    above = values[ids] > threshold
-    ties_wanted = count - above.sum()
-    return ids[above | ((~above).cumsum(0) <= ties_wanted)]
 
 
 def check_maxima(maxima: Sequence[float]) -> None:

@@ -51,11 +51,9 @@ MAXIMUM, TOTAL, DRAFTED, ACCEPTED, LEFT, DRAWN = [tl.constexpr(i) for i in range
                draft token is outside its q
     LEFT       Z of block verification
     DRAWN      the drawn token
-
-Before `settle_rows` writes ACCEPTED and LEFT, they hold the largest changed logit of a row, as
-float64, and its token. `change_rows` writes these, and `weigh_rows` reads them for greedy rows.
 """
 BITS_OF_ONE = tl.constexpr(0x3F800000)
+FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
 COUNT_TOTAL = tl.constexpr(proposal.COUNT_TOTAL)
 NEARLY_EMPTY = tl.constexpr(1e-4)
 PI_MIN = tl.constexpr(1e-290)
@@ -129,7 +127,6 @@ def _keep_goal(row, width, low, goal, BY_MASS: tl.constexpr, BLOCK: tl.constexpr
 @triton.jit
 def change_rows(
     weights,  # [R, width], float32: the changed logits
-    found,  # [6, R], float64
     logits,  # [R, width]
     logits_stride,
     sent,  # bytes: [R, ROW_WORDS], int64; entries; masks, a bit for each token
@@ -139,7 +136,6 @@ def change_rows(
 ):
     """See the module's docstring. The grid is [R]."""
     at = tl.program_id(0).to(tl.int64)
-    num_rows = tl.num_programs(0)
     words = sent.to(tl.pointer_type(tl.int64)) + at * ROW_WORDS
     source = logits + at * logits_stride
     row = weights + at * width
@@ -156,10 +152,7 @@ def change_rows(
     tl.debug_barrier()
     num_entries = tl.load(words + 5)
     entries = (sent + tl.load(words + 6)).to(tl.pointer_type(tl.int64))
-    is_greedy = tl.load(words + 3) == 1
     repetition, presence, frequency = _real(words + 9), _real(words + 10), _real(words + 11)
-    best = tl.full((), float("-inf"), tl.float64)
-    best_token = tl.full((), 0, tl.int64)
     for start in range(0, num_entries, ENTRIES):
         entry = start + tl.arange(0, ENTRIES)
         is_here = entry < num_entries
@@ -171,19 +164,12 @@ def change_rows(
             count += (tl.load(words - back * ROW_WORDS + 4) == token).to(tl.int64)
         logit = tl.load(row + token, mask=is_here, other=float("-inf")).to(tl.float64)
         logit += bias.to(tl.float64, bitcast=True)
+        most = tl.where(logit == float("inf"), logit, FLOAT_MAX)
         repeated = tl.where(logit > 0.0, logit / repetition, logit * repetition)
         logit = tl.where((count > 0) | ((counted & 1) > 0), repeated, logit)
         lost = frequency * count.to(tl.float64) + tl.where(count > 0, presence, 0.0)
-        logit = tl.minimum(logit - lost, 1.7976931348623157e308)
-        top = tl.max(tl.where(logit == logit, logit, float("-inf")))
-        if top > best:
-            best = top
-            best_token = tl.min(tl.where(logit == top, token, width))
-        # The largest logits may be equal as float32, so the largest is stored as float64.
-        left = tl.where(is_greedy & (logit == logit), float("-inf"), logit)
-        tl.store(row + token, left.to(tl.float32), mask=is_here)
-    tl.store(found + ACCEPTED * num_rows + at, best)
-    tl.store(found + LEFT * num_rows + at, best_token.to(tl.float64))
+        logit = tl.minimum(logit - lost, most)
+        tl.store(row + token, logit.to(tl.float32), mask=is_here)
 
 
 @triton.jit(do_not_specialize=["words_stride"])
@@ -192,7 +178,7 @@ def weigh_rows(
     found,  # [6, R], float64
     logits,  # [R, width], or `weights` with changed ones
     logits_stride,
-    words,  # [R, words_stride], the first six of ROW_WORDS or all
+    words,  # [R, words_stride], the first five of ROW_WORDS or all
     words_stride,
     width,
     BLOCK: tl.constexpr,
@@ -216,12 +202,6 @@ def weigh_rows(
         largest = tl.maximum(largest, logit)
         is_number &= (logit == logit).to(tl.int32)
     top = tl.max(largest, axis=0)
-    best = tl.full((), float("-inf"), tl.float64)
-    best_token = tl.full((), -1, tl.int64)
-    if (top_k == 1) & (tl.load(words + 5) > 0):
-        best = tl.load(found + ACCEPTED * num_rows + at)
-        best_token = tl.load(found + LEFT * num_rows + at).to(tl.int64)
-    highest = tl.maximum(top.to(tl.float64), best)
     base = tl.where(tl.abs(top) == float("inf"), 0.0, top)
     parts = tl.zeros([BLOCK], tl.float64)
     for start in range(0, width, BLOCK):
@@ -229,9 +209,8 @@ def weigh_rows(
         logit = tl.load(source + place, mask=place < width, other=float("-inf")).to(tl.float32)
         weight = tl.exp(tl.minimum(logit - base, 0.0) / temperature)
         weight = tl.where(weight >= min_p, weight, 0.0)
-        # Compares as float64, which distinguishes nearly equal logits.
-        is_best = tl.where(place == best_token, best, logit.to(tl.float64)) == highest
-        weight = tl.where(top_k == 1, is_best.to(tl.float32), weight)
+        # Nearly equal logits may have equal weights.
+        weight = tl.where(top_k == 1, (logit == top).to(tl.float32), weight)
         parts += weight.to(tl.float64)
         tl.store(row + place, weight, mask=place < width)
     total = tl.sum(parts)
@@ -247,8 +226,8 @@ def weigh_rows(
     token = tl.load(words + 4)
     is_known = (token >= 0) & (token < width)
     drafted = tl.load(row + token, mask=is_known, other=0.0).to(tl.float64) / total
-    highest = tl.where(tl.min(is_number) > 0, highest, float("nan"))
-    tl.store(found + MAXIMUM * num_rows + at, highest)
+    top = tl.where(tl.min(is_number) > 0, top, float("nan"))
+    tl.store(found + MAXIMUM * num_rows + at, top.to(tl.float64))
     tl.store(found + TOTAL * num_rows + at, total)
     tl.store(found + DRAFTED * num_rows + at, drafted)
 

@@ -175,7 +175,7 @@ def check_parts(rows: Tensor, proposal: Proposal, rule: Rule) -> None:
 def judge_by_weights(weights: Tensor, sums: RealArray, rows: ProposalRows) -> JudgedRows:
     """Judges `rows` on the CPU. `weights` [R, V] are overwritten, and `sums` [R] are their sums."""
     behind, left = subtract_drafts(weights, sums, rows)
-    return JudgedRows(behind, left, race(weights, rows.keys()).numpy())
+    return JudgedRows(behind, left, race(weights, rows.keys()))
 
 
 def subtract_drafts(

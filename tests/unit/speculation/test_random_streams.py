@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from verdict_laws import row_keys
@@ -56,8 +55,8 @@ def test_words_of_rows_are_those_of_single_counters(rows):
     ]
 
 
-def test_numbers_have_the_finaliser_of_splitmix64(device):
-    """Answers for the seed 1234567 are known. Tensors, whose shifts extend signs, give the same."""
+def test_numbers_have_the_finaliser_of_splitmix64():
+    """Answers for the seed 1234567 are known."""
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     first, second = np.array([[1234567]]), np.array([[0]])
     found = numbers((first, second), np.array([[1, 2, 3]]))
@@ -65,11 +64,6 @@ def test_numbers_have_the_finaliser_of_splitmix64(device):
     random = np.random.default_rng(1)
     first, second = random.integers(-(2**63), 2**63, (2, 5, 1))
     indices = random.integers(0, 2**33, (5, 40))
-    on_device = numbers(
-        (torch.from_numpy(first).to(device), torch.from_numpy(second).to(device)),
-        torch.from_numpy(indices).to(device),
-    )
-    assert np.array_equal(on_device.cpu().numpy(), numbers((first, second), indices))
     other = numbers((first, second + 1), indices)
     assert (other != numbers((first, second), indices)).all()
 

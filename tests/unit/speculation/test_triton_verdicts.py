@@ -136,20 +136,20 @@ def test_logits_that_are_not_finite(bad: float) -> None:
 
 
 def test_the_greedy_take_the_largest_of_nearly_equal_logits() -> None:
-    logits = torch.zeros(1, 300)
-    logits[0, 7] = 0.3
-    logits[0, 3] = torch.nextafter(torch.tensor(0.3), torch.tensor(0.0))
-    biased = torch.zeros(1, 300)
-    biased[0, [3, 7]] = 20.0
+    logits = torch.zeros(2, 300)
+    logits[:, 7] = 0.3
+    logits[:, 3] = torch.nextafter(torch.tensor(0.3), torch.tensor(0.0))
+    biased = replace(GREEDY, logit_bias=((3, 1.0), (7, 1.0)))
     asked = [
-        question(Rule.GREEDY, GREEDY, num=0, logits=logits),
-        *(
-            question(Rule.GREEDY, replace(GREEDY, logit_bias=biases), num=0, logits=biased)
-            for biases in (((7, 1e-7),), ((3, -1e-7),), ((3, 1e-7), (7, 2e-7)), ((9, 20.0),))
-        ),
+        question(Rule.GREEDY, params, num=0, logits=row[None])
+        for params, row in zip((GREEDY, biased), logits, strict=True)
     ]
-    found = [each.correction for each in verdicts_from_logits(asked)]
-    assert found == [(7,), (7,), (7,), (7,), (3,)]
+    # The sums are equal as float32, so the lower id is taken.
+    assert [each.correction for each in verdicts_from_logits(asked)] == [(7,), (3,)]
+    on_host = [replace(each, logits=each.logits.cpu()) for each in asked]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(verification, "has_kernels", lambda device: False)
+        assert verdicts_from_logits(on_host) == verdicts_from_logits(asked)
 
 
 def test_draft_tokens_outside_their_q_are_found() -> None:

@@ -22,7 +22,7 @@ Q2 = DraftDistribution((0, 1), (COUNT_TOTAL // 4, 3 * COUNT_TOTAL // 4))
 
 
 def winner(weights: torch.Tensor, noise: RoundNoise, index: int, stream: Stream) -> int:
-    return int(race(weights[None], row_keys(noise.seed, [noise.place(index)], [stream])))
+    return int(race(weights[None], row_keys(noise.seed, [noise.place(index)], [stream]))[0])
 
 
 def test_token_rule_by_hand(device):
