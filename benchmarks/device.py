@@ -155,7 +155,8 @@ def _question(logits: torch.Tensor, rule: Rule, index: int) -> Question:
     """The input of a verdict on tokens drawn from a q that is slightly flatter than p."""
     noise = RoundNoise(index, rule, 100 + index)
     places = range(VERDICT_TOKENS)
-    drawn, _ = draw_from_logits(logits[:-1], _FLATTER, [noise] * len(places), places)
+    num = len(places)
+    drawn, _ = draw_from_logits(logits[:-1], [_FLATTER] * num, [noise] * num, places)
     q = tuple(q for _, q in drawn) if rule.needs_q else ()
     proposal = SealedProposal.of(Proposal(tuple(token_id for token_id, _ in drawn), q)).open()
     return Question(logits, _SAMPLED, NO_HISTORY, proposal, noise)

@@ -1,6 +1,10 @@
 """Substitutes for the kernels of a CUDA device where there is none: attention that follows the
 definition of a step's tables, and the kernels of draws."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -8,8 +12,9 @@ import torch
 from outrider.engine.attention import LayerPages
 from outrider.engine.cuda.table_steps import DeviceBackend, TableStep, find_backend
 from outrider.speculation import draft_sampling
+from outrider.speculation.cuda_verdicts import Transforms, send_rows
 from outrider.speculation.gumbel_max import race
-from outrider.speculation.logits_processing import NO_HISTORY, write_weights
+from outrider.speculation.logits_processing import NO_HISTORY, adjusted_logits, write_weights
 from outrider.speculation.sampling_params import SamplingParams
 
 
@@ -51,7 +56,7 @@ def _weigh(
     for row, own, (*reals, top_k) in zip(weights, logits, words[:, :4].numpy(), strict=True):
         temperature, min_p, top_p = np.array(reals).view(np.float64).tolist()
         params = SamplingParams(temperature, top_p=top_p, top_k=int(top_k), min_p=min_p)
-        write_weights(own[None], params, NO_HISTORY, row[None])
+        write_weights(own[None], params, row[None])
 
 
 def _settle(
@@ -63,9 +68,21 @@ def _settle(
     found[-1] = torch.from_numpy(race(weights, judged[:, :5].view(np.uint64)))
 
 
+def _send_rows(logits: torch.Tensor, transforms: Sequence[Transforms], *rest: Any) -> Any:
+    """Computes what `change_rows` computes, and sends the other words."""
+    rows = zip(torch.split(logits, 1), transforms, strict=True)
+    changed = torch.cat(
+        [adjusted_logits(row, params, history) for row, (params, history, _) in rows]
+    )
+    others = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+    kept = [replace(params, logit_bias=(), **others) for params, _, _ in transforms]
+    return send_rows(changed, [(params, NO_HISTORY, ()) for params in kept], *rest)
+
+
 def draw_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no CUDA device, runs draws on the substitute kernels."""
     if not torch.cuda.is_available():
+        monkeypatch.setattr(draft_sampling, "send_rows", _send_rows)
         monkeypatch.setattr(draft_sampling, "weigh", _weigh)
         monkeypatch.setattr(draft_sampling, "settle", _settle)
         monkeypatch.setattr(draft_sampling, "has_kernels", lambda device: True)

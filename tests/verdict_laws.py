@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -12,21 +13,15 @@ import torch
 from outrider.errors import check
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.speculation.accept_reject import Verdict
-from outrider.speculation.draft_sampling import (
-    DraftedToken,
-    likely_by_weight,
-    one_hot,
-    quantised_draws,
-    raced,
-)
-from outrider.speculation.gumbel_max import BLOCK
+from outrider.speculation.draft_sampling import DraftedToken, quantise
+from outrider.speculation.gumbel_max import BLOCK, race, token_keys, uniforms
 from outrider.speculation.logits_processing import (
     NO_HISTORY,
     DraftVocabulary,
     TokenHistory,
     row_sums,
 )
-from outrider.speculation.proposal import Proposal
+from outrider.speculation.proposal import COUNT_TOTAL, Proposal
 from outrider.speculation.proposal_rows import JudgedRows, ProposalRows
 from outrider.speculation.random_streams import (
     WORD_MASK,
@@ -147,9 +142,18 @@ def draft_tokens(
     if not noises:
         return []
     rule = noises[0].rule
+    ids = np.arange(probabilities.shape[1]) if vocabulary is None else vocabulary.token_ids
     if rule is Rule.GREEDY:
-        return one_hot(probabilities.argmax(dim=1).tolist(), vocabulary)
+        return [(token_id, None) for token_id in ids[probabilities.argmax(dim=1).numpy()].tolist()]
     keys = draft_keys(noises, indices)
     if rule is Rule.COUPLED:
-        return raced(probabilities, keys, vocabulary)
-    return quantised_draws(likely_by_weight(probabilities, entries_max, vocabulary), keys)
+        wide = probabilities.new_zeros(len(probabilities), int(ids[-1]) + 1)
+        wide[:, torch.from_numpy(ids)] = probabilities
+        return [(token_id, None) for token_id in race(wide, keys).tolist()]
+    levels = uniforms(token_keys(keys), np.zeros((1, 1), dtype=np.int64))[:, 0] * COUNT_TOTAL // 1
+    drawn: list[DraftedToken] = []
+    for row, level in zip(probabilities, levels.tolist(), strict=True):
+        q = quantise(row, entries_max, vocabulary)
+        token_id = q.token_ids[sum(total <= level for total in accumulate(q.counts))]
+        drawn.append((token_id, q if len(q.token_ids) > 1 else None))
+    return drawn

@@ -1,8 +1,7 @@
 """Draws draft tokens from logits, for drafters with a model or a head."""
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
-from itertools import chain
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,13 +9,7 @@ from torch import Tensor
 from outrider.drafters.drafter import DraftRequest
 from outrider.errors import OutriderError
 from outrider.grammar.token_mask import TokenMask
-from outrider.speculation.draft_sampling import (
-    DraftedToken,
-    LikelyTokens,
-    can_draw_on_device,
-    draw_from_logits,
-    draw_on_device,
-)
+from outrider.speculation.draft_sampling import LikelyTokens, draw_from_logits
 from outrider.speculation.logits_processing import (
     NO_HISTORY,
     DraftVocabulary,
@@ -149,15 +142,11 @@ class DraftSampler:
         if any(draft.request.allowed is not None for draft in drafts):
             drafts, rows = self._masked(drafts, rows)
         lengths = [len(draft.token_ids) for draft in drafts]
-        together, groups = _alike(drafts, rows)
-        by_index = dict(enumerate(rows))
-        away = [index for index in chain(*groups) if rows[index].device.type != "cpu"]
-        if len(groups) > 1 and away:  # Copies all rows together, to wait for the device once.
-            copied = joined_rows([rows[index] for index in away]).cpu()
-            sizes = [len(rows[index]) for index in away]
-            by_index |= zip(away, torch.split(copied, sizes), strict=True)
-        for indices in filter(None, (together, *groups)):
-            self._draw([drafts[index] for index in indices], [by_index[index] for index in indices])
+        groups: dict[torch.device, list[int]] = {}
+        for index, row in enumerate(rows):
+            groups.setdefault(row.device, []).append(index)
+        for indices in groups.values():
+            self._draw([drafts[index] for index in indices], [rows[index] for index in indices])
         before = zip(drafts, lengths, strict=True)
         return [draft for draft, length in before if len(draft.token_ids) > length]
 
@@ -185,8 +174,8 @@ class DraftSampler:
         return going_on, left
 
     def _draw(self, drafts: list[AutoregressiveDraft], rows: list[Tensor]) -> None:
-        """Draws for the drafts of one group of `_alike`. If this raises an error, draws from each
-        row alone, so that the error ends only the draft that caused it."""
+        """Draws from rows on the same device. If this raises an error, draws from each row alone,
+        so that the error ends only the draft that caused it."""
         by_row = [draft for draft, own in zip(drafts, rows, strict=True) for _ in range(len(own))]
         depths = [
             len(draft.token_ids) + index
@@ -195,7 +184,14 @@ class DraftSampler:
         ]
         logits = joined_rows(rows)
         try:
-            tokens, drawn_from = self._drawn(by_row, depths, logits)
+            tokens, drawn_from = draw_from_logits(
+                logits,
+                [draft.request.sampling for draft in by_row],
+                [draft.request.noise for draft in by_row],
+                depths,
+                [draft.history for draft in by_row],
+                self.vocabulary,
+            )
         except OutriderError as error:
             if len(by_row) == 1:
                 drafts[0].end(error)
@@ -209,39 +205,3 @@ class DraftSampler:
             draft.unseen = (token_id,)
             if likely is not None:
                 draft.rows.append(likely)
-
-    def _drawn(
-        self, drafts: Sequence[AutoregressiveDraft], depths: Sequence[int], logits: Tensor
-    ) -> tuple[list[DraftedToken], Sequence[LikelyTokens | None]]:
-        """Draws from each row of `logits`. `drafts` and `depths` have an entry for each row.
-        Returns each row's token, and the likely tokens from which the token was drawn, or None if
-        they are unknown."""
-        sampling = drafts[0].request.sampling
-        noises = [draft.request.noise for draft in drafts]
-        if can_draw_on_device(logits, sampling):
-            params = [draft.request.sampling for draft in drafts]
-            return draw_on_device(logits, params, noises, depths, self.vocabulary)
-        history = drafts[0].history
-        tokens, likely = draw_from_logits(
-            logits, sampling, noises, depths, history, self.vocabulary
-        )
-        return tokens, [
-            None if likely is None else likely.row(place) for place in range(len(drafts))
-        ]
-
-
-def _alike(
-    drafts: Sequence[AutoregressiveDraft], rows: Sequence[Tensor]
-) -> tuple[list[int], list[list[int]]]:
-    """Divides the drafts into groups that can be drawn together, and returns their indices. The
-    first group is drawn on the device of its rows, by `draw_on_device`. The drafts of each other
-    group share rule and parameters. A draft with penalties is a group of its own."""
-    groups: dict[Hashable, list[int]] = {}
-    for index, (draft, row) in enumerate(zip(drafts, rows, strict=True)):
-        sampling = draft.request.sampling
-        key: Hashable = None
-        if not can_draw_on_device(row, sampling):
-            alone = index if sampling.penalised else -1
-            key = draft.request.rule, sampling, alone, row.device
-        groups.setdefault(key, []).append(index)
-    return groups.pop(None, []), list(groups.values())

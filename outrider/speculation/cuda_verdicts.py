@@ -56,35 +56,58 @@ def judge_by_kernels(
     logits: Tensor, transforms: Sequence[Transforms], rows: ProposalRows
 ) -> JudgedRows:
     """Judges `rows`, whose `logits` [R, V] are float32 or narrower. `transforms` are by session."""
-    from outrider.speculation.triton_kernels import change_rows
-
-    num_rows, width = logits.shape
-    device = logits.device
-    words = np.zeros((num_rows, ROW_WORDS), dtype=np.int64)
-    kept = np.array([filters(sampling) for sampling, _, _ in transforms])
-    words[:, :3] = kept.view(np.int64)[:, :3].repeat(rows.sizes, axis=0)
-    words[:, 3] = kept[:, 3].repeat(rows.sizes)
-    words[:, 4] = rows.drafted
-    changes = _changes(transforms, rows.sizes, words, width)
-    sent = send([words, *changes], device)
-    row_words = sent[: words.nbytes].view(torch.int64).view(words.shape)
-    weights = torch.empty((num_rows, width), dtype=torch.float32, device=device)
+    num_rows, device = len(logits), logits.device
     found = torch.empty((FOUND, num_rows), dtype=torch.float64, device=device)
+    nothing = np.empty((num_rows, 0), dtype=np.int64)
     with on_device(device):
-        if changes:
-            change_rows[(num_rows,)](
-                weights, logits, logits.stride(0), sent, width,
-                BLOCK=_BLOCK, ENTRIES=_ENTRIES, num_warps=_WARPS,
-            )  # fmt: skip
-            logits = weights
-        weigh(weights, found, logits, row_words)
+        words, _, changed = send_rows(logits, transforms, rows.sizes, rows.drafted, nothing)
+        is_same = changed is logits
+        weights = torch.empty_like(logits, dtype=torch.float32) if is_same else changed
+        weigh(weights, found, changed, words)
         # The host prepares the last kernel's arguments while the device runs the first kernels.
-        settle(weights, found, row_words, send(_judged(rows), device), JUDGED_WORDS)
+        settle(weights, found, words, send(_judged(rows), device), JUDGED_WORDS)
     maxima, _, _, behind, left, drawn = found.cpu().numpy()
     if not np.isfinite(maxima).all():
         for part in np.split(maxima, rows.ends[:-1]):
             check_maxima(part.tolist())
     return JudgedRows(behind, left, drawn.astype(np.int64))
+
+
+def send_rows(
+    logits: Tensor,
+    transforms: Sequence[Transforms],
+    sizes: IntArray,
+    drafted: IntArray | int,
+    extra: IntArray,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sends what the kernels read of each row of `logits` [R, V], float32 or narrower. `transforms`
+    and `sizes`, the numbers of rows, are by session. `drafted` are the draft tokens that the rows
+    judge, or -1. Returns the words [R, `ROW_WORDS`] and the `extra` words [R, E] on the device, and
+    the logits after masks, biases and penalties. Runs `change_rows` on the current device."""
+    num_rows, width = logits.shape
+    words = np.zeros((num_rows, ROW_WORDS), dtype=np.int64)
+    kept = np.array([filters(sampling) for sampling, _, _ in transforms])
+    words[:, :3] = kept.view(np.int64)[:, :3].repeat(sizes, axis=0)
+    words[:, 3] = kept[:, 3].repeat(sizes)
+    words[:, 4] = drafted
+    end = words.nbytes + extra.nbytes
+    changes = _changes(transforms, sizes, words, width, end)
+    sent = send([words, extra, *changes], logits.device)
+    if changes:
+        from outrider.speculation.triton_kernels import change_rows
+
+        changed = torch.empty_like(logits, dtype=torch.float32)
+        change_rows[(num_rows,)](
+            changed, logits, logits.stride(0), sent, width,
+            BLOCK=_BLOCK, ENTRIES=_ENTRIES, num_warps=_WARPS,
+        )  # fmt: skip
+        logits = changed
+    sent_words = sent[:end].view(torch.int64)
+    return (
+        sent_words[: words.size].view(words.shape),
+        sent_words[words.size :].view(extra.shape),
+        logits,
+    )
 
 
 def _judged(rows: ProposalRows) -> list[npt.NDArray[Any]]:
@@ -127,14 +150,14 @@ def settle(weights: Tensor, found: Tensor, words: Tensor, sent: Tensor, stride: 
 
 
 def _changes(
-    transforms: Sequence[Transforms], sizes: IntArray, words: IntArray, width: int
+    transforms: Sequence[Transforms], sizes: IntArray, words: IntArray, width: int, end: int
 ) -> list[npt.NDArray[Any]]:
-    """Returns the arrays to send after the rows' words: tables of tokens with biases or penalties,
-    and then masks. Writes the offsets of these arrays into `words`."""
+    """Returns the arrays to send after the first `end` bytes: tables of tokens with biases or
+    penalties, and then masks. Writes the offsets of these arrays into `words`."""
     tables: list[npt.NDArray[Any]] = []
     masks: dict[int, tuple[int, TokenMask]] = {}
     words[:, 7] = -1
-    end, at = words.nbytes, 0
+    at = 0
     for (sampling, history, row_masks), size in zip(transforms, sizes.tolist(), strict=True):
         start, at = at, at + size
         if sampling.penalised or sampling.logit_bias:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,34 +27,33 @@ from outrider.speculation.cuda_verdicts import (
     filters,
     has_kernels,
     on_device,
-    send,
+    send_rows,
     settle,
     weigh,
 )  # fmt: skip
 from outrider.speculation.gumbel_max import (
-    BLOCK,
     IntArray,
     RealArray,
     race,
     scores,
     token_keys,
     uniforms,
+    whole_blocks,
 )
 from outrider.speculation.logits_processing import (
     NO_HISTORY,
     DraftVocabulary,
     TokenHistory,
+    adjusted_logits,
     check_maxima,
-    check_weights,
     largest,
-    likeliest,
+    largest_of_rows,
     write_weights,
 )
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution
 from outrider.speculation.random_streams import RoundNoise, RowKeys, draft_keys
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
-_Reals = TypeVar("_Reals", RealArray, Tensor)
 DraftedToken = tuple[int, DraftDistribution | None]
 """A token and the distribution from which it was drawn. The distribution is None if the rule does
 not use q, or if the draw was certain."""
@@ -90,62 +89,192 @@ class LikelyTokens:
 
 def draw_from_logits(
     logits: Tensor,
-    params: SamplingParams,
+    params: Sequence[SamplingParams],
     noises: Sequence[RoundNoise],
     indices: Sequence[int],
-    history: TokenHistory = NO_HISTORY,
+    histories: Sequence[TokenHistory] = (),
     vocabulary: DraftVocabulary | None = None,
-) -> tuple[list[DraftedToken], LikelyTokens | None]:
-    """Draws the next token for each of B sessions with the same rule and parameters. With
-    penalties, they also have the same `history`. Session b draws at depth `indices[b]` of its
+) -> tuple[list[DraftedToken], list[LikelyTokens | None]]:
+    """Draws the next token for each of B sessions. Session b draws at depth `indices[b]` of its
     round, from row b of `logits` [B, V]. With a `vocabulary`, `logits` are [B, N]. All other
-    arguments and results use the target's ids.
+    arguments and results use the target's ids. Only penalties need `histories`.
 
-    Also returns the `likely_tokens` of the rows, or None if each draw takes the likeliest token.
-    Raises `InvariantError` for rows that `target_probabilities` refuses."""
+    Also returns the likely tokens of each row, or None if the draw takes the likeliest token. Waits
+    for the device only once. Raises `InvariantError` for rows that `target_probabilities`
+    refuses."""
     check(len(noises) == len(indices) == len(logits), "one noise and index for each row")
     if not noises:
-        return [], None
-    rule = _shared_rule(noises)
+        return [], []
+    rules = [noise.rule for noise in noises]
+    transforms = [*zip(params, histories or [NO_HISTORY] * len(rules), strict=True)]
     if vocabulary is not None:
-        params = vocabulary.params(params)
-        history = vocabulary.history(history) if params.penalised else history
-    if params.greedy or rule is Rule.GREEDY:
-        return one_hot(likeliest(logits, params, history), vocabulary), None
+        transforms = [vocabulary.transform(*each) for each in transforms]
+    drawn_from: list[LikelyTokens | None] = [None] * len(rules)
+    if set(rules) == {Rule.GREEDY}:
+        found = _read(logits, transforms, rules, _NO_KEYS, vocabulary)
+        return [(token_id, None) for token_id in found.tokens.tolist()], drawn_from
     keys = draft_keys(noises, indices)
-    if rule is Rule.COUPLED:
-        weights = _weights(logits, params, history)
-        count = min(DRAFT_SUPPORT_ENTRIES, logits.shape[1])
-        return raced(weights, keys, vocabulary), likely_by_weight(weights, count, vocabulary)
-    rows = likely_tokens(logits, params, history, vocabulary)
-    return quantised_draws(rows, keys), rows
+    found = _read(logits, transforms, rules, keys, vocabulary)
+    tokens: list[DraftedToken] = [(token_id, None) for token_id in found.tokens.tolist()]
+    likely = found.likely(params)
+    for index, rule in enumerate(rules):
+        if rule is not Rule.GREEDY:
+            drawn_from[index] = likely.row(index)
+    quantised = [index for index, rule in enumerate(rules) if rule.needs_q]
+    if quantised:
+        levels, ids = count_levels(likely.mass[quantised]), likely.ids[quantised]
+        zero = np.zeros((1, 1), dtype=np.int64)
+        counts = uniforms(token_keys(keys[quantised]), zero) * COUNT_TOTAL // 1
+        places = (levels <= counts).sum(axis=1).tolist()
+        for index, row, own, place in zip(quantised, ids, levels, places, strict=True):
+            q = _as_distribution(row, own)
+            tokens[index] = int(row[place]), q if len(q.token_ids) > 1 else None
+    return tokens, drawn_from
 
 
 def likely_tokens(
-    logits: Tensor,
-    params: SamplingParams,
-    history: TokenHistory = NO_HISTORY,
-    vocabulary: DraftVocabulary | None = None,
+    logits: Tensor, params: SamplingParams, vocabulary: DraftVocabulary | None = None
 ) -> LikelyTokens:
-    """The `DRAFT_SUPPORT_ENTRIES` likeliest tokens of each row of a draft's `logits` [R, V]. With a
-    `vocabulary`, the ids in `params` and `history` must be columns of `logits`. Raises
-    `InvariantError` for rows that `target_probabilities` refuses."""
-    count = min(DRAFT_SUPPORT_ENTRIES, logits.shape[1])
-    if not params.tempered_alone:
-        return likely_by_weight(_weights(logits, params, history), count, vocabulary)
-    width = -(-logits.shape[1] // BLOCK) * BLOCK
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    padded = torch.empty((len(logits), width), dtype=dtype, device=logits.device)
-    padded[:, : logits.shape[1]] = logits
-    padded[:, logits.shape[1] :] = float("-inf")
-    values, columns = largest(padded, count)
-    if values.device.type != "cpu":  # Waits for the device once.
-        values, columns = torch.stack([values.double(), columns.double()]).cpu()
-        columns = columns.long()
-    mass = values.double().numpy()
-    check_maxima(mass[:, 0].tolist())
-    mass = np.exp((mass - mass[:, :1]) / params.temperature)
-    return LikelyTokens(_token_ids(columns, vocabulary), mass)
+    """The `DRAFT_SUPPORT_ENTRIES` likeliest tokens of each row of a draft's `logits` [R, V], or
+    [R, N] with a `vocabulary`. Raises `InvariantError` for rows that `target_probabilities`
+    refuses."""
+    num_rows = len(logits)
+    columns = params if vocabulary is None else vocabulary.params(params)
+    transforms = [(columns, NO_HISTORY)] * num_rows
+    found = _read(logits, transforms, [Rule.TOKEN] * num_rows, _NO_KEYS, vocabulary)
+    return found.likely([params] * num_rows)
+
+
+class _Rows(NamedTuple):
+    """What draws need of R rows of logits, on the CPU."""
+
+    tokens: IntArray
+    """[R]: the likeliest token if the draw is greedy, the winner of the race if it is coupled."""
+    maxima: RealArray
+    """[R]: the largest logit."""
+    ids: IntArray
+    """[R, M]: if the draw is not greedy, the likeliest tokens, likeliest first."""
+    values: RealArray
+    """[R, M]: their logits, or -inf after the last token that a filter keeps."""
+
+    def likely(self, params: Sequence[SamplingParams]) -> LikelyTokens:
+        temperatures = np.array([filters(each)[:1] for each in params])
+        return LikelyTokens(self.ids, np.exp((self.values - self.maxima[:, None]) / temperatures))
+
+
+_NO_KEYS: RowKeys = np.zeros((0, 5), dtype=np.uint64)
+_Transforms = Sequence[tuple[SamplingParams, TokenHistory]]
+
+
+def _read(
+    logits: Tensor,
+    transforms: _Transforms,
+    rules: Sequence[Rule],
+    keys: RowKeys,
+    vocabulary: DraftVocabulary | None,
+) -> _Rows:
+    """Reads each row of `logits`. The ids in `transforms` are columns. Only races need `keys`."""
+    by_kernels = has_kernels(logits.device) and logits.dtype != torch.float64
+    way = _read_by_kernels if by_kernels else _read_on_host
+    found = way(logits, transforms, rules, keys, vocabulary)
+    check_maxima(found.maxima.tolist())
+    return found
+
+
+def _read_on_host(
+    logits: Tensor,
+    transforms: _Transforms,
+    rules: Sequence[Rule],
+    keys: RowKeys,
+    vocabulary: DraftVocabulary | None,
+) -> _Rows:
+    logits = logits.cpu()
+    rows = logits if logits.dtype == torch.float64 else logits.float()
+    if _any_changed(transforms):
+        parts = zip(torch.split(rows, 1), transforms, strict=True)
+        rows = torch.cat([adjusted_logits(row, *each) for row, each in parts])
+    groups: dict[tuple[Rule, SamplingParams], list[int]] = {}
+    for index, (rule, (params, _)) in enumerate(zip(rules, transforms, strict=True)):
+        groups.setdefault((rule, params), []).append(index)
+    num_rows, width = rows.shape
+    tokens, maxima = np.zeros(num_rows, dtype=np.int64), np.zeros(num_rows)
+    ids, values = np.zeros((2, num_rows, min(width, DRAFT_SUPPORT_ENTRIES)))
+    for (rule, params), indices in groups.items():
+        part = rows if len(groups) == 1 else rows[indices]
+        if rule is Rule.GREEDY:
+            largest_columns, maxima[indices] = largest_of_rows(part)
+            tokens[indices] = _token_ids(np.array(largest_columns), vocabulary)
+            continue
+        source = part
+        if rule is Rule.COUPLED or params.filtered:
+            source = torch.empty((len(part), whole_blocks(width)), dtype=rows.dtype)
+            write_weights(part, params, source)
+        if rule is Rule.COUPLED:
+            tokens[indices] = race(_spread(source, vocabulary), keys[indices])
+        found, columns = largest(source, ids.shape[1])
+        maxima[indices] = (found[:, 0] if source is part else part.amax(dim=1)).numpy()
+        if source is not part:
+            columns.clamp_(max=width - 1)
+            found = part.gather(1, columns).masked_fill_(found == 0, -torch.inf)
+        ids[indices], values[indices] = _token_ids(columns.numpy(), vocabulary), found.numpy()
+    return _Rows(tokens, maxima, ids.astype(np.int64), values)
+
+
+def _read_by_kernels(
+    logits: Tensor,
+    transforms: _Transforms,
+    rules: Sequence[Rule],
+    keys: RowKeys,
+    vocabulary: DraftVocabulary | None,
+) -> _Rows:
+    any_coupled, any_filtered = Rule.COUPLED in rules, any(one.filtered for one, _ in transforms)
+    with on_device(logits.device):
+        if any_coupled or any_filtered or _any_changed(transforms):
+            judged = np.full((len(rules), 6), -1, dtype=np.int64)
+            judged[:, :5] = keys.view(np.int64) if any_coupled else 0
+            asked, ones = [(*each, ()) for each in transforms], np.ones(len(rules), dtype=np.int64)
+            words, judged_words, logits = send_rows(logits, asked, ones, -1, judged)
+        maxima, likeliest = logits.max(dim=1, keepdim=True)
+        parts = [likeliest, maxima.double(), likeliest]
+        if any_coupled or any_filtered:
+            weights = torch.empty_like(logits, dtype=torch.float32)
+            found = torch.empty((FOUND, len(rules)), dtype=torch.float64, device=logits.device)
+            weigh(weights, found, logits, words)
+        if any_filtered:
+            logits = logits.masked_fill(weights == 0, float("-inf"))
+        if any_coupled:
+            settle(_spread(weights, vocabulary), found, words, judged_words, 6)
+            parts[2] = found[-1, :, None]
+        if set(rules) != {Rule.GREEDY}:
+            values, columns = largest(logits, DRAFT_SUPPORT_ENTRIES)
+            parts += [columns, values]
+        read = torch.cat(parts, dim=1).cpu().numpy()
+    is_coupled = [rule is Rule.COUPLED for rule in rules]
+    best, raced = read[:, 0].astype(np.int64), read[:, 2].astype(np.int64)
+    tokens = np.where(is_coupled, raced, _token_ids(best, vocabulary))
+    likely, logits_of_likely = np.split(read[:, 3:], 2, axis=1)
+    ids = _token_ids(likely.astype(np.int64), vocabulary)
+    return _Rows(tokens, read[:, 1], ids, logits_of_likely)
+
+
+def _any_changed(transforms: _Transforms) -> bool:
+    return any(params.penalised or params.logit_bias for params, _ in transforms)
+
+
+def _spread(weights: Tensor, vocabulary: DraftVocabulary | None) -> Tensor:
+    """Moves the weights of a `vocabulary` from their columns to their ids, because the noise of a
+    race belongs to ids."""
+    if vocabulary is None:
+        return weights
+    table = vocabulary.table(weights.device)
+    wide = weights.new_zeros((len(weights), int(vocabulary.token_ids[-1]) + 1))
+    return wide.index_copy_(1, table, weights[:, : len(table)])
+
+
+def _token_ids(columns: IntArray, vocabulary: DraftVocabulary | None) -> IntArray:
+    """The tokens of these columns."""
+    found: IntArray = columns if vocabulary is None else vocabulary.token_ids[columns]
+    return found
 
 
 def arrival_order(rows: LikelyTokens, keys: RowKeys) -> tuple[IntArray, RealArray]:
@@ -165,195 +294,20 @@ def quantise(
 ) -> DraftDistribution:
     """Quantises the `entries_max` likeliest of `probabilities` [V], or [N] with a `vocabulary`.
     Tokens whose count would be 0 are left out. The result has the target's ids."""
-    rows = likely_by_weight(probabilities[None], entries_max, vocabulary)
-    return _as_distributions(rows.ids, _host_levels(rows.mass))[0]
+    values, columns = largest(probabilities[None], entries_max)
+    levels = count_levels(values.double().numpy())
+    return _as_distribution(_token_ids(columns.numpy(), vocabulary)[0], levels[0])
 
 
-def count_levels(mass: _Reals) -> _Reals:
-    """Quantises `mass` [R, M], float64. Returns cumulative counts, whole numbers: [R, M]."""
-    sums = mass.cumsum(1)
-    levels: _Reals = (sums / sums[:, -1:] * COUNT_TOTAL).round()
+def count_levels(mass: RealArray) -> RealArray:
+    """Quantises `mass` [R, M]. Returns cumulative counts, whole numbers: [R, M]."""
+    sums = mass.cumsum(axis=1)
+    levels: RealArray = (sums / sums[:, -1:] * COUNT_TOTAL).round()
     return levels
 
 
-def _host_levels(mass: RealArray) -> RealArray:
-    check(bool((mass.sum(1) > 0).all()), "a row without mass is no distribution")
-    return count_levels(mass)
-
-
-def place_of(levels: Any, count: Any) -> Any:
-    """For each row, the index of the first of its `levels` [R, M] above its `count` [R, 1]: [R]."""
-    return (levels <= count).sum(1)
-
-
-def _drawn_counts(keys: RowKeys) -> RealArray:
-    """A uniform whole number in 0..`COUNT_TOTAL` - 1 for each row: [R, 1]."""
-    return uniforms(token_keys(keys), np.zeros((1, 1), dtype=np.int64)) * COUNT_TOTAL // 1
-
-
-def _weights(logits: Tensor, params: SamplingParams, history: TokenHistory) -> Tensor:
-    """The distributions of `logits` [B, V] up to a factor, padded to whole blocks."""
-    logits = logits.cpu()
-    width = -(-logits.shape[1] // BLOCK) * BLOCK
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    weights = torch.empty((len(logits), width), dtype=dtype)
-    write_weights(logits, params, history, weights)
-    check_weights(weights, [logits])
-    return weights
-
-
-def likely_by_weight(
-    weights: Tensor, count: int, vocabulary: DraftVocabulary | None
-) -> LikelyTokens:
-    values, columns = largest(weights, count)
-    return LikelyTokens(_token_ids(columns, vocabulary), values.double().numpy())
-
-
-def _token_ids(columns: Tensor, vocabulary: DraftVocabulary | None) -> IntArray:
-    """The tokens of these columns. A column that pads a row gets an arbitrary token."""
-    found: IntArray = columns.numpy()
-    if vocabulary is None:
-        return found
-    tokens: IntArray = vocabulary.token_ids[found.clip(max=len(vocabulary.token_ids) - 1)]
-    return tokens
-
-
-def quantised_draws(rows: LikelyTokens, keys: RowKeys) -> list[DraftedToken]:
-    levels = _host_levels(rows.mass)
-    places = place_of(levels, _drawn_counts(keys))
-    tokens = rows.ids[np.arange(len(levels)), places].tolist()
-    return [
-        (token_id, q if len(q.token_ids) > 1 else None)
-        for token_id, q in zip(tokens, _as_distributions(rows.ids, levels), strict=True)
-    ]
-
-
-def _as_distributions(ids: IntArray, levels: RealArray) -> list[DraftDistribution]:
+def _as_distribution(ids: IntArray, levels: RealArray) -> DraftDistribution:
     check(bool(np.isfinite(levels).all()), "draft probabilities are numbers with a positive sum")
-    counts = np.diff(levels, axis=1, prepend=0.0).astype(np.int64)
-    found = []
-    for row_ids, row in zip(ids, counts, strict=True):
-        kept = row > 0
-        found.append(DraftDistribution(tuple(row_ids[kept].tolist()), tuple(row[kept].tolist())))
-    return found
-
-
-def one_hot(columns: Sequence[int], vocabulary: DraftVocabulary | None) -> list[DraftedToken]:
-    if vocabulary is not None:
-        columns = vocabulary.token_ids[list(columns)].tolist()
-    return [(token_id, None) for token_id in columns]
-
-
-def raced(weights: Tensor, keys: RowKeys, vocabulary: DraftVocabulary | None) -> list[DraftedToken]:
-    """The winner of the race in each row. The noise belongs to token ids, so the weights of a
-    `vocabulary` are first moved from their columns to their ids."""
-    if vocabulary is not None:
-        table = vocabulary.table(weights.device)
-        columns = weights[:, : len(table)]
-        weights = weights.new_zeros((len(weights), int(vocabulary.token_ids[-1]) + 1))
-        weights[:, table] = columns
-    return [(token_id, None) for token_id in race(weights, keys).tolist()]
-
-
-def _shared_rule(noises: Sequence[RoundNoise]) -> Rule:
-    [rule] = {noise.rule for noise in noises}
-    return rule
-
-
-_ROW_WORDS = 16
-"""Number of int64 words for each row. Words 0..5 are for `weigh_rows`, and 8..13 for `settle_rows`.
-Words 6 and 7 say whether the draw is coupled or quantised. Word 14 is the drawn count (float64)."""
-_COUPLED, _QUANTISED, _KEYS, _COUNT = 6, 7, 8, 14
-
-
-def can_draw_on_device(logits: Tensor, params: SamplingParams) -> bool:
-    """Whether `draw_on_device` can be used."""
-    is_narrow = logits.dtype != torch.float64
-    return is_narrow and has_kernels(logits.device) and not (params.penalised or params.logit_bias)
-
-
-def draw_on_device(
-    logits: Tensor,
-    params: Sequence[SamplingParams],
-    noises: Sequence[RoundNoise],
-    indices: Sequence[int],
-    vocabulary: DraftVocabulary | None = None,
-) -> tuple[list[DraftedToken], list[LikelyTokens | None]]:
-    """Like `draw_from_logits`, for sessions whose rules and parameters may differ. The second
-    result has an entry for each row. Waits for the device only once."""
-    is_greedy = np.array(
-        [one.greedy or noise.rule is Rule.GREEDY for one, noise in zip(params, noises, strict=True)]
-    )
-    is_coupled = ~is_greedy & [noise.rule is Rule.COUPLED for noise in noises]
-    if is_greedy.all():
-        parts = _likeliest_columns(logits, vocabulary)
-    else:
-        keys = draft_keys(noises, indices)
-        kept = np.array([filters(one) for one in params])
-        words = np.full((len(logits), _ROW_WORDS), -1, dtype=np.int64)
-        words[:, :3], words[:, 3], words[:, 5] = kept.view(np.int64)[:, :3], kept[:, 3], 0
-        words[:, _COUPLED], words[:, _QUANTISED] = is_coupled, ~(is_greedy | is_coupled)
-        words[:, _KEYS : _KEYS + 5] = keys.view(np.int64)
-        words[:, _COUNT] = _drawn_counts(keys)[:, 0].view(np.int64)
-        rows = send([words], logits.device).view(torch.int64).view(words.shape)
-        any_coupled, any_filtered = bool(is_coupled.any()), any(one.filtered for one in params)
-        with on_device(logits.device):
-            parts = _drawn_columns(logits, rows, vocabulary, any_coupled, any_filtered)
-    drawn = torch.cat(parts, dim=1).cpu().numpy()
-    check_maxima(drawn[:, 1].tolist())
-    tokens: list[DraftedToken] = [(int(token_id), None) for token_id in drawn[:, 0]]
-    likely: list[LikelyTokens | None] = [None] * len(tokens)
-    if is_greedy.all():
-        return tokens, likely
-    ends = np.cumsum([2, *(part.shape[1] for part in parts[2:4])])
-    _, ids, mass, levels = np.split(drawn, ends, axis=1)
-    found = LikelyTokens(ids.astype(np.int64), mass)
-    for index in (~is_greedy).nonzero()[0].tolist():
-        likely[index] = found.row(index)
-        if not is_coupled[index]:
-            own = slice(index, index + 1)
-            [q] = _as_distributions(found.ids[own], levels[own])
-            if len(q.token_ids) > 1:
-                tokens[index] = tokens[index][0], q
-    return tokens, likely
-
-
-def _likeliest_columns(logits: Tensor, vocabulary: DraftVocabulary | None) -> list[Tensor]:
-    """The likeliest token and the largest logit of each row, [R, 1] each."""
-    maxima, columns = logits.max(dim=1, keepdim=True)
-    return [_ids_on_device(columns, vocabulary), maxima.double()]
-
-
-def _drawn_columns(
-    logits: Tensor,
-    rows: Tensor,
-    vocabulary: DraftVocabulary | None,
-    any_coupled: bool,
-    any_filtered: bool,
-) -> list[Tensor]:
-    """For each row, the drawn token and the largest logit, [R, 1] each. Then the likeliest tokens,
-    their masses and the `count_levels` of the masses, [R, M] each."""
-    reals, flags = rows.view(torch.float64), rows.view(torch.bool)
-    token, maxima = _likeliest_columns(logits, vocabulary)
-    if any_coupled or any_filtered:
-        weights = torch.empty_like(logits, dtype=torch.float32)
-        found = torch.empty((FOUND, len(rows)), dtype=torch.float64, device=logits.device)
-        weigh(weights, found, logits, rows)
-        if any_filtered:
-            logits = logits.masked_fill(weights == 0, float("-inf"))
-    if any_coupled:
-        if vocabulary is not None:
-            wide = weights.new_zeros((len(rows), int(vocabulary.token_ids[-1]) + 1))
-            weights = wide.index_copy_(1, vocabulary.table(logits.device), weights)
-        settle(weights, found, rows, rows.view(-1)[_KEYS:], rows.stride(0))
-        token = torch.where(flags[:, _COUPLED * 8, None], found[-1, :, None], token)
-    values, columns = largest(logits, DRAFT_SUPPORT_ENTRIES)
-    ids, mass = _ids_on_device(columns, vocabulary), ((values - maxima) / reals[:, :1]).exp()
-    levels = count_levels(mass)
-    winner = ids.gather(1, place_of(levels, reals[:, _COUNT, None])[:, None])
-    token = torch.where(flags[:, _QUANTISED * 8, None], winner, token)
-    return [token, maxima, ids, mass, levels]
-
-
-def _ids_on_device(columns: Tensor, vocabulary: DraftVocabulary | None) -> Tensor:
-    return columns if vocabulary is None else vocabulary.table(columns.device)[columns]
+    counts = np.diff(levels, prepend=0.0).astype(np.int64)
+    kept = counts > 0
+    return DraftDistribution(tuple(ids[kept].tolist()), tuple(counts[kept].tolist()))

@@ -44,6 +44,11 @@ IntArray: TypeAlias = npt.NDArray[np.int64]
 RealArray: TypeAlias = npt.NDArray[np.float64]
 
 
+def whole_blocks(width: int) -> int:
+    """The least multiple of `BLOCK` that is at least `width`. Races over such rows copy nothing."""
+    return -(-width // BLOCK) * BLOCK
+
+
 def token_keys(keys: RowKeys) -> tuple[IntArray, IntArray]:
     """The two 64-bit keys of each row, as columns [R, 1]."""
     first, second, third, fourth = row_words(keys)
@@ -66,7 +71,8 @@ def numbers(keys: tuple[IntArray, IntArray], indices: IntArray) -> IntArray:
 
 def uniforms(keys: tuple[IntArray, IntArray], indices: IntArray) -> RealArray:
     """`numbers` as float64 in (0, 1)."""
-    return _uniforms(numbers(keys, indices))
+    drawn: RealArray = _uniforms(numbers(keys, indices))
+    return drawn
 
 
 def race(weights: Tensor, keys: RowKeys) -> IntArray:
@@ -98,7 +104,7 @@ def _pruned_race(
     num_rows, num_blocks = tops.shape
     blocks = weights.reshape(-1, BLOCK)
     bits = numbers(keys, _block_numbers(num_blocks))
-    least = _exponentials(bits).ravel() / BLOCK
+    least: RealArray = _exponentials(bits).ravel() / BLOCK
     inner = (bits & (BLOCK - 1)).ravel()
     scores = (blocks[np.arange(len(blocks)), inner] / least).reshape(num_rows, num_blocks)
     winners: IntArray = scores.argmax(axis=1)
@@ -135,7 +141,7 @@ def _column(low: npt.NDArray[Any], high: npt.NDArray[Any]) -> IntArray:
     return key
 
 
-def _uniforms(bits: IntArray) -> RealArray:
+def _uniforms(bits: IntArray) -> Any:
     fraction = (bits >> (64 - _FRACTION_BITS)) & (2**_FRACTION_BITS - 1)
     drawn = fraction.astype(np.float64)
     drawn += 0.5
@@ -144,4 +150,5 @@ def _uniforms(bits: IntArray) -> RealArray:
 
 
 def _exponentials(bits: IntArray) -> RealArray:
-    return -np.log(_uniforms(bits))
+    found: RealArray = -np.log(_uniforms(bits))
+    return found

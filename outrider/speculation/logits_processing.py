@@ -62,22 +62,19 @@ def target_probabilities(
     check(logits.dim() == 2 and logits.shape[1] > 0, "logits are [rows, vocabulary]")
     logits = logits.cpu()
     weights = torch.empty(logits.shape, dtype=torch.float64)
-    write_weights(logits, params, history, weights)
+    write_weights(adjusted_logits(logits, params, history), params, weights)
     return weights.div_(check_weights(weights, [logits])[:, None])
 
 
-def write_weights(
-    logits: Tensor, params: SamplingParams, history: TokenHistory, weights: Tensor
-) -> None:
-    """Writes the sampled distribution of every row of `logits` [R, V], up to a factor, to `weights`
-    [R, W], float32 or float64. Columns beyond V become 0. For a row without a distribution, writes
-    NaN, and `check_weights` raises an error."""
+def write_weights(logits: Tensor, params: SamplingParams, weights: Tensor) -> None:
+    """Writes the sampled distribution of every row of `adjusted_logits` [R, V], up to a factor, to
+    `weights` [R, W], float32 or float64. Columns beyond V become 0. For a row without a
+    distribution, writes NaN, and `check_weights` raises an error."""
     width = logits.shape[1]
-    adjusted = adjusted_logits(logits, params, history)
     weights[:, width:] = float("-inf")
-    weights[:, :width] = adjusted
+    weights[:, :width] = logits
     if params.greedy:
-        likeliest = adjusted.argmax(dim=1, keepdim=True)
+        likeliest = logits.argmax(dim=1, keepdim=True)
         largest = weights.gather(1, likeliest)
         weights.zero_().scatter_(1, likeliest, largest - largest + 1.0)  # NaN for NaN or infinity.
         return
@@ -123,19 +120,14 @@ def likeliest(
 ) -> list[int]:
     """The id of the largest logit of each row [R, V] after bias and penalties. Of equal logits,
     takes the lowest id. Raises `InvariantError` for rows that `target_probabilities` refuses."""
-    found, maxima = _largest(logits)
+    found, maxima = largest_of_rows(adjusted_logits(logits, params, history))
     check_maxima(maxima)
-    adjusted = adjusted_logits(logits, params, history)
-    return found if adjusted is logits else _largest(adjusted)[0]
+    return found
 
 
-def _largest(logits: Tensor) -> tuple[list[int], list[float]]:
-    """The index of the largest value of each row (of equal values, the lowest), and the value. NaN
-    counts as larger than any number."""
-    if logits.device.type != "cpu":
-        largest, ids = logits.max(dim=1)
-        ids, largest = torch.stack([ids.double(), largest.double()]).tolist()
-        return [*map(int, ids)], largest
+def largest_of_rows(logits: Tensor) -> tuple[list[int], list[float]]:
+    """The index of the largest value of each row [R, V] (of equal values, the lowest), and the
+    value. NaN counts as larger than any number."""
     # For these rows, NumPy's argmax is about 20 times as fast as torch's.
     floats = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
     found = torch.from_numpy(floats.detach().numpy().argmax(axis=1))[:, None]
@@ -281,9 +273,11 @@ def largest(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
     indices: [R, count] each. Of equal weights at the boundary, any may be included."""
     num_rows, width = weights.shape
     count = min(count, width)
-    if weights.device.type != "cpu" or width % _BLOCK or width < 4 * _BLOCK * count:
+    if weights.device.type != "cpu" or width < 4 * _BLOCK * count:
         found = weights.topk(count, dim=1)
         return found.values, found.indices
+    if width % _BLOCK:
+        weights = torch.nn.functional.pad(weights, (0, -width % _BLOCK), value=float("-inf"))
     blocks = weights.view(num_rows, -1, _BLOCK)
     # The `count` blocks with the largest maxima contain the `count` largest weights.
     chosen = blocks.amax(dim=2).topk(count, dim=1, sorted=False).indices
@@ -349,6 +343,12 @@ class DraftVocabulary:
         known, columns = self.columns([token_id for token_id, _ in params.logit_bias])
         biases = (params.logit_bias[index][1] for index in known.tolist())
         return replace(params, logit_bias=tuple(zip(columns.tolist(), biases, strict=True)))
+
+    def transform(
+        self, params: SamplingParams, history: TokenHistory
+    ) -> tuple[SamplingParams, TokenHistory]:
+        """The parameters and the history with columns in place of ids."""
+        return self.params(params), self.history(history) if params.penalised else history
 
     def history(self, history: TokenHistory) -> TokenHistory:
         """The history with columns in place of ids. Tokens without a column are dropped."""

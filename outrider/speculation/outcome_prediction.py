@@ -68,10 +68,8 @@ def likely_rows(
     If `params` are greedy, the mass of a token is its logit. Raises the errors of `likely_tokens`,
     and `InvariantError` for penalties."""
     check(not params.penalised, "penalties would count draft tokens")
-    if vocabulary is not None:
-        params = vocabulary.params(params)
     if not params.greedy:
-        return likely_tokens(logits, params, vocabulary=vocabulary)
+        return likely_tokens(logits, params, vocabulary)
     found = logits.topk(min(RANKS_MAX + 1, logits.shape[1]), dim=1)
     values, columns = torch.stack([found.values.double(), found.indices.double()]).cpu().numpy()
     ids = columns.astype(np.int64)

@@ -34,12 +34,13 @@ from outrider.errors import InvariantError, check
 from outrider.grammar.token_mask import TokenMask
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.cuda_verdicts import give_up, has_kernels, judge_by_kernels
-from outrider.speculation.draft_sampling import draw_on_device
-from outrider.speculation.gumbel_max import BLOCK, IntArray, RealArray, race
+from outrider.speculation.draft_sampling import draw_from_logits
+from outrider.speculation.gumbel_max import IntArray, RealArray, race, whole_blocks
 from outrider.speculation.logits_processing import (
     NO_HISTORY,
     DraftVocabulary,
     TokenHistory,
+    adjusted_logits,
     check_weights,
     joined_rows,
     likeliest,
@@ -110,7 +111,7 @@ def try_kernels(logits: Tensor, token_ids: Sequence[int] = ()) -> None:
             check(found.correction == expected.correction, f"{found} instead of {expected}")
         coupled = [replace(noise, rule=Rule.COUPLED)] * 2
         vocabulary = DraftVocabulary.of(token_ids)
-        draw_on_device(logits, [SamplingParams()] * 2, coupled, [0, 0], vocabulary=vocabulary)
+        draw_from_logits(logits, [SamplingParams()] * 2, coupled, [0, 0], vocabulary=vocabulary)
     except Exception:  # noqa: BLE001 (a lasting fault shows again without kernels)
         _log.warning(
             "verdicts and draws on %s use no kernels: a trial failed", logits.device, exc_info=True
@@ -137,12 +138,11 @@ def _by_likeliest(questions: Sequence[Question]) -> list[Verdict]:
 
 def _by_weights(questions: Sequence[Question]) -> list[Verdict]:
     logits, rows = _host_logits(questions), _rows(questions)
-    width = -(-logits[0].shape[1] // BLOCK) * BLOCK
     dtype = torch.float64 if logits[0].dtype == torch.float64 else torch.float32
-    weights = torch.empty((rows.num_rows, width), dtype=dtype)
+    weights = torch.empty((rows.num_rows, whole_blocks(logits[0].shape[1])), dtype=dtype)
     parts = torch.split(weights, rows.sizes.tolist())
     for each, own, part in zip(questions, logits, parts, strict=True):
-        write_weights(own, each.params, each.history, part)
+        write_weights(adjusted_logits(own, each.params, each.history), each.params, part)
     sums = check_weights(weights, logits).numpy()
     return rows.verdicts(judge_by_weights(weights, sums, rows))
 
@@ -196,9 +196,8 @@ def subtract_drafts(
     is_drafted = token_ids == rows.drafted[judged][place]
     q = np.bincount(place, is_drafted * mass, num)
     inside = token_ids < width
-    place, token_ids, mass, is_drafted = (
-        each[inside] for each in (place, token_ids, mass, is_drafted)
-    )
+    place, token_ids = place[inside], token_ids[inside]
+    mass, is_drafted = mass[inside], is_drafted[inside]
     at = torch.from_numpy(judged[place] * width + token_ids)
     before = flat[at].double()
     own, total = before.numpy(), sums[judged]

@@ -124,8 +124,8 @@ class Sequences:
         drafted: list[list[DraftedToken]] = [[] for _ in numbers]
         for index in range(num_draft_tokens):
             logits = self._pair.q[drafter][states].log()
-            indices = [index] * len(numbers)
-            drawn, _ = draw_from_logits(logits, self._params, noises, indices)
+            params, indices = [self._params] * len(numbers), [index] * len(numbers)
+            drawn, _ = draw_from_logits(logits, params, noises, indices)
             for own, token in zip(drafted, drawn, strict=True):
                 own.append(token)
             states = [

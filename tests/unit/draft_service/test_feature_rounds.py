@@ -106,8 +106,8 @@ class Pair:
             *_, hidden = self.head.module.unroll(features, behind, depth + 1)
             history = TokenHistory(PROMPT, tuple(drafted[len(PROMPT) :]))
             [(token_id, distribution)], _ = draw_from_logits(
-                self.head.module.logits(hidden[:, -1]), sampling, [noise], [depth],
-                history=history, vocabulary=DraftVocabulary.of(HEAD_IDS),
+                self.head.module.logits(hidden[:, -1]), [sampling], [noise], [depth],
+                [history], DraftVocabulary.of(HEAD_IDS),
             )  # fmt: skip
             drafted.append(token_id)
             q.append(distribution)

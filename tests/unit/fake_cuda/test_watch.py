@@ -10,7 +10,7 @@ from fake_cuda import CUDA, VOCAB, DeviceWatch, fake_device, to_device
 from models import tiny_config, tiny_module
 from torch import Tensor
 
-from outrider.speculation.logits_processing import likeliest, row_sums
+from outrider.speculation.logits_processing import row_sums, target_probabilities
 from outrider.speculation.sampling_params import SamplingParams
 
 
@@ -49,7 +49,7 @@ def test_what_is_read_is_on_the_cpu_and_has_numbers(watch: DeviceWatch) -> None:
 
 
 def test_reads_are_told_with_the_line_of_the_product(watch: DeviceWatch) -> None:
-    likeliest(logits(), SamplingParams())
+    target_probabilities(logits(), SamplingParams())
     assert all("logits_processing.py:" in place for place in watch.reads)
 
 

@@ -14,12 +14,7 @@ from verdict_laws import draft_token, draft_tokens, row_keys
 from outrider.errors import InvariantError
 from outrider.limits import SEED_MAX
 from outrider.speculation import draft_sampling
-from outrider.speculation.draft_sampling import (
-    can_draw_on_device,
-    draw_from_logits,
-    draw_on_device,
-    quantise,
-)
+from outrider.speculation.draft_sampling import draw_from_logits, quantise
 from outrider.speculation.gumbel_max import token_keys, uniforms
 from outrider.speculation.logits_processing import (
     DraftVocabulary,
@@ -84,11 +79,6 @@ SAMPLINGS = (
 NUM_DEPTHS = 3
 
 
-@pytest.fixture(autouse=True)
-def _on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    draw_without_kernels(monkeypatch)
-
-
 @pytest.mark.parametrize("vocab_size", [50, 3_001])
 @pytest.mark.parametrize("num_entries", [1, 7, 64])
 @pytest.mark.parametrize("is_reduced", [False, True])
@@ -101,24 +91,28 @@ def test_the_same_tokens_and_the_same_q(
     device: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The batch has every rule and all sampling parameters, also with logits of every third token
-    only. Rounding changes a count with a probability below 1e-8."""
+    """Kernels draw for a batch of every rule and all sampling parameters, also with logits of every
+    third token only, and the host draws for each row alone. Rounding changes a count with a
+    probability below 1e-8."""
     monkeypatch.setattr(draft_sampling, "DRAFT_SUPPORT_ENTRIES", num_entries)
     asked = [
         (sampling, RoundNoise(SEED_MAX - 7 * i, rule, 1_000 + i))
         for i, (sampling, rule) in enumerate((s, r) for s in SAMPLINGS for r in rules)
+        if sampling.greedy == (rule is Rule.GREEDY)
     ]
     samplings, noises = zip(*asked, strict=True)
     generator = torch.Generator().manual_seed(vocab_size)
     logits = 3 * torch.randn((NUM_DEPTHS, len(asked), vocab_size), generator=generator)
     vocabulary = DraftVocabulary(3 * np.arange(vocab_size) + 2) if is_reduced else None
     for depth, rows in enumerate(logits):
-        tokens, likely = draw_on_device(
-            rows.to(device), samplings, noises, [depth] * len(asked), vocabulary
-        )
+        with monkeypatch.context() as patched:
+            draw_without_kernels(patched)
+            tokens, likely = draw_from_logits(
+                rows.to(device), samplings, noises, [depth] * len(asked), (), vocabulary
+            )
         for index, (sampling, noise) in enumerate(asked):
-            [token], row = draw_from_logits(
-                rows[index][None], sampling, [noise], [depth], vocabulary=vocabulary
+            [token], [row] = draw_from_logits(
+                rows[index][None], [sampling], [noise], [depth], (), vocabulary
             )
             found = likely[index]
             assert tokens[index] == token
@@ -131,21 +125,18 @@ def test_the_same_tokens_and_the_same_q(
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_logits_that_are_no_numbers(bad: float) -> None:
+@pytest.mark.parametrize("by_kernels", [False, True])
+def test_logits_that_are_no_numbers(
+    bad: float, by_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if by_kernels:
+        draw_without_kernels(monkeypatch)
     logits = torch.zeros((2, 20))
     logits[1, 3] = bad
     noise = RoundNoise(1, Rule.TOKEN, 5)
-    draw_on_device(logits[:1], [SamplingParams()], [noise], [0])
-    with pytest.raises(InvariantError, match="cannot be sampled from"):
-        draw_on_device(logits, [SamplingParams()] * 2, [noise] * 2, [0, 0])
-
-
-def test_what_depends_on_more_than_logits_is_not_drawn_so() -> None:
-    logits = torch.zeros((1, 20))
-    assert can_draw_on_device(logits, SamplingParams(top_k=3))
-    assert not can_draw_on_device(logits, SamplingParams(repetition_penalty=1.1))
-    assert not can_draw_on_device(logits, SamplingParams(logit_bias=((1, 2.0),)))
-    assert not can_draw_on_device(logits.double(), SamplingParams(top_k=3))
+    draw_from_logits(logits[:1], [SamplingParams()], [noise], [0])
+    with pytest.raises(InvariantError, match="row 1 cannot be sampled from"):
+        draw_from_logits(logits, [SamplingParams()] * 2, [noise] * 2, [0, 0])
 
 
 VOCAB = 700
@@ -204,9 +195,10 @@ def test_it_draws_as_the_whole_vocabulary_with_nothing_elsewhere(
     params = PARAMS[name]
     rule = Rule.GREEDY if params.greedy else rule
     places, seen = list(range(ROWS)), history(vocabulary)
-    got, _ = draw_from_logits(logits, params, noises(rule), places, seen, vocabulary)
+    asked = [params] * ROWS, noises(rule), places, [seen] * ROWS
+    got, _ = draw_from_logits(logits, *asked, vocabulary)
     wide = scattered(logits, vocabulary, -torch.inf)
-    assert got == draw_from_logits(wide, params, noises(rule), places, seen)[0]
+    assert got == draw_from_logits(wide, *asked)[0]
     assert {token_id for token_id, _ in got} <= set(vocabulary.token_ids.tolist())
     small = target_probabilities(logits, vocabulary.params(params), vocabulary.history(seen))
     assert draft_tokens(small, noises(rule), places, vocabulary=vocabulary) == got

@@ -16,9 +16,9 @@ pytest.importorskip("triton", reason="the compiler of the kernels is not install
 
 from outrider.errors import InvariantError  # noqa: E402
 from outrider.grammar.token_mask import TokenMask  # noqa: E402
-from outrider.speculation import cuda_verdicts, verification  # noqa: E402
+from outrider.speculation import cuda_verdicts, draft_sampling, verification  # noqa: E402
 from outrider.speculation.draft_sampling import draw_from_logits  # noqa: E402
-from outrider.speculation.logits_processing import NO_HISTORY, TokenHistory  # noqa: E402
+from outrider.speculation.logits_processing import NO_HISTORY, DraftVocabulary, TokenHistory  # noqa: E402
 from outrider.speculation.proposal import Proposal  # noqa: E402
 from outrider.speculation.random_streams import RoundNoise  # noqa: E402
 from outrider.speculation.sampling_params import Rule, SamplingParams  # noqa: E402
@@ -45,9 +45,10 @@ def _by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     if not ON_CUDA:
         monkeypatch.setattr(cuda_verdicts, "_BLOCK", 256)
         monkeypatch.setattr(cuda_verdicts, "_WAITS", 2)
-        monkeypatch.setattr(
-            verification, "has_kernels", lambda device: device not in cuda_verdicts._FAILED
-        )
+        for module in (verification, draft_sampling):
+            monkeypatch.setattr(
+                module, "has_kernels", lambda device: device not in cuda_verdicts._FAILED
+            )
     monkeypatch.setattr(cuda_verdicts, "_FAILED", set())
 
 
@@ -72,7 +73,7 @@ def question(
     noise = RoundNoise(seed, rule, 100 + seed)
     flatter = replace(params, temperature=1.25 * params.temperature, top_p=1.0, logit_bias=())
     flatter = replace(flatter, repetition_penalty=1.0)
-    drafted, _ = draw_from_logits(logits[:-1], flatter, [noise] * num, range(num))
+    drafted, _ = draw_from_logits(logits[:-1].double(), [flatter] * num, [noise] * num, range(num))
     q = tuple(q for _, q in drafted) if rule.needs_q else ()
     proposal = Proposal(tuple(token_id for token_id, _ in drafted), q)
     history = TokenHistory((1, 2), (3, 3), proposal.token_ids) if params.penalised else NO_HISTORY
@@ -99,6 +100,29 @@ def test_verdicts_equal_those_without_kernels() -> None:
         np.testing.assert_allclose(
             own.accept_probability, other.accept_probability, rtol=2e-5, atol=1e-7
         )
+
+
+@pytest.mark.parametrize("is_reduced", [False, True])
+def test_draws_equal_those_without_kernels(is_reduced: bool) -> None:
+    """One call has all rules and sampling parameters."""
+    asked = [
+        (params, RoundNoise(seed, rule, 100 + seed))
+        for seed, (rule, params) in enumerate(product(Rule, SAMPLINGS))
+        if params.greedy == (rule is Rule.GREEDY)
+    ]
+    params, noises = zip(*asked, strict=True)
+    num = len(asked)
+    logits = 3 * torch.randn((num, 1_000), generator=torch.Generator().manual_seed(2))
+    vocabulary = DraftVocabulary(4 * np.arange(1_000) + 3) if is_reduced else None
+    rest = params, noises, [1] * num, [TokenHistory((3, 7), (3, 3, 11))] * num, vocabulary
+    found, _ = draw_from_logits(logits.to(DEVICE), *rest)
+    expected, _ = draw_from_logits(logits.double(), *rest)  # which the kernels do not accept
+    for (token_id, q), (other, known) in zip(found, expected, strict=True):
+        assert token_id == other
+        assert (q is None) == (known is None)
+        if q is not None and known is not None:
+            assert q.token_ids == known.token_ids
+            np.testing.assert_allclose(q.counts, known.counts, atol=1)
 
 
 def test_each_is_what_it_would_be_alone() -> None:

@@ -161,7 +161,7 @@ def test_float32_rows_are_the_float64_ones_to_their_precision(dtype, rule, param
         logits = (torch.randn(4, 20_000, generator=generator) * 3).to(dtype)
         noise = RoundNoise(seed, rule, 30)
         near = logits[:3].float() + torch.randn(3, 20_000, generator=generator)
-        drafted = draw_from_logits(near, SamplingParams(), [noise] * 3, range(3))[0]
+        drafted = draw_from_logits(near, [SamplingParams()] * 3, [noise] * 3, range(3))[0]
         q = tuple(entry for _, entry in drafted) if rule.needs_q else ()
         proposal = Proposal(tuple(token_id for token_id, _ in drafted), q)
         found = verdict_from_logits(logits, params, NO_HISTORY, proposal, noise)
@@ -187,7 +187,7 @@ def test_sessions_in_one_pass_have_the_verdicts_that_each_has_alone(dtype):
         logits = (torch.randn(num + 1, 9_000, generator=generator) * 3).to(dtype)
         noise = RoundNoise(index, rule, 20 + index)
         near = logits[:num].float() + torch.randn(num, 9_000, generator=generator) / 2
-        drafted = draw_from_logits(near, params, [noise] * num, range(num))[0]
+        drafted = draw_from_logits(near, [params] * num, [noise] * num, range(num))[0]
         q = tuple(entry for _, entry in drafted) if rule.needs_q else ()
         questions.append(
             Question(logits, params, NO_HISTORY, Proposal(tuple(v for v, _ in drafted), q), noise)

@@ -71,8 +71,8 @@ class Target(Replica):
         for depth in range(num):
             output = (*tokens[len(PROMPT) :], *drafted[1:])
             [(token_id, distribution)], _ = draw_from_logits(
-                self.logits(tokens, drafted), sampling, [noise], [depth],
-                TokenHistory(PROMPT, output), DraftVocabulary.of(HEAD_IDS),
+                self.logits(tokens, drafted), [sampling], [noise], [depth],
+                [TokenHistory(PROMPT, output)], DraftVocabulary.of(HEAD_IDS),
             )  # fmt: skip
             drafted.append(token_id)
             q.append(distribution)
