@@ -9,6 +9,7 @@ detects tokens that were decoded from wrong keys and values.
 
 import asyncio
 import logging
+from contextlib import aclosing
 from typing import Any
 
 from coordinator.decoding.sessions import OwnedSessions
@@ -98,14 +99,12 @@ class Auditor:
         tenant = f"audit {session.session_id}"
         deadline = asyncio.get_running_loop().time() + AUDIT_TIMEOUT_S
         try:
-            async with asyncio.timeout_at(deadline):
-                with self._sessions.scoring(
-                    tenant, parameters, prompt, deadline, audits=True
-                ) as target:
-                    async for reply in target.judge(answer):
-                        if reply.audit is None:
-                            raise Unavailable("the target does not audit")
-                        self._observation.audited(session.record.rule.value, reply.audit)
+            scored = self._sessions.score(tenant, parameters, prompt, answer, deadline, audits=True)
+            async with aclosing(scored) as parts:
+                async for _, reply in parts:
+                    if reply.audit is None:
+                        raise Unavailable("the target does not audit")
+                    self._observation.audited(session.record.rule.value, reply.audit)
         except (OutriderError, TimeoutError) as error:
             _log.info("session %s was not audited: %r", session.session_id, error)
             return "failed"

@@ -252,18 +252,11 @@ class CoordinatorService:
         )  # fmt: skip
         first, rest = asked.prompt[:1], asked.prompt[1:]
         try:
-            with self._sessions.scoring(tenant, parameters, first, deadline) as target:
-                yield PromptTokens(first, (None,))
-                async with aclosing(target.judge(rest)) as verdicts:
-                    while True:
-                        async with asyncio.timeout_at(deadline):
-                            reply = await anext(verdicts, None)
-                        if reply is None:
-                            return
-                        num = len(reply.verdict.accept_probability)
-                        start = target.context.session.length
-                        token_ids = asked.prompt[start : start + num]
-                        yield PromptTokens(token_ids, reply.logprobs[:num])
+            yield PromptTokens(first, (None,))
+            scored = self._sessions.score(tenant, parameters, first, rest, deadline)
+            async with aclosing(scored) as parts:
+                async for token_ids, reply in parts:
+                    yield PromptTokens(token_ids, reply.logprobs[: len(token_ids)])
         except TimeoutError:
             reason = f"deadline_ms: {asked.deadline_ms} ms passed before the prompt was scored"
             raise DeadlineExceeded(reason) from None

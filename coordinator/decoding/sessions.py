@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,9 +25,11 @@ from outrider.errors import (
     StoreUnavailable,
     Unavailable,
 )
+from outrider.messages import VerdictReply
 from outrider.request import ResumeRequest
 from outrider.sessions.state import Session
 from outrider.sessions.store import (
+    Counters,
     Finish,
     FinishReason,
     SessionRecord,
@@ -35,6 +37,7 @@ from outrider.sessions.store import (
     contended,
     released,
 )
+from outrider.speculation.proposal import SealedProposal
 
 _log = logging.getLogger(__name__)
 
@@ -117,7 +120,7 @@ class OwnedSessions:
         self._unsettled: set[str] = set()
         """Ids of sessions for which `SessionStore.take_over` is running."""
         self.scored_ids: set[str] = set()
-        """Ids of the sessions that `scoring` runs now."""
+        """Ids of the sessions that `score` runs now."""
         self._closing = asyncio.Event()
         self._lease_ends = False
 
@@ -159,19 +162,27 @@ class OwnedSessions:
                 raise KeyTaken(key.found(found))
         return Session(new)
 
-    @contextmanager
-    def scoring(
-        self, tenant: str, parameters: GenerationParameters, token_ids: tuple[int, ...],
-        deadline: float, audits: bool = False,
-    ) -> Iterator[TargetClient]:  # fmt: skip
-        """Opens a session that is never stored, with `token_ids` as its prompt. Yields a client
-        with which the target scores further tokens (`TargetClient.judge`)."""
-        session = Session(self._record(tenant, parameters, "", token_ids))
+    async def score(
+        self, tenant: str, parameters: GenerationParameters, given: Sequence[int],
+        scored: Sequence[int], deadline: float, audits: bool = False,
+    ) -> AsyncGenerator[tuple[tuple[int, ...], VerdictReply]]:  # fmt: skip
+        """Lets the target score the tokens `scored` after the tokens `given`, in a session that is
+        never stored. Yields parts of `scored` with the verdicts on them. All tokens are appended to
+        the session, even if the verdicts reject them. The target runs all of them, even those that
+        its cache holds. Raises `TimeoutError` at the deadline, and the target's error."""
+        session = Session(self._record(tenant, parameters, "", tuple(given)))
         context = SessionContext(session, parameters, deadline)
         target = TargetClient(self.targets, context, self._config, audits)
         self.scored_ids.add(session.session_id)
         try:
-            yield target
+            for index, start in enumerate(range(0, len(scored), limits.NUM_DRAFT_TOKENS_MAX)):
+                part = tuple(scored[start : start + limits.NUM_DRAFT_TOKENS_MAX])
+                proposal = SealedProposal(part).without_q(parameters.rule)
+                async with asyncio.timeout_at(deadline):
+                    reply = await target.verify(index, proposal)
+                yield part, reply
+                session.decide(part, Counters())
+                target.settle(reply, session.length)
         finally:
             target.close()
             self.scored_ids.discard(session.session_id)

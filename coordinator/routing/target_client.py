@@ -4,7 +4,6 @@ answer, and moves to another target if the current target is away."""
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, Sequence
 from random import Random
 
 from coordinator.routing.drafts import NOTHING_WANTED, NextWanted
@@ -22,10 +21,8 @@ from outrider.errors import (
     Unavailable,
     error_from_code,
 )
-from outrider.limits import NUM_DRAFT_TOKENS_MAX
 from outrider.messages import Refused, Resync, VerdictReply, VerifyAnswer, VerifyItem
 from outrider.replica.step_request import CANCELLED_CODE
-from outrider.sessions.store import Counters
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 
 _log = logging.getLogger(__name__)
@@ -124,18 +121,6 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
                     await self._take_refusal(answer, refused, num_retries)
                     num_retries += 1
             number, ask = self.begin(round_index), True
-
-    async def judge(self, token_ids: Sequence[int]) -> AsyncGenerator[VerdictReply]:
-        """Yields verdicts on `token_ids`, up to `NUM_DRAFT_TOKENS_MAX` tokens a round. Appends all
-        tokens to the session, even if the verdicts reject them. The target runs all tokens, even
-        those that its cache holds."""
-        session = self.context.session
-        for index, start in enumerate(range(0, len(token_ids), NUM_DRAFT_TOKENS_MAX)):
-            part = tuple(token_ids[start : start + NUM_DRAFT_TOKENS_MAX])
-            reply = await self.verify(index, SealedProposal(part).without_q(session.record.rule))
-            yield reply
-            session.decide(part, Counters())
-            self.settle(reply, session.length)
 
     def settle(self, reply: VerdictReply, common_length: int) -> None:
         """Records a round's outcome. `common_length` is the number of tokens that were committed
