@@ -8,12 +8,12 @@ from os.path import commonprefix
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.prompts import read_prompts
+from benchmarks.prompts import encoder, read_prompts
 from benchmarks.report import Report
 from draft_service.training.options import STUDENT, DistillOptions, draft_model
 from outrider.config import TargetConfig, deployment_settings
 from outrider.drafters.names import SHIPPED, LookupKind
-from outrider.errors import BadRequest, SettingError
+from outrider.errors import SettingError
 from outrider.replica.process_setup import available_cores, use_threads
 from outrider.settings import blaming, build, settings_of
 
@@ -137,10 +137,9 @@ def _template(text: TokenizerText | None) -> Template:
 
     if text is None:
         return Template((), ())
-    try:
-        one, other = (text.encode_chat([{"role": "user", "content": c}]) for c in _TURNS)
-    except BadRequest:  # The model has no chat template.
+    if not text.chat_template:
         return Template(tuple(text.encode("")), ())
+    one, other = map(encoder(text, raw=False), _TURNS)
     before = len(commonprefix([one, other]))  # noqa: RUF071 (lists of ids)
     rest = [one[before:][::-1], other[before:][::-1]]
     after = len(commonprefix(rest))  # noqa: RUF071
@@ -158,14 +157,8 @@ def _prompts(
         raise SettingError(key, error.reason) from error
     if text is None:
         raise SettingError(key, "cannot be used: the target has no tokenizer")
-    found = []
-    for prompt in prompts:
-        try:
-            ids = text.encode_chat([{"role": "user", "content": prompt.text}])
-        except BadRequest:
-            ids = text.encode(prompt.text)
-        found.append(tuple(ids))
-    return tuple(found)
+    encode = encoder(text, raw=not text.chat_template)
+    return tuple(tuple(encode(prompt.text)) for prompt in prompts)
 
 
 def _report(stage: str, part: float, loss: float | None) -> None:

@@ -8,7 +8,7 @@ import json
 import signal
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import asdict
 from itertools import chain, groupby, repeat
@@ -305,43 +305,42 @@ class Chat:
         self._turns: list[ChatMessage] = []
         self._answers: list[Completion] = []
         """All complete answers, including those before a reset."""
-        self._waits_for: asyncio.Task[Any] | None = None
-        """The task that reads a line or receives an answer."""
+        self._turn: asyncio.Task[bool] | None = None
+        """The task that reads a line and receives its answer."""
 
     def interrupt(self) -> None:
         """Stops the current answer. Between answers, or without a terminal, ends the chat."""
-        if self._waits_for is not None:
-            self._waits_for.cancel()
+        if self._turn is not None:
+            self._turn.cancel()
 
     async def run(self) -> int:
         """Runs until the end of input, `/exit` or an interrupt. Returns the exit code."""
         while True:
-            reading = await self._done(_read_line(self._on_terminal))
-            line = None if reading.cancelled() else reading.result()
-            if line is None:
-                if self._on_terminal:
-                    print()  # Ctrl-D and Ctrl-C leave the cursor in the line of the `> ` prompt.
-                return 128 + signal.SIGINT if reading.cancelled() else 0
-            words = line.strip()
-            if words == "/exit":
+            self._turn = turn = asyncio.create_task(self._take_turn())
+            try:
+                await asyncio.wait((turn,))
+            finally:
+                turn.cancel()  # The turn still runs if the chat's own task was cancelled.
+            if turn.cancelled():
+                return 128 + signal.SIGINT
+            if not turn.result():
                 return 0
-            if words.startswith("/"):
-                self._run_command(words)
-            elif words:
-                answering = await self._done(self._answer(line))
-                if not answering.cancelled():
-                    answering.result()  # Raises its error.
-                elif not self._on_terminal:
-                    return 128 + signal.SIGINT
 
-    async def _done(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Runs `work` to its end, or until an interrupt cancels `work`. Returns the task."""
-        self._waits_for = asyncio.create_task(work)
+    async def _take_turn(self) -> bool:
+        """Reads a line, and answers it. Returns False at the end of the chat."""
+        line = None
         try:
-            await asyncio.wait((self._waits_for,))
+            line = await _read_line(self._on_terminal)
         finally:
-            self._waits_for.cancel()  # `work` still runs if the chat's own task was cancelled.
-        return self._waits_for
+            if line is None and self._on_terminal:
+                print()  # Ctrl-D and Ctrl-C leave the cursor in the line of the `> ` prompt.
+        if line is None or line.strip() == "/exit":
+            return False
+        if line.startswith("/"):
+            self._run_command(line.strip())
+        elif line.strip():
+            await self._answer(line)
+        return True
 
     def _run_command(self, command: str) -> None:
         if command == "/reset":
@@ -376,7 +375,8 @@ class Chat:
                 self._keep(question, builder.text)
             print(flush=True)
             _say("interrupted")
-            raise
+            if not self._on_terminal:
+                raise
         except OutriderError as error:
             if not self._on_terminal:
                 raise

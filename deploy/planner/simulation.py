@@ -513,10 +513,9 @@ def simulated(
     coordinators. A pair of times is p50 and p99."""
     workload, pair, figures = scenario.workload, scenario.pair, None
     fleet = smallest(scenario, tpot_ms, free, progress) if free and tpot_ms else scenario.fleet
+    load = f"sessions={workload.sessions}"
     if workload.sessions is None:
         load = f"{workload.rate:g} requests a second"
-    else:
-        load = _counted(workload.sessions, "session")
     shown: list[Any] = []
     if fleet is None:
         shown.append(f"No fleet meets {tpot_ms:g} ms a token for {load}.")
@@ -525,7 +524,7 @@ def simulated(
         figures = asdict(simulate(replace(scenario, fleet=fleet)))
         row = {"load": load, "replicas": [*fleet.values()], **figures}
         if free:
-            shown.append(f"For {load}: {_in_words(fleet)} meet {tpot_ms:g} ms a token.")
+            shown.append(f"For {load}, {_in_words(fleet)} meet {tpot_ms:g} ms a token.")
         shown.append(table(f"Simulated: {pair.name}; K = {len(pair.survival)}", [row]))
     values = {"load": asdict(workload), "fleet": None, "was_found": bool(free), "figures": figures}
     if fleet is not None:
@@ -607,8 +606,4 @@ def _bounded(number: float) -> int:
 
 
 def _in_words(fleet: Fleet) -> str:
-    return ", ".join(_counted(number, role) for role, number in fleet.items())
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+    return ", ".join(f"{role}={number}" for role, number in fleet.items())
