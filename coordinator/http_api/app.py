@@ -463,13 +463,11 @@ def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics |
         return {"version": app.version}
 
     @app.get("/metrics", responses=_METRICS, response_class=Response)
-    async def get_metrics(request: Request) -> Response:
+    async def get_metrics() -> Response:
         """The metrics of this coordinator, for Prometheus."""
         if metrics is None:
             raise HTTPException(404, "this server has no metrics")
-        accept = request.headers.get("accept", "")
-        text, content_type = await asyncio.to_thread(metrics, accept)
-        return Response(text, headers={"content-type": content_type})
+        return Response(await asyncio.to_thread(metrics), media_type="text/plain; version=0.0.4")
 
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     @app.api_route("/docs", methods=["GET", "HEAD"], include_in_schema=False)

@@ -93,8 +93,8 @@ class TlsFiles:
         return context
 
 
-Metrics = Callable[[str], tuple[bytes, str]]
-"""A blocking function that returns the metrics and their content type for an `Accept` header."""
+Metrics = Callable[[], bytes]
+"""A blocking function that returns the metrics in Prometheus' text format."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,16 +72,14 @@ class _VllmNames:
 
 
 class Scrape:
-    """A process's metrics for Prometheus."""
+    """A process's metrics in Prometheus' text format. The OpenMetrics format is not served, because
+    in it prometheus_client 0.26 replaces the colons of vLLM's names by underscores."""
 
     def __init__(self, vllm_model: str | None = None) -> None:
         """`vllm_model` is the `model_name` of counters under vLLM's names; None = no counters."""
         from opentelemetry.exporter.prometheus import PrometheusMetricReader
         from prometheus_client import CollectorRegistry
 
-        self._plain_text = vllm_model is not None
-        """Whether to serve only the text format. In the OpenMetrics format, prometheus_client 0.26
-        replaces the colons of vLLM's names by underscores."""
         self._registry = registry = CollectorRegistry()
         self.reader: MetricReader = PrometheusMetricReader(
             scope_info_enabled=False, registry=registry
@@ -104,19 +102,17 @@ class Scrape:
             raise SettingError(
                 "telemetry", f"cannot serve Prometheus on {host}:{port}: {reason}"
             ) from error
-        if self._plain_text:
-            app: Any = server.get_app()
-            server.set_app(lambda environ, start: app({**environ, "HTTP_ACCEPT": ""}, start))
+        app: Any = server.get_app()
+        server.set_app(lambda environ, start: app({**environ, "HTTP_ACCEPT": ""}, start))
         self._serving = server, thread
         self.address = f"{host}:{server.server_port}"
         _log.info("metrics are served on %s", self.address)
 
-    def render(self, accept: str) -> tuple[bytes, str]:
-        """The metrics, and their content type, chosen by the scraper's header `accept`. Blocks."""
-        from prometheus_client.exposition import choose_encoder
+    def render(self) -> bytes:
+        """The metrics in Prometheus' text format. Blocks."""
+        from prometheus_client import generate_latest
 
-        encode, content_type = choose_encoder("" if self._plain_text else accept)
-        return encode(self._registry), content_type
+        return generate_latest(self._registry)
 
     def stop(self) -> None:
         if self._serving is not None:
