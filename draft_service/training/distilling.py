@@ -44,12 +44,10 @@ from .writing import WrittenCorpus
 WRITING_SHARE = 0.4
 """Share of the time in which the target writes texts."""
 READING_SHARE = 0.15
-"""Share of the time in which the target computes its distributions along texts."""
+"""Share of the time in which the target computes its distributions along texts. With `--tokens`, it
+is larger by half of `WRITING_SHARE`."""
 TRAINING_SHARE = 1 - WRITING_SHARE - READING_SHARE
 """Training gets the remaining time, but at least this share."""
-TOKENS_A_SECOND = {"cpu": 500, "cuda": 20_000}
-"""If the texts of `--corpus` have this many tokens for each second of the whole time, the target
-writes no texts. Half of the time for writing is then added to the time for reading."""
 _TOGETHER = {"cpu": 96, "cuda": 512}
 """Number of conversations that are written side by side."""
 _GPU_SHARE = 0.6
@@ -90,10 +88,6 @@ class _Run:
         self._vocab_size = len(module.get_input_embeddings().weight)
         self._tokens_max = min(DOCUMENT_TOKENS_MAX, info.max_model_len)
         self._given = _long_enough(read_corpus(options.corpus, target.encode, self._tokens_max))
-        num_given = sum(document.num_learned for document in self._given)
-        enough = TOKENS_A_SECOND[module.device.type] * options.minutes * 60
-        self._missing = max(0.0, 1 - num_given / enough)
-        """The share of the texts to train with that the target writes."""
         _check_prompts(options, info.max_model_len - 1)
 
     def finish(self, fingerprint: str) -> Distilled:
@@ -104,10 +98,10 @@ class _Run:
         tokens = options.tokens
         corpus = self._written(
             "writing", "written", options.prompts, self._tokens_max, tokens=tokens,
-            seconds=None if tokens is not None else WRITING_SHARE * self._missing * seconds,
+            seconds=None if tokens is not None else WRITING_SHARE * seconds,
         )  # fmt: skip
         # With `--steps`, the drafter must not depend on the time.
-        share = READING_SHARE + (1 - self._missing) * WRITING_SHARE / 2
+        share = READING_SHARE + (0 if tokens is None else WRITING_SHARE / 2)
         cache = self._ask(corpus, math.inf if options.steps is not None else share * seconds)
         if not learner.is_trained:
             num_tokens = min(options.draft_vocab or DRAFT_VOCAB, self._vocab_size)

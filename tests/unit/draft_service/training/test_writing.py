@@ -1,11 +1,9 @@
 """The texts that the target writes for training."""
 
-import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from toy_engine import ToyEngine
 
 from draft_service.training.documents import Template
@@ -66,21 +64,6 @@ def test_a_torn_line_is_written_anew(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-9])
     again = write(tmp_path / "torn", 150).documents()
     assert [d.token_ids.tolist() for d in again] == [d.token_ids.tolist() for d in whole]
-
-
-def test_a_kill_while_a_file_is_read_loses_no_conversation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def killed(path: Path, data: bytes) -> int:
-        path.open("wb").close()
-        raise KeyboardInterrupt
-
-    write(tmp_path, 60)
-    whole = lines(tmp_path)
-    monkeypatch.setattr(Path, "write_bytes", killed)
-    with contextlib.suppress(KeyboardInterrupt):
-        corpus(tmp_path)
-    assert lines(tmp_path) == whole
 
 
 def test_prompts_are_answered_first(tmp_path: Path) -> None:
