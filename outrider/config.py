@@ -545,23 +545,21 @@ class DeploymentConfig:
         on_one_rank = apart or (drafter.kind == MTP and not on_vllm)
         reads = f"{self.draft.model} reads the target's states"
         or_vllm = ", or --engine vllm" if drafter.kind == MTP else ""
-        for is_wrong, key, reason in (
-            (
-                on_one_rank and ranks > 1, "tensor_parallel_size",
+        if on_one_rank and ranks > 1:
+            raise SettingError(
+                "tensor_parallel_size",
                 f"{ranks} is wrong; {reads}, so the target must run on one rank; give 1{or_vllm}",
-            ),
-            (
-                drafter.reads_target and look_ahead, "look_ahead",
+            )
+        if drafter.reads_target and look_ahead:
+            raise SettingError(
+                "look_ahead",
                 f"{look_ahead} is wrong; {reads}, which exist only once the outcome is known; "
                 "give 0",
-            ),
-            (
-                on_vllm and apart, "eagle3_on",
-                "draft is wrong; vllm sends no hidden states; give target",
-            ),
-        ):  # fmt: skip
-            if is_wrong:
-                raise SettingError(key, reason)
+            )
+        if on_vllm and apart:
+            raise SettingError(
+                "eagle3_on", "draft is wrong; vllm sends no hidden states; give target"
+            )
 
     def values(self, *, secrets: bool = True) -> dict[str, Value]:
         """Every setting by key, with or without secrets."""

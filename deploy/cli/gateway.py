@@ -90,9 +90,9 @@ async def _serve(arguments: Arguments) -> int:
     scheme = "http" if options.tls is None else "https"
     url = f"{scheme}://{server.address}"
     named = [*coordinators.pool.each]
-    lines = [f"gateway to {', '.join(named) or 'coordinators, once there are any'}"]
-    lines.append(f"  OpenAI  {url}/v1")
-    tell(Report({"url": url, "coordinators": named}, ["\n".join(lines)]), arguments.json)
+    leads = f"gateway to {', '.join(named) or 'coordinators, once there are any'}"
+    report = Report({"url": url, "coordinators": named}, [leads, f"  OpenAI  {url}/v1"])
+    tell(report, arguments.json)
     asked = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, asked.set)

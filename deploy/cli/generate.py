@@ -141,18 +141,15 @@ def _request(arguments: Arguments) -> GenerateRequest:
 
 
 def _text(prompt: str) -> str:
-    if prompt != "-":
-        if not prompt:
-            raise BadRequest("prompt", "is empty; it must be a text of at least one character")
-        return prompt
-    try:
-        given = sys.stdin.buffer.read().decode()
-    except UnicodeDecodeError as error:
-        raise BadRequest("prompt", f"standard input is not UTF-8: {error.reason}") from None
-    text = given.removesuffix("\n").removesuffix("\r" if given.endswith("\r\n") else "")
-    if not text:
-        raise BadRequest("prompt", "standard input is empty; it must have at least one character")
-    return text
+    if prompt == "-":
+        try:
+            given = sys.stdin.buffer.read().decode()
+        except UnicodeDecodeError as error:
+            raise BadRequest("prompt", f"standard input is not UTF-8: {error.reason}") from None
+        prompt = given.removesuffix("\r\n" if given.endswith("\r\n") else "\n")
+    if not prompt:
+        raise BadRequest("prompt", "is empty; it must be a text of at least one character")
+    return prompt
 
 
 def _report(completion: Completion) -> dict[str, Any]:
