@@ -10,7 +10,7 @@
 A *mark* is a text such as `<tool_call>`, which begins or ends a call or the reasoning. A parser
 gets the text in pieces. If a piece ends with what may be the beginning of a mark, the parser holds
 this end back until more text arrives. The parser drops marks and the white space around them. Text
-that only looks like a call is content.
+that only looks like a call is content, and so is the mark before it.
 """
 
 from __future__ import annotations
@@ -77,8 +77,6 @@ class Reader:
     named_head: ClassVar[re.Pattern[str] | None] = None
     """Matches the text before the arguments of a call that is written as a name and a JSON object.
     None = every call is a JSON object with a `name`."""
-    shows_mark = False
-    """Whether the first mark becomes content if no call follows it."""
     begins_with_calls = False
     """Whether a call at the beginning of the text needs no mark."""
     knows_names = False
@@ -126,7 +124,7 @@ class Reader:
             yield from self._calls()
         while mark := (yield from self._until("content", *self.marks)):
             if mark == self.marks[0]:
-                yield from self._calls(mark if self.shows_mark else "")
+                yield from self._calls(mark)
 
     def _add(self, kind: Kind, text: str) -> None:
         if not text or self._is_extra or (kind == "content" and not self.has_content):
@@ -317,7 +315,6 @@ class Hermes(Reader):
     Hermes and Qwen families write calls in this way."""
 
     shown_tokens = marks = ("<tool_call>", "</tool_call>")
-    shows_mark = True
 
 
 class Llama3(Reader):

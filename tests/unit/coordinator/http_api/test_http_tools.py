@@ -195,7 +195,7 @@ TEXTS: list[tuple[Callable[[], Reader], str, Parts]] = [
     (partial(Llama3, ["f", "g"]), '<|python_tag|>{"type": "function", "name": "f", "parameters": '
      '{"a": 1}}; {"name": "g", "parameters": {}}', F + G),
     (partial(Llama3, ["f"]), '{"name": "x", "a": 3} is', [("content", '{"name": "x", "a": 3} is')]),
-    (partial(Llama3, ["f"]), '<|python_tag|>f.call(a=1)', [("content", "f.call(a=1)")]),
+    (partial(Llama3, ["f"]), "<|python_tag|>f(a=1)", [("content", "<|python_tag|>f(a=1)")]),
     (partial(Llama3, ["f"]), " Hello ", [("content", " Hello ")]),
     (partial(Llama3, ["f"]), "  ", [("content", "  ")]),
     # Mistral 7B v0.3 and Nemo; Small 3.2 and Magistral
@@ -203,8 +203,8 @@ TEXTS: list[tuple[Callable[[], Reader], str, Parts]] = [
     (Mistral, f"Yes.[TOOL_CALLS]{LISTED}", [("content", "Yes."), *F, *G]),
     (Mistral, '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g{}', F + G),
     (Mistral, '[TOOL_CALLS]f[CALL_ID]Xy3456789[ARGS]{"a": 1}', F),
-    (Mistral, "[TOOL_CALLS]}{", [("content", "}{")]),
-    (Mistral, "[TOOL_CALLS] [1]", [("content", "[1]")]),
+    (Mistral, "[TOOL_CALLS]}{", [("content", "[TOOL_CALLS]}{")]),
+    (Mistral, "[TOOL_CALLS] [1]", [("content", "[TOOL_CALLS][1]")]),
     # DeepSeek V3 and V3.1
     (DeepSeek, f"{BEGIN}{BLOCK}\n{CALL}function{SEP}g\n```json\n{{}}\n```{END}{ALL_END}", F + G),
     (DeepSeek, f'Now.{BEGIN}{CALL}f{SEP}{{"a": 1}}{END}{CALL}g{SEP}{{}}{END}{ALL_END}',
@@ -224,7 +224,8 @@ TEXTS: list[tuple[Callable[[], Reader], str, Parts]] = [
 LONG = "f" * 300
 FAR = [
     pytest.param(DeepSeek, f'{CALL}f{SEP}{{"a": 1}} {LONG}', [*F, ("content", LONG)], id="end"),
-    pytest.param(Mistral, f"[TOOL_CALLS]{LONG}{{}}", [("content", f"{LONG}{{}}")], id="name"),
+    pytest.param(Mistral, f"[TOOL_CALLS]{LONG}{{}}",
+                 [("content", f"[TOOL_CALLS]{LONG}{{}}")], id="name"),
     pytest.param(Hermes, f'a{" " * 300}<tool_call>{{"name": "g"}}',
                  [("content", "a" + " " * 44), *G], id="space"),
 ]  # fmt: skip
