@@ -33,14 +33,13 @@ from outrider.limits import LOOK_AHEAD_BYTES_MAX
 from outrider.messages import DraftAnswer, DraftItem, ProposalReply, Refused, ReplyKey
 from outrider.replica.step_request import Answers, refusal
 from outrider.replica.worker import draft_request
-from outrider.speculation.draft_sampling import LikelyTokens
+from outrider.speculation.draft_sampling import LikelyTokens, likely_tokens
 from outrider.speculation.logits_processing import allowed_early, joined_rows
 from outrider.speculation.outcome_prediction import (
     OutcomeGuesses,
     OutcomeModel,
     OutcomeModels,
     guess_outcomes,
-    likely_rows,
 )
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 from outrider.speculation.sampling_params import SamplingParams
@@ -316,7 +315,7 @@ class LookAhead:
         for sampling, indices in groups.items():
             parts = [logits[index] for index in indices]
             try:
-                rows = likely_rows(joined_rows(parts), sampling, self._drafter.vocabulary)
+                rows = likely_tokens(joined_rows(parts), sampling, self._drafter.vocabulary)
             except OutriderError as error:
                 _log.debug("the outcomes of a round cannot be predicted: %s", error)
                 for index in indices:

@@ -201,12 +201,8 @@ class SteppedService:
             logger.exception("a constraint could not be compiled")
             self._refuse(work, OutriderError("the constraint could not be compiled"))
             return
-        if self._is_stale(work):
-            return
-        if work.wanted:
+        if not self._is_stale(work):
             self.submit(work.compiled(compiled))
-        else:
-            self._done(work, None)
 
     def submit(self, work: StepRequest) -> None:
         """Queues a request, or refuses it if the queue is full or no more steps can run."""

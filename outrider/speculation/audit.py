@@ -40,7 +40,7 @@ def audit(
     params: SamplingParams,
     history: TokenHistory = NO_HISTORY,
 ) -> AuditSums:
-    """Compares token i of a chain with row i of `logits` [N, V], which are on the CPU. Penalties
+    """Compares token i with row i of `logits` [N, V], which are on the CPU. Penalties
     count `history` as in a verdict. Raises `InvariantError` for rows that `target_probabilities`
     refuses."""
     num, vocab_size = logits.shape

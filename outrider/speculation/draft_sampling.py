@@ -95,8 +95,8 @@ def draw_from_logits(
     histories: Sequence[TokenHistory] = (),
     vocabulary: DraftVocabulary | None = None,
 ) -> tuple[list[DraftedToken], list[LikelyTokens | None]]:
-    """Draws the next token for each of B sessions. Session b draws at depth `indices[b]` of its
-    round, from row b of `logits` [B, V]. With a `vocabulary`, `logits` are [B, N]. All other
+    """Draws the next token for each of B sessions. Session b draws token `indices[b]` (from 0) of
+    its round, from row b of `logits` [B, V]. With a `vocabulary`, `logits` are [B, N]. All other
     arguments and results use the target's ids. Only penalties need `histories`.
 
     Also returns the likely tokens of each row, or None if the draw takes the likeliest token. Waits
@@ -136,8 +136,11 @@ def likely_tokens(
     logits: Tensor, params: SamplingParams, vocabulary: DraftVocabulary | None = None
 ) -> LikelyTokens:
     """The `DRAFT_SUPPORT_ENTRIES` likeliest tokens of each row of a draft's `logits` [R, V], or
-    [R, N] with a `vocabulary`. Raises `InvariantError` for rows that `target_probabilities`
-    refuses."""
+    [R, N] with a `vocabulary`. If `params` are greedy, their masses are those of temperature 1.
+    Raises `InvariantError` for penalties, and for rows that `target_probabilities` refuses."""
+    check(not params.penalised, "penalties would count draft tokens")
+    if params.greedy:
+        params = SamplingParams(logit_bias=params.logit_bias)
     num_rows = len(logits)
     columns = params if vocabulary is None else vocabulary.params(params)
     transforms = [(columns, NO_HISTORY)] * num_rows

@@ -21,14 +21,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from outrider.errors import check
 from outrider.limits import DRAFTED_SEEDS_MAX, LOOK_AHEAD_MAX, NUM_DRAFT_TOKENS_MAX
-from outrider.speculation.draft_sampling import LikelyTokens, arrival_order, likely_tokens
+from outrider.speculation.draft_sampling import LikelyTokens, arrival_order
 from outrider.speculation.gumbel_max import IntArray, RealArray
-from outrider.speculation.logits_processing import DraftVocabulary
 from outrider.speculation.random_streams import RoundNoise, verdict_keys
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
@@ -44,7 +41,7 @@ class OutcomeGuesses:
     not include draft token n + 1. Row K, for the bonus, may be missing."""
     scores: RealArray
     """[K + 1, R], or [K, R] without the bonus: the scores of the guesses, up to a constant for each
-    row. A score is log q + Gumbel noise. If the parameters are greedy, it is the logit. Scores
+    row. A score is log q + Gumbel noise. If the parameters are greedy, it is log q. Scores
     descend in each row, and are -inf after the last guess."""
     evidence: RealArray
     """[K]: the evidence that each draft token is accepted, within +-`EVIDENCE_MAX`. Under coupled
@@ -61,30 +58,16 @@ class OutcomeGuesses:
         return guessed.index(correction) if correction in guessed else None
 
 
-def likely_rows(
-    logits: Tensor, params: SamplingParams, vocabulary: DraftVocabulary | None = None
-) -> LikelyTokens:
-    """The likeliest tokens of each row of a draft's `logits` [R, V], or [R, N] with a `vocabulary`.
-    If `params` are greedy, the mass of a token is its logit. Raises the errors of `likely_tokens`,
-    and `InvariantError` for penalties."""
-    check(not params.penalised, "penalties would count draft tokens")
-    if not params.greedy:
-        return likely_tokens(logits, params, vocabulary)
-    found = logits.topk(min(RANKS_MAX + 1, logits.shape[1]), dim=1)
-    values, columns = torch.stack([found.values.double(), found.indices.double()]).cpu().numpy()
-    ids = columns.astype(np.int64)
-    return LikelyTokens(ids if vocabulary is None else vocabulary.token_ids[ids], values)
-
-
 def guess_outcomes(
     rows: LikelyTokens, params: SamplingParams, noise: RoundNoise, drafted: Sequence[int]
 ) -> OutcomeGuesses:
     """Guesses up to `RANKS_MAX` corrections after each number n of accepted tokens, for the round
-    of `noise` with the draft tokens `drafted`. Row n of `rows` [K + 1] has the likely tokens after
-    n draft tokens. If row K is missing, the bonus is not guessed."""
+    of `noise` with the draft tokens `drafted`. Row n of `rows` [K + 1] has the `likely_tokens`
+    after n draft tokens. If row K is missing, the bonus is not guessed."""
     check(len(rows) in (len(drafted), len(drafted) + 1), "one row for each outcome")
     if params.greedy:
-        ids, scores = rows.ids, rows.mass
+        with np.errstate(divide="ignore"):
+            ids, scores = rows.ids, np.log(rows.mass)
     else:
         keys = verdict_keys([noise], [len(drafted) + 1])
         ids, scores = arrival_order(rows, keys[: len(rows)])
@@ -195,20 +178,20 @@ class OutcomeModel:
             _Corrections(_PRIOR_SHARPNESS, 0.0, _WEIGHT_MAX) for _ in range(2)
         )
 
-    def _acceptance(self, depth: int, evidence: float) -> float:
+    def _acceptance(self, index: int, evidence: float) -> float:
         """The probability that a draft token is accepted if all draft tokens before it are."""
-        total = self._weight.value * evidence + self._offsets[depth].value
+        total = self._weight.value * evidence + self._offsets[index].value
         return 1 / (1 + math.exp(-total))
 
     def note(self, guesses: OutcomeGuesses, num_accepted: int, rank: int | None) -> None:
         """Learns from a round with `num_accepted` accepted draft tokens. `rank` is the index of the
         right guess of the correction, or None if no guess was right."""
-        for depth in range(min(num_accepted + 1, guesses.num_drafted)):
-            evidence = float(guesses.evidence[depth])
-            chance = self._acceptance(depth, evidence)
-            surprise, spread = (depth < num_accepted) - chance, chance * (1 - chance)
+        for index in range(min(num_accepted + 1, guesses.num_drafted)):
+            evidence = float(guesses.evidence[index])
+            chance = self._acceptance(index, evidence)
+            surprise, spread = (index < num_accepted) - chance, chance * (1 - chance)
             self._weight.step(surprise * evidence, spread * evidence**2)
-            self._offsets[depth].step(surprise, spread)
+            self._offsets[index].step(surprise, spread)
         if rank is not None:
             law = self._bonus if num_accepted == guesses.num_drafted else self._recovery
             law.note(guesses.scores[num_accepted], rank)

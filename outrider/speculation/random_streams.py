@@ -141,7 +141,7 @@ def _key(seed: int) -> tuple[int, int]:
 
 
 def draft_keys(noises: Sequence[RoundNoise], indices: Sequence[int]) -> RowKeys:
-    """The keys of a draft's draw at depth `indices[i]` of each round i."""
+    """The keys of the draw of token `indices[i]` (from 0) of each round i."""
     rows = [
         (*noise.place(index), noise.draft_stream, *_key(noise.seed))
         for noise, index in zip(noises, indices, strict=True)
