@@ -12,7 +12,6 @@ from reference_kernels import ReferenceKernels
 
 from draft_service import feature_drafter
 from outrider.engine import paged_engine
-from outrider.engine.cuda.table_steps import DeviceBackend
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.kv_cache import storage
@@ -36,26 +35,16 @@ class EngineMaker:
         max_num_seqs: int = 16,
         num_bytes: int = 2**22,
         max_model_len: int = MAX_MODEL_LEN,
-        contended_threads: int | None = None,
-        deterministic: bool = False,
-        backend: DeviceBackend | None = None,
         logit_token_ids: tuple[int, ...] = (),
+        **options: Any,
     ) -> PagedEngine:
         dtype = str(module.dtype).removeprefix("torch.")
-        kernels = None
-        if self.fused:
-            kernels = fuse(module)
+        kernels = fuse(module) if self.fused else None
         info = ModelInfo("tiny", VOCAB, max_model_len, dtype, (), "", "", logit_token_ids)
         engine = PagedEngine(
-            module,
-            info,
-            max_num_seqs=max_num_seqs,
-            kv_cache_memory_bytes=num_bytes,
-            contended_threads=contended_threads,
-            deterministic=deterministic,
-            backend=backend,
-            kernels=kernels,
-        )
+            module, info, max_num_seqs=max_num_seqs, kv_cache_memory_bytes=num_bytes,
+            kernels=kernels, **options,
+        )  # fmt: skip
         assert engine.kv_cache_bytes <= num_bytes
         self.made.append(engine)
         return engine

@@ -10,7 +10,8 @@ from cuda_substitutes import attend_by_tables, backend_on
 from models import tiny_config, tiny_module, twin
 from paged_engines import VOCAB, EngineMaker, checked_engines, dense, gap, ids, run
 
-from outrider.engine.cuda.table_steps import DeviceBackend
+from outrider.engine.attention import LayerPages
+from outrider.engine.cuda.table_steps import DeviceBackend, TableStep
 from outrider.engine.interface import SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 
@@ -57,29 +58,15 @@ def test_equals_the_modules_own_forward(family: str, device: str, make_engine: E
         assert gap(torch.cat(own), rows) <= CLOSE
 
 
-def test_a_rollback(device: str, make_engine: EngineMaker) -> None:
-    module = tiny("mistral", device)
-    library = twin(module)
-    engine = engine_on(device, make_engine, module)
-    prefix, tokens = ids(21), {"a": ids(8, 2), "b": ids(5, 3)}
-    for name in tokens:
-        run(engine, name, prefix, 1)
-    steps = [SequenceStep(name, new, len(new)) for name, new in tokens.items()]
-    for rows, new in zip(engine.forward(steps), tokens.values(), strict=True):
-        assert gap(rows, dense(library, prefix + new)[21:]) <= CLOSE
-    engine.keep("a", 25)
-    engine.keep("b", 20)
-    rows = engine.forward([SequenceStep(name, ids(3, 5), 3) for name in tokens])
-    assert gap(rows[0], dense(library, prefix + tokens["a"][:4] + ids(3, 5))[-3:]) <= CLOSE
-    assert gap(rows[1], dense(library, prefix[:20] + ids(3, 5))[-3:]) <= CLOSE
-
-
 def test_where_the_trial_fails_steps_are_not_accelerated(
     make_engine: EngineMaker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A kernel that cannot be compiled, or gives wrong rows, only costs speed."""
+    """A kernel that cannot be compiled, or gives wrong rows, only costs speed. The trial calls the
+    kernel in every layer, because other ranks may wait for the output of each layer."""
+    layers = set()
 
-    def broken(query: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    def broken(query: torch.Tensor, layer: LayerPages, step: TableStep) -> torch.Tensor:
+        layers.add(id(layer))
         raise RuntimeError("out of resource: shared memory")
 
     def wrong(*arguments: Any) -> torch.Tensor:
@@ -92,6 +79,14 @@ def test_where_the_trial_fails_steps_are_not_accelerated(
         engine = make_engine(module, backend=DeviceBackend(attention, 8))
         assert "its steps are not accelerated" in caplog.text
         assert gap(run(engine, "a", ids(9), 9), dense(library, ids(9))) <= CLOSE
+    assert len(layers) == 2
+
+
+def test_a_kernel_that_fails_on_another_rank_is_not_used(make_engine: EngineMaker) -> None:
+    backend = DeviceBackend(attend_by_tables, 8)
+    for least, is_used in ((int, True), (lambda number: 0 if number == 1 else number, False)):
+        engine = make_engine(tiny("llama", "cpu"), backend=backend, least=least)
+        assert (engine._backend is backend) == is_used
 
 
 @pytest.mark.parametrize("form", ["64 tokens in a block", "4 splits", "16 splits"])
