@@ -67,36 +67,30 @@ class Proposer(StepWorker):
         """Without `grammars`, drafts ignore constraints. The target then rejects more tokens."""
         super().__init__(drafter.engine, budget, grammars)
         self._drafter, self._budget = drafter, budget
-        self._look_ahead: LookAhead | None = None
-        if drafter.looks_ahead:
-            self._look_ahead = LookAhead(drafter, self._table, budget.max_steps)
+        self._look_ahead = LookAhead(drafter, self._table, budget.max_steps)
         self._unfinished: dict[str, _Drafting] = {}
         """The unfinished item of each session. The next step that gets the item continues it."""
 
     def looks_ahead(self, item: DraftItem) -> bool:
         """Whether look-ahead drafts for the item's session. Any thread may call this."""
         wants = item.look_ahead > 0 and item.head.constraint is None
-        return wants and self._look_ahead is not None
+        return wants and self._drafter.looks_ahead
 
     def step(self, items: Sequence[DraftItem]) -> list[Any]:
         """Like `StepWorker.step`. If the answer to a new item is known at once, the step ends
         without a pass, because answers are sent only after the step."""
         works = [self._work(item) for item in items]
         ahead = self._look_ahead
-        if ahead is None:
-            self._begin(works)
-        else:
-            self._begin([work for work in works if not ahead.works_on(work.item)])
-            known_at_once = any(isinstance(w.answer, Answers) and w.answer.answers for w in works)
-            active = [work for work in works if ahead.works_on(work.item)]
-            if known_at_once:
-                self._budget.drop_step()
-            elif active:
-                found = ahead.advance([work.item for work in active])
-                for work, answers in zip(active, found, strict=True):
-                    work.answer = answers
-            for work in works:
+        self._begin([work for work in works if not ahead.works_on(work.item)])
+        active = [work for work in works if ahead.works_on(work.item)]
+        if any(work.answer and work.answer.answers for work in active):
+            self._budget.drop_step()
+            for work in active:
                 work.answer = work.answer or ahead.progress(work.item)
+        elif active:
+            found = ahead.advance([work.item for work in active])
+            for work, answers in zip(active, found, strict=True):
+                work.answer = answers
         self._note_figures()
         return [work.answer for work in works]
 
@@ -133,12 +127,10 @@ class Proposer(StepWorker):
 
     def _forget(self, session_id: str) -> None:
         self._unfinished.pop(session_id, None)
-        if self._look_ahead is not None:
-            self._look_ahead.forget(session_id)
+        self._look_ahead.forget(session_id)
 
     def _give_way(self) -> None:
-        if self._look_ahead is not None:
-            self._look_ahead.give_way()
+        self._look_ahead.give_way()
 
     def _validate(self, work: _Drafting) -> None:
         work.sampling = work.item.head.params()
@@ -146,7 +138,7 @@ class Proposer(StepWorker):
     def _prepare(self, work: _Drafting, admitted: Admitted) -> None:
         item, aligned, is_whole = work.item, admitted.aligned, admitted.is_whole
         committed = aligned.committed
-        if is_whole and self._look_ahead is not None and self.looks_ahead(item):
+        if is_whole and self.looks_ahead(item):
             work.answer = self._look_ahead.begin(item, committed, aligned.new_tokens)
             return
         num_missing = len(aligned.new_tokens) - admitted.num_granted
