@@ -46,12 +46,11 @@ class SelfDrafter:
             if lengths[draft.sequence_id] != draft.request.noise.committed_length - 1:
                 draft.stop()
 
-        def next_logits(active: Sequence[int]) -> Tensor:
-            steps = self._fitting(drafts, active)
-            return self._logits(steps, features) if steps else torch.empty(0, 1)
-
         try:
-            self._sampler.run(drafts, next_logits)
+            while active := [index for index, draft in enumerate(drafts) if draft.goes_on()]:
+                if steps := self._fitting(drafts, active):
+                    logits = self._logits(steps, features)
+                    self._sampler.draw([drafts[index] for index in steps], torch.split(logits, 1))
         except Exception:
             logger.exception("drafts of %d sessions end early", len(drafts))
         for name, length in lengths.items():

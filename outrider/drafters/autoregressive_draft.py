@@ -1,7 +1,7 @@
 """Draws draft tokens from logits, for drafters with a model or a head."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -122,16 +122,6 @@ class DraftSampler:
     def __init__(self, vocabulary: DraftVocabulary | None) -> None:
         """`vocabulary` has the token of each column of the logits. None = all tokens."""
         self.vocabulary = vocabulary
-
-    def run(
-        self, drafts: Sequence[AutoregressiveDraft], next_logits: Callable[[Sequence[int]], Tensor]
-    ) -> None:
-        """Draws all drafts to their end. `next_logits` gets the indices of the drafts that
-        continue, and may stop some of them. It returns the logits [R, N] of the others."""
-        while active := [index for index, draft in enumerate(drafts) if draft.goes_on()]:
-            logits = next_logits(active)
-            going_on = [drafts[index] for index in active if not drafts[index].is_whole]
-            self.draw(going_on, torch.split(logits, 1))
 
     def draw(
         self, drafts: Sequence[AutoregressiveDraft], rows: Sequence[Tensor]
