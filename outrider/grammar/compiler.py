@@ -1,5 +1,7 @@
 """Compiles constraints to grammars, and caches the grammars by tenant and digest."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 import logging
@@ -53,10 +55,7 @@ class Grammar:
     constraint: Constraint
     start: LLMatcher
     """The matcher before the first token. It is copied before it is used."""
-    eos_token_ids: frozenset[int]
-    eos_bits: bytes
-    """The mask that allows only the tokens of `eos_token_ids`."""
-    vocab_size: int
+    tokenizer: GrammarTokenizer
     digest: bytes
     tenant: str = ""
     compile_s: float = 0.0
@@ -107,6 +106,7 @@ class GrammarTokenizer:
             if token_id < self.tokens.vocab_size:
                 words[token_id // 8] |= 1 << token_id % 8
         self.eos_bits = bytes(words)
+        """The mask that allows only the tokens of `eos_token_ids`."""
 
     def compile(self, constraint: Constraint) -> Grammar:
         """Raises `BadRequest` with the kind as its field if the constraint cannot be compiled."""
@@ -124,10 +124,7 @@ class GrammarTokenizer:
                 start = first
         if start.is_error():
             raise BadRequest(constraint.kind, f"cannot be compiled: {_reason(start.get_error())}")
-        return Grammar(
-            constraint, start, self.eos_token_ids, self.eos_bits, self.tokens.vocab_size,
-            constraint.digest(),
-        )  # fmt: skip
+        return Grammar(constraint, start, self, constraint.digest())
 
 
 def backend_json(tokenizer: Any) -> str:

@@ -59,7 +59,7 @@ class PrefixMatcher:
         """The tokens that may come next. Raises `Incompatible` if there are none, or if the grammar
         takes too many states or too long."""
         if self._num_fed < len(self._tokens):
-            ends = np.frombuffer(self.grammar.eos_bits, dtype=np.uint8)
+            ends = np.frombuffer(self.grammar.tokenizer.eos_bits, dtype=np.uint8)
             return TokenMask(ends, is_over=True)
         began = self._grammars.clock()
         mask = self._matcher.compute_bitmask()
@@ -75,11 +75,12 @@ class PrefixMatcher:
 
     def _consume(self, token_ids: Sequence[int]) -> int:
         """Adds `token_ids` up to the first one that is not allowed. Returns how many were added."""
-        grammar, num_legal = self.grammar, 0
+        tokenizer, num_legal = self.grammar.tokenizer, 0
+        ends = tokenizer.eos_token_ids
         if self._num_fed == len(self._tokens):
             words = []
             for token_id in token_ids:
-                if token_id in grammar.eos_token_ids or token_id >= grammar.vocab_size:
+                if token_id in ends or token_id >= tokenizer.tokens.vocab_size:
                     break
                 words.append(token_id)
             num_legal = self._feed(words)
@@ -89,7 +90,7 @@ class PrefixMatcher:
             if not may_end:
                 return num_legal
         for token_id in token_ids[num_legal:]:
-            if token_id not in grammar.eos_token_ids:
+            if token_id not in ends:
                 break
             self._tokens.append(token_id)
             num_legal += 1
