@@ -439,7 +439,6 @@ def measure(options: AcceptanceOptions, reading: Reading, progress: Progress) ->
         "sampled": mean(sampled.overlaps),
         "by_position": sampled.by_position(Rule.TOKEN),
         "num_positions": len(sampled.overlaps),
-        "num_positions_greedy": len(greedy.overlaps),
         "hits": {rule.value: hits(sample, rule) for rule, sample in rules.items()}
         if options.hits
         else None,

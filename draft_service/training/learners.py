@@ -7,7 +7,6 @@ drafter reads the text's tokens (teacher forcing).
 """
 
 import copy
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -242,15 +241,13 @@ class Eagle3(Learner):
         return module.to(self._embeddings.device)
 
     def _fill(self, module: nn.Module) -> None:
-        """Initialises linear layers. Those not in `_QUIET` get torch's default distribution."""
+        """Initialises linear layers. Those not in `_QUIET` get torch's default variance."""
         generator = torch.Generator().manual_seed(self._options.seed)
         for name, linear in module.named_modules():
             if isinstance(linear, nn.Linear) and linear.weight.is_meta:
-                values = torch.empty(linear.weight.shape)
-                if name.rpartition(".")[2] in _QUIET:
-                    values.normal_(std=_QUIET_DEVIATION, generator=generator)
-                else:
-                    nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+                is_quiet = name.rpartition(".")[2] in _QUIET
+                deviation = _QUIET_DEVIATION if is_quiet else (3 * linear.in_features) ** -0.5
+                values = deviation * torch.randn(linear.weight.shape, generator=generator)
                 linear.weight = nn.Parameter(values.to(self._embeddings))
 
     def _train(self, module: Any, token_ids: Array) -> None:
