@@ -133,13 +133,11 @@ def _with_kind(config: DeploymentConfig, name: str, where: Path) -> DeploymentCo
                 f"drafter {name}: it holds MTP layers, which are served only from the target's own "
                 f"files (`{MTP}`); {SERVED}"
             )
-        is_eagle3 = found is DrafterFormat.EAGLE3
-        if config.draft.drafter.kind != EAGLE3:
-            if not is_eagle3:
-                return config
+        is_eagle3, is_named = found is DrafterFormat.EAGLE3, config.draft.drafter.kind == EAGLE3
+        if is_eagle3 and not is_named:
             named = eagle3_name(config.draft.model, name)
             return replace(config, draft=replace(config.draft, model=named))
-        if not is_eagle3:
+        if is_named and not is_eagle3:
             raise ConfigError(
                 f"drafter {name}: its files are not those of an EAGLE-3 head; leave `{EAGLE3}:` "
                 "out, and the kind is read from the files"
