@@ -1,11 +1,12 @@
 """The three services with both models on vLLM. The text has the target's law, and does not depend
-on drafts or other sessions. A target is killed."""
+on drafts, look-ahead or other sessions. A target is killed."""
 
 import asyncio
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +14,21 @@ import pytest
 import torch
 from conftest import MakeEngine, config_of
 from exactness.services import test_distribution
-from exactness.services.test_deterministic_tokens import Prompt, check_tokens, request
+from exactness.services.test_deterministic_tokens import Prompt, check_tokens, complete, request
 from exactness.services.test_distribution import POWER, SOON, Cell, measure
 from models import byte_level_tokenizer, depth_cut, tiny_module
 from stack import running_stack
 
 from deploy.fleet.launcher import Deployment
-from outrider.client import Client, Tokens
+from outrider.client import Client, GenerateRequest, Tokens
 from outrider.config import load_config
 from outrider.models.sources import resolve_model
+from outrider.request import RoundReport
 from outrider.speculation.sampling_params import Rule
 
-NUM_LONG = 200
+NUM_TOKENS, NUM_LONG = 24, 200
 PROMPTS: list[Prompt] = [tuple(range(1, 30)) + tuple(range(1, 3 + 2 * i)) for i in range(8)]
-START_S = 240.0
+START_S, STEP_S = 240.0, 0.03
 
 
 @pytest.mark.parametrize(
@@ -64,6 +66,17 @@ async def test_completions_follow_the_targets_law(
     assert num_accepted > 0
 
 
+def pair(directory: Path, make_engine: MakeEngine, **changes: Any) -> tuple[Any, Any]:
+    """A target, and a draft with other weights. Both are batch-invariant in bfloat16."""
+    engines = []
+    for name, seed in (("target", 1), ("draft", 2)):
+        module = tiny_module(config_of("llama"), seed, torch.bfloat16)
+        module.save_pretrained(directory / name)
+        options = {"dtype": "bfloat16", "deterministic": True} | changes
+        engines.append(make_engine(directory / name, **options))
+    return engines[0], engines[1]
+
+
 @pytest.mark.real_model
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "coupled"])
 async def test_tokens_depend_on_neither_k_nor_the_batch(
@@ -78,6 +91,34 @@ async def test_tokens_depend_on_neither_k_nor_the_batch(
     ]
     async with running_stack(engines[0], engines[1], tmp_path / "redis") as stack:
         await check_tokens(stack, PROMPTS[:4], 32, num_alone=2, temperature=temperature)
+
+
+async def test_look_ahead_changes_no_token(tmp_path: Path, make_engine: MakeEngine) -> None:
+    """Some predicted outcomes come true, if the target's steps leave enough time."""
+    texts, num_hits = {}, {}
+    for look_ahead in (0, 8):
+        target, draft = pair(tmp_path, make_engine)
+
+        def slow(steps: Any, forward: Any = target.forward) -> Any:
+            time.sleep(STEP_S)
+            return forward(steps)
+
+        target.forward = slow
+        num_hits[look_ahead] = 0
+        async with running_stack(target, draft, tmp_path / "redis", look_ahead=look_ahead) as stack:
+            texts[look_ahead] = [
+                await complete(stack, request(prompt, seed, 3, NUM_TOKENS))
+                for seed, prompt in enumerate(PROMPTS[:2])
+            ]
+            wanted = GenerateRequest(
+                PROMPTS[0], seed=0, num_draft_tokens=3, max_tokens=100, include_rounds=True
+            )
+            async for event in stack.client.generate(wanted):
+                if isinstance(event, RoundReport):
+                    num_hits[look_ahead] += event.look_ahead_hit
+    assert texts[0] == texts[8]
+    print(f"{num_hits[8]} hits")
+    assert num_hits[0] == 0 < num_hits[8]
 
 
 @pytest.mark.timeout(2 * START_S)
