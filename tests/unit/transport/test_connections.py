@@ -12,7 +12,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from outrider.errors import ConfigError, Unavailable
 from outrider.transport.channel import open_channel
 from outrider.transport.grpc_link import target_link
-from outrider.transport.server import RpcServer, ServerOptions, is_taken
+from outrider.transport.server import RpcServer, ServerOptions, Serving, is_taken
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """With an empty SETTINGS frame."""
@@ -43,6 +43,22 @@ async def test_a_connection_without_a_call_is_closed(
     finally:
         await channel.close()
         await server.stop()
+
+
+async def test_health_is_that_of_the_whole_server() -> None:
+    server = RpcServer([])
+    await server.start()
+    async with open_channel(server.address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        for serving in (False, True, False):
+            await server.set_serving(serving)
+            status = (await stub.Check(health_pb2.HealthCheckRequest())).status
+            assert status == (Serving.SERVING if serving else Serving.NOT_SERVING)
+        unknown = health_pb2.HealthCheckRequest(service="none")
+        watching = stub.Watch(health_pb2.HealthCheckRequest())
+        for call, code in ((stub.Check(unknown), "NOT_FOUND"), (watching, "UNIMPLEMENTED")):
+            assert (await call.code()).name == code
+    await server.stop()
 
 
 async def test_calls_get_a_new_connection_now_and_then() -> None:
