@@ -21,7 +21,6 @@ from outrider.errors import BadRequest, SettingError, Unauthenticated
     ("words", "names"),
     [
         (("servr",), "Did you mean 'serve'? (see outrider --help)"),
-        (("bench", "speedpu"), "Did you mean 'speedup'? (see outrider bench --help)"),
         (("generate", "--max-token", "hi", "x"), "'--max-tokens'"),
         (("serve", "--dtype", "BFloat16"), "one of auto, bfloat16, float16, float32, float64; did"),
         (("serve", "demo", "--model", "other"), "--model"),
@@ -39,7 +38,6 @@ from outrider.errors import BadRequest, SettingError, Unauthenticated
             "error: --stop (number 2): ",
         ),
         (("generate", "\ud800", "--server", "127.0.0.1:1"), "error: PROMPT: "),
-        (("keys", "new", "c", "--concurrency", "0"), "error: --concurrency: 0 is not in the range"),
     ],
 )
 def test_a_bad_argument_is_named(
