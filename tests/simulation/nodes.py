@@ -261,16 +261,15 @@ class ReplicaNode(Node):
         if not isinstance(drafter, ModelDrafter):
             return
         sampler = drafter._sampler
-        draw = sampler._drawn
+        draw = sampler._draw
         num_drawn: dict[tuple[str, int], int] = {}
 
-        def counted(drafts: Any, *rows: Any) -> Any:
-            drawn = draw(drafts, *rows)
+        def counted(drafts: Any, rows: Any) -> None:
             for draft in drafts:
                 request = draft.request
                 key = request.session_id, request.noise.committed_length
                 num_drawn[key] = len(draft.token_ids) + 1
-            return drawn
+            draw(drafts, rows)
 
         def compared(items: Any) -> Any:
             answers = step(items)
@@ -283,7 +282,7 @@ class ReplicaNode(Node):
                         world.hear_failure(InvariantError(found))
             return answers
 
-        sampler._drawn, proposer.step = counted, compared  # type: ignore[method-assign]
+        sampler._draw, proposer.step = counted, compared  # type: ignore[method-assign]
 
     async def traffic(self) -> int:
         found: int = self.service.num_items
