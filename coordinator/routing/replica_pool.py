@@ -38,7 +38,7 @@ DESCRIBE_TIMEOUT_S = 10.0
 PROBE_TIMEOUT_S = 2.0
 """Time limit for a known replica to describe itself."""
 PROBE_PERIOD_S = 0.1
-"""Period of the probes of replicas that are away."""
+"""Pause between two probes of replicas that are away."""
 
 LOAD_SLACK = 0.25
 """`choose` gives a replica at most this share more sessions than the mean of all replicas."""
@@ -258,17 +258,14 @@ class ReplicaPool:
 
     async def watch(self) -> None:
         """Probes replicas when they become away, and then periodically until they are back."""
-        loop = asyncio.get_running_loop()
-        due = loop.time()
         while True:
             await self.lost.wait()
-            await asyncio.sleep(due - loop.time())
             self.lost.clear()
-            due = loop.time() + PROBE_PERIOD_S
             away = [replica for replica in self.replicas.values() if replica.away]
             await asyncio.gather(*(self._probe(replica) for replica in away))
             if any(replica.away for replica in away):
                 self.lost.set()
+            await asyncio.sleep(PROBE_PERIOD_S)
 
     async def change(self, timeout_s: float) -> None:
         """Waits up to `timeout_s` until a replica joins or is back."""
