@@ -9,7 +9,7 @@ from torch import Tensor
 from outrider.drafters.drafter import DraftRequest
 from outrider.errors import OutriderError
 from outrider.grammar.token_mask import TokenMask
-from outrider.speculation.draft_sampling import LikelyTokens, draw_from_logits
+from outrider.speculation.draft_sampling import DraftedToken, LikelyTokens, draw_from_logits
 from outrider.speculation.logits_processing import (
     NO_HISTORY,
     DraftVocabulary,
@@ -174,14 +174,7 @@ class DraftSampler:
         ]
         logits = joined_rows(rows)
         try:
-            tokens, drawn_from = draw_from_logits(
-                logits,
-                [draft.request.sampling for draft in by_row],
-                [draft.request.noise for draft in by_row],
-                depths,
-                [draft.history for draft in by_row],
-                self.vocabulary,
-            )
+            tokens, drawn_from = self._drawn(by_row, depths, logits)
         except OutriderError as error:
             if len(by_row) == 1:
                 drafts[0].end(error)
@@ -195,3 +188,16 @@ class DraftSampler:
             draft.unseen = (token_id,)
             if likely is not None:
                 draft.rows.append(likely)
+
+    def _drawn(
+        self, drafts: Sequence[AutoregressiveDraft], depths: Sequence[int], logits: Tensor
+    ) -> tuple[list[DraftedToken], list[LikelyTokens | None]]:
+        """Draws from each row of `logits`. `drafts` and `depths` have an entry for each row."""
+        return draw_from_logits(
+            logits,
+            [draft.request.sampling for draft in drafts],
+            [draft.request.noise for draft in drafts],
+            depths,
+            [draft.history for draft in drafts],
+            self.vocabulary,
+        )
