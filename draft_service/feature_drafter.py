@@ -34,9 +34,9 @@ class HeadEngine(PagedSequences):
         weight = head.module.embed_tokens.weight
         shape = pair_shape(head.module, weight.dtype, weight.device)
         longest = max_num_seqs * -(-info.max_model_len // PAGE_SIZE)
-        num_pages = min(pages_in(kv_cache_memory_bytes, page_bytes_of([shape])), longest)
+        num_pages = min(pages_in(kv_cache_memory_bytes, page_bytes_of([shape], PAGE_SIZE)), longest)
         self.info = replace(info, max_model_len=min(info.max_model_len, num_pages * PAGE_SIZE))
-        cache = KVCache([shape], num_pages)
+        cache = KVCache([shape], num_pages, PAGE_SIZE)
         self._pairs = self._layer = PairLayer(head.module, cache.layers[0])
         self._use_pool(BlockPool(num_pages, PAGE_SIZE), cache, max_num_seqs)
 

@@ -14,7 +14,6 @@ from draft_service import feature_drafter
 from outrider.engine import paged_engine
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
-from outrider.kv_cache import storage
 from outrider.models.module_replacement import NativeRMSNorm, speed_up
 
 VOCAB = 32
@@ -79,7 +78,7 @@ def checked_engines(fused: bool = False) -> Iterator[EngineMaker]:
 
 def shorten_pages(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """Makes pages short, so that a few new tokens need further pages."""
-    for module in (feature_drafter, paged_engine, storage):
+    for module in (feature_drafter, paged_engine):
         monkeypatch.setattr(module, "PAGE_SIZE", size)
 
 

@@ -135,7 +135,7 @@ class PagedEngine(PagedSequences):
             self._draft_shapes = draft_shapes(head, self._dtype, self._device, self._drafts_apart)
             shapes += self._draft_shapes
         self._try(expected)
-        num_pages = pages_in(kv_cache_memory_bytes, page_bytes_of(shapes))
+        num_pages = pages_in(kv_cache_memory_bytes, page_bytes_of(shapes, PAGE_SIZE))
         num_pages = self._least(min(num_pages, max_num_seqs * pages_of_longest))
         self._max_num_seqs = max_num_seqs
         if self._deterministic and self._decoder is None:
@@ -242,7 +242,7 @@ class PagedEngine(PagedSequences):
 
     def _use_pages(self, num_pages: int) -> None:
         shapes = [layer.shape for layer in self._layers]
-        cache = KVCache(shapes, num_pages, self._decoder is not None, self._draft_shapes)
+        cache = KVCache(shapes, num_pages, PAGE_SIZE, self._decoder is not None, self._draft_shapes)
         if self.draft_layer is not None:
             self._draft = DraftLayer(self.draft_layer.module, cache.plain_layers)
             self._pairs = self._draft.pairs

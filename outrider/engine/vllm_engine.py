@@ -259,7 +259,7 @@ class VllmEngine(PagedSequences):
             config.compilation_config.static_forward_context, self._caches, self._device,
             kernel_sizes, config, attn_groups=[one for group in self._groups for one in group],
         )  # fmt: skip
-        self._draft_cache = KVCache(kept, num_pages, page_size=self._page_size)
+        self._draft_cache = KVCache(kept, num_pages, self._page_size)
         store = _Blocks(tensors_by_layer, num_blocks, self._draft_cache)
         self._use_pool(BlockPool(num_pages, self._page_size), store, max_num_seqs)
 

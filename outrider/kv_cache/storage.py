@@ -3,7 +3,7 @@
     keys     [heads, slots, key width]
     values   [heads, slots, value width]
 
-Slot p * PAGE_SIZE + i is place i of page p. Heads are the first dimension, so that the keys of
+Slot p * page_size + i is place i of page p. Heads are the first dimension, so that the keys of
 gathered slots are a batch of matrices that need no transposing. In bfloat16 on a CPU, matrix
 products with this layout take a third of the time that they take with [slots, heads, width]. Fused
 CPU kernels read `BlockedKeysAndValues`, which has another layout.
@@ -20,7 +20,7 @@ from torch import Tensor
 from outrider.engine.threads import on_threads
 from outrider.errors import SettingError
 from outrider.kv_cache.block_pool import Copy
-from outrider.limits import KV_CACHE_BYTES_DEFAULT, PAGE_SIZE
+from outrider.limits import KV_CACHE_BYTES_DEFAULT
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class LayerShape:
         return self.num_heads * (self.key_width + self.value_width) * self.dtype.itemsize
 
 
-def page_bytes_of(shapes: Sequence[LayerShape], page_size: int = PAGE_SIZE) -> int:
+def page_bytes_of(shapes: Sequence[LayerShape], page_size: int) -> int:
     """Returns the bytes of a page of layers with these shapes."""
     return page_size * sum(shape.slot_bytes for shape in shapes)
 
@@ -118,9 +118,9 @@ class KVCache:
         self,
         shapes: Sequence[LayerShape],
         num_pages: int,
+        page_size: int,
         is_blocked: bool = False,
         plain_shapes: Sequence[LayerShape] = (),
-        page_size: int = PAGE_SIZE,
     ) -> None:
         """If `is_blocked`, the `layers` are `BlockedKeysAndValues`, otherwise `KeysAndValues`. The
         `plain_layers` are always `KeysAndValues`."""

@@ -123,7 +123,7 @@ def find_span_tokens(
         sizes.key_heads, sizes.width, sizes.width, kernels.dtype, torch.device("cpu")
     )
     num_layers = 1 + max(map(kinds.index, kinds))
-    caches = KVCache([shape] * num_layers, _NUM_PAGES, is_blocked=True).layers
+    caches = KVCache([shape] * num_layers, _NUM_PAGES, PAGE_SIZE, is_blocked=True).layers
     generator = torch.Generator().manual_seed(1)
     for cache in caches:
         for tensor in (cache.keys, cache.values):

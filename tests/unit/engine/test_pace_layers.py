@@ -33,7 +33,7 @@ def decoder_of(family: str, **changes: Any) -> tuple[FusedDecoder, list[BlockedK
     module = tiny_module(config, dtype=torch.bfloat16)
     speed_up(module, kernels=kernels)
     layers = find_layers(module, MAX_MODEL_LEN)
-    caches = KVCache([layer.shape for layer in layers], NUM_PAGES, is_blocked=True).layers
+    caches = KVCache([layer.shape for layer in layers], NUM_PAGES, PAGE, is_blocked=True).layers
     return FusedDecoder(module, layers, MAX_MODEL_LEN, kernels), caches
 
 

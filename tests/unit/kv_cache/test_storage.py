@@ -17,7 +17,7 @@ SLOT_BYTES = 2 * 12 * 2 + 16 * 4
 
 def test_too_few_bytes_for_a_page_are_refused() -> None:
     with pytest.raises(SettingError, match="one page takes 1792") as caught:
-        pages_in(16 * SLOT_BYTES - 1, page_bytes_of(SHAPES))
+        pages_in(16 * SLOT_BYTES - 1, page_bytes_of(SHAPES, PAGE_SIZE))
     assert caught.value.key == "kv_cache_memory_bytes"
 
 
@@ -40,7 +40,7 @@ def test_the_budget_on_a_gpu_is_what_the_weights_leave(
 @pytest.mark.parametrize("is_blocked", [False, True])
 def test_pages_are_copied_in_every_layer(is_blocked: bool) -> None:
     shapes = [LayerShape(heads, 4, 4, torch.float32, CPU) for heads in (2, 1, 2, 2)]
-    cache = KVCache(shapes, 3, is_blocked, [LayerShape(1, 6, 0, torch.float32, CPU)])
+    cache = KVCache(shapes, 3, PAGE_SIZE, is_blocked, [LayerShape(1, 6, 0, torch.float32, CPU)])
     layers = [*cache.layers, *cache.plain_layers]
     before = []
     for number, layer in enumerate(layers):
@@ -76,7 +76,8 @@ def test_a_copy_takes_as_many_operators_in_any_number_of_layers(is_blocked: bool
     """Look-ahead copies pages for its branches, and each operator costs a launch on a device."""
     counts = set()
     for num_layers in (2, 30):
-        cache = KVCache([LayerShape(1, 4, 4, torch.float32, CPU)] * num_layers, 3, is_blocked)
+        shapes = [LayerShape(1, 4, 4, torch.float32, CPU)] * num_layers
+        cache = KVCache(shapes, 3, PAGE_SIZE, is_blocked)
         with _Count() as counted:
             cache.copy_pages([(0, 1)])
         counts.add(counted.num)
