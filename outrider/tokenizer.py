@@ -17,7 +17,7 @@ from outrider.models.loading import load_tokenizer
 
 _REPLACEMENT = "\ufffd"
 _HELD_TOKENS_MAX = 8
-"""Tokens are shown at the latest when this number of them may end within a character."""
+"""Largest number of tokens that are held back because a character may be incomplete."""
 _SOME_TURN = {"role": "user", "content": "x"}
 _SOME_TOOL = "a_tool_that_is_looked_for"
 UNKNOWN_BYTES_MAX = 256
@@ -44,7 +44,7 @@ class TokenizerText:
         self._bytes_of = _byte_level_alphabet() if decoder.get("type") == "ByteLevel" else None
         vocabulary = tokenizer.get_vocab()
         spelled = {vocabulary.get(f"<0x{byte:02X}>"): byte for byte in range(256)}
-        self._fallback_bytes: dict[int, int] = {k: v for k, v in spelled.items() if k is not None}
+        self.fallback_bytes: dict[int, int] = {k: v for k, v in spelled.items() if k is not None}
         """The bytes of the tokens `<0x00>` to `<0xFF>`, by token id. Some tokenizers spell unknown
         text with these tokens. Other tokenizers do not have them."""
         self._special_ids = {self.spell(token_id).decode(): token_id for token_id in self._special}
@@ -196,8 +196,8 @@ class TokenizerText:
             return str(self._tokenizer.convert_ids_to_tokens(token_id)).encode()
         if self._bytes_of is not None:
             return self.token_bytes(token_id)
-        if token_id in self._fallback_bytes:
-            return bytes([self._fallback_bytes[token_id]])
+        if token_id in self.fallback_bytes:
+            return bytes([self.fallback_bytes[token_id]])
         # The first token of a text may lose its leading space, but the second does not.
         once, twice = self.decode([token_id]), self.decode([token_id, token_id])
         return twice[len(once) :].encode()
@@ -240,14 +240,35 @@ class _WindowStream:
             mark = self._marks.get(token_id, "")
             return mark and self.finish() + mark
         self._pending.append(token_id)
+        if self._splits_character():
+            return ""
         decoded = self._text.decode(self._context + self._pending)
-        # The pending tokens probably end within a character.
-        if decoded.endswith(_REPLACEMENT) and len(self._pending) < _HELD_TOKENS_MAX:
+        if self._may_split_character(decoded):
             return ""
         return self._show(decoded)
 
     def finish(self) -> str:
         return self._show(self._text.decode(self._context + self._pending))
+
+    def _splits_character(self) -> bool:
+        """Whether the pending tokens are bytes of an incomplete character."""
+        known = self._text.fallback_bytes
+        if not all(token_id in known for token_id in self._pending):
+            return False
+        try:
+            pending = bytes(known[token_id] for token_id in self._pending)
+            return codecs.utf_8_decode(pending, "strict", False)[1] < len(pending)
+        except UnicodeDecodeError:
+            return False  # No further byte can complete the character.
+
+    def _may_split_character(self, decoded: str) -> bool:
+        """Whether the pending tokens may end within a character. For tokenizers without byte
+        tokens, this is a guess from the text."""
+        return (
+            not self._text.fallback_bytes
+            and decoded.endswith(_REPLACEMENT)
+            and len(self._pending) < _HELD_TOKENS_MAX
+        )
 
     def _show(self, decoded: str) -> str:
         delta = decoded[len(self._shown) :]

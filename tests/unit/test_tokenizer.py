@@ -98,14 +98,14 @@ def test_a_character_comes_when_its_last_byte_does(kind: str) -> None:
 
 
 def test_bytes_that_never_make_a_character_are_not_held_for_ever() -> None:
-    """Byte fallback: 200 continuation bytes. At most seven tokens wait at any time."""
+    """Byte fallback: 200 continuation bytes. At most four tokens wait at any time."""
     text = text_of("byte fallback")
     byte = text._tokenizer.convert_tokens_to_ids("<0x80>")
     stream = text.stream()
     shown = 0
     for pushed in range(1, 201):
         shown += len(stream.push(byte))
-        assert pushed - shown <= 7
+        assert pushed - shown <= 4
 
 
 def test_the_cost_of_a_token_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
