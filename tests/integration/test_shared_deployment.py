@@ -170,12 +170,12 @@ def processes() -> list[Process]:
 async def test_status_reaches_the_redis_that_the_record_names(shared: Deployment) -> None:
     record = shared.record
     assert PASSWORD not in json.dumps(asdict(record))
-    known, error = await ask_registry(record, 5.0)
+    known, error = await ask_registry(record)
     assert error is None
     addresses = {record.grpc_address, *record.target_addresses, *record.draft_addresses}
     assert set(known) == addresses
     without = replace(record, redis=record.redis | {"password_file": ""})
-    assert "OUTRIDER_REDIS_PASSWORD" in str(await ask_registry(without, 5.0))
+    assert "OUTRIDER_REDIS_PASSWORD" in str(await ask_registry(without))
 
 
 async def test_no_secret_stands_in_a_list_of_processes(shared: Deployment) -> None:

@@ -100,7 +100,7 @@ def test_grammars_are_those_of_the_targets_tokenizer(tmp_path: Path) -> None:
     constraint = Constraint.of_regex("a")
     for given, ends in (((), {0, 5}), ((7,), {7})):
         made = build_grammars(DraftConfig(tokenizer_directory=str(spoken)), given)
-        assert made.get(constraint).eos_token_ids == ends
+        assert made.get(constraint).tokenizer.eos_token_ids == ends
     assert build_grammars(DraftConfig()) is None
     made = build_grammars(TargetConfig(tokenizer_directory=str(tmp_path)))
     with pytest.raises(BadRequest, match="regex: the model has no tokenizer"):
