@@ -57,9 +57,9 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         self.was_asked = False
         """Whether a request was sent for the newest verdict. If not, the target ran ahead."""
         self.verified = NOTHING_SEALED
-        """The proposal of the newest verdict. It is empty if the target could not read the q of
-        the given proposal. The drafter must then be rejected: the fault may depend on the tokens
-        drawn from q, and dropping such a proposal may bias the round."""
+        """The proposal of the newest verdict. It is shorter than the given proposal if the target
+        could not read q. The drafter must then be rejected: if the fault depends on the token drawn
+        from that q, the cut before this token biases the round."""
 
     async def verify(
         self,
@@ -74,11 +74,13 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         target refuses the session, and `Unavailable` if no target can be reached for
         `target_gone_ms`.
 
-        If the target cannot read the proposal's q, drops the proposal and asks again. Afterwards,
-        `verified` is the proposal that was verified."""
+        If the target cannot read the proposal's q, asks again with the tokens before the first q
+        that the coordinator cannot read either. If the coordinator can read all of q, or if the
+        target refuses these tokens, too, drops the whole proposal. Afterwards, `verified` is the
+        proposal that was verified."""
         if self.is_left:
             self.move()
-        num_retries, num_silences = 0, 0
+        num_retries, num_silences, num_refusals = 0, 0, 0
         wait_s, gone_at = ANSWER_S, math.inf
         number = self.begin(round_index)
         ask = len(proposal) > 0 or self.was_lost or self._must_ask(number, run_ahead)
@@ -110,12 +112,16 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
                 if isinstance(answer, Resync):
                     self.resync(answer)
                 elif _is_about_q(refused := error_from_code(answer.code, answer.message)):
-                    # A refusal of a proposal that is dropped already answers an earlier message.
-                    ask = len(proposal) > 0
+                    num_refusals += 1
+                    # The second refusal may answer a message that was sent before the cut.
+                    ask = len(proposal) > 0 and num_refusals != 2
                     if ask:
-                        _log.warning("a proposal is dropped: %s", answer.message)
+                        part = proposal.readable() if num_refusals == 1 else NOTHING_SEALED
+                        proposal = part if len(part) < len(proposal) else NOTHING_SEALED
+                        _log.warning(
+                            "only %d tokens are verified: %s", len(proposal), answer.message
+                        )
                         self.context.observer.count("unreadable_proposals")
-                        proposal = NOTHING_SEALED
                     continue
                 else:
                     await self._take_refusal(answer, refused, num_retries)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from outrider.errors import BadRequest, check
@@ -81,6 +82,16 @@ class SealedProposal:
         """The same tokens as certain draws, without their q."""
         q = (None,) * len(self) if rule.needs_q else ()
         return SealedProposal(self.token_ids, encode_q(q))
+
+    def readable(self) -> SealedProposal:
+        """The tokens before the first q that cannot be decoded. Verifying them is exact unless the
+        fault of this q depends on the token drawn from it."""
+        for num in range(min(len(self), NUM_DRAFT_TOKENS_MAX), 0, -1):
+            part = self.cut(num)
+            with suppress(BadRequest):
+                part.open()
+                return part
+        return NOTHING_SEALED
 
     def open(self) -> Proposal:
         """The proposal with decoded q. Raises `BadRequest` for more tokens than are verified, and

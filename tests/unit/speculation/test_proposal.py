@@ -86,6 +86,26 @@ def test_what_is_refused(data, token_ids, words):
     assert caught.value.field == "proposal.q"
 
 
+GOOD = packed((1, 2), (HALF, HALF))
+
+
+@pytest.mark.parametrize(
+    ("second", "num_readable"),
+    [
+        (GOOD, 2),
+        (b"", 1),
+        (GOOD[:-1], 1),
+        (packed((1, 2), (HALF, HALF - 1)), 1),
+        (packed((3, 4), (HALF, HALF)), 1),
+        (GOOD + b"\0", 1),
+    ],
+)
+def test_how_far_a_proposal_can_be_read(second, num_readable):
+    part = SealedProposal((1, 2), GOOD + second).readable()
+    assert part == SealedProposal((1, 2)[:num_readable], GOOD * num_readable)
+    assert not SealedProposal((1, 2), b"?").readable()
+
+
 def test_long_proposals_are_refused() -> None:
     longest = SealedProposal((1,) * NUM_DRAFT_TOKENS_MAX)
     assert longest.open() == Proposal(longest.token_ids)

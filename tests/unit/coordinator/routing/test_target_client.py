@@ -1,6 +1,7 @@
 """What a session sends to its target, and what it does with the answers."""
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -22,7 +23,12 @@ from outrider.messages import Resync
 from outrider.replica.step_request import CANCELLED_CODE
 from outrider.sessions.state import Session
 from outrider.sessions.store import Counters
-from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
+from outrider.speculation.proposal import (
+    NOTHING_SEALED,
+    DraftDistribution,
+    Proposal,
+    SealedProposal,
+)
 from outrider.speculation.sampling_params import Rule
 from outrider.telemetry.observer import RequestObserver
 
@@ -123,20 +129,35 @@ class Unreadable(RequestObserver):
         self.num += name == "unreadable_proposals"
 
 
-async def test_a_proposal_whose_q_the_target_cannot_read_is_dropped() -> None:
+READABLE = SealedProposal.of(Proposal((1,), (DraftDistribution((1, 2), (2**15, 2**15)),)))
+
+
+@pytest.mark.parametrize(
+    ("q", "verified", "num_refused"),
+    [
+        (READABLE.q, (1,), 1),  # The second q is missing. The first may be used.
+        (b"?", (), 1),
+        (READABLE.q * 2, (), 1),  # The coordinator can read all of q.
+        (READABLE.q, (), math.inf),  # The target cannot read the first q either.
+    ],
+)
+async def test_a_proposal_is_verified_as_far_as_its_q_can_be_read(
+    q: bytes, verified: tuple[int, ...], num_refused: float
+) -> None:
     """The first message is repeated before its refusal comes, so the refusal comes twice."""
 
     def opened(item: Any) -> Any:
-        refused = refuse(BadRequest("proposal.q", "?"))
-        return refused(item) if item.proposal else verdict(item)
+        is_refused = len(item.proposal) > 1 or (item.proposal and num_refused > 1)
+        return refuse(BadRequest("proposal.q", "?"))(item) if is_refused else verdict(item)
 
     link, seen = ScriptedLink(None, opened), Unreadable()
     target = target_of(link, one=session(rule=Rule.TOKEN), observer=seen)
     loop = asyncio.get_running_loop()
     loop.call_later(1.5 * ANSWER_S, lambda: link.on_answer(opened(link.sent[0])))
-    loop.call_later(1.6 * ANSWER_S, lambda: link.on_answer(opened(link.sent[-1])))
-    reply = await target.verify(1, SealedProposal((1, 2), b"?"))
-    assert reply.verdict.correction == (9,)
-    assert not target.verified
-    assert [len(item.proposal) for item in link.sent] == [2, 2, 0]
-    assert seen.num == 1
+    for wait in (1.6, 5.0, 9.0):
+        loop.call_later(wait * ANSWER_S, lambda: link.on_answer(opened(link.sent[-1])))
+    reply = await target.verify(1, SealedProposal((1, 1), q))
+    assert reply.verdict.correction == (9,) * (len(verified) + 1)
+    assert target.verified.token_ids == verified
+    assert len(link.sent[-1].proposal) == len(verified)
+    assert seen.num == (2 if num_refused > 1 else 1)
