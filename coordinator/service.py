@@ -519,8 +519,9 @@ class CoordinatorService:
     async def _look_now_and_then(self) -> None:
         now, failing_since = asyncio.get_running_loop().time, math.inf
         while True:
+            began = now()  # If nothing answers, a look takes some seconds.
             found, _ = await asyncio.gather(self._look(), self._count())
-            failing_since = min(failing_since, now()) if found else math.inf
+            failing_since = min(failing_since, began) if found else math.inf
             self._found_trouble = found if now() >= failing_since + TROUBLE_S else ""
             await asyncio.sleep(LOOK_PERIOD_S)
 

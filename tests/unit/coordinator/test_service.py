@@ -154,6 +154,19 @@ async def test_a_short_silence_is_no_trouble(what: str, silent_s: float, is_heal
     assert "shutting down" in b.service.trouble
 
 
+async def test_the_time_of_a_look_counts_as_silence() -> None:
+    """If no replica answers, a look takes 4 s."""
+
+    async def silent() -> bool:
+        await asyncio.sleep(4)
+        return False
+
+    async with bench() as b:
+        b.service.targets.healthy = silent  # type: ignore[method-assign]
+        await asyncio.sleep(LOOK_PERIOD_S + 4.1)
+        assert "target" in b.service.trouble
+
+
 async def test_a_session_whose_store_is_away_at_its_end_waits() -> None:
     async with bench() as b:
         loop, finish = asyncio.get_running_loop(), b.store.finish
