@@ -8,6 +8,7 @@
 | class | calls | from |
 | --- | --- | --- |
 | `Client` | a server by gRPC | one event loop |
+| `Client(InProcessTransport(c))` | a coordinator in this process, without gRPC | its event loop |
 | `SyncClient` | a server by gRPC | any thread |
 
     trust = caller_trust(authority=Path("ca.pem"))    # if the server has TLS
@@ -26,6 +27,7 @@ from outrider.client.transport import (
     Completion,
     CompletionBuilder,
     CoordinatorDescription,
+    InProcessTransport,
     SessionView,
     Transport,
 )
@@ -58,6 +60,7 @@ __all__ = [
     "Event",
     "Finished",
     "GenerateRequest",
+    "InProcessTransport",
     "Metrics",
     "ResumeRequest",
     "RoundReport",

@@ -1,16 +1,23 @@
-"""Transports carry the calls of a client."""
+"""Transports carry the calls of a client, by gRPC or to a coordinator in this process."""
 
 import asyncio
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.errors import BadRequest, DataLoss, OutriderError, StreamBroken, Unavailable
+from outrider.errors import (
+    BadRequest,
+    DataLoss,
+    DeadlineExceeded,
+    OutriderError,
+    StreamBroken,
+    Unavailable,
+)
 from outrider.limits import API_KEY_CHARS_MAX
 from outrider.messages import PositionLogprobs
 from outrider.request import (
@@ -28,12 +35,15 @@ from outrider.sessions.store import FinishReason
 from outrider.speculation.accept_reject import Origin
 from outrider.speculation.sampling_params import Rule
 from outrider.transport.channel import PLAIN, Trust, open_channel
-from outrider.transport.codec import session_id_from_wire
+from outrider.transport.codec import from_proto, session_id_from_wire
 from outrider.transport.request_codec import (
     event_from_proto,
     from_coordinator,
+    request_from_proto,
     request_to_proto,
+    resume_from_proto,
     resume_to_proto,
+    session_to_proto,
 )
 from outrider.transport.status import status_to_error
 from outrider.v1 import coordinator_pb2 as pb
@@ -161,7 +171,7 @@ class Transport(Protocol):
 
     @property
     def address(self) -> str:
-        """HOST:PORT of the coordinator."""
+        """HOST:PORT of the coordinator, or a description if there is no HOST:PORT."""
 
     def events(
         self, request: GenerateRequest | ResumeRequest, timeout_s: float
@@ -310,3 +320,97 @@ def key_metadata(api_key: str) -> tuple[tuple[str, str], ...]:
             "api_key", f"is wrong; it must be up to {API_KEY_CHARS_MAX} visible ASCII characters"
         )
     return (("authorization", f"Bearer {api_key}"),)
+
+
+class InProcessTransport(Transport):
+    """Calls a coordinator in this process."""
+
+    def __init__(self, service: Any, tenant: str = "") -> None:
+        """`service` is a `coordinator.service.CoordinatorService`. `close` does not close it.
+        Sessions belong to `tenant`."""
+        self._service = service
+        self._tenant = tenant
+        self._waiting: set[asyncio.Timeout] = set()
+        """Timeouts of all calls that wait for the service."""
+        self._idle: set[AsyncGenerator[Event]] = set()
+        """Streams whose caller has received an event and has not asked for the next event yet."""
+        self._closed = False
+
+    @property
+    def address(self) -> str:
+        return "in-process"
+
+    async def events(
+        self, request: GenerateRequest | ResumeRequest, timeout_s: float
+    ) -> AsyncGenerator[Event]:
+        if isinstance(request, ResumeRequest):
+            asked: Any = resume_from_proto(resume_to_proto(request))
+            stream = self._service.resume(asked, self._tenant)
+        else:
+            asked = request_from_proto(request_to_proto(request))
+            stream = self._service.generate(asked, self._tenant)
+        deadline = _now() + timeout_s
+        async with aclosing(stream) as events:
+            while True:
+                # Each event has a timeout of its own, because a timeout that covers a `yield` would
+                # cancel what the caller awaits meanwhile.
+                async with self._until(deadline):
+                    try:
+                        event = await anext(events)
+                    except StopAsyncIteration:
+                        return
+                self._idle.add(events)
+                try:
+                    yield event
+                finally:
+                    self._idle.discard(events)
+
+    async def call(self, method: Method, timeout_s: float, session_id: str = "") -> Any:
+        service = self._service
+        async with self._until(_now() + timeout_s):
+            match method:
+                case "cancel":
+                    return await service.cancel(session_id_from_wire(session_id), self._tenant)
+                case "get_session":
+                    found = await service.session(session_id_from_wire(session_id), self._tenant)
+                    return from_proto(session_to_proto(found), SessionView)
+                case "describe":
+                    served, num_running = service.served, service.num_running
+                    return CoordinatorDescription(
+                        served.model, served.vocab_size, served.max_model_len, num_running
+                    )
+                case _:
+                    return not service.trouble
+
+    async def close(self) -> None:
+        self._closed = True
+        now = _now()
+        for timeout in self._waiting:
+            if not timeout.expired():
+                timeout.reschedule(now)
+        for events in tuple(self._idle):
+            await events.aclose()
+
+    @asynccontextmanager
+    async def _until(self, deadline: float) -> AsyncIterator[None]:
+        """Cancels the `with` block at `deadline` (loop time), and raises `DeadlineExceeded`. If the
+        transport is closed earlier, cancels the block and raises `Unavailable`."""
+        if self._closed:
+            raise Unavailable(CLOSED)
+        timeout = asyncio.timeout_at(deadline)
+        self._waiting.add(timeout)
+        try:
+            async with timeout:
+                yield
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+            if self._closed:
+                raise Unavailable(CLOSED) from None
+            raise DeadlineExceeded("the coordinator did not answer in time") from None
+        finally:
+            self._waiting.discard(timeout)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
