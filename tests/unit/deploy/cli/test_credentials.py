@@ -13,7 +13,7 @@ from deploy.cli.command import Arguments
 from deploy.cli.main import main, parse
 from deploy.cli.masking import masked_settings
 from deploy.cli.options import caller_key, caller_trust_of
-from deploy.fleet.preflight import check_before_start, warnings, without_secrets
+from deploy.fleet.preflight import warnings, without_secrets
 from outrider.api_keys import given_keys, key_hash, new_key
 from outrider.client import Trust
 from outrider.config import CoordinatorConfig, DeploymentConfig, load_config
@@ -21,7 +21,6 @@ from outrider.errors import ConfigError, SettingError
 
 EVERYWHERE = "0.0.0.0"  # noqa: S104
 KEY = "a-secret-of-sixteen-or-more"
-EMULATED = {"engine": "emulated:vocab_size=10", "draft_model": "emulated", "grpc_port": 0}
 
 
 def parsed(*words: str) -> Arguments:
@@ -80,21 +79,6 @@ def test_a_deployment_is_told_hashes_and_a_key_of_its_own(tmp_path: Path) -> Non
     assert config.coordinator.ssl_certfile == ""
 
 
-def test_files_are_read_before_anything_starts(tmp_path: Path) -> None:
-    wrong = tmp_path / "keys"
-    wrong.write_text("alice")
-    certs = {"ssl_certfile": str(wrong), "ssl_keyfile": str(wrong)}
-    cases = (
-        ({"api_key_file": str(wrong)}, "api_key_file", "keys: Invalid JSON"),
-        ({"internal_tls_dir": str(tmp_path)}, "internal_tls_dir", "cannot read"),
-        (certs, "ssl_certfile", "holds no certificate"),
-    )
-    for settings, key, words in cases:
-        with pytest.raises(SettingError, match=words) as caught:
-            check_before_start(load_config(EMULATED | settings, {}))
-        assert caught.value.key == key
-
-
 SHOWS = """
 import json, os
 from pathlib import Path
@@ -140,7 +124,6 @@ def test_a_command_shows_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_how_a_server_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a given authority, or by the certificate of the deployment on this machine."""
     tls = tmp_path / "tls"
     assert main(["certs", str(tls)]) == 0
     authority = str(tls / "ca.pem")
@@ -197,13 +180,8 @@ def test_keys_are_made_listed_and_revoked(
     assert "sha256" not in listed
     assert main(["keys", "revoke", "alice"]) == 0
     capsys.readouterr()
-    refusals = {
-        ("new", "bob"): "there is a key 'bob' already",
-        ("new", "a/b"): "NAME: 'a/b' is wrong",
-        ("revoke", "alice"): "there is no key 'alice'",
-    }
-    for action, said in refusals.items():
-        assert said in refusal(capsys, "keys", *action)
+    assert "NAME: 'a/b' is wrong" in refusal(capsys, "keys", "new", "a/b")
+    assert "there is no key 'alice'" in refusal(capsys, "keys", "revoke", "alice")
     (device := tmp_path / "device").symlink_to("/dev/null")
     monkeypatch.setenv("OUTRIDER_API_KEY_FILE", str(device))
     assert "is not a regular file" in refusal(capsys, "keys", "new", "carol")

@@ -31,6 +31,7 @@ from outrider.config import DeploymentConfig, DraftConfig, TargetConfig, load_co
 from outrider.errors import SettingError
 
 EMULATED = {"engine": "emulated:vocab_size=100", "draft_model": "emulated", "port": 0}
+HEAD = {"draft_model": "eagle3:a"}
 
 
 def resolved(model: Path, **settings: object) -> DeploymentConfig:
@@ -77,6 +78,17 @@ def test_a_length_and_ranks_that_a_model_cannot_have_are_refused(
         ),
         ({"grpc_port": 65_535, "num_coordinators": 2}, "^grpc_port: .*no ports for 2"),
         ({"grpc_port": 47001, "port": 47002, "num_coordinators": 2}, "^port: .* port of grpc_port"),
+        # A file that holds nothing of this kind.
+        ({"api_key_file": __file__}, r"^api_key_file: .*preflight\.py: Invalid JSON"),
+        ({"ssl_certfile": __file__, "ssl_keyfile": __file__}, "^ssl_certfile: .*no certificate"),
+        ({"internal_tls_dir": "/nowhere"}, "^internal_tls_dir: .*cannot read"),
+        # A head that reads the target.
+        (HEAD | {"eagle3_on": "draft", "tensor_parallel_size": 2}, "^tensor_parallel_size: .*3:a"),
+        (HEAD | {"engine": "emulated:vocab_size=8"}, "^draft_model: .*eagle3:a"),
+        (
+            HEAD | {"eagle3_on": "draft", "draft_tensor_parallel_size": 2},
+            "^draft_tensor_parallel_size: .*eagle3:a",
+        ),
     ],
 )
 def test_a_slip_is_told_before_a_start(
@@ -183,23 +195,6 @@ def test_mtp_layers_are_the_targets_own(tiny: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(SettingError, match=message):
             resolve_models(load_config({"model": str(path), "draft_model": "mtp", **settings}, {}))
-
-
-@pytest.mark.parametrize(
-    ("settings", "key"),
-    [
-        ({"eagle3_on": "draft", "tensor_parallel_size": 2}, "tensor_parallel_size"),
-        ({"look_ahead": 4}, "look_ahead"),
-        ({"engine": "emulated:vocab_size=8"}, "draft_model"),
-        ({"draft_model": "eagle3:heads", "eagle3_on": "draft", "draft_tensor_parallel_size": 2},
-         "draft_tensor_parallel_size"),
-    ],
-)  # fmt: skip
-def test_what_reading_the_target_does_not_go_with_is_refused(
-    settings: dict[str, object], key: str
-) -> None:
-    with pytest.raises(SettingError, match=rf"^{key}: .*eagle3:heads"):
-        load_config({"draft_model": "eagle3:heads", **settings}, {})
 
 
 def test_every_replica_is_told_where_the_targets_tokenizer_is(tiny: Path, tmp_path: Path) -> None:
