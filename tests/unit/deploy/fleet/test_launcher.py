@@ -45,24 +45,17 @@ async def test_a_stop_makes_every_step_while_the_head_is_away(
     """A stop raises if replicas may be left on another cluster."""
     done: list[str] = []
 
-    class Redis:
-        def stop(self) -> None:
-            done.append("redis")
-
-    async def note(name: str) -> None:
-        done.append(name)
+    def noted(name: str) -> AsyncMock:
+        return AsyncMock(side_effect=lambda *_: done.append(name))
 
     deployment: Any = Deployment(load_config(SETTINGS, {}), tmp_path)
     deployment.ray.local = local
-    deployment._is_own, deployment.redis = True, Redis()
-
-    async def find(_: str) -> Told:
-        return Told(is_lost=True)
-
-    monkeypatch.setattr(launcher, "find_reconciler", find)
-    monkeypatch.setattr(asking, "find_reconciler", find)
-    monkeypatch.setattr(Cluster, "clear", lambda self: note("clear"))
-    monkeypatch.setattr(deployment.ray, "disconnect", lambda: note("disconnect"))
+    deployment._is_own = True
+    deployment.redis = Mock(stop=lambda: done.append("redis"))
+    for module in (launcher, asking):
+        monkeypatch.setattr(module, "find_reconciler", AsyncMock(return_value=Told(is_lost=True)))
+    monkeypatch.setattr(Cluster, "clear", noted("clear"))
+    monkeypatch.setattr(deployment.ray, "disconnect", noted("disconnect"))
     monkeypatch.setattr("shutil.rmtree", lambda path, **_: done.append(path.name))
     if local:
         await deployment.stop()
@@ -82,10 +75,7 @@ async def test_a_stop_makes_every_step_while_the_head_is_away(
 async def test_a_cluster_that_is_not_joined_is_a_wrong_address(
     monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
 ) -> None:
-    def init(**_: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "init", Mock(side_effect=error))
     with pytest.raises(SettingError, match=f"address: .*{said}"):
         await RayConnection("head:1", "outrider-d").connect()
     assert "RAY_AUTH_TOKEN_PATH" not in os.environ
@@ -96,21 +86,18 @@ async def test_what_is_being_stopped_has_its_end_and_another_one_begins(
 ) -> None:
     failure = Unavailable("the target-0 actor did not answer start in 1 s")
     old, new = Told(ends=True), Told(start=failure)
-    running = [old]
-
-    async def find(_: str) -> Told:
-        return running[-1]
+    find = AsyncMock(return_value=old)
 
     def start(*_: object) -> Told:
-        running.append(new)
+        find.return_value = new
         return new
 
     config = load_config(SETTINGS | {"deployment_name": "d"}, {})
     deployment = Deployment(config, tmp_path)
     monkeypatch.setattr(deployment, "_prepare", AsyncMock(return_value=config))
     monkeypatch.setattr(launcher, "resources", lambda: {"CPU": 8.0})
-    monkeypatch.setattr(launcher, "find_reconciler", find)
-    monkeypatch.setattr(asking, "find_reconciler", find)
+    for module in (launcher, asking):
+        monkeypatch.setattr(module, "find_reconciler", find)
     monkeypatch.setattr(launcher, "start_reconciler", start)
     monkeypatch.setattr(launcher, "Cluster", Mock(return_value=AsyncMock()))
     with pytest.raises(Unavailable, match="did not answer start"):

@@ -6,12 +6,11 @@ import stat
 from pathlib import Path
 
 import pytest
-import recorded
+from recorded import record
 
 from deploy.fleet.local_state import (
     FILE_NAME,
     LOCK_NAME,
-    DeploymentRecord,
     exclusive,
     local_key,
     lock_holder,
@@ -23,22 +22,19 @@ from deploy.fleet.local_state import (
 )
 from outrider.errors import ConfigError
 
+RECORD = record()
+
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     return state_directory({"OUTRIDER_STATE_DIR": str(tmp_path / "a" / "state")})
 
 
-@pytest.fixture
-def record() -> DeploymentRecord:
-    return recorded.record()
-
-
-def test_what_is_published_is_found(directory: Path, record: DeploymentRecord) -> None:
+def test_what_is_published_is_found(directory: Path) -> None:
     assert running_deployment(directory) is None
     with exclusive(directory):
-        publish(directory, record)
-        assert running_deployment(directory) == record
+        publish(directory, RECORD)
+        assert running_deployment(directory) == RECORD
         assert stat.S_IMODE((directory / FILE_NAME).stat().st_mode) == 0o600
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
         assert {path.name for path in directory.iterdir()} == {FILE_NAME, LOCK_NAME}
@@ -47,12 +43,10 @@ def test_what_is_published_is_found(directory: Path, record: DeploymentRecord) -
         withdraw(directory)
 
 
-def test_what_one_that_was_killed_has_left_misleads_nobody(
-    directory: Path, record: DeploymentRecord
-) -> None:
-    publish(directory, record, "a key")
+def test_what_one_that_was_killed_has_left_misleads_nobody(directory: Path) -> None:
+    publish(directory, RECORD, "a key")
     assert running_deployment(directory) is None
-    assert recorded_deployment(directory) == record
+    assert recorded_deployment(directory) == RECORD
     with exclusive(directory):
         assert running_deployment(directory) is recorded_deployment(directory) is None
         assert local_key(directory) == ""
@@ -65,11 +59,11 @@ def test_a_damaged_record_is_named(directory: Path) -> None:
             running_deployment(directory)
 
 
-def test_only_one_holds_the_lock(directory: Path, record: DeploymentRecord) -> None:
+def test_only_one_holds_the_lock(directory: Path) -> None:
     with exclusive(directory):
         with pytest.raises(ConfigError, match="but is not ready"), exclusive(directory):
             pass
-        publish(directory, record)
+        publish(directory, RECORD)
         with pytest.raises(ConfigError, match=f"pid {os.getpid()}"), exclusive(directory):
             pass
         assert lock_holder(directory) == os.getpid()

@@ -16,15 +16,7 @@ import pytest
 import ray
 from ray._common.utils import try_to_create_directory
 
-from deploy.fleet.ray_cluster import (
-    MODE,
-    PATH,
-    TOKEN,
-    Actor,
-    RayConnection,
-    check_asks_for_token,
-    hide,
-)
+from deploy.fleet.ray_cluster import MODE, PATH, TOKEN, Actor, RayConnection, check_asks_for_token
 from deploy.fleet.replica_set import _all_or_error
 from outrider.config import DraftConfig, TargetConfig
 from outrider.engine.tensor_parallel.rank_process import RankLeader, threads_of_a_rank
@@ -149,15 +141,7 @@ def test_the_users_own_token_is_theirs_again(
     assert [*found, variables()] == [{MODE: "token", PATH: str(tmp_path)}, own]
 
 
-def test_secrets_are_their_owners_alone(tmp_path: Path) -> None:
-    place = tmp_path / "state" / "secrets"
-    path = hide(place, "one", "first")
-    assert path.read_text() == "first"
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert stat.S_IMODE(place.stat().st_mode) == 0o700
-
-
-def test_other_users_do_not_enter_the_directory_of_a_local_ray(
+def test_other_users_enter_neither_the_directory_of_a_local_ray_nor_that_of_its_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray makes its own directory accessible to all users."""
@@ -170,10 +154,13 @@ def test_other_users_do_not_enter_the_directory_of_a_local_ray(
         raise ConnectionError
 
     monkeypatch.setattr(ray, "init", init)
-    connection = RayConnection("", "outrider-test", tmp_path / "secrets")
+    connection = RayConnection("", "outrider-test", tmp_path / "state" / "secrets")
     with pytest.raises(SettingError):
         asyncio.run(connection.connect())
     [ours] = told[0].relative_to("/tmp").parts[:1]
-    assert stat.S_IMODE(Path("/tmp", ours).stat().st_mode) == 0o700
+    token = connection.token
+    assert len(token.read_text()) == 64
+    modes = [one.stat().st_mode for one in (Path("/tmp", ours), token.parent, token)]
+    assert [*map(stat.S_IMODE, modes)] == [0o700, 0o700, 0o600]
     asyncio.run(connection.disconnect())
     assert not Path("/tmp", ours).exists()

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import cycle
@@ -41,10 +41,11 @@ class Host:
         self.missing: set[str] = set()
         """Names of models that cannot be found."""
         self.context = SimpleNamespace(was_current_actor_reconstructed=False)
+        run = AsyncMock(side_effect=lambda task, *given: task(*given))
         for name, found in {
             "log_to": lambda *_: None, "Cluster": lambda *_, **__: self.world.machines,
             "RedisRegistry": lambda *_: self.world.registry,
-            "resolve_models": self._resolve, "run_task": call,
+            "resolve_models": self._resolve, "run_task": run,
         }.items():  # fmt: skip
             monkeypatch.setattr(module, name, found)
         monkeypatch.setattr(ray, "get_runtime_context", lambda: self.context)
@@ -67,10 +68,6 @@ class Host:
         await asyncio.gather(*tasks, return_exceptions=True)
         self.context.was_current_actor_reconstructed = True
         return Reconciler(self.world.spec, "outrider-d")
-
-
-async def call(function: Callable[..., Any], *arguments: Any) -> Any:
-    return function(*arguments)
 
 
 @asynccontextmanager

@@ -6,7 +6,7 @@ import pytest
 
 from deploy.fleet.ray_cluster import Demand, beyond, strategy
 from deploy.fleet.spec import FleetSpec, are_apart, plan_fleet
-from outrider.config import DeploymentConfig, load_config
+from outrider.config import load_config
 from outrider.errors import ConfigError, SettingError
 from outrider.limits import LOOK_AHEAD_DEFAULT, REPLICAS_MAX
 from outrider.registry.registry import ROLES, Role
@@ -83,17 +83,10 @@ def test_a_number_that_cannot_be_is_refused_by_its_role(
         spec(draft_model=drafter, engine=engine).check_count(role, count)
 
 
-def plan(config: DeploymentConfig, gpus: float) -> FleetSpec:
+def plan(gpus: float, **settings: object) -> FleetSpec:
+    """On a cluster with so many GPUs."""
+    config = load_config({"draft_model": "small"} | settings, {})
     return plan_fleet(config, config, gpus, local=False)
-
-
-def _shares(gpus: float, **settings: object) -> tuple[tuple[float, str], tuple[float, str]]:
-    spec = plan(load_config(settings, {}), gpus)
-    config, demands = spec.config, spec.demands
-    return (
-        (demands["target"].num_gpus, config.target.device),
-        (demands["draft"].num_gpus if "draft" in demands else 0, config.draft.device),
-    )
 
 
 @pytest.mark.parametrize(
@@ -116,10 +109,12 @@ def _shares(gpus: float, **settings: object) -> tuple[tuple[float, str], tuple[f
 )
 def test_gpus_are_shared_out(gpus: float, settings: str, target: float, draft: float) -> None:
     drafter, *more = settings.split(" ")
-    given: dict[str, object] = dict(one.split("=", 1) for one in more)
-    given |= {"draft_model": drafter} if drafter else {}
-    found = _shares(gpus, model="small", **given)
-    assert found == tuple((share, "cuda" if share else "cpu") for share in (target, draft))
+    given = dict(one.split("=", 1) for one in more)
+    found = plan(gpus, model="small", draft_model=drafter or "suffix", **given)
+    for role, share in (("target", target), ("draft", draft)):
+        demand = found.demands.get(role)
+        assert (demand.num_gpus if demand else 0) == share
+        assert getattr(found.config, role).device == ("cuda" if share else "cpu")
 
 
 def test_coordinators_are_replaced_where_what_drafts_is_of_another_kind() -> None:
@@ -156,8 +151,7 @@ def test_coordinators_are_replaced_where_what_drafts_is_of_another_kind() -> Non
 def test_models_are_apart_where_neither_waits_for_the_other(
     gpus: float, settings: dict[str, object], expected: bool
 ) -> None:
-    config = load_config({"draft_model": "small", **settings}, {})
-    placed = plan(config, gpus).config
+    placed = plan(gpus, **settings).config
     assert are_apart(placed, same_node=True, num_cores=8) is expected
     assert are_apart(placed, same_node=False, num_cores=8)
 
@@ -176,8 +170,7 @@ def test_models_are_apart_where_neither_waits_for_the_other(
 def test_a_draft_looks_ahead_where_it_takes_nothing_from_the_target(
     settings: dict[str, object], apart: bool, expected: int
 ) -> None:
-    gpus = 2.0 if apart else 0.0
-    placed = plan(load_config({"draft_model": "small", **settings}, {}), gpus)
+    placed = plan(2.0 if apart else 0.0, **settings)
     for _ in range(2):
         placed = placed.settled([("target", "a"), ("draft", "a")])
         assert placed.config.coordinator.look_ahead == expected
@@ -187,10 +180,10 @@ def test_a_draft_looks_ahead_where_it_takes_nothing_from_the_target(
 def test_ranks_ask_for_as_much_each_beside_other_roles() -> None:
     settings = {
         "tensor_parallel_size": 2, "target_num_cpus": 1.5, "target_num_gpus": 0.25,
-        "target_resources": "rack=1, disk=0.5", "draft_model": "small", "draft_num_cpus": 0,
+        "target_resources": "rack=1, disk=0.5", "draft_num_cpus": 0,
         "draft_num_gpus": 0.5, "draft_resources": "small=2,",
     }  # fmt: skip
-    demands = plan(load_config(settings, {}), 4.0).demands
+    demands = plan(4.0, **settings).demands
     assert str(demands["target"]) == "2 times 1.5 CPUs and 0.25 GPUs and 1 rack and 0.5 disk"
     assert demands["draft"].each == {"GPU": 0.5, "small": 2.0}
     both = [demands["target"], demands["draft"]]
@@ -209,8 +202,7 @@ def test_ranks_ask_for_as_much_each_beside_other_roles() -> None:
     ],
 )
 def test_vllm_on_cpus_gets_another_allocator(key: str, gpus: int, preloads: list[str]) -> None:
-    config = load_config({"draft_model": "small", key: "vllm"}, {})
-    demands = plan(config, gpus).demands
+    demands = plan(gpus, **{key: "vllm"}).demands
     assert [demands[role].preload for role in ("target", "draft", "coordinator")] == preloads
 
 
@@ -238,7 +230,7 @@ def test_what_cannot_be_asked_for_is_refused_by_its_setting(
     settings: dict[str, object], gpus: float, said: str
 ) -> None:
     with pytest.raises(SettingError, match=said):
-        _shares(gpus, **settings)
+        plan(gpus, **settings)
 
 
 @pytest.mark.parametrize(
