@@ -6,11 +6,11 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from command_lines import refusal
 
-from deploy.cli.command import Command
 from deploy.cli.main import main, outrider, parse
 from deploy.cli.options import error_line, own_config
 from outrider.config import CoordinatorConfig, deployment_settings
@@ -70,10 +70,7 @@ def test_help_is_shown_where_it_is_asked_for_or_a_command_is_missing(
 def test_an_interrupt_while_a_command_is_loaded_is_silent(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(name: str) -> Command:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(outrider, "_load", interrupted)
+    monkeypatch.setattr(outrider, "_load", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(SystemExit) as stopped:
         main(["status"])
     assert stopped.value.code == 130

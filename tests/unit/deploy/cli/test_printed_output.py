@@ -8,9 +8,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
-from rich.console import Console
 from tokenizers import Tokenizer, decoders, models
 
 from deploy.cli import generate
@@ -73,17 +73,6 @@ def test_a_quiet_one_says_warnings_alone(
 A, C, B = Origin.ACCEPTED, Origin.CORRECTION, Origin.BONUS
 
 
-class _Recorder(Console):
-    """Keeps what is printed, with its style."""
-
-    def __init__(self) -> None:
-        super().__init__(file=io.StringIO())
-        self.pieces: list[tuple[str, str]] = []
-
-    def print(self, text: str, *, style: str, **_: object) -> None:  # type: ignore[override]
-        self.pieces.append((text, style))
-
-
 @pytest.mark.parametrize("known", [True, False])
 def test_each_token_has_the_colour_of_its_origin(tmp_path: Path, known: bool) -> None:
     """Also inside a token's text. Without a tokenizer, the commonest origin of an event counts."""
@@ -91,9 +80,8 @@ def test_each_token_has_the_colour_of_its_origin(tmp_path: Path, known: bool) ->
     made = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))  # noqa: S106
     made.decoder = decoders.Fuse()
     made.save(str(tmp_path / "tokenizer.json"))
-    console = _Recorder()
     printer = Printer(str(tmp_path) if known else "")
-    printer.console = console
+    printer.console = Mock()
     for ids, text, origins in (
         ((1, 0, 2), "bbaccc", (A, A, C)),
         ((1,), "", (A,)),
@@ -104,7 +92,10 @@ def test_each_token_has_the_colour_of_its_origin(tmp_path: Path, known: bool) ->
         printer.show(Tokens(0, ids, text, origins, ()))
     each = "bba:A ccc:C bb:A c:C cc:C a:B tail:B" if known else "bbaccc:A bbc:C cca:B tail:B"
     pieces = [one.split(":") for one in each.split()]
-    assert console.pieces == [(text, STYLES[{"A": A, "B": B, "C": C}[of]]) for text, of in pieces]
+    calls = printer.console.print.call_args_list
+    assert [(*call.args, call.kwargs["style"]) for call in calls] == [
+        (text, STYLES[{"A": A, "B": B, "C": C}[of]]) for text, of in pieces
+    ]
 
 
 @pytest.mark.parametrize(
@@ -120,11 +111,10 @@ def test_a_line_feed_ends_a_prompt_on_standard_input(
 def test_an_interrupt_ends_the_reading_of_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is read outside of an event loop, which would catch the first Ctrl-C."""
 
-    class Terminal:
-        def read(self) -> bytes:
-            with pytest.raises(RuntimeError, match="no running event loop"):
-                asyncio.get_running_loop()
-            raise KeyboardInterrupt
+    def read() -> bytes:
+        with pytest.raises(RuntimeError, match="no running event loop"):
+            asyncio.get_running_loop()
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=Terminal()))
+    monkeypatch.setattr(sys, "stdin", Mock(**{"buffer.read": read}))
     assert main(["generate", "-", "--server", "127.0.0.1:1"]) == 130

@@ -34,8 +34,7 @@ class Fleet:
         self._capsys = capsys
         self.exists = True
         self.opened: list[tuple[str, str, Path | None]] = []
-        """For each connection its address, its namespace, and the file of the token that was sent.
-        """
+        """For each connection: address, namespace, and file of the token that was sent."""
         self.num_open = 0
         self.num_lost = 0
         """During this many of the next calls, the reconciler dies."""
@@ -44,8 +43,7 @@ class Fleet:
         self.changes: list[dict[str, Any]] = []
         self.given = load_config(GIVEN, {})
         self.seen: list[dict[Role, int]] = [dict.fromkeys(ROLES, 1)]
-        """Numbers of serving replicas, one entry for each call of `overview`; the last entry stays.
-        """
+        """Numbers of serving replicas, an entry for each call of `overview`; the last one stays."""
         self.stale: list[int] = [0]
         """Numbers of targets that an upgrade still has to replace, likewise."""
         self.num_leaving = 0

@@ -6,15 +6,13 @@ import shlex
 import signal
 import subprocess
 import sys
-from dataclasses import asdict, replace
-from io import StringIO
+from dataclasses import asdict
 from pathlib import Path
 from unittest.mock import AsyncMock
 
 import pytest
-import recorded
-from recorded import record
-from rich.console import Console
+from command_lines import printed
+from recorded import record, run_here
 
 from deploy.cli.main import main, parse
 from deploy.cli.options import connected, deployment_config, refuse_other_settings
@@ -36,15 +34,18 @@ from outrider.errors import ConfigError, Unavailable
 from outrider.registry.registry import ROLES, ReplicaRecord, Role
 
 
+@pytest.fixture
+def state() -> Path:
+    return state_directory(os.environ)
+
+
 def test_a_trial_is_told_by_status_and_its_replica_is_none_that_is_wanted() -> None:
     trial = asdict(ReplicaRecord("draft", "draft-3", "h:5", "h", 1, trial_share=0.2))
     known = {"serving": True, "error": None, "draft_note": "", "dtype": "", "model": "b"}
     prints = dict.fromkeys(PRINTS, "")
     found = {f"{role}s": [trial | known | prints | {"lease_age_s": 0.5}] for role in ROLES}
     found |= {"running": True, "deployment": asdict(record(trial="trial of b: runs")) | {"log": ""}}
-    console = Console(width=160, file=StringIO())
-    console.print(status_table(found))
-    shown = console.file.getvalue()
+    shown = printed(status_table(found))
     assert "trial of b: runs\n" in shown.replace(" \n", "\n")
     assert "last seen 0.5 s ago, on trial for 20%" in shown
     assert shown.count("0 of 1 running") == 3
@@ -70,9 +71,8 @@ def test_what_serve_prints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert spoken == f'  try     {shlex.quote(program())} generate "The capital of France is"'
 
 
-async def test_the_record_is_true_while_replicas_come_and_go(tmp_path: Path) -> None:
-    state = state_directory(os.environ)
-    recorded.run_here(state, record())
+async def test_the_record_is_true_while_replicas_come_and_go(tmp_path: Path, state: Path) -> None:
+    run_here(state, record())
     redis = {"redis_url": "unix:///x", "redis_password": "p", "deployment_name": "d"}
     deployment = Deployment(load_config({"draft_model": "ngram", **redis}, {}), tmp_path)
     deployment.start = AsyncMock()  # type: ignore[method-assign]
@@ -108,20 +108,14 @@ async def test_the_record_is_true_while_replicas_come_and_go(tmp_path: Path) -> 
         await serving
 
 
-async def test_commands_ask_the_record_where_coordinators_are_by_now() -> None:
-    state, record = state_directory(os.environ), recorded.record()
-    recorded.run_here(state, record)
+async def test_commands_ask_the_record_where_coordinators_are_by_now(state: Path) -> None:
+    run_here(state, record())
     async with connected(parse(["chat"])) as known:
-        publish(state, replace(record, grpc_address="h:9"))
+        publish(state, record(grpc_address="h:9"))
         async with known.client() as client:
             assert client.address == known.find() == "h:9"
         withdraw(state)
         assert known.find() == ""
-
-
-@pytest.fixture
-def state() -> Path:
-    return state_directory(os.environ)
 
 
 def test_a_deployment_that_ended_by_itself_is_told_with_its_reason(
