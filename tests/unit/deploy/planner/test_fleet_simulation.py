@@ -32,37 +32,36 @@ TIMES = ServiceTimes(
 """A target's step takes 20 ms and a draft's 1 ms, whatever is in the step."""
 
 
-def _pair(*survival: float, **way: Any) -> Pair:
+def drafting_pair(*survival: float, **way: Any) -> Pair:
     """A pair whose draft model draws all K tokens in every round."""
     num = len(survival)
     known = {"num_draft_tokens": num, "proposed_per_round": num, "steps_per_round": num}
     return Pair(survival=survival, way=Option(rule=Rule.TOKEN, **known | way), times=TIMES)
 
 
-def _scenario(
-    sessions: int = 1, targets: int = 1, drafts: int = 1, seats: int = 64,
-    times: Mapping[str, Any] | None = None, pair: Pair | None = None,
-    workload: Workload | None = None, **changes: Any,
+def scenario_of(
+    sessions: int = 1, targets: int = 1, drafts: int = 1, pair: Pair | None = None,
+    times: Mapping[str, Any] | None = None, **changes: Any,
 ) -> Scenario:  # fmt: skip
-    changed = {"max_num_seqs": seats, "target_max_num_seqs": seats, **(times or {})}
-    asked = workload or Workload(sessions=sessions, prompt_tokens=16, answer_tokens=math.inf)
+    asked = Workload(sessions=sessions, prompt_tokens=16, answer_tokens=math.inf)
+    known = {"workload": asked, "coordinator_s": 0.0, "warm_up_s": 1.0, "seconds": 4.0}
+    changed = replace(TIMES, **times or {})
     return Scenario(
         fleet={"target": targets, "draft": drafts, "coordinator": 1},
-        workload=asked,
-        pair=replace(pair or _pair(0.0, 0.0, 0.0, 0.0), times=replace(TIMES, **changed)),
-        **{"coordinator_s": 0.0, "warm_up_s": 1.0, "seconds": 4.0, **changes},
+        pair=replace(pair or drafting_pair(0.0, 0.0, 0.0, 0.0), times=changed),
+        **known | changes,
     )
 
 
 def _simulated(**changes: Any) -> FleetFigures:
-    return simulate(_scenario(**changes))
+    return simulate(scenario_of(**changes))
 
 
 def test_one_session_takes_the_sum_of_its_parts() -> None:
     """20 ms for the verdict, 2 ms for the rest, 0.5 + 2 * 4 * 1 ms for the wait, 3 ms for the link.
     All tokens are accepted, so a round brings five."""
     found = _simulated(
-        pair=_pair(*ALL),
+        pair=drafting_pair(*ALL),
         times={"wait": Line(0.0005, 2.0), "rest_s": 0.002, "round_trip_s": 0.003},
         coordinator_s=0.0003,
     )
@@ -78,7 +77,7 @@ def test_one_session_takes_the_sum_of_its_parts() -> None:
 def test_a_look_up_finds_what_it_proposes_without_a_replica() -> None:
     """Half of the rounds propose four tokens, and all are accepted. The bound of five standard
     errors fails by chance with probability 1e-6."""
-    half = _pair(*ALL, proposed_per_round=2.0, steps_per_round=0.0)
+    half = drafting_pair(*ALL, proposed_per_round=2.0, steps_per_round=0.0)
     found = _simulated(pair=half, drafts=0, sessions=8, times={"draft": None})
     assert found.busy[1] == 0
     rounds = found.rounds_per_second * 4
@@ -88,7 +87,7 @@ def test_a_look_up_finds_what_it_proposes_without_a_replica() -> None:
 def test_a_round_accepts_by_its_survival() -> None:
     """1 + 0.8 + 0.5 + 0.1 tokens on average, within five standard errors of 2,000 rounds."""
     survival = (0.8, 0.5, 0.1)
-    found = _simulated(sessions=16, pair=_pair(*survival))
+    found = _simulated(sessions=16, pair=drafting_pair(*survival))
     rounds = found.rounds_per_second * 4
     second = 0.8 + 3 * 0.5 + 5 * 0.1  # sum of (2n - 1) P(n or more)
     error = math.sqrt((second - 1.4**2) / rounds)
@@ -117,16 +116,17 @@ def test_a_rate_is_served_as_it_comes() -> None:
 def test_look_ahead_hides_the_draft_where_it_hits() -> None:
     """A round takes the target's 20 ms. A quarter of misses takes 4 ms more, within five standard
     errors of 200 rounds."""
-    found = _simulated(pair=_pair(0.0, 0.0, 0.0, 0.0, look_ahead=5, hit_rate=1.0))
+    found = _simulated(pair=drafting_pair(0.0, 0.0, 0.0, 0.0, look_ahead=5, hit_rate=1.0))
     assert found.rounds_per_second == pytest.approx(1 / 0.020, rel=0.02)
     assert found.hit_rate == pytest.approx(1.0, abs=0.02)
-    found = _simulated(pair=_pair(0.8, 0.6, 0.5, 0.4, look_ahead=8, hit_rate=0.75))
+    found = _simulated(pair=drafting_pair(0.8, 0.6, 0.5, 0.4, look_ahead=8, hit_rate=0.75))
     error = math.sqrt(0.75 * 0.25 / (found.rounds_per_second * 4))
     assert found.hit_rate == pytest.approx(0.75, abs=5 * error)
     assert found.draft_ms == pytest.approx(4 * (1 - found.hit_rate), rel=0.2)
 
 
-SIZED = _scenario(sessions=3, seats=2, pair=_pair(*ALL), seconds=0.5, warm_up_s=0.25)
+SEATS = {"max_num_seqs": 2, "target_max_num_seqs": 2}
+SIZED = scenario_of(3, pair=drafting_pair(*ALL), times=SEATS, seconds=0.5, warm_up_s=0.25)
 """A round of 24 ms brings five tokens. Without queues that is 4.8 ms a token."""
 
 

@@ -1,6 +1,5 @@
 """Times of rounds, compared with calculations by hand, and choices that follow from them."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -8,16 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from test_fleet_simulation import drafting_pair, scenario_of
 
 from deploy.planner.choosing import GAIN_MIN, LEVEL, Chooser, Spread, best, spread
 from deploy.planner.rounds import Attempt, Line, Option, Rounds, ServiceTimes, fitted, replay, total
-from deploy.planner.simulation import Pair, Scenario, Workload, simulate
+from deploy.planner.simulation import simulate
 from outrider.engine.step_costs import StepCosts
 from outrider.speculation.sampling_params import Rule
 
 TARGET = StepCosts((1, 2, 101), (0.010, 0.010, 0.010 + 99 * 0.0001))
 """A step takes 10 ms, and 0.1 ms for each row from the third on."""
 DRAFT = StepCosts((1, 101), (0.001, 0.001 + 100 * 0.00001))
+TIMES = ServiceTimes(target=TARGET, draft=DRAFT)
 NUM_TOKENS = 4_001
 
 
@@ -35,18 +36,15 @@ def _text(
     return replay(length, attempt_at)
 
 
-def _times(**changes: object) -> ServiceTimes:
-    values = {"target": TARGET, "draft": DRAFT, **changes}
-    return ServiceTimes(**values)  # type: ignore[arg-type]
-
-
 def _way(num_draft_tokens: int, **more: Any) -> Option:
     return Option(rule=Rule.TOKEN, num_draft_tokens=num_draft_tokens, **more)
 
 
 def test_one_session_takes_the_sum_of_its_parts() -> None:
     """K = 4: wait 0.5 + 2 * 4 * 1, link 3, verification 6 + 10.3, rest 2: together 29.8 ms."""
-    times = _times(wait=Line(0.0005, 2.0), verify=Line(0.006), rest_s=0.002, round_trip_s=0.003)
+    times = replace(
+        TIMES, wait=Line(0.0005, 2.0), verify=Line(0.006), rest_s=0.002, round_trip_s=0.003
+    )
     rounds = _text(4, 0.8)
     seconds = times.seconds(rounds, _way(4))
     assert seconds / (rounds.num_rounds - 1) == pytest.approx(0.0298)
@@ -57,9 +55,9 @@ def test_one_session_takes_the_sum_of_its_parts() -> None:
 def test_a_look_up_waits_for_no_link_and_needs_no_replica() -> None:
     looked_up = _text(4, 0.8, num_steps=0)
     for draft in (None, DRAFT):
-        far, near = (_times(draft=draft, round_trip_s=link_s) for link_s in (0.005, 0.0))
+        far, near = (replace(TIMES, draft=draft, round_trip_s=link_s) for link_s in (0.005, 0.0))
         assert far.seconds(looked_up, _way(4)) == near.seconds(looked_up, _way(4))
-    chooser = Chooser(_times(draft=None), 1, [1], _text(0, 0.0), Rule.TOKEN)
+    chooser = Chooser(replace(TIMES, draft=None), 1, [1], _text(0, 0.0), Rule.TOKEN)
     chosen = best([chooser.plain, chooser.best_way(Rule.TOKEN, 4, looked_up)])
     assert (chosen.num_draft_tokens, chosen.draft_replicas) == (4, 0)
     assert chosen.speedup > 1
@@ -72,10 +70,10 @@ def test_look_ahead_hides_the_draft_where_it_hits() -> None:
     rounds = _text(4, 0.8)
     plan = _way(4, look_ahead=3, hit_rate=0.75)
     later = rounds.num_rounds - 1
-    seconds = _times().seconds(rounds, plan)
+    seconds = TIMES.seconds(rounds, plan)
     assert seconds / later == pytest.approx(0.0103 + 0.25 * 0.004)
     slow = StepCosts((1, 101), (0.004, 0.004 + 100 * 0.000001))
-    times = _times(draft=slow)
+    times = replace(TIMES, draft=slow)
     seconds = times.seconds(rounds, plan)
     late = 5 * 0.004002 - 0.0103
     assert seconds / later == pytest.approx(0.0103 + 0.75 * late + 0.25 * 0.016)
@@ -93,20 +91,11 @@ def test_sessions_that_share_steps_take_what_the_services_take(
 ) -> None:
     """The formula differs by less than a tenth from the real services on a virtual clock."""
     slow = StepCosts((1, 101), (draft_ms / 1e3, draft_ms / 1e3 + 100 * 0.00001))
-    times = _times(draft=slow, rest_s=rest_ms / 1e3)
+    times = replace(TIMES, draft=slow, rest_s=rest_ms / 1e3)
     rounds = _text(4, 0.8)
     told = times.seconds(rounds, _way(4), sessions) / (rounds.num_rounds - 1)
-    scenario = Scenario(
-        fleet={"target": 1, "draft": 1, "coordinator": 1},
-        workload=Workload(sessions=sessions, prompt_tokens=16, answer_tokens=math.inf),
-        pair=Pair(
-            survival=(0.8, 0.64, 0.512, 0.4096),
-            times=times,
-            way=_way(4, proposed_per_round=4, steps_per_round=4),
-        ),
-        coordinator_s=0.0,
-        warm_up_s=1.0,
-        seconds=2.0,
+    scenario = scenario_of(
+        sessions, pair=drafting_pair(0.8, 0.64, 0.512, 0.4096), times=vars(times), seconds=2.0
     )
     assert told == pytest.approx(sessions / simulate(scenario).rounds_per_second, rel=0.1)
 
@@ -127,7 +116,7 @@ def test_the_best_k_is_the_formulas() -> None:
     """By (1 - a^(K+1)) / ((1 - a)(Kc + 1)) with c = 0.1, K* is 4 at a = 0.7 and 6 at a = 0.8. It is
     8 over a link whose round trip takes a target's step, and 0 at a = 0.05."""
     target = StepCosts((1, 101), (0.010, 0.010))
-    times = _times(target=target)
+    times = replace(TIMES, target=target)
     far = replace(times, round_trip_s=0.010)
     cases = ((times, 0.7, 4), (times, 0.8, 6), (far, 0.8, 8), (far, 0.6, 0), (times, 0.05, 0))
     for known, acceptance, most in cases:
@@ -143,13 +132,13 @@ def test_the_best_k_is_the_formulas() -> None:
 def test_look_ahead_and_replicas_follow_from_the_load() -> None:
     """If the target's steps take ten times as long as the draft's, few drafts are enough."""
     hits = tuple(min(0.9, 0.5 + 0.1 * number) for number in range(12))
-    ahead = best(_options(_times(), 0.8, hits))
+    ahead = best(_options(TIMES, 0.8, hits))
     assert ahead.look_ahead == 6
     assert ahead.hit_rate == 0.9
     assert ahead.draft_replicas == 1
-    assert best(_options(_times(), 0.8, sessions=8)).draft_replicas == 1
+    assert best(_options(TIMES, 0.8, sessions=8)).draft_replicas == 1
     heavy = StepCosts((1, 2, 101), (0.001, 0.002, 0.101))
-    many = best(_options(_times(draft=heavy), 0.8, sessions=8))
+    many = best(_options(replace(TIMES, draft=heavy), 0.8, sessions=8))
     assert many.draft_replicas > 1
 
 
@@ -169,7 +158,7 @@ def _planned(acceptances: Sequence[float]) -> tuple[list[Option], Spread | None]
     """A plan for texts with these acceptance rates."""
     ks, prompt_tokens = (1, 2, 4, 8, 16), [10] * len(acceptances)
     parts = [[_text(k, a, length=101) for a in acceptances] for k in (0, *ks)]
-    times = _times(target=StepCosts((1, 2, 101), (0.010, 0.010, 0.010 + 99 * 0.0002)))
+    times = replace(TIMES, target=StepCosts((1, 2, 101), (0.010, 0.010, 0.010 + 99 * 0.0002)))
     chooser = Chooser(times, 1, prompt_tokens, total(parts[0]), Rule.TOKEN)
     options = [chooser.plain]
     for k, part in zip(ks, parts[1:], strict=True):
