@@ -16,6 +16,12 @@ HEAD_WIDTH = 32
 """The smallest width of a head that vLLM's attention for CPUs accepts."""
 MAX_MODEL_LEN = 256
 VOCAB = 64
+SIZES = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": HEAD_WIDTH,
+    "max_position_embeddings": MAX_MODEL_LEN, "bos_token_id": None, "eos_token_id": None,
+    "pad_token_id": None,
+}  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -26,34 +32,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip("vLLM is not installed: make test-vllm"))
 
 
-def config_of(family: str) -> Any:
+def config_of(family: str, **changes: Any) -> Any:
     """The configuration of a tiny model, with widths that vLLM's kernels accept."""
+    sizes = SIZES | changes
     if family == "mixtral":
-        return MixtralConfig(**_sizes(), num_local_experts=4, num_experts_per_tok=2)
+        return MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2)
     if family == "deepseek_v2":
         return DeepseekV2Config(
-            **_sizes(), q_lora_rank=None, kv_lora_rank=512, qk_rope_head_dim=64,
+            **sizes, q_lora_rank=None, kv_lora_rank=512, qk_rope_head_dim=64,
             qk_nope_head_dim=128, v_head_dim=128, n_routed_experts=4, num_experts_per_tok=2,
             moe_intermediate_size=64, first_k_dense_replace=1, n_group=1, topk_group=1,
         )  # fmt: skip
     config = tiny_config(family, VOCAB, MAX_MODEL_LEN)
-    for name, value in _sizes().items():
+    for name, value in sizes.items():
         setattr(config, name, value)
     return config
 
 
-def _sizes() -> dict[str, Any]:
-    return {
-        "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": HEAD_WIDTH,
-        "max_position_embeddings": MAX_MODEL_LEN, "bos_token_id": None, "eos_token_id": None,
-        "pad_token_id": None,
-    }  # fmt: skip
-
-
-def save(family: str, directory: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """Saves a tiny model, and returns its module."""
-    module = tiny_module(config_of(family), dtype=dtype)
+def save(
+    family: str, directory: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
+) -> Any:
+    """Saves a tiny model whose configuration has these changes, and returns its module."""
+    module = tiny_module(config_of(family, **changes), seed, dtype)
     module.save_pretrained(directory)
     return module
 

@@ -30,8 +30,7 @@ PAGE_SIZE = 32
 
 
 def saved(family: str, directory: Path) -> Any:
-    config = config_of(family)
-    config.num_hidden_layers = NUM_LAYERS
+    config = config_of(family, num_hidden_layers=NUM_LAYERS)
     if hasattr(config, "layer_types"):
         config.layer_types = ["full_attention"] * NUM_LAYERS
     module = tiny_module(config)
@@ -167,10 +166,7 @@ def test_pages_are_counted_with_what_the_head_keeps(
     tmp_path: Path, make_engine: MakeEngine
 ) -> None:
     """If the model has the same weights, the layer has none of its own."""
-    config = config_of("llama")
-    config.vocab_size = VOCAB - 3  # vLLM pads this size.
-    module = tiny_module(config)
-    module.save_pretrained(tmp_path)
+    module = save("llama", tmp_path, vocab_size=VOCAB - 3)  # vLLM pads this size.
     head = tiny_eagle3(module, range(9), width=64)
     head.module.embed_tokens.weight.data = module.get_input_embeddings().weight.detach().clone()
     numbers = 2 * 2 * 2 * 32 + 2 * 2 * 8 + 64  # Keys and values of two layers and of pairs, and g.

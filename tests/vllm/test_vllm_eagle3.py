@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conftest import MAX_MODEL_LEN, VOCAB, config_of
-from models import tiny_module
+from conftest import MAX_MODEL_LEN, VOCAB, save
 from transformers import AutoModelForCausalLM
 
 from draft_service.training.distilling import distill
@@ -81,9 +80,7 @@ def drafted_by(engine: PagedEngine, loaded: LoadedDraftHead, text: list[int]) ->
 def test_vllm_drafts_what_we_draft_with_a_head_of_distill(tmp_path: Path) -> None:
     """Drafts are compared in float32, behind 20 prompts and behind the text of each round, whether
     or not the drafts were accepted. Both read the head's files unchanged."""
-    config = config_of("llama")
-    config.num_hidden_layers = NUM_LAYERS
-    tiny_module(config).save_pretrained(tmp_path / "target")
+    save("llama", tmp_path / "target", num_hidden_layers=NUM_LAYERS)
     whose = Target("tiny", tmp_path / "target", Template((0, 5), (3, 6)), None)
     options = DistillOptions(
         out=tmp_path / "head", kind="eagle3", draft_vocab=48, tokens=8000, steps=60

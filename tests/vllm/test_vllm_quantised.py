@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MakeEngine, config_of
-from models import save_tiny_eagle3, tiny_module
+from conftest import MakeEngine, save
+from models import save_tiny_eagle3
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
@@ -106,10 +106,7 @@ def test_a_quantised_checkpoint_runs(kind: str, tmp_path: Path, make_engine: Mak
     if kind == "fp8" and not torch.cpu._is_amx_tile_supported():
         pytest.skip("vLLM runs float8 on processors with AMX alone")
     quantise, settings = KINDS[kind]
-    config = config_of("llama")
-    config.hidden_size, config.intermediate_size = 128, 256
-    module = tiny_module(config)
-    module.save_pretrained(tmp_path)
+    module = save("llama", tmp_path, hidden_size=128, intermediate_size=256)
     save_tiny_eagle3(tmp_path / "head", tmp_path, range(64))
     stored: Stored = {}
     for name, parameter in module.state_dict().items():

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MAX_MODEL_LEN, config_of, leave_groups
-from models import tiny_module
+from conftest import MAX_MODEL_LEN, leave_groups, save
 from rank_processes import JOIN_S, follow_model, processes
 from test_vllm_draft_layer import Pair, ids, saved_eagle3, saved_mtp
 
@@ -24,12 +23,11 @@ TOLERANCE = 1e-3
     ("family", "size"), [("llama", 2), ("llama", 3), ("gemma3", 2), ("mixtral", 2)]
 )
 def test_ranks_give_the_logits_of_the_library(family: str, size: int, tmp_path: Path) -> None:
-    model: Any = config_of(family)
     # vLLM divides vocabularies whose size is a multiple of 64.
-    model.hidden_size, model.intermediate_size, model.vocab_size = 96, 96, 64 * size
-    model.num_attention_heads = model.num_key_value_heads = 2 * size
-    module = tiny_module(model)
-    module.save_pretrained(tmp_path)
+    module = save(
+        family, tmp_path, hidden_size=96, vocab_size=64 * size, num_attention_heads=2 * size,
+        num_key_value_heads=2 * size,
+    )  # fmt: skip
     config = TargetConfig(
         engine="vllm", enforce_eager=True, model="tiny", directory=str(tmp_path), dtype="float32",
         device="cpu", num_threads=1, max_num_seqs=4, max_model_len=MAX_MODEL_LEN,

@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,8 +15,6 @@ from outrider.replica.process_setup import VLLM_VERSION, vllm_version
 ENGINE = Path(__file__).parents[2] / "outrider/engine/vllm_engine.py"
 CHANGES: dict[str, str] = {}
 """By imported name: what must change in the engine for the next release."""
-
-
 METHODS = (
     ("vllm.model_executor.models.interfaces", "SupportsEagle3.set_aux_hidden_state_layers"),
     ("vllm.model_executor.models.interfaces", "EagleModelMixin._maybe_add_hidden_state"),
@@ -31,6 +30,11 @@ def imported() -> list[tuple[str, str]]:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("vllm.")
         for alias in node.names
     ]
+
+
+def installed() -> Path:
+    spec: Any = importlib.util.find_spec("vllm")
+    return Path(spec.origin).parent
 
 
 def given_to(name: str) -> set[str | None]:
@@ -75,23 +79,17 @@ def signature(root: Path, module: str, name: str) -> str | None:
 
 def test_the_engine_is_written_for_the_release_that_is_installed() -> None:
     assert (vllm_version() or "").startswith(f"{VLLM_VERSION}.")
-    spec = importlib.util.find_spec("vllm")
-    assert spec is not None
-    assert spec.origin is not None
     for module, name in imported():
-        assert signature(Path(spec.origin).parent, module, name) is not None, (module, name)
+        assert signature(installed(), module, name) is not None, (module, name)
 
 
 def test_what_the_next_release_changes_is_listed() -> None:
     root = os.environ.get("NEXT_VLLM")
-    spec = importlib.util.find_spec("vllm")
-    if not root or spec is None or spec.origin is None:
+    if not root:
         pytest.skip("NEXT_VLLM names no unpacked wheel: make test-vllm")
     found = {}
     for module, name in imported():
-        now, later = (
-            signature(place, module, name) for place in (Path(spec.origin).parent, Path(root))
-        )
+        now, later = (signature(place, module, name) for place in (installed(), Path(root)))
         if later is None:
             found[name] = "gone from its module"
         elif later != now:
