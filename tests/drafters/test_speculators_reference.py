@@ -76,11 +76,9 @@ def save(directory: Path, head: Eagle3Head, token_ids: list[int], target: Path) 
     )  # fmt: skip
 
 
-def greedy_draft(
-    loaded: LoadedDraftHead, features: Tensor, token_ids: Tensor
-) -> tuple[Tensor, Tensor]:
+def greedy_draft(loaded: LoadedDraftHead, features: Tensor, token_ids: Tensor) -> Tensor:
     """The chain [NUM_DEPTHS] after the last of these pairs, from keys and values of the earlier
-    pairs, and the state after each pair [NUM_DEPTHS, D]."""
+    pairs."""
     module, length = loaded.module, len(token_ids)
     places = torch.arange(length + NUM_DEPTHS)
     keys, values = module.keys_and_values(features[:-1], token_ids[:-1], places[: length - 1])
@@ -92,15 +90,14 @@ def greedy_draft(
             *(heads.transpose(0, 1) for heads in (queries, keys, values)), enable_gqa=True
         ).transpose(0, 1)
 
-    feature, token, drafted, states = features[-1:], token_ids[-1:], [], []
+    feature, token, drafted = features[-1:], token_ids[-1:], []
     for depth in range(NUM_DEPTHS):
         place = places[length - 1 + depth, None]
         hidden = module.step(feature, token, place, attend)
         token = torch.tensor(loaded.token_ids)[module.logits(hidden).argmax(-1)]
         drafted.append(token)
         feature = module.carry(hidden)
-        states.append(feature)
-    return torch.cat(drafted), torch.cat(states)
+    return torch.cat(drafted)
 
 
 def read(target: Any, texts: Tensor, layer_ids: Iterable[int]) -> dict[str, Tensor]:
@@ -134,7 +131,7 @@ def check_equal(directory: Path, target: Any, texts: Tensor, prefixes: list[int]
                 found[:, rows], expected[wanted][depth][:, rows], rtol=2e-4, atol=2e-4
             )
     drafts = [
-        greedy_draft(loaded, own[:length], ids[:length])[0]
+        greedy_draft(loaded, own[:length], ids[:length])
         for own, ids in zip(features, tokens, strict=True)
         for length in prefixes
     ]
@@ -174,7 +171,6 @@ def test_heads_of_ours_do_the_same_there(
 def test_a_head_that_the_library_trained_does_the_same_here(
     tiny_target: Path, tmp_path: Path
 ) -> None:
-    """The library trains the head with its own loss, and saves it."""
     target = AutoModelForCausalLM.from_pretrained(tiny_target)
     texts = random_texts(target, 1, NUM_PAIRS)
     save_file(read(target, texts, (1, 2, 4)), str(tmp_path / "inputs"))

@@ -100,7 +100,6 @@ def test_promtool_parses_every_expression_of_the_dashboard(tmp_path: Path) -> No
 
 
 def test_alerts_say_what_they_mean_and_lead_to_their_paragraph() -> None:
-    """Each paragraph belongs to an alert, too."""
     behind = OPERATIONS.split("\n## Alerts\n")[1]
     headings = re.findall(r"^### (\w+)$", behind.split("\n## ")[0], re.M)
     assert sorted(headings) == sorted(alert["alert"] for alert in ALERTS)
@@ -112,7 +111,6 @@ def test_alerts_say_what_they_mean_and_lead_to_their_paragraph() -> None:
 
 
 def test_the_dashboard_can_be_imported() -> None:
-    """The dashboard has a variable for the data source, and every panel uses it."""
     variables = {one["name"]: one for one in DASHBOARD["templating"]["list"]}
     assert variables["datasource"]["type"] == "datasource"
     ids = [panel["id"] for panel in DASHBOARD["panels"]]

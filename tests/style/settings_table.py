@@ -7,6 +7,7 @@ from outrider.config import deployment_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
+DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
 SETTINGS = ROOT / "docs" / "settings.md"
 BEGIN = "<!-- settings: made by `python -m tests.style.settings_table` -->\n"
 END = "<!-- end of settings -->\n"

@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.style.settings_table import README, SETTINGS, with_table
+from tests.style.settings_table import DOCUMENTS, README, ROOT, SETTINGS, with_table
 
-ROOT = README.parent
 FOLDERS = ("outrider", "draft_service", "target_service", "coordinator", "deploy", "benchmarks",
            "tests", "protos")  # fmt: skip
 FILES = [one.as_posix() for folder in FOLDERS for one in (ROOT / folder).rglob("*.py")]
-DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def test_the_table_of_settings_is_what_the_configuration_says() -> None:
@@ -61,7 +59,6 @@ def test_tests_that_documents_name_are_there() -> None:
 
 
 def test_the_readme_is_read_in_five_minutes() -> None:
-    """It has at most 150 lines."""
     assert len(README.read_text("utf-8").splitlines()) <= 150
 
 

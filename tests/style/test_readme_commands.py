@@ -11,13 +11,11 @@ from deploy.cli import generate, plan
 from deploy.cli.command import Arguments
 from deploy.cli.main import parse
 from deploy.cli.options import deployment_config
-from tests.style.settings_table import README
+from tests.style.settings_table import DOCUMENTS, README, ROOT
 
-ROOT = README.parent
 GUIDES = [README, *(ROOT / "docs" / f"{name}.md" for name in (
     "get-started", "serve", "scale", "drafters",
 ))]  # fmt: skip
-DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
 NEEDS_DEPLOYMENT = ("status", "scale", "upgrade", "stop")
 MADE_BY_READER = {"more.jsonl", "mine.jsonl"}
 
