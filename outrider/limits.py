@@ -194,3 +194,4 @@ KEY_CONCURRENCY_MAX = SESSIONS_PER_COORDINATOR_MAX
 SLOT_LEASE_MS = 5_000  # how long requests of a dead coordinator count for their key
 SLOT_RENEWAL_MS = 1_000  # how often a coordinator renews its slots
 SLOT_RETRY_MS = 1_000  # delay before a retry with a key whose slots are all taken
+HEALTH_WATCHES_MAX = 64  # watchers of a server's health, which need no key

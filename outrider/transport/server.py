@@ -3,8 +3,7 @@ step and one error map.
 
 This module decodes messages itself, so that a malformed message ends its call with
 INVALID_ARGUMENT. If gRPC decoded messages, the status would be INTERNAL. A servicer is any object
-with methods for rpcs, named in snake case (`GetSession` -> `get_session`). Calls of other rpcs end
-with UNIMPLEMENTED.
+with a method for each rpc, named in snake case (`GetSession` -> `get_session`):
 
     unary -> unary      async def describe(self, request, context) -> Reply
     unary -> stream     def generate(self, request, context) -> AsyncIterator[Reply]
@@ -12,10 +11,11 @@ with UNIMPLEMENTED.
 
 A servicer raises errors of `outrider.errors`, and does not call `context.abort`."""
 
+import asyncio
 import errno
 import re
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -29,8 +29,8 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import _async as reflection
 from grpc_reflection.v1alpha import reflection_pb2
 
-from outrider.errors import BadRequest, ConfigError, NotFound, check
-from outrider.limits import SESSIONS_PER_COORDINATOR_MAX
+from outrider.errors import BadRequest, ConfigError, NotFound, Overloaded, check
+from outrider.limits import HEALTH_WATCHES_MAX, SESSIONS_PER_COORDINATOR_MAX
 from outrider.transport.channel import server_options
 from outrider.transport.status import abort
 
@@ -121,11 +121,11 @@ class RpcServer:
 
     async def set_serving(self, serving: bool) -> None:
         """Sets the health status of all services."""
-        self._health.status = Serving.SERVING if serving else Serving.NOT_SERVING
+        self._health.set(Serving.SERVING if serving else Serving.NOT_SERVING)
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Reports NOT_SERVING, takes no more calls, and ends running calls after `grace_s`."""
-        self._health.status = Serving.NOT_SERVING
+        self._health.set(Serving.NOT_SERVING)
         await self._server.stop(grace_s)
 
     async def wait(self) -> None:
@@ -134,17 +134,45 @@ class RpcServer:
 
 
 class _Health:
-    """The status of a server and of all its services. Does not have `Watch`: it needs no key, so
-    its calls could take the place of others."""
+    """All services of a server have the same status."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = ("", *names)
-        self.status: Any = Serving.NOT_SERVING
+        self._status: Any = Serving.NOT_SERVING
+        self._changed = asyncio.Event()
+        self._num_watches = 0
+
+    def set(self, status: Any) -> None:
+        self._status = status
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def check(self, request: health_pb2.HealthCheckRequest, context: Context) -> Any:
         if request.service not in self._names:
             raise NotFound(f"service: {request.service[:256]!r} is not served")
-        return health_pb2.HealthCheckResponse(status=self.status)
+        return health_pb2.HealthCheckResponse(status=self._status)
+
+    async def list(self, request: health_pb2.HealthListRequest, context: Context) -> Any:
+        status = health_pb2.HealthCheckResponse(status=self._status)
+        return health_pb2.HealthListResponse(statuses=dict.fromkeys(self._names, status))
+
+    async def watch(
+        self, request: health_pb2.HealthCheckRequest, context: Context
+    ) -> AsyncGenerator[Message]:
+        """Yields the status now and after each change. Raises `Overloaded` beyond
+        `HEALTH_WATCHES_MAX` watchers, because they need no key and could take all calls."""
+        if self._num_watches >= HEALTH_WATCHES_MAX:
+            raise Overloaded(f"there are {HEALTH_WATCHES_MAX} health watchers already")
+        self._num_watches += 1
+        try:
+            while True:
+                changed, status = self._changed, self._status
+                if request.service not in self._names:
+                    status = Serving.SERVICE_UNKNOWN
+                yield health_pb2.HealthCheckResponse(status=status)
+                await changed.wait()
+        finally:
+            self._num_watches -= 1
 
 
 def _join(host: str, port: int) -> str:
@@ -155,11 +183,12 @@ class _Methods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
     def __init__(self, services: Sequence[Service], guard: Guard | None) -> None:
         self._guard: Guard = guard or (lambda path, context: None)
         self._methods = {
-            f"/{service.descriptor.full_name}/{method.name}": (method, call)
+            f"/{service.descriptor.full_name}/{method.name}": (
+                method, _method(service.servicer, method.name)
+            )
             for service in services
             for method in service.descriptor.methods
-            if (call := _method(service.servicer, method.name)) is not None
-        }
+        }  # fmt: skip
 
     def service(self, details: Any) -> Any:
         return grpc.stream_stream_rpc_method_handler(partial(self._answer, details.method))
@@ -201,7 +230,9 @@ class _Methods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
 
 def _method(servicer: object, name: str) -> Any:
     snake = re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
-    return getattr(servicer, snake, None) or getattr(servicer, name, None)
+    call = getattr(servicer, snake, None) or getattr(servicer, name, None)
+    check(callable(call), f"{type(servicer).__name__} has no method {snake}")
+    return call
 
 
 def _decode(kind: Callable[[], Message], data: bytes) -> Message:

@@ -3,7 +3,7 @@ coordinators share."""
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -332,3 +332,29 @@ async def test_without_redis_no_generation_begins(locked: Locked) -> None:
         finally:
             locked.stack.redis.start()
         await client.complete(SHORT)
+
+
+async def test_health_watches_without_a_key_are_limited(
+    locked: Locked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """These calls need no key, so they must not take room from calls that have one."""
+    monkeypatch.setattr("outrider.transport.server.HEALTH_WATCHES_MAX", 2)
+    async with open_channel(locked.addresses[0]) as channel:
+        watch = channel.unary_stream(f"/{health.SERVICE_NAME}/Watch")
+        calls = [watch(b"") for _ in range(2)]
+        for call in calls:
+            await call.read()
+
+        async def is_let_in() -> bool:
+            call = watch(b"")
+            with suppress(grpc.aio.AioRpcError):
+                await call.read()
+                return True
+            assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            return False
+
+        assert not await is_let_in()
+        calls[0].cancel()
+        async with asyncio.timeout(5):
+            while not await is_let_in():
+                await asyncio.sleep(0.02)

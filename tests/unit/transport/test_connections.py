@@ -7,7 +7,6 @@ import time
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from outrider.errors import ConfigError, Unavailable
 from outrider.transport.channel import open_channel
@@ -73,10 +72,8 @@ async def test_calls_get_a_new_connection_now_and_then() -> None:
     channel = open_channel(server.address)
     try:
         stub = health_pb2_grpc.HealthStub(channel)
-        stream = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
-        listed = reflection_pb2.ServerReflectionRequest(list_services="*")
-        await stream.write(listed)
-        assert (await stream.read()).HasField("list_services_response")
+        watching = stub.Watch(health_pb2.HealthCheckRequest())
+        assert (await watching.read()).status == Serving.NOT_SERVING
         until = time.monotonic() + 10
         while len(set(peers)) < 4 and time.monotonic() < until:
             try:
@@ -87,9 +84,9 @@ async def test_calls_get_a_new_connection_now_and_then() -> None:
                 num_failed += 1
         assert len(set(peers)) == 4
         assert num_failed < 4
-        await stream.write(listed)
+        await server.set_serving(True)
         async with asyncio.timeout(8):
-            assert (await stream.read()).HasField("list_services_response")
+            assert (await watching.read()).status == Serving.SERVING
     finally:
         await channel.close()
         await server.stop()
