@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -159,6 +160,8 @@ class Answer(EventStream):
             for one in asked.requests
         ]
         self._envelope: Json = {"id": "", "object": "", "created": created, "model": ""}
+        self._rounds: Counter[tuple[int, int]] = Counter()
+        """Counts rounds by their numbers of proposed and of accepted tokens."""
 
     delta: Callable[[_Choice], Json]
     """Returns the new text of a choice in the form for a chunk."""
@@ -176,7 +179,7 @@ class Answer(EventStream):
 
     def take(self, index: int, event: Event) -> Sequence[Json]:
         self._note(self._choices[index], event)
-        if not self.is_stream or isinstance(event, Started):
+        if not self.is_stream or isinstance(event, Started | RoundReport):
             return ()
         return self._parts(index, event)
 
@@ -194,6 +197,8 @@ class Answer(EventStream):
                 choice.token_ids += event.token_ids
                 if self._asked.has_logprobs:
                     choice.scored += choice.scorer.score(event.token_ids, event.logprobs)
+            case RoundReport():
+                self._rounds[len(event.proposed_token_ids), event.num_accepted] += 1
             case Finished():
                 choice.finished = event
                 choice.parts += choice.reader.finish()
@@ -274,7 +279,7 @@ class Answer(EventStream):
         num_rounds = sum(one.num_rounds for one in each)
         accepted = sum(one.num_accepted_draft_tokens for one in each)
         proposed = sum(one.num_draft_tokens for one in each)
-        found = {
+        found: Json = {
             "mean_acceptance_length": 1 + accepted / max(1, num_rounds),
             "draft_acceptance_rate": accepted / max(1, proposed),
             "num_spec_steps": num_rounds,
@@ -282,7 +287,21 @@ class Answer(EventStream):
             "num_draft_tokens": proposed,
             "num_spec_tokens": self._num_draft_tokens,
         }
+        if self._asked.requests[0].include_rounds:
+            lengths = sorted({length for length, _ in self._rounds})
+            found["acceptance_histogram"] = self._histogram(self._num_draft_tokens, lengths)
+            found["acceptance_histogram_by_draft_length"] = {
+                str(length): self._histogram(length, [length]) for length in lengths
+            }
         return {"speculative_decoding": found}
+
+    def _histogram(self, most: int, lengths: Sequence[int]) -> list[int]:
+        """Counts the rounds whose proposals have one of these `lengths`, for each number of
+        accepted tokens from 0 to `most`."""
+        return [
+            sum(self._rounds[length, accepted] for length in lengths)
+            for accepted in range(most + 1)
+        ]
 
 
 def stop_reason(finished: Finished) -> str | int | None:

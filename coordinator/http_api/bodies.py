@@ -130,6 +130,8 @@ class Speculation(Body):
     draft_deadline_ms: int | None = None
     """Time limit for drafting in a round, ms. The round uses the tokens that were drafted within
     this time."""
+    histograms: bool = False
+    """Report how many rounds accepted each number of draft tokens."""
 
 
 class StreamOptions(Body):
@@ -250,6 +252,7 @@ class GenerationBody(Body):
             rule=speculation.rule,
             num_draft_tokens=speculation.num_draft_tokens if speculation.enabled else 0,
             deadline_ms=self.deadline_ms,
+            include_rounds=speculation.histograms,
             draft_deadline_ms=speculation.draft_deadline_ms,
             constraint=found[0][1] if found else None,
             tools=() if tools is None else tools.for_template(),

@@ -32,7 +32,7 @@ from coordinator.http_api.bodies import (
 from coordinator.http_api.tool_parsers import Part
 from coordinator.http_api.tools import call_id_of, check_arguments, parsed_call
 from outrider.limits import CHAT_MESSAGES_MAX, TOOLS_MAX
-from outrider.request import ChatMessage, Event, Finished, Started
+from outrider.request import ChatMessage, Event, Finished, RoundReport, Started
 from outrider.sessions.store import FinishReason
 
 _REASONING = "reasoning_content"
@@ -360,7 +360,7 @@ class ResponseAnswer(ChatAnswer):
     def take(self, index: int, event: Event) -> Sequence[Json]:
         [choice], events = self._choices, list[Json]()
         self._note(choice, event)
-        if isinstance(event, Started):
+        if isinstance(event, Started | RoundReport):
             return ()
         if not choice.is_opened:
             choice.is_opened, begun = True, self._response("in_progress")

@@ -27,6 +27,8 @@ class SpeculativeDecoding(Schema):
     num_accepted_draft_tokens: int
     num_draft_tokens: int
     num_spec_tokens: int
+    acceptance_histogram: list[int] = []
+    acceptance_histogram_by_draft_length: dict[str, list[int]] = {}
 
 
 AnswerMetrics = dict[Literal["speculative_decoding"], SpeculativeDecoding]

@@ -189,6 +189,19 @@ def test_echo_tells_the_prompt_first() -> None:
         assert [one["choices"][0]["text"] for one in streamed(events, **quiet)] == [shown, ""]
 
 
+def test_histograms_where_they_are_asked_for() -> None:
+    rounds = [
+        (0, RoundReport(0, tuple(range(proposed)), accepted, 0, 0, 0, 0, 0))
+        for proposed, accepted in ((0, 0), (4, 1), (4, 4), (2, 1))
+    ]
+    events: list[tuple[int, Event]] = [ONE[0], *rounds, ONE[-1]]
+    told = whole(events, speculation={"histograms": True})["metrics"]["speculative_decoding"]
+    assert told["acceptance_histogram"] == [1, 2, 0, 0, 1]
+    assert told["acceptance_histogram_by_draft_length"] == {
+        "0": [1], "2": [0, 1, 0], "4": [0, 1, 0, 0, 1]
+    }  # fmt: skip
+
+
 def test_logprobs_of_both_shapes() -> None:
     """Parts of characters are written as bytes. JSON has no infinity, so -9999 stands for it."""
     ids = [*TEXT.encode("a é"), TEXT.encode("\U0001f600")[0]]

@@ -71,6 +71,7 @@ def test_every_field_arrives() -> None:
     }  # fmt: skip
     speculation = {
         "enabled": True, "rule": "block", "num_draft_tokens": 3, "draft_deadline_ms": 20,
+        "histograms": True,
     }  # fmt: skip
     asked = chat(
         **sampling, logit_bias={"5": 1, "3": -2.5}, stop_token_ids=[7, 6], model="m",
@@ -85,7 +86,7 @@ def test_every_field_arrives() -> None:
             **sampling, logit_bias=((3, -2.5), (5, 1.0)), stop_token_ids=(7, 6)  # type: ignore[arg-type]
         ),
         max_tokens=9, stop=("a", "b"), ignore_eos=True, seed=8, rule=Rule.BLOCK,
-        num_draft_tokens=3, deadline_ms=100, logprobs=2, draft_deadline_ms=20,
+        num_draft_tokens=3, deadline_ms=100, logprobs=2, include_rounds=True, draft_deadline_ms=20,
     )  # fmt: skip
     assert asked.has_logprobs
     assert only(chat(speculation={"enabled": False})).num_draft_tokens == 0
