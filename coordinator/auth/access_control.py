@@ -149,7 +149,8 @@ class AccessControl:
         if scheme.lower() != "bearer":
             raise Unauthenticated("authorization: has another scheme; send `Bearer` and an API key")
         key = key.strip()
-        found = self._keys.current().get(key_hash(key)) if len(key) <= API_KEY_CHARS_MAX else None
+        is_key = 0 < len(key) <= API_KEY_CHARS_MAX
+        found = self._keys.current().get(key_hash(key)) if is_key else None
         if found is None:
             raise Unauthenticated("authorization: this API key does not exist")
         return found

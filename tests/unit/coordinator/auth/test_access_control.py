@@ -8,7 +8,7 @@ import pytest
 from told_coordinator import FINISHED, TOKENS, MemorySlots
 
 from coordinator.auth.access_control import OPEN, AccessControl, access_control_of
-from outrider.api_keys import ANYBODY, Caller
+from outrider.api_keys import ANYBODY, Caller, key_hash
 from outrider.errors import Overloaded, StoreUnavailable, Unauthenticated
 from outrider.request import Event, Finished, Started, Tokens
 from outrider.speculation.sampling_params import Rule
@@ -38,6 +38,13 @@ def test_a_call_without_a_key_is_refused(shown: list[str]) -> None:
     with pytest.raises(Unauthenticated, match=r"^authorization: ") as caught:
         access_control_of(KEY, "").identify(shown)
     assert KEY not in caught.value.message
+
+
+def test_no_key_is_none_even_if_its_hash_is_configured() -> None:
+    """`sha256sum` of an unset variable gives this hash."""
+    for shown in ("Bearer", "Bearer "):
+        with pytest.raises(Unauthenticated):
+            access_control_of(key_hash(""), "").identify([shown])
 
 
 def test_a_caller_is_known_by_its_key() -> None:
