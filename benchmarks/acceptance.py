@@ -113,9 +113,10 @@ class Sample:
     texts: tuple[Answer, ...]
     guessing: Mapping[Rule, Guessing]
 
-    @property
-    def overlaps(self) -> list[float]:
-        return [one for text in self.texts for one in text.overlaps]
+    def overlaps(self, category: str | None = None) -> list[float]:
+        """The overlaps of a category; None = of all categories."""
+        texts = [text for text in self.texts if category in (None, text.category)]
+        return [one for text in texts for one in text.overlaps]
 
     def by_position(self, rule: Rule) -> tuple[float | None, ...]:
         """The chances that draft token 1, 2, ... of a chain is accepted, given that all earlier
@@ -424,6 +425,10 @@ def measure(options: AcceptanceOptions, reading: Reading, progress: Progress) ->
         raise SettingError("hits", f"needs a draft model; {reading.name} predicts no outcomes")
     greedy, sampled = (reading.sample(temperature, progress) for temperature in (0.0, 1.0))
 
+    def shares(category: str | None) -> dict[str, float]:
+        samples = {"greedy": greedy, "sampled": sampled}
+        return {name: mean(sample.overlaps(category)) for name, sample in samples.items()}
+
     def hits(sample: Sample, rule: Rule) -> dict[str, float]:
         accepted = [chance or 0.0 for chance in sample.by_position(rule)]
         rates = sample.guessing[rule].hit_rates(accepted[: options.num_draft_tokens])
@@ -435,10 +440,10 @@ def measure(options: AcceptanceOptions, reading: Reading, progress: Progress) ->
         "draft_model": reading.name,
         "num_prompts": len(sampled.texts),
         "max_tokens": options.max_tokens,
-        "greedy": mean(greedy.overlaps),
-        "sampled": mean(sampled.overlaps),
+        **shares(None),
         "by_position": sampled.by_position(Rule.TOKEN),
-        "num_positions": len(sampled.overlaps),
+        "num_positions": len(sampled.overlaps()),
+        "by_category": {text.category: shares(text.category) for text in sampled.texts},
         "hits": {rule.value: hits(sample, rule) for rule, sample in rules.items()}
         if options.hits
         else None,

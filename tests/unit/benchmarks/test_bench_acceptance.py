@@ -147,7 +147,7 @@ def test_the_command_loads_both_models_and_prints_one_json_object(
     for seed in (1, 2):
         save_tiny_model(tmp_path / str(seed), vocab_size=320, seed=seed, tokenizer=tokenizer)
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(json.dumps({"prompt": "The quick brown fox"}))
+    prompts.write_text(json.dumps({"prompt": "The quick brown fox", "category": "chat"}))
     flags = (
         "--model", str(tmp_path / "1"), "--draft-model", str(tmp_path / "2"), "--raw",
         "--prompts", str(prompts), "--max-tokens", "5", "--target-num-threads", "1",
@@ -156,6 +156,7 @@ def test_the_command_loads_both_models_and_prints_one_json_object(
     value, _ = reported(capsys, "bench", "acceptance", *flags)
     assert value["num_positions"] == 5
     assert 0 < value["sampled"] < 0.9
+    assert value["by_category"] == {"chat": {k: value[k] for k in ("greedy", "sampled")}}
     assert set(value["hits"]) == {"greedy", "token", "coupled"}
 
 
