@@ -116,8 +116,8 @@ class _StoredKey(BaseModel):
     hash: Annotated[str, Field(pattern=f"^{_HASH}$")]
     tenant: _KeyName | None = None
     """None = the name of the key."""
-    requests_per_minute: Annotated[int, Field(ge=0, le=REQUESTS_PER_MINUTE_MAX)] = 0
-    concurrency: Annotated[int, Field(ge=0, le=KEY_CONCURRENCY_MAX)] = 0
+    requests_per_minute: Annotated[int, Field(ge=1, le=REQUESTS_PER_MINUTE_MAX)] = 0
+    concurrency: Annotated[int, Field(ge=1, le=KEY_CONCURRENCY_MAX)] = 0
     admin: bool = False
 
 
@@ -165,8 +165,7 @@ def add_key(path: Path, caller: Caller) -> str:
         if caller.name in stored:
             raise ConfigError(f"{path}: there is a key {caller.name!r} already")
         key = new_key()
-        own = asdict(caller)
-        del own["name"]
+        own = {key: value for key, value in asdict(caller).items() if value and key != "name"}
         stored[caller.name] = _StoredKey(hash=key_hash(key), **own)
         _write(path, stored)
     return key

@@ -72,7 +72,7 @@ def test_a_key_of_another_program_is_added_by_its_sum_alone(tmp_path: Path) -> N
     [
         ({"alice": {}}, "alice: hash: Field required"),
         ({"alice": {"hash": "secret-in-clear"}}, "alice: hash: String should match .*sha256:"),
-        ({"a": {"hash": HASH, "concurrency": -1}}, "concurrency: .* greater than or equal to 0"),
+        ({"a": {"hash": HASH, "concurrency": 0}}, "concurrency: .* greater than or equal to 1"),
         ({"a": {"hash": HASH, "concurrency": "4"}}, "a: concurrency: .* valid integer"),
         ({"a": {"hash": HASH, "colour": "red"}}, "a: colour: Extra inputs are not permitted"),
         ({"a": {"hash": HASH, "tenant": ""}}, "a: tenant: '' is wrong; it must be up to 64"),
