@@ -11,12 +11,16 @@ import torch
 from models import tiny_config, tiny_module
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import DeepseekV3Config, Glm4MoeConfig
+from transformers import DeepseekV3Config, Glm4MoeConfig, Qwen3NextConfig
 
 from outrider.models.draft_head import LoadedDraftHead
 from outrider.models.mtp import load_mtp
 
-FAMILIES = ("deepseek_v3", "glm4_moe")
+FAMILIES = ("deepseek_v3", "glm4_moe", "qwen3_next")
+_NEXT_NAMES = {
+    "enorm.": "pre_fc_norm_embedding.", "hnorm.": "pre_fc_norm_hidden.", "eh_proj.": "fc.",
+    "shared_head.norm.": "norm.",
+}  # fmt: skip
 
 
 def mtp_target(
@@ -32,13 +36,20 @@ def mtp_target(
         "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
     } | changes  # fmt: skip
     routed = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
-    if family == "deepseek_v3":
-        config = DeepseekV3Config(
-            **shared | routed | {"num_key_value_heads": 4, "head_dim": 4}, q_lora_rank=12,
-            kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8,
-        )  # fmt: skip
-    else:
-        config = Glm4MoeConfig(**shared, **routed, use_qk_norm=True)
+    match family:
+        case "deepseek_v3":
+            config = DeepseekV3Config(
+                **shared | routed | {"num_key_value_heads": 4, "head_dim": 4}, q_lora_rank=12,
+                kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8,
+            )  # fmt: skip
+        case "glm4_moe":
+            config = Glm4MoeConfig(**shared, **routed, use_qk_norm=True)
+        case _:
+            config = Qwen3NextConfig(
+                **shared | {"num_hidden_layers": 4}, num_experts=4, linear_key_head_dim=8,
+                shared_expert_intermediate_size=16, linear_value_head_dim=8,
+                linear_num_key_heads=2, linear_num_value_heads=4,
+            )  # fmt: skip
     return tiny_module(config, dtype=dtype)
 
 
@@ -51,10 +62,12 @@ class MtpReference:
         config = deepcopy(target.config)
         config._attn_implementation = "eager"
         num_layers, norm = config.num_hidden_layers, type(target.model.norm)
-        self.target = target
+        kinds = getattr(config, "layer_types", None)
+        index = kinds.index("full_attention") if kinds else num_layers
+        self.target, self.family = target, config.model_type
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            self.layer = type(target.model.layers[-1])(config, num_layers).to(target.dtype).eval()
+            self.layer = type(target.model.layers[-1])(config, index).to(target.dtype).eval()
             width = config.hidden_size
             self.norms = [norm(width).to(target.dtype) for _ in range(3)]
             self.project = torch.nn.Linear(2 * width, width, bias=False, dtype=target.dtype)
@@ -62,7 +75,7 @@ class MtpReference:
                 for tensor in module.requires_grad_(False).state_dict().values():
                     noise = torch.randn_like(tensor)
                     tensor.copy_(0.2 * noise if tensor.dim() > 1 else tensor + 0.1 * noise)
-        self.prefix = f"model.layers.{num_layers}."
+        self.prefix = "mtp." if kinds else f"model.layers.{num_layers}."
 
     def tensors(self) -> dict[str, Tensor]:
         """The layer's tensors under their published names."""
@@ -79,13 +92,22 @@ class MtpReference:
                     own[f"{place}gate_proj.weight"], own[f"{place}up_proj.weight"] = expert.chunk(2)
                 else:
                     own[f"{place}down_proj.weight"] = expert
-        return {self.prefix + name: tensor.clone() for name, tensor in own.items()}
+        if self.prefix != "mtp.":
+            return {self.prefix + name: tensor.clone() for name, tensor in own.items()}
+        renamed = {}
+        for name, tensor in own.items():
+            [new] = [
+                name.replace(old, new) for old, new in _NEXT_NAMES.items() if name.startswith(old)
+            ] or [f"layers.0.{name}"]
+            renamed[f"mtp.{new}"] = tensor.clone()
+        return renamed
 
     def save(self, directory: Path) -> Path:
         """Saves the target with this layer, and returns `directory`."""
         self.target.save_pretrained(directory)
         stated = json.loads((directory / "config.json").read_text())
-        stated["num_nextn_predict_layers"] = 1
+        if self.prefix != "mtp.":
+            stated["num_nextn_predict_layers"] = 1
         (directory / "config.json").write_text(json.dumps(stated))
         weights = directory / "model.safetensors"
         save_file(load_file(weights) | self.tensors(), weights, metadata={"format": "pt"})

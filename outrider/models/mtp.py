@@ -7,14 +7,16 @@
     logits of the token after token j = head(norm(h_j))
 
 A drafted pair is a pair of a draft token. The target has not computed its g, so the pair has
-norm(h) of the pair before, as in transformers. vLLM differs in two things. In a drafted pair, vLLM
-uses h in place of norm(h). This is one of `MtpHead.ways`. In the first pair, vLLM uses zeros in
-place of the embedding. Outrider uses the embedding.
+norm(h) of the pair before, as in transformers and `speculators`. For DeepSeek and GLM, vLLM differs
+in two things. In a drafted pair, vLLM uses h in place of norm(h). This is one of `MtpHead.ways`. In
+the first pair, vLLM uses zeros in place of the embedding. Outrider uses the embedding.
 
 family                  tensors in the target's files (N is the target's number of layers)
 deepseek_v3, glm4_moe   `model.layers.N.*`: `enorm`, `hnorm`, `eh_proj`, `shared_head.norm`, those
                         of a decoder layer, and copies of the target's embeddings and head
                         (`embed_tokens`, `shared_head.head`)
+qwen3_next              `mtp.*`: `pre_fc_norm_embedding`, `pre_fc_norm_hidden`, `fc`, `norm`, and
+                        those of a decoder layer at `layers.0.*`
 
 If a target has several MTP layers, only the first layer is used, for all draft tokens."""
 
@@ -37,9 +39,18 @@ from outrider.models.loading import DTYPES, open_weights, refusing
 from outrider.models.published_drafters import read_config
 from outrider.models.target_layers import last_norm
 
-_FAMILIES = ("deepseek_v3", "glm4_moe")
-"""The `model_type` of targets whose MTP layers are served."""
+_PREFIXES = {
+    "deepseek_v3": "model.layers.{num_hidden_layers}.",
+    "glm4_moe": "model.layers.{num_hidden_layers}.",
+    "qwen3_next": "mtp.",
+}
+"""Maps the target's `model_type` to the prefix of the names of the first MTP layer's tensors."""
+_NOT_SERVED = "qwen3_next"
+"""MTP layers of this family can be loaded, and a test compares them with those of `speculators`.
+But the engines refuse the target, because the state of linear attention cannot be rolled back."""
 _EMBEDDINGS, _HEAD = "embed_tokens.weight", "shared_head.head.weight"
+_LATER = "mtp.layers."
+"""The prefix of the names of numbered MTP layers' tensors in the files of `qwen3_next`."""
 _SCALE, _BLOCK = "_scale_inv", (128, 128)
 """The suffix of the name of a float8 weight's scales, and the rows and columns of a block with one
 scale."""
@@ -170,12 +181,12 @@ def check_mtp(path: Path, name: str) -> str:
         with open_weights(path) as files:
             names = [*files]
     family = stated.get("model_type")
-    if family not in _FAMILIES:
+    if family not in _PREFIXES:
+        allowed = ", ".join(sorted({*_PREFIXES} - {_NOT_SERVED}))
         raise ConfigError(
-            f"model {name}: model_type is {family!r}; only MTP layers of {', '.join(_FAMILIES)} "
-            "are served"
+            f"model {name}: model_type is {family!r}; only MTP layers of {allowed} are served"
         )
-    prefix = f"model.layers.{stated.get('num_hidden_layers')}."
+    prefix = _PREFIXES[family].format(num_hidden_layers=stated.get("num_hidden_layers"))
     if not any(key.startswith(prefix) for key in names):
         num_stated = stated.get("num_nextn_predict_layers", 0)
         raise ConfigError(
@@ -200,8 +211,9 @@ def load_mtp(
                 tensors = {
                     key: file.get_tensor(key)
                     for key, file in files.items()
-                    if key.startswith(prefix)
-                }
+                    if (key.startswith(prefix) and not key.startswith(_LATER))
+                    or key.startswith(f"{_LATER}0.")
+                }  # fmt: skip
             tensors = _dequantized(tensors, read_config(path), target.dtype)
             shared = {
                 key: _own_or_shared(tensors.pop(prefix + key, None), module.weight, key)
@@ -263,6 +275,8 @@ def _with_weights(target: Any, tensors: dict[str, Tensor]) -> Any:
     like.config = deepcopy(target.config)
     sizes = like.config.get_text_config()
     sizes.num_mtp_layers = 1
+    if getattr(sizes, "layer_types", None):
+        sizes.mtp_layer_types = ["full_attention"]
     with ExitStack() as stack:
         for context in MtpModel.get_init_context(target.dtype, False, False, None):
             stack.enter_context(context)

@@ -1,4 +1,4 @@
-"""What `speculators` makes of EAGLE-3 heads. Runs in an environment that has that
+"""What `speculators` makes of EAGLE-3 heads and MTP layers. Runs in an environment that has that
 library, and not Outrider, whose transformers it does not take.
 
 train DIRECTORY VERIFIER INPUTS        saves a head for the model in VERIFIER, after some steps with
@@ -8,6 +8,8 @@ train DIRECTORY VERIFIER INPUTS        saves a head for the model in VERIFIER, a
 run CHECKPOINT INPUTS OUTPUTS          runs one over texts: `taps` [N, T, 3 D], `token_ids` [N, T],
                                        and drafts `drafts` [N, len(prefixes), depths] by greedy
                                        choice
+mtp TARGET INPUTS OUTPUTS              runs the MTP layer of TARGET over pairs of `features` [T, D]
+                                       and `token_ids` [T], and drafts behind the `prefixes`
 """
 
 import sys
@@ -19,6 +21,7 @@ from speculators import SpeculatorModel
 from speculators.config import SpeculatorsConfig, VerifierConfig
 from speculators.losses import resolve_loss_config
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+from speculators.models.mtp import MTPDraftModel
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from torch import Tensor
 from transformers import AutoConfig, Qwen3Config
@@ -123,5 +126,29 @@ def run(checkpoint: str, inputs: str, outputs: str) -> None:
     save_file(found | {"drafts": torch.stack(drafts)}, outputs)
 
 
+@torch.no_grad()
+def mtp(target: str, inputs: str, outputs: str) -> None:
+    config = AutoConfig.from_pretrained(target)
+    model: Any = MTPDraftModel.from_training_args(
+        config, num_speculative_steps=1, verifier_name_or_path=target
+    )
+    model.float().eval()
+    read: list[Tensor] = []
+    model.lm_head.register_forward_pre_hook(lambda _, given: read.append(given[0][0, -1]))
+    given, drafts = load_file(inputs), []
+    for length in given["prefixes"].tolist():
+        features, token_ids = given["features"][:length], given["token_ids"][:length]
+        for _ in range(int(given["num_depths"])):
+            # The library's texts have a token before the first pair, and a token after the last.
+            text = torch.nn.functional.pad(token_ids, (1, 1))
+            rows = torch.nn.functional.pad(features, (0, 0, 0, 2))
+            [logits], *_ = model(text[None], rows[None])
+            token_ids = torch.cat([token_ids, logits[0, -1:].argmax(-1)])
+            features = torch.cat([features, read[-1][None]])
+        drafts.append(token_ids[length:])
+    hidden = torch.stack(read).unflatten(0, (len(drafts), -1))
+    save_file({"hidden": hidden, "drafts": torch.stack(drafts)}, outputs)
+
+
 if __name__ == "__main__":
-    {"train": train, "run": run}[sys.argv[1]](*sys.argv[2:])
+    {"train": train, "run": run, "mtp": mtp}[sys.argv[1]](*sys.argv[2:])

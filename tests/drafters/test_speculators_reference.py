@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import tiny_config, tiny_module
+from mtp_models import MtpReference, mtp_target
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
@@ -20,6 +21,7 @@ from draft_service.training.options import DistillOptions
 from draft_service.training.teacher import Target
 from outrider.models.draft_head import LoadedDraftHead
 from outrider.models.eagle3 import Eagle3Config, Eagle3Head, load_eagle3, save_speculators
+from outrider.models.mtp import load_mtp
 from outrider.models.sources import resolve_model
 
 PYTHON = os.environ.get("SPECULATORS_PYTHON", "")
@@ -187,6 +189,25 @@ def test_a_head_that_distill_made_does_the_same_there(tiny_target: Path, tmp_pat
     distill(options, whose, tmp_path / "cache", lambda *_: None)
     target = AutoModelForCausalLM.from_pretrained(tiny_target)
     check_equal(tmp_path / "head", target, random_texts(target, 20, 40), [3, 17, 40])
+
+
+def test_an_mtp_layer_does_the_same_there(tmp_path: Path) -> None:
+    """The layer is of Qwen3-Next, the only one of these families that the library has."""
+    made = MtpReference(mtp_target("qwen3_next", max_model_len=NUM_PAIRS + NUM_DEPTHS))
+    loaded = load_mtp(made.save(tmp_path), made.target, target_name="TARGET")
+    [text] = random_texts(made.target, 1, NUM_PAIRS)
+    features, prefixes = made.features(text[:-1]), [*range(2, 10), 64, 65, NUM_PAIRS]
+    given = {
+        "features": features, "token_ids": text[1:].contiguous(),
+        "prefixes": torch.tensor(prefixes), "num_depths": torch.tensor(NUM_DEPTHS),
+    }  # fmt: skip
+    save_file(given, str(tmp_path / "inputs"))
+    reference("mtp", tmp_path, tmp_path / "inputs", tmp_path / "outputs")
+    expected = load_file(str(tmp_path / "outputs"))
+    found = [greedy_draft(loaded, features[:n], text[1 : n + 1]) for n in prefixes]
+    drafts, hidden = (torch.stack(each) for each in zip(*found, strict=True))
+    assert torch.equal(drafts, expected["drafts"])
+    torch.testing.assert_close(hidden, expected["hidden"], rtol=2e-4, atol=2e-4)
 
 
 @pytest.mark.real_model

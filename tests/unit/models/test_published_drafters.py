@@ -103,24 +103,32 @@ def test_published_heads_load(
     assert loaded.module.logits(hidden).shape == (1, 3, len(loaded.token_ids))
 
 
-def test_published_mtp_layers_load(test_data: Path, tmp_path: Path) -> None:
-    facts = facts_of(test_data, "mtp_deepseek_v3")
+@pytest.mark.parametrize(
+    ("name", "family", "num_layers", "has_own_head"),
+    [("mtp_deepseek_v3", "deepseek_v3", 1, True), ("mtp_qwen3_next", "qwen3_next", 4, False)],
+)
+def test_published_mtp_layers_load(
+    name: str, family: str, num_layers: int, has_own_head: bool, test_data: Path, tmp_path: Path
+) -> None:
+    facts = facts_of(test_data, name)
     stated, before = facts["config"], facts["config"]["num_hidden_layers"]
-    stated |= {"model_type": "deepseek_v3", "num_hidden_layers": 1, "first_k_dense_replace": 1}
+    stated |= {
+        "model_type": family, "num_hidden_layers": num_layers, "first_k_dense_replace": num_layers
+    }  # fmt: skip
     facts["tensors"] = {
-        key.replace(f"layers.{before}.", "layers.1."): tensor
+        key.replace(f"layers.{before}.", f"layers.{num_layers}."): tensor
         for key, tensor in facts["tensors"].items()
     }
     save_facts(facts, tmp_path)
     assert recognise(tmp_path) == DrafterFormat.MTP
     target = tiny_module(AutoConfig.from_pretrained(tmp_path), dtype=torch.bfloat16)
-    head: Any = load_mtp(tmp_path, target, target_name="TARGET").module
+    head: Any = load_mtp(tmp_path, target, target_name=name).module
     width = facts["target"]["hidden_size"] // SCALE
     for own, shared in (
         (head.embed_tokens.weight, target.get_input_embeddings().weight),
         (head.lm_head.weight, target.get_output_embeddings().weight),
     ):
-        assert own.data_ptr() != shared.data_ptr()
+        assert (own.data_ptr() != shared.data_ptr()) == has_own_head
     features = torch.randn(1, 3, width, dtype=torch.bfloat16)
     *_, hidden = head.unroll(features, torch.tensor([[1, 2, 3, 4]]), 2)
     assert head.logits(hidden).shape == (1, 3, facts["target"]["vocab"] // SCALE)
