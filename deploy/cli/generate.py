@@ -259,6 +259,7 @@ COMMANDS = {
 @command(
     "chat",
     option("--system", metavar="TEXT", help="system message"),
+    option("--raw", is_flag=True, help="continue the conversation's text, without chat template"),
     *request_options(max_tokens=512),
     *connection_options(without=REQUEST_KEYS),
 )
@@ -356,13 +357,10 @@ class Chat:
     async def _answer(self, question: str) -> None:
         from outrider.client import CompletionBuilder
 
-        system = self._arguments.system
-        first = [] if system is None else [ChatMessage("system", system)]
-        prompt = (*first, *self._turns, ChatMessage("user", question))
         builder = CompletionBuilder()
         self._printer.begin()
         try:
-            request = GenerateRequest(prompt, **self._fields)
+            request = GenerateRequest(self._prompt(question), **self._fields)
             await receive(self._client, request, builder, self._printer.show)
             self._answers.append(builder.build())
             self._keep(question, builder.text)
@@ -380,6 +378,12 @@ class Chat:
             print(flush=True)
             why = error_line(error, self._arguments)
             _say(f"error: {why} (your message is not part of the conversation)")
+
+    def _prompt(self, question: str) -> Prompt:
+        system = self._arguments.system
+        first = [] if system is None else [ChatMessage("system", system)]
+        turns = (*first, *self._turns, ChatMessage("user", question))
+        return "\n".join(turn.content for turn in turns) if self._arguments.raw else turns
 
     def _keep(self, question: str, answer: str) -> None:
         self._turns += [ChatMessage("user", question), ChatMessage("assistant", answer)]

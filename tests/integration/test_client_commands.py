@@ -116,6 +116,9 @@ async def test_a_pipe_ends_with_its_input_or_a_refusal(stack: Stack) -> None:
     prompt = (ChatMessage("system", "So be it."), ChatMessage("user", "say"))
     request = GenerateRequest(prompt, sampling=GREEDY, max_tokens=5)
     assert (code, out) == (0, (await stack.client.complete(request)).text + "\n")
+    code, out, _ = await pipe(stack, "say", "--max-tokens", "5", "--raw", "--system", "So be it.")
+    request = GenerateRequest("So be it.\nsay", sampling=GREEDY, max_tokens=5)
+    assert (code, out) == (0, (await stack.client.complete(request)).text + "\n")
     code, out, err = await pipe(stack, "hello\n" + "x" * 300 + "\nhello\n", "--max-tokens", "5")
     assert code == 2
     assert out == await answer(stack, "hello", max_tokens=5) + "\n"
