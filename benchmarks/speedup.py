@@ -11,7 +11,7 @@ from typing import Any
 from outrider.config import TargetConfig
 from outrider.settings import checked
 
-from .libraries import ENGINE, LibraryProcess, TargetInputs
+from .libraries import ENGINE, TRANSFORMERS, LibraryProcess, TargetInputs
 from .measurement import BenchClient, Contestant, Decoding, Progress, SideResult, measure
 from .options import Concurrency, DecodingOptions, Temperature
 from .prompts import BenchPrompt
@@ -19,10 +19,13 @@ from .report import Report, table
 
 PLAIN = "plain"
 SPECULATIVE = "speculative"
-ENGINE_ALONE = "the engine alone"
+REFERENCES = (
+    ("the engine alone", "engine_tokens_per_second", ENGINE),
+    ("transformers generate", "transformers_generate_tokens_per_second", TRANSFORMERS),
+)
 PLAIN_SHARE_MIN = 0.9
-"""The report warns if plain decoding through the services is slower than this share of the engine's
-tokens/s, because a slow baseline exaggerates the speed-up."""
+"""The report warns if plain decoding through the services is slower than this share of a
+reference's tokens/s, because a slow baseline exaggerates the speed-up."""
 
 
 @checked()
@@ -34,7 +37,7 @@ class SpeedupOptions(DecodingOptions):
     concurrency: Concurrency = 1
     """Requests at a time. Above 1, the speed-up is the ratio of the total tokens/s."""
     no_reference: bool = False
-    """Do not measure the engine alone."""
+    """Do not measure the references, which are the engine alone and `generate` of transformers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +51,8 @@ class Subject:
     num_draft_tokens: int
     """The default of a request's `num_draft_tokens`."""
     target: TargetConfig | None
-    """The target's configuration, also for the engine alone and for peers; None = the target's
-    files are not on this machine."""
+    """The target's configuration, also for references and peers; None = the target's files are not
+    on this machine."""
 
     def setup(self, drafted: Decoding) -> dict[str, Any]:
         """Values of the JSON object about the deployment and the decoding."""
@@ -73,11 +76,12 @@ async def run(options: SpeedupOptions, subject: Subject, progress: Progress) -> 
     ]
     async with AsyncExitStack() as stack:
         if not options.no_reference and subject.target is not None:
-            progress(f"loading the model once more: {ENGINE_ALONE}")
             inputs = TargetInputs.load(subject.target, prompts, options)
-            process = LibraryProcess(ENGINE, ENGINE.bindings[0], inputs)
-            client = await stack.enter_async_context(process)
-            contestants.append(Contestant(ENGINE_ALONE, client, plain, 1))
+            for name, _, library in REFERENCES:
+                progress(f"loading the model once more: {name}")
+                process = LibraryProcess(library, library.bindings[0], inputs)
+                client = await stack.enter_async_context(process)
+                contestants.append(Contestant(name, client, plain, 1))
         results = await measure(prompts, contestants, progress)
     setup = subject.setup(drafted) | {
         "temperature": options.temperature, "rule": drafted.rule, "concurrency": concurrency,
@@ -96,8 +100,8 @@ def compared(
         name: _compare(_part(plain, prompts, name), _part(fast, prompts, name), several)
         for name in dict.fromkeys(prompt.category for prompt in prompts)
     }
-    engine = results.get(ENGINE_ALONE)
-    found["engine_tokens_per_second"] = engine and engine.tokens_per_second
+    for name, key, _ in REFERENCES:
+        found[key] = results[name].tokens_per_second if name in results else None
     return found
 
 
@@ -149,10 +153,12 @@ def report(values: Mapping[str, Any]) -> Report:
     ]
     shown: list[Any] = [table(title, rows)]
     warnings = []
-    if engine := values["engine_tokens_per_second"]:
-        share = values["plain_tokens_per_second"] / engine
-        line = f"plain decoding runs at {share:.2f}x the speed of {ENGINE_ALONE}"
-        shown.append(f"{line} ({engine:.1f} tokens/s)")
+    for name, key, _ in REFERENCES:
+        if values[key] is None:
+            continue
+        share = values["plain_tokens_per_second"] / values[key]
+        line = f"plain decoding runs at {share:.2f}x the speed of {name}"
+        shown.append(f"{line} ({values[key]:.1f} tokens/s)")
         if share < PLAIN_SHARE_MIN:
             warnings.append(
                 f"warning: {line}; the speed-up over such a slow baseline is exaggerated (limit "
