@@ -156,6 +156,9 @@ class Grammars:
         """All grammars that are still referenced."""
         self._slow: WeakSet[Grammar] = WeakSet()
         """Grammars that have delayed a step once."""
+        self.slow_ahead: WeakSet[Grammar] = WeakSet()
+        """Grammars that were too slow after draft tokens, and are only used after committed tokens.
+        Only the thread that runs steps may use this set."""
         self._calls: SharedCalls[_Key, Grammar | _Refusal] = SharedCalls(COMPILE_THREADS, "grammar")
 
     def find(self, digest: bytes, tenant: str = "") -> Grammar | OutriderError | None:

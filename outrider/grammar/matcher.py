@@ -31,10 +31,19 @@ class PrefixMatcher:
         self._matcher: LLMatcher = grammar.start.deep_copy()
         self._is_broken = False
         """Whether the grammar's matcher has failed and must be rebuilt."""
+        self._is_ahead = False
+        """Whether the next mask is for a position after draft tokens."""
         self._tokens: list[int] = []
         """The tokens up to the current state, all of which are allowed."""
         self._num_fed = 0
         """The number of `_tokens` before the first end token. The grammar has consumed these."""
+
+    def ask_ahead(self, is_ahead: bool) -> None:
+        """Sets whether the next calls of `stand` and `mask` are for a position after draft tokens.
+        Raises `Incompatible` if the grammar has been too slow after draft tokens."""
+        self._is_ahead = is_ahead
+        if is_ahead and self.grammar in self._grammars.slow_ahead:
+            raise Incompatible(f"{self.grammar.constraint.kind}: is too slow after draft tokens")
 
     def stand(self, length: int, token_ids: Sequence[int]) -> int:
         """Keeps the first `length` of the current tokens, then adds `token_ids` up to the first
@@ -142,6 +151,9 @@ class PrefixMatcher:
         allowed = MASK_S_MAX * -(-num_tokens // FOLLOWED_AT_ONCE)
         if self._grammars.clock() - began <= allowed:
             return
+        if self._is_ahead:
+            self._grammars.slow_ahead.add(self.grammar)
+            return
         try:
             self._grammars.note_slow(self.grammar)
         except BadRequest as error:
@@ -169,6 +181,7 @@ class Followed:
 
     def after(self, drafted: Sequence[int]) -> TokenMask | None:
         tokens = (*self._committed, *drafted)
+        self._matcher.ask_ahead(len(drafted) > 0)
         if self._matcher.stand(self._length, tokens) < len(tokens):
             return None
         return self._matcher.mask()
@@ -199,6 +212,7 @@ class Matchers:
             raise Incompatible(refused.message) from refused
         if matcher is None or matcher.grammar.key != compiled.key:
             matcher = PrefixMatcher(compiled, self._grammars)
+        matcher.ask_ahead(False)
         num_legal = matcher.stand(0, completion)
         if num_legal < len(completion):
             kind = compiled.constraint.kind
