@@ -177,6 +177,22 @@ def test_a_grammar_that_is_slow_twice_is_refused_for_a_while(num_tokens: int) ->
     assert ask() is not None
 
 
+def test_a_grammar_that_is_slow_after_draft_tokens_is_not_refused() -> None:
+    """Draft tokens must not change whether a session fails."""
+    seconds = [0.0]
+    known, letter = grammars(), hf_tokenizer().encode("a")[:1]
+    constraint = Constraint.of_regex("[a-z]+")
+    compiled, matchers = known.get(constraint), Matchers(known)
+    known.clock = lambda: ticking(seconds, MASK_S_MAX + 0.01)
+    assert matchers.follow("a", compiled, []).after(letter) is not None
+    for _ in range(3):
+        with pytest.raises(Incompatible, match="regex: is too slow after draft tokens"):
+            matchers.follow("a", compiled, []).after(letter)
+    known.clock = lambda: seconds[0]
+    assert matchers.follow("a", compiled, letter).after(()) is not None
+    assert known.get(constraint) is compiled
+
+
 def ticking(seconds: list[float], step: float) -> float:
     seconds[0] += step
     return seconds[0]
