@@ -168,7 +168,8 @@ def change_rows(
         repeated = tl.where(logit > 0.0, logit / repetition, logit * repetition)
         logit = tl.where((count > 0) | ((counted & 1) > 0), repeated, logit)
         lost = frequency * count.to(tl.float64) + tl.where(count > 0, presence, 0.0)
-        logit = tl.minimum(logit - lost, most)
+        logit -= lost
+        logit = tl.where(logit > most, most, logit)  # Keeps NaN, unlike a minimum.
         tl.store(row + token, logit.to(tl.float32), mask=is_here)
 
 

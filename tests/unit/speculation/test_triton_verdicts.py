@@ -152,8 +152,9 @@ def test_what_filters_keep(spread: float, params: SamplingParams) -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_logits_that_are_not_finite(bad: float) -> None:
-    asked = question(Rule.COUPLED, SAMPLINGS[0])
+@pytest.mark.parametrize("biases", [(), ((5, 1.0),)])
+def test_logits_that_are_not_finite(bad: float, biases: tuple[tuple[int, float], ...]) -> None:
+    asked = question(Rule.COUPLED, replace(SAMPLINGS[0], logit_bias=biases))
     asked.logits[2, 5] = bad
     with pytest.raises(InvariantError, match="row 2"):
         verdicts_from_logits([asked])
