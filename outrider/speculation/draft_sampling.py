@@ -216,8 +216,8 @@ def _read_on_host(
             tokens[indices] = race(_spread(source, vocabulary), keys[indices])
         found, columns = largest(source, ids.shape[1])
         maxima[indices] = (found[:, 0] if source is part else part.amax(dim=1)).numpy()
+        columns.clamp_(max=width - 1)  # Columns that pad a row have no weight.
         if source is not part:
-            columns.clamp_(max=width - 1)
             found = part.gather(1, columns).masked_fill_(found == 0, -torch.inf)
         ids[indices], values[indices] = _token_ids(columns.numpy(), vocabulary), found.numpy()
     return _Rows(tokens, maxima, ids.astype(np.int64), values)

@@ -202,3 +202,17 @@ def test_it_draws_as_the_whole_vocabulary_with_nothing_elsewhere(
     assert {token_id for token_id, _ in got} <= set(vocabulary.token_ids.tolist())
     small = target_probabilities(logits, vocabulary.params(params), vocabulary.history(seen))
     assert draft_tokens(small, noises(rule), places, vocabulary=vocabulary) == got
+
+
+def test_a_mask_may_leave_fewer_tokens_than_q_has_entries():
+    """The width is no multiple of a block, so the search for the likeliest pads the rows."""
+    vocabulary = DraftVocabulary(2 * np.arange(20_001) + 1)
+    logits = torch.full((1, 20_001), -torch.inf)
+    logits[0, [5, 20_000]] = torch.tensor([2.0, 1.0])
+    noise = RoundNoise(1, Rule.TOKEN, 5)
+    [(token_id, q)], [likely] = draw_from_logits(
+        logits, [SamplingParams()], [noise], [0], (), vocabulary
+    )
+    assert q.token_ids == (11, 40_001)
+    assert token_id in q.token_ids
+    assert likely.ids[0, :2].tolist() == [11, 40_001]
