@@ -10,6 +10,7 @@ from outrider.config import DraftConfig
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft
 from outrider.engine.interface import Engine, SequenceStep
 from outrider.errors import ConfigError
+from outrider.models.loading import refusing
 from outrider.models.published_drafters import DrafterFormat, read_config, recognise
 
 
@@ -21,7 +22,8 @@ def parallel_token(config: DraftConfig) -> int | None:
         return None
     if recognise(directory) is not DrafterFormat.PARD:
         return None
-    return int(read_config(directory)["pard_token"])
+    with refusing(f"drafter {directory}:"):
+        return int(read_config(directory)["pard_token"])
 
 
 class ParallelDrafter(ModelDrafter):

@@ -135,7 +135,7 @@ class SessionTable:
 
     def free(self, session_id: str) -> None:
         """Frees the slots of a session, but remembers its age. Ignores unknown sessions. Full pages
-        stay cached for `begin` until other sequences need them."""
+        stay cached for `align` until other sequences need them."""
         entry = self._entries.get(session_id)
         if entry is not None:
             entry.sequence.truncate(0)

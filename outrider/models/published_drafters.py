@@ -41,7 +41,9 @@ _UNSERVED = re.compile(
     "dflash|dspark|eagle(?!3|_)|medusa|mlpspeculator|pard2|ptd_token|mask_hidden", re.IGNORECASE
 )
 """A drafter is not served if this matches a part of its architecture, of a key in `config.json` or
-of a tensor's name. `ptd_token` and `mask_hidden` belong to P-EAGLE."""
+of a tensor's name."""
+_KIND_NAMES = {"ptd_token": "P-EAGLE", "mask_hidden": "P-EAGLE"}
+"""The kinds that these matches mean. Other matches are names of kinds."""
 
 
 def recognise(directory: Path) -> DrafterFormat | None:
@@ -75,7 +77,7 @@ def _unserved_kind(stated: dict[str, Any], names: set[str]) -> str:
         return str(declared)
     marks = (*(stated.get("architectures") or ()), str(stated.get("spd_type")), *stated, *names)
     if found := next(filter(None, map(_UNSERVED.search, marks)), None):
-        return found[0]
+        return _KIND_NAMES.get(found[0].lower(), found[0])
     return "EAGLE" if "fc.weight" in names and not _has_eagle3_layer(names) else ""
 
 

@@ -161,6 +161,8 @@ def test_a_published_parallel_drafter_is_recognised(test_data: Path, tmp_path: P
         ({"architectures": ["MedusaModel"]}, ["blocks.0.layers.0.weight"], "kind Medusa,"),
         ({"medusa_num_heads": 3}, ["0.0.linear.weight"], "kind medusa,"),
         ({"pard_token": 5, "pard2_target_layers": [-1]}, ["lm_head.weight"], "kind pard2,"),
+        ({"ptd_token": 5}, ["fc.weight"], "kind P-EAGLE,"),
+        ({}, ["fc.weight", "mask_hidden"], "kind P-EAGLE,"),
         ({"architectures": [None]}, ["fc.weight"], "cannot be loaded: expected string"),
     ],
 )
