@@ -56,6 +56,24 @@ class SlowText:
         return ""
 
 
+class Letters:
+    """A detokenizer whose token t is the t-th letter. It holds `lag` letters back."""
+
+    def __init__(self, lag: int = 0) -> None:
+        self._lag = lag
+        self._pending = ""
+
+    def push(self, token_id: int) -> str:
+        self._pending += chr(97 + token_id)
+        cut = max(0, len(self._pending) - self._lag)
+        text, self._pending = self._pending[:cut], self._pending[cut:]
+        return text
+
+    def finish(self) -> str:
+        text, self._pending = self._pending, ""
+        return text
+
+
 def tokens_of(events: Sequence[Event]) -> list[int]:
     return [one for event in events if isinstance(event, Tokens) for one in event.token_ids]
 

@@ -127,7 +127,6 @@ async def is_waiting(task: asyncio.Task[Any], seconds: float) -> bool:
 
 
 async def test_sessions_are_batched_up_to_a_bound_while_a_call_runs(b: Bench) -> None:
-    """The first session's append is sent at once. All later ones share the next calls."""
     sessions = [await b.session(k) for k in range(APPENDS_PER_CALL_MAX + 1)]
     b.decide(sessions[0])
     await asyncio.sleep(LATENCY_S / 2)
@@ -238,7 +237,6 @@ async def test_finish_waits_for_the_last_tokens(b: Bench) -> None:
 
 
 async def test_a_lost_take_over_is_sent_again_before_its_end(b: Bench) -> None:
-    """No session is recorded as finished before all of its tokens are there."""
     await b.store.open(new_session(owner="bert"))
     before = b.store.snapshot()
     session = Session(await b.store.take_over(await b.store.load(IDS[0]), "anna"))

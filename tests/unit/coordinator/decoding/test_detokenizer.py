@@ -2,6 +2,7 @@ import itertools
 from typing import Any
 
 import pytest
+from coordinator_bench import Letters
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,24 +10,6 @@ from coordinator.decoding.detokenizer import Completion
 from outrider.sessions.store import FinishReason
 
 EOS = 99
-
-
-class Letters:
-    """A detokenizer whose token t is the t-th letter. It holds `lag` letters back."""
-
-    def __init__(self, lag: int = 0) -> None:
-        self._lag = lag
-        self._pending = ""
-
-    def push(self, token_id: int) -> str:
-        self._pending += chr(97 + token_id)
-        cut = max(0, len(self._pending) - self._lag)
-        text, self._pending = self._pending[:cut], self._pending[cut:]
-        return text
-
-    def finish(self) -> str:
-        text, self._pending = self._pending, ""
-        return text
 
 
 def ids(text: str) -> list[int]:
@@ -109,7 +92,6 @@ def test_without_a_tokenizer_there_is_no_text_but_eos_and_length_still_end_it() 
 def test_text_is_what_precedes_the_first_stop_string_however_it_arrives(
     text: str, stop: list[str], cuts: list[int], lag: int
 ) -> None:
-    """The first stop string is the one that is completed first. Without any, all text is shown."""
     answer = completion(stop=tuple(stop), lag=lag)
     shown, ended = "", False
     tokens, rounds = iter(ids(text)), iter(cuts)

@@ -2,42 +2,22 @@
 
 import asyncio
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
-from coordinator.decoding.committer import SessionCommits
 from coordinator.decoding.loop import Entry, OutputQueue, RoundMeter
 from coordinator.routing.drafts import Drafted
 from outrider.registry.registry import WINDOW_S, Figures
 from outrider.request import RoundReport, Tokens
 from outrider.speculation.accept_reject import Origin
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
-from outrider.telemetry.observer import SILENT, RequestObserver
+from outrider.telemetry.observer import SILENT
 
 
-class _Committed:
-    """A session and its commits, with `showable_length` committed tokens."""
-
-    def __init__(self, showable_length: int) -> None:
-        self.session = self
-        self.showable_length = showable_length
-
-    def wake(self) -> None:
-        pass
-
-
-class _Shown(RequestObserver):
-    """Records the rounds and the number of tokens of each event."""
-
-    def __init__(self) -> None:
-        self.events: list[tuple[list[int], int]] = []
-
-    def shown(self, decided_s: dict[int, float], num_tokens: int) -> None:
-        self.events.append(([*decided_s], num_tokens))
-
-
-def _queue(committed: _Committed, observer: RequestObserver = SILENT) -> OutputQueue:
-    return OutputQueue(cast("SessionCommits", committed), 1e9, observer)
+def _committed(showable_length: int) -> Any:
+    """The commits of a session with this many committed tokens."""
+    return Mock(**{"session.showable_length": showable_length})
 
 
 def _entry(index: int, text: str, report: RoundReport | None = None) -> Entry:
@@ -46,20 +26,21 @@ def _entry(index: int, text: str, report: RoundReport | None = None) -> Entry:
 
 
 async def test_committed_rounds_are_joined_to_one_event() -> None:
-    committed, observer = _Committed(2), _Shown()
-    queue = _queue(committed, observer)
+    committed, observer = _committed(2), Mock(wraps=SILENT)
+    queue = OutputQueue(committed, 1e9, observer)
     for index, text in enumerate("abc"):
         queue.write(_entry(index, text))
     assert await queue.read() == (
         Tokens(0, (0, 1), "ab", (Origin.CORRECTION,) * 2, ()), None
     )  # fmt: skip
-    committed.showable_length = 3
+    committed.session.showable_length = 3
     assert await queue.read() == (Tokens(2, (2,), "c", (Origin.CORRECTION,), ()), None)
-    assert observer.events == [([0, 1], 2), ([2], 1)]
+    shown = [([*rounds], num_tokens) for (rounds, num_tokens), _ in observer.shown.call_args_list]
+    assert shown == [([0, 1], 2), ([2], 1)]
 
 
 async def test_rounds_with_reports_are_separate_events() -> None:
-    queue = _queue(_Committed(9))
+    queue = OutputQueue(_committed(9), 1e9, SILENT)
     report = RoundReport(0, (), 0, 0.0, 0.0, 0.0, 0.0, 0.0)
     for index in range(2):
         queue.write(_entry(index, "a", report))

@@ -9,10 +9,11 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
-from coordinator_bench import REQUEST, Bench, SlowText, bench, failing, tokens_of
-from test_detokenizer import Letters
+from coordinator_bench import REQUEST, Bench, Letters, SlowText, bench, failing, tokens_of
+from session_model import new_session
 
 from coordinator.decoding.detokenizer import Completion
 from coordinator.decoding.resumption import (
@@ -43,7 +44,7 @@ from outrider.limits import (
 )
 from outrider.messages import PositionLogprobs
 from outrider.request import Event, ResumeRequest, Started, Tokens
-from outrider.sessions.store import CacheState, Counters, FinishReason, SessionRecord, released
+from outrider.sessions.store import Counters, FinishReason, SessionRecord, released
 from outrider.speculation.accept_reject import Origin
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.tokens import EMPTY_DIGEST, TokenSequence
@@ -126,27 +127,22 @@ def planted(made: Bench, **calls: Any) -> None:
         setattr(made.store, name, call)
 
 
-async def not_renewed(owner: str) -> dict[str, bool]:
-    """In place of `hold_lease`: the lease runs out."""
-    return {}
-
-
-async def not_stored(appends: Any) -> list[Any]:
-    raise StoreUnavailable("the coordinator is dead")
+def die(made: Bench) -> None:
+    """Its lease runs out, and nothing more is stored."""
+    error = StoreUnavailable("the coordinator is dead")
+    planted(made, hold_lease=AsyncMock(return_value={}), append=AsyncMock(side_effect=error))
 
 
 async def test_after_its_coordinator_died_a_session_uses_what_the_target_holds() -> None:
     async with two() as (made, other):
         events = made.service.generate(SEEDED)
         broken = await taken(events, 10)
-        planted(made, hold_lease=not_renewed, append=not_stored)
+        die(made)
         await asyncio.sleep(2.5)
         del made.store.append
-        sent: list[Any] = []
-        send = other.target_link.send
-        other.target_link.send = lambda item: (sent.append(item), send(item))[1]
+        send = other.target_link.send = Mock(wraps=other.target_link.send)
         await broken.goes_on(other)
-        assert max(len(item.head.append) for item in sent) <= 2 * (2 + 1)
+        assert max(len(call.args[0].head.append) for call in send.mock_calls) <= 2 * (2 + 1)
         await events.aclose()
 
 
@@ -285,17 +281,12 @@ class Tailed(SlowText):
 async def test_held_back_text_is_sent_once_the_end_is_stored() -> None:
     """Before that, a resumed session might send it again."""
     async with opened(text=Tailed()) as made:
-        finishes, finish, told = [], made.store.finish, []
-
-        async def noted(*arguments: Any) -> int:
-            finishes.append(arguments)
-            return await finish(*arguments)
-
-        planted(made, finish=noted)
+        finish, told = AsyncMock(wraps=made.store.finish), []
+        planted(made, finish=finish)
         async for event in made.service.generate(replace(SEEDED, deadline_ms=105)):
             if isinstance(event, Tokens):
                 told.append(event.text_delta)
-                assert bool(finishes) == (event.text_delta == "!")
+                assert finish.called == (event.text_delta == "!")
         assert event.finish_reason is FinishReason.DEADLINE
         assert told.index("!") == len(told) - 1
 
@@ -367,7 +358,7 @@ async def test_a_session_is_cancelled_by_any_coordinator(
         with pytest.raises(NotFound):
             await other.service.cancel(broken.session_id, "b")
         if dies:
-            planted(made, hold_lease=not_renewed, append=not_stored)
+            die(made)
         reading = None if dies else asyncio.create_task(told(events))
         began = asyncio.get_running_loop().time()
         await other.service.cancel(broken.session_id, "a")
@@ -387,13 +378,6 @@ async def test_a_cancellation_that_the_owner_ignores_fails() -> None:
             await other.service.cancel(broken.session_id)
 
 
-async def lose_release(made: Bench, broken: Broken) -> None:
-    """The store loses the release of a session, as in a failover."""
-    assert (await broken.record(made)).owner == released("c")
-    made.store.data.run((b"HSET", made.store.key(broken.session_id), b"owner", b"c"))
-    await made.store.hold_lease("c")
-
-
 async def want(made: Bench, broken: Broken) -> None:
     await made.service._sessions.release_wanted(broken.session_id)
 
@@ -402,7 +386,9 @@ async def test_a_session_whose_release_was_lost_is_released_when_it_is_wanted() 
     """Its stored owner, which is alive, learns this when it renews its lease."""
     async with two(resume_grace_ms=60_000) as (made, other):
         broken = await left(made)
-        await lose_release(made, broken)
+        assert (await broken.record(made)).owner == released("c")
+        made.store.data.run((b"HSET", made.store.key(broken.session_id), b"owner", b"c"))
+        await made.store.hold_lease("c")
         await asyncio.sleep(5.0)
         with pytest.raises(Unavailable, match="has an owner") as refused:
             await broken.goes_on(other)
@@ -417,7 +403,7 @@ async def test_a_running_session_is_not_released_when_it_is_wanted() -> None:
         events = made.service.generate(SEEDED)
         broken = await taken(events)
         load, rest = made.store.load, made.service.resume(broken.request)
-        planted(made, load=not_renewed)
+        planted(made, load=AsyncMock(side_effect=AssertionError("it runs here")))
         await want(made, broken)
         planted(made, load=load)
         await events.aclose()
@@ -435,44 +421,35 @@ async def test_a_running_session_is_not_released_when_it_is_wanted() -> None:
         assert len(tokens_of(broken.heard) + tokens_of(resumed)) == 30
 
 
-async def test_a_session_is_not_resumed_while_its_release_is_under_way() -> None:
-    """A store that lost its epoch may give it again, and the release would end the new run."""
+@pytest.mark.parametrize("take_over_is_lost", [False, True])
+async def test_a_session_is_not_resumed_while_its_release_is_under_way(
+    take_over_is_lost: bool,
+) -> None:
+    """If the take-over before was lost, or the store lost its epoch, the next one has the same
+    epoch, and the release would end its run."""
     async with opened(resume_grace_ms=600_000) as made:
         broken = await left(made)
-        before = made.store.snapshot()
-        await made.store.take_over(await broken.record(made), "c")
+        before, take_over = made.store.snapshot(), made.store.take_over
         until = asyncio.get_running_loop().time() + 5.0
         planted(made, release=failing(made.store.release, until))
-        await want(made, broken)
-        await asyncio.sleep(0.5)
-        made.store.restore(before)
-        with pytest.raises(Unavailable, match="try again"):
-            await broken.goes_on(made)
-        await asyncio.sleep(10.0)
-        await broken.goes_on(made)
-
-
-async def test_a_take_over_waits_for_the_release_of_the_one_before() -> None:
-    """The first was lost, so both have the same epoch, and the release would end the second."""
-    async with opened(resume_grace_ms=60_000) as made:
-        broken = await left(made)
-        take_over, release = made.store.take_over, made.store.release
 
         async def lost(seen: SessionRecord, owner: str, note: Any, _: bool) -> SessionRecord:
             note()
             raise StoreUnavailable("the question is lost")
 
-        async def slow(*arguments: Any) -> None:
-            await asyncio.sleep(1.0)
-            await release(*arguments)
-
-        planted(made, take_over=lost, release=slow)
-        with pytest.raises(StoreUnavailable):
-            await broken.goes_on(made)
-        planted(made, take_over=take_over)
+        if take_over_is_lost:
+            planted(made, take_over=lost)
+            with pytest.raises(StoreUnavailable):
+                await broken.goes_on(made)
+            planted(made, take_over=take_over)
+        else:
+            await take_over(await broken.record(made), "c")
+            await want(made, broken)
+            await asyncio.sleep(0.5)
+            made.store.restore(before)
         with pytest.raises(Unavailable, match="try again"):
             await broken.goes_on(made)
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(10.0)
         await broken.goes_on(made)
 
 
@@ -500,10 +477,7 @@ async def test_a_session_that_cannot_begin_is_recorded_as_cancelled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with opened() as made:
-
-        def broken(*arguments: Any) -> None:
-            raise Unavailable("nothing runs here")
-
+        broken = Mock(side_effect=Unavailable("nothing runs here"))
         with monkeypatch.context() as patched:
             patched.setattr(made.service._committer, "add", broken)
             with pytest.raises(Unavailable):
@@ -530,22 +504,12 @@ PARAMETERS = GenerationParameters(
 )
 
 
-RECORD = SessionRecord(
-    session_id="0" * 32,
-    tenant="",
-    epoch=2,
-    owner="c",
-    seed=PARAMETERS.seed,
-    rule=Rule.BLOCK,
+RECORD = replace(
+    new_session(prompt_ids=PARAMETERS.prompt),
     parameters=PARAMETERS.to_json(),
-    prompt_length=2,
     token_ids=(1, 2, 0, 1, 2),
-    prefix_digest=0,
-    draft=CacheState(),
-    target=CacheState(),
     counters=Counters(2, 4, 1),
     logprobs="[-1.0,[]]\n[-2.0,[[3,-0.5]]]\n[-Infinity,[]]\n",
-    finish_reason=None,
 )
 
 

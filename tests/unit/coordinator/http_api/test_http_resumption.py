@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import pytest
-from coordinator_bench import Bench
+from coordinator_bench import Bench, Letters
 from script_store import ScriptStore
 from told_coordinator import MemorySlots
 
@@ -49,14 +49,11 @@ Told = tuple[str, Any]
 """The id of an event, and its data."""
 
 
-class Letters:
+class Text:
     """A tokenizer with a letter for each token, which is certain only with the next token."""
 
     token_bytes_max = 4
     chat_template = ""
-
-    def __init__(self) -> None:
-        self._last = ""
 
     def encode_chat(self, *_: Any) -> list[int]:
         return [1, 2, 3]
@@ -68,17 +65,10 @@ class Letters:
         return False
 
     def spell(self, token_id: int) -> bytes:
-        return chr(97 + token_id % 26).encode()
+        return chr(97 + token_id).encode()
 
-    def stream(self, *_: Any) -> "Letters":
-        return Letters()
-
-    def push(self, token_id: int) -> str:
-        told, self._last = self._last, self.spell(token_id).decode()
-        return told
-
-    def finish(self) -> str:
-        return self._last
+    def stream(self, *_: Any) -> Letters:
+        return Letters(lag=1)
 
 
 class Mortal:
@@ -103,7 +93,7 @@ class Coordinator(Bench):
     def __init__(self, store: ScriptStore, first: "Coordinator | None" = None) -> None:
         self.mortal = Mortal(store)
         super().__init__(
-            text=Letters(), store=self.mortal,  # type: ignore[arg-type]
+            text=Text(), store=self.mortal,  # type: ignore[arg-type]
             name="c" if first is None else "d", target=None if first is None else first.target,
             resume_grace_ms=int(GRACE_S * 1e3), length_control=False,
         )  # fmt: skip
@@ -373,7 +363,7 @@ async def test_what_is_told_of_an_answer_by_its_id(form: str) -> None:
 
 async def test_an_answer_by_its_id_is_read_as_it_was() -> None:
     async with two() as (first, second):
-        formats = ChatFormats(cast(Any, Letters()), reasoning_parser="deepseek_r1")
+        formats = ChatFormats(cast(Any, Text()), reasoning_parser="deepseek_r1")
         for one in (first, second):
             options = HttpOptions(access=one.app.state.access)
             one.app = build_app(one.service, one.closing, options, formats=formats)
