@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from coordinator_bench import (
     tokens_of,
 )
 from rounds import SeverableLink
+from session_links import ScriptedLink, proposal
 from stack import toy_text
 from toy_engine import ToyEngine, toy_logits
 
@@ -44,37 +46,24 @@ from outrider.request import Finished, GenerateRequest, PromptTokens, RoundRepor
 from outrider.sessions.store import FinishReason, SessionRecord
 from outrider.speculation.proposal import DraftDistribution, Proposal, SealedProposal, encode_q
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.transport.link import MemoryLink
 
 pytestmark = pytest.mark.virtual
 
 
-class BrokenDraft(MemoryLink):
-    """The q of its proposals are for other tokens."""
-
-    num_proposals = 0
-
-    def listen(self, on_answer: Any, on_lost: Any) -> None:
-        def tampered(answer: Any) -> None:
-            if isinstance(answer, ProposalReply) and answer.proposal:
-                self.num_proposals += 1
-                elsewhere = DraftDistribution((8, 9), (2**15, 2**15))
-                q = encode_q((elsewhere,) * len(answer.proposal))
-                ids = (1,) * len(answer.proposal)
-                answer = replace(answer, proposal=SealedProposal(ids, q))
-            on_answer(answer)
-
-        super().listen(tampered, on_lost)
+def with_q_of_other_tokens(item: Any) -> ProposalReply:
+    num = item.num_draft_tokens
+    q = encode_q((DraftDistribution((8, 9), (2**15, 2**15)),) * num)
+    return replace(proposal(item), proposal=SealedProposal((1,) * num, q))
 
 
 async def test_a_session_leaves_a_draft_whose_q_is_not_for_its_tokens() -> None:
     loop = asyncio.get_running_loop()
-    link = BrokenDraft(draft_service())
+    link: Any = ScriptedLink(*[with_q_of_other_tokens] * 9)
     async with bench(drafts={"d": link}) as b:
         request = replace(REQUEST, rule=Rule.TOKEN, sampling=SamplingParams())
         events = await b.events(request)
         assert isinstance(events[-1], Finished)
-        assert link.num_proposals == 1
+        assert sum(item.num_draft_tokens > 0 for item in link.sent) == 1
         assert loop.time() < CONFIG.draft_timeout_ms / 1e3
 
 
@@ -270,11 +259,7 @@ async def test_a_session_that_is_lost_during_a_round_ends_with_that_error() -> N
 
 async def test_a_failed_renewal_of_the_lease_ends_nothing() -> None:
     async with bench() as b:
-
-        async def broken(*arguments: Any) -> Any:
-            raise InvariantError("the lease's key is damaged")
-
-        b.store.hold_lease = broken
+        b.store.hold_lease = AsyncMock(side_effect=InvariantError("the lease's key is damaged"))
         request = GenerateRequest((1, 2), max_tokens=60, num_draft_tokens=0)
         assert isinstance((await b.events(request))[-1], Finished)
         await asyncio.sleep(2.0)
@@ -285,11 +270,7 @@ async def test_a_failed_renewal_of_the_lease_ends_nothing() -> None:
 async def test_a_bug_in_the_commits_is_reported_and_leaves_no_open_sessions() -> None:
     b = Bench()
     await b.service.start()
-
-    async def broken(*arguments: Any) -> Any:
-        raise RuntimeError("a bug")
-
-    b.store.append = broken
+    b.store.append = AsyncMock(side_effect=RuntimeError("a bug"))
     with pytest.raises(Unavailable):
         await b.events()
     assert b.service.failed

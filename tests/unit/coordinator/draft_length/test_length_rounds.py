@@ -3,17 +3,16 @@
 import asyncio
 from itertools import pairwise
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from coordinator_bench import STEP_S, bench, draft_service, target_service
 from toy_engine import ToyEngine
 
 from outrider.config import DraftConfig
-from outrider.drafters.drafter import DraftRequest
-from outrider.drafters.lookup import Guess
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine.step_costs import StepCosts
-from outrider.messages import VerdictReply
+from outrider.messages import DraftItem, VerdictReply, VerifyItem
 from outrider.request import Finished, GenerateRequest
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.telemetry.observer import Observation, RequestObserver
@@ -32,11 +31,14 @@ class Played(RequestObserver, Observation):
         self.tokens: list[int] = []
         self.asked_for: list[int] = []
         self.seconds = 0.0
-        self.num_resyncs = self.num_rounds = self.num_messages = self.num_verdicts = 0
+        self.num_resyncs = self.num_rounds = 0
         self.num_steps = 0
         """Forward passes of the target, the prompt's among them."""
-        self.reads_beside = False
-        """Whether the draft was told of the prompt before the target's first verdict."""
+        self.heard: list[Any] = []
+        """All messages, in both directions."""
+
+    def num_heard(self, kind: type) -> int:
+        return sum(isinstance(one, kind) for one in self.heard)
 
     def begin(self, *arguments: Any) -> RequestObserver:
         return self
@@ -48,18 +50,16 @@ class Played(RequestObserver, Observation):
 
 
 class Overheard(MemoryLink):
-    """A link with latency, whose messages in both directions are heard."""
+    """A link with latency. `heard` gets its messages."""
 
-    def __init__(self, service: Any, on_send: Any, on_answer: Any = None) -> None:
-        loop = asyncio.get_running_loop()
+    def __init__(self, service: Any, heard: list[Any]) -> None:
+        loop, connect = asyncio.get_running_loop(), service.connect
         super().__init__(service, lambda message: loop.call_later(WIRE_S, message))
-        self._on_send = on_send
-        if on_answer is not None:
-            connect = service.connect
-            service.connect = lambda out: connect(lambda got: (on_answer(got), out(got)))
+        self._all = heard
+        service.connect = lambda out: connect(lambda got: (heard.extend(got), out(got)))
 
     def send(self, item: Any) -> None:
-        self._on_send()
+        self._all.append(item)
         super().send(item)
 
 
@@ -75,16 +75,6 @@ async def generate(
     """Runs one request. The draft equals the target if its salt is 1. With `lookup` there is
     none."""
     found = Played()
-
-    def on_message() -> None:
-        found.num_messages += 1
-
-    def on_draft() -> None:
-        found.reads_beside |= found.num_verdicts == 0
-
-    def on_answers(answers: Any) -> None:
-        found.num_verdicts += sum(isinstance(one, VerdictReply) for one in answers)
-
     engines = [ToyEngine(salt=salt, max_model_len=1024) for salt in (1, draft_salt)]
     target = target_service(engines[0], costs=StepCosts((1, 17), (STEP_S, STEP_S)))
     costs = StepCosts((1, 17), (draft_step_s, draft_step_s))
@@ -94,8 +84,8 @@ async def generate(
         rule=rule, seed=5, max_tokens=NUM_TOKENS, num_draft_tokens=num_draft_tokens,
     )  # fmt: skip
     async with bench(
-        target=target, draft=draft, target_link=Overheard(target, on_message, on_answers),
-        drafts={} if lookup else {"d": Overheard(draft, on_draft)}, fallback=lookup,
+        target=target, draft=draft, target_link=Overheard(target, found.heard),
+        drafts={} if lookup else {"d": Overheard(draft, found.heard)}, fallback=lookup,
         observation=found, length_control=True, lookup=DraftConfig() if lookup else None,
         **settings,
     ) as made:  # fmt: skip
@@ -119,32 +109,24 @@ async def test_rounds_without_a_draft_run_ahead_and_nearly_all_their_verdicts_ar
     assert 0 < sum(num > 0 for num in asked) < 0.1 * len(asked)
     assert sum(a == 0 and b > 0 for a, b in pairwise(asked)) >= 2
     assert found.num_steps == found.num_rounds
-    assert found.num_verdicts < 1.02 * found.num_rounds
-    assert found.num_messages < 0.35 * found.num_rounds
+    assert found.num_heard(VerdictReply) < 1.02 * found.num_rounds
+    assert found.num_heard(VerifyItem) < 0.35 * found.num_rounds
     assert found.num_resyncs == 0
     assert found.seconds < 1.10 * plain.seconds
 
 
-class CountedLookups(SuffixDrafter):
-    """Counts what it is asked."""
-
-    num_asked = 0
-
-    def guess(self, request: DraftRequest) -> Guess:
-        self.num_asked += 1
-        return super().guess(request)
-
-
 async def test_look_ups_in_plain_rounds_save_trials() -> None:
-    lookup = CountedLookups()
+    lookup: Any = SuffixDrafter()
+    lookup.guess = Mock(wraps=lookup.guess)
     found = await generate(Rule.COUPLED, 4, 0.0, draft_salt=2, lookup=lookup)
     num_drafted = sum(num > 0 for num in found.asked_for)
     assert 0 < num_drafted < 0.05 * len(found.asked_for)
-    assert num_drafted + 10 < lookup.num_asked < num_drafted + found.num_rounds / 8
+    assert num_drafted + 10 < lookup.guess.call_count < num_drafted + found.num_rounds / 8
 
 
 @pytest.mark.parametrize("delays", [False, True])
 async def test_a_draft_on_the_targets_cores_reads_the_prompt_after_it(delays: bool) -> None:
     found = await generate(Rule.GREEDY, 4, 0.0005, draft_salt=1, drafting_delays=delays)
-    assert found.reads_beside is not delays
+    first = next(one for one in found.heard if isinstance(one, DraftItem | VerdictReply))
+    assert isinstance(first, VerdictReply) is delays
     assert max(found.asked_for) == 4

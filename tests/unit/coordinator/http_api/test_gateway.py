@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import httpx2
@@ -269,10 +270,7 @@ async def test_a_client_that_goes_or_a_gateway_that_closes_ends_the_stream(close
 
 async def test_a_path_that_is_none_is_refused() -> None:
     made, told = Deployment(rest), list[Any]()
-
-    async def receive() -> Any:
-        return {"type": "http.request", "body": b"", "more_body": False}
-
+    receive = AsyncMock(return_value={"type": "http.request", "body": b"", "more_body": False})
     await made.run("GET", "http://x/", receive, told)
     assert told[0]["status"] in (400, 404)
     assert not made.asked

@@ -2,11 +2,12 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import jsonschema
@@ -213,9 +214,7 @@ async def test_an_answer_that_is_not_waited_for_is_closed(
         finally:
             closed.set()
 
-    async def broken(_: Any) -> None:
-        raise OSError("broken")
-
+    broken = AsyncMock(side_effect=OSError("broken"))
     answer: Any = SimpleNamespace(take=lambda *_: told)
     call = Generated(events(), asyncio.Event(), answer, Progress(1))(
         {}, asyncio.Event().wait, broken
@@ -233,21 +232,16 @@ async def test_a_client_that_goes_before_its_body_is_there_is_no_bug(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     front = Front(Service(*WHOLE))
-    messages = [{"type": "http.request", "body": b"{", "more_body": True}]
-    answer = list[Any]()
-
-    async def receive() -> Any:
-        return messages.pop() if messages else {"type": "http.disconnect"}
-
-    async def send(message: Any) -> None:
-        answer.append(message)
-
+    begun = {"type": "http.request", "body": b"{", "more_body": True}
+    receive = AsyncMock(side_effect=[begun, *[{"type": "http.disconnect"}] * 9])
+    send = AsyncMock()
     scope = {
         "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"",
         "headers": [(b"content-type", b"application/json")],
     }  # fmt: skip
     await front.app(scope, receive, send)
-    assert (messages, answer, front.service.calls, caplog.text) == ([], [], [], "")
+    assert receive.called
+    assert (send.mock_calls, front.service.calls, caplog.text) == ([], [], "")
 
 
 class SlowBody:
@@ -358,18 +352,13 @@ async def test_no_body_is_read_for_a_key_whose_bucket_is_empty(
 ) -> None:
     """Nor is the store asked. Routes without a body answer."""
     front, slots = locked(tmp_path)
-    asked: list[Caller] = []
-
-    async def take(caller: Caller, slots: Sequence[str], depth: int) -> None:
-        asked.append(caller)
-        raise RateExceeded(caller, 300)
-
+    take = AsyncMock(side_effect=RateExceeded(Caller("alice", "team"), 300))
     monkeypatch.setattr(slots, "take", take)
     begun = asyncio.get_running_loop().time()
     assert (await front.post()).status_code == 429
     monkeypatch.setattr("coordinator.http_api.reading.read_body", None)  # Calling this would fail.
     found = await front.post(nothing=1)
-    assert (found.status_code, found.headers["retry-after"], len(asked)) == (429, "1", 1)
+    assert (found.status_code, found.headers["retry-after"], take.call_count) == (429, "1", 1)
     assert "requests a minute" in found.json()["error"]["message"]
     assert (await front.send("GET", "/v1/models")).status_code == 200
     monkeypatch.undo()

@@ -367,7 +367,6 @@ async def called(path: str, body: bytes) -> tuple[int, dict[str, Any], float]:
 
 @pytest.mark.parametrize("name", BODIES)
 async def test_no_body_holds_up_the_loop(name: str) -> None:
-    """Bodies are refused as a whole, refused because of a field, or valid."""
     path, make, param = BODIES[name]
     status, error, gap_s = await called(path, make())
     assert (status, error["param"]) == (400, param)

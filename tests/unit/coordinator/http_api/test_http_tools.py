@@ -12,6 +12,7 @@ import jsonschema
 import pytest
 from constrained import tokens as grammar_tokens
 from models import byte_level_tokenizer
+from test_http_answers import finished, started, tokens
 from test_http_bodies import USER, chat, refused
 
 from coordinator.http_api.answers import ChatAnswer
@@ -33,10 +34,8 @@ from coordinator.requests.chat_template import read_chat_template
 from outrider.config import HERMES
 from outrider.errors import BadRequest, SettingError
 from outrider.limits import CALLS_MAX, FILE_BYTES_MAX, TOOLS_MAX
-from outrider.request import ChatMessage, Finished, Metrics, Started, Tokens, Usage
+from outrider.request import ChatMessage
 from outrider.sessions.store import FinishReason
-from outrider.speculation.accept_reject import Origin
-from outrider.speculation.sampling_params import Rule
 from outrider.tokenizer import TokenizerText
 
 Parts = list[tuple[str, str]]
@@ -409,12 +408,9 @@ def answered(text: str, reason: FinishReason, template: str = "<tool_call>", **f
     asked = ChatFormats(text_of(TOLD + template)).fitted(chat(tools=BOTH, **fields))
     answer = ChatAnswer(asked, None, 4, 99)
     third = -(-len(text) // 3)
-    events: list[Any] = [Started("1" * 32, "m", 1, Rule.TOKEN, 5)]
-    events += [
-        Tokens(index, (7,), text[index * third : (index + 1) * third], (Origin.BONUS,), ())
-        for index in range(3)
-    ]
-    events.append(Finished(reason, Usage(5, 3), Metrics(3, 0, 0, 1.0, 1.0, 1.0)))
+    pieces = [text[index * third : (index + 1) * third] for index in range(3)]
+    told = [tokens(index, [7], piece) for index, piece in enumerate(pieces)]
+    events = [started(), *told, finished(reason)]
     chunks = [chunk for event in events for chunk in answer.take(0, event)]
     return chunks if fields.get("stream") else answer.whole()
 

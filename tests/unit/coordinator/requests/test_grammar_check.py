@@ -5,6 +5,7 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 from models import byte_level_tokenizer
@@ -58,21 +59,15 @@ async def test_a_constraint_that_cannot_be_compiled_is_refused_by_its_field() ->
 async def test_a_constraint_is_compiled_once_for_each_tenant(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    compiled: list[Constraint] = []
-    compile_one = _Compiler.compile
-
-    async def noting(self: _Compiler, constraint: Constraint) -> dict[str, Any]:
-        compiled.append(constraint)
-        return await compile_one(self, constraint)
-
-    monkeypatch.setattr(_Compiler, "compile", noting)
+    compile_one = create_autospec(_Compiler.compile, side_effect=_Compiler.compile)
+    monkeypatch.setattr(_Compiler, "compile", compile_one)
     async with encoder() as prompts:
         for tenant in ("a", "b", "a"):
             await prompts.check_constraint(Constraint.of_regex("a"), EOS, tenant)
-        assert len(compiled) == 2
+        assert compile_one.call_count == 2
         other = Constraint.of_regex("b")
         await asyncio.gather(*(prompts.check_constraint(other, EOS, "a") for _ in range(5)))
-        assert len(compiled) == 3
+        assert compile_one.call_count == 3
 
 
 async def test_a_compilation_that_takes_too_long_is_ended() -> None:
@@ -110,11 +105,8 @@ async def test_a_compiler_that_dies_or_gives_no_answer_is_started_again(
 ) -> None:
     """The constraint that it was compiling is refused, and may be tried again. The tokenizer is
     written as JSON only once."""
-    written: list[TokenizerText] = []
-    write = TokenizerText.backend_json
-    monkeypatch.setattr(
-        TokenizerText, "backend_json", lambda self: (written.append(self), write(self))[1]
-    )
+    write = create_autospec(TokenizerText.backend_json, side_effect=TokenizerText.backend_json)
+    monkeypatch.setattr(TokenizerText, "backend_json", write)
     async with encoder() as prompts:
         endless = await compiling(prompts)
         [first] = compilers(prompts)
@@ -133,7 +125,7 @@ async def test_a_compiler_that_dies_or_gives_no_answer_is_started_again(
             await prompts.check_constraint(Constraint.of_regex("b"), EOS, "a")
         await third.wait()
         await prompts.check_constraint(Constraint.of_regex("b"), EOS, "a")
-    assert len(written) == 1
+    assert write.call_count == 1
 
 
 def alter(monkeypatch: pytest.MonkeyPatch, change: str) -> None:

@@ -4,6 +4,7 @@ import math
 import threading
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -190,38 +191,27 @@ def test_a_prompt_and_max_tokens_must_fit_the_model() -> None:
     assert "up to 40" in refused("max_tokens", max_tokens=41)
 
 
-class SlowTokenizer:
-    """The part of a tokenizer that prompts need. Each call waits until `goes_on` is set."""
-
-    token_bytes_max = 8
-
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
-        self.goes_on = threading.Event()
-
-    def encode(self, text: str, _: bool = True) -> list[int]:
-        self.seen.append(text)
-        self.goes_on.wait(10)
-        return [len(text)]
-
-    def encode_chat(self, messages: list[dict[str, str]], *_: object) -> list[int]:
-        return self.encode(messages[0]["content"])
-
-
 @pytest.mark.parametrize("chat", [False, True])
 async def test_generations_of_one_prompt_tokenize_it_once(chat: bool) -> None:
-    slow = SlowTokenizer()
-    prompts = PromptEncoder(slow)  # type: ignore[arg-type]
+    goes_on = threading.Event()
+
+    def slow(*_: object) -> list[int]:
+        goes_on.wait(10)
+        return [10]
+
+    text = Mock(token_bytes_max=8)
+    text.encode.side_effect = text.encode_chat.side_effect = slow
+    prompts = PromptEncoder(text)
     made: list[Any] = [" ".join(["some", "words"]) for _ in range(2)]
     if chat:
-        made = [(ChatMessage("user", text),) for text in made]
+        made = [(ChatMessage("user", words),) for words in made]
     first, second = map(GenerateRequest, made)
     tasks = [asyncio.create_task(prompts.encode(one, 100)) for one in [first] * 9 + [second]]
     await asyncio.sleep(0.05)
     tasks[0].cancel()
-    slow.goes_on.set()
+    goes_on.set()
     assert await asyncio.gather(*tasks[1:]) == [("chat" if chat else "text", (10,))] * 9
-    assert len(slow.seen) == 2
+    assert text.encode.call_count + text.encode_chat.call_count == 2
     with pytest.raises(BadRequest, match="has 10 bytes; allowed: up to 8"):
         await prompts.encode(first, 1)
     await prompts.close()

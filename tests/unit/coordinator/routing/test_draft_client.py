@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from session_links import (
@@ -25,8 +27,7 @@ from coordinator.draft_length.policy import RoundLength
 from coordinator.routing.draft_client import RETRY_S, DraftClient, PushedProposals
 from coordinator.routing.drafts import NextWanted
 from outrider.config import DraftConfig
-from outrider.drafters.drafter import DraftRequest
-from outrider.drafters.lookup import Guess, NgramDrafter
+from outrider.drafters.lookup import NgramDrafter
 from outrider.errors import BadRequest, DeadlineExceeded, LinkLost, NotFound
 from outrider.hidden_states import Features
 from outrider.limits import SILENT_DRAFT_S
@@ -104,15 +105,12 @@ async def test_a_draft_that_reads_features_is_sent_what_it_lacks() -> None:
 def holding(*held: int | None) -> list[Any]:
     """Answers to feeds, by what the draft holds then; None = it does not know the session."""
 
-    def answer(number: int | None) -> Any:
-        def reply(item: Any) -> ProposalReply | Resync:
-            if number is None:
-                return Resync(item.head.key, 0, 0)
-            return replace(proposal(replace(item, num_draft_tokens=0)), cached_length=number)
+    def answer(number: int | None, item: Any) -> ProposalReply | Resync:
+        if number is None:
+            return Resync(item.head.key, 0, 0)
+        return replace(proposal(replace(item, num_draft_tokens=0)), cached_length=number)
 
-        return reply
-
-    return [answer(number) for number in held]
+    return [partial(answer, number) for number in held]
 
 
 def reading_draft(*links: ScriptedLink) -> tuple[DraftClient, Session]:
@@ -431,30 +429,20 @@ MODEL_TOKENS = 2
 
 def hybrid_of(
     prompt: tuple[int, ...], *links: ScriptedLink, seed: int = 1, look_ahead: int = 0
-) -> tuple[DraftClient, Session, Counted]:
+) -> tuple[DraftClient, Session]:
     """A hybrid: a look-up that goes first if it is confident, and a draft."""
     hybrid = DraftConfig(
         model="hybrid:ngram,some/model", hybrid_min_score=0.7, hybrid_model_tokens=MODEL_TOKENS
     )
     config = replace(CONFIG, lookup=hybrid, look_ahead=look_ahead)
-    one, counted = session(prompt, seed=seed), Counted()
-    return draft_of(*links, one=one, config=config, lookup=counted), one, counted
-
-
-class Counted(NgramDrafter):
-    """Counts its guesses."""
-
-    num_guesses = 0
-
-    def guess(self, request: DraftRequest) -> Guess:
-        self.num_guesses += 1
-        return super().guess(request)
+    one = session(prompt, seed=seed)
+    return draft_of(*links, one=one, config=config, lookup=NgramDrafter()), one
 
 
 async def test_a_confident_look_up_replaces_the_model_which_reads_its_tokens_later() -> None:
     """In the next round the model draws up to its limit, but the whole K counts as asked for."""
     link = ScriptedLink(proposal)
-    draft, one, _ = hybrid_of(REPEATS, link)
+    draft, one = hybrid_of(REPEATS, link)
     copied = await draft.propose(1, asked(5), NOISE)
     assert (copied.proposal.token_ids, copied.num_asked) == ((7, 8, 9, 5, 6), 5)
     assert (copied.source, link.sent) == ("local", [])
@@ -467,7 +455,7 @@ async def test_a_confident_look_up_replaces_the_model_which_reads_its_tokens_lat
 async def test_whether_a_look_up_goes_first_does_not_depend_on_the_noise() -> None:
     for text, source in ((REPEATS, "local"), (NEW, "replica")):
         for seed in range(1, 9):
-            draft, one, _ = hybrid_of(text, ScriptedLink(proposal), seed=seed)
+            draft, one = hybrid_of(text, ScriptedLink(proposal), seed=seed)
             noise = RoundNoise(seed, Rule.GREEDY, one.length)
             assert (await draft.propose(1, asked(4), noise)).source == source
 
@@ -476,7 +464,7 @@ async def test_the_replica_drafts_ahead_while_a_look_up_is_verified() -> None:
     """Its proposal is used in the next round, unless the look-up is confident again."""
     for assumed, source in (((7, 1), "replica"), ((7, 8), "local")):
         link = ScriptedLink()
-        draft, one, _ = hybrid_of(REPEATS, link, look_ahead=16)
+        draft, one = hybrid_of(REPEATS, link, look_ahead=16)
         await draft.propose(1, asked(4), NOISE)
         await asyncio.sleep(0.01)
         assert (link.sent[0].held, link.sent[0].num_draft_tokens) == ((7, 8, 9, 5), MODEL_TOKENS)
@@ -487,10 +475,14 @@ async def test_the_replica_drafts_ahead_while_a_look_up_is_verified() -> None:
 
 
 @pytest.mark.parametrize("prompt", [(1, 2, 3, 1), NEW])
-async def test_a_look_up_replaces_the_proposal_of_a_lost_replica(prompt: tuple[int, ...]) -> None:
+async def test_a_look_up_replaces_the_proposal_of_a_lost_replica(
+    prompt: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As it is, even if empty: it is made once, and the model's limit does not apply."""
-    draft, _, counted = hybrid_of(prompt, ScriptedLink(LinkLost("gone")))
+    guess = Mock(wraps=NgramDrafter().guess)
+    monkeypatch.setattr(NgramDrafter, "guess", guess)
+    draft, _ = hybrid_of(prompt, ScriptedLink(LinkLost("gone")))
     draft._confident = 99.0
     drafted = await draft.propose(1, asked(5), NOISE)
     assert drafted.proposal.token_ids == (() if prompt is NEW else (2, 3, 1))
-    assert (drafted.source, counted.num_guesses) == ("fallback", 1)
+    assert (drafted.source, guess.call_count) == ("fallback", 1)

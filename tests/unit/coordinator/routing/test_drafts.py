@@ -1,5 +1,8 @@
 """Proposals that a coordinator looks up."""
 
+from typing import Any
+from unittest.mock import Mock
+
 import pytest
 from length_world import BOUND, World
 from session_links import asked, context_of, session
@@ -58,43 +61,28 @@ async def test_what_a_session_wrote_is_looked_up_once_it_is_closed() -> None:
     assert await proposed(later, second, 4) == (9, 10, 11)
 
 
-class Told:
-    """A length policy that keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.watched: list[tuple[int, tuple[float, ...]]] = []
-
-    def note_watched(self, num_asked: int, survival: tuple[float, ...]) -> None:
-        self.watched.append((num_asked, survival))
-
-
-def watched(prompt: tuple[int, ...], token_ids: tuple[int, ...], num_draft_tokens: int = 4) -> Told:
+def watched(prompt: tuple[int, ...], token_ids: tuple[int, ...]) -> list[Any]:
     """What length control is told about a session that decodes these tokens without drafts."""
-    session, told = opened("0", 1, prompt), Told()
-    drafts = Drafts(SuffixDrafter(), context_of(session))
-    watch = LookupProbe(drafts, told, num_draft_tokens)  # type: ignore[arg-type]
+    session, lengths = opened("0", 1, prompt), Mock()
+    watch = LookupProbe(Drafts(SuffixDrafter(), context_of(session)), lengths, 4)
     for token_id in token_ids:
-        commit(watch, session, token_id)
-    return told
-
-
-def commit(watch: LookupProbe, session: Session, token_id: int) -> None:
-    watch.note(0, RoundNoise(session.record.seed, Rule.BLOCK, session.length), token_id)
-    session.decide((token_id,), Counters(1, 0, 0))
+        watch.note(0, RoundNoise(session.record.seed, Rule.BLOCK, session.length), token_id)
+        session.decide((token_id,), Counters(1, 0, 0))
+    return [call.args for call in lengths.note_watched.mock_calls]
 
 
 def test_looked_up_tokens_survive_if_the_session_decodes_them() -> None:
-    assert watched(PROMPT, (2, 3, 1, 2)).watched == [(4, (1.0, 1.0, 1.0, 1.0))]
-    assert watched(PROMPT, (2, 3, 9)).watched == [(4, (1.0, 1.0, 0.0, 0.0))]
-    assert watched(PROMPT, (9,)).watched == [(4, (0.0, 0.0, 0.0, 0.0))]
-    assert watched((1, 2, 3), (4,)).watched == [(4, ())]
+    assert watched(PROMPT, (2, 3, 1, 2)) == [(4, (1.0, 1.0, 1.0, 1.0))]
+    assert watched(PROMPT, (2, 3, 9)) == [(4, (1.0, 1.0, 0.0, 0.0))]
+    assert watched(PROMPT, (9,)) == [(4, (0.0, 0.0, 0.0, 0.0))]
+    assert watched((1, 2, 3), (4,)) == [(4, ())]
 
 
 def test_look_ups_get_rare_while_they_fail() -> None:
     told = watched((0,), tuple(range(100, 100 + 8 * WATCH_ROUNDS_MAX)))
-    assert 8 <= len(told.watched) <= 12
+    assert 8 <= len(told) <= 12
     again = watched((0,), tuple(range(100, 300)) + (1, 2, 3, 4) * 100)
-    assert len(again.watched) > 300 / WATCH_ROUNDS_MIN
+    assert len(again) > 300 / WATCH_ROUNDS_MIN
 
 
 def test_a_plain_session_drafts_once_look_ups_are_right() -> None:
