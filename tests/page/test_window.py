@@ -244,27 +244,6 @@ async def test_what_was_refused_can_be_kept_and_replayed(window: Browser, stack:
     assert (await window.run(IDS), await window.run(TEXT)) == (ids, text)
 
 
-async def test_refused_tokens_stand_where_they_were_refused(window: Browser, stack: Stack) -> None:
-    """A was accepted. B and C were refused: they are kept at their places, or stand behind the
-    text."""
-    script = """import('/page/writing.js').then(({ Writing }) => {
-        window.told = [true, false].map((keeps) => {
-            const paper = document.createElement('div');
-            const writing = Object.assign(new Writing(paper, () => {}), { keeps });
-            writing.begin({
-                proposed_token_ids: [1, 2, 3], proposed_texts: ['A', 'B', 'C'], num_accepted: 1,
-            });
-            writing.write({
-                token_ids: [1, 9], origins: ['accepted', 'correction'], texts: ['A', 'X'],
-                text_delta: 'AX',
-            });
-            return [...paper.children].map(one => one.textContent);
-        })})"""
-    await window.run(script)
-    told = await window.until("return window.told")
-    assert told == [["A", "BC", "X"], ["A", "X", "BC"]]
-
-
 async def test_marks_do_not_need_colours(window: Browser, stack: Stack) -> None:
     """Each origin has its own kind of line, the dark and the light theme differ, and users who ask
     for no motion get none."""
