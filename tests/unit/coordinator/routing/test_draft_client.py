@@ -17,7 +17,9 @@ from session_links import (
     TOY,
     ScriptedLink,
     asked,
+    context_of,
     draft_of,
+    pool_of,
     proposal,
     refuse,
     session,
@@ -26,6 +28,7 @@ from session_links import (
 from coordinator.draft_length.policy import RoundLength
 from coordinator.routing.draft_client import RETRY_S, DraftClient, PushedProposals
 from coordinator.routing.drafts import NextWanted
+from coordinator.routing.replica_pool import ReplicaPool, SessionRoute
 from outrider.config import DraftConfig
 from outrider.drafters.lookup import NgramDrafter
 from outrider.errors import BadRequest, DeadlineExceeded, LinkLost, NotFound
@@ -169,6 +172,29 @@ async def test_a_feed_that_is_not_sent_says_nothing_of_the_next_draft() -> None:
     draft, one = reading_draft(first, second)
     assert [await feed(draft, one, index) for index in range(3)] == [0, 0, 3]
     assert [item.features.first for item in second.sent] == [0]
+
+
+async def test_rows_of_one_head_are_not_sent_to_another() -> None:
+    """After a verdict, the session's target and draft are replaced."""
+    before, after = (
+        replace(TOY, shows_features=True, reads_features=True, features=name) for name in "ab"
+    )
+    targets, second, one = pool_of(ScriptedLink()), ScriptedLink(proposal), session()
+    target = targets.replicas["r0"]
+    target.description = before
+    drafts = ReplicaPool("draft", targets)
+    drafts.admit("r0", ScriptedLink(), before)
+    drafts.admit("r1", second, after)
+    SessionRoute[Any, Any](targets, context_of(one))
+    draft = draft_of(pool=drafts, one=one)
+    rows = Features(0, 1, bytes(2 * (one.length - 1)))
+    draft.hear(verdict(rows))
+    target.description = after
+    for index in (1, 2):
+        assert (await draft.propose(index, asked(1), NOISE)).source == "fallback"
+    assert (draft.cache_state, second.sent) == (CacheState("r1", 0), [])
+    draft.hear(verdict(rows))
+    assert (await draft.propose(3, asked(1), NOISE)).source == "replica"
 
 
 async def test_a_draft_that_was_asked_and_lost_counts_as_asked() -> None:
