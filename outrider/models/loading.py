@@ -389,11 +389,13 @@ def put_weights(
     dtype: torch.dtype | None = None,
 ) -> None:
     """Gives all parameters of a drafter's module their values from `tensors`, on the device, in the
-    dtype `dtype`. If `dtype` is None, each parameter keeps its own dtype. `drafter` is the
-    drafter's name. Raises `ConfigError` if weights are missing or unknown, do not fit, or are not
-    finite."""
-    dtypes = {name: parameter.dtype for name, parameter in module.named_parameters()}
-    found = {name: values.to(device, dtype or dtypes.get(name)) for name, values in tensors.items()}
+    dtype `dtype`. If `dtype` is None, each parameter keeps its own dtype. Buffers may be missing,
+    and then keep their values. `drafter` is the drafter's name. Raises `ConfigError` if weights are
+    missing or unknown, do not fit, or are not finite."""
+    state, parameters = module.state_dict(), dict(module.named_parameters())
+    found = {name: values for name, values in state.items() if name not in parameters}
+    for name, values in tensors.items():
+        found[name] = values.to(device, dtype or (state[name].dtype if name in state else None))
     with refusing(f"drafter {drafter}:"):
         module.load_state_dict(found, assign=True)
     for name, values in found.items():

@@ -117,8 +117,8 @@ def load_student(
         token_ids = _checked_token_ids(tensors, description)
         # Converted one by one, because all weights in float32 would need more memory.
         weights = {
-            key: _restored(key, tensors).to(parameter.dtype)
-            for key, parameter in module.named_parameters()
+            key: _restored(key, tensors).to(values.dtype)
+            for key, values in module.state_dict().items()
             if key in tensors
         }
         embeddings, rows = target_weights(module, target_directory, name)
@@ -153,9 +153,9 @@ def save_student(
     The student's head must have the target's rows of `token_ids` [N]."""
     module.config.save_pretrained(directory)
     tensors, shared = {_TOKEN_IDS: token_ids.to(torch.int32)}, _shared_with_target(module)
-    for name, weight in module.named_parameters():
+    for name, values in module.state_dict().items():
         if name not in shared:
-            tensors |= _stored(name, weight.detach().cpu())
+            tensors |= _stored(name, values.detach().cpu())
     save_file(tensors, str(directory / WEIGHTS_FILE), metadata={"format": "pt"})
     (directory / WEIGHTS_FILE).chmod(0o644)  # safetensors lets only the owner read its files.
     text = json.dumps(asdict(description), indent=2)

@@ -3,10 +3,12 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from models import save_tiny_drafter, save_tiny_model, tiny_drafter
+from models import save_tiny_drafter, save_tiny_model, tiny_drafter, tiny_module
+from mtp_models import mtp_target
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -16,7 +18,14 @@ from outrider.engine.interface import SequenceStep
 from outrider.errors import ConfigError, SettingError
 from outrider.models.fingerprint import PICKLED_FILE, tensors_fingerprint
 from outrider.models.loading import WEIGHTS_FILE
-from outrider.models.student import DESCRIPTION_FILE, as_stored, load_student
+from outrider.models.student import (
+    DESCRIPTION_FILE,
+    FORMAT,
+    StudentDescription,
+    as_stored,
+    load_student,
+    save_student,
+)
 from outrider.replica.process_setup import build_engine
 
 TOKEN_IDS = (1, 4, 5, 9, 20, 21, 31)
@@ -52,6 +61,29 @@ def test_a_drafter_computes_what_was_saved(target: Path, drafter: Path) -> None:
     torch.testing.assert_close(module(ids).logits, expected)
     kept = {name.split(".")[1] for name in load_file(drafter / WEIGHTS_FILE) if "." in name}
     assert kept == {"layers", "norm"}
+
+
+def test_the_routers_biases_are_kept(tmp_path: Path) -> None:
+    """These are buffers. The files of older students lack them."""
+    config = mtp_target("deepseek_v3").config
+    config.first_k_dense_replace = 0
+    place, target = tmp_path / "target", tiny_module(config)
+    target.save_pretrained(place)
+    made = tiny_drafter(target, TOKEN_IDS)
+    bias = made.model.layers[0].mlp.gate.e_score_correction_bias
+    bias.copy_(torch.arange(len(bias)))
+    description = StudentDescription(
+        format=FORMAT, kind="student", target="tiny",
+        target_fingerprint=tensors_fingerprint(place), vocab_size=config.vocab_size,
+        draft_vocab_size=len(TOKEN_IDS),
+    )  # fmt: skip
+    save_student(tmp_path, made, torch.tensor(TOKEN_IDS), description)
+    for expected in (bias, torch.zeros_like(bias)):
+        module: Any = load(tmp_path, place)[0]
+        assert torch.equal(module.model.layers[0].mlp.gate.e_score_correction_bias, expected)
+        tensors = load_file(tmp_path / WEIGHTS_FILE)
+        left = {key: one for key, one in tensors.items() if not key.endswith("correction_bias")}
+        save_file(left, tmp_path / WEIGHTS_FILE)
 
 
 def test_it_is_served_by_its_directory(target: Path, drafter: Path) -> None:
