@@ -254,9 +254,7 @@ def test_a_draft_reads_a_prompt_only_if_drafting_will_pay_for_it(
     """If the target waits meanwhile. What drafting brings is known from other sessions."""
     world = World(acceptance=0.7, draft_s=0.1 * 0.016, delays=True, prompt_length=3000)
     for seed in range(1, 4):
-        control = world.open(seed)
-        world.play(control, 100)
-        control.close()
+        world.session(seed, 100)
     world.prompt_length = prompt_length
     control = world.open(9)
     assert control.plans_plain is not begins

@@ -72,20 +72,24 @@ def play(control: LengthControl, notes: Notes, num_rounds: int, first: int = 0) 
 
 @pytest.mark.parametrize("rule", SHARED_NOISE)
 @pytest.mark.parametrize("has_ended", [True, False])
-def test_a_repeated_seed_has_lengths_that_no_session_changes(rule: Rule, has_ended: bool) -> None:
-    """What other sessions and its own rounds show follows from random numbers that it has, too."""
+@pytest.mark.parametrize("seed", [7, 8])
+def test_a_repeated_seed_has_lengths_that_no_session_changes(
+    rule: Rule, has_ended: bool, seed: int
+) -> None:
+    """What other sessions and its own rounds show follows from random numbers that it has, too. The
+    same histories do change the lengths of another seed."""
     found = set()
     for history in range(12):
         one = made()
         first = one.open(rule, 7, BOUND, 10)
         play(first, at_random(history), 20)
-        for seed in range(100, 100 + history % 4):
-            play(one.open(rule, seed, BOUND, 10), at_random(50 + history), 10)
+        for other in range(100, 100 + history % 4):
+            play(one.open(rule, other, BOUND, 10), at_random(50 + history), 10)
         if has_ended:
             first.close()
-        again = one.open(rule, 7, BOUND, 10)
+        again = one.open(rule, seed, BOUND, 10)
         found.add((again.plans_plain, *play(again, at_random(80 + history), 30)))
-    assert len(found) == 1
+    assert len(found) == 1 if seed == 7 else len(found) > 3
 
 
 @pytest.mark.parametrize("trial_is_first", [True, False])
@@ -125,17 +129,6 @@ def test_drafts_of_sessions_with_the_same_seed_have_no_time_limit(rule: Rule, ad
 
 
 @pytest.mark.parametrize("rule", SHARED_NOISE)
-def test_other_seeds_do_change_lengths(rule: Rule) -> None:
-    """The test above is not vacuous: its histories change a session that may learn from them."""
-    found = set()
-    for history in range(12):
-        one = made()
-        play(one.open(rule, 7, BOUND, 10), at_random(history), 20)
-        found.add(tuple(play(one.open(rule, 8, BOUND, 10), at_random(80), 30)))
-    assert len(found) > 3
-
-
-@pytest.mark.parametrize("rule", SHARED_NOISE)
 def test_the_first_session_of_a_seed_is_fixed_once_a_second_one_begins(rule: Rule) -> None:
     """Except for the next length, which is planned already. The second may overtake the first."""
     lengths = set()
@@ -159,7 +152,6 @@ def test_the_first_session_of_a_seed_is_fixed_once_a_second_one_begins(rule: Rul
 def test_a_session_that_is_fixed_in_a_plain_phase_keeps_its_certain_rounds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The target runs ahead over them."""
     monkeypatch.undo()  # Plain phases of the usual length.
     world = World(acceptance=0.1, draft_s=0.3 * 0.016)
     control = world.open(seed=7)

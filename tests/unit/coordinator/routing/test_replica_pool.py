@@ -116,14 +116,6 @@ async def test_a_replica_that_comes_and_goes_is_asked_at_intervals() -> None:
     assert sum(len(link.sent) for link in links) < 2.5 * GONE_S / PROBE_PERIOD_S
 
 
-async def test_a_session_stays_with_the_weights_that_it_began_with() -> None:
-    first, second = ScriptedLink(*[LinkLost("down")] * 99), described(NEW)
-    target = target_of(first, second, weights=TOY.weights)
-    with pytest.raises(Unavailable, match="no target can be reached"):
-        await target.verify(0, NOTHING_SEALED)
-    assert not second.sent
-
-
 @pytest.mark.parametrize("alike", [1, 2])
 async def test_a_session_moves_to_a_replica_with_bit_equal_logits(alike: int) -> None:
     links = [ScriptedLink(verdict, LinkLost("down")), *(ScriptedLink(verdict) for _ in "ab")]
@@ -138,16 +130,17 @@ async def test_a_session_moves_to_a_replica_with_bit_equal_logits(alike: int) ->
     assert not links[3 - alike].sent
 
 
-async def test_a_replica_that_comes_back_with_other_weights_is_sent_nothing() -> None:
-    link = ScriptedLink(verdict, verdict)
+async def test_a_session_stays_with_the_weights_that_it_began_with() -> None:
+    """Its own replica comes back with other weights."""
+    link, other = ScriptedLink(verdict, verdict), described(NEW)
     one = session()
-    target = target_of(link, weights=TOY.weights, one=one)
+    target = target_of(link, other, weights=TOY.weights, one=one)
     await play(target, one, 0)
     link.description = NEW
     link.on_lost(LinkLost("reset"))
     with pytest.raises(Unavailable, match="no target can be reached"):
         await target.verify(1, NOTHING_SEALED)
-    assert len(link.sent) == 1
+    assert (len(link.sent), other.sent) == (1, [])
 
 
 async def test_a_wait_ends_when_it_is_due_whatever_the_waits_before() -> None:
@@ -208,20 +201,9 @@ async def test_a_target_that_is_removed_is_left_within_the_round() -> None:
     assert target.cache_state.replica == "r1"
 
 
-async def test_a_session_does_not_return_to_a_broken_draft() -> None:
-    first = ScriptedLink(proposal, proposal)
-    second = ScriptedLink(proposal, LinkLost("down"))
-    draft = draft_of(first, second)
-    assert (await draft.propose(1, asked(2), NOISE)).source != "fallback"
-    draft.reject()
-    assert (await draft.propose(2, asked(2), NOISE)).source != "fallback"
-    for index in (3, 4):
-        assert (await draft.propose(index, asked(2), NOISE)).source == "fallback"
-    assert len(first.sent) == 1
-
-
 async def test_if_the_only_draft_is_broken_the_look_up_proposes_until_there_is_another() -> None:
-    first, second = ScriptedLink(proposal), ScriptedLink(proposal)
+    """The session does not return to the broken draft, even if the other one is lost."""
+    first, second = ScriptedLink(proposal), ScriptedLink(proposal, LinkLost("down"))
     pool = pool_of(first, role="draft")
     draft = draft_of(pool=pool, config=replace(CONFIG, look_ahead=2))
     assert (await draft.propose(1, asked(2), NOISE)).source != "fallback"
@@ -231,7 +213,9 @@ async def test_if_the_only_draft_is_broken_the_look_up_proposes_until_there_is_a
     assert len(first.sent) == 1
     pool.admit("r1", second, TOY)
     assert (await draft.propose(4, asked(2), NOISE)).source != "fallback"
-    assert len(second.sent) == 1
+    for index in (5, 6):
+        assert (await draft.propose(index, asked(2), NOISE)).source == "fallback"
+    assert (len(first.sent), len(second.sent)) == (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +229,6 @@ async def test_if_the_only_draft_is_broken_the_look_up_proposes_until_there_is_a
 async def test_only_replicas_that_fit_join(
     role: Any, first: ReplicaDescription, other: ReplicaDescription, reason: str
 ) -> None:
-    """Drafts must fit the targets."""
     big = replace(TOY, model="big", tokenizer_fingerprint="a")
     pool = ReplicaPool(role, pool_of(described(big)))
     links = [described(away_until=1.0), described(first), described(other)]

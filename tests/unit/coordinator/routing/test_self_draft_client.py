@@ -27,10 +27,10 @@ FEW = {"confident": 0.6, "model_tokens": 2}
 
 
 def self_drafts(
-    rule: Rule = Rule.TOKEN, confident: float | None = None, model_tokens: int = 8, **fields: Any
+    confident: float | None = None, model_tokens: int = 8, **fields: Any
 ) -> SelfDraftClient:
     """Those of a session whose look-up proposes the tokens 2, 3, 1, 2, ..."""
-    one = session(PROMPT, rule, NAME, seed=1)
+    one = session(PROMPT, Rule.TOKEN, NAME, seed=1)
     config = CONFIG
     if confident is not None:
         hybrid = DraftConfig(
@@ -55,6 +55,16 @@ def sealed(num_tokens: int) -> SealedProposal:
     return SealedProposal.of(Proposal((4, 5, 4)[:num_tokens], (Q,) * num_tokens))
 
 
+def heard(
+    proposal: SealedProposal, next_max: int = 3, base_length: int = len(PROMPT)
+) -> SelfDraftClient:
+    """Those of a session that asked for this many tokens and got a proposal."""
+    drafts = self_drafts()
+    drafts.next_wanted(RoundLength(3, 0, next_max=next_max))
+    drafts.hear(verdict(proposal, base_length))
+    return drafts
+
+
 @pytest.mark.parametrize(
     ("hybrid", "length", "wanted"),
     [
@@ -73,9 +83,7 @@ def test_how_much_of_the_next_round_is_asked_for(
 
 
 async def test_a_proposal_that_came_with_a_verdict_is_used_once() -> None:
-    drafts = self_drafts()
-    drafts.next_wanted(RoundLength(3, 0, next_max=3))
-    drafts.hear(verdict(sealed(3)))
+    drafts = heard(sealed(3))
     drafted = await drafts.propose(1, asked(2), NOISE)
     assert (drafted.proposal, drafted.num_asked) == (sealed(2), 2)
     assert (drafted.seconds, drafted.beside) == (0.0, DraftedBeside(3, 0.25, 0.125))
@@ -111,10 +119,8 @@ async def test_which_side_proposes_does_not_depend_on_what_the_target_drew(
 
 
 async def test_the_first_tokens_of_a_proposal_keep_their_distributions() -> None:
-    drafts = self_drafts()
-    drafts.next_wanted(RoundLength(3, 0, next_max=3))
     other = DraftDistribution((1, 2, 3), (2**15, 2**14, 2**14))
-    drafts.hear(verdict(SealedProposal.of(Proposal((4, 1, 5), (Q, other, None)))))
+    drafts = heard(SealedProposal.of(Proposal((4, 1, 5), (Q, other, None))))
     drafted = await drafts.propose(1, asked(2), NOISE)
     assert drafted.proposal.open() == Proposal((4, 1), (Q, other))
     assert drafted.num_asked == 2
@@ -134,9 +140,7 @@ async def test_a_missing_proposal_counts_as_fallback_if_one_was_wanted() -> None
 
 
 async def test_a_proposal_for_another_prefix_is_not_used() -> None:
-    drafts = self_drafts()
-    drafts.next_wanted(RoundLength(3, 0, next_max=3))
-    drafts.hear(verdict(sealed(3), len(PROMPT) + 1))
+    drafts = heard(sealed(3), base_length=len(PROMPT) + 1)
     assert (await drafts.propose(1, asked(2), NOISE)).proposal.token_ids == (2, 3)
 
 
@@ -147,17 +151,13 @@ async def test_a_proposal_for_another_prefix_is_not_used() -> None:
 async def test_tokens_that_were_not_asked_for_are_not_used(
     proposal: SealedProposal, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    drafts = self_drafts()
-    drafts.next_wanted(RoundLength(2, 0, next_max=2))
-    drafts.hear(verdict(proposal))
+    drafts = heard(proposal, next_max=2)
     assert message in caplog.text
     assert (await drafts.propose(1, asked(2), NOISE)).num_asked == 0
 
 
 def test_a_target_whose_own_proposals_cannot_be_read_is_asked_for_none() -> None:
-    drafts = self_drafts()
-    drafts.next_wanted(RoundLength(1, 0, next_max=3))
-    drafts.hear(verdict(sealed(3)))
+    drafts = heard(sealed(3))
     drafts.reject()
     assert drafts.next_wanted(RoundLength(1, 0, next_max=3)) == NextWanted()
     drafts.hear(verdict(sealed(3)))
