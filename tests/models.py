@@ -35,9 +35,11 @@ _SPREAD = 0.4
 """Standard deviation of weights. It gives next-token distributions with a few likely tokens."""
 
 
-def tiny_config(family: str, vocab_size: int = 32, max_model_len: int = MAX_MODEL_LEN) -> Any:
-    """A configuration with two layers. If the family supports it, there are four query heads and
-    two key-value heads."""
+def tiny_config(
+    family: str, vocab_size: int = 32, max_model_len: int = MAX_MODEL_LEN, **changes: Any
+) -> Any:
+    """A configuration with two layers, unless `changes` say otherwise. If the family supports it,
+    there are four query heads and two key-value heads."""
     sizes = {
         "vocab_size": vocab_size,
         "hidden_size": 32,
@@ -48,8 +50,8 @@ def tiny_config(family: str, vocab_size: int = 32, max_model_len: int = MAX_MODE
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
-    }
-    grouped = sizes | {"num_key_value_heads": 2, "head_dim": 8}
+    } | changes
+    grouped = {"num_key_value_heads": 2, "head_dim": 8} | sizes
     window = {"sliding_window": 6}
     match family:
         case "llama":
@@ -61,7 +63,7 @@ def tiny_config(family: str, vocab_size: int = 32, max_model_len: int = MAX_MODE
         case "gemma":
             return GemmaConfig(**grouped)
         case "qwen2":  # Queries, keys and values have a bias.
-            return Qwen2Config(**(sizes | {"num_key_value_heads": 2}))
+            return Qwen2Config(**({"num_key_value_heads": 2} | sizes))
         case "gemma2":  # Attention scores are capped, and one layer has a sliding window.
             kinds = ["sliding_attention", "full_attention"]
             return Gemma2Config(

@@ -12,11 +12,15 @@ from reference_kernels import ReferenceKernels
 
 from draft_service import feature_drafter
 from outrider.engine import paged_engine
+from outrider.engine.cpu.kernels import KernelsUnavailable, PaceKernels, load_pace
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.models.module_replacement import NativeRMSNorm, speed_up
 
 VOCAB = 32
+FAMILIES = (
+    "llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "gpt_neox", "gpt2",
+)  # fmt: skip
 
 
 class EngineMaker:
@@ -47,6 +51,14 @@ class EngineMaker:
         assert engine.kv_cache_bytes <= num_bytes
         self.made.append(engine)
         return engine
+
+
+def pace_kernels() -> PaceKernels:
+    """The product's own kernels. Skips the test where they cannot be used."""
+    try:
+        return load_pace()
+    except KernelsUnavailable as error:
+        pytest.skip(f"no fused kernels: {error}")
 
 
 def fuse(module: Any) -> ReferenceKernels:

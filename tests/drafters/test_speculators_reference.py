@@ -43,9 +43,7 @@ def reference(*words: Any) -> None:
 @pytest.fixture(scope="module")
 def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("target")
-    config = tiny_config("llama")
-    config.num_hidden_layers = 8
-    tiny_module(config).save_pretrained(directory)
+    tiny_module(tiny_config("llama", num_hidden_layers=8)).save_pretrained(directory)
     return directory
 
 

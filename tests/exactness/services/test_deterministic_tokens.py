@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from models import tiny_config, tiny_module
+from paged_engines import pace_kernels
 from stack import Stack, running_stack
 
-from outrider.engine.cpu.kernels import KernelsUnavailable, load_pace
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.models.loading import load_model
@@ -33,10 +33,7 @@ def engine_of(module: Any, info: ModelInfo) -> PagedEngine:
 
 
 def fused_engine_of(module: Any, info: ModelInfo) -> PagedEngine:
-    try:
-        kernels = load_pace()
-    except KernelsUnavailable as error:
-        pytest.skip(f"no fused kernels: {error}")
+    kernels = pace_kernels()
     speed_up(module, kernels=kernels)
     engine = PagedEngine(module, info, max_num_seqs=NUM_SESSIONS, kernels=kernels)
     assert engine.kernels_name == kernels.name

@@ -257,8 +257,7 @@ GRID = [
 
 def tiny(vocab_size: int, seed: int, num_layers: int = 1) -> Any:
     torch.set_num_threads(1)
-    config = tiny_config("llama", vocab_size)
-    config.num_hidden_layers = num_layers
+    config = tiny_config("llama", vocab_size, num_hidden_layers=num_layers)
     return flatter(tiny_module(config, seed))
 
 

@@ -191,9 +191,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A tiny module in float64, for engines with short pages."""
     torch.set_num_threads(1)
     shorten_pages(monkeypatch, SMALL_PAGE)
-    config = tiny_config("llama", TINY_VOCAB)
-    config.num_hidden_layers = 3
-    return tiny_module(config, dtype=torch.float64)
+    return tiny_module(tiny_config("llama", TINY_VOCAB, num_hidden_layers=3), dtype=torch.float64)
 
 
 def tiny_engine(module: Any, **own: Any) -> PagedEngine:

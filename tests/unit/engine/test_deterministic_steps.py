@@ -34,13 +34,10 @@ def make_engine() -> Iterator[EngineMaker]:
         yield maker
 
 
-def tiny(kind: str, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Any:
+def tiny(kind: str, dtype: torch.dtype = torch.bfloat16) -> Any:
     """A model as it is served; for `generic`, with the library's own modules."""
     family = kind.removeprefix("generic ")
-    config = tiny_config(family, VOCAB, MAX_MODEL_LEN)
-    for name, value in changes.items():
-        setattr(config, name, value)
-    module = tiny_module(config, dtype=dtype)
+    module = tiny_module(tiny_config(family, VOCAB, MAX_MODEL_LEN), dtype=dtype)
     if family == kind:
         speed_up(module)
     return module

@@ -8,10 +8,9 @@ import pytest
 import torch
 from cuda_substitutes import backend_on
 from models import tiny_config, tiny_eagle3, tiny_module, twin
-from paged_engines import VOCAB, fuse, ids
+from paged_engines import VOCAB, fuse, ids, pace_kernels
 from pages import check_pages
 
-from outrider.engine.cpu.kernels import KernelsUnavailable, load_pace
 from outrider.engine.interface import DraftingEngine, ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import ConfigError, InvariantError, StepUndone
@@ -38,12 +37,12 @@ class Pair:
 
     def __init__(self, kind: str, **options: Any) -> None:
         dtype = KINDS[kind]
-        config = tiny_config("llama", VOCAB)
-        config.num_hidden_layers = 4
-        if kind == "pace":
-            config.hidden_size = config.intermediate_size = 128
-            config.num_attention_heads, config.num_key_value_heads, config.head_dim = 2, 1, 64
-        module = tiny_module(config, dtype=dtype)
+        wide = {
+            "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2,
+            "num_key_value_heads": 1, "head_dim": 64,
+        }  # fmt: skip
+        sizes = {"num_hidden_layers": 4} | (wide if kind == "pace" else {})
+        module = tiny_module(tiny_config("llama", VOCAB, **sizes), dtype=dtype)
         info = ModelInfo("tiny", VOCAB, 128, str(dtype).removeprefix("torch."), (), "", "")
         self.library = twin(module)
         made = tiny_eagle3(module, range(0, VOCAB, 2), layer_ids=TAPS)
@@ -54,10 +53,7 @@ class Pair:
             options["kernels"] = fuse(module)
             speed_up(made.module, kernels=options["kernels"])
         if kind == "pace":
-            try:
-                options["kernels"] = load_pace()
-            except KernelsUnavailable as error:
-                pytest.skip(str(error))
+            options["kernels"] = pace_kernels()
             for each in (module, made.module):
                 speed_up(each, kernels=options["kernels"])
         options["deterministic"] = kind == "deterministic"

@@ -18,10 +18,7 @@ MAX_MODEL_LEN = 256
 
 
 def decoder_of(kernels: Any, family: str, **changes: Any) -> FusedDecoder:
-    config = tiny_config(family, VOCAB, MAX_MODEL_LEN)
-    for name, value in changes.items():
-        setattr(config, name, value)
-    module = tiny_module(config, dtype=kernels.dtype)
+    module = tiny_module(tiny_config(family, VOCAB, MAX_MODEL_LEN, **changes), dtype=kernels.dtype)
     speed_up(module, kernels=kernels)
     return FusedDecoder(module, find_layers(module, MAX_MODEL_LEN), MAX_MODEL_LEN, kernels)
 

@@ -1,16 +1,14 @@
 """All layers in one call of TorchScript are what they are in Python, bit for bit."""
 
-from typing import Any
-
 import pytest
 import torch
 from models import tiny_config, tiny_module
+from paged_engines import pace_kernels
 
 from outrider.engine.attention import find_layers
 from outrider.engine.batch import HeldSequence, HeldStep
 from outrider.engine.cpu.decoder import FusedDecoder
 from outrider.engine.cpu.fused_steps import SPAN_TOKENS_MAX, FusedSteps
-from outrider.engine.cpu.kernels import KernelsUnavailable, load_pace
 from outrider.engine.interface import SequenceStep
 from outrider.kv_cache.storage import BlockedKeysAndValues, KVCache
 from outrider.models.module_replacement import speed_up
@@ -21,16 +19,12 @@ PAGE = 16
 MAX_MODEL_LEN = NUM_PAGES * PAGE
 
 
-def decoder_of(family: str, **changes: Any) -> tuple[FusedDecoder, list[BlockedKeysAndValues]]:
-    config = tiny_config(family, VOCAB, MAX_MODEL_LEN)
-    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2}
-    for name, value in (sizes | {"num_key_value_heads": 1, "head_dim": 64} | changes).items():
-        setattr(config, name, value)
-    try:
-        kernels = load_pace()
-    except KernelsUnavailable as error:
-        pytest.skip(str(error))
-    module = tiny_module(config, dtype=torch.bfloat16)
+def decoder_of(family: str) -> tuple[FusedDecoder, list[BlockedKeysAndValues]]:
+    config = tiny_config(
+        family, VOCAB, MAX_MODEL_LEN, hidden_size=128, intermediate_size=128,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=64,
+    )  # fmt: skip
+    kernels, module = pace_kernels(), tiny_module(config, dtype=torch.bfloat16)
     speed_up(module, kernels=kernels)
     layers = find_layers(module, MAX_MODEL_LEN)
     caches = KVCache([layer.shape for layer in layers], NUM_PAGES, PAGE, is_blocked=True).layers

@@ -8,16 +8,13 @@ from typing import Any
 import pytest
 import torch
 from models import tiny_config, tiny_module, twin
-from paged_engines import VOCAB, EngineMaker, checked_engines, dense, gap, ids, run
+from paged_engines import FAMILIES, VOCAB, EngineMaker, checked_engines, dense, gap, ids, run
 from pages import check_pages
 
 from outrider.engine.cpu.fused_steps import SPAN_TOKENS_MAX
 from outrider.engine.interface import SequenceStep
 from outrider.errors import BadRequest
 
-FAMILIES = (
-    "llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "gpt_neox", "gpt2",
-)  # fmt: skip
 FUSED = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma3")
 """Families that run on fused kernels."""
 PAGE_BYTES = 2 * 2 * 8 * 16 * 2 * 8
@@ -212,27 +209,3 @@ def test_what_cannot_be_copied_is_forgotten_and_nothing_else(
     for name, tokens in (("a", ids(40) + ids(3, 4)), ("e", ids(40) + ids(8, 6))):
         rows = run(engine, name, tokens[engine.length(name) :], 3)
         assert gap(rows, dense(library, tokens)[-3:]) <= EXACT
-
-
-def test_pages_of_forks_are_copied_at_once(make_engine: EngineMaker) -> None:
-    """Forks of forks are cut and released before the next step."""
-    module = llama()
-    engine, library = make_engine(module, num_bytes=2**16), twin(module)
-    tokens = ids(20)
-    run(engine, "a", tokens, 0)
-    calls = []
-    copy = engine._cache.copy_pages
-    engine._cache.copy_pages = lambda copies: (calls.append(len(copies)), copy(copies))
-    engine.fork("a", "b")
-    engine.fork("b", "c")
-    engine.release("b")
-    engine.fork("c", "b")
-    engine.keep("c", 17)
-    engine.fork("c", "d")
-    assert calls == []
-    prefixes = {"a": tokens, "b": tokens, "c": tokens[:17], "d": tokens[:17]}
-    new = [ids(2, 30 + place) for place in range(4)]
-    steps = [SequenceStep(name, more, 2) for name, more in zip(prefixes, new, strict=True)]
-    for rows, prefix, more in zip(engine.forward(steps), prefixes.values(), new, strict=True):
-        assert gap(rows, dense(library, prefix + more)[-2:]) <= EXACT
-    assert calls == [3]

@@ -8,16 +8,13 @@ import pytest
 import torch
 from cuda_substitutes import attend_by_tables, backend_on
 from models import tiny_config, tiny_module, twin
-from paged_engines import VOCAB, EngineMaker, checked_engines, dense, gap, ids, run
+from paged_engines import FAMILIES, VOCAB, EngineMaker, checked_engines, dense, gap, ids, run
 
 from outrider.engine.attention import LayerPages
 from outrider.engine.cuda.table_steps import DeviceBackend, TableStep
 from outrider.engine.interface import SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 
-FAMILIES = (
-    "llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "gpt_neox", "gpt2",
-)  # fmt: skip
 CLOSE = 2e-3
 """Allowed difference in float32, for logits of about 10."""
 

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.errors import SettingError
 from outrider.kv_cache.storage import KVCache, LayerShape, memory_budget, page_bytes_of, pages_in
@@ -61,24 +60,3 @@ def _paged(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return columns.permute(0, 3, 1, 2), values.transpose(1, 2)
     keys, values = (one.unflatten(1, (-1, PAGE_SIZE)).permute(1, 2, 0, 3) for one in (keys, values))
     return keys, values
-
-
-class _Count(TorchDispatchMode):
-    num = 0
-
-    def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.num += 1
-        return function(*args, **kwargs or {})
-
-
-@pytest.mark.parametrize("is_blocked", [False, True])
-def test_a_copy_takes_as_many_operators_in_any_number_of_layers(is_blocked: bool) -> None:
-    """Look-ahead copies pages for its branches, and each operator costs a launch on a device."""
-    counts = set()
-    for num_layers in (2, 30):
-        shapes = [LayerShape(1, 4, 4, torch.float32, CPU)] * num_layers
-        cache = KVCache(shapes, 3, PAGE_SIZE, is_blocked)
-        with _Count() as counted:
-            cache.copy_pages([(0, 1)])
-        counts.add(counted.num)
-    assert len(counts) == 1, counts

@@ -22,9 +22,7 @@ INFO = ModelInfo("tiny", VOCAB, LENGTH, "float32", (), "w", "")
 
 @pytest.fixture(scope="module")
 def target() -> Any:
-    config = tiny_config("llama", VOCAB, LENGTH)
-    config.num_hidden_layers = 8
-    return tiny_module(config)
+    return tiny_module(tiny_config("llama", VOCAB, LENGTH, num_hidden_layers=8))
 
 
 def fitted_head(target: Any, loaded: LoadedDraftHead) -> LoadedDraftHead:

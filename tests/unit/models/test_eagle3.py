@@ -29,13 +29,12 @@ EPS = 1e-5
 THETA = 500.0
 
 
-def tiny_target(num_layers: int = 6) -> Any:
-    config = tiny_config("llama", VOCAB)
-    config.num_hidden_layers = num_layers
-    return tiny_module(config)
+@pytest.fixture
+def target() -> Any:
+    return tiny_module(tiny_config("llama", VOCAB, num_hidden_layers=8))
 
 
-def tiny_head(target: Any, seed: int = 1, **changes: Any) -> Eagle3Head:
+def tiny_head(target: Any, **changes: Any) -> Eagle3Head:
     """A random head of another width than its target, with grouped heads whose width is their
     own."""
     layer = {
@@ -49,7 +48,7 @@ def tiny_head(target: Any, seed: int = 1, **changes: Any) -> Eagle3Head:
         **changes,
     )  # fmt: skip
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
+        torch.manual_seed(1)
         head = Eagle3Head(config).requires_grad_(False).eval()
         for parameter in head.parameters():
             parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.3)
@@ -121,8 +120,8 @@ def hidden_by_definition(head: Eagle3Head, pairs: list[tuple[Tensor, int, int]])
     ],
     ids=["plain", "normed", "qk"],
 )
-def test_chains_are_those_of_the_definition(changes: dict[str, Any]) -> None:
-    head = tiny_head(tiny_target(), **changes)
+def test_chains_are_those_of_the_definition(target: Any, changes: dict[str, Any]) -> None:
+    head = tiny_head(target, **changes)
     torch.manual_seed(0)
     features, tokens = torch.randn(2, 5, head.width), torch.randint(0, VOCAB, (2, 7))
     found = list(head.unroll(features, tokens, 3))
@@ -142,8 +141,7 @@ def test_chains_are_those_of_the_definition(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("flag", ["", "fc_norm", "norm_before_fc"])
-def test_taps_are_normed_as_the_files_say(flag: str, tmp_path: Path) -> None:
-    target = tiny_target()
+def test_taps_are_normed_as_the_files_say(flag: str, target: Any, tmp_path: Path) -> None:
     head = tiny_head(target, **({flag: True} if flag else {}))
     torch.manual_seed(0)
     taps = torch.randn(4, 3, target.config.hidden_size)
@@ -158,16 +156,15 @@ def test_taps_are_normed_as_the_files_say(flag: str, tmp_path: Path) -> None:
     torch.testing.assert_close(loaded.fuse(taps.flatten(1)), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_gradients_reach_every_weight() -> None:
-    head = tiny_head(tiny_target()).requires_grad_(True)
+def test_gradients_reach_every_weight(target: Any) -> None:
+    head = tiny_head(target).requires_grad_(True)
     features = head.fuse(torch.randn(1, 6, 3 * head.config.target_width))
     outputs = head.unroll(features, torch.randint(0, VOCAB, (1, 8)), 3)
     sum(head.logits(hidden).logsumexp(-1).sum() for hidden in outputs).backward()  # type: ignore[union-attr]
     assert all(p.grad is not None and p.grad.any() for p in head.parameters())
 
 
-def test_a_head_comes_back_as_it_was_saved(tmp_path: Path) -> None:
-    target = tiny_target()
+def test_a_head_comes_back_as_it_was_saved(target: Any, tmp_path: Path) -> None:
     head = tiny_head(
         target, qk_norm=True, norm_before_residual=True, norm_output=True,
         layer={"hidden_size": 20, "num_attention_heads": 6,
@@ -223,9 +220,8 @@ def change_tensors(directory: Path, changes: Callable[[dict[str, Tensor]], Any])
     ],
 )
 def test_raw_files_are_read(
-    stated: dict[str, Any], expected: tuple[int, ...], tmp_path: Path
+    stated: dict[str, Any], expected: tuple[int, ...], target: Any, tmp_path: Path
 ) -> None:
-    target = tiny_target(8)
     head = tiny_head(target)
     as_raw(save(tmp_path, head), **stated)
     loaded = load(tmp_path, target)
@@ -234,8 +230,7 @@ def test_raw_files_are_read(
     assert torch.equal(*(next(each.unroll(*inputs)) for each in (loaded.module, head)))
 
 
-def test_rows_are_put_in_the_order_of_their_tokens(tmp_path: Path) -> None:
-    target = tiny_target()
+def test_rows_are_put_in_the_order_of_their_tokens(target: Any, tmp_path: Path) -> None:
     head = tiny_head(target)
     order = torch.tensor([3, 0, 6, 1, 2, 5, 4])
 
@@ -260,21 +255,19 @@ def save_without_ends(directory: Path, target: Any) -> Path:
     return directory
 
 
-def test_what_is_not_stored_is_the_targets(tmp_path: Path) -> None:
-    target = tiny_target()
+def test_what_is_not_stored_is_the_targets(target: Any, tmp_path: Path) -> None:
     save_without_ends(tmp_path, target)
     module = load(tmp_path, target).module
     assert module.embed_tokens.weight is target.get_input_embeddings().weight
     assert torch.equal(module.lm_head.weight, target.lm_head.weight[list(DRAFT_IDS)])
 
 
-def test_ends_of_a_quantised_target_are_read_from_its_files(tmp_path: Path) -> None:
-    module = tiny_target()
-    stored = {name: values.clone() for name, values in module.state_dict().items()}
+def test_ends_of_a_quantised_target_are_read_from_its_files(target: Any, tmp_path: Path) -> None:
+    stored = {name: values.clone() for name, values in target.state_dict().items()}
     stored["model.layers.0.self_attn.q_proj.qweight"] = torch.zeros(4, dtype=torch.int32)
-    head, place = save_without_ends(tmp_path / "head", module), tmp_path / "target"
-    module.config.quantization_config = {"quant_method": "gptq", "bits": 4}
-    module.config.save_pretrained(place)
+    head, place = save_without_ends(tmp_path / "head", target), tmp_path / "target"
+    target.config.quantization_config = {"quant_method": "gptq", "bits": 4}
+    target.config.save_pretrained(place)
 
     def read(**changed: Tensor | None) -> Any:
         tensors = {key: values for key, values in (stored | changed).items() if values is not None}
@@ -295,8 +288,7 @@ def test_ends_of_a_quantised_target_are_read_from_its_files(tmp_path: Path) -> N
             read(**changed)
 
 
-def test_a_whole_vocabulary_needs_no_table(tmp_path: Path) -> None:
-    target = tiny_target()
+def test_a_whole_vocabulary_needs_no_table(target: Any, tmp_path: Path) -> None:
     save(tmp_path, tiny_head(target, layer={"hidden_size": 32}))
 
     def widen(tensors: dict[str, Tensor]) -> None:
@@ -327,16 +319,15 @@ def test_a_whole_vocabulary_needs_no_table(tmp_path: Path) -> None:
         ({"sliding_window": 8}, "sliding_window is 8"),
         ({"max_position_embeddings": "x"}, "max_position_embeddings"),
         ({"aux_hidden_state_layer_ids": "x", "eagle_aux_hidden_state_layer_ids": None}, " is 'x'"),
-        ({"eagle_aux_hidden_state_layer_ids": [0, 2, 7]}, "of TARGET, from 0 to 5"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 2, 9]}, "of TARGET, from 0 to 7"),
         ({"eagle_aux_hidden_state_layer_ids": [0, 2]}, r"mismatch for fc.weight: .*\[24, 64\]"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is False"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_configurations_that_do_not_fit_are_refused(
-    changes: dict[str, Any], message: str, tmp_path: Path
+    changes: dict[str, Any], message: str, target: Any, tmp_path: Path
 ) -> None:
-    target = tiny_target()
     change(save(tmp_path, tiny_head(target)), **changes)
     with pytest.raises(ConfigError, match=f"drafter HEAD: .*{message}"):
         load(tmp_path, target)
@@ -358,10 +349,8 @@ def test_configurations_that_do_not_fit_are_refused(
     ],
 )  # fmt: skip
 def test_tensors_that_do_not_fit_are_refused(
-    name: str, values: Tensor | None, message: str, tmp_path: Path
+    name: str, values: Tensor | None, message: str, target: Any, tmp_path: Path
 ) -> None:
-    target = tiny_target()
-
     def put(tensors: dict[str, Tensor]) -> None:
         if values is None:
             del tensors[name]
@@ -373,8 +362,7 @@ def test_tensors_that_do_not_fit_are_refused(
         load(tmp_path, target)
 
 
-def test_pickled_files_run_nothing(tmp_path: Path) -> None:
-    target = tiny_target()
+def test_pickled_files_run_nothing(target: Any, tmp_path: Path) -> None:
     as_raw(save(tmp_path, tiny_head(target)))
     torch.save({"fc.weight": print}, tmp_path / "pytorch_model.bin")
     with pytest.raises(ConfigError, match=r"drafter HEAD: .*cannot be read as tensors alone"):

@@ -44,9 +44,7 @@ LOUD: Final = ("down_proj", "o_proj")
 
 @pytest.fixture(scope="module")
 def module() -> Any:
-    config = tiny_config("llama", VOCAB)
-    config.num_hidden_layers = NUM_LAYERS
-    return tiny_module(config)
+    return tiny_module(tiny_config("llama", VOCAB, num_hidden_layers=NUM_LAYERS))
 
 
 def new(module: Any, kind: str, seed: int = 0, **wishes: object) -> Any:
@@ -183,9 +181,7 @@ def test_what_is_measured_is_what_serving_would_find(
 
 @pytest.mark.parametrize("family", ["llama", "gemma"])
 def test_a_new_head_begins_with_the_targets_norm(family: str) -> None:
-    config = tiny_config(family, VOCAB)
-    config.num_hidden_layers = NUM_LAYERS
-    module = tiny_module(config)
+    module = tiny_module(tiny_config(family, VOCAB, num_hidden_layers=NUM_LAYERS))
     norm = module.model.norm
     torch.nn.init.uniform_(norm.weight, 0.5, 2.0)
     head = new(module, "eagle3").module

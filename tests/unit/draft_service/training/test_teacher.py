@@ -99,6 +99,4 @@ def test_an_epoch_is_every_learned_document_once(module: Any, tmp_path: Path) ->
 def test_targets_whose_logits_are_more_than_the_heads_are_refused(module: Any) -> None:
     check_head(module)
     with pytest.raises(ConfigError, match="Gemma2ForCausalLM"):
-        config = tiny_config("gemma2", VOCAB)
-        config.final_logit_softcapping = 0.5
-        check_head(tiny_module(config))
+        check_head(tiny_module(tiny_config("gemma2", VOCAB, final_logit_softcapping=0.5)))
