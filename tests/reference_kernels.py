@@ -57,7 +57,10 @@ class ReferenceLayers(FusedLayers):
         values: torch.Tensor,
         slots: torch.Tensor,
     ) -> None:
-        write_slots(key, value, keys, values, slots)
+        pages, places = slots // PAGE, slots % PAGE
+        num_pages, num_heads, page_size, width = keys.shape
+        keys.view(num_pages, num_heads, width, page_size)[pages, :, :, places] = key
+        values[pages, :, places] = value
 
     @torch.jit.ignore
     def attend(
@@ -71,58 +74,30 @@ class ReferenceLayers(FusedLayers):
     ) -> None:
         expected = [query.shape[1], keys.shape[1], query.shape[2]]
         assert spans.schedules[layer.kind].tolist() == expected
-        attend_spans(
-            query, keys, values, output, spans.starts, spans.ends, spans.pages, layer.window,
-            layer.scaling, layer.softcap,
-        )  # fmt: skip
-
-
-def attend_spans(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    output: torch.Tensor,
-    starts: torch.Tensor,
-    ends: torch.Tensor,
-    pages: torch.Tensor,
-    before: int,
-    scaling: float,
-    softcap: float,
-) -> None:
-    assert len(query) == int(starts[-1])
-    for index, end in enumerate(ends.tolist()):
-        last = int(starts[index + 1])
-        for row in range(int(starts[index]), last):
-            seen = end - (last - row) + 1
-            first = 0 if before < 0 else max(0, seen - before - 1)
-            own = pages[index][first // PAGE : -(-seen // PAGE)].long()
-            output[row] = attend_row(
-                query[row], *gathered(keys, values, own), first % PAGE, seen - first // PAGE * PAGE,
-                scaling, softcap,
-            )  # fmt: skip
+        num_pages, num_heads, page_size, width = keys.shape
+        columns = keys.view(num_pages, num_heads, width, page_size)
+        starts = spans.starts.tolist()
+        assert len(query) == starts[-1]
+        for index, end in enumerate(spans.ends.tolist()):
+            last = starts[index + 1]
+            for row in range(starts[index], last):
+                seen = end - (last - row) + 1
+                first = 0 if layer.window < 0 else max(0, seen - layer.window - 1)
+                own = spans.pages[index][first // PAGE : -(-seen // PAGE)].long()
+                slots = slice(first % PAGE, seen - first // PAGE * PAGE)
+                seen_keys = columns[own].permute(1, 0, 3, 2).reshape(num_heads, -1, width)[:, slots]
+                seen_values = values[own].transpose(0, 1).reshape(num_heads, -1, width)[:, slots]
+                rows = query[row].view(num_heads, -1, width)
+                scores = rows @ seen_keys.transpose(1, 2) * layer.scaling
+                if layer.softcap:
+                    scores = torch.tanh(scores / layer.softcap) * layer.softcap
+                output[row] = (torch.softmax(scores, -1) @ seen_values).view(query.shape[1:])
 
 
 def rotated(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     cos, sin = cos[:, :, None], sin[:, :, None]
     a, b = states.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-
-
-def attend_row(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    begin: int,
-    end: int,
-    scaling: float,
-    softcap: float,
-) -> torch.Tensor:
-    """Attention [heads, width] of one token with queries [heads, width]."""
-    rows = query.view(len(keys), len(query) // len(keys), -1)
-    scores = rows @ keys[:, begin:end].transpose(1, 2) * scaling
-    if softcap:
-        scores = torch.tanh(scores / softcap) * softcap
-    return (torch.softmax(scores, -1) @ values[:, begin:end]).view(query.shape)
 
 
 def normed(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -136,30 +111,6 @@ def row_by_row(
     assert rows.is_contiguous()
     assert rows.dim() == 3
     return torch.stack([functional.linear(row, packed, bias) for row in rows[0]])[None]
-
-
-def write_slots(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slots: torch.Tensor,
-) -> None:
-    pages, places = slots // PAGE, slots % PAGE
-    num_pages, num_heads, page_size, width = keys.shape
-    keys.view(num_pages, num_heads, width, page_size)[pages, :, :, places] = key
-    values[pages, :, places] = value
-
-
-def gathered(
-    keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    num_pages, num_heads, page_size, width = keys.shape
-    columns = keys.view(num_pages, num_heads, width, page_size)[pages]
-    return (
-        columns.permute(1, 0, 3, 2).reshape(num_heads, -1, width),
-        values[pages].transpose(0, 1).reshape(num_heads, -1, width),
-    )
 
 
 class ReferenceKernels(PaceKernels):

@@ -59,19 +59,15 @@ def by_definition(
     return torch.stack(outputs)[None]
 
 
-def filled_cache(num_slots: int, generator: torch.Generator) -> KeysAndValues:
-    sizes = ((2, num_slots, width) for width in (5, 3))
-    return KeysAndValues(
-        *(torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes)
-    )
-
-
 def compare(
     step: HeldStep, window: int | None, softcap: float | None, fixed_shapes: bool = False
 ) -> StepPlan:
     plan = plan_step(step, (window,), CPU, torch.float64, fixed_shapes)
     generator = torch.Generator().manual_seed(0)
-    cache = filled_cache(NUM_PAGES * step.page_size, generator)
+    sizes = ((2, NUM_PAGES * step.page_size, width) for width in (5, 3))
+    cache = KeysAndValues(
+        *(torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes)
+    )
     used = {s for held in step.sequences for s in all_slots(held, step.page_size)}
     unused = [slot for slot in range(NUM_PAGES * step.page_size) if slot not in used]
     # What is in slots that no sequence holds must not matter, not even NaN.

@@ -171,12 +171,6 @@ def logits(vocabulary: DraftVocabulary) -> torch.Tensor:
     return torch.randn(ROWS, NUM_COLUMNS, generator=generator, dtype=torch.float64) * 2
 
 
-def scattered(rows: torch.Tensor, vocabulary: DraftVocabulary, nothing: float) -> torch.Tensor:
-    wide = torch.full((len(rows), VOCAB), nothing, dtype=rows.dtype)
-    wide[:, torch.from_numpy(vocabulary.token_ids)] = rows
-    return wide
-
-
 def noises(rule: Rule) -> list[RoundNoise]:
     return [RoundNoise(100 + row, rule, 40 + row) for row in range(ROWS)]
 
@@ -197,7 +191,8 @@ def test_it_draws_as_the_whole_vocabulary_with_nothing_elsewhere(
     places, seen = list(range(ROWS)), history(vocabulary)
     asked = [params] * ROWS, noises(rule), places, [seen] * ROWS
     got, _ = draw_from_logits(logits, *asked, vocabulary)
-    wide = scattered(logits, vocabulary, -torch.inf)
+    wide = torch.full((ROWS, VOCAB), -torch.inf, dtype=logits.dtype)
+    wide[:, torch.from_numpy(vocabulary.token_ids)] = logits
     assert got == draw_from_logits(wide, *asked)[0]
     assert {token_id for token_id, _ in got} <= set(vocabulary.token_ids.tolist())
     small = target_probabilities(logits, vocabulary.params(params), vocabulary.history(seen))

@@ -23,10 +23,6 @@ def waits(num_rows: int, width: int, seed: int = 5) -> np.ndarray:
     return 1 / scores(ones, np.arange(width)[None], keys_of(num_rows, seed))
 
 
-def every_wait(weights: torch.Tensor, keys: RowKeys) -> np.ndarray:
-    return scores(weights.numpy(), np.arange(weights.shape[1])[None], keys).argmax(axis=1)
-
-
 def test_waits_are_independent_and_exponential():
     """4,000 rows of 300 tokens: each wait is Exp(1) (Kolmogorov-Smirnov), no two tokens of a block,
     of neighbouring blocks or of neighbouring rows are correlated, and each token of a block is as
@@ -62,7 +58,8 @@ def test_the_winner_is_that_of_all_waits(seed, width, spread, dtype, zeros):
     weights[3] = 0.0
     before, keys = weights.clone(), keys_of(4, seed)
     won = race(weights, keys)
-    assert np.array_equal(won, every_wait(weights, keys))
+    every_score = scores(weights.numpy(), np.arange(width)[None], keys)
+    assert np.array_equal(won, every_score.argmax(axis=1))
     assert won[3] == 0
     assert torch.equal(weights, before)
     for row in range(4):
