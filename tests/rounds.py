@@ -1,12 +1,13 @@
 """Messages for tests of the services, and a minimal coordinator that runs rounds."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 from pages import check_pages
 
+from draft_service.feature_drafter import FeatureDrafter
 from draft_service.model_drafter import ModelDrafter
 from draft_service.parallel_drafter import ParallelDrafter
 from draft_service.service import DraftService
@@ -29,7 +30,7 @@ from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.tokens import TokenSequence
 from outrider.transport.codec import Codec
-from outrider.transport.link import Link, MemoryLink, ReplicaService, deliver_soon
+from outrider.transport.link import Link, MemoryLink, ReplicaService
 from target_service.service import TargetService
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -66,47 +67,38 @@ def make_head(
     base_length: int = 0,
     *,
     session: int = 1,
-    epoch: int = 1,
     round_index: int = 0,
     rule: Rule = Rule.GREEDY,
     sampling: SamplingParams | None = None,
-    seed: int = 7,
-    prompt_length: int = 1,
-    deadline_ms: int = 0,
-    tenant: str = "",
     constraint: Constraint | None = None,
+    **fields: Any,
 ) -> RoundHead:
     """A head that refers to the first `base_length` of the committed `tokens` and contains the
     rest."""
+    others = {"tenant": "", "epoch": 1, "seed": 7, "prompt_length": 1, "deadline_ms": 0}
     if sampling is None:
         sampling = GREEDY if rule is Rule.GREEDY else SamplingParams()
     sequence = TokenSequence(tokens)
     return RoundHead(
         session_id=session_name(session),
-        tenant=tenant,
-        epoch=epoch,
         round=round_index,
         base_length=base_length,
         prefix_digest=sequence.digest(base_length),
         append=sequence.since(base_length),
-        prompt_length=prompt_length,
         rule=rule,
-        seed=seed,
         sampling=sampling,
         sampling_hash=sampling.hash(),
-        deadline_ms=deadline_ms,
         constraint=constraint,
         constraint_hash=b"" if constraint is None else constraint.digest(),
+        **(others | fields),
     )
 
 
 class SeverableLink(MemoryLink):
     """A stream in one process that tests can break."""
 
-    def __init__(
-        self, service: ReplicaService, deliver: Callable[[Callable[[], None]], None] = deliver_soon
-    ) -> None:
-        super().__init__(service, deliver)
+    def __init__(self, service: ReplicaService) -> None:
+        super().__init__(service)
         self._unreachable: Exception | None = None
 
     def trouble(self) -> str:
@@ -159,13 +151,6 @@ class Listener:
                 await self._news.wait()
         return self.answers
 
-    async def wait_for_either(self, num_answers: int, num_lost: int) -> None:
-        """Waits for this many answers or this many losses."""
-        async with asyncio.timeout(PATIENCE_S):
-            while len(self.answers) < num_answers and len(self.lost) < num_lost:
-                self._news.clear()
-                await self._news.wait()
-
 
 async def ask(link: Link, listener: Listener, item: Any) -> Any:
     """Sends one item and waits for one answer."""
@@ -174,11 +159,12 @@ async def ask(link: Link, listener: Listener, item: Any) -> Any:
     return (await listener.wait(before + 1))[before]
 
 
-def model_drafter(engine: Any, parallel_token: int | None = None) -> ModelDrafter:
-    """A drafter with a model. With a parallel token it drafts in one pass."""
-    if parallel_token is None:
-        return ModelDrafter(engine)
-    return ParallelDrafter(engine, parallel_token)
+def drafter_over(engine: Any, parallel_token: int | None = None) -> Any:
+    """A drafter with a model, or the one that is given in place of an engine. With a parallel token
+    it drafts in one pass."""
+    if parallel_token is not None:
+        return ParallelDrafter(engine, parallel_token)
+    return engine if isinstance(engine, FeatureDrafter) else ModelDrafter(engine)
 
 
 class Replica:
@@ -197,7 +183,8 @@ class Replica:
         served = engine
         if role == "draft":
             make = DraftService
-            served = model_drafter(engine, options.pop("parallel_token", None))
+            served = drafter_over(engine, options.pop("parallel_token", None))
+            engine = served.engine
         seconds = engine.take_step_seconds if step_s is None else lambda: step_s
         self.engine = engine
         self.service: Any = make(
@@ -313,11 +300,10 @@ class Pair:
     def __init__(self, target: Replica, draft: Replica) -> None:
         self.target, self.draft = target, draft
 
-    def player(self, *known: Any, drafts: bool = True, **more: Any) -> Player:
-        """Plays a session with a prompt, a rule and sampling parameters. Without `drafts`, rounds
-        have no proposal."""
+    def player(self, *known: Any, **more: Any) -> Player:
+        """Plays a session with a prompt, a rule and sampling parameters."""
         links = [(one.link, one.listener) for one in (self.target, self.draft)]
-        return Player(*known, *links[: 1 + drafts], **more)
+        return Player(*known, *links, **more)
 
     async def __aenter__(self) -> Self:
         return self

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from models import byte_level_tokenizer
-from rounds import model_drafter
+from rounds import drafter_over
 from toy_engine import ToyEngine
 
 from coordinator.auth.access_control import OPEN, AccessControl
@@ -81,10 +81,7 @@ def _draft_service(
     if engine is None:  # This draft is never asked, and fits any target.
         engine = ToyEngine()
         engine.info = replace(engine.info, tokenizer_fingerprint="")
-    drafter = (
-        engine if isinstance(engine, FeatureDrafter) else model_drafter(engine, parallel_token)
-    )
-    return DraftService(drafter, executor, **options)
+    return DraftService(drafter_over(engine, parallel_token), executor, **options)
 
 
 def coordinator_api(coordinator: CoordinatorService, access: AccessControl = OPEN) -> Service:

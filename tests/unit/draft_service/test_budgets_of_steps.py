@@ -29,9 +29,9 @@ LATE_CODE = 4
 """google.rpc.Code of an item whose time is over before its first draw."""
 
 
-def item(budget_ms: float, *, look_ahead: int = 0, wanted: int = K, **head: Any) -> DraftItem:
+def item(budget_ms: float, *, look_ahead: int = 0, **head: Any) -> DraftItem:
     made = make_head(head.pop("tokens", PROMPT), rule=Rule.TOKEN, sampling=PLAIN, **head)
-    return DraftItem(made, wanted, look_ahead, budget_us=round(budget_ms * 1e3))
+    return DraftItem(made, K, look_ahead, budget_us=round(budget_ms * 1e3))
 
 
 @dataclass

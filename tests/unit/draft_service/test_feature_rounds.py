@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 from models import flat_module, tiny_eagle3, twin
-from pages import check_pages
-from rounds import RULES, Listener, Replica, ask, make_head, outcome_of
+from rounds import RULES, Replica, make_head, outcome_of
 
 from draft_service.feature_drafter import FeatureDrafter, HeadEngine
-from draft_service.service import DraftService
 from outrider import hidden_states
 from outrider.drafters.drafter import DraftDeadline
 from outrider.engine.interface import ModelInfo
@@ -22,14 +20,12 @@ from outrider.hidden_states import Features
 from outrider.limits import PAGE_SIZE
 from outrider.messages import DraftItem, ProposalReply, Refused, Resync, VerdictReply, VerifyItem
 from outrider.models.eagle3 import LoadedEagle3
-from outrider.replica.executors import InlineExecutor
 from outrider.replica.step_request import Unfinished
 from outrider.speculation.draft_sampling import draw_from_logits
 from outrider.speculation.logits_processing import DraftVocabulary, TokenHistory
 from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.transport.link import MemoryLink
 from target_service import verifier
 
 VOCAB, LENGTH = 24, 120
@@ -47,10 +43,7 @@ class Pair:
     module: Any
     head: LoadedEagle3
     target: Replica
-    engine: HeadEngine
-    draft: MemoryLink
-    proposals: Listener
-    service: Any
+    draft: Replica
     held: dict[int, int] = field(default_factory=dict)
     """Number of tokens that the draft has of each session."""
 
@@ -79,8 +72,7 @@ class Pair:
         return DraftItem(head, num, features=features)
 
     async def propose(self, *asked: Any, **options: Any) -> ProposalReply:
-        item = self.item(*asked, **options)
-        reply = await ask(self.draft, self.proposals, item)
+        reply = await self.draft.ask(self.item(*asked, **options))
         assert isinstance(reply, ProposalReply), reply
         self.held[options.get("session", 1)] = reply.cached_length
         return reply
@@ -127,16 +119,12 @@ async def running(num_pages: int = 64) -> AsyncIterator[Pair]:
     num_bytes = num_pages * PAGE_SIZE * 2 * 2 * 8 * 8
     described = replace(info, name="head", logit_token_ids=HEAD_IDS)
     drafting = HeadEngine(drafts, described, max_num_seqs=8, kv_cache_memory_bytes=num_bytes)
-    draft = DraftService(
-        FeatureDrafter(drafts, drafting), InlineExecutor(lambda: 0.0), max_num_seqs=8
-    )
-    link = MemoryLink(draft)
-    async with Replica("target", engine, max_num_seqs=8) as target:
-        yield Pair(original, head, target, drafting, link, Listener(link), draft)
-    await link.close()
-    draft.check_integrity()
-    check_pages(drafting)
-    await draft.close()
+    drafter = FeatureDrafter(drafts, drafting)
+    async with (
+        Replica("target", engine, max_num_seqs=8) as target,
+        Replica("draft", drafter, 0.0, max_num_seqs=8) as draft,
+    ):
+        yield Pair(original, head, target, draft)
 
 
 @pytest.mark.parametrize(("rule", "sampling"), RULES)
@@ -228,13 +216,13 @@ async def test_sessions_are_drafted_for_together_each_from_its_own() -> None:
         assert before.cached_length == len(text)
         for number, (length, rule, num) in asked.items():
             features = pair.features(text[:length], 0)
-            pair.draft.send(pair.item(text[:length], features, num, session=number, rule=rule))
-        replies = {int(r.key.session_id, 16): r for r in (await pair.proposals.wait(4))[1:]}
+            pair.draft.link.send(pair.item(text[:length], features, num, session=number, rule=rule))
+        replies = {int(r.key.session_id, 16): r for r in (await pair.draft.listener.wait(4))[1:]}
         for number, (length, rule, num) in asked.items():
             rows = pair.features(text[:length], 0).rows
             expected = pair.expected(text[:length], rows, rule, SamplingParams(), num)
             assert replies[number].proposal.open() == expected
-        assert pair.engine.page_counts().prefix_hits > 0
+        assert pair.draft.engine.page_counts().prefix_hits > 0
 
 
 async def test_the_pair_that_is_drafted_from_is_written_once(
@@ -242,7 +230,7 @@ async def test_the_pair_that_is_drafted_from_is_written_once(
 ) -> None:
     num_written: list[int] = []
     async with running() as pair:
-        cache = pair.engine._layer._pairs.cache
+        cache = pair.draft.engine._layer._pairs.cache
         write = type(cache).write
 
         def counted(self: Any, slots: torch.Tensor, *written: torch.Tensor) -> None:
@@ -261,10 +249,10 @@ async def test_a_session_that_was_forgotten_is_asked_for_again() -> None:
     text = [*PROMPT, *(i * 5 % VOCAB for i in range(20))]
     async with running() as pair:
         await pair.propose(text[:20], pair.features(text[:20], 0))
-        pair.engine.release(make_head(text).session_id)
+        pair.draft.engine.release(make_head(text).session_id)
         pair.held[1] = 20
         again = pair.item(text[:21], pair.features(text[:21], 19), round_index=1)
-        found = await ask(pair.draft, pair.proposals, again)
+        found = await pair.draft.ask(again)
         assert isinstance(found, Resync)
         pair.held[1] = found.cached_length
         # The page that is left is used; rows behind a gap change nothing.
@@ -281,7 +269,7 @@ async def test_features_of_few_tokens_take_pages_for_these_alone() -> None:
             text = long if session == 1 else short[: end + 1]
             await pair.propose(text, pair.features(text, 0, end), session=session)
         assert pair.held == {1: 7, 2: 4}
-        assert pair.engine.length(make_head(short, session=2).session_id) == 4
+        assert pair.draft.engine.length(make_head(short, session=2).session_id) == 4
 
 
 async def test_features_of_tokens_that_were_never_committed_are_forgotten() -> None:
@@ -306,8 +294,8 @@ async def test_features_that_cannot_be_are_refused(features: Features, name: str
         good = pair.features(text, 0)
         expected = (await pair.propose(text, good, session=9)).proposal
         for number, rows in ((1, features), (2, good)):
-            pair.draft.send(pair.item(text, rows, session=number))
-        replies = {int(r.key.session_id, 16): r for r in (await pair.proposals.wait(3))[1:]}
+            pair.draft.link.send(pair.item(text, rows, session=number))
+        replies = {int(r.key.session_id, 16): r for r in (await pair.draft.listener.wait(3))[1:]}
         assert isinstance(replies[1], Refused)
         assert replies[1].message.startswith(f"{name}:")
         assert replies[2].proposal == expected
@@ -321,24 +309,24 @@ def interrupted(pair: Pair, text: Sequence[int]) -> DraftItem:
         pair.item(text, pair.features(text, 0), 2, session=2),
         deadline=DraftDeadline(1.0, lambda: next(times, 2.0)),
     )
-    assert pair.service._worker.step([first, hasty])[0] is Unfinished.CONTINUES
+    assert pair.draft.service._worker.step([first, hasty])[0] is Unfinished.CONTINUES
     return first
 
 
 async def test_an_unfinished_draft_goes_on_and_holds_no_guesses() -> None:
     async with running() as pair:
         expected = (await pair.propose(PROMPT, pair.features(PROMPT, 0), session=9)).proposal
-        [found] = pair.service._worker.step([interrupted(pair, PROMPT)])
+        [found] = pair.draft.service._worker.step([interrupted(pair, PROMPT)])
         assert (found.proposal, found.cached_length) == (expected, len(PROMPT))
 
 
 async def test_a_draft_that_is_given_up_leaves_no_slots_of_its_guesses() -> None:
     async with running() as pair:
-        worker, text = pair.service._worker, list(PROMPT)
+        worker, text = pair.draft.service._worker, list(PROMPT)
         first = interrupted(pair, text)
         name = first.head.session_id
         text += worker._unfinished[name].draft.token_ids
-        assert pair.engine.length(name) == len(text) - 1
+        assert pair.draft.engine.length(name) == len(text) - 1
         pair.held[1] = len(PROMPT)
         features = pair.features([*text, 0], len(PROMPT) - 1)
         [found] = worker.step([pair.item([*text, 0], features, round_index=1)])
@@ -350,12 +338,12 @@ async def test_a_stream_that_breaks_leaves_no_page_of_guesses() -> None:
     """The unfinished draft of a head fills a page from hidden states that it guessed. Another
     session with these tokens must not begin on that page."""
     async with running() as pair:
-        worker, text = pair.service._worker, [*PROMPT, *PROMPT][: PAGE_SIZE - 1]
+        worker, text = pair.draft.service._worker, [*PROMPT, *PROMPT][: PAGE_SIZE - 1]
         first = interrupted(pair, text)
         name = first.head.session_id
         text += worker._unfinished[name].draft.token_ids
-        assert pair.engine.length(name) == len(text) - 1 >= PAGE_SIZE
+        assert pair.draft.engine.length(name) == len(text) - 1 >= PAGE_SIZE
         worker.park([name])
         assert name not in worker._unfinished
-        assert pair.engine.page_counts().num_evictable == 0
-        assert pair.engine.attach("other", [*text, 0], first.head.tenant) == 0
+        assert pair.draft.engine.page_counts().num_evictable == 0
+        assert pair.draft.engine.attach("other", [*text, 0], first.head.tenant) == 0

@@ -258,13 +258,8 @@ async def test_a_session_that_loses_its_pages_is_answered_what_it_has(draft: Rep
     expected, _ = expected_proposal(PROMPT, num_drawn, Rule.TOKEN, PLAIN, 1)
     assert list(answer.proposal.token_ids) == expected
     assert answer.cached_length == 0
-    await check_begins_anew(draft, (*PROMPT, 7), len(PROMPT))
-
-
-async def check_begins_anew(draft: Replica, committed: tuple[int, ...], length: int) -> None:
-    """The draft has lost a session's pages: a round that builds on them is answered with `Resync`,
-    and one that states all tokens is drafted."""
-    [again] = await draft.send(item(committed, length, round_index=2))
+    committed = (*PROMPT, 7)
+    [again] = await draft.send(item(committed, len(PROMPT), round_index=2))
     assert isinstance(again, Resync)
     assert again.cached_length == 0
     late = (await draft.send(item(committed, round_index=3)))[0]

@@ -11,17 +11,7 @@ from typing import Any
 import pytest
 import torch
 from constrained import CONSTRAINTS, allowed_ids, eos, fresh_mask, grammar, grammars, hf_tokenizer
-from rounds import (
-    GREEDY,
-    PATIENCE_S,
-    Listener,
-    Pair,
-    Player,
-    Replica,
-    make_head,
-    outcome_of,
-    session_name,
-)
+from rounds import GREEDY, PATIENCE_S, Pair, Player, Replica, make_head, outcome_of, session_name
 from toy_engine import ToyEngine, toy_logits
 from verdict_laws import verdict_from_logits
 
@@ -42,8 +32,6 @@ from outrider.speculation.proposal import (
 )
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.transport.link import MemoryLink
-from target_service.service import TargetService
 
 VOCAB = 320
 PROMPT = tuple(range(60, 68))
@@ -135,10 +123,7 @@ async def test_a_verdict_is_that_of_the_masked_logits(rule: Rule) -> None:
     legal = fresh_mask("schema", written)[0]
     for drafted in ((legal,), (legal, 3, 5), (3, legal), (1000, legal)):
         proposal = Proposal(drafted, (None,) * len(drafted) * rule.needs_q)
-        head = make_head(
-            committed, rule=rule, sampling=SAMPLED, prompt_length=len(PROMPT),
-            constraint=CONSTRAINTS["schema"],
-        )  # fmt: skip
+        head = head_of(committed, rule=rule, constraint=CONSTRAINTS["schema"])
         async with running(grammars(), None) as pair:
             item = VerifyItem(head, SealedProposal.of(proposal), num_logprobs=2)
             reply = await pair.target.ask(item)
@@ -187,9 +172,9 @@ async def test_a_constraint_too_hard_behind_a_draft_token_ends_a_session_only_if
         async def asked(
             session: int, seed: int, proposal: SealedProposal, tokens: tuple[int, ...] = ()
         ) -> Any:
-            head = make_head(
+            head = head_of(
                 (*PROMPT, *tokens), rule=rule, sampling=likely_quote, session=session, seed=seed,
-                prompt_length=len(PROMPT), constraint=constraint, round_index=len(tokens),
+                constraint=constraint, round_index=len(tokens),
             )  # fmt: skip
             return await pair.target.ask(VerifyItem(head, proposal))
 
@@ -230,11 +215,7 @@ async def test_what_a_target_cannot_hold_to_is_refused_alone(
     make: Callable[[], Grammars | None], constraint: Constraint, said: str
 ) -> None:
     async with running(make(), None) as pair:
-        plain = head_of(PROMPT, session=2)
-        bad = replace(
-            plain, session_id=session_name(1), constraint=constraint,
-            constraint_hash=constraint.digest(),
-        )  # fmt: skip
+        bad, plain = head_of(PROMPT, constraint=constraint), head_of(PROMPT, session=2)
         heard = await pair.target.send(VerifyItem(bad), VerifyItem(plain))
         answers = {answer.key.session_id: answer for answer in heard}
         refused = answers[session_name(1)]
@@ -252,8 +233,7 @@ async def test_a_refusal_that_is_remembered_keeps_no_request() -> None:
         assert isinstance(await pair.target.ask(VerifyItem(head)), Refused)
         pair.draft.service.connect(lambda _: None).receive([DraftItem(head, 2)])
         await pair.draft.settle()
-        other = replace(head, constraint=CONSTRAINTS["regex"], session_id=session_name(2))
-        other = replace(other, constraint_hash=CONSTRAINTS["regex"].digest())
+        other = head_of(PROMPT, constraint=CONSTRAINTS["regex"], session=2)
         connection = pair.draft.service.connect(lambda _: None)
         connection.receive([DraftItem(other, 2, budget_us=10**9)])
         connection.close()
@@ -290,25 +270,22 @@ async def test_a_step_compiles_nothing_however_many_constraints_are_in_flight() 
             return await super().run(step)
 
     known = Grammars(lambda: Noting(hf_tokenizer(), (eos(),)))
-    target = TargetService(engine(1), Held(lambda: 0.0), max_num_seqs=8, grammars=known)
-    link = MemoryLink(target)
-    listener = Listener(link)
+    target = Replica("target", engine(1), max_num_seqs=8, grammars=known)
+    target.service._executor = Held(lambda: 0.0)
     number = GRAMMARS_MAX + 6
     heads = [
         head_of(PROMPT, session=session, constraint=Constraint.of_regex(f"[a-z]{{{session + 2}}}"))
         for session in range(number)
     ]
     for head in heads:
-        link.send(VerifyItem(head))
+        target.link.send(VerifyItem(head))
     async with asyncio.timeout(PATIENCE_S):
         while len(names) < number:
             await asyncio.sleep(0.01)
     free.set()
-    await listener.wait(number)
-    for head in heads:
-        link.send(VerifyItem(replace(head, round=1)))
-    answers = await listener.wait(2 * number)
-    assert all(isinstance(answer, VerdictReply) for answer in answers)
+    await target.listener.wait(number)
+    answers = await target.send(*(VerifyItem(replace(head, round=1)) for head in heads))
+    assert [type(answer) for answer in answers] == [VerdictReply] * number
     assert len(names) == number
     assert all(name.startswith("grammar") for name in names)
     await target.close()

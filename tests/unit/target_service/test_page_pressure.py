@@ -14,17 +14,11 @@ from outrider.speculation.proposal import SealedProposal
 STEP_S = 0.01
 
 
-def replica(role: str, engine: ToyEngine, max_num_batched_tokens: int = 512) -> Replica:
-    return Replica(
-        role, engine, STEP_S, max_num_seqs=8, max_num_batched_tokens=max_num_batched_tokens
-    )
-
-
 @pytest.mark.virtual
 async def test_a_silent_session_keeps_its_pages_only_for_a_while() -> None:
     """The session's release was lost. A session that needs its pages waits for the limit of silence
     and no longer. When the first one returns, it is asked for what it lacks."""
-    at = replica("target", ToyEngine(num_pages=4))
+    at = Replica("target", ToyEngine(num_pages=4), STEP_S)
     await at.ask(VerifyItem(make_head([1] * 10)))
     start = asyncio.get_running_loop().time()
     answer = await at.ask(VerifyItem(make_head([2] * 10, session=2)))
@@ -40,7 +34,7 @@ async def test_a_silent_session_keeps_its_pages_only_for_a_while() -> None:
 async def test_a_draft_that_finds_no_pages_proposes_nothing_at_once() -> None:
     """The older session gets drafts. The younger session's rounds have none until the older one has
     gone."""
-    at = replica("draft", ToyEngine(num_pages=4))
+    at = Replica("draft", ToyEngine(num_pages=4), STEP_S)
     first = await at.ask(DraftItem(make_head([1] * 9), 3))
     assert len(first.proposal) == 3
     none = await at.ask(DraftItem(make_head([2] * 7, session=2), 3))
@@ -55,7 +49,8 @@ async def test_a_drafts_long_prompt_is_run_in_parts_and_drafts_the_same() -> Non
     prompt = [(5 * i) % 8 for i in range(150)]
     replies = []
     for max_tokens in (512, 64):
-        at = replica("draft", ToyEngine(max_model_len=200), max_tokens)
+        engine = ToyEngine(max_model_len=200)
+        at = Replica("draft", engine, STEP_S, max_num_batched_tokens=max_tokens)
         replies.append(await at.ask(DraftItem(make_head(prompt), 4)))
         assert max(map(sum, at.engine.counts)) <= max_tokens
         await at.close()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from models import flat_module, tiny_eagle3, twin
 from paged_engines import shorten_pages
-from rounds import RULES, Replica, make_head, outcome_of
+from rounds import RULES, Replica, make_head, outcome_of, session_name
 
 from outrider.drafters.drafter import DraftRequest
 from outrider.engine.interface import ModelInfo, SequenceStep
@@ -97,6 +97,8 @@ def tiny_engine(**options: Any) -> tuple[Any, PagedEngine]:
 
 @pytest.mark.parametrize(("rule", "sampling"), RULES)
 async def test_what_is_proposed_behind_each_outcome(rule: Rule, sampling: SamplingParams) -> None:
+    """After a rejected draft the engine holds all committed tokens but the newest, and no other
+    page."""
     async with Target() as target:
         tokens, proposal = list(PROMPT), NOTHING_SEALED
         accepted = []
@@ -110,6 +112,9 @@ async def test_what_is_proposed_behind_each_outcome(rule: Rule, sampling: Sampli
             proposal = reply.next_proposal
             assert proposal.open() == target.expected(tokens, rule, sampling, 4)
             assert 0 < len(proposal) == 4
+            assert reply.cached_length == target.engine.length(session_name(1)) == len(tokens) - 1
+            pages = target.engine.page_counts()
+            assert pages.num_pages - pages.num_free == -(-(len(tokens) - 1) // PAGE_SIZE)
         # Two random heads seldom find the same token likeliest.
         assert rule is Rule.GREEDY or len(set(accepted)) > 1
 
@@ -164,22 +169,6 @@ async def test_a_verdict_stands_without_a_proposal_and_the_target_says_that_it_d
         reply = await target.verify(PROMPT, NOTHING_SEALED, num_next=3)
     assert reply.verdict == expected.verdict
     assert reply.next_proposal == NOTHING_SEALED
-
-
-async def test_drafting_on_pages_leaves_the_target_as_it_was() -> None:
-    """After a rejected draft the engine holds all committed tokens but the newest, and no other
-    page. The next proposal reports this."""
-    async with Target() as target:
-        tokens, proposal = list(PROMPT), NOTHING_SEALED
-        for index in range(4):
-            reply = await target.verify(tokens, proposal, 4, rule=Rule.TOKEN, round_index=index)
-            tokens += outcome_of(reply, proposal, Rule.TOKEN, SEED, len(tokens)).token_ids
-            proposal = reply.next_proposal
-            assert len(proposal) == 4
-            assert reply.cached_length == len(tokens) - 1
-            assert target.engine.length(make_head(tokens).session_id) == len(tokens) - 1
-            pages = target.engine.page_counts()
-            assert pages.num_pages - pages.num_free == -(-(len(tokens) - 1) // PAGE_SIZE)
 
 
 async def test_no_more_is_proposed_than_there_are_pages_for(
