@@ -92,18 +92,6 @@ def test_sessions_are_followed_anew_after_their_matcher_was_dropped(
     assert len(matchers._matchers) == 0
 
 
-def test_a_completion_that_breaks_its_constraint_is_refused_by_name() -> None:
-    matchers = Matchers(grammars())
-    ids = hf_tokenizer().encode("the quick 55")
-    with pytest.raises(Incompatible, match=r"^regex: does not allow token \d+ of the completion"):
-        matchers.follow("a", grammar("regex"), ids)
-
-
-def test_a_constraint_that_a_replica_cannot_compile_is_refused_by_name() -> None:
-    with pytest.raises(Incompatible, match="regex: the model has no tokenizer"):
-        Matchers(grammars()).follow("a", BadRequest("regex", "the model has no tokenizer"), [])
-
-
 MANY_STATES = Constraint.of_regex("[a-d]*a[a-d]{15}")
 
 
