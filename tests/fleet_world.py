@@ -143,7 +143,7 @@ class World:
         self.machines, self.registry = Machines(), MemoryRegistry()
         self.settings = settings
         self.spec = self._plan()
-        self.fleet = self._fleet()
+        self.fleet = Fleet(self.machines, self.spec, self.registry)  # type: ignore[arg-type]
         self.running: asyncio.Task[None] | None = None
 
     def _plan(self, **changes: Any) -> FleetSpec:
@@ -155,10 +155,6 @@ class World:
         await self.die()
         self.spec = self._plan(**changes)
         await self.come_back()
-
-    def _fleet(self) -> Fleet:
-        cluster: Any = self.machines
-        return Fleet(cluster, self.spec, self.registry)
 
     async def start(self) -> None:
         self.others = asyncio.all_tasks()
@@ -176,7 +172,7 @@ class World:
 
     async def come_back(self) -> None:
         """Ends the fleet's process. A new one takes over."""
-        self.fleet = self._fleet()
+        self.fleet = Fleet(self.machines, self.spec, self.registry)  # type: ignore[arg-type]
         await self.fleet.adopt()
         self.running = asyncio.create_task(self.fleet.run())
         await asyncio.sleep(1)

@@ -29,6 +29,12 @@ def free_port() -> int:
         return port
 
 
+async def _until(condition: Callable[[], Any], within_s: float = START_S) -> None:
+    async with asyncio.timeout(within_s):
+        while not await asyncio.to_thread(condition):
+            await asyncio.sleep(_POLL_S)
+
+
 class Server:
     """One process: a Redis server or a Sentinel."""
 
@@ -167,22 +173,16 @@ class RedisServers:
         return info.get("role") == "master" and states == ["online"]
 
     async def _until_followed(self, primary: Server) -> None:
-        async with asyncio.timeout(START_S):
-            while not await asyncio.to_thread(self._is_followed, primary):
-                await asyncio.sleep(_POLL_S)
+        await _until(lambda: self._is_followed(primary))
 
     async def until_whole(self, within_s: float = START_S) -> None:
         """Waits until each replica is ready to be promoted. Raises `TimeoutError`."""
-        async with asyncio.timeout(within_s):
-            while not await asyncio.to_thread(self.is_whole):
-                await asyncio.sleep(_POLL_S)
+        await _until(self.is_whole, within_s)
 
     async def until_promoted(self, before: str) -> None:
         """Waits until Sentinel names a primary with another address than this one. Raises
         `TimeoutError`."""
-        async with asyncio.timeout(START_S):
-            while await asyncio.to_thread(lambda: self.primary_address) == before:
-                await asyncio.sleep(_POLL_S)
+        await _until(lambda: self.primary_address != before)
 
     async def replace(self, address: str) -> None:
         """Kills the server with this address, and starts another as a replica of the primary that
@@ -217,7 +217,7 @@ class RedisServers:
         directory = self._directory / f"server-{self._num_started}"
         server = Server(directory, "\n".join(lines) + "\n", port=port)
         self._known_by[known] = server
-        await self._until_it_answers(server, self._password)
+        await _until(lambda: server.info(self._password or None))
         return server
 
     def _start_sentinel(self, primary: Server) -> None:
@@ -235,8 +235,3 @@ class RedisServers:
             lines.append(f"requirepass {self._sentinel_password}")
         config = "\n".join(lines) + "\n"
         self.sentinel = Server(self._directory / "sentinel", config, "--sentinel", port=port)
-
-    async def _until_it_answers(self, server: Server, password: str) -> None:
-        async with asyncio.timeout(START_S):
-            while not await asyncio.to_thread(server.info, password or None):
-                await asyncio.sleep(_POLL_S)
