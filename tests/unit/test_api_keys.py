@@ -41,7 +41,6 @@ CALLERS = st.builds(
 
 @given(CALLERS)
 def test_a_file_says_all_of_a_key(caller: Caller) -> None:
-    """The file does not contain the key itself."""
     with TemporaryDirectory() as directory:
         path = Path(directory) / "keys"
         key = add_key(path, caller)
@@ -51,7 +50,6 @@ def test_a_file_says_all_of_a_key(caller: Caller) -> None:
 
 @given(st.text(max_size=80))
 def test_nothing_else_finds_a_caller(text: str) -> None:
-    """Only the exact key does."""
     key = new_key()
     other = key[:20] + ("y" if key[20] == "x" else "x") + key[21:]
     nears = (text, key[:-1], key + "x", key.upper(), other, f" {key}", "", "\ud800" * 20)
@@ -104,7 +102,6 @@ def test_given_keys_have_tenants_of_their_own() -> None:
 
 
 def test_a_file_is_changed_by_commands(tmp_path: Path) -> None:
-    """A new one is for its owner only."""
     path = tmp_path / "keys"
     key = add_key(path, Caller("alice", "team", 60, 4))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600

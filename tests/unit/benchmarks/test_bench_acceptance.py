@@ -116,7 +116,6 @@ def test_suffix_decoding_has_what_was_read_at_that_temperature_as_its_history() 
 
 
 def test_answers_side_by_side_are_those_alone() -> None:
-    """The tokens are the same, even if one answer ends before the others."""
     asked = [
         Answer("", 5, (1, 2, 3), 20), Answer("", 6, (3, 1), 4), Answer("", 7, (2, 2, 2, 1), 12)
     ]  # fmt: skip

@@ -84,7 +84,6 @@ async def test_a_library_that_takes_all_prompts_of_a_turn_is_timed_by_the_last()
 
 @pytest.mark.parametrize("failing", [WARM_UPS[1], "p2"])
 async def test_a_side_that_may_fail_is_left_out(failing: str) -> None:
-    """The side fails during the warm-up or later. The other side decodes all prompts."""
 
     def script(prompt: BenchPrompt, decoding: Decoding) -> tuple[int, float]:
         if prompt.text == failing and decoding.num_draft_tokens > 0:

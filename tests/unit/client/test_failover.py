@@ -45,16 +45,15 @@ class Scripted:
 
     address = "scripted"
 
-    def __init__(self, *script: Sequence[Event | OutriderError], event_s: float = 0.0) -> None:
+    def __init__(self, *script: Sequence[Event | OutriderError]) -> None:
         self.script = list(script)
         self.asked: list[ResumeRequest | None] = []
         self.closed = False
-        self.event_s = event_s
 
     async def events(self, request: Any, timeout_s: float) -> AsyncGenerator[Event]:
         self.asked.append(request if isinstance(request, ResumeRequest) else None)
         for event in self.script.pop(0) if self.script else (BROKEN,):
-            await asyncio.sleep(self.event_s)
+            await asyncio.sleep(0)
             if isinstance(event, OutriderError):
                 raise event
             yield event

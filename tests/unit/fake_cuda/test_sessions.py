@@ -177,7 +177,7 @@ def apart(num: int) -> Callable[[], None]:
     return lambda: propose((65, 66, 67, 68, 69), 3, 2)
 
 
-def ahead(rule: Rule, sampling: SamplingParams, kind: str = "") -> Case:
+def ahead(rule: Rule, sampling: SamplingParams) -> Case:
     """A proposal of two tokens, and one for each of four outcomes, to their end."""
 
     def begun(num: int) -> Callable[[], None]:
@@ -187,7 +187,7 @@ def ahead(rule: Rule, sampling: SamplingParams, kind: str = "") -> Case:
         def work() -> None:
             left, num_answers = items, 0
             while left:
-                answers: list[Answers] = proposer(kind).step(left)
+                answers: list[Answers] = proposer().step(left)
                 num_answers += sum(len(one.answers) for one in answers)
                 left = [item for item, one in zip(left, answers, strict=True) if one.more]
             assert num_answers > num

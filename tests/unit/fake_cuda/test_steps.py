@@ -31,10 +31,10 @@ def engine(kind: str) -> PagedEngine:
     return fake_engine(to_device(module), backend)
 
 
-def grown(engine: PagedEngine, num: int, length: int = 5) -> list[str]:
+def grown(engine: PagedEngine, num: int) -> list[str]:
     """New sequences, none of which ends with its page."""
     names = [next(_names) for _ in range(num)]
-    engine.forward([SequenceStep(name, tuple(range(length)), 1) for name in names])
+    engine.forward([SequenceStep(name, tuple(range(5)), 1) for name in names])
     return names
 
 

@@ -17,16 +17,16 @@ def one_time(rows: int, sessions: int) -> float:
     return 0.075
 
 
-def known(gap_s: float, num: int = 2) -> BatchingDelay:
-    """Sessions of 5 rows each that return `gap_s` after an answer. All but the first have
+def known(*gaps_s: float) -> BatchingDelay:
+    """Sessions of 5 rows each that return so long after an answer. All but the first have
     theirs."""
     batching_delay, now = BatchingDelay(one_time, 8), -100.0
     for _ in range(30):
-        for session in range(num):
+        for session, gap_s in enumerate(gaps_s):
             batching_delay.answered(str(session), 5, now)
             batching_delay.arrived(str(session), now + gap_s)
         now += 1
-    for session in range(1, num):
+    for session in range(1, len(gaps_s)):
         batching_delay.answered(str(session), 5, 0.0)
     return batching_delay
 
@@ -39,24 +39,16 @@ def until(batching_delay: BatchingDelay, now: float, waiting: list[int]) -> floa
 
 def test_a_step_waits_for_sessions_that_come_soon() -> None:
     """Together they have a round in 8 + 75 ms each, in turns in 150."""
-    assert until(known(0.008), 0.0, [5]) == pytest.approx(0.008, abs=1e-3)
-    assert until(known(0.055), 0.0, [5]) == pytest.approx(0.055, abs=1e-3)
-    assert until(known(0.065), 0.0, [5]) == 0.0, "65 + 75 ms are hardly less than 150"
+    assert until(known(0.008, 0.008), 0.0, [5]) == pytest.approx(0.008, abs=1e-3)
+    assert until(known(0.055, 0.055), 0.0, [5]) == pytest.approx(0.055, abs=1e-3)
+    assert until(known(0.065, 0.065), 0.0, [5]) == 0.0, "65 + 75 ms are hardly less than 150"
 
 
 def test_a_step_waits_only_for_some_sessions() -> None:
     """Two return at once, and one much later: it has a step of its own either way."""
-    batching_delay, now = BatchingDelay(one_time, 8), -100.0
-    gaps = {"a": 0.004, "b": 0.006, "c": 0.070}
-    for _ in range(30):
-        for name, gap_s in gaps.items():
-            batching_delay.answered(name, 5, now)
-            batching_delay.arrived(name, now + gap_s)
-        now += 1
-    for name in gaps:
-        batching_delay.answered(name, 5, 0.0)
+    batching_delay = known(0.0, 0.004, 0.006, 0.070)
     assert until(batching_delay, 0.0, [5]) == 0.0, "there are two steps in any case"
-    batching_delay.forget("c")
+    batching_delay.forget("3")
     assert until(batching_delay, 0.0, [5]) == pytest.approx(0.006, abs=1e-3)
 
 
@@ -70,7 +62,7 @@ def test_waiting_in_vain_reduces_trust_for_a_while() -> None:
                 batching_delay.awaited.clear()
         return found
 
-    batching_delay = known(0.030)
+    batching_delay = known(0.030, 0.030)
     assert all(waits(20, comes=True))
     in_vain = waits(12, comes=False)
     assert in_vain[0]
@@ -79,7 +71,7 @@ def test_waiting_in_vain_reduces_trust_for_a_while() -> None:
 
 
 def test_a_session_that_comes_after_the_step_began_was_awaited_in_vain() -> None:
-    batching_delay = known(0.008, num=3)
+    batching_delay = known(0.008, 0.008, 0.008)
     began_at = until(batching_delay, 0.0, [5])
     batching_delay.arrived("1", began_at)
     batching_delay.arrived("2", began_at + 0.001)
@@ -87,9 +79,9 @@ def test_a_session_that_comes_after_the_step_began_was_awaited_in_vain() -> None
 
 
 def test_a_step_does_not_wait_without_room_or_reason() -> None:
-    assert until(known(0.008, num=9), 0.0, [5] * 8) == 0.0
-    assert until(known(0.008, num=9), 0.0, []) == 0.0
-    assert until(known(0.008, num=3), 0.5, [5]) == 0.5, "they are too late already"
+    assert until(known(*[0.008] * 9), 0.0, [5] * 8) == 0.0
+    assert until(known(*[0.008] * 9), 0.0, []) == 0.0
+    assert until(known(0.008, 0.008, 0.008), 0.5, [5]) == 0.5, "they are too late already"
     fresh = BatchingDelay(one_time, 8)
     fresh.answered("a", 5, 0.0)
     assert until(fresh, 0.001, [5]) == 0.001, "it is unknown when it comes"

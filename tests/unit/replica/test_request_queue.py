@@ -5,8 +5,6 @@ from rounds import make_head
 from outrider.messages import DraftItem
 from outrider.replica.step_request import AnswerSender, RequestQueue, StepRequest, Unfinished
 
-Queue = RequestQueue
-
 
 def work(session: int, round_index: int = 0, expires_at: float = 9.0) -> StepRequest:
     item = DraftItem(make_head((1, 2), session=session, round_index=round_index), 2)
@@ -17,8 +15,8 @@ def names(works: list[StepRequest]) -> list[tuple[int, int]]:
     return [(int(w.item.head.session_id, 16), w.item.head.round) for w in works]
 
 
-def filled(*works: StepRequest, max_batch: int = 2) -> Queue:
-    queue = Queue(max_batch)
+def filled(*works: StepRequest) -> RequestQueue:
+    queue = RequestQueue(2)
     for each in works:
         queue.add(each)
     return queue

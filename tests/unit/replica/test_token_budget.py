@@ -11,8 +11,8 @@ COSTS = StepCosts((1, 16, 512), (0.010, 0.012, 0.260), session_s=0.0001, slot_s=
 ROUND = TokenDemand(num_tokens=9, num_last=9, context=300)
 
 
-def prefix(num_tokens: int, num_last: int = 1, context: int = 0) -> TokenDemand:
-    return TokenDemand(num_tokens, num_last, context)
+def prefix(num_tokens: int, num_last: int = 1) -> TokenDemand:
+    return TokenDemand(num_tokens, num_last, context=0)
 
 
 @pytest.mark.parametrize(

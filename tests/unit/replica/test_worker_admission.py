@@ -60,7 +60,6 @@ class Setting:
 
 
 def test_the_youngest_gives_way_and_no_more_than_needed() -> None:
-    """The oldest grows by one page. Only the youngest loses its pages, and waits."""
     at = Setting(num_pages=4)
     assert at.step(at.demand(1, 8), at.demand(2, 4), at.demand(3, 4)) == [8, 4, 4]
     assert at.step(at.demand(3, 5, base=4), at.demand(1, 9, base=8)) == [WAITS, 1]

@@ -153,7 +153,6 @@ def test_times_of_rounds_that_ran_unasked_are_only_in_the_spans() -> None:
 
 
 def test_acceptance_is_counted_by_position_and_context_length() -> None:
-    """Also under vLLM's names."""
     exports = start_exports("prometheus=0", "coordinator", "127.0.0.1", vllm_model="m")
     requests = ObservedRequests(exports.tracer, exports.meter, CoordinatorConfig())
     observer = requests.begin(REQUEST, "m", "")
