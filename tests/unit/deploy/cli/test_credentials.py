@@ -57,7 +57,7 @@ def test_settings_of_keys_and_certificates_go_together() -> None:
     assert not CoordinatorConfig(api_key=KEY).serves_reflection
 
 
-def test_a_deployment_is_told_hashes_and_a_key_of_its_own(tmp_path: Path) -> None:
+def test_a_deployment_is_told_hashes_and_a_key_of_its_own() -> None:
     """Ray and Redis get neither the given keys nor the new one. Paths are absolute."""
     given = DeploymentConfig(coordinator=CoordinatorConfig(api_key=f"{KEY},{new_key()}"))
     config, own, _ = without_secrets(given)

@@ -32,6 +32,7 @@ from outrider.errors import SettingError
 
 EMULATED = {"engine": "emulated:vocab_size=100", "draft_model": "emulated", "port": 0}
 HEAD = {"draft_model": "eagle3:a"}
+APART = HEAD | {"eagle3_on": "draft"}
 
 
 def resolved(model: Path, **settings: object) -> DeploymentConfig:
@@ -83,12 +84,9 @@ def test_a_length_and_ranks_that_a_model_cannot_have_are_refused(
         ({"ssl_certfile": __file__, "ssl_keyfile": __file__}, "^ssl_certfile: .*no certificate"),
         ({"internal_tls_dir": "/nowhere"}, "^internal_tls_dir: .*cannot read"),
         # A head that reads the target.
-        (HEAD | {"eagle3_on": "draft", "tensor_parallel_size": 2}, "^tensor_parallel_size: .*3:a"),
+        (APART | {"tensor_parallel_size": 2}, "^tensor_parallel_size: .*eagle3:a"),
+        (APART | {"draft_tensor_parallel_size": 2}, "^draft_tensor_parallel_size: .*eagle3:a"),
         (HEAD | {"engine": "emulated:vocab_size=8"}, "^draft_model: .*eagle3:a"),
-        (
-            HEAD | {"eagle3_on": "draft", "draft_tensor_parallel_size": 2},
-            "^draft_tensor_parallel_size: .*eagle3:a",
-        ),
     ],
 )
 def test_a_slip_is_told_before_a_start(
@@ -122,6 +120,7 @@ def test_coordinators_are_told_of_a_look_up_and_nothing_of_draft_replicas(tiny: 
     assert lookup(draft_model=hybrid, suffix_depth=8) != before
 
 
+@pytest.mark.real_model
 def test_a_shipped_head_is_known_by_its_files() -> None:
     found = resolve_models(load_config({"model": "demo", "draft_model": "demo-head"}, {}))
     assert found.draft.model == "eagle3:demo-head"

@@ -48,8 +48,8 @@ def _encode(text: str) -> tuple[int, ...]:
     return (1, 2, int(text) % VOCAB_SIZE, 1, 2)
 
 
-def _sample(draft: DraftConfig, temperature: float, draft_salt: int = SALT, num: int = 4) -> Sample:
-    lookup, model = build_lookup(draft), ModelReader(_engine(draft_salt))
+def _sample(draft: DraftConfig, temperature: float, num: int = 4) -> Sample:
+    lookup, model = build_lookup(draft), ModelReader(_engine(SALT))
     reader = model if lookup is None or draft.drafter.model else LookupReader(lookup)
     prompts = [BenchPrompt(str(index), "ab"[index % 2]) for index in range(num)]
     reading = Reading(_engine(), reader, "d", prompts, _encode, MAX_TOKENS)
