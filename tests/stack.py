@@ -1,5 +1,6 @@
 """The three services in one process, with real gRPC between them and the embedded Redis."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -185,13 +186,31 @@ def toy_stack(directory: Path, **options: Any) -> AbstractAsyncContextManager[St
     return running_stack(target, draft, directory, text=toy_text(), **options)
 
 
+ERRING = EmulatedSpec(vocab_size=VOCAB, support=32, verify_ms=2.0, draft_ms=0.2)
+"""Emulated engines whose draft is often wrong."""
+
+
+def emulated_stack(
+    directory: Path, spec: EmulatedSpec = ERRING, **options: Any
+) -> AbstractAsyncContextManager[Stack]:
+    """A stack of emulated engines."""
+    target, draft = EmulatedEngine(spec, "target"), EmulatedEngine(spec, "draft")
+    return running_stack(target, draft, directory, **options)
+
+
 def slow_stack(directory: Path, **options: Any) -> AbstractAsyncContextManager[Stack]:
-    """A stack whose target takes 20 ms for each step, so that requests last."""
+    """A stack with text whose target takes 20 ms for each step, so that requests last."""
     spec = EmulatedSpec(
         vocab_size=VOCAB, support=8, max_model_len=8192, verify_ms=20.0, draft_ms=1.0
     )
-    target, draft = EmulatedEngine(spec, "target"), EmulatedEngine(spec, "draft")
-    return running_stack(target, draft, directory, text=toy_text(), **options)
+    return emulated_stack(directory, spec, text=toy_text(), **options)
+
+
+async def until(holds: Callable[[], object], within_s: float = 20.0) -> None:
+    """Waits until a condition holds. Raises `TimeoutError`."""
+    async with asyncio.timeout(within_s):
+        while not holds():
+            await asyncio.sleep(0.01)
 
 
 @asynccontextmanager

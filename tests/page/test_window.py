@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import re
@@ -12,13 +11,11 @@ from typing import Any
 
 import pytest
 from browser import Browser, browser, missing
-from stack import VOCAB, Stack, http_front, running_stack, toy_text
+from stack import Stack, emulated_stack, http_front, toy_text, until
 
 from coordinator.auth.access_control import access_control_of
 from coordinator.http_api.server import HttpOptions
 from outrider.api_keys import Caller, add_key
-from outrider.engine.emulated import EmulatedEngine
-from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.registry.registry import ReplicaRecord
 from outrider.request import ChatMessage, GenerateRequest
 from outrider.speculation.sampling_params import SamplingParams
@@ -34,7 +31,6 @@ IDS = "return [...document.querySelectorAll('#text .token')].map(one => Number(o
 TEXT = "return [...document.querySelectorAll('#text .token')].map(one => one.textContent).join('')"
 ROUNDS = "return [...document.querySelectorAll('#rounds li')].map(one => Number(one.dataset.index))"
 IDLE = "return document.documentElement.dataset.state === 'idle'"
-STATE = "return document.documentElement.dataset.state === arguments[0]"
 FOCUSED = "return document.activeElement.id || document.activeElement.name"
 
 
@@ -49,12 +45,7 @@ async def opened(
     window: Browser, directory: Path, *, text: Any, options: HttpOptions | None = None
 ) -> AsyncIterator[Stack]:
     """A coordinator whose page is open. At the end, the console must have no messages."""
-    spec = EmulatedSpec(vocab_size=VOCAB, support=32, verify_ms=2.0, draft_ms=0.2)
-    engines = EmulatedEngine(spec, "target"), EmulatedEngine(spec, "draft")
-    async with (
-        running_stack(*engines, directory, text=text) as stack,
-        http_front(stack, options) as url,
-    ):
+    async with emulated_stack(directory, text=text) as stack, http_front(stack, options) as url:
         await window.open(url)
         yield stack
         assert await window.log() == []
@@ -160,17 +151,14 @@ async def test_keyboard_alone(window: Browser, stack: Stack) -> None:
     marked = "return document.querySelector('#rounds .marked').dataset.index"
     told = await window.text("#detail .head")
     assert told == f"round {await window.run(marked)}"
-    fill_long = {"max_tokens": 4000, "compare": False}
-    await fill(window, **fill_long)
+    await fill(window, max_tokens=4000, compare=False)
     await window.run("document.getElementById('prompt').focus()")
     await window.press("Enter", held=("Control",))
     await window.until("return document.querySelectorAll('#text .token').length > 3")
     await window.press("Escape")
     await window.until(IDLE)
     assert await window.text("#status") == "stopped"
-    async with asyncio.timeout(20):
-        while stack.coordinator.num_running:
-            await asyncio.sleep(0.02)
+    await until(lambda: not stack.coordinator.num_running)
 
 
 async def test_the_same_without_drafts(window: Browser, stack: Stack) -> None:
