@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from models import byte_level_tokenizer
-from stack import Stack, coordinator_api, http_front, running_stack, serve
+from stack import Stack, coordinator_api, emulated_stack, http_front, serve
 
 from coordinator.auth.access_control import OPEN, AccessControl, RedisSlots, watch_keys
 from coordinator.http_api.server import HttpOptions
@@ -24,7 +24,6 @@ from coordinator.requests.chat_template import read_chat_template
 from coordinator.service import CoordinatorService
 from outrider.api_keys import Caller, add_key
 from outrider.config import HERMES, CoordinatorConfig
-from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.grammar.compiler import Grammars, GrammarTokenizer
 from outrider.sessions.redis_address import RedisAddress
@@ -55,7 +54,6 @@ async def main() -> None:
     tokenizer = byte_level_tokenizer(VOCAB_SIZE)
     tokenizer.chat_template = read_chat_template(HERMES)
     text = TokenizerText(tokenizer, "toy")
-    target, draft = EmulatedEngine(SPEC, "target"), EmulatedEngine(SPEC, "draft")
     with tempfile.TemporaryDirectory(prefix="outrider-fuzz-") as name:
         directory = Path(name)
         keys = {name: add_key(directory / "keys", caller) for name, caller in CALLERS.items()}
@@ -63,8 +61,8 @@ async def main() -> None:
         assert isinstance(exports, Exports)
         assert exports.scrape is not None
         async with (
-            running_stack(
-                target, draft, directory / "redis", text=text, max_sessions=256,
+            emulated_stack(
+                directory / "redis", SPEC, text=text, max_sessions=256,
                 grammars=lambda: Grammars(lambda: GrammarTokenizer(tokenizer, (SPEC.eos,))),
                 resume_grace_ms=500, length_control=True,
                 observation=ObservedRequests(exports.tracer, exports.meter, UNTRACED),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import recorded
-from stack import VOCAB, Stack, running_stack
+from stack import VOCAB, Stack, running_stack, until
 from toy_engine import ToyEngine
 
 from deploy.fleet.local_state import exclusive
@@ -76,11 +76,8 @@ async def test_a_model_without_a_tokenizer_takes_token_ids(tmp_path: Path) -> No
         code, out, err = await generate(stack, "--token-ids", f"5,{VOCAB}")
         assert code == 2
         assert err.startswith(f"outrider: error: --token-ids (number 2): {VOCAB} is not a token")
-        assert await generate(stack, "text") == (
-            2,
-            "",
-            "outrider: error: PROMPT: the model has no tokenizer; give token ids\n",
-        )
+        told = "outrider: error: PROMPT: the model has no tokenizer; give token ids\n"
+        assert await generate(stack, "text") == (2, "", told)
 
 
 async def answer(stack: Stack, *turns: str, max_tokens: int = 12) -> str:
@@ -196,15 +193,11 @@ async def test_an_interrupt_breaks_the_answer_off_and_then_the_chat(slow: Stack)
     terminal = await Terminal.start(slow, "--max-tokens", "4000")
     await terminal.shows("> ")
     terminal.type("hello\n")
-    async with asyncio.timeout(WAIT_S):
-        while slow.coordinator.num_running == 0:
-            await asyncio.sleep(0.01)
+    await until(lambda: slow.coordinator.num_running)
     await terminal.shows(r"\x1b\[[0-9;]+m[^\x1b]+\x1b")
     terminal.process.send_signal(signal.SIGINT)
     await terminal.shows("interrupted")
-    async with asyncio.timeout(WAIT_S):
-        while slow.coordinator.num_running:
-            await asyncio.sleep(0.01)
+    await until(lambda: not slow.coordinator.num_running)
     await terminal.shows("> ")
     terminal.process.send_signal(signal.SIGINT)
     assert await terminal.close() == 130

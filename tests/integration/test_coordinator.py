@@ -7,9 +7,8 @@ from pathlib import Path
 import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
-from stack import Stack, running_stack
+from stack import Stack, emulated_stack
 
-from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.errors import OutriderError
 from outrider.request import GenerateRequest
@@ -54,7 +53,6 @@ async def test_a_burst_of_requests_is_served_whole(tmp_path: Path) -> None:
         except OutriderError as error:
             return f"{type(error).__name__}: {error}"
 
-    engines = EmulatedEngine(QUICK, "target"), EmulatedEngine(QUICK, "draft")
-    async with running_stack(*engines, tmp_path, max_sessions=NUM_REQUESTS) as stack:
+    async with emulated_stack(tmp_path, QUICK, max_sessions=NUM_REQUESTS) as stack:
         outcomes = await asyncio.gather(*(outcome(number) for number in range(NUM_REQUESTS)))
     assert Counter(outcomes) == {"2 tokens": NUM_REQUESTS}

@@ -158,9 +158,7 @@ async def test_http_streams_through_a_gateway_outlive_their_coordinator(
         asking = [
             asyncio.create_task(ask(index % NUM_SEEDS, one)) for index, one in enumerate(told)
         ]
-        async with asyncio.timeout(CHANGE_S):
-            while min(map(len, told)) < 20:
-                await asyncio.sleep(0.01)
+        await until(lambda: min(map(len, told)) >= 20)
         assert max(map(len, told)) < 300
         victim = deployment.overview.of("coordinator")[0]
         os.kill(victim.places[0].pid, signal.SIGKILL)

@@ -8,14 +8,12 @@ from typing import Any
 import httpx
 from opentelemetry.trace import SpanKind
 from scraping import Memory, Page, watched_stack
-from stack import http_front, running_stack
+from stack import emulated_stack, http_front
 from test_service_telemetry import REQUEST, observed_stack
 
 from coordinator.auth.access_control import OPEN
 from coordinator.host import CoordinatorHost
 from outrider.config import CoordinatorConfig
-from outrider.engine.emulated import EmulatedEngine
-from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.registry.registry import ROLES
 from outrider.telemetry.observer import UNOBSERVED
 
@@ -71,9 +69,7 @@ async def test_metrics_are_there_without_being_asked_for(tmp_path: Path) -> None
     configured."""
     config = CoordinatorConfig(port=0, served_model_name="model", vllm_metric_names=True)
     host = CoordinatorHost(config)
-    observation = host.observe()
-    target, draft = (EmulatedEngine(EmulatedSpec(verify_ms=1.0), role) for role in ("t", "d"))
-    async with running_stack(target, draft, tmp_path, observation=observation) as stack:
+    async with emulated_stack(tmp_path, observation=host.observe()) as stack:
         address = await host.serve_http(stack.coordinator, OPEN)
         async with httpx.AsyncClient(base_url=f"http://{address}") as http:
             assert (await http.get("/v1/models")).status_code == 200

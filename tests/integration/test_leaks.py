@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 import redis
-from stack import Stack, running_stack
+from stack import Stack, emulated_stack
 
 from coordinator.decoding.loop import SessionRun
 from coordinator.routing.draft_client import DraftClient
 from coordinator.routing.replica_pool import SessionContext, SessionRoute
 from coordinator.routing.target_client import TargetClient
 from outrider.client import Client
-from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.errors import Unavailable
 from outrider.kv_cache.session_table import SessionTable
@@ -131,18 +130,13 @@ class Clients:
                     acted = True
                     if plan.end == "left":
                         return "left"
-                    await self._act(client, plan, proxy, session_id)
+                    if plan.end == "cancelled":
+                        await client.cancel(session_id)
+                    elif plan.end == "closed":
+                        await client.close()
+                    elif proxy is not None:
+                        proxy.close()
         raise AssertionError("a stream without an end")
-
-    async def _act(
-        self, client: Client, plan: Plan, proxy: FaultProxy | None, session_id: str
-    ) -> None:
-        if plan.end == "cancelled":
-            await client.cancel(session_id)
-        elif plan.end == "closed":
-            await client.close()
-        elif proxy is not None:
-            proxy.close()
 
 
 def descriptors(stack: Stack) -> int:
@@ -227,14 +221,10 @@ async def test_nothing_is_left_of_sessions_however_they_end(
     release may arrive late; the replica then keeps the session until it needs its pages."""
     monkeypatch.setattr("outrider.transport.grpc_link.RELEASE_TIMEOUT_S", SETTLED_S)
     drawn = random.Random(number)
-    async with running_stack(
-        EmulatedEngine(SPEC, "target"),
-        EmulatedEngine(SPEC, "draft"),
-        tmp_path,
-        resume_grace_ms=int(GRACE_S * 1e3),
-        length_control=True,
+    async with emulated_stack(
+        tmp_path, SPEC, resume_grace_ms=int(GRACE_S * 1e3), length_control=True,
         lifetimes={"finished_ttl_ms": FINISHED_MS},
-    ) as stack:
+    ) as stack:  # fmt: skip
         idle = in_use(stack)  # Leftovers of earlier tests are not counted.
         clients = Clients(stack)
         await clients.play(plans(WARM_UP, drawn))

@@ -16,6 +16,7 @@ import pytest
 import redis
 from redis_servers import RedisServers
 from session_model import OWNERS, new_session, next_append
+from stack import until
 
 from coordinator.auth.access_control import RedisSlots
 from coordinator.decoding.committer import Committer
@@ -105,9 +106,7 @@ class Load:
     async def until_shown(self, within_s: float) -> None:
         """Waits until new tokens are shown. Raises `TimeoutError`."""
         before = self.shown.copy()
-        async with asyncio.timeout(within_s):
-            while self.shown == before:
-                await asyncio.sleep(0.01)
+        await until(lambda: self.shown != before, within_s)
 
     async def _sessions(self, number: int) -> None:
         """Opens sessions of 60 tokens, one after the other."""

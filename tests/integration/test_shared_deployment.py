@@ -1,7 +1,6 @@
 """A deployment on local Ray whose target and draft each have two ranks, and whose secrets are in no
 data of Ray and in no list of processes. Ray answers no call without its token."""
 
-import asyncio
 import json
 import os
 import re
@@ -17,6 +16,7 @@ import pytest_asyncio
 import torch
 from models import byte_level_tokenizer, save_tiny_model
 from redis_servers import START_S, Server, free_port
+from stack import until
 
 from deploy.cli.serve import ask_registry
 from deploy.fleet.launcher import Deployment
@@ -216,8 +216,6 @@ async def test_a_replica_that_any_rank_leaves_is_replaced(shared: Deployment) ->
     serving, other = before.places
     os.kill(other.pid, signal.SIGKILL)
     assert len(await _greedy(shared, 4)) == NUM_TOKENS
-    async with asyncio.timeout(END_S):
-        while _runs(serving.pid) or not shared.overview.addresses("target"):
-            await asyncio.sleep(0.05)
+    await until(lambda: not _runs(serving.pid) and shared.overview.addresses("target"), END_S)
     assert shared.overview.of("target")[0].name != before.name
     assert shared.overview.hopeless is None
