@@ -59,15 +59,10 @@ class Fit:
         return self.p_value < FALSE_ALARM
 
     def power(self, tv: float) -> float:
-        """A lower bound of the probability that a law at total variation `tv` is rejected."""
-        return power(tv, self.num_samples, self.degrees)
-
-
-def power(tv: float, num_samples: int, degrees: int) -> float:
-    """For a given distance, sum d^2 / p is smallest, 4 tv^2, where half of the mass moves
-    evenly."""
-    noncentrality = 4 * num_samples * tv**2
-    return float(ncx2.sf(chi2.isf(FALSE_ALARM, degrees), degrees, noncentrality))
+        """A lower bound of the probability that a law at total variation `tv` is rejected. For a
+        given distance, sum d^2 / p is smallest, 4 tv^2, where half of the mass moves evenly."""
+        noncentrality = 4 * self.num_samples * tv**2
+        return float(ncx2.sf(chi2.isf(FALSE_ALARM, self.degrees), self.degrees, noncentrality))
 
 
 def chi_square(cells: np.ndarray, law: np.ndarray) -> Fit:

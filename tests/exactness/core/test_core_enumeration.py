@@ -17,10 +17,9 @@ from core_toys import (
 from verdict_laws import score
 
 from outrider.speculation.gumbel_max import race
-from outrider.speculation.logits_processing import target_probabilities
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.random_streams import RoundNoise, verdict_keys
-from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.speculation.sampling_params import Rule
 
 CELLS = [
     *((size, k, seed) for size, k in ((3, 0), (3, 1), (3, 2), (3, 3), (4, 3), (5, 2), (8, 2))
@@ -77,23 +76,6 @@ def test_the_example_of_the_block_paper():
     pair = ToyPair(pair.p, pair.q, pair.q, pair.step)  # thirds are no counts of 2^16
     assert assert_exact(pair, Rule.TOKEN, 2) == pytest.approx(10 / 9, abs=EXACT)
     assert assert_exact(pair, Rule.BLOCK, 2) == pytest.approx(11 / 9, abs=EXACT)
-
-
-@pytest.mark.parametrize("rule", RATIO_RULES)
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(temperature=0.6),
-        SamplingParams(top_k=2),
-        SamplingParams(top_p=0.7),
-        SamplingParams(min_p=0.3),
-        SamplingParams(temperature=1.7, top_k=3, top_p=0.9, min_p=0.05),
-    ],
-)
-def test_transformed_targets(rule, params):
-    pair = random_pair(5, 2)
-    target = target_probabilities((pair.p + 1e-3).log(), params)
-    assert_exact(make_pair(target, pair.q), rule, 2)
 
 
 @pytest.mark.parametrize("rule", RATIO_RULES)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from core_toys import RATIO_RULES, ToyPair, random_pair, sampling_pair
-from exactness.law import cells_of, chi_square, power
+from exactness.law import cells_of, chi_square
 from verdict_laws import ABSOLUTE_PLACES
 
 from outrider.speculation.accept_reject import Outcome, Verdict, decide
@@ -161,7 +161,7 @@ def pair() -> ToyPair:
 def test_sequences_have_the_targets_law(pair, rule, controller, distance, num):
     tokens = Sequences(pair, rule, num).decode(controller, NUM_TOKENS)
     result = chi_square(cells_of(tokens, 3), pair.law(NUM_TOKENS))
-    assert power(distance, num, result.degrees) > 0.99
+    assert result.power(distance) > 0.99
     assert not result.rejects, result
 
 

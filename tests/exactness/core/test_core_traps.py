@@ -7,26 +7,14 @@ import math
 import numpy as np
 import pytest
 import torch
-from core_toys import RATIO_RULES, assert_exact, make_pair, sampling_pair
 from exactness.law import cells_of, chi_square
-from verdict_laws import draft_token, row_keys, score
+from verdict_laws import row_keys
 
 from outrider.speculation.accept_reject import Verdict, decide
 from outrider.speculation.gumbel_max import _exponentials, race, token_keys, uniforms
-from outrider.speculation.logits_processing import target_probabilities
-from outrider.speculation.proposal import Proposal
 from outrider.speculation.random_streams import RoundNoise, Stream, row_words, uniform
-from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.speculation.sampling_params import Rule
 from outrider.tokens import TokenSequence
-
-
-@pytest.mark.parametrize("rule", RATIO_RULES)
-def test_trap_02_greedy_drafts_are_one_hot(rule):
-    """A draft that takes its likeliest token must say so."""
-    pair = sampling_pair()
-    likeliest = target_probabilities(pair.q[0].log(), SamplingParams(temperature=0.0))
-    assert draft_token(likeliest[1], RoundNoise(1, rule, 5), 0)[1] is None
-    assert_exact(make_pair(pair.p, likeliest[None]), rule, 3)
 
 
 def test_trap_05_draft_accept_and_residual_share_no_noise():
@@ -68,29 +56,6 @@ def test_trap_09_the_tail_of_the_noise_is_resolved():
     won = race(weights, row_keys(9, places, [Stream.TARGET] * num))
     law = np.array([1.0, 1e-3, 1e-4, 1e-4]) / 1.0012
     assert not chi_square(won, law).rejects
-
-
-@pytest.mark.parametrize("rule", Rule)
-def test_trap_10_a_verdict_is_a_function_of_the_logits_it_is_given(rule):
-    """The same rows always give the same verdict, and token i depends on row i alone, not on its
-    neighbours or K."""
-    pair = sampling_pair()
-    noise = RoundNoise(5, rule, 30)
-    rows = pair.p[[0, 1, 5, 9]]
-    drafted = [draft_token(pair.q[0][s], noise, i) for i, s in enumerate((0, 1, 5))]
-    token_ids, q = zip(*drafted, strict=True)
-    proposal = Proposal(token_ids, q)
-    verdict = score(rows, proposal, noise)
-    assert score(rows.clone(), proposal, noise) == verdict
-    changed = rows.clone()
-    changed[3] = torch.tensor([0.0, 0.0, 1.0])
-    other = score(changed, proposal, noise)
-    assert other.accept_probability == verdict.accept_probability
-    assert other.correction[:3] == verdict.correction[:3]
-    assert other.correction[3] == 2
-    if rule.absolute_noise:
-        shorter = score(rows[:3], Proposal(token_ids[:2], q[:2]), noise)
-        assert shorter.correction == verdict.correction[:3]
 
 
 def test_trap_12_a_lost_token_is_noticed():

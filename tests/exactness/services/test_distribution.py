@@ -24,7 +24,6 @@ from mtp_models import mtp_target, tiny_mtp
 from stack import HYBRID, Stack, running_stack
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from verdict_laws import ABSOLUTE_PLACES
 
 from coordinator.draft_length.round_cost import Forecast, RoundCosts
 from draft_service.feature_drafter import FeatureDrafter, HeadEngine
@@ -39,7 +38,6 @@ from outrider.grammar.constraint import Constraint
 from outrider.grammar.matcher import PrefixMatcher
 from outrider.grammar.token_mask import TokenMask
 from outrider.request import GenerateRequest
-from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.tokenizer import TokenizerText
 from target_service.actor import self_drafter_of
@@ -158,12 +156,6 @@ class Cell:
         return "-".join((self.rule.value, f"K{self.num_draft_tokens}", *given))
 
 
-MANY_ROUNDS = Cell(
-    Rule.BLOCK, 2, "top-k", draft_seed=12, num_tokens=5, max_tokens=6, num_samples=5_400,
-    detects=0.07,
-)  # fmt: skip
-"""So many tokens show what one drafted round passes on to the next. With this draft such a fault
-shows most."""
 CELLS = [
     # A draft that knows two tokens more than the target, which are never accepted.
     Cell(
@@ -188,11 +180,6 @@ CELLS = [
         Rule.BLOCK, 2, "biased", vocab_size=4, token_ids=(1, 3), num_samples=740, detects=SOON
     ),
 ]  # fmt: skip
-OTHER_CELLS = [
-    # Suffix decoding over all that was written before, and a model where that is not confident; in
-    # fewer samples among the adaptive cells.
-    Cell(Rule.TOKEN, 2, "top-p", lookup=LookupKind.SUFFIX, num_samples=1_750, detects=0.15),
-]  # fmt: skip
 FEW: dict[str, Any] = {"num_samples": 440, "detects": 0.23, "max_tokens": 5, "length_control": True}
 ADAPTIVE_CELLS = [
     # A model drafts, K is chosen, and every seed comes twice, at the same time or one after the
@@ -212,7 +199,9 @@ ADAPTIVE_CELLS = [
 because such faults are large."""
 WIDE: dict[str, Any] = {"max_tokens": 6, "num_samples": 13_500}
 GRID = [
-    *OTHER_CELLS,
+    # Suffix decoding over all that was written before, and a model where that is not confident; in
+    # fewer samples among the adaptive cells.
+    Cell(Rule.TOKEN, 2, "top-p", lookup=LookupKind.SUFFIX, num_samples=1_750, detects=0.15),
     *(
         Cell(rule, k, params, max_tokens=6 if k == 4 else 4)
         for rule, k, params in product(RULES, (0, 1, 2, 4), list(PARAMS)[:4])
@@ -221,7 +210,10 @@ GRID = [
         replace(cell, rule=rule, repeated=repeated, num_samples=6_500, detects=0.07)
         for cell, rule, repeated in product(ADAPTIVE_CELLS, RULES, (False, True))
     ),
-    MANY_ROUNDS,
+    # So many tokens show what one drafted round passes on to the next. With this draft such a fault
+    # shows most.
+    Cell(Rule.BLOCK, 2, "top-k", draft_seed=12, num_tokens=5, max_tokens=6, num_samples=5_400,
+         detects=0.07),
     *(
         Cell(rule, k, params, token_ids=token_ids, vocab_size=4, **WIDE)
         for rule, k, params, token_ids in product(
@@ -398,15 +390,3 @@ async def test_completions_follow_the_targets_law(cell: Cell, tmp_path: Path) ->
     assert not result.rejects
     if cell.num_draft_tokens and cell.max_tokens > 2:
         assert num_accepted > (cell.num_samples / 8 if cell.length_control else 0)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(900)
-async def test_noise_that_rounds_share_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The rule is block, and numbers are keyed by absolute positions."""
-    for name, value in ABSOLUTE_PLACES.items():
-        monkeypatch.setattr(RoundNoise, name, value)
-    result, _ = await measure(replace(MANY_ROUNDS, num_samples=4_500), tmp_path)
-    assert result.rejects
