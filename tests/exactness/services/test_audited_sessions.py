@@ -13,16 +13,12 @@ from pathlib import Path
 import jsonschema
 import pytest
 from constrained import CONSTRAINTS, SCHEMA, EndingEngine, grammars, hf_tokenizer
-from coordinator_bench import Bench, running
-from stack import running_stack
+from coordinator_bench import Bench, draft_service, running, target_service
+from stack import running_stack, until
 from toy_engine import ToyEngine
 
-import target_service.verifier
-from draft_service.model_drafter import ModelDrafter
-from draft_service.service import DraftService
 from outrider.clock import run_virtually
 from outrider.limits import AUDITS_CHOSEN_MAX, NUM_DRAFT_TOKENS_MAX
-from outrider.replica.executors import InlineExecutor
 from outrider.request import GenerateRequest, Tokens
 from outrider.sessions.store import FinishReason
 from outrider.speculation.accept_reject import Verdict
@@ -31,7 +27,6 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.verification import Question, verdicts_from_logits
 from outrider.telemetry.observer import AuditOutcome, Observation
 from outrider.tokenizer import TokenizerText
-from target_service.service import TargetService
 
 pytestmark = pytest.mark.virtual
 
@@ -59,38 +54,33 @@ class Heard(Observation):
 class AuditedBench(Bench):
     """Engines have a small vocabulary, and outcomes of audits are recorded."""
 
-    def __init__(self, heard: Heard, audit_share: float = 1.0) -> None:
-        self.heard = heard
+    def __init__(self, audit_share: float = 1.0) -> None:
+        self.heard = Heard()
         self.engine, drafting = (ToyEngine(VOCAB, salt, max_model_len=128) for salt in (1, 2))
-        executor = InlineExecutor(lambda: 0.001)
         super().__init__(
-            target=TargetService(self.engine, executor, max_num_seqs=8),
-            draft=DraftService(ModelDrafter(drafting), executor, max_num_seqs=8),
-            observation=heard, telemetry="prometheus=0", audit_share=audit_share,
+            target=target_service(self.engine, 0.001), draft=draft_service(drafting, 0.001),
+            observation=self.heard, telemetry="prometheus=0", audit_share=audit_share,
             num_draft_tokens=4, max_sessions=64,
         )  # fmt: skip
 
     async def audit(self, request: GenerateRequest) -> None:
         num = len(self.heard.outcomes)
         await self.events(request)
-        async with asyncio.timeout(100):
-            while len(self.heard.outcomes) == num:
-                await asyncio.sleep(0.01)
+        await until(lambda: len(self.heard.outcomes) > num, 100)
 
 
 def audited(rule: Rule | None, sampling: SamplingParams, num: int = NUM_SESSIONS) -> AuditSums:
-    heard = Heard()
-
-    async def main() -> None:
-        async with running(AuditedBench(heard)) as bench:
+    async def main() -> Heard:
+        async with running(AuditedBench()) as bench:
             for seed in range(num):
                 request = GenerateRequest(
                     (seed % VOCAB, 1, 2), sampling=sampling, rule=rule, seed=seed,
                     max_tokens=NUM_TOKENS, num_draft_tokens=3,
                 )  # fmt: skip
                 await bench.audit(request)
+        return bench.heard
 
-    run_virtually(main())
+    heard = run_virtually(main())
     assert heard.outcomes == ["audited"] * num
     (sums,) = heard.sums.values()
     return sums
@@ -134,7 +124,7 @@ def changed(questions: Sequence[Question], **params: float) -> list[Verdict]:
 def test_planted_faults_are_far_beyond_chance(
     rule: Rule, fault: Callable[..., Verdict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(target_service.verifier, "verdicts_from_logits", fault)
+    monkeypatch.setattr("target_service.verifier.verdicts_from_logits", fault)
     sums = audited(rule, SamplingParams(temperature=1.0))
     assert abs(z(sums)) > 8
 
@@ -143,12 +133,11 @@ REQUEST = GenerateRequest((1, 2, 3), seed=5, max_tokens=40)
 
 
 async def test_a_seed_is_audited_once() -> None:
-    heard = Heard()
     greedy = replace(REQUEST, sampling=SamplingParams(temperature=0.0))
-    async with running(AuditedBench(heard)) as bench:
+    async with running(AuditedBench()) as bench:
         for request in (REQUEST, REQUEST, greedy, greedy, replace(REQUEST, seed=6)):
             await bench.audit(request)
-    assert heard.outcomes == ["audited", "repeated", "audited", "audited", "audited"]
+    assert bench.heard.outcomes == ["audited", "repeated", "audited", "audited", "audited"]
 
 
 def together(num: int, first: int = 20) -> list[GenerateRequest]:
@@ -156,20 +145,18 @@ def together(num: int, first: int = 20) -> list[GenerateRequest]:
 
 
 async def test_no_more_are_chosen_than_may_wait() -> None:
-    heard = Heard()
-    async with running(AuditedBench(heard)) as bench:
+    async with running(AuditedBench()) as bench:
         for _ in range(2):  # Finished audits make room.
-            num = len(heard.outcomes)
+            num = len(bench.heard.outcomes)
             await asyncio.gather(*(bench.events(one) for one in together(20, first=20 + num)))
-            assert heard.outcomes[num:][:4] == ["busy"] * 4
-            while len(heard.outcomes) < num + 20:
+            assert bench.heard.outcomes[num:][:4] == ["busy"] * 4
+            while len(bench.heard.outcomes) < num + 20:
                 await asyncio.sleep(0.01)
-    assert sorted(heard.outcomes) == ["audited"] * 2 * AUDITS_CHOSEN_MAX + ["busy"] * 8
+    assert sorted(bench.heard.outcomes) == ["audited"] * 2 * AUDITS_CHOSEN_MAX + ["busy"] * 8
 
 
 async def test_a_target_whose_seats_are_taken_is_left_alone() -> None:
-    heard = Heard()
-    async with running(AuditedBench(heard)) as bench:
+    async with running(AuditedBench()) as bench:
         # Longer ones fill the step of eight.
         others = [
             asyncio.create_task(bench.events(replace(REQUEST, max_tokens=120, seed=seed)))
@@ -180,28 +167,26 @@ async def test_a_target_whose_seats_are_taken_is_left_alone() -> None:
         for _ in range(20):
             await asyncio.sleep(0.001)
             assert bench.service._sessions.scored_ids == set()
-        assert heard.outcomes == []
+        assert bench.heard.outcomes == []
         await asyncio.gather(*others)
         await asyncio.sleep(30)
-    assert heard.outcomes == ["audited"] * 9
+    assert bench.heard.outcomes == ["audited"] * 9
 
 
 async def test_a_share_is_a_share() -> None:
     """Half of 200 sessions are audited. A count outside 65..135 occurs once in 2 million runs."""
-    heard = Heard()
-    async with running(AuditedBench(heard, 0.5)) as bench:
+    async with running(AuditedBench(0.5)) as bench:
         for seed in range(200):
             await bench.events(replace(REQUEST, seed=seed, max_tokens=1))
             await asyncio.sleep(1)
-    assert set(heard.outcomes) == {"audited"}
-    assert 65 <= len(heard.outcomes) <= 135
+    assert set(bench.heard.outcomes) == {"audited"}
+    assert 65 <= len(bench.heard.outcomes) <= 135
 
 
 async def test_tokens_count_after_the_client_has_gone() -> None:
     """Clients leave when they have seen enough, so a sample without their tokens would be
     biased."""
-    heard = Heard()
-    async with running(AuditedBench(heard)) as bench:
+    async with running(AuditedBench()) as bench:
         async with aclosing(bench.service.generate(REQUEST)) as events:
             async for event in events:
                 if isinstance(event, Tokens):
@@ -212,33 +197,31 @@ async def test_tokens_count_after_the_client_has_gone() -> None:
                 break
         await asyncio.sleep(10)
         assert bench.service._auditor._num_chosen == 0
-    assert heard.outcomes == ["audited"]  # The other session has no tokens.
-    (sums,) = heard.sums.values()
+    assert bench.heard.outcomes == ["audited"]  # The other session has no tokens.
+    (sums,) = bench.heard.sums.values()
     assert 1 <= sums.num_tokens < 40
 
 
 async def test_a_target_that_fails_ends_an_audit_of_which_counts_what_it_has_found() -> None:
-    heard = Heard()
-    async with running(AuditedBench(heard)) as bench:
+    async with running(AuditedBench()) as bench:
         ended = asyncio.create_task(bench.audit(REQUEST))
-        while not heard.sums:
+        while not bench.heard.sums:
             await asyncio.sleep(0.0001)
         bench.engine.poisoned |= bench.service._sessions.scored_ids
         await ended
         assert bench.service._sessions.scored_ids == set()
-    assert heard.outcomes == ["failed"]
-    assert heard.sums["coupled"].num_tokens == NUM_DRAFT_TOKENS_MAX
+    assert bench.heard.outcomes == ["failed"]
+    assert bench.heard.sums["coupled"].num_tokens == NUM_DRAFT_TOKENS_MAX
 
 
 async def test_a_coordinator_that_closes_gives_its_audits_up() -> None:
-    heard = Heard()
-    async with running(AuditedBench(heard)) as bench:
+    async with running(AuditedBench()) as bench:
         await asyncio.gather(*(bench.events(request) for request in together(8)))
         while not bench.service._sessions.scored_ids:
             await asyncio.sleep(0.0001)
     assert bench.service._auditor._num_chosen == 0
-    assert len(heard.outcomes) < 8
-    assert set(heard.outcomes) <= {"audited"}
+    assert len(bench.heard.outcomes) < 8
+    assert set(bench.heard.outcomes) <= {"audited"}
 
 
 CONSTRAINED = GenerateRequest(
@@ -258,9 +241,7 @@ async def test_constrained_completions_are_within_chance(tmp_path: Path) -> None
     ) as stack:  # fmt: skip
         asked = [replace(CONSTRAINED, seed=seed) for seed in range(12)]
         answers = await asyncio.gather(*(stack.client.complete(request) for request in asked))
-        async with asyncio.timeout(60):
-            while len(heard.outcomes) < 12:
-                await asyncio.sleep(0.05)
+        await until(lambda: len(heard.outcomes) == 12, 60)
     for answer in answers:
         if answer.finish_reason is FinishReason.STOP:
             jsonschema.validate(json.loads(answer.text), SCHEMA)
