@@ -47,7 +47,7 @@ def tiny_engine(family: str, seed: int) -> PagedEngine:
 
 
 def request(
-    prompt: Prompt, seed: int, k: int, num_tokens: int, temperature: float = 1.0
+    prompt: Prompt, seed: int | None, k: int, num_tokens: int, temperature: float = 1.0
 ) -> GenerateRequest:
     """Coupled is the default of a request with a seed."""
     return GenerateRequest(

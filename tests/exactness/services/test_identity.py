@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from exactness.services.test_deterministic_tokens import request
 from library_text import library_text
 from models import depth_cut, tiny_config, tiny_eagle3, tiny_module, twin
 from paged_engines import shorten_pages
@@ -23,9 +24,7 @@ from outrider.engine.paged_engine import PagedEngine
 from outrider.models.loading import load_model
 from outrider.models.sources import resolve_model
 from outrider.models.student import load_student
-from outrider.request import GenerateRequest
 from outrider.speculation.proposal import Proposal
-from outrider.speculation.sampling_params import SamplingParams
 from outrider.tokenizer import TokenizerText
 from target_service.actor import self_drafter_of
 from target_service.self_drafting import SelfDrafter
@@ -99,14 +98,8 @@ async def with_cut(real: Real, tmp_path: Path) -> AsyncIterator[Stack]:
 async def complete(
     stack: Stack, prompt: tuple[int, ...], num_tokens: int, k: int, seed: int | None = None
 ) -> tuple[int, ...]:
-    request = GenerateRequest(
-        prompt,
-        sampling=SamplingParams(temperature=0.0 if seed is None else 1.0),
-        max_tokens=num_tokens,
-        seed=seed,
-        num_draft_tokens=k,
-    )
-    return (await stack.client.complete(request)).token_ids
+    wanted = request(prompt, seed, k, num_tokens, temperature=0.0 if seed is None else 1.0)
+    return (await stack.client.complete(wanted)).token_ids
 
 
 async def check_greedy(stack: Stack, real: Real, prompts: list[str], num_tokens: int) -> None:
