@@ -14,16 +14,15 @@ import redis.asyncio
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from stack import Stack, coordinator_api, http_front, running_stack, serve
+from stack import Stack, coordinator_api, emulated_stack, http_front, serve
 from test_services_by_certificates import code_of
 
 from coordinator.auth.access_control import AccessControl, RedisSlots, watch_keys
 from coordinator.http_api.server import HttpOptions
 from outrider.api_keys import Caller, add_key
 from outrider.client import Client, Finished, GenerateRequest, SamplingParams, Started
-from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
-from outrider.errors import NotFound, Overloaded, StoreUnavailable, Unauthenticated, Unavailable
+from outrider.errors import BadRequest, NotFound, Overloaded, Unauthenticated, Unavailable
 from outrider.limits import SLOT_RETRY_MS
 from outrider.sessions.redis_address import RedisAddress
 from outrider.speculation.sampling_params import Rule
@@ -45,6 +44,7 @@ class Locked:
 
     def __init__(self, stack: Stack, file: Path) -> None:
         self.stack, self.file = stack, file
+        self.redis = RedisAddress(url=stack.redis.url, key_prefix="outrider:")
         callers = (
             Caller("alice", "team"), Caller("bob", "team"), Caller("eve", "eve"),
             Caller("root", "root", admin=True), Caller("two", "two", concurrency=2),
@@ -55,8 +55,7 @@ class Locked:
         self.urls: list[str] = []
 
     def access(self, exits: AsyncExitStack) -> AccessControl:
-        slots = RedisSlots(RedisAddress(url=self.stack.redis.url, key_prefix="outrider:"))
-        access = AccessControl(watch_keys(self.file, None, lambda: 0.0), slots)
+        access = AccessControl(watch_keys(self.file, None, lambda: 0.0), RedisSlots(self.redis))
         exits.push_async_callback(access.close)
         return access
 
@@ -74,9 +73,8 @@ class Locked:
 
 @pytest.fixture
 async def locked(tmp_path: Path) -> AsyncIterator[Locked]:
-    target, draft = EmulatedEngine(SPEC, "target"), EmulatedEngine(SPEC, "draft")
     async with (
-        running_stack(target, draft, tmp_path / "redis", resume_grace_ms=5_000) as stack,
+        emulated_stack(tmp_path / "redis", SPEC, resume_grace_ms=5_000) as stack,
         AsyncExitStack() as exits,
     ):
         found = Locked(stack, tmp_path / "keys")
@@ -161,6 +159,11 @@ async def test_another_tenants_session_is_not_found(locked: Locked) -> None:
         assert isinstance(last, Finished)
         assert last.finish_reason == "cancelled"
         done = await alice.complete(SHORT)
+        view = await bob.get_session(done.session_id)
+        assert view.token_ids == (1, 2, 3, *done.token_ids)
+        assert (view.state, view.finish_reason) == ("finished", "length")
+        with pytest.raises(BadRequest):
+            await bob.get_session("no id")
         with pytest.raises(NotFound):
             await anext(eve.resume(done.session_id))
         again = [event async for event in bob.resume(done.session_id)]
@@ -223,10 +226,9 @@ async def test_the_slots_of_a_dead_coordinator_are_free_again(
     resumed session uses the slot that it had."""
     monkeypatch.setattr("coordinator.auth.access_control.SLOT_LEASE_MS", 2000)
     monkeypatch.setattr("coordinator.auth.access_control.SLOT_RENEWAL_MS", 200)
-    address = RedisAddress(url=locked.stack.redis.url, key_prefix="outrider:")
     caller = Caller("three", "t", concurrency=2)
     async with AsyncExitStack() as exits:
-        living, dead = (AccessControl(None, RedisSlots(address)) for _ in range(2))
+        living, dead = (AccessControl(None, RedisSlots(locked.redis)) for _ in range(2))
         exits.push_async_callback(living.close)
         exits.push_async_callback(dead.close)
         grant = await exits.enter_async_context(living.admit(caller))
@@ -299,10 +301,9 @@ async def test_a_caller_reads_few_sessions_at_a_time(
 
 
 async def test_the_time_to_try_again_is_right(locked: Locked) -> None:
-    address = RedisAddress(url=locked.stack.redis.url, key_prefix="outrider:")
     caller = Caller("quick", "q", requests_per_minute=120)
-    slots = RedisSlots(address)
-    client = redis.asyncio.Redis.from_url(address.url)
+    slots = RedisSlots(locked.redis)
+    client = redis.asyncio.Redis.from_url(locked.redis.url)
     seconds, micros = await client.time()
     empty_ms = seconds * 1000 + micros / 1000 + 60_000
     await client.set("outrider:limit:{quick}:bucket", f"{empty_ms:.3f}")
@@ -323,7 +324,7 @@ async def test_without_redis_no_generation_begins(locked: Locked) -> None:
         locked.stack.redis.stop()
         try:
             for one in (client, unlimited):
-                with pytest.raises((Unavailable, StoreUnavailable)) as caught:
+                with pytest.raises(Unavailable) as caught:
                     await one.complete(SHORT)
                 assert caught.value.retry_after_ms > 0
             async with Client(locked.addresses[0], api_key="wrong-key-123456") as stranger:
