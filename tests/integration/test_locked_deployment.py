@@ -84,19 +84,6 @@ async def test_others_need_a_key_and_the_authority(locked: Locked) -> None:
             assert not await client.healthy(5.0)
 
 
-def test_by_address_flags_and_variables_say_all(locked: Locked) -> None:
-    address, authority = locked.record()["grpc_address"], str(locked.certificate.file)
-    words = ("generate", "--token-ids", "1,2", "--max-tokens", "3", "--json", "--server", address)
-    for done in (
-        locked.run(*words, "--ca-cert", authority, "--api-key", GIVEN),
-        locked.run(*words, OUTRIDER_CA_CERT=authority, OUTRIDER_API_KEY=GIVEN),
-    ):
-        assert done.returncode == 0, done.stderr
-    without = locked.run(*words, "--ca-cert", authority)
-    assert without.returncode == 1
-    assert "API key" in without.stderr
-
-
 def test_no_key_is_left_where_others_may_look(locked: Locked) -> None:
     key = locked.key
     own = (locked.state / "cli.key").read_text()
