@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import re
 import shutil
 import sys
 from contextlib import AsyncExitStack
@@ -18,8 +17,8 @@ from coordinator.auth.access_control import AccessControl, watch_keys
 from outrider.api_keys import Caller, add_key
 from outrider.transport.server import ServerOptions
 from outrider.transport.tls import server_credentials
+from tests.style.test_readme_commands import ROOT, lines_of
 
-ROOT = Path(__file__).parents[2]
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 RUN_S = 60.0
 
@@ -30,12 +29,9 @@ pytestmark = pytest.mark.skipif(
 
 def line_of(document: str) -> str:
     """The only gRPC command of a document, unchanged except for the folder of `buf`."""
-    blocks = re.findall(
-        r"^```console\n(.*?)^```", (ROOT / document).read_text("utf-8"), re.S | re.M
-    )
-    known = [block.removeprefix(".venv/bin/") for block in blocks]
-    (found,) = [block for block in known if block.startswith("buf curl ")]
-    return str(found)
+    known = [line.removeprefix(".venv/bin/") for line in lines_of(ROOT / document)]
+    (found,) = [line for line in known if line.startswith("buf curl ")]
+    return found
 
 
 async def answered(line: str, **environment: str) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import redis
 
 from deploy.fleet.autoscaling import Autoscaler
 from deploy.fleet.replica_set import Fleet
-from deploy.fleet.spec import FleetSpec, plan_fleet
+from deploy.fleet.spec import plan_fleet
 from outrider.config import AutoscaleConfig, load_config
 from outrider.limits import REPLICA_NUMBER_MAX, REPLICAS_MAX
 from outrider.registry.redis_registry import RedisRegistry
@@ -42,23 +42,14 @@ async def registry(server: EmbeddedRedis, admin: redis.Redis) -> AsyncIterator[R
     await made.close()
 
 
-def spec() -> FleetSpec:
-    config = load_config(SETTINGS, {})
-    return plan_fleet(config, config, 0.0, "d", local=True)
-
-
-async def hear(fleet: Fleet) -> None:
-    """Reads the wanted numbers, as a fleet does twice a second."""
-    await fleet._hear_wanted()
-
-
 @pytest.mark.parametrize("value", HOSTILE, ids=range(len(HOSTILE)))
 async def test_no_text_in_redis_changes_anything_but_counts_within_bounds(
     admin: redis.Redis, registry: RedisRegistry, value: bytes | str
 ) -> None:
     """The text is in every field that is read, in fields that once were settings, and in a
     replica's record under every role."""
-    plan = spec()
+    config = load_config(SETTINGS, {})
+    plan = plan_fleet(config, config, 0.0, "d", local=True)
     cluster: Any = None
     fleet = Fleet(cluster, plan, registry)
     scaling = Autoscaler(registry, AutoscaleConfig(autoscale_drafts="1:2"))
@@ -71,7 +62,7 @@ async def test_no_text_in_redis_changes_anything_but_counts_within_bounds(
     wanted = await registry.wanted()
     assert all(0 <= count <= REPLICAS_MAX for count in wanted.values())
     assert 0 <= await registry.started() <= REPLICA_NUMBER_MAX
-    await hear(fleet)
+    await fleet._hear_wanted()
     await scaling.look()
     assert all(
         least <= fleet.wanted[role] <= REPLICAS_MAX
