@@ -147,7 +147,6 @@ def test_text_parts_are_lines_and_developers_are_the_system() -> None:
         ({"stop_token_ids": [1] * (limits.STOP_TOKEN_IDS_MAX + 1)}, "stop_token_ids"),
         ({"logit_bias": {"01": 1}}, "logit_bias"),
         ({"messages": [USER, {"role": "function", "content": "x"}]}, "messages[1].role"),
-        ({"tool_choice": "required"}, "tool_choice"),
         ({"store": 0}, "store"),
         ({"best_of": True}, "best_of"),
         ({"echo": True}, "echo"),
