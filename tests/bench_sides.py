@@ -82,10 +82,7 @@ class ProcessHere:
         await self._opened.__aexit__(*error)
 
     async def ask(self, question: dict[str, Any], timeout_s: float = 0.0) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(
-            json.dumps(self._role.answer(json.loads(json.dumps(question))))
-        )
-        return found
+        return json.loads(json.dumps(self._role.answer(json.loads(json.dumps(question)))))
 
 
 def pair_here(

@@ -25,8 +25,7 @@ def free_port() -> int:
     """A free TCP port of this machine."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
+        return one.getsockname()[1]
 
 
 async def _until(condition: Callable[[], Any], within_s: float = START_S) -> None:
@@ -69,10 +68,9 @@ class Server:
     def info(self, password: str | None = None) -> dict[str, Any]:
         """The answer to INFO; empty if the server does not answer."""
         try:
-            found: dict[str, Any] = self.call("INFO", password=password)
+            return self.call("INFO", password=password)
         except RedisError:
             return {}
-        return found
 
 
 class RedisServers:

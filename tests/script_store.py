@@ -49,8 +49,7 @@ class ScriptStore(RedisStore):
         return [await self.load(one) for one in ids if one.isalnum()]
 
     def snapshot(self) -> Snapshot:
-        found: Snapshot = self.data.snapshot()
-        return found
+        return self.data.snapshot()
 
     def restore(self, snapshot: Snapshot) -> None:
         """Sets the store back to a snapshot. All leases have expired meanwhile."""

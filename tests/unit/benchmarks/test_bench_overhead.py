@@ -13,7 +13,6 @@ from outrider.request import RoundReport
 
 
 def test_a_round_lasts_from_the_draft_request_to_the_acknowledged_commit() -> None:
-    """The time of a round is the sum of the parts in its report."""
     reports = [RoundReport(i, (), 0, 1.0, 2.0, 0.5, 0.5, 1.0 + i) for i in range(5)]
     found = round_figures(reports)
     assert (found["round_ms_p50"], found["round_ms_p99"]) == pytest.approx((7.0, 8.96))

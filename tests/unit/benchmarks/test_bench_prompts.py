@@ -77,8 +77,6 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
 def test_a_selection_has_as_many_of_each_category(
     categories: str, number: int, expected: str
 ) -> None:
-    """The first prompts of each category are chosen. The remainder comes from the first
-    categories."""
     prompts = [BenchPrompt(f"{name}{place}", name) for place, name in enumerate(categories)]
     assert [prompt.text for prompt in select_prompts(prompts, number)] == expected.split()
 

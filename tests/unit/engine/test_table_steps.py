@@ -13,7 +13,6 @@ from paged_engines import FAMILIES, VOCAB, EngineMaker, checked_engines, dense, 
 from outrider.engine.attention import LayerPages
 from outrider.engine.cuda.table_steps import DeviceBackend, TableStep
 from outrider.engine.interface import SequenceStep
-from outrider.engine.paged_engine import PagedEngine
 
 CLOSE = 2e-3
 """Allowed difference in float32, for logits of about 10."""
@@ -29,19 +28,13 @@ def tiny(family: str, device: str) -> Any:
     return tiny_module(tiny_config(family, VOCAB)).to(device)
 
 
-def engine_on(device: str, make_engine: EngineMaker, module: Any, **options: Any) -> PagedEngine:
-    """An engine whose trial has accelerated its steps."""
-    backend = backend_on(device, torch.float32)
-    engine = make_engine(module, backend=backend, **options)
-    assert engine._backend is backend
-    return engine
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equals_the_modules_own_forward(family: str, device: str, make_engine: EngineMaker) -> None:
     module = tiny(family, device)
     library = twin(module)
-    engine = engine_on(device, make_engine, module)
+    backend = backend_on(device, torch.float32)
+    engine = make_engine(module, backend=backend)
+    assert engine._backend is backend, "its trial has accelerated its steps"
     expected = [dense(library, ids(40, seed)) for seed in (1, 2)]
     found: list[list[torch.Tensor]] = [[], []]
     start = 0

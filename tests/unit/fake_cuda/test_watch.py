@@ -70,7 +70,6 @@ def test_a_mismatch_fails_though_it_is_caught(mix: Callable[[Tensor], Any]) -> N
 
 
 def test_a_loop_over_sessions_grows_with_them(watch: DeviceWatch) -> None:
-    """Views cost nothing, and one call is one operator."""
     for num in (1, 16):
         rows = logits(num)
         watch.clear()

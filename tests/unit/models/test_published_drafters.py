@@ -66,8 +66,7 @@ def load(facts: dict[str, Any], directory: Path) -> tuple[LoadedEagle3, Any]:
 
 
 def facts_of(test_data: Path, name: str) -> dict[str, Any]:
-    facts: dict[str, Any] = json.loads((test_data / f"published_drafters/{name}.json").read_text())
-    return facts
+    return json.loads((test_data / f"published_drafters/{name}.json").read_text())
 
 
 @pytest.mark.parametrize(

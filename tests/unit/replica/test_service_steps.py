@@ -393,7 +393,6 @@ async def test_a_request_that_comes_during_a_step_shares_the_next_one() -> None:
 
 
 async def test_a_session_that_is_released_during_two_rounds_gets_no_third_one() -> None:
-    """Its connection still hears the answers."""
     desk = Desk(step_s=0.01, is_timed=False)
 
     def release() -> None:

@@ -208,8 +208,7 @@ async def test_what_is_drawn_is_proposed_where_steps_fail(depth: int) -> None:
             steps += 1
             if steps > depth:
                 raise RuntimeError("no memory")
-            found: list[torch.Tensor] = whole(*given)
-            return found
+            return whole(*given)
 
         target.engine.forward_draft = failing
         reply = await target.verify(PROMPT, NOTHING_SEALED, 4, rule=Rule.TOKEN)
