@@ -395,6 +395,11 @@ def put_weights(
     state, parameters = module.state_dict(), dict(module.named_parameters())
     found = {name: values for name, values in state.items() if name not in parameters}
     for name, values in tensors.items():
+        if (
+            name in parameters
+            and values.is_floating_point() != parameters[name].is_floating_point()
+        ):
+            raise ConfigError(f"drafter {drafter}: {name} is stored as {values.dtype}")
         found[name] = values.to(device, dtype or (state[name].dtype if name in state else None))
     with refusing(f"drafter {drafter}:"):
         module.load_state_dict(found, assign=True)

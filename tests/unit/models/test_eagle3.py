@@ -339,6 +339,7 @@ def test_configurations_that_do_not_fit_are_refused(
         ("fc.weight", None, "lack the weights fc.weight"),
         ("norm.weight", None, "Missing .*norm.weight"),
         ("norm.weight", torch.full((24,), torch.nan), "norm.weight is not finite"),
+        ("norm.weight", torch.ones(24, dtype=torch.int8), "norm.weight is stored as torch.int8"),
         ("norm.weight", torch.ones(25), "mismatch for norm.weight"),
         ("layers.1.x", torch.ones(1), "Unexpected .*layers.1.x"),
         ("embed_tokens.weight", torch.ones(31, 24), r"embed_tokens.weight is \[31, 24\]"),
