@@ -8,8 +8,11 @@ IDS = tuple(f"{k:032x}" for k in range(3))
 OWNERS = ("anna", "bert")
 
 
-def new_session(session_id: str = IDS[0], owner: str = OWNERS[0]) -> SessionRecord:
-    prompt_ids = (5, 0, 2**31 - 1)
+def new_session(
+    session_id: str = IDS[0],
+    owner: str = OWNERS[0],
+    prompt_ids: tuple[int, ...] = (5, 0, 2**31 - 1),
+) -> SessionRecord:
     return SessionRecord.new(
         session_id, "tenant", owner, 2**64 - 1, Rule.BLOCK, '{"ü": 1}', prompt_ids
     )
