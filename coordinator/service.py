@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import secrets
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
@@ -57,6 +58,8 @@ from .process_load import ProcessLoad
 
 if TYPE_CHECKING:
     from outrider.tokenizer import TokenizerText
+
+_log = logging.getLogger(__name__)
 
 LOOK_PERIOD_S = 1.0
 """Pause between two checks of targets, store and registry."""
@@ -520,7 +523,11 @@ class CoordinatorService:
         now, failing_since = asyncio.get_running_loop().time, math.inf
         while True:
             began = now()  # If nothing answers, a look takes some seconds.
-            found, _ = await asyncio.gather(self._look(), self._count())
+            try:
+                found, _ = await asyncio.gather(self._look(), self._count())
+            except Exception as error:  # noqa: BLE001 (the next look must still come)
+                _log.exception("a look at targets and store failed")
+                found = str(error)
             failing_since = min(failing_since, began) if found else math.inf
             self._found_trouble = found if now() >= failing_since + TROUBLE_S else ""
             await asyncio.sleep(LOOK_PERIOD_S)

@@ -150,13 +150,21 @@ def _check_ngrams(config: "DraftConfig | CoordinatorConfig") -> None:
 class ModelServerConfig(ServerConfig):
     """Settings of targets and drafts."""
 
-    engine: Annotated[str, Field(pattern="^(auto|transformers|vllm|emulated:.*)$")] = AUTO_ENGINE
+    engine: Annotated[
+        str,
+        Field(
+            pattern="^(auto|transformers|vllm|emulated:.*)$",
+            title="auto, transformers, vllm or emulated:SPEC",
+        ),
+    ] = AUTO_ENGINE
     """Engine that runs the models: `transformers`; `vllm`, which must be installed; `auto` = vLLM
     on a CUDA device if vLLM is installed and supports the settings, otherwise transformers;
     `emulated:KEY=VALUE,...` = toy models whose steps take the given times."""
     enforce_eager: bool = False
     """Run models on vLLM without compilation and CUDA graphs."""
-    device: Annotated[str, Field(pattern="^(auto|cpu|cuda(:[0-9]+)?)$")] = "auto"
+    device: Annotated[
+        str, Field(pattern="^(auto|cpu|cuda(:[0-9]+)?)$", title="auto, cpu, cuda or cuda:N")
+    ] = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     max_num_seqs: Annotated[int, between(1, 4096)] = 64
     """Largest number of sessions in one step of a target or of a draft."""
@@ -460,7 +468,10 @@ LEAST: dict[Role, int] = {"coordinator": 1, "target": 1, "draft": 0}
 
 
 BOUND_SETTINGS = tuple(f"autoscale_{role}s" for role in LEAST)
-_Bounds = Annotated[str, Field(pattern="^([0-9]{1,9}:[0-9]{1,9})?$")]
+_Bounds = Annotated[
+    str,
+    Field(pattern="^([0-9]{1,9}:[0-9]{1,9})?$", title="LEAST:MOST (two whole numbers) or empty"),
+]
 
 
 @checked()
@@ -526,7 +537,9 @@ class DeploymentConfig:
     """Ray resources that each coordinator needs, as `target_resources` for targets."""
     address: str = ""
     """Address of the Ray cluster on which the actors start; empty = a local cluster."""
-    deployment_name: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{0,63}$")] = ""
+    deployment_name: Annotated[
+        str, Field(pattern="^[A-Za-z0-9_-]{0,63}$", title="at most 63 letters, digits, - and _")
+    ] = ""
     """Name of the deployment; empty = a new name each time. If a deployment of this name runs on
     the cluster, `serve` takes it over and upgrades it to these settings."""
     startup_timeout_s: Annotated[float, between(0.1, WAIT_S_MAX)] = 20.0
@@ -630,6 +643,8 @@ def translated_layers(
     found: list[tuple[Setting, object, str]] = []
     for layer in layers(settings, file, environment, flags):
         if SPECULATIVE_CONFIG in layer:
+            # The rates of an earlier layer's synthetic acceptance do not count any more.
+            found = [one for one in found if one[0].key != SPECULATIVE_CONFIG]
             _, text, source = layer.pop(SPECULATIVE_CONFIG)
             for key, raw, name in settings_of_vllm(text, source):
                 if key in layer:

@@ -111,7 +111,7 @@ class Setting:
             return "one of " + ", ".join(choice or "(empty)" for choice in self.choices)
         words, bounds = _KIND_NAMES[self.schema["type"]], self.schema
         if "pattern" in bounds:
-            words += f" that matches {bounds['pattern']}"
+            words = bounds["title"]
         elif "maximum" in bounds:
             words += f" from {bounds['minimum']} to {bounds['maximum']}"
         elif "minimum" in bounds:
@@ -147,7 +147,7 @@ def settings_of(config: type[Any]) -> Mapping[str, Setting]:
         found[name] = Setting(
             key=one.alias or name, doc=" ".join(next(docs, "").split()),
             group=(bases[-1].__doc__ or "").rstrip("."), default=one.default, secret=not one.repr,
-            annotation=Annotated[one.annotation, Field(), *one.metadata],
+            annotation=Annotated[one.annotation, Field(title=one.title), *one.metadata],
         )  # fmt: skip
     return found
 

@@ -11,6 +11,7 @@ from pydantic import WithJsonSchema
 from outrider.drafters.names import MTP
 from outrider.engine.emulated_spec import SCHEME, EmulatedSpec
 from outrider.errors import ConfigError, did_you_mean
+from outrider.limits import NUM_DRAFT_TOKENS_MAX
 from outrider.settings import Value, checked
 
 SPECULATIVE_CONFIG = "speculative_config"
@@ -109,7 +110,7 @@ def _acceptance_rates(values: Mapping[str, Any], source: str) -> Sequence[float]
     given: list[Any] = [values.get(key) for key in keys]
     rates, length, count = given
     try:
-        if rates is None and 1 <= length <= count + 1:
+        if rates is None and 1 <= length <= count + 1 <= NUM_DRAFT_TOKENS_MAX + 1:
             # As in vLLM, a round commits floor(length) or floor(length) + 1 tokens.
             rates, length = [min(1, max(0, length - 1 - place)) for place in range(count)], None
         if length is None and len(rates) == count:

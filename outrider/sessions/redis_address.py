@@ -53,7 +53,9 @@ class RedisAddress:
     sentinel_password: str = Field(default="", repr=False)
     """Password of the Sentinels, if they need one. Prefer the environment variable, because other
     users of the machine can see flags."""
-    key_prefix: Annotated[str, Field(pattern="^[^{}]*$")] = DEFAULT_KEY_PREFIX
+    key_prefix: Annotated[str, Field(pattern="^[^{}]*$", title="a text without braces")] = (
+        DEFAULT_KEY_PREFIX
+    )
     """Prefix of all keys in Redis."""
     sentinel_password_file: Internal[str] = ""
     asks_for_password: Internal[bool] = False

@@ -120,5 +120,8 @@ def test_a_stronger_layer_wins_and_one_layer_says_a_thing_once(tmp_path: Path) -
     assert merge({}, variables, file) == {
         "draft_model": "ngram", "num_draft_tokens": 4, "ngram_min": 5, "ngram_max": 5,
     }  # fmt: skip
+    synthetic = json.dumps(SYNTHETIC | {"synthetic_acceptance_length": 2})
+    flags = {"speculative_config": '{"method": "suffix"}'}
+    assert merge(flags, {"OUTRIDER_SPECULATIVE_CONFIG": synthetic})["draft_model"] == "suffix"
     with pytest.raises(ConfigError, match=r"_CONFIG: method: is the same as OUTRIDER_DRAFT_MODEL"):
         merge({}, variables | {"OUTRIDER_DRAFT_MODEL": "suffix"})

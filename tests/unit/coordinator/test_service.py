@@ -156,6 +156,17 @@ async def test_the_time_of_a_look_counts_as_silence() -> None:
         assert "target" in b.service.trouble
 
 
+async def test_a_look_that_crashes_is_trouble_until_the_next_look_succeeds() -> None:
+    async with bench() as b:
+        targets: Any = b.service.targets
+        healthy, targets.healthy = targets.healthy, AsyncMock(side_effect=KeyError("x"))
+        await asyncio.sleep(TROUBLE_S + 2 * LOOK_PERIOD_S)
+        assert b.service.trouble
+        targets.healthy = healthy
+        await asyncio.sleep(2 * LOOK_PERIOD_S)
+        assert b.service.trouble == ""
+
+
 async def test_a_session_whose_store_is_away_at_its_end_waits() -> None:
     async with bench() as b:
         loop, finish = asyncio.get_running_loop(), b.store.finish
