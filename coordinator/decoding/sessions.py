@@ -196,8 +196,9 @@ class OwnedSessions:
         )  # fmt: skip
 
     def end(self, run: SessionRun, *, resumable: bool, is_gone: bool = False) -> None:
-        """Ends a run. Does nothing if the run has ended. If `is_gone`, the session waits for a
-        client that resumes it. A `resumable` session also waits if its end could not be stored."""
+        """Ends a run. Does nothing if the run has ended. If the client `is_gone`, the session waits
+        for a client that resumes it. A `resumable` session also waits if its end could not be
+        stored."""
         if self.running.get(run.session_id) is run:
             is_gone = is_gone and self._config.resume_grace_ms > 0
             self._free(run, self._close(run, resumable, is_gone))
@@ -393,8 +394,8 @@ class OwnedSessions:
 
     async def told(self, session_id: str) -> None:
         """Waits up to `TAKE_OVER_RETRY_MS` for the store's answer to a release or end of the
-        session. If the store has lost the session's epoch, it may give the same epoch to a new
-        run. A late release would then end this run."""
+        session. If the store has lost the session's epoch, it may give this epoch again, to a
+        new run. A late release under this epoch would then end the new run."""
         if session_id in self._telling:
             await asyncio.wait([self._telling[session_id]], timeout=limits.TAKE_OVER_RETRY_MS / 1e3)
 
@@ -403,8 +404,8 @@ class OwnedSessions:
         return self._tell(session_id, lambda: self._store.release(session_id, epoch, self.owner))
 
     def give_up(self, record: SessionRecord, owner: str = "") -> Told:
-        """Records a session that does not run here as cancelled. The store refuses if it lists
-        another owner than `owner`, by default this coordinator."""
+        """Records a session that does not run here as cancelled. The store refuses if the
+        session's owner is not `owner`. By default, `owner` is this coordinator."""
         end = Finish(
             record.session_id, record.epoch, owner or self.owner, None, FinishReason.CANCELLED,
             record.counters,

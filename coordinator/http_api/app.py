@@ -92,8 +92,8 @@ class Generated(LiveResponse):
 async def _interleaved(
     streams: Sequence[AsyncGenerator[Event]], asked: TranslatedBody, progress: Progress
 ) -> Events:
-    """Merges the events of all streams. The first events of all streams come first. The events that
-    the client has already follow, stream by stream. Further events follow as they come. An error of
+    """Merges the events of all streams. Yields the first event of each stream, then, stream by
+    stream, the events that the client already has, and then all others as they come. An error of
     one stream ends all streams. Streams pause while `EVENTS_AHEAD_MAX` events are queued."""
     index, tasks = 0, list[asyncio.Task[None]]()
     queue: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue(EVENTS_AHEAD_MAX)
@@ -257,7 +257,7 @@ _PAGE_HEADERS = {
     ),
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    "cache-control": "no-cache",  # Browsers ask whether a file has changed before each use.
+    "cache-control": "no-cache",  # Before each use, browsers ask whether a file has changed.
 }
 
 

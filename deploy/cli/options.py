@@ -117,7 +117,7 @@ def request_options(max_tokens: int) -> list[Option]:
         "--temperature": (0.0, "sampling temperature, 0 to 2; 0 = greedy"),
         "--top-p": (1.0, "sample from the likeliest tokens with this total probability; 1 = all"),
         "--top-k": (0, "sample from this many likeliest tokens; 0 or -1 = all"),
-        "--min-p": (0.0, "sample from tokens with this share of the likeliest token's probability"),
+        "--min-p": (0.0, "sample from tokens with at least this share of the top probability"),
         "--presence-penalty": (0.0, "lower logits of tokens that have occurred, -2 to 2"),
         "--frequency-penalty": (0.0, "lower logits of tokens by their occurrences, -2 to 2"),
         "--repetition-penalty": (1.0, "divide logits of tokens that have occurred, up to 10"),
@@ -248,7 +248,7 @@ class Connection:
     """Directory of the target's files on this machine; empty = no directory is known."""
     tokenizer_directory: str = ""
     settings: Mapping[str, Value] = field(default_factory=dict)
-    """The deployment's settings by key; empty if they are not known, because of `--server`."""
+    """The deployment's settings by key; empty with `--server`, because they are not known."""
     is_own: bool = False
     """Whether this command has started the deployment."""
     api_key: str = field(default="", repr=False)

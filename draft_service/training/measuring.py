@@ -28,7 +28,7 @@ _TOKENS_OF_A_PASS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Acceptance in held-out answers. Tokens beyond the target's 64 likeliest count as rejected."""
+    """Acceptance in held-out answers."""
 
     num_tokens: int
     greedy: float
@@ -36,7 +36,8 @@ class Measured:
     wrote at temperature 0. If there are none, the share is from all texts."""
     sampled: float
     """Mean of sum min(p, q) at temperature 1, with q truncated as in a proposal, in texts that the
-    target wrote at temperature 1. If there are none, the mean is from all texts."""
+    target wrote at temperature 1. If there are none, the mean is from all texts. The sum is over
+    the target's 64 likeliest tokens."""
     by_position: tuple[float | None, ...]
     """The probability, at temperature 1, that each draft token is accepted if all before it are."""
 

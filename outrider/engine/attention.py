@@ -166,7 +166,8 @@ def _noted_mask(
 
 def _window(allows: _Allows, length: int) -> int | None:
     """Returns the window of a causal mask over `length` tokens, or None if tokens see all tokens
-    before them. Tests only the rows at both ends and near the window's size."""
+    before them. Tests only the rows at both ends, in the middle, and near the window's size and
+    twice this size."""
     zero = torch.zeros((), dtype=torch.int64)
     keys = torch.arange(length)
 

@@ -119,9 +119,9 @@ def use_threads(num_threads: int, engine: str = "") -> None:
 
 async def on_passing_thread(work: Callable[..., T], *arguments: object) -> T:
     """Runs `work` on a new thread, which then ends together with its OpenMP threads. If these
-    stayed, the process would have more OpenMP threads than cores, and those of steps would sleep
-    between operators. On two cores, a step of 16 sessions took 42 ms with extra threads, and 27 ms
-    without."""
+    stayed, the process would have more OpenMP threads than cores. The OpenMP threads of steps would
+    then sleep between operators. On two cores, a step of 16 sessions took 42 ms with extra threads,
+    and 27 ms without."""
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="passing")
     try:
         return await asyncio.get_running_loop().run_in_executor(pool, work, *arguments)
@@ -172,8 +172,8 @@ def advertised(host: str, address: str) -> str:
 
 def machine_address() -> str:
     """Returns the IP address at which other machines reach this one. It is the address from which
-    this machine would send to the internet. Without such a route, it is the address of this
-    machine's name, which on Debian is a loopback address."""
+    this machine would send to the internet. Without a route to the internet, it is the address
+    of this machine's name, which on Debian is a loopback address."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((_ANY_REMOTE_HOST, 1))  # For UDP this sends nothing.
         return str(probe.getsockname()[0])

@@ -6,8 +6,8 @@
     <prefix>session:{<id>}            hash: epoch, owner, state, finish_reason, opened, caches,
                                       counters (JSON), prefix_digest,
                                       tokens_start, tokens_end, logprobs_start, logprobs_end;
-                                      rewrite, and pending_tokens_start ... while the tokens
-                                      are sent again
+                                      rewrite ('1' while the owner sends all tokens again after a
+                                      lost take-over); meanwhile pending_tokens_start ...
     <prefix>session:{<id>}:tokens     string: all tokens, uint32 LE, from byte tokens_start to
                                       tokens_end (excluded)
     <prefix>session:{<id>}:logprobs   string: one JSON line per token after the prompt, from byte

@@ -160,7 +160,7 @@ def _optional_norm(norm: Any, kernels: PaceKernels) -> Tensor | None:
 
 
 class _NotingLayer(nn.Module):
-    """A placeholder for a layer. Records its input, and returns the input unchanged."""
+    """A placeholder for a layer. Records its input and rotation. Returns the input unchanged."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
