@@ -41,7 +41,8 @@ class _Drafting(Work):
     @property
     def demand(self) -> SlotDemand:
         """Slots for the committed tokens and a proposal. Without look-ahead, the proposal's last
-        token is never run and needs no slot. A head cannot run tokens without features."""
+        token is never run and needs no slot. A head runs only tokens with features, so `reach` ends
+        after these."""
         item = self.item
         if self._drafter.reads_features:
             reach = 0 if item.features is None else item.features.end + 1
@@ -101,8 +102,8 @@ class Proposer(StepWorker):
             work.answer = None
             return work
         if work is not None and self._table.length(name):
-            # Drops the draft tokens of an earlier item, even if they are equal to committed tokens,
-            # because a head has run them on guessed features.
+            # Drops the draft tokens of an earlier item. A head has run them on guessed features, so
+            # they cannot be kept even if the same tokens were committed.
             self._table.keep(name, len(work.request.token_ids))
         return _Drafting(item, self._drafter)
 

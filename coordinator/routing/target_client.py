@@ -53,13 +53,13 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         self._gone_s = config.target_gone_ms / 1e3
         self._random = Random(context.session.session_id).random  # noqa: S311 (for waits)
         self._asked_until = -1
-        """Number of the last round that was asked for or that the target runs ahead."""
+        """Number of the last round that the target may run without another request."""
         self.was_asked = False
         """Whether a request was sent for the newest verdict. If not, the target ran ahead."""
         self.verified = NOTHING_SEALED
-        """The proposal of the newest verdict. It is shorter than the given proposal if the target
-        could not read q. The drafter must then be rejected: if the fault depends on the token drawn
-        from that q, the cut before this token biases the round."""
+        """The proposal of the newest verdict. If the target could not read q, this proposal is
+        shorter than the given one. The caller must then reject the drafter: if q is unreadable only
+        when certain tokens are drawn from it, cuts before these tokens bias the output."""
 
     async def verify(
         self,
@@ -74,10 +74,10 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         target refuses the session, and `Unavailable` if no target can be reached for
         `target_gone_ms`.
 
-        If the target cannot read the proposal's q, asks again with the tokens before the first q
-        that the coordinator cannot read either. If the coordinator can read all of q, or if the
-        target refuses these tokens, too, drops the whole proposal. Afterwards, `verified` is the
-        proposal that was verified."""
+        If the target cannot read the proposal's q, the client tries to read it. The client cuts the
+        proposal before the first unreadable q, and asks again. If the client can read all of q, or
+        if the target refuses the cut proposal, too, the client drops the whole proposal.
+        Afterwards, `verified` is the proposal that was verified."""
         if self.is_left:
             self.move()
         num_retries, num_silences, num_refusals = 0, 0, 0
@@ -113,7 +113,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
                     self.resync(answer)
                 elif _is_about_q(refused := error_from_code(answer.code, answer.message)):
                     num_refusals += 1
-                    # The second refusal may answer a message that was sent before the cut.
+                    # The second refusal is ignored: it may answer a message from before the cut.
                     ask = len(proposal) > 0 and num_refusals != 2
                     if ask:
                         part = proposal.readable() if num_refusals == 1 else NOTHING_SEALED
@@ -140,8 +140,8 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         return is_moved
 
     def _must_ask(self, number: int, run_ahead: int) -> bool:
-        """Whether a round without a proposal needs a message. It needs none if the target runs
-        ahead for at least half of `run_ahead` more rounds."""
+        """Whether a round without a proposal needs a message. It needs none if the target may run
+        at least `run_ahead // 2` rounds after it without another request."""
         left = self._asked_until - number
         return left < 0 or left < run_ahead // 2
 
@@ -162,8 +162,8 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
 
     async def _take_refusal(self, answer: Refused, error: OutriderError, num_retries: int) -> None:
         if answer.code == CANCELLED_CODE:
-            # The target has seen a Release of this epoch. So the store has lost the epoch, and has
-            # given the same epoch to two runs.
+            # An earlier run with this epoch has released the session at the target. So the store
+            # has lost its last writes, and has given the epoch a second time.
             raise DataLoss(f"the target has seen the session's epoch end: {answer.message}")
         if isinstance(error, BadRequest):
             # The coordinator has validated the user's request, so this is a bug in Outrider.

@@ -254,9 +254,9 @@ class Reconciler(PlacedActor):
             trial = Trial(values, share, seconds, spec)
             if self._overview().num_stale or not fleet.wanted[trial.role]:
                 raise ConfigError(
-                    f"--trial-share: needs {trial.role} replicas that run with the same settings; "
-                    f"wait for the end of the upgrade, or start one with `outrider scale "
-                    f"{trial.role}=1`"
+                    f"--trial-share: needs {trial.role} replicas that all run with the same "
+                    "settings; wait for the end of the upgrade, or start a replica with `outrider "
+                    f"scale {trial.role}=1`"
                 )
             check_share(share, trial.role, fleet.wanted[trial.role])
             tried = spec.given.draft.model, share

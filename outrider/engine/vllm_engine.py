@@ -111,7 +111,7 @@ class VllmEngine(PagedSequences):
     ) -> None:
         """Loads the model in `path`, or this rank's share of it. A step has at most `max_num_seqs`
         sequences and `max_num_batched_tokens` tokens. If `kv_cache_memory_bytes` is 0,
-        `memory_budget` determines the size of the pages. If `deterministic`, a token's logits do
+        `memory_budget` determines the memory for pages. If `deterministic`, a token's logits do
         not depend on the other tokens of its step. If `enforce_eager` or `deterministic`, the model
         is not compiled.
 
@@ -124,7 +124,7 @@ class VllmEngine(PagedSequences):
         self._deterministic = deterministic
         name, compiles = options.get("name", str(path)), not (enforce_eager or deterministic)
         captures = compiles and self._device.type == "cuda"
-        # Draft replicas also run drafted tokens, and trials up to `BATCHED_TOKENS_DEFAULT` tokens.
+        # Draft replicas add drafted tokens. Trials run up to `BATCHED_TOKENS_DEFAULT` tokens.
         drafted = max_num_seqs * (NUM_DRAFT_TOKENS_MAX + 2)
         most = max(max_num_batched_tokens + drafted, BATCHED_TOKENS_DEFAULT)
         with refusing(f"model {name}:"):
@@ -294,13 +294,13 @@ class VllmEngine(PagedSequences):
         self._skips_compiled = False
         if not reads_output:
             self._show(self._read_by_leader(num_layers))
-        # Forgets the pages of the check's text, to which the head has not written pairs.
+        # The check wrote a text without the head's pairs, so a new pool forgets the text's pages.
         self._use_pool(BlockPool(self._pool.num_pages, self._page_size), self._cache, max_num_seqs)
         if self.draft_layer is not None:
             head = self.draft_layer.module
             ascending = sorted(head.layer_ids)
             self._taps = [ascending.index(layer_id) for layer_id in head.layer_ids]
-            """Element i is the index of the head's layer i among the layers that the model
+            """The index of each layer in `head.layer_ids` among the layers that the model
             returns."""
             self._draft = DraftLayer(head, self._draft_cache.layers)
             self._pairs = self._draft.pairs
@@ -324,8 +324,8 @@ class VllmEngine(PagedSequences):
         self._config.additional_config["shown_layers"] = list(layer_ids)
 
     def _read(self, prompt: Sequence[int]) -> Reading:
-        """A `Reader`. Call this while the model returns the inputs of all layers or of no
-        layers."""
+        """The `Reader` of a `DraftCheck`. The model must return the inputs of all layers, or of no
+        layers if the head reads the model's output."""
         texts, likeliest, shown = [], [], []
         new = torch.tensor(prompt, device=self._device)
 
@@ -344,9 +344,8 @@ class VllmEngine(PagedSequences):
 
     def _warm_up(self, is_shown: bool) -> None:
         """Compiles the model. Raises `ConfigError` if logits depend on how a text is cut into
-        steps, as with MLA on CPUs. If the model returns inputs of its layers (`is_shown`), also
-        compares the compiled with the uncompiled model, because vLLM may have loaded the compiled
-        model from files."""
+        steps, as with MLA on CPUs. If a head was checked (`is_shown`), also compares the compiled
+        with the uncompiled model, because vLLM may have loaded the compiled model from files."""
         ids = trial_tokens(self.info)
         self._skips_compiled = is_shown
         [expected] = self.forward([SequenceStep("first", ids, len(ids))])
@@ -358,7 +357,7 @@ class VllmEngine(PagedSequences):
             if self._draft is not None:
                 check_features(self, features[0])
         except ConfigError as error:
-            reason = "vLLM cannot run its texts in parts on this device"
+            reason = "vLLM cannot run a text in parts on this device"
             raise ConfigError(f"model {self.info.name}: {reason} ({error})") from error
         for sequence in ("chunks", "whole"):
             self.release(sequence)

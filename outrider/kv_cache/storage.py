@@ -59,13 +59,14 @@ def memory_budget(
     device: torch.device, gpu_memory_utilization: float, num_gpus: float | None, num_others: int = 0
 ) -> int:
     """Returns the number of bytes for keys and values. Call this after the model is loaded. On a
-    GPU, the process may use `gpu_memory_utilization` times `num_gpus` (None = 1) of the GPU's
-    memory. The result is the part of this memory that the process does not use yet, at most the
-    GPU's free memory. Of this part, `num_others` bytes are left for other uses. On a CPU, the
-    result is fixed."""
+    CPU, the result is fixed. On a GPU, the process may use `gpu_memory_utilization` times
+    `num_gpus` (None = 1) of the GPU's memory. The result is the part of this memory that the
+    process does not use yet, at most the GPU's free memory, minus `num_others` bytes for other
+    uses."""
     if device.type != "cuda":
         return KV_CACHE_BYTES_DEFAULT
-    # `memory_reserved` would count memory that PyTorch keeps after weights were copied and freed.
+    # Frees memory that PyTorch keeps after weights were copied, so that `memory_reserved` does not
+    # count it.
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     share = min(1.0, num_gpus or 1.0)
@@ -86,8 +87,8 @@ class KeysAndValues:
         return self.keys.index_select(1, slots), self.values.index_select(1, slots)
 
     def gather_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Like `gather`, for row numbers [heads * n] of the tensors in the shape [heads * slots,
-        width]. PyTorch runs `gather_rows` on several threads, but `gather` on one thread."""
+        """Like `gather`, but views the tensors as [heads * slots, width], and takes row numbers
+        [heads * n]. PyTorch runs `gather_rows` on several threads, but `gather` on one thread."""
         shape = (self.keys.shape[0], len(rows) // self.keys.shape[0], -1)
         keys, values = (
             tensor.view(-1, tensor.shape[2]).index_select(0, rows).view(shape)
@@ -106,8 +107,8 @@ class BlockedKeysAndValues(NamedTuple):
     same width."""
 
     keys: Tensor
-    """[pages, heads, page size, width], but the memory of each page and head holds a matrix [width,
-    page size], whose columns are the keys of the slots."""
+    """A tensor [pages, heads, page size, width]. But the memory of each page and head is a matrix
+    [width, page size], with the key of one slot in each column."""
     values: Tensor  # [pages, heads, page size, width]
 
 

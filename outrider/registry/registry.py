@@ -1,4 +1,4 @@
-"""Values of the registry of a deployment's replicas.
+"""The types of the registry, in which a deployment's replicas announce themselves.
 
 A record expires after `LEASE_S`, and its replica renews it every `RENEWAL_S`. Coordinators do not
 rely on records alone. Before a coordinator uses a replica, it asks the replica for its description.
@@ -49,8 +49,7 @@ class Figures:
     """Share of the KV cache's pages that running requests need, 0 to 1."""
     # Only coordinators have the following figures.
     draft_waits: _Figure = None
-    """Share of the draft service's proposals that waited in its queue for longer than their
-    drafting took."""
+    """Share of the draft service's proposals that were queued for longer than they were drafted."""
     acceptance: _Figure = None
     """Share of the draft tokens that were accepted."""
     look_ahead_hits: _Figure = None

@@ -111,7 +111,7 @@ def with_password(address: RedisAddress) -> RedisAddress:
             raise SettingError(
                 key,
                 f"is not known on {socket.gethostname()}: passwords do not travel through Ray; set "
-                f"{variable} for its processes and for this command{advice}",
+                f"{variable} for Ray's processes and for this command{advice}",
             )
         else:
             changed[kind] = text

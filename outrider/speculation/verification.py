@@ -56,7 +56,8 @@ _log = logging.getLogger(__name__)
 _NEARLY_EMPTY = 1e-4
 """A row that keeps more than this share of its mass is certainly not empty."""
 _PI_MIN = 1e-290
-"""A path with a smaller pi counts as impossible, because a division by pi could overflow."""
+"""If the draft tokens up to a row, a *path*, have a smaller pi, the path counts as impossible,
+because a division by pi could overflow."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -181,11 +182,11 @@ def judge_by_weights(weights: Tensor, sums: RealArray, rows: ProposalRows) -> Ju
 def subtract_drafts(
     weights: Tensor, sums: RealArray, rows: ProposalRows
 ) -> tuple[RealArray, RealArray]:
-    """Turns each row of `weights` [R, V] that judges a draft token into the weights of its
+    """Replaces each row of `weights` [R, V] that judges a draft token by the weights of the
     correction. Returns `JudgedRows.behind` and `left`. `sums` [R] are the sums of the rows.
 
     If a row would become empty, it stays unchanged, and its `left` is 0. Apart from rounding
-    errors, no outcome uses this row, because its draft token is always accepted, or because the
+    errors, no outcome uses such a row: the draft token that it judges is always accepted, or the
     path to the row is impossible."""
     behind, left = np.zeros((2, rows.num_rows))
     judged = np.flatnonzero(rows.num_before >= 0)
@@ -227,7 +228,8 @@ def subtract_drafts(
 
 
 def _entries(rows: ProposalRows, judged: IntArray) -> tuple[IntArray, IntArray, RealArray]:
-    """The E entries of all q: the index of each entry's row in `judged`, its token, and its q."""
+    """The E entries of all q, as three arrays: the index in `judged` of the row that judges the
+    entry's draft token, the entry's token, and its q."""
     token_ids, counts = [], []
     for drafted, q in zip(rows.drafted[judged].tolist(), rows.q, strict=True):
         token_ids.append((drafted,) if q is None else q.token_ids)

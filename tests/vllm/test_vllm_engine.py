@@ -140,7 +140,7 @@ def test_a_state_that_cannot_be_cut_is_refused(tmp_path: Path, make_engine: Make
         ("llama", {"kv_cache_memory_bytes": 1000}, "hold no page"),
         ("llama", {"max_model_len": MAX_MODEL_LEN + 1}, "cannot be loaded"),
         # MLA on a CPU, as the engine's test at its start finds out.
-        ("deepseek_v2", {}, "cannot run its texts in parts"),
+        ("deepseek_v2", {}, "cannot run a text in parts"),
     ],
 )
 def test_what_cannot_be_run_is_refused(
