@@ -8,6 +8,7 @@ import pytest
 import redis
 from stack import Stack, slow_stack, toy_stack
 
+from outrider.registry.redis_registry import RedisRegistry
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.redis_address import RedisAddress
 from outrider.sessions.redis_store import RedisStore
@@ -28,6 +29,15 @@ def admin(server: EmbeddedRedis) -> Iterator[redis.Redis]:
 @pytest.fixture
 async def store(server: EmbeddedRedis) -> AsyncIterator[RedisStore]:
     made = await RedisStore.connect(RedisAddress(url=server.url, key_prefix=f"{uuid.uuid4()}:"))
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def registry(server: EmbeddedRedis, admin: redis.Redis) -> AsyncIterator[RedisRegistry]:
+    """The registry of a deployment `d`. Its keys begin with `p:`, and Redis has no others."""
+    admin.flushall()
+    made = RedisRegistry(RedisAddress(url=server.url, key_prefix="p:"), "d")
     yield made
     await made.close()
 

@@ -3,7 +3,6 @@ else."""
 
 import json
 import sys
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +16,6 @@ from outrider.config import AutoscaleConfig, load_config
 from outrider.limits import REPLICA_NUMBER_MAX, REPLICAS_MAX
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import LEASE_S, ROLES, ReplicaRecord
-from outrider.sessions.embedded import EmbeddedRedis
-from outrider.sessions.redis_address import RedisAddress
 
 pytestmark = pytest.mark.xdist_group("redis")
 
@@ -32,14 +29,6 @@ HOSTILE: list[bytes | str] = [
     b"\xff\xfe\x00", "true", "[]", "{", json.dumps(CODE), "[" * 100_000,
     json.dumps({"bounds": {"target": [0, 10**9]}, "calm_s": -1}),
 ]  # fmt: skip
-
-
-@pytest.fixture
-async def registry(server: EmbeddedRedis, admin: redis.Redis) -> AsyncIterator[RedisRegistry]:
-    admin.flushall()
-    made = RedisRegistry(RedisAddress(url=server.url, key_prefix="p:"), "d")
-    yield made
-    await made.close()
 
 
 @pytest.mark.parametrize("value", HOSTILE, ids=range(len(HOSTILE)))
