@@ -48,27 +48,29 @@ def test_equals_the_modules_own_forward(family: str, device: str, make_engine: E
         assert gap(torch.cat(own), rows) <= CLOSE
 
 
+@pytest.mark.parametrize(
+    "fault", ["all forms", "wrong rows", "64 tokens in a block", "4 splits", "16 splits"]
+)
 def test_where_the_trial_fails_steps_are_not_accelerated(
-    make_engine: EngineMaker, caplog: pytest.LogCaptureFixture
+    fault: str, make_engine: EngineMaker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A kernel that cannot be compiled, or gives wrong rows, only costs speed. The trial calls the
-    kernel in every layer, because other ranks may wait for the output of each layer."""
+    """A kernel that cannot be compiled, or gives wrong rows, only costs speed. This includes forms
+    that no step of the trial has; otherwise a served step would fail. The trial calls the kernel in
+    every layer, because other ranks may wait for the output of each layer."""
     layers = set()
 
-    def broken(query: torch.Tensor, layer: LayerPages, step: TableStep) -> torch.Tensor:
+    def attend(query: torch.Tensor, layer: LayerPages, step: TableStep) -> torch.Tensor:
         layers.add(id(layer))
-        raise RuntimeError("out of resource: shared memory")
+        forms = {f"{step.form.block_tokens} tokens in a block", f"{step.form.num_splits} splits"}
+        if fault in {"all forms", *forms}:
+            raise RuntimeError("out of resource: shared memory")
+        return attend_by_tables(query, layer, step) * (2 if fault == "wrong rows" else 1)
 
-    def wrong(*arguments: Any) -> torch.Tensor:
-        return attend_by_tables(*arguments) * 2
-
-    for attention in (broken, wrong):
-        caplog.clear()
-        module = tiny("llama", "cpu")
-        library = twin(module)
-        engine = make_engine(module, backend=DeviceBackend(attention, 8))
-        assert "its steps are not accelerated" in caplog.text
-        assert gap(run(engine, "a", ids(9), 9), dense(library, ids(9))) <= CLOSE
+    module = tiny("gpt2", "cpu")
+    library = twin(module)
+    engine = make_engine(module, backend=DeviceBackend(attend, 8))
+    assert "its steps are not accelerated" in caplog.text
+    assert gap(run(engine, "a", ids(9), 9), dense(library, ids(9))) <= CLOSE
     assert len(layers) == 2
 
 
@@ -77,23 +79,3 @@ def test_a_kernel_that_fails_on_another_rank_is_not_used(make_engine: EngineMake
     for least, is_used in ((int, True), (lambda number: 0 if number == 1 else number, False)):
         engine = make_engine(tiny("llama", "cpu"), backend=backend, least=least)
         assert (engine._backend is backend) == is_used
-
-
-@pytest.mark.parametrize("form", ["64 tokens in a block", "4 splits", "16 splits"])
-def test_a_form_of_the_kernel_that_does_not_run_is_found_at_start(
-    form: str, make_engine: EngineMaker, caplog: pytest.LogCaptureFixture
-) -> None:
-    """This includes forms that no step of the trial has; otherwise a served step would fail."""
-
-    def attend(*arguments: Any) -> torch.Tensor:
-        step = arguments[2]
-        forms = {f"{step.form.block_tokens} tokens in a block", f"{step.form.num_splits} splits"}
-        if form in forms:
-            raise RuntimeError("out of resource: shared memory")
-        return attend_by_tables(*arguments)
-
-    module = tiny("gpt2", "cpu")
-    library = twin(module)
-    engine = make_engine(module, backend=DeviceBackend(attend, 8))
-    assert "its steps are not accelerated" in caplog.text
-    assert gap(run(engine, "a", ids(9), 9), dense(library, ids(9))) <= CLOSE
