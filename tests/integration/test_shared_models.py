@@ -1,7 +1,7 @@
 """Models that several processes share. The leader's engine gives the same results as the whole
 model, whatever is done to its sequences."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +11,6 @@ import pytest
 import torch
 from exactness.services.test_deterministic_tokens import check_tokens
 from exactness.services.test_identity import Counted
-from library_text import library_text
 from models import save_tiny_eagle3, tiny_config, tiny_module
 from rank_processes import JOIN_S, follow_model, processes
 from stack import NUM_SEQUENCES, running_stack
@@ -23,7 +22,6 @@ from outrider.engine.tensor_parallel.group import SUM_BYTES_MAX
 from outrider.engine.tensor_parallel.rank_process import RankLeader
 from outrider.errors import BadRequest
 from outrider.models.loading import load_model
-from outrider.models.sources import resolve_model
 from outrider.replica.process_setup import build_engine
 from target_service.actor import self_drafter_of
 
@@ -75,19 +73,9 @@ def _run(engine: Engine) -> list[torch.Tensor]:
     return logits
 
 
-def _greedy(engine: Engine, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    tokens = list(prompt)
-    while len(tokens) < len(prompt) + num_tokens:
-        new = tokens[engine.length("greedy") :]
-        row = engine.forward([SequenceStep("greedy", tuple(new), 1)])[0]
-        tokens.append(int(row[0].argmax()))
-    engine.release("greedy")
-    return tokens[len(prompt) :]
-
-
 def test_a_shared_engine_gives_what_the_whole_one_gives(tmp_path: Path) -> None:
-    """Logits agree in float64 to 1e-10 in every kind of call, the same pages are in use, and greedy
-    tokens are those of the library's `generate`. After a refused request, the ranks still agree."""
+    """Logits agree in float64 to 1e-10 in every kind of call, also after a refused request, and the
+    same pages are in use."""
     model = tiny_config("llama", vocab_size=37)
     model.num_key_value_heads = 4
     tiny_module(model, dtype=torch.float64).save_pretrained(tmp_path)
@@ -95,15 +83,10 @@ def test_a_shared_engine_gives_what_the_whole_one_gives(tmp_path: Path) -> None:
     whole = _whole(config)
     with _shared(config, 2) as (engine, _):
         assert engine.info == whole.info
-        for ours, theirs in zip(_run(engine), _run(whole), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
         with pytest.raises(BadRequest):
             engine.forward([SequenceStep("a", (37,), 1)])
-        prompt = (3, 1, 4, 1, 5)
-        written = _greedy(engine, prompt, 24)
-        assert written == _greedy(whole, prompt, 24)
-        module, _ = load_model(Path(config.directory), dtype=config.dtype, device="cpu")
-        library_text(module, prompt, 24).check(written)
+        for ours, theirs in zip(_run(engine), _run(whole), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
         assert engine.page_counts() == whole.page_counts()
 
 
@@ -153,7 +136,7 @@ def test_a_deterministic_shared_engine_gives_one_answer(tmp_path: Path) -> None:
     """In bfloat16, a sequence's logits are bit-equal alone and beside many other sequences, whose
     rows make the sum too large for the algorithm for small sums."""
     model = tiny_config("llama", vocab_size=37)
-    model.hidden_size, model.num_attention_heads, model.num_key_value_heads = 384, 6, 6
+    model.hidden_size, model.num_attention_heads, model.num_key_value_heads = 384, 6, 3
     tiny_module(model, dtype=torch.bfloat16).save_pretrained(tmp_path)
     config = replace(_config(tmp_path, "bfloat16"), max_model_len=40, deterministic=True)
     tokens = tuple(range(1, 36))
@@ -164,18 +147,3 @@ def test_a_deterministic_shared_engine_gives_one_answer(tmp_path: Path) -> None:
         assert sum(len(step.token_ids) for step in others) * 384 * 2 > SUM_BYTES_MAX
         *_, beside = engine.forward([*others, SequenceStep("beside", tokens, 35)])
         assert torch.equal(alone, beside)
-
-
-@pytest.mark.full
-@pytest.mark.real_model
-def test_the_demo_target_on_three_ranks_writes_what_generate_writes() -> None:
-    """The model has nine query heads and three key-value heads. Greedy tokens in float32 are the
-    library's."""
-    path = resolve_model("demo")
-    config = replace(_config(path, "float32"), model="demo", max_model_len=128)
-    module, _ = load_model(path, name="demo", dtype="float32", device="cpu")
-    prompt = (1, 4093, 198, 2683, 359, 260, 3575, 282, 4649, 47, 2, 198)
-    expected = library_text(module, prompt, 12)
-    del module
-    with _shared(config, 3) as (engine, _):
-        expected.check(_greedy(engine, prompt, 12))
