@@ -239,17 +239,10 @@ async def test_too_many_sessions_drop_the_one_asked_for_least_recently(
     assert [await ask(session) for session in (1, 2)] == [0, 3]
 
 
-async def test_over_another_connection_known_verdicts_come_again(setting: Replica) -> None:
-    """The first connection may have lost them."""
-    wanted = await plain_tokens(7)
-    await setting.send(ask_round(PROMPT, 0, 0, 3))
-    frames = await frames_of(setting, ask_round(wanted[:5], 4, 2, 4))
-    assert [answer.key.round for frame in frames for answer in frame] == [2, 3, 4, 5, 6]
-
-
 async def test_one_that_allows_fewer_rounds_gets_no_more_than_those(setting: Replica) -> None:
-    """A session resumed with an epoch that was given twice: its coordinator may draft in a round
-    that was run ahead for the first one, so it gets no verdict of that round."""
+    """A session resumed with an epoch that was given twice: over another connection, known verdicts
+    come again. Its coordinator may draft in a round that was run ahead for the first one, so it
+    gets no verdict of that round."""
     wanted = await plain_tokens(3)
     await setting.send(ask_round(PROMPT, 0, 0, 4))
     frames = await frames_of(setting, ask_round(PROMPT, 0, 0, 1))
