@@ -389,6 +389,22 @@ def test_requests_survive(constraint: Constraint | None) -> None:
 
 
 @pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({}, "prompt"),
+        ({"chat": pb.ChatMessages()}, "chat.messages"),
+        ({"text": "a", "rule": 17}, "rule"),
+    ],
+)
+def test_a_request_without_a_prompt_or_with_an_unknown_rule_is_refused(
+    fields: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(BadRequest) as caught:
+        request_from_proto(pb.GenerateRequest(**fields))
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
     "request_",
     [
         ResumeRequest("a" * 32),
