@@ -10,22 +10,18 @@ import grpc
 import pytest
 from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
-from rounds import Listener, make_head
+from rounds import Listener, Replica, make_head
 from toy_engine import ToyEngine
 
-from draft_service.model_drafter import ModelDrafter
-from draft_service.service import DraftService
 from outrider.config import DraftConfig, TargetConfig
 from outrider.errors import SettingError, Unavailable
 from outrider.messages import VerifyItem
 from outrider.registry.registry import ROLES, Role
-from outrider.replica.executors import ThreadExecutor
 from outrider.replica.host import ReplicaHost
 from outrider.transport.channel import PLAIN, Trust, open_channel
 from outrider.transport.codec import DRAFT, VERIFY
 from outrider.transport.grpc_link import target_link
 from outrider.transport.tls import caller_trust, internal_trust, make_authority, make_role, name_of
-from target_service.service import TargetService
 
 NOW = datetime.datetime.now(datetime.UTC)
 NO_CONNECTION = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
@@ -55,18 +51,10 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def hosted(role: Role, directory: Path) -> AsyncIterator[str]:
     """The address of a replica that is served as its actor serves it."""
     host: ReplicaHost = ReplicaHost()
-    tls = str(directory)
-    if role == "target":
-        engine = ToyEngine()
-        executor = ThreadExecutor("target", engine.take_step_seconds)
-        target = TargetService(engine, executor, max_num_seqs=4)
-        address = await host.serve(target, TargetConfig(internal_tls_dir=tls))
-    else:
-        executor = ThreadExecutor("draft", lambda: 0.0)
-        draft = DraftService(ModelDrafter(ToyEngine()), executor, max_num_seqs=4)
-        address = await host.serve(draft, DraftConfig(internal_tls_dir=tls))
+    config = TargetConfig if role == "target" else DraftConfig
+    service = Replica(role, ToyEngine()).service
     try:
-        yield address
+        yield await host.serve(service, config(internal_tls_dir=str(directory)))
     finally:
         await host.stop(1.0)
 

@@ -9,14 +9,13 @@ from typing import Any
 
 import grpc
 import pytest
-from rounds import PATIENCE_S, Listener, ask, item_message, make_head, session_name
+from rounds import PATIENCE_S, Listener, Replica, ask, item_message, make_head, session_name
 from toy_engine import ToyEngine
 
 from outrider.errors import LinkLost, Unavailable
 from outrider.grammar.constraint import Constraint
 from outrider.limits import BULK_ITEM_BYTES, GRPC_MESSAGE_BYTES_MAX
 from outrider.messages import Refused, Resync, VerdictReply, VerifyItem
-from outrider.replica.executors import ThreadExecutor
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.channel import open_channel
 from outrider.transport.codec import VERIFY
@@ -24,7 +23,6 @@ from outrider.transport.grpc_link import target_link
 from outrider.transport.server import RpcServer, ServerOptions
 from outrider.transport.stream_server import ReplicaServicer
 from outrider.v1 import target_pb2
-from target_service.service import TargetService
 
 PROMPT = (1, 2, 3)
 VERIFY_PATH = "/outrider.v1.Target/Verify"
@@ -34,9 +32,7 @@ class Target:
     """A target on a server of its own."""
 
     async def start(self, port: int = 0) -> None:
-        engine = ToyEngine()
-        executor = ThreadExecutor("target", engine.take_step_seconds)
-        self.service = TargetService(engine, executor, max_num_seqs=256)
+        self.service: Any = Replica("target", ToyEngine()).service
         api = ReplicaServicer(self.service, VERIFY).grpc_service
         self.server = RpcServer([api], ServerOptions(port=port))
         await self.server.start()
@@ -128,7 +124,7 @@ async def test_a_constraint_travels_once(target: Target) -> None:
         heard_heads.append(item.head)
         outlet.send([Refused(item.head.key, 9, "only for inspection")])
 
-    target.service.take = noting  # type: ignore[method-assign]
+    target.service.take = noting
     link = target_link(target.address)
     heard = Listener(link)
     small = Constraint.of_regex("[ab]+")
@@ -148,7 +144,7 @@ async def test_a_constraint_travels_once(target: Target) -> None:
     other = make_head(PROMPT, session=1, round_index=2, constraint=Constraint.any_object())
     await ask(link, heard, VerifyItem(other))
     assert heard_heads[-1].constraint == Constraint.any_object()
-    target.service.take = take  # type: ignore[method-assign]
+    target.service.take = take
     await link.close()
 
 
@@ -181,7 +177,8 @@ async def test_what_cannot_be_decoded_is_the_callers_fault(target: Target) -> No
     address = target.address
     async with sent_raw(address, b"\xff\xff\xff") as call:
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert "outrider.v1.VerifyRequest" in await call.details()
+        told = "message: these 3 bytes are not a outrider.v1.VerifyRequest"
+        assert await call.details() == told
     good = item_message(VERIFY, VerifyItem(make_head(PROMPT)))
     bad = item_message(VERIFY, VerifyItem(make_head(PROMPT, session=2)))
     bad.head.session_id = "XYZ"
