@@ -177,17 +177,20 @@ def tiny_drafter(target: Any, token_ids: Sequence[int], seed: int = 1) -> Any:
     return module
 
 
-def save_tiny_drafter(directory: Path, target: Path, token_ids: Sequence[int]) -> Path:
-    """Saves such a drafter for the model in `target`, and returns `directory`."""
+def save_tiny_drafter(
+    directory: Path, target: Path, token_ids: Sequence[int], drafter: Any = None
+) -> Path:
+    """Saves such a drafter for the model in `target`, by default a new one, and returns
+    `directory`."""
     module = AutoModelForCausalLM.from_pretrained(target)
-    drafter = tiny_drafter(module, token_ids)
     description = StudentDescription(
         format=FORMAT, kind="student", target="tiny",
         target_fingerprint=tensors_fingerprint(target), vocab_size=module.config.vocab_size,
         draft_vocab_size=len(token_ids),
     )  # fmt: skip
     directory.mkdir(parents=True, exist_ok=True)
-    save_student(directory, drafter, torch.tensor(token_ids), description)
+    made = drafter or tiny_drafter(module, token_ids)
+    save_student(directory, made, torch.tensor(token_ids), description)
     return directory
 
 

@@ -18,14 +18,7 @@ from outrider.engine.interface import SequenceStep
 from outrider.errors import ConfigError, SettingError
 from outrider.models.fingerprint import PICKLED_FILE, tensors_fingerprint
 from outrider.models.loading import WEIGHTS_FILE
-from outrider.models.student import (
-    DESCRIPTION_FILE,
-    FORMAT,
-    StudentDescription,
-    as_stored,
-    load_student,
-    save_student,
-)
+from outrider.models.student import DESCRIPTION_FILE, as_stored, load_student
 from outrider.replica.process_setup import build_engine
 
 TOKEN_IDS = (1, 4, 5, 9, 20, 21, 31)
@@ -72,12 +65,7 @@ def test_the_routers_biases_are_kept(tmp_path: Path) -> None:
     made = tiny_drafter(target, TOKEN_IDS)
     bias = made.model.layers[0].mlp.gate.e_score_correction_bias
     bias.copy_(torch.arange(len(bias)))
-    description = StudentDescription(
-        format=FORMAT, kind="student", target="tiny",
-        target_fingerprint=tensors_fingerprint(place), vocab_size=config.vocab_size,
-        draft_vocab_size=len(TOKEN_IDS),
-    )  # fmt: skip
-    save_student(tmp_path, made, torch.tensor(TOKEN_IDS), description)
+    save_tiny_drafter(tmp_path, place, TOKEN_IDS, made)
     for expected in (bias, torch.zeros_like(bias)):
         module: Any = load(tmp_path, place)[0]
         assert torch.equal(module.model.layers[0].mlp.gate.e_score_correction_bias, expected)
