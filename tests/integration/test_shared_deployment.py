@@ -100,10 +100,6 @@ async def _greedy(deployment: Deployment, num_draft_tokens: int) -> tuple[int, .
     return tuple(completion.token_ids)
 
 
-def _runs(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
-
-
 async def test_shared_models_write_what_the_whole_target_writes(
     shared: Deployment, models: Path
 ) -> None:
@@ -216,6 +212,7 @@ async def test_a_replica_that_any_rank_leaves_is_replaced(shared: Deployment) ->
     serving, other = before.places
     os.kill(other.pid, signal.SIGKILL)
     assert len(await _greedy(shared, 4)) == NUM_TOKENS
-    await until(lambda: not _runs(serving.pid) and shared.overview.addresses("target"), END_S)
+    running = Path(f"/proc/{serving.pid}")
+    await until(lambda: not running.exists() and shared.overview.addresses("target"), END_S)
     assert shared.overview.of("target")[0].name != before.name
     assert shared.overview.hopeless is None
