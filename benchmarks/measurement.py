@@ -1,7 +1,7 @@
 """Measures several *sides*, such as decoding with and without drafts, with the same prompts.
 
-A machine's load, clock rates and temperature drift over minutes. So the sides take turns, prompt by
-prompt, in reversed order for every second prompt.
+A machine's load, clock rates and temperature drift over minutes. So the sides take turns, each with
+one prompt or with half of the prompts (`_blocks`). The next time, they come in reversed order.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Completion:
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     chunk_s: Sequence[float] = ()
-    """Seconds from sending the request to each chunk with tokens; for a library, to the first
-    chunk."""
+    """Seconds from sending the request to each chunk with tokens. If another library decodes in
+    this benchmark, only the time to the first token."""
     prompt_tokens: int = 0
     counted_tokens: int = 0
     """Number of tokens of an answer by HTTP, whose token ids are not known."""
@@ -204,9 +204,10 @@ async def _warm_up(contestant: Contestant) -> None:
 
 def _blocks(num_prompts: int, concurrency: int) -> list[range]:
     """The indices of the prompts of each turn. With one request at a time, a turn has one prompt.
-    With several requests at a time, a turn has every second prompt. Turns are that long, because at
-    the end of a turn fewer than `concurrency` requests run. There are two turns, because each side
-    must come first once: a side that comes later finds beginnings of prompts cached."""
+    With several requests at a time, a turn has every second prompt, so each side has two turns:
+    few and long turns, because at the end of a turn fewer than `concurrency` requests run, but not
+    one, because each side must come first once. A side that comes later finds beginnings of prompts
+    cached."""
     if concurrency == 1:
         return [range(index, index + 1) for index in range(num_prompts)]
     return [range(turn, num_prompts, 2) for turn in range(min(2, num_prompts))]

@@ -1,6 +1,6 @@
-"""OpenAI's `POST /v1/responses`. A body makes the request of a chat completion with the same
-meaning. The answer has OpenAI's items. A streamed answer has OpenAI's events. Responses are not
-stored."""
+"""OpenAI's `POST /v1/responses`. A body is translated into the request of a chat completion with
+the same meaning. The answer has OpenAI's items. A streamed answer has OpenAI's events. Responses
+are not stored."""
 
 from __future__ import annotations
 
@@ -202,7 +202,8 @@ class ResponsesBody(ConversationBody):
     """Whether the answer may call a tool, must call any tool, or must call the named tool."""
 
     def translate(self) -> TranslatedBody:
-        """Makes the requests of a chat completion with the same meaning. Raises `BadRequest`."""
+        """Translates the body into the requests of a chat completion with the same meaning. Raises
+        `BadRequest`."""
         # If `_turns` drops all items, the coordinator takes the prompt for an empty list of token
         # ids, and its error names `token_ids`.
         names = dict.fromkeys(("chat", "chat.messages", "token_ids"), "input")

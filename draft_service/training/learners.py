@@ -73,13 +73,13 @@ class Learner:
     taps: tuple[int, ...] = ()
     """Layers of the target, counted from 0. The drafter reads the inputs of these layers."""
     num_depths: int | None = None
-    """Number of tokens that one step of the trained drafter drafts. None = a step drafts one token,
-    and the next step reads this token to continue the chain."""
+    """Number of tokens of the chains that `draft` returns. None = one token, so acceptance is
+    measured as if consecutive tokens of the text were a chain."""
     stored_form: ClassVar[str]
     """The sentences of the model card about the stored weights."""
     key: object
-    """Part of the name of the folder that keeps the training's progress. Drafters of the same kind,
-    target and texts differ in it."""
+    """Part of the name of the folder that keeps the training's progress. The key distinguishes
+    drafters of the same kind, target and texts."""
     module: Any
     weights: dict[str, nn.Parameter]
     """The weights to train."""

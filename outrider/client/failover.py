@@ -254,7 +254,7 @@ class Tries:
         """Whether a coordinator in `_tried` answered that it cannot serve now. A later try may then
         succeed."""
         self._num_waits = 0
-        """Number of waits since the last token for coordinators that did not answer."""
+        """Number of waits after a coordinator did not answer, since the last token."""
         self._stayed = False
         """Whether the latest try repeats the try before it at the same coordinator."""
 

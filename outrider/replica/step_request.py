@@ -43,7 +43,8 @@ class Answers(NamedTuple):
     more: bool
     """Whether more answers follow later. The item then stays in the queue."""
     waited_for: bool = False
-    """Whether the caller waits for later answers. If not, the session's next item replaces this."""
+    """Whether the caller waits for later answers. If not, the session's next item replaces this
+    item."""
 
 
 class StepFigures:
@@ -106,11 +107,12 @@ class StepRequest:
     """An item that waits for a step, and the connections that want its answer."""
 
     on_done: Callable[[StepRequest, Any], None] | None = None
-    """Called after the answer was sent, with the answer; None = the request was dropped."""
+    """Called with this request and its answer after the answer was sent. The answer is None if the
+    request ends without one."""
     follow: Callable[[Any, float], Any] | None = None
-    """Called on the executor's thread with the item's answer and the time of the step, s. Returns
-    the item of the session's next round, or None if the answer must be sent first. None if the next
-    round must be asked for."""
+    """Called on the executor's thread with the item's answer and the duration of the step, s.
+    Returns the item of the session's next round, or None if the answer must be sent first. There
+    is no such function if the coordinator must ask for the next round."""
     held_s: float = 0.0
     """How long the answer may wait for others, so that one message carries all of them, s."""
     cancelled: bool = False

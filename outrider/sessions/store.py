@@ -64,9 +64,9 @@ class Append:
     logprobs: str = ""
     """JSON lines for these tokens if the request asked for log-probabilities."""
     more_follow: bool = False
-    """Whether later appends have further tokens that the store has held before. If the store has
-    lost the owner's take-over, the owner sends all tokens again, and readers get the old tokens
-    until an append with `more_follow` false."""
+    """Whether the owner will send further tokens that the store has held before. This matters if
+    the store has lost the owner's take-over and the owner sends all tokens again. Readers then get
+    the old tokens until an append with `more_follow` false."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +163,9 @@ class SessionStore(Protocol):
 
     async def hold_lease(self, owner: str) -> Mapping[str, bool]:
         """Renews the owner's lease. While the lease lasts, no other owner can take over a session
-        of this owner. Returns the ids of sessions that others have tried to take over since the
-        last call. The value says whether the owner should cancel the session. The owner should
-        release the sessions that it does not run."""
+        of this owner. Returns the sessions that others have tried to take over since the last
+        call: id -> whether the owner should cancel the session. The owner should release the
+        sessions that it does not run."""
 
     async def end_lease(self, owner: str) -> None:
         """Ends the owner's lease, so that others may take over the owner's sessions at once."""
