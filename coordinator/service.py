@@ -102,7 +102,7 @@ class CoordinatorService:
         `link(role, address)` are given, the coordinator uses the registry's replicas instead, and
         the metrics include the numbers of replicas.
 
-        `fallback` proposes while no draft replica answers, or if there are no draft replicas.
+        `fallback` is a look-up. It proposes if it is the drafter, or if the model has no proposal.
         `random_bits(n)` returns n random bits, for session ids. If no seed is configured, the
         function also returns the seeds of requests."""
         self.config = config
