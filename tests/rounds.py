@@ -1,7 +1,7 @@
 """Messages for tests of the services, and a minimal coordinator that runs rounds."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -30,7 +30,7 @@ from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.tokens import TokenSequence
 from outrider.transport.codec import Codec
-from outrider.transport.link import Link, MemoryLink, ReplicaService
+from outrider.transport.link import Link, MemoryLink, ReplicaService, deliver_soon
 from target_service.service import TargetService
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -97,8 +97,10 @@ def make_head(
 class SeverableLink(MemoryLink):
     """A stream in one process that tests can break."""
 
-    def __init__(self, service: ReplicaService) -> None:
-        super().__init__(service)
+    def __init__(
+        self, service: ReplicaService, deliver: Callable[[Callable[[], None]], None] = deliver_soon
+    ) -> None:
+        super().__init__(service, deliver)
         self._unreachable: Exception | None = None
 
     def trouble(self) -> str:
