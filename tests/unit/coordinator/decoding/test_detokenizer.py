@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 from coordinator_bench import Letters
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from coordinator.decoding.detokenizer import Completion
@@ -32,48 +32,12 @@ def test_a_stop_token_ends_the_text_as_eos_does_and_is_named(end: int, told: int
     assert (answer.stop_token_id, answer.stop_string) == (told, None)
 
 
-@pytest.mark.parametrize("cut", [1, 2, 3, 6])
-@pytest.mark.parametrize(
-    ("text", "stop", "shown"),
-    [
-        ("abcabcd", ("bc",), "abca"),  # Complete by then, so it is text.
-        ("aabcd", ("abc",), "a"),  # Begun by then, and complete after it.
-        ("abcd", ("bc", "cbd"), "abcd"),
-        ("cabda", ("ab", "cabz"), "cabda"),  # Within text that is held back for another one.
-        ("ab", ("b",), "ab"),
-    ],
-)
-def test_only_stop_strings_that_are_completed_after_min_tokens_count(
-    text: str, stop: tuple[str, ...], shown: str, cut: int
-) -> None:
-    answer, found, reason = completion(stop=stop, min_tokens=3), "", None
-    for at in range(0, len(text), cut):
-        if reason is None:
-            piece = answer.push(ids(text)[at : at + cut])
-            found, reason = found + piece.text, piece.finish_reason
-    assert (found if reason else found + answer.finish()) == shown
-    assert (reason is None) == (shown == text)
-
-
 def test_no_token_ends_the_text_before_min_tokens() -> None:
     answer = completion(min_tokens=2, stop_token_ids=(5,))
     piece = answer.push([5, EOS, 5])
     assert (piece.num_tokens, piece.finish_reason, answer.stop_token_id) == (
         3, FinishReason.STOP, 5,
     )  # fmt: skip
-
-
-def test_max_tokens_ends_the_completion_and_shows_what_was_held_back() -> None:
-    piece = completion(stop=("cz",), max_tokens=3, lag=1).push(ids("abcd"))
-    assert (piece.num_tokens, piece.text) == (3, "abc")
-    assert piece.finish_reason is FinishReason.LENGTH
-
-
-def test_a_stop_string_completed_by_the_last_allowed_token_is_a_stop() -> None:
-    answer = completion(stop=("cd", "bc"), max_tokens=3, lag=1)
-    piece = answer.push(ids("abcd"))
-    assert (piece.num_tokens, piece.text) == (3, "a")
-    assert (piece.finish_reason, answer.stop_string) == (FinishReason.STOP, "bc")
 
 
 def test_without_a_tokenizer_there_is_no_text_but_eos_and_length_still_end_it() -> None:
@@ -83,31 +47,45 @@ def test_without_a_tokenizer_there_is_no_text_but_eos_and_length_still_end_it() 
     assert answer.stop_string is None
 
 
+@settings(max_examples=500)
+@example("cabda", ["ab", "cabz"], [1] * 6, 0, 3, 9)  # Within text that is held for another one.
 @given(
-    text=st.text("abc", max_size=30),
-    stop=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
+    text=st.text("ab", max_size=20),
+    stop=st.lists(st.text("ab", min_size=1, max_size=5), max_size=3),
     cuts=st.lists(st.integers(1, 5), min_size=40, max_size=40),
     lag=st.integers(0, 2),
+    min_tokens=st.integers(0, 8),
+    max_tokens=st.integers(1, 20),
 )
-def test_text_is_what_precedes_the_first_stop_string_however_it_arrives(
-    text: str, stop: list[str], cuts: list[int], lag: int
+def test_text_ends_at_the_first_stop_string_or_max_tokens_however_it_arrives(
+    text: str, stop: list[str], cuts: list[int], lag: int, min_tokens: int, max_tokens: int
 ) -> None:
-    answer = completion(stop=tuple(stop), lag=lag)
-    shown, ended = "", False
+    answer = completion(tuple(stop), max_tokens, lag, min_tokens=min_tokens)
+    shown, num_tokens, reason = "", 0, None
     tokens, rounds = iter(ids(text)), iter(cuts)
-    while not ended and (chunk := list(itertools.islice(tokens, next(rounds)))):
+    while reason is None and (chunk := list(itertools.islice(tokens, next(rounds)))):
         piece = answer.push(chunk)
-        shown += piece.text
-        ended = piece.finish_reason is not None
-    if not ended:
+        shown, num_tokens = shown + piece.text, num_tokens + piece.num_tokens
+        reason = piece.finish_reason
+    if reason is None:
         shown += answer.finish()
-    assert shown == _expected(text, stop, lag)
+    expected = _expected(text[:max_tokens], stop, lag, min_tokens)
+    assert (shown, answer.stop_string, num_tokens) == expected
+    is_too_long = answer.stop_string is None and len(text) >= max_tokens
+    assert (reason is FinishReason.LENGTH) == is_too_long
 
 
-def _expected(text: str, stop: list[str], lag: int) -> str:
-    """The text to show. Letters become text one by one, the last `lag` of them together."""
-    for end in [*range(max(0, len(text) - lag) + 1), len(text)]:
-        starts = [at for s in stop if (at := text[:end].find(s)) >= 0]
-        if starts:
-            return text[: min(starts)]
-    return text
+def _expected(text: str, stop: list[str], lag: int, min_tokens: int) -> tuple[str, str | None, int]:
+    """The text to show, the stop string that ends it, and the number of tokens. Letters become text
+    one by one, the last `lag` of them together. Strings that are complete by `min_tokens` tokens
+    are text."""
+    ends = [(num, max(0, num - lag)) for num in range(len(text) + 1)] + [(len(text), len(text))]
+    for (_, before), (num_tokens, end) in itertools.pairwise(ends):
+        found = [
+            (at, one) for one in stop
+            if (at := text.find(one, max(0, before + 1 - len(one)), end)) >= 0
+        ]  # fmt: skip
+        if found and num_tokens > min_tokens:
+            first, stop_string = min(found)
+            return text[:first], stop_string, num_tokens
+    return text, None, len(text)
