@@ -137,12 +137,6 @@ def test_choices_of_several_prompts() -> None:
     assert ["metrics" in chunk for chunk in chunks] == [False] * 7 + [True]
 
 
-@pytest.mark.parametrize("reason", [FinishReason.DEADLINE, FinishReason.CANCELLED])
-def test_an_answer_that_was_cut_off_says_by_what(reason: FinishReason) -> None:
-    (choice,) = whole([*ONE[:-1], (0, finished(reason))])["choices"]
-    assert (choice["finish_reason"], choice["stop_reason"]) == ("length", str(reason))
-
-
 @pytest.mark.parametrize(("stop", "token_id"), [("x", None), (None, 0), (None, None)])
 def test_an_answer_that_a_stop_ended_names_it(stop: str | None, token_id: int | None) -> None:
     events = [*ONE[:-1], (0, replace(finished(stop=stop), stop_token_id=token_id))]

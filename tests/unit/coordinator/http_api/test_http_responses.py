@@ -92,10 +92,6 @@ CALLED = {
             },
         ),
         (
-            {"tools": [FLAT], "chat_template_kwargs": {"enable_thinking": False}},
-            {"tools": [NESTED], "chat_template_kwargs": {"enable_thinking": False}},
-        ),
-        (
             {"tools": [FLAT], "tool_choice": "required", "parallel_tool_calls": False},
             {"tools": [NESTED], "tool_choice": "required", "parallel_tool_calls": False},
         ),
@@ -133,6 +129,7 @@ CALLED = {
             {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
         ),
         ({"include": [LOGPROBS]}, {"logprobs": True}),
+        ({"chat_template_kwargs": {"a": 1}}, {"chat_template_kwargs": {"a": 1}}),
         ({"top_logprobs": 3}, {"logprobs": True, "top_logprobs": 3}),
         (
             {"seed": 3, "top_k": 4, "stop": "x", "speculation": {"num_draft_tokens": 2}},
@@ -286,31 +283,11 @@ def told(stream: str) -> list[dict[str, Any]]:
     return found
 
 
-NAMES = [
-    "created", "in_progress", "output_item.added", "content_part.added", "output_text.delta",
-    "output_text.delta", "output_text.done", "content_part.done", "output_item.done", "completed",
-]  # fmt: skip
-
-
-async def test_a_streamed_response() -> None:
-    events = told((await answered(TOKENS, MORE, FINISHED, stream=True)).text)
-    assert [event["type"].removeprefix("response.") for event in events] == NAMES
-    assert [event["delta"] for event in events[4:6]] == ["a", "bc"]
-    assert {event["item_id"] for event in events if "item_id" in event} == {f"msg_{ID}_0"}
-    assert events[0]["response"]["output"] == []
-    assert events[2]["item"]["content"] == []
-    assert events[3]["part"] == part("")
-    assert (events[6]["text"], events[7]["part"]) == ("abc", part("abc"))
-    whole = (await answered(TOKENS, MORE, FINISHED)).json()
-    assert events[-1]["response"] | {"created_at": 0, "completed_at": 0} == whole | {
-        "created_at": 0, "completed_at": 0
-    }  # fmt: skip
-    assert events[-2]["item"] == whole["output"][0]
-
-
 async def test_an_error_behind_the_first_token_is_a_failed_response() -> None:
     *events, last = told((await answered(TOKENS, Unavailable("gone"), stream=True)).text)
-    assert [event["type"] for event in events] == [f"response.{name}" for name in NAMES[:5]]
+    assert [event["type"].removeprefix("response.") for event in events] == [
+        *STEPS[:4], "output_text.delta"
+    ]  # fmt: skip
     response = last["response"]
     assert (last["type"], response["status"]) == ("response.failed", "failed")
     assert (response["error"]["code"], response["error"]["message"]) == ("server_error", "gone")
@@ -346,15 +323,16 @@ TEXTS = (
     ' 1}}</tool_call><tool_call>{"name": "weather"}', "</tool_call>",
 )  # fmt: skip
 STEPS = [
-    "output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done",
-    "content_part.done", "output_item.done",
+    "created", "in_progress", "output_item.added", "content_part.added",
+    "reasoning_text.delta", "reasoning_text.done", "content_part.done", "output_item.done",
     "output_item.added", "content_part.added", "output_text.delta", "output_text.delta",
     "output_text.done", "content_part.done", "output_item.done",
     "output_item.added", "function_call_arguments.delta", "function_call_arguments.delta",
     "function_call_arguments.done", "output_item.done",
     "output_item.added", "function_call_arguments.delta", "function_call_arguments.done",
-    "output_item.done",
+    "output_item.done", "completed",
 ]  # fmt: skip
+NO_TIMES = {"created_at": 0, "completed_at": 0}
 
 
 async def test_reasoning_and_calls_are_items_of_their_own() -> None:
@@ -375,13 +353,22 @@ async def test_reasoning_and_calls_are_items_of_their_own() -> None:
     ]  # fmt: skip
     assert len({one["id"] for one in whole["output"]} | {one["call_id"] for one in calls}) == 6
     assert (whole["tools"], whole["tool_choice"]) == ([FLAT], "auto")
-    _, _, *events, last = told((await answered(*texts, FINISHED, stream=True, **fields)).text)
+    events = told((await answered(*texts, FINISHED, stream=True, **fields)).text)
     assert [event["type"].removeprefix("response.") for event in events] == STEPS
-    assert last["response"]["output"] == whole["output"]
+    assert events[0]["response"]["output"] == []
+    assert events[-1]["response"] | NO_TIMES == whole | NO_TIMES
     assert [one["item"] for one in events if "item.done" in one["type"]] == whole["output"]
     grown = ["", "", "", ""]
-    for event in events:
-        grown[event["output_index"]] += event.get("delta", "")
+    for event in events[2:-1]:
+        place, part_of = event["output_index"], event.get("part", {})
+        grown[place] += event.get("delta", "")
+        item = whole["output"][place]
+        assert event.get("item_id", item["id"]) == item["id"]
+        assert event.get("text", part_of.get("text", grown[place])) == grown[place]
+        if event["type"].endswith("item.added"):
+            assert event["item"].get("content", event["item"].get("arguments")) in ([], "")
+        if event["type"].endswith("part.done"):
+            assert [part_of] == item["content"]
     assert grown == ["hm", "I look.", '{"a": 1}', "{}"]
 
 
