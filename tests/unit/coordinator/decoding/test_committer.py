@@ -35,17 +35,12 @@ class UnreliableStore(ScriptStore):
         super().__init__(lambda: asyncio.get_running_loop().time() * 1000)
         self.down = False
         self.fails: Callable[[], str] = lambda: ""
-        """How appends and ends fail: 'request' = not carried out, 'answer' = carried out, but the
-        answer is lost."""
+        """How calls fail: 'request' = not carried out, 'answer' = carried out, but the answer is
+        lost."""
         self.appends: list[Sequence[Append]] = []
         self.append_times: list[float] = []
         self.num_renewals = 0
         self.num_finishes = 0
-
-    async def _reach(self) -> None:
-        await asyncio.sleep(LATENCY_S)
-        if self.down:
-            raise StoreUnavailable("down")
 
     async def _through(self, call: Callable[[], Awaitable[Any]]) -> Any:
         await asyncio.sleep(LATENCY_S)
@@ -64,12 +59,10 @@ class UnreliableStore(ScriptStore):
 
     async def hold_lease(self, owner: str) -> Mapping[str, bool]:
         self.num_renewals += 1
-        await self._reach()
-        return await ScriptStore.hold_lease(self, owner)
+        return await self._through(lambda: ScriptStore.hold_lease(self, owner))
 
     async def end_lease(self, owner: str) -> None:
-        await self._reach()
-        await ScriptStore.end_lease(self, owner)
+        await self._through(lambda: ScriptStore.end_lease(self, owner))
 
     async def finish(self, finish: Finish) -> int:
         self.num_finishes += 1

@@ -46,7 +46,7 @@ from outrider.messages import PositionLogprobs
 from outrider.request import Event, ResumeRequest, Started, Tokens
 from outrider.sessions.store import Counters, FinishReason, SessionRecord, released
 from outrider.speculation.accept_reject import Origin
-from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.speculation.sampling_params import Rule
 from outrider.tokens import EMPTY_DIGEST, TokenSequence
 
 pytestmark = pytest.mark.virtual
@@ -489,21 +489,9 @@ async def test_a_session_that_cannot_begin_is_recorded_as_cancelled(
 
 
 PARAMETERS = GenerationParameters(
-    prompt=(1, 2),
-    sampling=SamplingParams(temperature=0.7, top_k=3, logit_bias=((5, -1.5), (7, 2.0))),
-    max_tokens=6,
-    stop=("cd",),
-    ignore_eos=True,
-    seed=2**64 - 1,
-    rule=Rule.BLOCK,
-    num_draft_tokens=3,
-    deadline_ms=1000,
-    logprobs=2,
-    include_rounds=True,
-    draft_deadline_ms=20,
-)
-
-
+    prompt=(1, 2), max_tokens=6, stop=("cd",), seed=7, rule=Rule.BLOCK, num_draft_tokens=3,
+    deadline_ms=1000, logprobs=2,
+)  # fmt: skip
 RECORD = replace(
     new_session(prompt_ids=PARAMETERS.prompt),
     parameters=PARAMETERS.to_json(),

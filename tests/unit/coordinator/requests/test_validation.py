@@ -169,8 +169,14 @@ def test_roles_are_names() -> None:
 
 def test_parameters_are_stored_and_read_again() -> None:
     for constraint in (None, Constraint.any_object(), Constraint.of_choices(["x", "é"])):
-        sampling = SamplingParams(stop_token_ids=(3,), min_tokens=0 if constraint else 2)
-        parameters = checked(constraint=constraint, seed=2**64 - 1, stop=("a",), sampling=sampling)
+        sampling = SamplingParams(
+            0.7, top_k=3, logit_bias=((5, -1.5), (7, 2.0)), stop_token_ids=(3,),
+            min_tokens=0 if constraint else 2,
+        )  # fmt: skip
+        parameters = checked(
+            constraint=constraint, seed=2**64 - 1, stop=("a",), sampling=sampling, ignore_eos=True,
+            rule=Rule.BLOCK, include_rounds=True, draft_deadline_ms=20, logprobs=2,
+        )  # fmt: skip
         assert parameters.constraint == constraint
         assert GenerationParameters.from_json(parameters.to_json(), PROMPT) == parameters
     values = json.loads(checked().to_json())
