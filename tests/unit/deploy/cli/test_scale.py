@@ -181,28 +181,24 @@ def test_what_is_wanted_is_said_to_the_reconciler_and_printed(fleet: Fleet) -> N
     assert err.startswith("note: autoscaling may change the number of targets (1 to 3);")
 
 
-def test_settings_name_a_deployment_elsewhere(fleet: Fleet, tmp_path: Path) -> None:
-    """The token of the deployment on this machine is sent to no other cluster."""
-    token = tmp_path / "ray.token"
+def test_flags_and_settings_name_a_deployment_elsewhere(fleet: Fleet, tmp_path: Path) -> None:
+    """An address is never ignored. It may be that of the deployment on this machine, or the setting
+    that started it. The token of this deployment is sent to no other cluster."""
+    token, file = tmp_path / "ray.token", tmp_path / "outrider.yaml"
     token.write_text(secrets.token_hex(32))
-    run_here(state_directory(os.environ), record(ray_token=str(token)))
-    file = tmp_path / "outrider.yaml"
     file.write_text("address: far:1\ndeployment_name: there\nengine: 'emulated:vocab_size=7'\n")
-    assert main(["scale", "draft=3", "--config", str(file)]) == 0
-    assert main(["scale", "draft=3", "--deployment-name", "d"]) == 0
-    assert fleet.opened == [("far:1", "outrider-there", None), (RAY, "outrider-d", token)]
-
-
-def test_a_given_address_is_never_ignored(fleet: Fleet) -> None:
-    """It may be that of the deployment on this machine, or the setting that started it."""
-    run_here(state_directory(os.environ), record(settings={"address": "auto"}))
+    runs = record(ray_token=str(token), settings={"address": "auto"})
+    run_here(state_directory(os.environ), runs)
     _, err = fleet.run("scale", "draft=3", "--address", "far:1", code=1)
     assert "no deployment of this machine is on the Ray cluster at far:1; name one" in err
     assert (fleet.opened, fleet.wants) == ([], [])
-    for words in (["far:1", "--deployment-name", "d"], [RAY], ["auto"]):
-        fleet.run("scale", "draft=3", "--address", *words)
-    here = (RAY, "outrider-d", None)
-    assert fleet.opened == [("far:1", "outrider-d", None), here, here]
+    named = ("--deployment-name", "d")
+    for words in (("--config", str(file)), ("--address", "far:1", *named)):
+        fleet.run("scale", "draft=3", *words)
+    assert fleet.opened == [("far:1", "outrider-there", None), ("far:1", "outrider-d", None)]
+    for words in (named, ("--address", RAY), ("--address", "auto")):
+        fleet.run("scale", "draft=3", *words)
+    assert fleet.opened[2:] == 3 * [(RAY, "outrider-d", token)]
 
 
 def test_a_wait_ends_as_soon_as_there_are_as_many(fleet: Fleet) -> None:
