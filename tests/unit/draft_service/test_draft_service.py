@@ -1,6 +1,7 @@
 """The draft service in process: proposals, batches, and what is not drafted."""
 
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import pytest
 from rounds import GREEDY, Replica, make_head, session_name
@@ -17,8 +18,8 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 PROMPT = (1, 2, 3)
 
 
-def draft_over(engine: ToyEngine | None = None) -> Replica:
-    return Replica("draft", engine or ToyEngine(salt=2))
+def draft_over(engine: ToyEngine | None = None, **options: Any) -> Replica:
+    return Replica("draft", engine or ToyEngine(salt=2, max_model_len=256), **options)
 
 
 @pytest.fixture

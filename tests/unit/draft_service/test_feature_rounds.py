@@ -301,35 +301,36 @@ async def test_features_that_cannot_be_are_refused(features: Features, name: str
         assert replies[2].proposal == expected
 
 
-def interrupted(pair: Pair, text: Sequence[int]) -> DraftItem:
-    """An item whose draft is unfinished: the step ended because another session's time was over."""
+def interrupted(pair: Pair, text: Sequence[int]) -> tuple[DraftItem, list[int]]:
+    """An item whose draft is unfinished, as the step ended because another session's time was over,
+    and its text with what is drafted."""
     first = pair.item(text, pair.features(text, 0))
     times = iter([0.0] * 3)
     hasty = replace(
         pair.item(text, pair.features(text, 0), 2, session=2),
         deadline=DraftDeadline(1.0, lambda: next(times, 2.0)),
     )
-    assert pair.draft.service._worker.step([first, hasty])[0] is Unfinished.CONTINUES
-    return first
+    worker, name = pair.draft.service._worker, first.head.session_id
+    assert worker.step([first, hasty])[0] is Unfinished.CONTINUES
+    drafted = [*text, *worker._unfinished[name].draft.token_ids]
+    assert pair.draft.engine.length(name) == len(drafted) - 1
+    return first, drafted
 
 
 async def test_an_unfinished_draft_goes_on_and_holds_no_guesses() -> None:
     async with running() as pair:
         expected = (await pair.propose(PROMPT, pair.features(PROMPT, 0), session=9)).proposal
-        [found] = pair.draft.service._worker.step([interrupted(pair, PROMPT)])
+        first, _ = interrupted(pair, PROMPT)
+        [found] = pair.draft.service._worker.step([first])
         assert (found.proposal, found.cached_length) == (expected, len(PROMPT))
 
 
 async def test_a_draft_that_is_given_up_leaves_no_slots_of_its_guesses() -> None:
     async with running() as pair:
-        worker, text = pair.draft.service._worker, list(PROMPT)
-        first = interrupted(pair, text)
-        name = first.head.session_id
-        text += worker._unfinished[name].draft.token_ids
-        assert pair.draft.engine.length(name) == len(text) - 1
+        _, text = interrupted(pair, PROMPT)
         pair.held[1] = len(PROMPT)
-        features = pair.features([*text, 0], len(PROMPT) - 1)
-        [found] = worker.step([pair.item([*text, 0], features, round_index=1)])
+        again = pair.item([*text, 0], pair.features([*text, 0], len(PROMPT) - 1), round_index=1)
+        [found] = pair.draft.service._worker.step([again])
         assert isinstance(found, ProposalReply), found
         assert len(found.proposal) == 3
 
@@ -338,11 +339,10 @@ async def test_a_stream_that_breaks_leaves_no_page_of_guesses() -> None:
     """The unfinished draft of a head fills a page from hidden states that it guessed. Another
     session with these tokens must not begin on that page."""
     async with running() as pair:
-        worker, text = pair.draft.service._worker, [*PROMPT, *PROMPT][: PAGE_SIZE - 1]
-        first = interrupted(pair, text)
+        worker = pair.draft.service._worker
+        first, text = interrupted(pair, [*PROMPT, *PROMPT][: PAGE_SIZE - 1])
         name = first.head.session_id
-        text += worker._unfinished[name].draft.token_ids
-        assert pair.draft.engine.length(name) == len(text) - 1 >= PAGE_SIZE
+        assert pair.draft.engine.length(name) >= PAGE_SIZE
         worker.park([name])
         assert name not in worker._unfinished
         assert pair.draft.engine.page_counts().num_evictable == 0

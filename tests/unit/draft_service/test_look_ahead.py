@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from rounds import GREEDY, Replica, make_head, session_name
-from test_draft_service import expected_proposal
+from test_draft_service import draft_over, expected_proposal
 from toy_engine import ToyEngine
 
 from outrider.engine.interface import SequenceStep
@@ -21,10 +21,6 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 
 PROMPT = (1, 2, 3)
 PLAIN = SamplingParams(temperature=0.9)
-
-
-def draft_over(engine: ToyEngine | None = None, **options: Any) -> Replica:
-    return Replica("draft", engine or ToyEngine(salt=2, max_model_len=256), **options)
 
 
 def item(
@@ -158,28 +154,22 @@ async def test_how_far_a_late_outcome_is_drafted_says_nothing_of_its_tokens() ->
 
 
 @pytest.mark.virtual
-async def test_a_step_corrects_what_steps_cost_unless_its_answer_was_known() -> None:
-    """Steps take 10 ms where 20 were predicted; a step that is answered at once runs no round."""
-    draft = draft_over(step_s=0.010, costs=StepCosts((1, 64), (0.020, 0.020)))
-    budget = draft.service._proposer._budget
-    _, *pushed = await draft.send(item(PROMPT))
-    weight = CORRECTION_WEIGHT
-    assert budget._corrections == {False: pytest.approx(1 - 0.5 * weight), True: 1.0}
-    learned, chosen = budget._corrections.copy(), pushed[1]
-    committed = (*PROMPT, *chosen.assumed)
-    known, *_ = await draft.send(item(committed, chosen.cached_length, round_index=1))
-    assert known.proposal == chosen.proposal
-    assert budget._corrections == learned
-    await draft.close()
-
-
-@pytest.mark.virtual
-async def test_without_look_ahead_a_step_is_foretold_by_its_passes() -> None:
-    draft = draft_over(step_s=0.030, costs=StepCosts((1, 64), (0.020, 0.020)))
-    await draft.send(item(PROMPT, look_ahead=0))
-    corrections = draft.service._proposer._budget._corrections
-    assert corrections == {False: pytest.approx(1 - 0.5 * CORRECTION_WEIGHT), True: 1.0}
-    await draft.close()
+async def test_a_step_corrects_what_its_passes_cost_unless_its_answer_was_known() -> None:
+    """Passes take 10 ms where 20 were predicted. Without look-ahead a step has three of them, and a
+    step that is answered at once has none."""
+    costs = StepCosts((1, 64), (0.020, 0.020))
+    learned = {False: pytest.approx(1 - 0.5 * CORRECTION_WEIGHT), True: 1.0}
+    async with draft_over(step_s=0.030, costs=costs) as draft:
+        await draft.send(item(PROMPT, look_ahead=0))
+        assert draft.service._proposer._budget._corrections == learned
+    async with draft_over(step_s=0.010, costs=costs) as draft:
+        _, *pushed = await draft.send(item(PROMPT))
+        budget, chosen = draft.service._proposer._budget, pushed[1]
+        assert budget._corrections == learned
+        learned, committed = budget._corrections.copy(), (*PROMPT, *chosen.assumed)
+        known, *_ = await draft.send(item(committed, chosen.cached_length, round_index=1))
+        assert known.proposal == chosen.proposal
+        assert budget._corrections == learned
 
 
 async def test_a_round_may_want_fewer_tokens_than_were_drafted_for_it(draft: Replica) -> None:

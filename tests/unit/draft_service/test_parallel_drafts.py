@@ -15,7 +15,8 @@ import torch
 from models import MAX_MODEL_LEN, save_tiny_model, tiny_config, tiny_module, twin
 from paged_engines import VOCAB, checked_engines, dense, ids
 from rounds import GREEDY, PENALISED, RULES
-from test_look_ahead import draft_over, item
+from test_draft_service import draft_over
+from test_look_ahead import item
 from toy_engine import ToyEngine, toy_logits
 from verdict_laws import draft_token
 
