@@ -126,7 +126,6 @@ class Deployment(httpx2.AsyncBaseTransport):
 async def test_a_stream_that_breaks_anywhere_is_told_whole(
     end: str, between: Sequence[str | int]
 ) -> None:
-    """All requests have the same key, and the id of the last complete event."""
     for place in range(len(WHOLE) + 1):
         first = WHOLE[:place]
         interrupted = INTERRUPTED[place % 2]

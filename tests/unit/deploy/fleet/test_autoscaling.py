@@ -117,7 +117,6 @@ def test_bounds_hold_at_once_and_roles_without_are_left_alone() -> None:
 
 
 def test_fewer_are_wanted_where_those_that_are_there_have_long_been_enough() -> None:
-    """Four of eight replicas are there, and their load decides."""
     fleet = Fleet(target=8)
     fleet.there["target"] = 4
     fleet.says["target"] = {"busy": 0.5, "fill": 1.0}

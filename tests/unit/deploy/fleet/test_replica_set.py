@@ -133,7 +133,6 @@ async def test_no_coordinator_is_started_before_there_is_a_target() -> None:
 
 
 async def test_a_fleet_that_returns_goes_on_with_the_replicas_that_are_there() -> None:
-    """None is started or ended. Later replicas have new names and free ports."""
     async with playing(num_targets=2, target_port=7000) as world:
         await world.registry.want({"draft": 3})
         await asyncio.sleep(2)

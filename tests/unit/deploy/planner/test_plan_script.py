@@ -207,7 +207,6 @@ def test_a_plan_says_how_to_deploy_it() -> None:
 def test_a_plan_says_where_a_further_target_brings_more_than_a_draft(
     rate: float, draft_replicas: int, shares_device: bool, is_advised: bool
 ) -> None:
-    """Plain decoding has 100 tokens/s on the target's device."""
     plan = choose(1, MODEL, _sample(MODEL, 0.0), TIMES)
     way = replace(plan.options[0], tokens_per_second=rate, draft_replicas=draft_replicas)
     plan = replace(

@@ -89,7 +89,6 @@ def test_look_ahead_hides_the_draft_where_it_hits() -> None:
 def test_sessions_that_share_steps_take_what_the_services_take(
     sessions: int, draft_ms: float, rest_ms: float
 ) -> None:
-    """The formula differs by less than a tenth from the real services on a virtual clock."""
     slow = StepCosts((1, 101), (draft_ms / 1e3, draft_ms / 1e3 + 100 * 0.00001))
     times = replace(TIMES, draft=slow, rest_s=rest_ms / 1e3)
     rounds = _text(4, 0.8)
