@@ -84,7 +84,7 @@ test-page: $(STAMP) ## Look at the window in a real browser, which must be insta
 # Needs no environment of its own: torch, transformers and what Outrider imports are there.
 test-gpu: ## Check what runs on a CUDA device against CPU and library, and measure it.
 	$(PYTHON) -m pytest -p no:benchmark --numprocesses 8 -k "not cpu" tests/gpu tests/unit/engine/test_triton_attention.py \
-		tests/unit/engine/test_table_steps.py tests/unit/speculation tests/unit/draft_service/test_drafts_on_device.py
+		tests/unit/engine/test_table_steps.py tests/unit/speculation
 	@mkdir -p build
 	for model in 1b 7b; do $(PYTHON) -m benchmarks.device random-$$model | tee build/gpu-$$model.json; done
 

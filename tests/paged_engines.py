@@ -38,12 +38,11 @@ class EngineMaker:
         max_num_seqs: int = 16,
         num_bytes: int = 2**22,
         max_model_len: int = MAX_MODEL_LEN,
-        logit_token_ids: tuple[int, ...] = (),
         **options: Any,
     ) -> PagedEngine:
         dtype = str(module.dtype).removeprefix("torch.")
         kernels = fuse(module) if self.fused else None
-        info = ModelInfo("tiny", VOCAB, max_model_len, dtype, (), "", "", logit_token_ids)
+        info = ModelInfo("tiny", VOCAB, max_model_len, dtype, (), "", "")
         engine = PagedEngine(
             module, info, max_num_seqs=max_num_seqs, kv_cache_memory_bytes=num_bytes,
             kernels=kernels, **options,

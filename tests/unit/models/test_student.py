@@ -13,13 +13,17 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from deploy.fleet.preflight import resolve_models
+from draft_service.model_drafter import ModelDrafter
 from outrider.config import load_config
+from outrider.drafters.drafter import DraftRequest
 from outrider.engine.interface import SequenceStep
 from outrider.errors import ConfigError, SettingError
 from outrider.models.fingerprint import PICKLED_FILE, tensors_fingerprint
 from outrider.models.loading import WEIGHTS_FILE
 from outrider.models.student import DESCRIPTION_FILE, as_stored, load_student
 from outrider.replica.process_setup import build_engine
+from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.sampling_params import Rule, SamplingParams
 
 TOKEN_IDS = (1, 4, 5, 9, 20, 21, 31)
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
@@ -84,6 +88,11 @@ def test_it_is_served_by_its_directory(target: Path, drafter: Path) -> None:
     assert engine.info.vocab_size == 32
     module, _ = load(drafter, target)
     torch.testing.assert_close(logits, module(torch.tensor([PROMPT])).logits[0, -2:])
+    noise = RoundNoise(1, Rule.GREEDY, len(PROMPT))
+    greedy = SamplingParams(temperature=0.0)
+    asked = DraftRequest("d", "", PROMPT, 1, 1, greedy, Rule.GREEDY, noise)
+    [proposal] = ModelDrafter(engine).propose([asked])
+    assert proposal.token_ids == (TOKEN_IDS[int(logits[-1].argmax())],)
 
 
 def test_another_target_and_ranks_are_refused(target: Path, drafter: Path, tmp_path: Path) -> None:

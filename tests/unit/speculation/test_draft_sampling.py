@@ -74,6 +74,7 @@ SAMPLINGS = (
     SamplingParams(temperature=1.5, top_k=5),
     SamplingParams(min_p=0.05, top_k=40, top_p=0.6),
     SamplingParams(top_p=1e-9),
+    SamplingParams(repetition_penalty=1.3, logit_bias=((5, 4.0),)),
     SamplingParams(temperature=0.0),
 )
 NUM_DEPTHS = 3
@@ -101,6 +102,7 @@ def test_the_same_tokens_and_the_same_q(
         if sampling.greedy == (rule is Rule.GREEDY)
     ]
     samplings, noises = zip(*asked, strict=True)
+    histories = [TokenHistory((2, 5), (8, 8))] * len(asked)
     generator = torch.Generator().manual_seed(vocab_size)
     logits = 3 * torch.randn((NUM_DEPTHS, len(asked), vocab_size), generator=generator)
     vocabulary = DraftVocabulary(3 * np.arange(vocab_size) + 2) if is_reduced else None
@@ -108,11 +110,11 @@ def test_the_same_tokens_and_the_same_q(
         with monkeypatch.context() as patched:
             draw_without_kernels(patched)
             tokens, likely = draw_from_logits(
-                rows.to(device), samplings, noises, [depth] * len(asked), (), vocabulary
+                rows.to(device), samplings, noises, [depth] * len(asked), histories, vocabulary
             )
         for index, (sampling, noise) in enumerate(asked):
             [token], [row] = draw_from_logits(
-                rows[index][None], [sampling], [noise], [depth], (), vocabulary
+                rows[index][None], [sampling], [noise], [depth], histories[:1], vocabulary
             )
             found = likely[index]
             assert tokens[index] == token
