@@ -40,8 +40,8 @@ def audit(
     params: SamplingParams,
     history: TokenHistory = NO_HISTORY,
 ) -> AuditSums:
-    """Compares token i with row i of `logits` [N, V], which are on the CPU. Penalties
-    count `history` as in a verdict. Raises `InvariantError` for rows that `target_probabilities`
+    """Compares token i with row i of `logits` [N, V], which are on the CPU. Penalties count
+    `history` as in a verdict. Raises `InvariantError` for rows that `target_probabilities`
     refuses."""
     num, vocab_size = logits.shape
     check(len(token_ids) == num, f"{len(token_ids)} tokens and {num} rows")
