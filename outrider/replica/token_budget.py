@@ -1,8 +1,8 @@
 """Shares out the tokens of a step: rounds first, then chunks of long prefixes.
 
-    a demand with                            gets in a step
-    up to ROUND_TOKENS_MAX tokens (a round)  all its tokens if there is room, otherwise none
-    more tokens (a prefix)                   a chunk of the remaining tokens, in order of arrival
+    a demand                     gets in a step
+    of a round                   all its tokens if there is room, otherwise none
+    of a prefix (more tokens)    a chunk of the remaining tokens, in order of arrival
 
 A step has at most `max_num_batched_tokens` tokens. While rounds run, its time is limited, too. Let
 n be the number of waiting prefixes. The step, together with earlier steps since the last rounds,
@@ -28,10 +28,11 @@ from typing import NamedTuple
 from outrider.engine.step_costs import StepCosts
 from outrider.limits import NUM_DRAFT_TOKENS_MAX
 
-ROUND_TOKENS_MAX = 3 * NUM_DRAFT_TOKENS_MAX + 2
-"""Largest number of tokens of a round: those of the last two outcomes, and the round's proposal. A
-draft has not seen the last outcome but one if a look-up proposed instead."""
-PREFIX_TOKENS_MIN = 16
+ROUND_BACKLOG_MAX = NUM_DRAFT_TOKENS_MAX + 1
+"""Most tokens of a round before its last `num_last` tokens: those of one outcome. With more tokens,
+a demand is a prefix, even if they are the last of a long prompt, because each of these tokens reads
+the whole context."""
+PREFIX_TOKENS_MIN = 8
 STEP_GROWTH = 0.75
 """With this value, one waiting prompt at most triples the gap between two tokens. A step's
 predicted time grows only to 1.75 times that of its rounds. But some steps take 1.5 times their
@@ -40,9 +41,9 @@ WAITING_DECAY = 0.95
 """Least share of n that is left after a step."""
 CORRECTION_WEIGHT = 0.2
 """Weight of the newest step in the average of `TokenBudget._corrections`."""
-CORRECTION_MAX = 4.0
-"""If one step's measured and predicted times differ by more than this factor, they count as
-differing by this factor. Other processes may have delayed the step."""
+CORRECTION_MAX = 1.1
+"""If a step's correction differs from the average by more than this factor, it counts as differing
+by this factor. Other processes may have delayed the step."""
 ROUND_REST_STEPS = 4
 """After so many steps in a row without a round, no more rounds are expected."""
 
@@ -59,7 +60,7 @@ class TokenDemand(NamedTuple):
 
     @property
     def is_round(self) -> bool:
-        return self.num_tokens <= ROUND_TOKENS_MAX
+        return self.num_tokens - self.num_last <= ROUND_BACKLOG_MAX
 
 
 class _Load(NamedTuple):
@@ -150,8 +151,8 @@ class TokenBudget:
         """Notes the time of the last step, s."""
         foretold = self._cost_seconds(self._last)
         if foretold > 0:
-            found = min(max(seconds / foretold, 1 / CORRECTION_MAX), CORRECTION_MAX)
             before = self._corrections[self._last.has_prefix]
+            found = min(max(seconds / foretold, before / CORRECTION_MAX), before * CORRECTION_MAX)
             self._corrections[self._last.has_prefix] += CORRECTION_WEIGHT * (found - before)
 
     def drop_step(self) -> None:

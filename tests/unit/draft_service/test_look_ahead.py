@@ -155,14 +155,14 @@ async def test_how_far_a_late_outcome_is_drafted_says_nothing_of_its_tokens() ->
 
 @pytest.mark.virtual
 async def test_a_step_corrects_what_its_passes_cost_unless_its_answer_was_known() -> None:
-    """Passes take 10 ms where 20 were predicted. Without look-ahead a step has three of them, and a
+    """Passes take 19 ms where 20 were predicted. Without look-ahead a step has three of them, and a
     step that is answered at once has none."""
     costs = StepCosts((1, 64), (0.020, 0.020))
-    learned = {False: pytest.approx(1 - 0.5 * CORRECTION_WEIGHT), True: 1.0}
-    async with draft_over(step_s=0.030, costs=costs) as draft:
+    learned = {False: pytest.approx(1 - 0.05 * CORRECTION_WEIGHT), True: 1.0}
+    async with draft_over(step_s=0.057, costs=costs) as draft:
         await draft.send(item(PROMPT, look_ahead=0))
         assert draft.service._proposer._budget._corrections == learned
-    async with draft_over(step_s=0.010, costs=costs) as draft:
+    async with draft_over(step_s=0.019, costs=costs) as draft:
         _, *pushed = await draft.send(item(PROMPT))
         budget, chosen = draft.service._proposer._budget, pushed[1]
         assert budget._corrections == learned

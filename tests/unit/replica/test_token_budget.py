@@ -1,11 +1,13 @@
 """How a step's tokens are shared: rounds first, long prefixes in chunks, neither left out."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from outrider.engine.step_costs import StepCosts
-from outrider.replica.token_budget import ROUND_TOKENS_MAX, STEP_GROWTH, TokenBudget, TokenDemand
+from outrider.replica.token_budget import ROUND_BACKLOG_MAX, STEP_GROWTH, TokenBudget, TokenDemand
 
 COSTS = StepCosts((1, 16, 512), (0.010, 0.012, 0.260), session_s=0.0001, slot_s=1e-6)
 ROUND = TokenDemand(num_tokens=9, num_last=9, context=300)
@@ -26,7 +28,7 @@ def prefix(num_tokens: int, num_last: int = 1) -> TokenDemand:
         # The last 9 tokens run together: not 595 of them, but 591.
         (595, 8, [prefix(600, num_last=9)], [591]),
         # Rounds that fill a step leave the oldest prefix PREFIX_TOKENS_MIN tokens.
-        (512, 65, [prefix(900), prefix(900), *[ROUND] * 64], [17, 0, *[9] * 55, *[0] * 9]),
+        (512, 65, [prefix(900), prefix(900), *[ROUND] * 64], [8, 0, *[9] * 56, *[0] * 8]),
         # Of three seats one is a prefix's.
         (512, 3, [ROUND, ROUND, ROUND, prefix(60)], [9, 9, 0, 60]),
         (512, 3, [ROUND, ROUND, ROUND], [9, 9, 9]),
@@ -96,6 +98,27 @@ def test_costs_that_were_wrong_are_corrected_by_the_steps_themselves() -> None:
     assert growths[-1] > 0.95 * (1 + STEP_GROWTH)
 
 
+def test_a_delayed_step_hardly_changes_the_next_chunk() -> None:
+    budget = TokenBudget(512, 64, COSTS)
+    rounds = [ROUND] * 8
+    usual = COSTS.step_seconds(72, 8, 2400)
+    for _ in range(20):
+        budget.share(rounds)
+        budget.note_seconds(usual)
+    *_, before = budget.share([*rounds, prefix(4000)])
+    budget.share(rounds)
+    budget.note_seconds(10 * usual)
+    *_, after = budget.share([*rounds, prefix(4000)])
+    assert before <= after < 1.1 * before
+
+
+def test_the_end_of_a_long_prompt_is_shared_out_like_its_beginning() -> None:
+    """Each of its tokens reads the whole context, so they would delay the rounds."""
+    costs = replace(COSTS, row_slot_s=1e-6)
+    rounds, end = [ROUND] * 4, TokenDemand(40, 1, context=4000)
+    assert TokenBudget(512, 64, costs).share([*rounds, end])[-1] < 20
+
+
 @pytest.mark.parametrize("num_passes", [1, 8])
 @pytest.mark.parametrize(
     ("num_rounds", "num_prefixes"), [(2, 1), (4, 1), (4, 2), (8, 1), (8, 2), (8, 4)]
@@ -142,7 +165,7 @@ def test_passes_that_admit_nothing_are_no_steps() -> None:
 WISHES = st.lists(
     st.builds(
         lambda tokens, last, context: TokenDemand(tokens, min(tokens, last), context),
-        st.one_of(st.integers(1, ROUND_TOKENS_MAX), st.integers(1, 2000)),
+        st.one_of(st.integers(1, ROUND_BACKLOG_MAX + 1), st.integers(1, 2000)),
         st.integers(1, 17),
         st.integers(0, 4000),
     ),
@@ -153,7 +176,7 @@ WISHES = st.lists(
 
 @given(WISHES, st.integers(64, 700), st.integers(1, 12), st.sampled_from([None, COSTS]))
 @example(
-    [TokenDemand(ROUND_TOKENS_MAX, 1, 0), TokenDemand(ROUND_TOKENS_MAX + 1, 1, 0)], 64, 2, None
+    [TokenDemand(num, 1, 0) for num in (ROUND_BACKLOG_MAX + 1, ROUND_BACKLOG_MAX + 2)], 64, 2, None
 )
 def test_whatever_is_wished(
     demands: list[TokenDemand], max_tokens: int, max_steps: int, costs: StepCosts | None
@@ -164,10 +187,10 @@ def test_whatever_is_wished(
     for demand, grant in zip(demands, grants, strict=True):
         whole = grant == demand.num_tokens
         assert whole or grant <= demand.num_tokens - demand.num_last or grant == 0
-        assert whole or grant == 0 or demand.num_tokens > ROUND_TOKENS_MAX
-    rounds = [i for i, demand in enumerate(demands) if demand.num_tokens <= ROUND_TOKENS_MAX]
+        assert whole or grant == 0 or not demand.is_round
+    rounds = [i for i, demand in enumerate(demands) if demand.is_round]
     if rounds and max_steps > 1:
         assert grants[rounds[0]] > 0
-    prefixes = [i for i, demand in enumerate(demands) if demand.num_tokens > ROUND_TOKENS_MAX]
+    prefixes = [i for i, demand in enumerate(demands) if not demand.is_round]
     if prefixes:
         assert grants[prefixes[0]] > 0
