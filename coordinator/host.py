@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coordinator.auth.access_control import OPEN, AccessControl, RedisSlots, access_control_of
-from coordinator.http_api.app import http_server
+from coordinator.http_api.app import build_app
 from coordinator.http_api.server import HttpOptions, HttpServer, TlsFiles
 from coordinator.http_api.tool_parsers import ChatFormats
 from coordinator.requests.chat_template import read_chat_template
@@ -134,20 +134,18 @@ class CoordinatorHost:
             from outrider.telemetry.metrics import HttpTimes
 
             scrape, times = self.exports.scrape, HttpTimes(self.exports.meter)
-        self.http = http_server(
-            service,
-            HttpOptions(
-                config.host,
-                config.port,
-                config.shares_ports,
-                config.takes_over_ports,
-                metrics=None if scrape is None else scrape.render,
-                access=access,
-                tls=TlsFiles.of(config),
-                times=times,
-            ),
-            ChatFormats(service.text, config.tool_call_parser, config.reasoning_parser),
+        options = HttpOptions(
+            config.host,
+            config.port,
+            config.shares_ports,
+            config.takes_over_ports,
+            metrics=None if scrape is None else scrape.render,
+            access=access,
+            tls=TlsFiles.of(config),
+            times=times,
         )
+        formats = ChatFormats(service.text, config.tool_call_parser, config.reasoning_parser)
+        self.http = HttpServer(options, build_app(service, options, formats))
         await self.http.start()
         return advertised(config.host, self.http.address)
 

@@ -13,8 +13,8 @@ from toy_engine import ToyEngine
 
 from coordinator.auth.access_control import OPEN, AccessControl
 from coordinator.grpc_api import CoordinatorServicer
-from coordinator.http_api.app import http_server
-from coordinator.http_api.server import HttpOptions
+from coordinator.http_api.app import build_app
+from coordinator.http_api.server import HttpOptions, HttpServer
 from coordinator.service import CoordinatorService
 from draft_service.feature_drafter import FeatureDrafter
 from draft_service.service import DraftService
@@ -216,7 +216,8 @@ async def until(holds: Callable[[], object], within_s: float = 20.0) -> None:
 @asynccontextmanager
 async def http_front(stack: Stack, options: HttpOptions | None = None) -> AsyncIterator[str]:
     """Serves the stack by HTTP; yields the URL."""
-    server = http_server(stack.coordinator, options or HttpOptions())
+    options = options or HttpOptions()
+    server = HttpServer(options, build_app(stack.coordinator, options))
     await server.start()
     try:
         yield f"http://{server.address}"

@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from importlib.metadata import version
@@ -32,7 +32,7 @@ from coordinator.http_api.reading import (
     to_json,
 )
 from coordinator.http_api.responses import ResponseAnswer, ResponsesBody
-from coordinator.http_api.server import HttpOptions, HttpServer, LiveResponse, Metrics, send_part
+from coordinator.http_api.server import HttpOptions, LiveResponse, Metrics, send_part
 from coordinator.http_api.tool_parsers import AnswerForm, ChatFormats
 from coordinator.routing.discovery import SeenReplica
 from coordinator.service import CoordinatorService
@@ -54,12 +54,10 @@ class Generated(LiveResponse):
     """The response to a request for generations: a whole answer after all events, or a stream of
     server-sent events. When the response ends for any reason, it closes `events`."""
 
-    def __init__(
-        self, events: Events, closing: asyncio.Event, answer: EventStream, progress: Progress
-    ) -> None:
+    def __init__(self, events: Events, answer: EventStream, progress: Progress) -> None:
         """`answer` turns events into the parts of a stream. `progress` leaves out the parts that
         the client has already."""
-        super().__init__(closing)
+        super().__init__()
         self._events, self._answer, self._progress = events, answer, progress
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -154,11 +152,8 @@ class RepeatHeaders(BaseModel):
 class Generations:
     """Runs generations and responds with their answers."""
 
-    def __init__(
-        self, service: CoordinatorService, access: AccessControl, closing: asyncio.Event
-    ) -> None:
-        """For `closing`, see `HttpServer`."""
-        self._service, self._access, self._closing = service, access, closing
+    def __init__(self, service: CoordinatorService, access: AccessControl) -> None:
+        self._service, self._access = service, access
         self._repeated = RepeatedRequests()
 
     def answer(
@@ -182,7 +177,7 @@ class Generations:
             raise BadRequest("Last-Event-ID", reason)
         progress = Progress(len(asked.requests), event_id)
         events = self._events(request, asked, progress, key, session_id)
-        return Generated(events, self._closing, answer, progress)
+        return Generated(events, answer, progress)
 
     async def _events(
         self,
@@ -282,25 +277,11 @@ _METRICS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def http_server(
-    service: CoordinatorService, options: HttpOptions, formats: ChatFormats | None = None
-) -> HttpServer:
-    """Makes the server of a coordinator. `formats` says how the model writes calls and reasoning.
-    By default, the model's chat template decides this. Raises the errors of `HttpServer`."""
-    return HttpServer(
-        options, lambda closing, hosts: build_app(service, closing, options, hosts, formats)
-    )
-
-
 def build_app(
-    service: CoordinatorService,
-    closing: asyncio.Event,
-    options: HttpOptions,
-    hosts: Collection[str] = (),
-    formats: ChatFormats | None = None,
+    service: CoordinatorService, options: HttpOptions, formats: ChatFormats | None = None
 ) -> FastAPI:
-    """Makes the application. For `closing` and `hosts`, see `HttpServer`. For `formats`, see
-    `http_server`."""
+    """Makes the application of a coordinator. `formats` says how the model writes calls and
+    reasoning. By default, the model's chat template decides this."""
     access = options.access
     app = FastAPI(
         title="Outrider",
@@ -313,9 +294,9 @@ def build_app(
     app.router.route_class = BodyRoute
     app.state.access = access
     app.state.num_bytes = Counter()
-    app.add_middleware(Entrance, access=access, hosts=hosts)
+    app.add_middleware(Entrance, access=access, hosts=options.hosts)
     add_error_handlers(app)
-    runs = Generations(service, access, closing)
+    runs = Generations(service, access)
     _add_generation(app, service, runs, formats or ChatFormats(service.text))
     _add_tokens(app, service, access)
     _add_models(app, service)

@@ -108,10 +108,8 @@ class Refused(Exception):
 class Forwarded(LiveResponse):
     """The response to a client, joined from the responses of one or several coordinators."""
 
-    def __init__(
-        self, coordinators: Coordinators, request: Request, body: bytes, closing: asyncio.Event
-    ) -> None:
-        super().__init__(closing)
+    def __init__(self, coordinators: Coordinators, request: Request, body: bytes) -> None:
+        super().__init__()
         self._coordinators = coordinators
         self._method, self._body = request.method, body
         query = request.scope["query_string"]
@@ -264,10 +262,8 @@ def _passed_on(
     ]  # fmt: skip
 
 
-def build_gateway(
-    coordinators: Coordinators, closing: asyncio.Event, hosts: Collection[str] = ()
-) -> FastAPI:
-    """Makes the application of a gateway. For `closing` and `hosts`, see `HttpServer`."""
+def build_gateway(coordinators: Coordinators, hosts: Collection[str] = ()) -> FastAPI:
+    """Makes the application of a gateway. For `hosts`, see `HttpOptions`."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_middleware(Entrance, access=OPEN, hosts=hosts)
     add_error_handlers(app)
@@ -275,6 +271,6 @@ def build_gateway(
 
     @app.api_route("/{path:path}", methods=list(_METHODS))
     async def forward(request: Request) -> Response:
-        return Forwarded(coordinators, request, await whole_body(request, num_bytes), closing)
+        return Forwarded(coordinators, request, await whole_body(request, num_bytes))
 
     return app

@@ -21,7 +21,7 @@ import resource
 import socket
 import ssl
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -119,6 +119,16 @@ class HttpOptions:
     certificates stay in use."""
     times: HttpTimes | None = None
     """Records the time of each request."""
+
+    @property
+    def hosts(self) -> frozenset[str]:
+        """The allowed values of the header `Host`. An empty set means that all are allowed. If the
+        server has no API keys and listens on loopback, another name is a sign of DNS rebinding: a
+        web page lets its own host name resolve to this machine, and makes a browser call this
+        server."""
+        if self.access.asks_for_keys or not is_loopback(self.host):
+            return frozenset()
+        return _LOOPBACK_NAMES | {_in_url(self.host).lower()}
 
 
 class _State(IntEnum):
@@ -271,20 +281,13 @@ class HttpConnection(H11Protocol):
 class HttpServer:
     """Serves an application, from `start` to `stop`."""
 
-    def __init__(
-        self, options: HttpOptions, build: Callable[[asyncio.Event, Collection[str]], ASGIApp]
-    ) -> None:
-        """`build` makes the application. Its first argument is an event that the server sets when
-        it no longer waits for running requests. Its second argument has the allowed values of the
-        header `Host`, or is empty if every value is allowed. If the TLS files cannot be read,
-        raises `OSError` or `ValueError`."""
-        self._options = options
+    def __init__(self, options: HttpOptions, app: ASGIApp) -> None:
+        """If the TLS files cannot be read, raises `OSError` or `ValueError`."""
+        self._options, self._app = options, app
         self._tls = None
         if (tls := options.tls) is not None:
             self._tls = FileWatch([tls.certificate, tls.key, tls.authority], tls.read)
         self._open = OpenConnections()
-        self._closing = asyncio.Event()
-        self._app = build(self._closing, _own_names(options))
         config = uvicorn.Config(
             self._answer,
             interface="asgi3",
@@ -380,8 +383,8 @@ class HttpServer:
             await asyncio.wait([self._serving])
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Stops the server. If a request still runs after `grace_s` seconds, it ends with an
-        error."""
+        """Stops the server. Cancels the tasks of requests that still run after `grace_s` seconds.
+        Each `LiveResponse` then ends with an error."""
         if self._serving is None:
             return
         # uvicorn's time limit begins after `HTTP_LAST_REQUEST_S`.
@@ -389,7 +392,8 @@ class HttpServer:
         self._server.config.timeout_graceful_shutdown = left_s  # type: ignore[assignment]
         self._server.should_exit = True
         await asyncio.wait([self._serving], timeout=grace_s)
-        self._closing.set()
+        for task in [*self._server.server_state.tasks]:
+            task.cancel()
         await self._serving
 
 
@@ -397,41 +401,34 @@ class LiveResponse(Response):
     """The response to a request whose body has been read. When the client disconnects, `_respond`
     is cancelled.
 
-    If `closing` is set before the response has ended, this counts as an error. If an error comes
-    before the response has begun, the error is raised, so that the response has the error's status.
-    A later error becomes the last event of the response."""
+    If the server cancels the response, this counts as an error. If an error comes before the
+    response has begun, the error is raised, so that the response has the error's status. A later
+    error becomes the last event of the response."""
 
-    def __init__(self, closing: asyncio.Event) -> None:
-        super().__init__()
-        self._closing = closing
-        self._has_begun = False
+    _has_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await self._respond_while_connected(scope, receive, send)
-        except Exception as error:
-            if not self._has_begun:
-                raise
-            await send_part(send, self._error_events(error_body(error)), more=False)
-
-    async def _respond_while_connected(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def disconnected() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass
 
         responding = asyncio.create_task(self._respond(scope, receive, send))
-        leaving = asyncio.create_task(disconnected())
-        tasks = (responding, leaving, asyncio.create_task(self._closing.wait()))
+        tasks = (responding, asyncio.create_task(disconnected()))
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if responding.done():
-                responding.result()
-            elif not leaving.done():
-                raise Unavailable("this server is shutting down")
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                if responding.done():
+                    responding.result()
+            except asyncio.CancelledError:
+                raise Unavailable("this server is shutting down") from None
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+        except Exception as error:
+            if not self._has_begun:
+                raise
+            await send_part(send, self._error_events(error_body(error)), more=False)
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         raise NotImplementedError
@@ -452,16 +449,6 @@ async def send_part(send: Send, body: bytes = b"", *, more: bool = True) -> None
 
 def _in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-def _own_names(options: HttpOptions) -> frozenset[str]:
-    """Returns the allowed values of the header `Host`. An empty set means that all are allowed. If
-    the server has no API keys and listens on loopback, another name is a sign of DNS rebinding: a
-    web page lets its own host name resolve to this machine, and makes a browser call this server.
-    """
-    if options.access.asks_for_keys or not is_loopback(options.host):
-        return frozenset()
-    return _LOOPBACK_NAMES | {_in_url(options.host).lower()}
 
 
 def _bind(options: HttpOptions) -> socket.socket:

@@ -82,10 +82,8 @@ async def _serve(arguments: Arguments) -> int:
         )
     coordinators = _coordinators(arguments, record)
     options = HttpOptions(arguments.host, arguments.port, tls=_tls_files(arguments))
-    server = HttpServer(
-        options,
-        lambda closing, hosts: build_gateway(coordinators, closing, () if is_keyed else hosts),
-    )
+    hosts = () if is_keyed else options.hosts
+    server = HttpServer(options, build_gateway(coordinators, hosts))
     await server.start()
     scheme = "http" if options.tls is None else "https"
     url = f"{scheme}://{server.address}"

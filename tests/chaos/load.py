@@ -224,9 +224,8 @@ async def gateway_of(deployment: Deployment) -> AsyncIterator[str]:
         return ",".join(f"http://{one}" for one in addresses)
 
     coordinators = Coordinators(EndpointPool(find, str))
-    server = HttpServer(
-        HttpOptions(), lambda closing, hosts: build_gateway(coordinators, closing, hosts)
-    )
+    options = HttpOptions()
+    server = HttpServer(options, build_gateway(coordinators, options.hosts))
     await server.start()
     try:
         yield server.address

@@ -97,9 +97,8 @@ class Coordinator(Bench):
             name="c" if first is None else "d", target=None if first is None else first.target,
             resume_grace_ms=int(GRACE_S * 1e3), length_control=False,
         )  # fmt: skip
-        self.closing = asyncio.Event()
         access = AccessControl(watch_keys(None, given_keys(",".join(API_KEYS))))
-        self.app = build_app(self.service, self.closing, HttpOptions(access=access))
+        self.app = build_app(self.service, HttpOptions(access=access))
         self.shared = store
 
     async def call(
@@ -320,7 +319,7 @@ async def test_a_request_that_waits_takes_no_slot_of_its_key() -> None:
     limited = {key_hash(API_KEYS[0]): Caller("a", "a", concurrency=1)}
     async with two() as (first, _):
         access = AccessControl(watch_keys(None, limited), MemorySlots())
-        first.app = build_app(first.service, first.closing, HttpOptions(access=access))
+        first.app = build_app(first.service, HttpOptions(access=access))
         tries = [asyncio.create_task(first.call(path, body, KEY)) for _ in range(3)]
         await asyncio.sleep(0.01)
         other = {"Idempotency-Key": "other"}
@@ -367,7 +366,7 @@ async def test_an_answer_by_its_id_is_read_as_it_was() -> None:
         formats = ChatFormats(cast(Any, Text()), reasoning_parser="deepseek_r1")
         for one in (first, second):
             options = HttpOptions(access=one.app.state.access)
-            one.app = build_app(one.service, one.closing, options, formats=formats)
+            one.app = build_app(one.service, options, formats)
         _, _, content = await first.call(*FORMS["chat"], leaves_after=3, dies=True)
         resume = f"/v1/sessions/{events_of(content)[0][1]['id']}/resume"
         answer = json.loads(await second.whole(resume, {"stream": False}))

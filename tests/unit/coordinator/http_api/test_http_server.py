@@ -20,8 +20,14 @@ from told_coordinator import FINISHED, STARTED, ToldCoordinator
 from uvicorn.server import ServerState
 
 from coordinator.auth.access_control import access_control_of
-from coordinator.http_api.app import http_server
-from coordinator.http_api.server import HttpConnection, HttpOptions, OpenConnections, TlsFiles
+from coordinator.http_api.app import build_app
+from coordinator.http_api.server import (
+    HttpConnection,
+    HttpOptions,
+    HttpServer,
+    OpenConnections,
+    TlsFiles,
+)
 from deploy.fleet.preflight import check_ports
 from outrider.client import Client
 from outrider.config import load_config
@@ -75,7 +81,8 @@ class Service(ToldCoordinator):
 
 async def started(service: Service | None = None, **options: Any) -> tuple[Any, int]:
     """A server that has started, and its port."""
-    server = http_server(service or Service(), HttpOptions(**options))
+    made: Any = service or Service()
+    server = HttpServer(HttpOptions(**options), build_app(made, HttpOptions(**options)))
     await server.start()
     return server, int(server.address.rpartition(":")[2])
 

@@ -15,8 +15,8 @@ from made_certificates import Made
 from recorded import record
 from told_coordinator import FINISHED, STARTED, TOKENS, ToldCoordinator
 
-from coordinator.http_api.app import http_server
-from coordinator.http_api.server import HttpOptions, TlsFiles
+from coordinator.http_api.app import build_app
+from coordinator.http_api.server import HttpOptions, HttpServer, TlsFiles
 from deploy.cli.main import main, parse
 
 WAIT_S = 20.0
@@ -41,7 +41,8 @@ async def test_it_answers_until_it_is_told_to_stop(
         files, settings = TlsFiles(own.file, own.key_file), {"ssl_certfile": str(own.file)}
         words += ["--ssl-certfile", str(mine.file), "--ssl-keyfile", str(mine.key_file)]
         context = ssl.create_default_context(cafile=mine.file)
-    server = http_server(told, HttpOptions(tls=files))
+    options = HttpOptions(tls=files)
+    server = HttpServer(options, build_app(told, options))
     await server.start()
     if named:
         words += ["--coordinators", f"http{'s' * tls}://{server.address}"]
