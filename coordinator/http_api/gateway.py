@@ -20,9 +20,8 @@ import socket
 import ssl
 from collections import Counter
 from collections.abc import AsyncGenerator, Collection, Iterable
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass, field
-from functools import cached_property
 from random import random
 
 import httpx2
@@ -30,12 +29,12 @@ from fastapi import FastAPI, HTTPException, Request, Response
 from starlette.types import Receive, Scope, Send
 
 from coordinator.auth.access_control import OPEN
-from coordinator.http_api.reading import Entrance, add_error_handlers, read_body, whole_body
+from coordinator.http_api.reading import Entrance, add_error_handlers, whole_body
 from coordinator.http_api.server import LiveResponse, send_part
 from outrider.backoff import backoff
 from outrider.client.client import RESUMED_TIMEOUT_S
 from outrider.client.failover import AVOIDED_S, RESUME_TIMEOUT_S, EndpointPool
-from outrider.errors import BadRequest, StreamBroken, Unavailable
+from outrider.errors import StreamBroken, Unavailable
 from outrider.limits import DEADLINE_MS_DEFAULT, DEADLINE_MS_MAX, HTTP_STUCK_WRITE_S
 
 _log = logging.getLogger(__name__)
@@ -65,6 +64,8 @@ _INTERRUPTED = b'"type":"service_unavailable_error"'
 """After an event with these bytes and without an id, another coordinator can continue the stream.
 Generated text cannot contain these bytes, because quotes within JSON strings are escaped."""
 _ID = re.compile(rb"^id:(.*)", re.MULTILINE)
+_DEADLINE = re.compile(rb'"deadline_ms"\s*:\s*(\d{1,9})')
+"""Finds the time limit of a request. Parsing the body would block all other streams."""
 _TIMEOUT = httpx2.Timeout(
     connect=CONNECT_S, read=RESUMED_TIMEOUT_S, write=HTTP_STUCK_WRITE_S, pool=None
 )
@@ -119,6 +120,9 @@ class Forwarded(LiveResponse):
         self._passed = _passed_on(request.headers.raw, _NOT_ASKED)
         if request.method == "POST" and KEY not in request.headers:
             self._passed.append((KEY.encode(), secrets.token_hex(16).encode()))
+        found = _DEADLINE.search(body)
+        deadline_ms = DEADLINE_MS_DEFAULT if found is None else int(found[1])
+        self._deadline_s = min(deadline_ms, DEADLINE_MS_MAX) / 1e3
         self._last_id = request.headers.get(LAST_ID, "")
         self._has_sent = False
         self._num_failures = 0
@@ -164,19 +168,6 @@ class Forwarded(LiveResponse):
                 raise Unavailable(f"no coordinator answers: {failure}") from failure
             url = None if url is None else pool.after(url, avoided_s)
             await asyncio.sleep(wait_s)
-
-    @cached_property
-    def _deadline_s(self) -> float:
-        """The time limit of the request, s. Parsing a body blocks all other streams, so a body
-        without `deadline_ms` is not parsed."""
-        deadline_ms = None
-        if b'"deadline_ms"' in self._body:
-            with suppress(BadRequest):
-                body = read_body(self._body)
-                deadline_ms = body.get("deadline_ms") if isinstance(body, dict) else None
-        if not isinstance(deadline_ms, int):
-            deadline_ms = DEADLINE_MS_DEFAULT
-        return min(deadline_ms, DEADLINE_MS_MAX) / 1e3
 
     @property
     def _may_ask_again(self) -> bool:
