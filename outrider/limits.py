@@ -106,9 +106,8 @@ HTTP_TENANT_BODIES_BYTES_MAX = HTTP_BODIES_BYTES_MAX // 4  # of a tenant's bodie
 HTTP_BODY_S_MAX = 60  # for a body to arrive
 HTTP_BODY_PART_S_MAX = 10  # for each part of a body to arrive
 HTTP_VALUES_MAX = 2**19  # values and keys of a body, most of them a prompt's tokens
-HTTP_CONTAINERS_MAX = 2**16  # lists and objects of a body
+HTTP_CONTAINERS_MAX = 2**14  # lists and objects of a body
 HTTP_FIELDS_MAX = 128  # of one object of a body, known or not
-CHAT_PARTS_MAX = 8192  # text parts of all messages of a body
 HTTP_CONNECTIONS_MAX = 2 * SESSIONS_PER_COORDINATOR_MAX
 """Connections of a coordinator, at most half of its file descriptors. At the limit, a new
 connection replaces the connection that has been idle longest. If no connection is idle, the

@@ -38,7 +38,7 @@ from coordinator.routing.discovery import SeenReplica
 from coordinator.service import CoordinatorService
 from outrider.api_keys import Caller
 from outrider.errors import BadRequest, NotFound, OtherTokens, Unavailable
-from outrider.limits import EVENTS_AHEAD_MAX, MAX_TOKENS_DEFAULT, TRACEPARENT_CHARS_MAX
+from outrider.limits import EVENTS_AHEAD_MAX, MAX_TOKENS_DEFAULT
 from outrider.request import Event
 
 Events = AsyncGenerator[tuple[int, Event]]
@@ -206,7 +206,6 @@ class Generations:
             )
         # The caller's trace context, in W3C's format.
         trace = request.headers.get("traceparent", "")
-        trace = trace if len(trace) <= TRACEPARENT_CHARS_MAX else ""
         async with AsyncExitStack() as exits:
             if session_id:
                 resumed = [session_id]
@@ -327,7 +326,7 @@ def _add_generation(
         body: bodies.ChatBody, request: Request, headers: Headers
     ) -> Response:
         """Continues a conversation."""
-        return runs.answer(request, formats.fitted(body.translate()), answers.ChatAnswer, headers)
+        return runs.answer(request, body.translate(formats), answers.ChatAnswer, headers)
 
     @app.post("/v1/completions", responses=schemas.COMPLETION)
     async def completions(body: CompletionBody, request: Request, headers: Headers) -> Response:
@@ -337,7 +336,7 @@ def _add_generation(
     @app.post("/v1/responses", responses=schemas.RESPONSE)
     async def responses(body: ResponsesBody, request: Request, headers: Headers) -> Response:
         """Continues a conversation. Responses are not stored."""
-        return runs.answer(request, formats.fitted(body.translate()), ResponseAnswer, headers)
+        return runs.answer(request, body.translate(formats), ResponseAnswer, headers)
 
     @app.post("/v1/sessions/{answer_id}/resume", responses=_REST_OF_ANSWER)
     async def resume(

@@ -31,7 +31,7 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from coordinator.http_api.reading import SHOWN_CHARS_MAX, UNKNOWN_FIELD
-from coordinator.http_api.tool_parsers import PLAIN, AnswerForm
+from coordinator.http_api.tool_parsers import PLAIN, AnswerForm, ChatFormats
 from coordinator.http_api.tools import REQUIRED, Tools, check_arguments, parsed_call, tools_of
 from outrider import limits
 from outrider.errors import BadRequest, did_you_mean
@@ -231,11 +231,13 @@ class GenerationBody(Body):
         prompts: Sequence[Prompt],
         names: Mapping[str, str],
         tools: Tools | None = None,
+        formats: ChatFormats | None = None,
         **own: Any,
     ) -> TranslatedBody:
         """Makes the requests for these prompts. `names` maps the names of request fields to those
-        of body fields. `own` has the request fields that only one kind of body sets."""
-        found, speculation = self._constraints(tools), self.speculation
+        of body fields. Without `formats`, the answers are not parsed. `own` has the request fields
+        that only one kind of body sets."""
+        found, speculation, form = self._constraints(tools), self.speculation, PLAIN
         if len(found) > 1:
             reason = f"is given beside {found[0][0]}; allowed: one of them"
             raise BadRequest(found[1][0], reason)
@@ -243,6 +245,9 @@ class GenerationBody(Body):
             raise BadRequest(
                 "speculation.num_draft_tokens", "must be 0, or be left out, with enabled false"
             )
+        constraint = found[0][1] if found else None
+        if formats is not None:
+            form = formats.form(tools, constraint, own["template_variables"])
         request = GenerateRequest(
             prompt="",
             model=self.model,
@@ -254,8 +259,10 @@ class GenerationBody(Body):
             deadline_ms=self.deadline_ms,
             include_rounds=speculation.histograms,
             draft_deadline_ms=speculation.draft_deadline_ms,
-            constraint=found[0][1] if found else None,
+            constraint=constraint,
             tools=() if tools is None else tools.for_template(),
+            shown_tokens=form.shown_tokens,
+            answer_form=form.to_json(),
             **own,
         )
         n = self.n if isinstance(self, ChoicesBody) else 1
@@ -268,7 +275,7 @@ class GenerationBody(Body):
         )
         more = {"stop[0]": "stop"} if isinstance(self.stop, str) else {}
         more |= {constraint.kind.value: field for field, constraint in found}
-        return TranslatedBody(self, requests, {**_NAMES, **names, **more}, n, tools)
+        return TranslatedBody(self, requests, {**_NAMES, **names, **more}, n, form=form)
 
     def _sampling(self) -> SamplingParams:
         given = self.model_fields_set & {field.name for field in fields(SamplingParams)}
@@ -446,8 +453,7 @@ class FunctionTool(Body):
 
     unserved = asks_nothing("strict", ANY_VALUE)
 
-    name: str
-    """1 to 64 letters, digits, - and _."""
+    name: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
     description: str = ""
     parameters: dict[str, Any] = {}
     """JSON schema of the parameters. The default is a function without parameters."""
@@ -480,20 +486,7 @@ TemplateVariable = (
 )
 
 
-def few_parts(messages: Any) -> Any:
-    """Refuses messages with so many parts that their validation would block the event loop."""
-    if isinstance(messages, list):
-        contents = (one.get("content") for one in messages if isinstance(one, dict))
-        if sum(len(one) for one in contents if isinstance(one, list)) > limits.CHAT_PARTS_MAX:
-            raise ValueError(f"have more than {limits.CHAT_PARTS_MAX} parts in all")
-    return messages
-
-
-Messages = Annotated[
-    Several[Message],
-    Field(min_length=1, max_length=limits.CHAT_MESSAGES_MAX),
-    BeforeValidator(few_parts),
-]
+Messages = Annotated[Several[Message], Field(min_length=1, max_length=limits.CHAT_MESSAGES_MAX)]
 ToolList = Annotated[Several[Tool], Field(max_length=limits.TOOLS_MAX)]
 TemplateVariables = Annotated[
     dict[str, TemplateVariable], Field(max_length=limits.TEMPLATE_VARIABLES_MAX)
@@ -514,24 +507,23 @@ class ConversationBody(GenerationBody):
         turns: tuple[ChatMessage, ...],
         functions: Sequence[FunctionTool],
         choice: str | NamedFunction,
-        place: str,
         names: Mapping[str, str],
         max_tokens: int | None,
         logprobs: bool,
+        formats: ChatFormats | None,
     ) -> TranslatedBody:
-        """Makes the requests for a conversation. For `place`, see `tools_of`."""
         fields = {"name", "description", "parameters"}
         tools = tools_of(
             [one.model_dump(include=fields, exclude_unset=True) for one in functions],
             choice if isinstance(choice, str) else REQUIRED,
             "" if isinstance(choice, str) else choice.name,
             several=self.parallel_tool_calls,
-            place=place,
         )
         return self._translated(
             [turns],
             {**names, "logprobs": "top_logprobs"},
             tools,
+            formats,
             max_tokens=max_tokens,
             logprobs=self.top_logprobs if logprobs else None,
             template_variables=self.chat_template_kwargs,
@@ -552,8 +544,9 @@ class ChatBody(ChoicesBody, ConversationBody):
     ] = "auto"
     """Whether the answer may call a tool, must call any tool, or must call the named tool."""
 
-    def translate(self) -> TranslatedBody:
-        """Raises `BadRequest` for fields that contradict each other."""
+    def translate(self, formats: ChatFormats | None = None) -> TranslatedBody:
+        """`formats` says how the model writes calls and reasoning. None = answers are not parsed.
+        Raises `BadRequest` for fields that contradict each other."""
         calls = [call for message in self.messages for call in message.tool_calls]
         check_arguments([call.function.arguments for call in calls], "messages")
         turns = [one.turn(f"messages[{index}]") for index, one in enumerate(self.messages)]
@@ -567,11 +560,11 @@ class ChatBody(ChoicesBody, ConversationBody):
             tuple(turns),
             [tool.function for tool in self.tools],
             choice.function if isinstance(choice, NamedTool) else choice,
-            ".function.name",
             {"chat": "messages", "chat.messages": "messages"}
             | ({} if new is None else {"max_tokens": "max_completion_tokens"}),
             old if new is None else new,
             self.logprobs,
+            formats,
         )
 
 
@@ -666,8 +659,6 @@ class TranslatedBody:
     """Maps the names of request fields to those of body fields."""
     n: int = 1
     """Number of answers to each prompt."""
-    tools: Tools | None = None
-    """The tools that the answers may call."""
     echoes: bool = False
     """Whether each answer begins with its prompt."""
     form: AnswerForm = PLAIN

@@ -10,7 +10,7 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -242,42 +242,33 @@ async def whole_body(request: Request, num_bytes: Counter[str]) -> bytes:
     tenants is limited to `HTTP_BODIES_BYTES_MAX`. If there are API keys, the bytes of each tenant
     are limited to `HTTP_TENANT_BODIES_BYTES_MAX`."""
     caller: Caller = request.state.caller
-    tenant, data, parts = caller.tenant, bytearray(), request.stream()
-    end = asyncio.get_running_loop().time() + limits.HTTP_BODY_S_MAX
+    tenant, data, now = caller.tenant, bytearray(), asyncio.get_running_loop().time
+    end = now() + limits.HTTP_BODY_S_MAX
     try:
-        while part := await _received_by(end, parts):
-            data += part
-            num_bytes[tenant] += len(part)
-            if len(data) > limits.HTTP_BODY_BYTES_MAX:
-                most = limits.HTTP_BODY_BYTES_MAX
-                raise HTTPException(413, f"the body has more than {most} bytes")
-            if num_bytes.total() > limits.HTTP_BODIES_BYTES_MAX:
-                raise Unavailable("too many bodies are being read; try again later")
-            if caller is not ANYBODY and num_bytes[tenant] > limits.HTTP_TENANT_BODIES_BYTES_MAX:
-                raise Overloaded(
-                    f"the tenant {tenant!r} sends bodies of more than "
-                    f"{limits.HTTP_TENANT_BODIES_BYTES_MAX} bytes at a time; try again later"
-                )
+        async with asyncio.timeout(limits.HTTP_BODY_PART_S_MAX) as late:
+            async for part in request.stream():
+                late.reschedule(min(end, now() + limits.HTTP_BODY_PART_S_MAX))
+                data += part
+                num_bytes[tenant] += len(part)
+                if len(data) > (most := limits.HTTP_BODY_BYTES_MAX):
+                    raise HTTPException(413, f"the body has more than {most} bytes")
+                if num_bytes.total() > limits.HTTP_BODIES_BYTES_MAX:
+                    raise Unavailable("too many bodies are being read; try again later")
+                most = limits.HTTP_TENANT_BODIES_BYTES_MAX
+                if caller is not ANYBODY and num_bytes[tenant] > most:
+                    raise Overloaded(
+                        f"the tenant {tenant!r} sends bodies of more than {most} bytes at a time; "
+                        "try again later"
+                    )
         return bytes(data)
+    except TimeoutError:
+        whole, part_s = limits.HTTP_BODY_S_MAX, limits.HTTP_BODY_PART_S_MAX
+        reason = f"the body did not arrive within {whole} s, or a part of it within {part_s} s"
+        raise HTTPException(408, reason, {"connection": "close"}) from None
     finally:
         num_bytes[tenant] -= len(data)
         if not num_bytes[tenant]:
             del num_bytes[tenant]
-
-
-async def _received_by(end: float, parts: AsyncGenerator[bytes]) -> bytes:
-    """Returns the next part of a body, or empty bytes at the body's end. The whole body must arrive
-    by the time `end` of the event loop's clock. If a part is late, raises `HTTPException`."""
-    part_end = asyncio.get_running_loop().time() + limits.HTTP_BODY_PART_S_MAX
-    try:
-        async with asyncio.timeout_at(min(end, part_end)):
-            return await anext(parts, b"")
-    except TimeoutError:
-        if part_end < end:
-            reason = f"no part of the body arrived for {limits.HTTP_BODY_PART_S_MAX} s"
-        else:
-            reason = f"the body did not arrive within {limits.HTTP_BODY_S_MAX} s"
-        raise HTTPException(408, reason, {"connection": "close"}) from None
 
 
 def read_body(data: bytes) -> Any:

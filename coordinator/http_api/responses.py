@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import Field, model_validator
 
 from coordinator.http_api.answers import ChatAnswer, Json, stop_reason
 from coordinator.http_api.bodies import (
@@ -24,12 +24,12 @@ from coordinator.http_api.bodies import (
     Unserved,
     Wished,
     asks_nothing,
-    few_parts,
+    field_error,
     lines,
     must_be,
     wished_format,
 )
-from coordinator.http_api.tool_parsers import Part
+from coordinator.http_api.tool_parsers import ChatFormats, Part
 from coordinator.http_api.tools import call_id_of, check_arguments, parsed_call
 from outrider.limits import CHAT_MESSAGES_MAX, TOOLS_MAX
 from outrider.request import ChatMessage, Event, Finished, RoundReport, Started
@@ -49,86 +49,60 @@ _ALWAYS: Json = {
 
 
 class ItemText(Body):
-    """A text in a message."""
+    """A text in an item."""
 
     unserved = asks_nothing("annotations logprobs", ANY_VALUE)
 
-    type: Literal["input_text", "output_text"]
+    type: Literal["input_text", "output_text", "reasoning_text"]
     text: str
 
 
-class MessageItem(Body):
-    """A message of the conversation."""
+_NEEDED = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "reasoning": (),
+}
+"""The fields that an item must have, by its type."""
 
-    unserved = asks_nothing("id status phase", ANY_VALUE)
 
-    type: Literal["message"] = "message"
-    role: Literal["user", "assistant", "system", "developer"]
-    content: str | Several[ItemText]
+class Item(Body):
+    """A part of the conversation: a message, a call that an earlier answer made, the result of a
+    call, or the reasoning before an earlier answer. A message needs `role` and `content`, a call
+    `call_id`, `name` and `arguments`, and a result `call_id` and `output`."""
 
+    unserved = asks_nothing("id status phase namespace caller summary encrypted_content", ANY_VALUE)
 
-class CallItem(Body):
-    """A call that an earlier answer made."""
-
-    unserved = asks_nothing("id status namespace caller", ANY_VALUE)
-
-    type: Literal["function_call"]
-    call_id: str
-    name: str
-    arguments: str
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Literal["user", "assistant", "system", "developer"] = "user"
+    content: str | Several[ItemText] = ""
+    call_id: str = ""
+    name: str = ""
+    arguments: str = ""
     """A JSON object, as text."""
+    output: str | Several[ItemText] = ""
 
+    @model_validator(mode="after")
+    def _has_the_fields_of_its_type(self) -> Self:
+        for name in _NEEDED[self.type]:
+            if name not in self.model_fields_set:
+                raise field_error(name, "is missing")
+        return self
 
-class OutputItem(Body):
-    """The result of a call."""
-
-    unserved = asks_nothing("id status name namespace caller", ANY_VALUE)
-
-    type: Literal["function_call_output"]
-    call_id: str
-    output: str | Several[ItemText]
-
-
-class ReasoningText(Body):
-    type: Literal["reasoning_text"]
-    text: str
-
-
-class ReasoningItem(Body):
-    """The reasoning before an earlier answer."""
-
-    unserved = asks_nothing("id status summary encrypted_content", ANY_VALUE)
-
-    type: Literal["reasoning"]
-    content: Several[ReasoningText] = Field(default=[])
-
-
-def _kind(value: Any) -> str | None:
-    """Returns the tag of an item. An item without a type is a message."""
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", "")
-    return f"a {'message' if kind is None else kind}" if isinstance(kind, str | None) else None
-
-
-# `wrong_body` drops these tags from the paths of errors, because they are not identifiers.
-Item = Annotated[
-    Annotated[MessageItem, Tag("a message")]
-    | Annotated[CallItem, Tag("a function_call")]
-    | Annotated[OutputItem, Tag("a function_call_output")]
-    | Annotated[ReasoningItem, Tag("a reasoning")],
-    Discriminator(
-        _kind,
-        custom_error_type="item",
-        custom_error_message=(
-            "must be an item of the type message, function_call, function_call_output or reasoning"
-        ),
-    ),
-]
-
-
-def _few_items(given: Any) -> Any:
-    if not isinstance(given, str | list):
-        raise ValueError("must be a string or a list of items")
-    return few_parts(given)
+    def turn(self, place: str) -> Json:
+        """Returns fields of a `ChatMessage`. `place` is the path of the item in the body. Raises
+        `BadRequest`."""
+        match self.type:
+            case "message":
+                role = "system" if self.role == "developer" else self.role
+                return {"role": role, "content": lines(self.content)}
+            case "function_call":
+                call = parsed_call(self.call_id, self.name, self.arguments, f"{place}.arguments")
+                return {"role": "assistant", "tool_calls": [call]}
+            case "function_call_output":
+                output = lines(self.output)
+                return {"role": "tool", "content": output, "tool_call_id": self.call_id}
+        return {"role": "assistant", _REASONING: lines(self.content)}
 
 
 class ResponsesTool(FunctionTool, OfFunction):
@@ -175,14 +149,13 @@ class ResponsesBody(ConversationBody):
         **asks_nothing("stream_options", {}, {"include_obfuscation": False}),
     }
 
-    input: Annotated[
+    input: (
         Annotated[
             Several[Item],
             Field(min_length=1, max_length=CHAT_MESSAGES_MAX - 1),  # `instructions` is one more.
         ]
-        | str,
-        BeforeValidator(_few_items),
-    ]
+        | str
+    )
     """The user's text, or a conversation."""
     instructions: str | None = None
     """A system message before `input`."""
@@ -201,9 +174,9 @@ class ResponsesBody(ConversationBody):
     ] = "auto"
     """Whether the answer may call a tool, must call any tool, or must call the named tool."""
 
-    def translate(self) -> TranslatedBody:
-        """Translates the body into the requests of a chat completion with the same meaning. Raises
-        `BadRequest`."""
+    def translate(self, formats: ChatFormats) -> TranslatedBody:
+        """Translates the body into the requests of a chat completion with the same meaning.
+        `formats` says how the model writes calls and reasoning. Raises `BadRequest`."""
         # If `_turns` drops all items, the coordinator takes the prompt for an empty list of token
         # ids, and its error names `token_ids`.
         names = dict.fromkeys(("chat", "chat.messages", "token_ids"), "input")
@@ -211,10 +184,10 @@ class ResponsesBody(ConversationBody):
             self._turns(),
             self.tools,
             self.tool_choice,
-            ".name",
             names | {"max_tokens": "max_output_tokens"},
             self.max_output_tokens,
             bool(self.include or self.top_logprobs),
+            formats,
         )
 
     def _turns(self) -> tuple[ChatMessage, ...]:
@@ -222,16 +195,16 @@ class ResponsesBody(ConversationBody):
         follow each other in this order, they become one message."""
         items, turns = self.input, list[Json]()
         if isinstance(items, str):
-            items = [MessageItem(role="user", content=items)]
+            items = [Item(role="user", content=items)]
         if self.instructions is not None:
             turns.append({"role": "system", "content": self.instructions})
-        check_arguments([item.arguments for item in items if isinstance(item, CallItem)], "input")
+        check_arguments([item.arguments for item in items], "input")
         for index, item in enumerate(items):
-            turn = _turn(item, f"input[{index}]")
+            turn = item.turn(f"input[{index}]")
             last = turns[-1] if turns and turns[-1]["role"] == turn["role"] == "assistant" else None
-            if isinstance(item, ReasoningItem) and not turn[_REASONING]:
+            if turn.get(_REASONING) == "":
                 continue
-            if last is not None and isinstance(item, CallItem):
+            if last is not None and "tool_calls" in turn:
                 last.setdefault("tool_calls", []).extend(turn["tool_calls"])
             elif last is not None and "content" in turn and last.keys() == {"role", _REASONING}:
                 last.update(turn)
@@ -244,23 +217,6 @@ class ResponsesBody(ConversationBody):
     def _format(self) -> Wished:
         given = {**self.text.format, "json_schema": self.text.format}
         return wished_format(given, "text.format", "text.format.schema")
-
-
-def _turn(item: MessageItem | CallItem | OutputItem | ReasoningItem, place: str) -> Json:
-    """Returns fields of a `ChatMessage`. `place` is the path of the item in the body. Raises
-    `BadRequest`."""
-    match item:
-        case MessageItem():
-            role = "system" if item.role == "developer" else item.role
-            return {"role": role, "content": lines(item.content)}
-        case CallItem():
-            call = parsed_call(item.call_id, item.name, item.arguments, f"{place}.arguments")
-            return {"role": "assistant", "tool_calls": [call]}
-        case OutputItem():
-            output = lines(item.output)
-            return {"role": "tool", "content": output, "tool_call_id": item.call_id}
-        case ReasoningItem():
-            return {"role": "assistant", _REASONING: lines(item.content)}
 
 
 _KINDS = {
@@ -281,14 +237,13 @@ class _Item:
         self.kind, self._index, self._call = kind, index, call
         self._type, prefix, self._grows = _KINDS[kind]
         self._id = f"{prefix}_{session_id}_{index}"
-        self.status = "in_progress"
-        self._texts: list[str] = []
+        self.status, self._text = "in_progress", ""
         self.logprobs: list[Json] = []
 
     def body(self) -> Json:
         own: Json = {"id": self._id, "type": self._type, "status": self.status}
         if self.kind == "name":
-            return own | self._call | {"arguments": "".join(self._texts)}
+            return own | self._call | {"arguments": self._text}
         own |= {"summary": list[Json]()} if self.kind == "reasoning" else {"role": "assistant"}
         return own | {"content": [] if self.status == "in_progress" else [self._part()]}
 
@@ -299,7 +254,7 @@ class _Item:
         return events
 
     def grown(self, text: str, logprobs: Sequence[Json]) -> list[Json]:
-        self._texts.append(text)
+        self._text += text
         self.logprobs += logprobs
         more = {"logprobs": logprobs} if self.kind == "content" else {}
         events = [self._event(f"{self._grows}.delta", delta=text, **more)]
@@ -309,17 +264,17 @@ class _Item:
         self.status = status
         done, part, body = f"{self._grows}.done", self._part(), self.body()
         if self.kind == "name":
-            whole = [self._event(done, name=body["name"], arguments=part["text"])]
+            whole = [self._event(done, name=body["name"], arguments=self._text)]
         else:
             more = {"logprobs": part["logprobs"]} if self.kind == "content" else {}
             whole = [
-                self._event(done, text=part["text"], **more),
+                self._event(done, text=self._text, **more),
                 self._event("content_part.done", part=part),
             ]
         return [*whole, _event("output_item.done", output_index=self._index, item=body)]
 
     def _part(self) -> Json:
-        own: Json = {"type": self._grows, "text": "".join(self._texts)}
+        own: Json = {"type": self._grows, "text": self._text}
         more = {"annotations": [], "logprobs": [*self.logprobs]} if self.kind == "content" else {}
         return own | more
 
@@ -366,9 +321,12 @@ class ResponseAnswer(ChatAnswer):
         if not choice.is_opened:
             choice.is_opened, begun = True, self._response("in_progress")
             events = [_event(name, response=begun) for name in ("created", "in_progress")]
+        has_ended = isinstance(event, Finished)
+        if has_ended and all(one.kind == "content" for one in self._items[-1:]):
+            choice.parts = choice.parts or [Part("content", "")]  # At least an empty message.
         events += self._grown()
-        if isinstance(event, Finished):
-            events += self._ended()
+        if has_ended:
+            events += self._items[-1].closed(self._status)
             events.append(_event(self._status, response=self.whole()))
         return events if self.is_stream else ()
 
@@ -395,12 +353,6 @@ class ResponseAnswer(ChatAnswer):
             num_calls = sum(item.kind == kind for item in self._items)
             call = {"call_id": call_id_of(session_id, num_calls), "name": text}
         self._items.append(_Item(kind, session_id, len(self._items), call))
-
-    def _ended(self) -> list[Json]:
-        [choice] = self._choices
-        if not self._items or (choice.scored and self._items[-1].kind == "content"):
-            choice.parts = [Part("content", "")]
-        return [*self._grown(), *self._items[-1].closed(self._status)]
 
     @property
     def _status(self) -> str:

@@ -23,12 +23,11 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from coordinator.decoding.detokenizer import overlap
-from coordinator.http_api.tools import AUTO
+from coordinator.http_api.tools import AUTO, Tools
 from outrider.errors import BadRequest
-from outrider.grammar.constraint import ConstraintKind
+from outrider.grammar.constraint import Constraint, ConstraintKind
 
 if TYPE_CHECKING:
-    from coordinator.http_api.bodies import TranslatedBody
     from outrider.tokenizer import TokenizerText
 
 T = TypeVar("T")
@@ -44,11 +43,9 @@ _SOME_TURN = {"role": "user", "content": "x"}
 _JSON = (ConstraintKind.JSON_SCHEMA, ConstraintKind.JSON_OBJECT)
 _OTHER_CALLS = ("<function=", "<arg_key>")
 """Chat templates that contain one of these texts do not write JSON within `<tool_call>`."""
-_NAME_OF_OBJECT = re.compile(
-    r'\s*\{\s*(?:"\w+"\s*:\s*"[^"}]*"\s*,\s*)*?"name"\s*:\s*"(?P<name>[^"\\}]*)"'
-)
 _HEAD_OF_OBJECT = re.compile(
-    _NAME_OF_OBJECT.pattern + r'\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+    r'\s*\{\s*(?:"\w+"\s*:\s*"[^"}]*"\s*,\s*)*?"name"\s*:\s*"(?P<name>[^"\\}]*)"'
+    r'\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 """Matches the usual beginning of a call that is a JSON object, up to its arguments. Llama writes
 `parameters` instead of `arguments`. A match contains no closing brace, so `_call` waits for a match
@@ -78,9 +75,8 @@ class Reader:
     """Matches the text before the arguments of a call that is written as a name and a JSON object.
     None = every call is a JSON object with a `name`."""
     begins_with_calls = False
-    """Whether a call at the beginning of the text needs no mark."""
-    knows_names = False
-    """If true, a JSON object whose `name` is not the name of a tool is content."""
+    """Whether a call at the beginning of the text needs no mark. A JSON object whose `name` is not
+    the name of a tool is then content."""
     has_content = True
     """Whether text outside of calls is content. If not, this text is dropped."""
 
@@ -215,8 +211,6 @@ class Reader:
         if is_object:
             whole = yield from self._value()
             call = _loaded(whole)
-            if call is None and (cut := _NAME_OF_OBJECT.match(whole)) and self._is_over:
-                call = {"name": cut["name"], "arguments": ""}
             if isinstance(call, dict) and self._is_known(call.get("name")):
                 self._begin_call(call["name"])
                 self._add("arguments", _arguments(call))
@@ -226,7 +220,7 @@ class Reader:
         return False
 
     def _is_known(self, name: object) -> bool:
-        return isinstance(name, str) and (name in self._names or not self.knows_names)
+        return isinstance(name, str) and (name in self._names or not self.begins_with_calls)
 
     def _begin_call(self, name: str) -> None:
         self._num_calls += 1
@@ -323,7 +317,7 @@ class Llama3(Reader):
     name of a tool, the object is content."""
 
     shown_tokens = marks = ("<|python_tag|>",)
-    begins_with_calls = knows_names = True
+    begins_with_calls = True
 
 
 class Mistral(Reader):
@@ -407,6 +401,16 @@ class AnswerForm:
     opens: bool | None = None
     """Whether the text begins within reasoning. None = reasoning is not parsed."""
 
+    @property
+    def shown_tokens(self) -> tuple[str, ...]:
+        """Special tokens that the parsers look for, so they must be in the text."""
+        reasoning = () if self.opens is None else Reasoning.shown_tokens
+        return _READERS[self.calls].shown_tokens + reasoning
+
+    def to_json(self) -> str:
+        """Empty text stands for `PLAIN`."""
+        return "" if self == PLAIN else json.dumps(asdict(self))
+
     def make_reader(self) -> Reader:
         reader = _READERS[self.calls](self.names, several=self.several)
         return reader if self.opens is None else Reasoning(reader, is_open=self.opens)
@@ -437,18 +441,19 @@ class ChatFormats:
         )
         self._always_reasons = reasoning_parser == "deepseek_r1"
 
-    def fitted(self, asked: TranslatedBody) -> TranslatedBody:
-        """Adds the form of the answers to the body of a conversation. Constrained answers have no
-        reasoning. If the body asks for JSON, for example by `response_format`, the answer is
-        content even if it looks like a call. If the answer may have calls but the model's way of
-        writing calls is unknown, raises `BadRequest`."""
-        tools, request = asked.tools, asked.requests[0]
-        form, calls, shown = PLAIN, self._calls, tuple[str, ...]()
+    def form(
+        self, tools: Tools | None, constraint: Constraint | None, variables: Mapping[str, Any]
+    ) -> AnswerForm:
+        """Returns the form of answers that may call these tools. `variables` are those of the chat
+        template. Constrained answers have no reasoning. If the body asks for JSON, for example by
+        `response_format`, the answer is content even if it looks like a call. If the answer may
+        have calls but the model's way of writing calls is unknown, raises `BadRequest`."""
+        form = PLAIN
         if tools is not None and self._text is not None:
             self._text.check_tools("tools")
-        is_json = request.constraint is not None and request.constraint.kind in _JSON
+        is_json = constraint is not None and constraint.kind in _JSON
         if tools is not None and (tools.is_required or not is_json):
-            names = sorted(one["name"] for one in tools.functions)
+            calls, names = self._calls, sorted(one["name"] for one in tools.functions)
             if tools.named:
                 calls, names = "arguments", [tools.named]
             elif tools.is_required:
@@ -460,19 +465,10 @@ class ChatFormats:
                     f"start the server with --tool-call-parser (one of {', '.join(CALL_READERS)}), "
                     "or send tool_choice required",
                 )
-            shown = _READERS[calls].shown_tokens
             form = AnswerForm(calls, names, tools.several)
-        if self._has_reasoning and request.constraint is None:
-            opens = self._always_reasons or self._opens_with(request.template_variables)
-            form = replace(form, opens=opens)
-            shown += Reasoning.shown_tokens
-        if form == PLAIN:
-            return asked
-        text = json.dumps(asdict(form))
-        requests = tuple(
-            replace(one, shown_tokens=shown, answer_form=text) for one in asked.requests
-        )
-        return replace(asked, form=form, requests=requests)
+        if self._has_reasoning and constraint is None:
+            form = replace(form, opens=self._always_reasons or self._opens_with(variables))
+        return form
 
     def _opens_with(self, variables: Mapping[str, Any]) -> bool:
         """Whether the chat template with these variables ends prompts with `<think>`."""

@@ -3,7 +3,7 @@ call a tool."""
 
 import hashlib
 import json
-import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,6 @@ from outrider.grammar.constraint import Constraint
 from outrider.limits import CALLS_MAX, HTTP_CONTAINERS_MAX, TOOLS_BYTES_MAX
 
 AUTO, REQUIRED, NONE = "auto", "required", "none"
-_NAME = re.compile("[A-Za-z0-9_-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,24 +68,18 @@ class Tools:
 
 
 def tools_of(
-    functions: Sequence[Mapping[str, Any]], choice: str, named: str, *, several: bool, place: str
+    functions: Sequence[Mapping[str, Any]], choice: str, named: str, *, several: bool
 ) -> Tools | None:
     """Makes the tools of a request with these functions. If the answer may call no function,
     returns None. `choice` is `AUTO`, `REQUIRED` or `NONE`, and `REQUIRED` if a function is `named`.
-    `place` is the path from a tool of the body to the tool's name, for errors. Raises `BadRequest`.
-    """
+    Raises `BadRequest`."""
     if not functions and choice == REQUIRED:
         raise BadRequest("tool_choice", "asks for a call, but there are no tools")
-    names = set[str]()
-    for index, function in enumerate(functions):
-        name, field = function["name"], f"tools[{index}]{place}"
-        if not _NAME.fullmatch(name):
-            raise BadRequest(field, f"got {name[:64]!r}; allowed: 1 to 64 letters, digits, - and _")
-        if name in names:
-            raise BadRequest(field, f"{name!r} is the name of another tool, too")
-        names.add(name)
+    names = Counter(one["name"] for one in functions)
+    if len(names) < len(functions):
+        raise BadRequest("tools", f"{names.most_common(1)[0][0]!r} is the name of several tools")
     if named and named not in names:
-        raise BadRequest(f"tool_choice{place}", f"{named[:64]!r} is none of the tools")
+        raise BadRequest("tool_choice", f"{named[:64]!r} is none of the tools")
     size = len(json.dumps(functions, ensure_ascii=False).encode(errors="surrogatepass"))
     if size > TOOLS_BYTES_MAX:
         raise BadRequest("tools", f"have {size} bytes; at most {TOOLS_BYTES_MAX} are allowed")

@@ -16,6 +16,7 @@ from told_coordinator import ToldCoordinator
 
 from coordinator.http_api.bodies import ChatBody, CompletionBody, TranslatedBody
 from coordinator.http_api.reading import SHOWN_CHARS_MAX, read_body, wrong_body
+from coordinator.http_api.tool_parsers import ChatFormats
 from outrider import limits
 from outrider.errors import BadRequest
 from outrider.grammar.constraint import Constraint
@@ -31,8 +32,8 @@ GAP_S = 0.25
 CHAT, COMPLETIONS, NATIVE = "/v1/chat/completions", "/v1/completions", "/api/generate"
 
 
-def chat(**fields: Any) -> TranslatedBody:
-    return ChatBody.model_validate({"messages": [USER]} | fields).translate()
+def chat(formats: ChatFormats | None = None, **fields: Any) -> TranslatedBody:
+    return ChatBody.model_validate({"messages": [USER]} | fields).translate(formats)
 
 
 def completion(**fields: Any) -> TranslatedBody:
@@ -307,7 +308,7 @@ BODIES: dict[str, tuple[str, Callable[[], bytes], str | None]] = {
     "a schema": (
         CHAT,
         lambda: filled(
-            CONVERSATION + '"structured_outputs":{"json":{"enum":[', "[" + " " * 80 + "]", "]}}}"
+            CONVERSATION + '"structured_outputs":{"json":{"enum":[', '["' + "x" * 260 + '"]', "]}}}"
         ),
         "structured_outputs.json",
     ),
@@ -378,7 +379,6 @@ BIASES = {str(n): 1 for n in range(limits.LOGIT_BIAS_ENTRIES_MAX + 1)}
     [
         ({f"f{n}": 1 for n in range(limits.HTTP_FIELDS_MAX)}, None, "the body has 129 fields"),
         ({"messages": [USER] * (limits.CHAT_MESSAGES_MAX + 1)}, "messages", "at most 4096 items"),
-        ({"messages": [{"content": [{}] * (limits.CHAT_PARTS_MAX + 1)}]}, "messages", "8192 parts"),
         ({"logit_bias": BIASES}, "logit_bias", "should have at most 1024 items"),
         ({"stop": ["a"] * 17}, "stop", "must be a string or a list of at most 16 strings"),
         ({"n": 17}, "n", "should be less than or equal to 16; got 17"),
@@ -392,7 +392,7 @@ BIASES = {str(n): 1 for n in range(limits.LOGIT_BIAS_ENTRIES_MAX + 1)}
         ({"speculation": {"rul": 1}}, "speculation.rul", "no such field; did you mean rule?"),
         (b"{", None, "the body is not JSON: EOF while parsing an object at line 1 column 1"),
         (b'"\xff"', None, "unicode"),
-        (b"[" * 60_000, None, "recursion limit"),
+        (b"[" * 16_000, None, "recursion limit"),
         (b'{"seed": ' + b"1" * 5000 + b"}", None, "number out of range"),
         (b"", None, "the body must be a JSON object, with Content-Type: application/json"),
         (b"[1]", None, "the body must be a JSON object, with Content-Type: application/json"),
