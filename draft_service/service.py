@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 from draft_service.model_drafter import ModelDrafter
 from draft_service.worker import Proposer
@@ -12,7 +13,7 @@ from outrider.limits import BATCHED_TOKENS_DEFAULT
 from outrider.messages import DraftItem
 from outrider.replica.executors import StepExecutor
 from outrider.replica.service import SteppedService, describe_model
-from outrider.replica.step_request import AnswerSender, StepRequest
+from outrider.replica.step_request import Answers, AnswerSender, StepRequest, undrawn
 from outrider.replica.token_budget import TokenBudget
 
 
@@ -39,17 +40,34 @@ class DraftService(SteppedService):
             describe_model(drafter.engine.info, max_num_seqs, told),
             reads_features=drafter.reads_features,
         )
-        super().__init__(self._proposer, executor, description, budget.note_seconds)
+        super().__init__(self._proposer, executor, description)
 
     def _work(self, item: DraftItem, sender: AnswerSender) -> StepRequest:
-        """Starts the time limit of an item's draft. Without look-ahead, `work.deadline` makes a
-        timer report an empty draft if nothing is drawn when the time is over. With look-ahead, only
-        steps check the limit, because the round's tokens may already be drawn."""
-        time, engine = asyncio.get_running_loop().time, self._engine
+        """Starts the time limit of an item's draft. Without look-ahead, a timer reports an empty
+        draft if nothing is drawn when the time is over. With look-ahead, only steps check the
+        limit, because the round's tokens may already be drawn."""
+        loop, engine = asyncio.get_running_loop(), self._engine
         deadline = DraftDeadline.after(
-            item.budget_us, lambda: time() + engine.stated_seconds, time()
+            item.budget_us, lambda: loop.time() + engine.stated_seconds, loop.time()
         )
-        work = super()._work(replace(item, deadline=deadline), sender)
+        item = replace(item, deadline=deadline)
+        work = super()._work(item, sender)
+        work.follow = _next_item
         if not self._proposer.looks_ahead(item) and deadline is not NO_DEADLINE:
-            work.deadline = deadline
+            work.timer = loop.call_at(deadline.ends_at, self._tell_undrawn, work, deadline)
         return work
+
+    def _tell_undrawn(self, work: StepRequest, deadline: DraftDeadline) -> None:
+        """Called at the end of the time limit for drafting. If no token is drawn yet, tells the
+        callers and prevents draws. The item's prefix still runs. The empty proposal that follows
+        then reports how many tokens the replica holds."""
+        if deadline.close_undrawn():
+            work.answered = True
+            work.tell(undrawn(work.key))
+
+
+def _next_item(item: DraftItem, answer: Any, _: float) -> DraftItem | None:
+    """See `StepRequest.follow`. An item runs again if it continues, and no caller waits for its
+    next answer."""
+    calm = isinstance(answer, Answers) and not answer.answers and not answer.waited_for
+    return item if calm and answer.more else None

@@ -67,7 +67,7 @@ class Proposer(StepWorker):
     ) -> None:
         """Without `grammars`, drafts ignore constraints. The target then rejects more tokens."""
         super().__init__(drafter.engine, budget, grammars)
-        self._drafter, self._budget = drafter, budget
+        self._drafter = drafter
         self._look_ahead = LookAhead(drafter, self._table, budget.max_steps)
         self._unfinished: dict[str, _Drafting] = {}
         """The unfinished item of each session. The next step that gets the item continues it."""
@@ -116,15 +116,6 @@ class Proposer(StepWorker):
                 length = work.head.committed_length
                 work.answer = ProposalReply(work.head.key, NOTHING_SEALED, length, held)
         self._run([work for work in works if work.answer is None])
-
-    def park(self, session_ids: Sequence[str]) -> None:
-        for session_id in session_ids:
-            self._forget(session_id)
-        super().park(session_ids)
-
-    def release(self, session_id: str) -> None:
-        self._forget(session_id)
-        super().release(session_id)
 
     def _forget(self, session_id: str) -> None:
         self._unfinished.pop(session_id, None)

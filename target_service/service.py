@@ -15,7 +15,6 @@ from outrider.errors import check
 from outrider.grammar.compiler import Grammars
 from outrider.limits import BATCHED_TOKENS_DEFAULT, SEQUENCES_PER_REPLICA_MAX, STREAM_INTERVAL_MS
 from outrider.messages import VerdictReply, VerifyAnswer, VerifyItem
-from outrider.replica.batching_delay import BatchingDelay
 from outrider.replica.executors import StepExecutor
 from outrider.replica.service import SteppedService, describe_model
 from outrider.replica.step_request import AnswerSender, StepRequest
@@ -56,8 +55,7 @@ class TargetService(SteppedService):
             shows_features=verifier.keeper is not None,
             draft_note="" if layer is None else layer.note,
         )
-        batching_delay = None if costs is None else BatchingDelay(costs.step_seconds, max_num_seqs)
-        super().__init__(verifier, executor, description, budget.note_seconds, batching_delay)
+        super().__init__(verifier, executor, description, waits=costs)
         self._ahead: OrderedDict[str, RunAhead] = OrderedDict()
         self._held_s = stream_interval_ms / 1e3
 
@@ -92,9 +90,11 @@ class TargetService(SteppedService):
         work = self._work(item, ahead.sender)
         if ahead.may_hold:
             work.held_s = self._held_s
-        # One more round must be left, in which the coordinator can ask for further rounds.
-        if ahead.replies and ahead.allows(len(ahead.replies) + 2, self._description.max_model_len):
-            work.follow = partial(self._next_round, item)
+        # One more round must be left, in which the coordinator can ask for further rounds. An
+        # emulated engine sleeps for the time of both rounds together, so it gets only one.
+        is_short = not ahead.allows(len(ahead.replies) + 2, self._description.max_model_len)
+        if ahead.replies and not (is_short or self._executor.is_timed):
+            work.follow = self._next_round
         work.on_done = partial(self._on_round_done, session_id, ahead)
         ahead.running = work
         super().submit(work)
@@ -127,7 +127,7 @@ class TargetService(SteppedService):
     def _forget(self, session_id: str) -> None:
         ahead = self._ahead.pop(session_id, None)
         if ahead is not None and ahead.running is not None:
-            ahead.running.cancelled = True
+            ahead.running.senders = []  # Nothing waits for its answer.
 
 
 class RunAhead:

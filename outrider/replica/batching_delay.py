@@ -11,8 +11,9 @@ each session has one round. The times of a cycle are:
 The gap of a session is the time from an answer to its next item. A session is expected to return
 after the mean of its last gaps."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from outrider.engine.step_costs import StepCosts
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX
 from outrider.newest import Newest
 
@@ -43,10 +44,9 @@ class _Rhythm:
 class BatchingDelay:
     """Tracks a replica's sessions and step times. All times are in seconds, on one clock."""
 
-    def __init__(self, step_seconds: Callable[[int, int], float], max_batch: int) -> None:
-        """`step_seconds(rows, sessions)` is a step's expected time. A step has at most `max_batch`
-        sessions."""
-        self._step_seconds = step_seconds
+    def __init__(self, costs: StepCosts | None, max_batch: int) -> None:
+        """A step has at most `max_batch` sessions. Without `costs`, no step waits."""
+        self._costs = costs
         self._max_batch = max_batch
         self._rhythms: Newest[str, _Rhythm] = Newest(SEQUENCES_PER_REPLICA_MAX)
         """By session, in the order of the sessions' last answers."""
@@ -91,27 +91,28 @@ class BatchingDelay:
 
     def took(self, seconds: float, rows: int, sessions: int) -> None:
         """Notes how long a step took."""
-        told = self._step_seconds(rows, sessions)
+        told = self._seconds(rows, sessions)
         if told > 0:
-            self._scale += MEMORY * (seconds / told - self._scale)
+            self._scale *= 1 + MEMORY * (seconds / told - 1)
 
-    def hold(self, now: float, waiting: Sequence[int]) -> float | None:
-        """Returns the time until which the next step should wait; None = the step should begin now.
-        `waiting` has the number of rows of each waiting item. Sets `awaited`."""
+    def hold(self, now: float, waiting: Sequence[int]) -> float:
+        """Returns the time until which the next step should wait for the sessions in `awaited`,
+        which this method sets. If there are none, the step should begin now. `waiting` has the
+        number of rows of each waiting item."""
         if self._num_awaited:
             came = 1 - len(self.awaited) / self._num_awaited
             self._trust += MEMORY * (came - self._trust)
         else:
             self._trust = min(1.0, self._trust + FORGIVEN)
-        self.awaited, self._num_awaited = set(), 0
-        room = self._max_batch - len(waiting)
-        if not waiting or room <= 0 or self._num_gaps == 0:
-            return None
+        self.awaited, self._num_awaited, self._until = set(), 0, now
         num, rows = len(waiting), sum(waiting)
+        room = self._max_batch - num
+        if not waiting or room <= 0 or self._num_gaps == 0 or self._costs is None:
+            return now
         alone_s = self._seconds(rows, num)
         expected = self._expected(now, now + alone_s)
         if not expected:
-            return None
+            return now
         num_left, rows_left = len(expected), sum(rows for _, _, rows in expected)
         best, best_s = 0, GAIN * (alone_s + self._seconds(rows_left, num_left))
         for num_come, (back_at, _, more) in enumerate(expected[:room], start=1):
@@ -122,11 +123,8 @@ class BatchingDelay:
             # Sessions that do not come in time will need a second step.
             cycle_s += (1 - self._trust) * self._seconds(rows - sum(waiting), num_come)
             if cycle_s < best_s:
-                best, best_s = num_come, cycle_s
-        if best == 0:
-            return None
+                best, best_s, self._until = num_come, cycle_s, back_at
         self.awaited, self._num_awaited = {name for _, name, _ in expected[:best]}, best
-        self._until = expected[best - 1][0]
         return self._until
 
     def _expected(self, now: float, before: float) -> list[tuple[float, str, int]]:
@@ -142,4 +140,6 @@ class BatchingDelay:
         return sorted(found)
 
     def _seconds(self, rows: int, sessions: int) -> float:
-        return self._scale * self._step_seconds(rows, sessions)
+        if self._costs is None:
+            return 0.0
+        return self._scale * self._costs.step_seconds(rows, sessions)

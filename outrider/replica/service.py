@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outrider.decayed_average import DecayedSums
@@ -45,14 +46,12 @@ from outrider.replica.batching_delay import BatchingDelay
 from outrider.replica.executors import StepExecutor
 from outrider.replica.step_request import (
     CANCELLED_CODE,
-    Answers,
     AnswerSender,
     RequestQueue,
     StepFigures,
     StepRequest,
     Unfinished,
     refusal,
-    undrawn,
 )
 from outrider.replica.worker import StepWorker
 from outrider.telemetry.logs import about
@@ -87,19 +86,15 @@ class SteppedService:
         worker: StepWorker,
         executor: StepExecutor,
         description: ReplicaDescription,
-        note_seconds: Callable[[float], None] | None = None,
-        batching_delay: BatchingDelay | None = None,
+        waits: StepCosts | None = None,
     ) -> None:
-        """At most `description.max_num_seqs` sessions share a step. `note_seconds` gets the time of
-        each step that ran items, on the executor's thread or while no step runs. With
-        `batching_delay`, a step may wait for sessions whose next items are expected soon. An item
-        with a new constraint waits until the constraint's grammar is compiled, so that no step
-        compiles a grammar."""
+        """At most `description.max_num_seqs` sessions share a step. With the costs `waits`, a step
+        may wait for sessions whose next items are expected soon. An item with a new constraint
+        waits until the constraint's grammar is compiled, so that no step compiles a grammar."""
         self._worker = worker
         self._executor = executor
         self._description = description
-        self._note_seconds = note_seconds
-        self._batching_delay = batching_delay
+        self._delay = BatchingDelay(waits, description.max_num_seqs)
         self._observer: ObservedSteps | None = None
         self.num_items = 0
         self.sessions = SessionTracker()
@@ -108,10 +103,9 @@ class SteppedService:
         self._compiling: set[asyncio.Task[None]] = set()
         self._queue = RequestQueue(description.max_num_seqs)
         self._load: StepLoad | None = None
-        self._releases: dict[str, int] = {}
-        """Sessions to forget before the next step, each with its newest released epoch."""
-        self._parked: dict[str, None] = {}
-        """Sessions to park before the next step."""
+        self._leaving: Newest[str, bool] = Newest(SEQUENCES_PER_REPLICA_MAX)
+        """Sessions that the worker forgets (True) or parks (False) before the next step. If these
+        are too many, the oldest entries are dropped: their slots are freed for other sessions."""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closing = False
@@ -136,20 +130,19 @@ class SteppedService:
     @property
     def healthy(self) -> bool:
         """False if `STEP_CRASHES_UNHEALTHY` steps in a row crashed, or no more steps can run."""
-        stopped = self._over or (self._task is not None and self._task.done())
-        return self._crashes < STEP_CRASHES_UNHEALTHY and not stopped
+        return self._crashes < STEP_CRASHES_UNHEALTHY and not self._over
 
     @property
     def figures(self) -> Figures:
         """The replica's load, averaged over about `WINDOW_S`."""
         if self._load is None:
             return NO_FIGURES
-        return self._load.figures(asyncio.get_running_loop().time(), self._worker.figures)
+        return self._load.figures(_now(), self._worker.figures)
 
     def observe(self, observer: ObservedSteps) -> None:
         """Reports all further steps to `observer`."""
         self._observer = observer
-        observer.watch(lambda: len(self._queue), lambda: self._worker.figures)
+        observer.watch(lambda: len(self._queue.waiting), lambda: self._worker.figures)
 
     def take(self, item: Any, sender: AnswerSender) -> None:
         """Accepts an item of a stream, or refuses it if its round is over. Never waits."""
@@ -157,21 +150,16 @@ class SteppedService:
         work = self._work(item, sender)
         if self._is_stale(work):
             return
-        loop = asyncio.get_running_loop()
-        self.sessions.hear(item.head.session_id, sender, loop.time())
-        if work.deadline is not None:
-            work.timer = loop.call_at(work.deadline.ends_at, self._tell_undrawn, work)
-        constraint = item.head.constraint
-        if constraint is None or self._grammars is None:
+        self.sessions.hear(item.head.session_id, sender, work.arrived_at)
+        grammars, head = self._grammars, item.head
+        if head.constraint is None or grammars is None:
             self.submit(work)
-            return
-        compiled = self._grammars.find(item.head.constraint_hash, item.head.tenant)
-        if compiled is not None:
+        elif (compiled := grammars.find(head.constraint_hash, head.tenant)) is not None:
             self.submit(work.compiled(compiled))
-            return
-        task = asyncio.create_task(self._compile(self._grammars, constraint, work))
-        self._compiling.add(task)
-        task.add_done_callback(self._compiling.discard)
+        else:
+            task = asyncio.create_task(self._compile(grammars, head.constraint, work))
+            self._compiling.add(task)
+            task.add_done_callback(self._compiling.discard)
 
     def _is_stale(self, work: StepRequest) -> bool:
         """Whether the round of a request is over. If it is, refuses the request. Otherwise notes
@@ -197,10 +185,6 @@ class SteppedService:
         except OutriderError as error:
             logger.info("a constraint cannot be used here: %s", error)
             compiled = error
-        except Exception:
-            logger.exception("a constraint could not be compiled")
-            self._refuse(work, OutriderError("the constraint could not be compiled"))
-            return
         if not self._is_stale(work):
             self.submit(work.compiled(compiled))
 
@@ -214,38 +198,30 @@ class SteppedService:
         except Overloaded as error:
             self._refuse(work, error)
             return
-        if not is_new and work.timer is not None:
-            work.timer.cancel()
-        if self._batching_delay is not None:
-            now = asyncio.get_running_loop().time()
-            self._batching_delay.arrived(work.session_id, now)
+        if not is_new:
+            self._done(work, None)
+        self._delay.arrived(work.session_id, _now())
         self._start()
 
     def release(self, session_id: str, epoch: int) -> None:
         """Cancels the session's queued requests, and lets the worker forget the session before the
-        next step. Does nothing if a newer epoch of the session was seen. If more than
-        `SEQUENCES_PER_REPLICA_MAX` sessions are released between two steps, the oldest of these
-        releases are dropped. The worker forgets their sessions when others need the room."""
+        next step. Does nothing if a newer epoch of the session was seen."""
         if not self._filter.release(session_id, epoch):
             return
         self._forget(session_id)
         self.sessions.forget(session_id)
-        if epoch <= self._releases.get(session_id, 0):
-            return  # Already released.
-        for work in self._queue.of_session(session_id, epoch):
-            self._cancel(work)
-        self._releases[session_id] = epoch
-        if self._batching_delay is not None:
-            self._batching_delay.forget(session_id)
-        if len(self._releases) > SEQUENCES_PER_REPLICA_MAX:
-            del self._releases[next(iter(self._releases))]
+        self._delay.forget(session_id)
+        self._leaving[session_id] = True
+        works = [work for work in self._queue.waiting if work.session_id == session_id]
+        self._queue.remove(works)
+        self._cancel(works)
         self._start()
 
     def park(self, session_ids: Sequence[str]) -> None:
         """Frees the slots of these sessions before the next step. Called for sessions whose
         connection has closed, and for silent sessions while pages are short."""
-        if session_ids:
-            self._parked.update(dict.fromkeys(session_ids))
+        for session_id in session_ids:
+            self._leaving.setdefault(session_id, False)
             self._start()
 
     async def drain(self) -> None:
@@ -282,122 +258,113 @@ class SteppedService:
         self._wake.set()
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run(), name="steps")
-            self._task.add_done_callback(self._ended)
 
     async def _run(self) -> None:
         try:
             while not self._over:
-                await self._wake.wait()
-                self._wake.clear()
-                while not self._over and (self._queue or self._releases or self._parked):
-                    if self._batching_delay is not None:
-                        await self._gather(self._batching_delay)
+                await self._news()
+                while not self._over and (self._queue.waiting or self._leaving):
+                    until = self._delay.hold(_now(), self._queue.rows)
+                    while self._delay.awaited and not self._over and _now() < until:
+                        await self._news(until)
                     if await self._step(self._take()):
                         # Lets the loop send answers before the next step occupies the interpreter.
                         await asyncio.sleep(0)
                     else:
-                        await self._rest()
+                        await self._news(_now() + STARVED_REST_S)
                 self._idle.set()
+        except Exception as error:
+            logger.exception("the loop of steps has failed")
+            self._give_up(EngineLost(f"the loop of steps has failed: {error!r}"))
         finally:
             self._idle.set()
 
-    async def _gather(self, batching_delay: BatchingDelay) -> None:
-        until = batching_delay.hold(asyncio.get_running_loop().time(), self._queue.rows)
+    async def _news(self, until: float | None = None) -> None:
+        """Waits for an item, a release, a parked session or `close`, at most until this time."""
         with suppress(TimeoutError):
             async with asyncio.timeout_at(until):
-                while batching_delay.awaited and not self._over:
-                    await self._wake.wait()
-                    self._wake.clear()
-
-    async def _rest(self) -> None:
-        """Waits until an event may free pages, but at most `STARVED_REST_S`."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(STARVED_REST_S):
                 await self._wake.wait()
-                self._wake.clear()
+        self._wake.clear()
 
     def _take(self) -> list[StepRequest]:
-        batch, unwanted, late = self._queue.take(asyncio.get_running_loop().time())
+        batch, unwanted, late = self._queue.take(_now())
         for work in unwanted:
             self._done(work, None)
         for work in late:
             self._refuse(work, DeadlineExceeded("the deadline passed before a step was free"))
-            self._parked[work.session_id] = None
+            self._leaving.setdefault(work.session_id, False)
         return batch
 
     async def _step(self, batch: list[StepRequest]) -> bool:
-        """Runs a step. If the step had items and none of them found pages, returns False."""
-        releases, self._releases = self._releases, {}
-        parked, self._parked = list(self._parked), {}
-        if not batch and not releases and not parked:
-            return True
-        loop = asyncio.get_running_loop()
-        start = loop.time()
+        """Runs a step, and perhaps a second step with the next items of the same sessions. If the
+        step had items and none of them found pages, returns False."""
+        leaving, steps = dict(self._leaving), list[_Step]()
+        self._leaving.clear()
+        run = partial(self._on_executor, leaving, batch, steps, asyncio.get_running_loop().time)
+        failure: Exception | None = None
         try:
-            step, second = await self._run_on_executor(releases, parked, batch)
-        except EngineLost as lost:
-            self._give_up(lost, batch)
-            return True
-        except Exception:
-            sessions = [work.session_id for work in batch]
-            logger.exception(
-                "a step of %d items crashed", len(batch), extra=about(session_ids=sessions)
-            )
-            self._crashes += 1
-            self.health_changed.set()
-            if self._observer is not None:
-                self._observer.crashed()
-            if len(batch) > 1:
-                for work in batch:
-                    work.runs_alone = True  # So only the item that causes the crash fails.
-                self._put_back(batch)
-            else:
-                crash = OutriderError("the step crashed; the replica's log has the traceback")
-                for work in batch:
-                    self._refuse(work, crash)
-            return True
-        end = loop.time()
-        if batch and self._crashes:
+            async with asyncio.timeout(STEP_S_MAX) as limit:
+                await self._executor.run(run)
+        except Exception as error:  # noqa: BLE001 - handled below
+            hangs = EngineLost(f"a step has not ended in {STEP_S_MAX} s")
+            failure = hangs if limit.expired() else error
+        if steps:
+            self._finish(batch, steps, _now())
+        unfinished = [] if steps else batch
+        if isinstance(failure, EngineLost):
+            self._give_up(failure, unfinished)
+        elif failure is not None:
+            self._note_crash(failure, unfinished)
+        elif steps and self._crashes:
             self._crashes = 0
             self.health_changed.set()
-        if isinstance(second, _Step):
-            self._finish(batch, step.answers, start, second.start, second.items)
-            found = dict(zip(map(_round_of, second.items), second.answers, strict=True))
-            later = self._queue.claim(lambda work: _round_of(work.item) in found)
-            answers = [found[_round_of(work.item)] for work in later]
-            self._finish(later, answers, second.start, end)
-        else:
-            self._finish(batch, step.answers, start, end)
-            if second is not None:
-                self._give_up(second)
         num_starved, self._num_starved = self._num_starved, self._worker.figures.num_starved
         if self._num_starved > num_starved:
             # If a session has long been silent, its coordinator may have died, or its release was
             # lost.
-            since = loop.time() - SILENT_SESSION_MS / 1e3
+            since = _now() - SILENT_SESSION_MS / 1e3
             self.park(self.sessions.fall_silent(since, self._queue.sessions))
-        return not batch or any(answer is not Unfinished.WAITS for answer in step.answers)
+        return not steps or any(answer is not Unfinished.WAITS for answer in steps[0].answers)
 
-    def _finish(
-        self,
-        batch: list[StepRequest],
-        answers: Sequence[Any],
-        start: float,
-        end: float,
-        later: Sequence[Any] = (),
-    ) -> None:
-        """Handles the answers of a step. `later` has the items of a second step that has run."""
-        if batch and not later and self._note_seconds is not None:
-            self._note_seconds(end - start)
-        self._answer(batch, answers, start, end, {item.head.session_id for item in later})
-        self._put_back([work for work in batch if work.unfinished is not None])
+    def _finish(self, batch: list[StepRequest], steps: list[_Step], now: float) -> None:
+        """Handles the answers of a step, and then those of the second step if one has run."""
+        first, *second = steps
+        self._worker.note_seconds(now - steps[-1].start)
+        again = {item.head.session_id for step in second for item in step.items}
+        self._answer(batch, first, second[0].start if second else now, again)
+        for step in second:
+            # The answers of the first step have put these items into the queue.
+            found = dict(zip(map(_round_of, step.items), step.answers, strict=True))
+            pairs = [
+                (work, found.pop(which))
+                for work in self._queue.waiting
+                if (which := _round_of(work.item)) in found
+            ]
+            works = [work for work, _ in pairs]
+            self._queue.remove(works)
+            self._answer(works, step._replace(answers=[answer for _, answer in pairs]), now)
 
     def _put_back(self, works: Sequence[StepRequest]) -> None:
         """Returns requests to the queue. Cancels those whose session was released meanwhile."""
-        for work in works:
-            if work.item.head.epoch <= self._releases.get(work.session_id, 0):
-                self._cancel(work)
-        self._queue.put_back(works)
+        released = [work for work in works if self._leaving.get(work.session_id)]
+        self._cancel(released)
+        self._queue.put_back([work for work in works if work not in released])
+
+    def _note_crash(self, error: Exception, batch: Sequence[StepRequest]) -> None:
+        """Handles a crash. Of the requests in `batch`, only the one that causes it is refused."""
+        sessions = [work.session_id for work in batch]
+        logger.error("a step crashed", exc_info=error, extra=about(session_ids=sessions))
+        self._crashes += 1
+        self.health_changed.set()
+        if self._observer is not None:
+            self._observer.crashed()
+        if len(batch) == 1:
+            crash = OutriderError("the step crashed; the replica's log has the traceback")
+            self._refuse(batch[0], crash)
+            return
+        for work in batch:
+            work.runs_alone = True
+        self._put_back(batch)
 
     def _give_up(self, lost: EngineLost, batch: Sequence[StepRequest] = ()) -> None:
         logger.critical("no further step can run: %s", lost)
@@ -409,107 +376,56 @@ class SteppedService:
                 self._refuse(work, lost)
             waiting = self._take()
 
-    async def _run_on_executor(
-        self, releases: dict[str, int], parked: list[str], batch: list[StepRequest]
-    ) -> tuple[_Step, _Step | EngineLost | None]:
-        clock = asyncio.get_running_loop().time
-        try:
-            async with asyncio.timeout(STEP_S_MAX) as limit:
-                return await self._executor.run(
-                    lambda: self._on_executor(releases, parked, batch, clock)
-                )
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise EngineLost(f"a step has not ended in {STEP_S_MAX} s") from None
-
     def _on_executor(
         self,
-        releases: dict[str, int],
-        parked: list[str],
+        leaving: Mapping[str, bool],
         batch: Sequence[StepRequest],
+        steps: list[_Step],
         clock: Callable[[], float],
-    ) -> tuple[_Step, _Step | EngineLost | None]:
-        """Runs a step, and perhaps a second step with the next items of the same sessions. Returns
-        `EngineLost` in place of the second step if it loses the engine."""
-        for session_id in releases:
-            self._worker.release(session_id)
-        if parked:
-            self._worker.park(parked)
+    ) -> None:
+        """Runs a step, and adds it to `steps`. If the next items of all its sessions are known, and
+        nothing else waits, then runs a step with these items. Handing a step to the executor takes
+        a good part of a quick step's time (1.3 ms)."""
+        self._worker.leave(leaving)
+        if not batch:
+            return
         start, items = clock(), [work.item for work in batch]
-        if not items:
-            return _Step(start, [], []), None
-        step = _Step(start, items, self._run_items(items))
-        if self._has_news:
-            return step, None
-        if all(map(_is_ahead, step.answers)):
-            # A second step follows at once, because handing a step to the executor takes a good
-            # part of a quick step's time. A third step does not follow, because new items wait
-            # meanwhile: an emulated engine sleeps for the time of all these steps together.
-            return _Step(start, items, self._run_items(items)), None
-        return step, None if self._executor.is_timed else self._next_rounds(batch, step, clock())
-
-    def _next_rounds(
-        self, batch: Sequence[StepRequest], step: _Step, now: float
-    ) -> _Step | EngineLost | None:
-        """Runs the next rounds of all sessions in `batch` right after a step, if they are known.
-        Between two steps, the event loop and the hand-over to the executor take 1.3 ms."""
-        pairs = zip(batch, step.answers, strict=True)
-        items = [work.follow and work.follow(answer, now - step.start) for work, answer in pairs]
-        if None in items:
-            return None
-        if self._note_seconds is not None:
-            self._note_seconds(now - step.start)
-        try:
-            return _Step(now, items, self._run_items(items))
-        except EngineLost as lost:
-            return lost
-        except Exception:
-            # The event loop gets the answers of the first step, and submits these rounds again.
-            logger.exception("a second step of %d items crashed", len(items))
-            return None
+        answers = self._run_items(items)
+        steps.append(_Step(start, items, answers))
+        if self._over or self._queue.waiting or self._leaving:
+            return
+        now = clock()
+        items = [
+            work.follow and work.follow(work.item, answer, now - start)
+            for work, answer in zip(batch, answers, strict=True)
+        ]
+        if None not in items:
+            self._worker.note_seconds(now - start)
+            steps.append(_Step(now, items, self._run_items(items)))
 
     def _run_items(self, items: Sequence[Any]) -> list[Any]:
         try:
             answers = self._worker.step(items)
             check(len(answers) == len(items), f"{len(answers)} answers to {len(items)} items")
         except Exception:
-            for item in items:  # The state of the items' sessions is unknown.
-                self._worker.release(item.head.session_id)
+            # The state of the items' sessions is unknown.
+            self._worker.leave({item.head.session_id: True for item in items})
             raise
         return answers
 
-    @property
-    def _has_news(self) -> bool:
-        return bool(self._over or self._queue or self._releases or self._parked)
-
     def _answer(
-        self,
-        batch: list[StepRequest],
-        answers: Sequence[Any],
-        start: float,
-        end: float,
-        again: Collection[str],
+        self, batch: list[StepRequest], step: _Step, end: float, again: Collection[str] = ()
     ) -> None:
-        """Sends the answers. The next items of the sessions `again` have run already."""
+        """Sends the answers of a step, and returns unfinished requests to the queue. The next items
+        of the sessions `again` have run already."""
+        start, answers = step.start, step.answers
         frames: dict[tuple[AnswerSender, float], list[Any]] = {}
         stamped: list[Any] = []
         num_sharing = sum(answer is not Unfinished.WAITS for answer in answers)
         for work, answer in zip(batch, answers, strict=True):
             if work.started_at is None and answer is not Unfinished.WAITS:
                 work.started_at = start
-            parts: tuple[Any, ...] = ()
-            work.unfinished = None
-            if isinstance(answer, Answers):
-                parts, work.answered = answer.answers, not answer.waited_for
-                work.unfinished = Unfinished.CONTINUES if answer.more else None
-            else:
-                work.answered = work.answered or work.item.gives_way
-                if isinstance(answer, Unfinished):
-                    work.unfinished = answer
-                else:
-                    parts = (answer,)
-            timed = [_timed(part, work, end, num_sharing) for part in parts]
+            timed = [_timed(part, work, end, num_sharing) for part in work.progress(answer)]
             if timed:
                 self.sessions.answer(work.session_id, end)
             stamped.append(timed[-1] if timed else work.unfinished or Unfinished.CONTINUES)
@@ -521,41 +437,27 @@ class SteppedService:
                 sender.hold(frame, held_s)
             else:
                 sender.send(frame)
-        delay = self._batching_delay
         for work, answer in zip(batch, stamped, strict=True):
             if work.unfinished is None:
                 # Before `_done`, because that submits the next round of a session that runs ahead.
                 is_last = isinstance(answer, VerdictReply | ProposalReply)
-                if delay is not None and is_last and work.session_id not in again:
-                    delay.answered(work.session_id, work.item.num_rows, end)
+                if is_last and work.session_id not in again:
+                    self._delay.answered(work.session_id, work.item.num_rows, end)
                 self._done(work, None if answer is Unfinished.CONTINUES else answer)
         if not batch:
             return
         if self._load is None:
             self._load = StepLoad(self._description.max_num_seqs, start)
         self._load.stepped(batch, start, end)
-        if delay is not None:
-            delay.took(end - start, sum(work.item.num_rows for work in batch), len(batch))
+        self._delay.took(end - start, sum(work.item.num_rows for work in batch), len(batch))
         if self._observer is not None:
             self._observer.stepped(batch, stamped, start, end)
+        self._put_back([work for work in batch if work.unfinished is not None])
 
-    def _tell_undrawn(self, work: StepRequest) -> None:
-        """Called at the end of the time limit for drafting. If no token is drawn yet, tells the
-        callers and prevents draws. The item's prefix still runs. The empty proposal that follows
-        then reports how many tokens the replica holds."""
-        if work.cancelled or work.deadline is None or not work.deadline.close_undrawn():
-            return
-        work.answered = True
-        work.tell(undrawn(work.key))
-
-    def _cancel(self, work: StepRequest) -> None:
-        work.cancelled = True
-        work.tell(Refused(work.key, CANCELLED_CODE, "the session was released"))
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and task.exception() is not None:
-            logger.critical("no further step can run after this error", exc_info=task.exception())
-        self.health_changed.set()
+    def _cancel(self, works: Sequence[StepRequest]) -> None:
+        for work in works:
+            work.tell(Refused(work.key, CANCELLED_CODE, "the session was released"))
+            self._done(work, None)
 
     def _refuse(self, work: StepRequest, error: OutriderError) -> None:
         answer = refusal(work.key, error)
@@ -572,14 +474,12 @@ class SteppedService:
         """Drops what a role keeps of an ended session outside the worker."""
 
     def _work(self, item: Any, sender: AnswerSender) -> StepRequest:
-        now, left_ms = asyncio.get_running_loop().time(), item.head.deadline_ms
+        now, left_ms = _now(), item.head.deadline_ms
         return StepRequest(item, [sender], now, now + left_ms / 1e3 if left_ms else math.inf)
 
 
-def _is_ahead(answer: Any) -> bool:
-    """Whether the item of an answer continues, and no caller waits for its next answer."""
-    calm = isinstance(answer, Answers) and not answer.answers and not answer.waited_for
-    return calm and answer.more
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _round_of(item: Any) -> Any:
@@ -624,7 +524,7 @@ class StepLoad:
         )
 
     def figures(self, now: float, step_figures: StepFigures) -> Figures:
-        sums, pages = self._sums, step_figures.pages
+        sums = self._sums
         step_s = sums.mean(now, "seconds", "steps")
         waited_s = sums.mean(now, "waited", "began")
         return Figures(
@@ -632,7 +532,7 @@ class StepLoad:
             fill=sums.mean(now, "places", "steps"),
             step_ms=None if step_s is None else step_s * 1e3,
             queue_steps=waited_s / step_s if waited_s is not None and step_s else None,
-            kv_usage=None if pages is None else pages.usage,
+            kv_usage=step_figures.pages.usage,
         )
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
@@ -18,7 +16,6 @@ from outrider.messages import Refused, ReplyKey
 if TYPE_CHECKING:
     from asyncio import TimerHandle
 
-    from outrider.drafters.drafter import DraftDeadline
     from outrider.engine.interface import PageCounts
     from outrider.grammar.compiler import Grammar
 
@@ -50,14 +47,15 @@ class Answers(NamedTuple):
 class StepFigures:
     """Counters of a worker's steps."""
 
-    pages: PageCounts | None = None
-    """Use of the engine's pages; None without pages."""
     num_preemptions: int = 0
     """Number of sequences that lost their pages to an older sequence."""
     num_prefill_chunks: int = 0
     """Number of times that only a part of a prefix had room in a step."""
     num_starved: int = 0
     """Number of items that found no pages. An item counts once in each step."""
+
+    def __init__(self, pages: PageCounts) -> None:
+        self.pages = pages
 
 
 class AnswerSender:
@@ -109,15 +107,12 @@ class StepRequest:
     on_done: Callable[[StepRequest, Any], None] | None = None
     """Called with this request and its answer after the answer was sent. The answer is None if the
     request ends without one."""
-    follow: Callable[[Any, float], Any] | None = None
-    """Called on the executor's thread with the item's answer and the duration of the step, s.
-    Returns the item of the session's next round, or None if the answer must be sent first. There
-    is no such function if the coordinator must ask for the next round."""
+    follow: Callable[[Any, Any, float], Any] | None = None
+    """Called on the executor's thread with the item, its answer and the duration of the step, s.
+    Returns the session's next item, or None if the answer must be sent first. There is no such
+    function if the coordinator must send the next item."""
     held_s: float = 0.0
     """How long the answer may wait for others, so that one message carries all of them, s."""
-    cancelled: bool = False
-    place: int = 0
-    """Place in the queue; earlier items have smaller places."""
     started_at: float | None = None
     """When the first step that worked on the item began."""
     unfinished: Unfinished | None = None
@@ -126,9 +121,8 @@ class StepRequest:
     """Whether no other item may share the step, because an earlier step with this item crashed."""
     answered: bool = False
     """Whether the item stays in the queue only for answers that no caller waits for."""
-    deadline: DraftDeadline | None = None
-    """Time limit for drafting. If it ends before the first draw, the callers are told."""
     timer: TimerHandle | None = None
+    """Is cancelled when the request ends."""
 
     def __init__(
         self, item: Any, senders: list[AnswerSender], arrived_at: float, expires_at: float
@@ -147,12 +141,22 @@ class StepRequest:
 
     @property
     def wanted(self) -> bool:
-        return not self.cancelled and any(not sender.closed for sender in self.senders)
+        return any(not sender.closed for sender in self.senders)
 
     def tell(self, answer: Any) -> None:
         """Sends an answer to all waiting connections."""
         for sender in self.senders:
             sender.send([answer])
+
+    def progress(self, answer: Any) -> tuple[Any, ...]:
+        """Notes what a step's answer means for this request. Returns the answers to send."""
+        if isinstance(answer, Answers):
+            self.answered = not answer.waited_for
+            self.unfinished = Unfinished.CONTINUES if answer.more else None
+            return answer.answers
+        self.answered = self.answered or self.item.gives_way
+        self.unfinished = answer if isinstance(answer, Unfinished) else None
+        return () if self.unfinished else (answer,)
 
     def compiled(self, grammar: Grammar | OutriderError) -> StepRequest:
         """Returns this request with the compiled constraint, or the error of its compilation."""
@@ -161,7 +165,7 @@ class StepRequest:
 
     def asks_like(self, other: StepRequest) -> bool:
         """Whether the items differ only in the remaining time, so that one answer serves both."""
-        if self.on_done is not None or other.on_done is not None or self.cancelled or self.answered:
+        if self.on_done is not None or other.on_done is not None or self.answered:
             return False
         head = replace(self.item.head, deadline_ms=other.item.head.deadline_ms)
         return bool(replace(self.item, head=head) == other.item)
@@ -182,24 +186,20 @@ class RequestQueue:
 
     def __init__(self, max_batch: int) -> None:
         self._max_batch = max_batch
-        self._waiting: list[StepRequest] = []
+        self.waiting: list[StepRequest] = []
         self._newest: dict[ReplyKey, StepRequest] = {}
-        self._places = itertools.count()
-
-    def __len__(self) -> int:
-        return len(self._waiting)
 
     @property
     def rows(self) -> list[int]:
         """Number of rows of each session's first request."""
         first: dict[str, int] = {}
-        for work in self._waiting:
+        for work in self.waiting:
             first.setdefault(work.session_id, work.item.num_rows)
         return list(first.values())
 
     @property
     def sessions(self) -> set[str]:
-        return {work.session_id for work in self._waiting}
+        return {work.session_id for work in self.waiting}
 
     def add(self, work: StepRequest) -> bool:
         """Queues a request. If a waiting request `asks_like` this one, returns False. The callers
@@ -211,10 +211,9 @@ class RequestQueue:
             waiting.expires_at = max(waiting.expires_at, work.expires_at)
             return False
         most = STREAM_QUEUE_ITEMS_MAX
-        if len(self._waiting) >= most and sum(not one.answered for one in self._waiting) >= most:
+        if len(self.waiting) >= most and sum(not one.answered for one in self.waiting) >= most:
             raise Overloaded(f"{most} items wait for a step of this replica", 100)
-        work.place = next(self._places)
-        self._waiting.append(work)
+        self.waiting.append(work)
         self._newest[key] = work
         return True
 
@@ -232,11 +231,10 @@ class RequestQueue:
         batch: list[StepRequest] = []
         unwanted: list[StepRequest] = []
         late: list[StepRequest] = []
-        newest = {work.session_id: work for work in self._waiting}
+        newest = {work.session_id: work for work in self.waiting}
         room = dict.fromkeys((None, *Unfinished), self._max_batch)
         sessions: set[str] = set()
-        left: list[StepRequest] = []
-        for work in self._waiting:
+        for work in self.waiting:
             session_id = work.session_id
             if not work.wanted or (work.answered and newest[session_id] is not work):
                 unwanted.append(work)
@@ -252,31 +250,18 @@ class RequestQueue:
                 batch.append(work)
             else:
                 sessions.add(session_id)  # A session's requests run in order.
-                left.append(work)
-        self._keep(left, [*batch, *unwanted, *late])
+        self.remove([*batch, *unwanted, *late])
         return batch, unwanted, late
 
-    def claim(self, is_wanted: Callable[[StepRequest], bool]) -> list[StepRequest]:
-        """Takes requests out of the queue."""
-        claimed = [work for work in self._waiting if is_wanted(work)]
-        self._keep([work for work in self._waiting if work not in claimed], claimed)
-        return claimed
-
-    def _keep(self, left: list[StepRequest], taken: Sequence[StepRequest]) -> None:
-        self._waiting = left
-        for work in taken:
+    def remove(self, works: Sequence[StepRequest]) -> None:
+        taken = set(works)
+        self.waiting = [work for work in self.waiting if work not in taken]
+        for work in works:
             if self._newest.get(work.key) is work:
                 del self._newest[work.key]
 
     def put_back(self, works: Sequence[StepRequest]) -> None:
-        self._waiting = list(heapq.merge(works, self._waiting, key=attrgetter("place")))
+        """Returns requests to their places."""
+        self.waiting = sorted([*works, *self.waiting], key=attrgetter("arrived_at"))
         for work in works:
             self._newest.setdefault(work.key, work)
-
-    def of_session(self, session_id: str, epoch: int) -> list[StepRequest]:
-        """Returns the session's requests whose epoch is at most this one."""
-        return [
-            work
-            for work in self._waiting
-            if work.session_id == session_id and work.item.head.epoch <= epoch
-        ]

@@ -13,7 +13,7 @@ A session loses pages only to older sessions. So the oldest session always conti
 every session becomes the oldest."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from outrider.drafters.drafter import DraftRequest
@@ -77,8 +77,8 @@ class Admissions:
         self._give_way = give_way
         self._table = table
         self._budget = budget
-        self._num_slots = engine.page_counts().num_slots
-        self.figures = StepFigures()
+        self.figures = StepFigures(engine.page_counts())
+        self._num_slots = self.figures.pages.num_slots
 
     def admit(self, demands: Sequence[SlotDemand]) -> list[Admission]:
         """Returns one result for each of these items, which are of distinct sessions and in order
@@ -201,12 +201,12 @@ class StepWorker:
 
     def __init__(self, engine: Engine, budget: TokenBudget, grammars: Grammars | None) -> None:
         self._engine = engine
+        self._budget = budget
         self._table = SessionTable(engine)
         self._admissions = Admissions(engine, self._table, budget, self._give_way)
         self.grammars = grammars
         self._matchers = None if grammars is None else Matchers(grammars)
         self.figures = self._admissions.figures
-        self._note_figures()
 
     def step(self, items: Sequence[Any]) -> list[Any]:
         """Runs a step with these items, which are of distinct sessions and in order of arrival.
@@ -214,18 +214,32 @@ class StepWorker:
         causes an error gets `Refused`. Raises `EngineLost` if no more steps can run."""
         raise NotImplementedError
 
-    def park(self, session_ids: Sequence[str]) -> None:
-        """Frees the slots of these sessions, for which no connection waits. The pages that they
-        filled stay in the cache until other sessions need them."""
-        for session_id in session_ids:
-            self._table.free(session_id)
+    def note_seconds(self, seconds: float) -> None:
+        """Notes the time of the last step that ran items. Called by the executor or between
+        steps."""
+        self._budget.note_seconds(seconds)
+
+    def leave(self, session_ids: Mapping[str, bool]) -> None:
+        """Forgets the sessions whose value is True. Of the others, for which no connection waits,
+        frees the slots. The pages that they filled stay in the cache until other sessions need
+        them."""
+        for session_id, is_over in session_ids.items():
+            if is_over:
+                self.release(session_id)
+            else:
+                self._forget(session_id)
+                self._table.free(session_id)
         self._note_figures()
 
     def release(self, session_id: str) -> None:
         """Forgets a session."""
+        self._forget(session_id)
         self._table.release(session_id)
         if self._matchers is not None:
             self._matchers.release(session_id)
+
+    def _forget(self, session_id: str) -> None:
+        """Drops what a role keeps of a session beside its tokens."""
 
     def check_integrity(self) -> None:
         """For tests, while no step runs: raises `InvariantError` if tokens and slots disagree."""

@@ -64,9 +64,8 @@ class ObservedSteps:
             self._meter, "num_items_waiting", lambda: {"": queued()}, "Items that wait for a step."
         )
         for name, (attribute, about) in _FIGURES.items():
-            if figures().pages or not attribute.startswith("pages."):
-                read = partial(_read, figures, attrgetter(attribute))
-                watch(self._meter, name, read, about, grows=not name.startswith("kv_cache"))
+            read = partial(_read, figures, attrgetter(attribute))
+            watch(self._meter, name, read, about, grows=not name.startswith("kv_cache"))
 
     def stale(self) -> None:
         """An item came for a round that is over."""

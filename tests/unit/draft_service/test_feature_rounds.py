@@ -343,7 +343,7 @@ async def test_a_stream_that_breaks_leaves_no_page_of_guesses() -> None:
         first, text = interrupted(pair, [*PROMPT, *PROMPT][: PAGE_SIZE - 1])
         name = first.head.session_id
         assert pair.draft.engine.length(name) >= PAGE_SIZE
-        worker.park([name])
+        worker.leave({name: False})
         assert name not in worker._unfinished
         assert pair.draft.engine.page_counts().num_evictable == 0
         assert pair.draft.engine.attach("other", [*text, 0], first.head.tenant) == 0

@@ -11,16 +11,14 @@ from outrider.engine.step_costs import StepCosts
 from outrider.messages import VerifyItem
 from outrider.replica.batching_delay import BatchingDelay
 
-
-def one_time(rows: int, sessions: int) -> float:
-    """Steps always take 75 ms."""
-    return 0.075
+COSTS = StepCosts((1, 512), (0.075, 0.075))
+"""Steps always take 75 ms."""
 
 
 def known(*gaps_s: float) -> BatchingDelay:
     """Sessions of 5 rows each that return so long after an answer. All but the first have
     theirs."""
-    batching_delay, now = BatchingDelay(one_time, 8), -100.0
+    batching_delay, now = BatchingDelay(COSTS, 8), -100.0
     for _ in range(30):
         for session, gap_s in enumerate(gaps_s):
             batching_delay.answered(str(session), 5, now)
@@ -31,25 +29,19 @@ def known(*gaps_s: float) -> BatchingDelay:
     return batching_delay
 
 
-def until(batching_delay: BatchingDelay, now: float, waiting: list[int]) -> float:
-    """When a step begins if no session comes."""
-    held_until = batching_delay.hold(now, waiting)
-    return now if held_until is None else held_until
-
-
 def test_a_step_waits_for_sessions_that_come_soon() -> None:
     """Together they have a round in 8 + 75 ms each, in turns in 150."""
-    assert until(known(0.008, 0.008), 0.0, [5]) == pytest.approx(0.008, abs=1e-3)
-    assert until(known(0.055, 0.055), 0.0, [5]) == pytest.approx(0.055, abs=1e-3)
-    assert until(known(0.065, 0.065), 0.0, [5]) == 0.0, "65 + 75 ms are hardly less than 150"
+    assert known(0.008, 0.008).hold(0.0, [5]) == pytest.approx(0.008, abs=1e-3)
+    assert known(0.055, 0.055).hold(0.0, [5]) == pytest.approx(0.055, abs=1e-3)
+    assert known(0.065, 0.065).hold(0.0, [5]) == 0.0, "65 + 75 ms are hardly less than 150"
 
 
 def test_a_step_waits_only_for_some_sessions() -> None:
     """Two return at once, and one much later: it has a step of its own either way."""
     batching_delay = known(0.0, 0.004, 0.006, 0.070)
-    assert until(batching_delay, 0.0, [5]) == 0.0, "there are two steps in any case"
+    assert batching_delay.hold(0.0, [5]) == 0.0, "there are two steps in any case"
     batching_delay.forget("3")
-    assert until(batching_delay, 0.0, [5]) == pytest.approx(0.006, abs=1e-3)
+    assert batching_delay.hold(0.0, [5]) == pytest.approx(0.006, abs=1e-3)
 
 
 def test_waiting_in_vain_reduces_trust_for_a_while() -> None:
@@ -57,7 +49,7 @@ def test_waiting_in_vain_reduces_trust_for_a_while() -> None:
         found = []
         for _ in range(num):
             batching_delay.answered("1", 5, 0.0)
-            found.append(batching_delay.hold(0.0, [5]) is not None)
+            found.append(batching_delay.hold(0.0, [5]) > 0.0)
             if comes:
                 batching_delay.awaited.clear()
         return found
@@ -72,19 +64,19 @@ def test_waiting_in_vain_reduces_trust_for_a_while() -> None:
 
 def test_a_session_that_comes_after_the_step_began_was_awaited_in_vain() -> None:
     batching_delay = known(0.008, 0.008, 0.008)
-    began_at = until(batching_delay, 0.0, [5])
+    began_at = batching_delay.hold(0.0, [5])
     batching_delay.arrived("1", began_at)
     batching_delay.arrived("2", began_at + 0.001)
     assert batching_delay.awaited == {"2"}
 
 
 def test_a_step_does_not_wait_without_room_or_reason() -> None:
-    assert until(known(*[0.008] * 9), 0.0, [5] * 8) == 0.0
-    assert until(known(*[0.008] * 9), 0.0, []) == 0.0
-    assert until(known(0.008, 0.008, 0.008), 0.5, [5]) == 0.5, "they are too late already"
-    fresh = BatchingDelay(one_time, 8)
+    assert known(*[0.008] * 9).hold(0.0, [5] * 8) == 0.0
+    assert known(*[0.008] * 9).hold(0.0, []) == 0.0
+    assert known(0.008, 0.008, 0.008).hold(0.5, [5]) == 0.5, "they are too late already"
+    fresh = BatchingDelay(COSTS, 8)
     fresh.answered("a", 5, 0.0)
-    assert until(fresh, 0.001, [5]) == 0.001, "it is unknown when it comes"
+    assert fresh.hold(0.001, [5]) == 0.001, "it is unknown when it comes"
 
 
 async def rounds_of_two(costs: StepCosts | None) -> tuple[int, set[int]]:
@@ -114,6 +106,6 @@ async def rounds_of_two(costs: StepCosts | None) -> tuple[int, set[int]]:
 async def test_sessions_that_would_take_turns_share_steps() -> None:
     num_in_turns, sizes = await rounds_of_two(None)
     assert sizes == {1}
-    num_together, sizes = await rounds_of_two(StepCosts((1, 512), (0.075, 0.075)))
+    num_together, sizes = await rounds_of_two(COSTS)
     assert sizes == {2}
     assert num_together / num_in_turns == pytest.approx(150 / 83, rel=0.05)

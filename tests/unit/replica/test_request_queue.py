@@ -44,7 +44,7 @@ def test_an_item_that_comes_again_waits_as_long_as_it_may_and_is_answered_once()
     first, again = work(1, expires_at=5.0), work(1, expires_at=9.0)
     again.senders = first.senders.copy()
     queue = filled(first, again)
-    assert len(queue) == 1
+    assert len(queue.waiting) == 1
     (taken,) = queue.take(6.0)[0]
     assert taken is first
     assert len(taken.senders) == 1

@@ -1,7 +1,7 @@
 """Steps of a service, and what it knows of its sessions and its load."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,11 +30,11 @@ from outrider.replica.step_request import (
 )
 from outrider.speculation.proposal import EMPTY_PROPOSAL
 
+PAGES = PageCounts(10, 2, 3, 0, 0)
+
 
 class GatedExecutor:
     """Each step waits until the test opens the gate."""
-
-    is_timed = True
 
     def __init__(self) -> None:
         self.gate = asyncio.Event()
@@ -64,7 +64,7 @@ class Worker:
         """If not empty, only steps with these sessions crash."""
         self.left: dict[str, int] = {}
         self.starved: set[str] = set()
-        self.figures = StepFigures()
+        self.figures = StepFigures(PAGES)
         self.during_step: Any = lambda: None
 
     def step(self, items: Sequence[DraftItem]) -> list[ProposalReply | Unfinished]:
@@ -85,24 +85,24 @@ class Worker:
             return Unfinished.CONTINUES
         return ProposalReply(item.head.key, EMPTY_PROPOSAL, 0, 0)  # type: ignore[arg-type]
 
-    def park(self, session_ids: Sequence[str]) -> None:
-        self.heard += [("park", name) for name in session_ids]
-        self.starved.clear()
+    def leave(self, session_ids: Mapping[str, bool]) -> None:
+        words = {True: "release", False: "park"}
+        self.heard += [(words[is_over], name) for name, is_over in session_ids.items()]
+        if session_ids:
+            self.starved.clear()
 
-    def release(self, session_id: str) -> None:
-        self.heard.append(("release", session_id))
+    def note_seconds(self, seconds: float) -> None:
+        """Ignores them."""
 
 
 class Desk:
     """A service, and a connection that records answers. Steps wait for a gate, or take `step_s`."""
 
-    def __init__(
-        self, max_batch: int = 8, step_s: float | None = None, *, is_timed: bool = True
-    ) -> None:
+    def __init__(self, max_batch: int = 8, step_s: float | None = None) -> None:
         self.gated, self.worker = GatedExecutor(), Worker()
         executor: Any = self.gated
         if step_s is not None:
-            executor = InlineExecutor(lambda: step_s, is_timed=is_timed)
+            executor = InlineExecutor(lambda: step_s)
         description: Any = SimpleNamespace(max_num_seqs=max_batch)
         self.service = SteppedService(self.worker, executor, description)  # type: ignore[arg-type]
         self.frames: list[list[Any]] = []
@@ -227,9 +227,9 @@ async def test_a_release_drops_queued_work_and_reaches_the_worker_before_the_nex
     desk.submit(1)
     await desk.gated.entered.wait()
     desk.submit(2)
+    desk.service.release(session_name(2), 1)
+    desk.service.release(session_name(2), 1)
     desk.submit(2, 1, epoch=2)
-    desk.service.release(session_name(2), 1)
-    desk.service.release(session_name(2), 1)
     [[dropped]] = desk.frames
     assert (dropped.key.epoch, dropped.code) == (1, CANCELLED_CODE)
     await desk.finish()
@@ -300,6 +300,15 @@ async def test_a_lost_engine_ends_the_steps_and_all_that_waits() -> None:
     assert desk.worker.heard == [("release", session_name(one)) for one in (1, 2)]
 
 
+async def test_a_bug_between_steps_is_a_lost_engine(desk: Desk) -> None:
+    desk.service.sessions = None  # type: ignore[assignment]
+    desk.submit(1)
+    await desk.finish()
+    assert "NoneType" in str(desk.service.lost)
+    assert desk.service.health_changed.is_set()
+    assert not desk.service.healthy
+
+
 @pytest.mark.virtual
 async def test_a_step_that_never_ends_is_a_lost_engine() -> None:
     desk = Desk()
@@ -363,27 +372,22 @@ async def test_an_item_that_expires_between_two_parts_is_refused_and_its_session
     await desk.service.close()
 
 
-@pytest.mark.parametrize(
-    ("is_timed", "expected"), [(True, [0, 1, 2, 3, 4]), (False, [0, 0, 2, 2, 4])]
-)
-async def test_two_rounds_that_are_known_run_before_their_answers_are_sent(
-    is_timed: bool, expected: list[int]
-) -> None:
-    desk, num_sent = Desk(step_s=0.01, is_timed=is_timed), list[int]()
+async def test_two_rounds_that_are_known_run_before_their_answers_are_sent() -> None:
+    desk, num_sent = Desk(step_s=0.01), list[int]()
     desk.worker.during_step = lambda: num_sent.append(len(desk.frames))
     for session in (1, 2):
         desk.submit_series(session, 5)
     answers = await desk.finish()
     assert desk.rounds() == [[(1, index), (2, index)] for index in range(5)]
     assert [answer.key.round for answer in answers] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
-    assert num_sent == expected
+    assert num_sent == [0, 0, 2, 2, 4]
     assert desk.service.figures.queue_steps is not None
     assert desk.service.figures.queue_steps >= 0
     await desk.service.close()
 
 
 async def test_a_request_that_comes_during_a_step_shares_the_next_one() -> None:
-    desk = Desk(step_s=0.01, is_timed=False)
+    desk = Desk(step_s=0.01)
     desk.worker.during_step = lambda: len(desk.worker.steps) == 3 and desk.submit(3)
     for session in (1, 2):
         desk.submit_series(session, 4)
@@ -393,7 +397,7 @@ async def test_a_request_that_comes_during_a_step_shares_the_next_one() -> None:
 
 
 async def test_a_session_that_is_released_during_two_rounds_gets_no_third_one() -> None:
-    desk = Desk(step_s=0.01, is_timed=False)
+    desk = Desk(step_s=0.01)
 
     def release() -> None:
         if len(desk.worker.steps) == 2:
@@ -416,7 +420,7 @@ async def test_a_session_that_is_released_during_two_rounds_gets_no_third_one() 
 
 
 async def test_after_a_crash_in_the_second_step_its_rounds_run_again() -> None:
-    desk = Desk(step_s=0.01, is_timed=False)
+    desk = Desk(step_s=0.01)
 
     def fail() -> None:
         if len(desk.worker.steps) == 2:
@@ -433,7 +437,7 @@ async def test_after_a_crash_in_the_second_step_its_rounds_run_again() -> None:
 
 
 async def test_an_engine_that_is_lost_in_the_second_step_runs_no_third_one() -> None:
-    desk = Desk(step_s=0.01, is_timed=False)
+    desk = Desk(step_s=0.01)
 
     def fail() -> None:
         if len(desk.worker.steps) == 2:
@@ -495,16 +499,14 @@ def test_steps_one_after_the_other_are_busy_and_items_wait_for_them() -> None:
     while now < 60:
         load.stepped(works(now, now - 0.01, now - 0.01), now, now + 0.02)
         now += 0.02
-    figures = StepFigures()
-    figures.pages = PageCounts(10, 2, 3, 0, 0)
-    found = load.figures(now, figures)
+    found = load.figures(now, StepFigures(PAGES))
     assert found.busy == pytest.approx(1.0, abs=0.01)
     assert found.fill == pytest.approx(0.5)
     assert found.step_ms == pytest.approx(20)
     assert found.queue_steps == pytest.approx(0.5)
     assert found.kv_usage == pytest.approx(0.5)
-    later = load.figures(now + 0.9 * WINDOW_S, StepFigures())
+    later = load.figures(now + 0.9 * WINDOW_S, StepFigures(PAGES))
     assert later.busy == pytest.approx(0.41, abs=0.01)
-    assert (later.kv_usage, later.fill) == (None, pytest.approx(0.5))
-    after = load.figures(now + 1.1 * WINDOW_S, StepFigures())
+    assert later.fill == pytest.approx(0.5)
+    after = load.figures(now + 1.1 * WINDOW_S, StepFigures(PAGES))
     assert (after.fill, after.queue_steps) == (None, None), "ended work is no load"

@@ -99,12 +99,17 @@ async def test_verdicts_wait_for_others_during_the_stream_interval(
     await setting.close()
 
 
-@pytest.mark.parametrize("interval_ms", [0, 40])
-async def test_two_rounds_share_a_hand_over_within_the_stream_interval(interval_ms: int) -> None:
+@pytest.mark.parametrize(
+    ("interval_ms", "is_timed", "expected"),
+    [(0, False, [1] * 10), (40, False, [1, 2, 2, 2, 2, 1]), (40, True, [1] * 10)],
+)
+async def test_two_rounds_share_a_hand_over_within_the_stream_interval(
+    interval_ms: int, is_timed: bool, expected: list[int]
+) -> None:
     """The tokens are the same. The first round runs alone, because the coordinator waits for it,
     and so does the last one, in which the coordinator asks for more."""
     wanted = await plain_tokens(10)
-    setting = Replica("target", ToyEngine(), stream_interval_ms=interval_ms, is_timed=False)
+    setting = Replica("target", ToyEngine(), stream_interval_ms=interval_ms, is_timed=is_timed)
     runs: list[int] = []
     run = setting.service._executor.run
 
@@ -118,7 +123,7 @@ async def test_two_rounds_share_a_hand_over_within_the_stream_interval(interval_
     frames = await frames_of(setting, ask_round(PROMPT, 0, 0, 9))
     answers = [answer for frame in frames for answer in frame]
     assert own_tokens(answers) == dict(enumerate(wanted[3:]))
-    assert [num for num in runs if num] == ([1, 2, 2, 2, 2, 1] if interval_ms else [1] * 10)
+    assert [num for num in runs if num] == expected
     await setting.close()
 
 

@@ -64,8 +64,11 @@ async def test_a_verdict_is_the_pure_function_of_its_item(
     assert reply.cached_length == len(PROMPT) + len(proposal)
     assert setting.engine.length(session_name(1)) == reply.cached_length
     assert (setting.service.num_items, len(setting.service.sessions)) == (1, 1)
+    assert setting.service.figures.kv_usage > 0
     setting.service.release(head.session_id, head.epoch)
     assert (setting.service.num_items, len(setting.service.sessions)) == (1, 0)
+    await setting.settle()
+    assert setting.service.figures.kv_usage == 0
 
 
 async def test_logprobs_are_from_the_rows_before_their_tokens(setting: Replica) -> None:
