@@ -13,7 +13,7 @@ A session loses pages only to older sessions. So the oldest session always conti
 every session becomes the oldest."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from outrider.drafters.drafter import DraftRequest
@@ -65,17 +65,9 @@ _Found = Aligned | Resync | Unfinished | OutriderError
 class Admissions:
     """Decides which items of a step run on an engine, and how many of their tokens."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        table: SessionTable,
-        budget: TokenBudget,
-        give_way: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`give_way` frees pages that no waiting item needs."""
+    def __init__(self, engine: Engine, budget: TokenBudget) -> None:
         self._engine = engine
-        self._give_way = give_way
-        self._table = table
+        self._table = SessionTable(engine)
         self._budget = budget
         self.figures = StepFigures(engine.page_counts())
         self._num_slots = self.figures.pages.num_slots
@@ -108,6 +100,9 @@ class Admissions:
             if name in new and not isinstance(admission, Admitted):
                 self._table.free(name)  # The next step may find a longer prefix.
         return admissions
+
+    def _give_way(self) -> None:
+        """Frees pages that no waiting item needs."""
 
     def _whole(self, demand: SlotDemand) -> SequenceStep:
         """Returns a step with all tokens that the item can run now. If these are more than all
@@ -196,17 +191,13 @@ class Work:
         return self.item.head  # type: ignore[no-any-return]
 
 
-class StepWorker:
+class StepWorker(Admissions):
     """Runs the steps of a replica over one engine. Only the executor uses it."""
 
     def __init__(self, engine: Engine, budget: TokenBudget, grammars: Grammars | None) -> None:
-        self._engine = engine
-        self._budget = budget
-        self._table = SessionTable(engine)
-        self._admissions = Admissions(engine, self._table, budget, self._give_way)
+        super().__init__(engine, budget)
         self.grammars = grammars
         self._matchers = None if grammars is None else Matchers(grammars)
-        self.figures = self._admissions.figures
 
     def step(self, items: Sequence[Any]) -> list[Any]:
         """Runs a step with these items, which are of distinct sessions and in order of arrival.
@@ -245,9 +236,6 @@ class StepWorker:
         """For tests, while no step runs: raises `InvariantError` if tokens and slots disagree."""
         self._table.check_integrity()
 
-    def _give_way(self) -> None:
-        """Frees pages that no waiting item needs."""
-
     def _note_figures(self) -> None:
         self.figures.pages = self._engine.page_counts()
 
@@ -259,7 +247,7 @@ class StepWorker:
             except OutriderError as error:
                 work.answer = refusal(work.head.key, error)
         valid = [work for work in works if work.answer is None]
-        admissions = self._admissions.admit([work.demand for work in valid])
+        admissions = self.admit([work.demand for work in valid])
         for work, admission in zip(valid, admissions, strict=True):
             if isinstance(admission, Admitted):
                 self._prepare(work, admission)

@@ -13,7 +13,6 @@ from toy_engine import PAGE_SIZE, ToyEngine
 
 from outrider.engine.interface import SequenceStep
 from outrider.kv_cache.block_pool import BlockPool
-from outrider.kv_cache.session_table import SessionTable
 from outrider.messages import Resync
 from outrider.replica.step_request import Unfinished
 from outrider.replica.token_budget import TokenBudget
@@ -27,8 +26,8 @@ class Setting:
 
     def __init__(self, num_pages: int, max_tokens: int = 512) -> None:
         self.engine = ToyEngine(num_pages=num_pages)
-        self.table = SessionTable(self.engine)
-        self.admissions = Admissions(self.engine, self.table, TokenBudget(max_tokens, 64))
+        self.admissions = Admissions(self.engine, TokenBudget(max_tokens, 64))
+        self.table = self.admissions._table
 
     def demand(self, session: int, length: int, base: int = 0, extra: int = 0) -> SlotDemand:
         """Demand of a session whose tokens differ from those of all others."""
