@@ -15,11 +15,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import (
     AuthenticationError,
     BusyLoadingError,
-    ClusterDownError,
-    MasterDownError,
     NoPermissionError,
-    OutOfMemoryError,
-    ReadOnlyError,
     RedisError,
     ResponseError,
 )
@@ -37,18 +33,19 @@ from outrider.sessions.redis_address import RedisAddress
 
 MINIMUM_VERSION = (6, 2)
 _LOADING_POLL_S = 0.1
-_PASSING_ERRORS = (ClusterDownError, NoPermissionError, OutOfMemoryError, ReadOnlyError)
-_PASSING_ANSWERS = re.compile(
-    r"\b(BUSY|CLUSTERDOWN|LOADING|MASTERDOWN|MISCONF|NOAUTH|NOPERM|NOREPLICAS|OOM|READONLY"
-    r"|UNBLOCKED)\b"
+_PASSING = re.compile(
+    r"\b(BUSY|CLUSTERDOWN|LOADING|MASTERDOWN|MISCONF|NOAUTH|NOPERM|NOREPLICAS|OOM|READONLY|UNBLOCKED"
+    r"|ClusterDownError|MasterDownError|NoPermissionError|OutOfMemoryError|ReadOnlyError)\b"
     # Redis 6.2 says this in place of NOPERM inside a script.
     r"|The user executing the script can't run this command"
 )
 """Errors of a server that runs but cannot serve now. The server may be busy or failing over, its
 disk or memory may be full, or a user's rights may be changing. The client library has classes for
 some of these errors, but not for errors of a script, whose text names the cause."""
-_REPLACED_ERRORS = (BusyLoadingError, MasterDownError, ReadOnlyError)
-_REPLACED_ANSWERS = re.compile(r"\b(LOADING|MASTERDOWN|NOREPLICAS|READONLY|UNBLOCKED)\b")
+_REPLACED = re.compile(
+    r"\b(LOADING|MASTERDOWN|NOREPLICAS|READONLY|UNBLOCKED"
+    r"|BusyLoadingError|MasterDownError|ReadOnlyError)\b"
+)
 """Errors of a server that may no longer be the primary. The server was demoted or restarted, or is
 cut off from its replicas while Sentinel promotes one of them."""
 _DAMAGED = "WRONGTYPE"
@@ -105,7 +102,7 @@ async def calling(client: redis.asyncio.Redis) -> AsyncIterator[None]:
 
 def may_be_replaced(error: Exception) -> bool:
     """Whether an error shows that the server may no longer be the primary."""
-    return isinstance(error, _REPLACED_ERRORS) or bool(_REPLACED_ANSWERS.search(str(error)))
+    return _REPLACED.search(_named(error)) is not None
 
 
 @contextmanager
@@ -124,11 +121,15 @@ def to_our_error(error: Exception) -> OutriderError:
         return StoreUnavailable(f"Redis: {error}; try again")
     if isinstance(error, redis.ConnectionError | redis.TimeoutError | OSError | TimeoutError):
         return StoreUnavailable(f"Redis does not answer ({_first_line(error)}); try again")
-    if isinstance(error, _PASSING_ERRORS) or _PASSING_ANSWERS.search(str(error)):
+    if _PASSING.search(_named(error)):
         return StoreUnavailable(f"Redis cannot serve now ({_first_line(error)}); try again")
     if _DAMAGED in str(error):
         return DataLoss(f"what Redis keeps of the session is damaged ({_first_line(error)})")
     return InvariantError(f"Redis refused a command: {_first_line(error)}")
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _first_line(error: Exception) -> str:
