@@ -179,11 +179,6 @@ class Lease:
             with suppress(OutriderError):
                 await self._registry.withdraw(record.role, record.name)
 
-    async def close(self) -> None:
-        """Ends the lease and closes the registry."""
-        await self.withdraw()
-        await self._registry.close()
-
 
 def _number(text: bytes | None, most: int) -> int | None:
     """Parses decimal digits; None if the text is no number from 0 to `most`."""

@@ -198,9 +198,10 @@ class ReplicaHost(PlacedActor):
             )
 
         registry = RedisRegistry(with_password(member.redis), member.deployment)
+        self._open.push_async_callback(registry.close)
         self._announcer = Lease(registry, record)
-        # The lease is added last, so it is closed first. Coordinators then send no new sessions.
-        self._open.push_async_callback(self._announcer.close)
+        # The lease is added last, so it ends first. Coordinators then send no new sessions.
+        self._open.push_async_callback(self._announcer.withdraw)
         await self._announcer.start()
 
     async def leave(self) -> None:

@@ -82,16 +82,11 @@ class PlacedActor:
 
 def available_cores() -> int:
     """Returns how many cores this process may use, by its CPU affinity and its control group."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    try:
-        quota, period = _CGROUP_CPU.read_text(encoding="ascii").split()
-    except (OSError, ValueError):
-        return cores
-    if quota == "max":
-        return cores
-    return max(1, min(cores, round(int(quota) / int(period))))
+    cores = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):  # A quota may be missing, or "max".
+        quota, period = map(int, _CGROUP_CPU.read_text(encoding="ascii").split())
+        return max(1, min(cores, round(quota / period)))
+    return cores
 
 
 def cores_for(role: str) -> int:
@@ -131,10 +126,7 @@ async def on_passing_thread(work: Callable[..., T], *arguments: object) -> T:
 
 def give_way(niceness: int) -> None:
     """Sets the niceness of the calling thread to that of the process plus `niceness`. Threads that
-    the calling thread starts later inherit this niceness. Does nothing on systems other than Linux,
-    because their threads have no niceness of their own."""
-    if sys.platform != "linux":
-        return
+    the calling thread starts later inherit this niceness."""
     try:
         os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, os.getpid()) + niceness)
     except OSError as error:

@@ -297,7 +297,7 @@ class ReplicaNode(Node):
         lease, self._lease = self._lease, None
         self._engagement = Engagement()
         if lease is not None:
-            await lease.close()
+            await lease.withdraw()
         if self.service is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(grace_s):

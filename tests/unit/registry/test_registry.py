@@ -10,7 +10,7 @@ from memory_registry import MemoryRegistry
 
 from outrider.errors import StoreUnavailable
 from outrider.registry.redis_registry import Lease
-from outrider.registry.registry import LEASE_S, RENEWAL_S, ReplicaRecord, Role
+from outrider.registry.registry import LEASE_S, RENEWAL_S, ReplicaRecord
 
 pytestmark = pytest.mark.virtual
 
@@ -49,19 +49,11 @@ class Replica(MemoryRegistry):
         self.times: list[float] = []
         self.takes_s = 0.0
         """Duration of an announcement."""
-        self.is_closed = False
 
     async def announce(self, record: ReplicaRecord) -> None:
         self.times.append(asyncio.get_running_loop().time())
         await asyncio.sleep(self.takes_s)
         await super().announce(record)
-
-    async def withdraw(self, role: Role, name: str) -> None:
-        assert not self.is_closed
-        await super().withdraw(role, name)
-
-    async def close(self) -> None:
-        self.is_closed = True
 
     async def heard(self) -> list[ReplicaRecord]:
         return await self.records("target")
@@ -82,7 +74,7 @@ async def test_a_lease_is_renewed_before_it_ends_and_says_what_has_changed() -> 
     assert await replica.heard() == [leaving]
     await asyncio.sleep(RENEWAL_S)
     assert replica.times[-3:] == pytest.approx([10, 10.5, 11.5])
-    await replica.announcer.close()
+    await replica.announcer.withdraw()
 
 
 async def test_while_the_registry_is_away_a_replica_goes_on_and_says_so_once(
@@ -97,7 +89,7 @@ async def test_while_the_registry_is_away_a_replica_goes_on_and_says_so_once(
         assert await replica.heard() == []
         await asyncio.sleep(RENEWAL_S)
         assert await replica.heard() == [TARGET]
-    await replica.announcer.close()
+    await replica.announcer.withdraw()
     assert caplog.messages == ["this replica cannot be announced: away"] * 2
 
 
@@ -109,8 +101,7 @@ async def test_one_that_cannot_be_announced_at_first_is_not_announced_later() ->
     replica.failure = None
     await asyncio.sleep(2 * RENEWAL_S)
     assert replica.times == [0.0]
-    await replica.announcer.close()
-    assert replica.is_closed
+    await replica.announcer.withdraw()
 
 
 @pytest.mark.parametrize("is_away", [False, True])
@@ -120,10 +111,9 @@ async def test_one_that_is_closed_while_it_is_announced_is_withdrawn(is_away: bo
     replica.takes_s = 0.5
     await asyncio.sleep(RENEWAL_S + 0.1)
     replica.failure = StoreUnavailable("away") if is_away else None
-    await replica.announcer.close()
+    await replica.announcer.withdraw()
     replica.failure = None
     times = list(replica.times)
     await asyncio.sleep(2 * RENEWAL_S)
-    assert replica.is_closed
     assert is_away or await replica.heard() == []
     assert replica.times == times
