@@ -45,7 +45,8 @@ CORRECTION_MAX = 1.1
 """If a step's correction differs from the average by more than this factor, it counts as differing
 by this factor. Other processes may have delayed the step."""
 ROUND_REST_STEPS = 4
-"""After so many steps in a row without a round, no more rounds are expected."""
+"""After so many steps in a row without a round, no more rounds are expected. Until then, their
+sessions may wait for their coordinators."""
 
 
 class TokenDemand(NamedTuple):
@@ -139,6 +140,11 @@ class TokenBudget:
         self._note(rounds, load)
         self._later_pass = later_pass
         return grants
+
+    def expect_no_rounds(self) -> None:
+        """Lifts the limit of a step's time until the next round, because all sessions of the last
+        rounds have ended."""
+        self._last_rounds = None
 
     def note_passes(self, num_passes: int) -> None:
         """Notes how many passes the last step had; 1 if this is not called."""

@@ -71,6 +71,8 @@ class Admissions:
         self._budget = budget
         self.figures = StepFigures(engine.page_counts())
         self._num_slots = self.figures.pages.num_slots
+        self._decoding: list[str] = []
+        """Sessions of the last rounds."""
 
     def admit(self, demands: Sequence[SlotDemand]) -> list[Admission]:
         """Returns one result for each of these items, which are of distinct sessions and in order
@@ -157,9 +159,17 @@ class Admissions:
 
     def _grant(self, demands: Sequence[SlotDemand], found: Sequence[_Found]) -> list[Admission]:
         """Shares out the step's tokens."""
+        if not any(map(self._table.length, self._decoding)):
+            self._budget.expect_no_rounds()
         aligned = {i: entry for i, entry in enumerate(found) if isinstance(entry, Aligned)}
         wanted = [_token_demand(demands[i], entry) for i, entry in aligned.items()]
         grants = self._budget.share(wanted)
+        rounds = [
+            demands[i].head.session_id
+            for i, one, granted in zip(aligned, wanted, grants, strict=True)
+            if one.is_round and granted
+        ]
+        self._decoding = rounds or self._decoding
         admissions: list[Any] = [*found]
         for index, token_demand, granted in zip(aligned, wanted, grants, strict=True):
             if granted == 0:

@@ -12,6 +12,7 @@ from rounds import make_head, session_name
 from toy_engine import PAGE_SIZE, ToyEngine
 
 from outrider.engine.interface import SequenceStep
+from outrider.engine.step_costs import StepCosts
 from outrider.kv_cache.block_pool import BlockPool
 from outrider.messages import Resync
 from outrider.replica.step_request import Unfinished
@@ -24,9 +25,11 @@ WAITS = Unfinished.WAITS
 class Setting:
     """Sessions of 4-token pages on an engine that has few of them."""
 
-    def __init__(self, num_pages: int, max_tokens: int = 512) -> None:
+    def __init__(
+        self, num_pages: int, max_tokens: int = 512, costs: StepCosts | None = None
+    ) -> None:
         self.engine = ToyEngine(num_pages=num_pages)
-        self.admissions = Admissions(self.engine, TokenBudget(max_tokens, 64))
+        self.admissions = Admissions(self.engine, TokenBudget(max_tokens, 64, costs))
         self.table = self.admissions._table
 
     def demand(self, session: int, length: int, base: int = 0, extra: int = 0) -> SlotDemand:
@@ -170,3 +173,12 @@ def test_pages_that_would_come_free_are_counted_right(
     without = {str(number) for number in leaving}
     assert pool.can_hold(wanted, without) == after.can_hold(wanted)
     assert pool._num_missing(wanted, without) == after._num_missing(wanted, ())
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_prompt_is_chunked_only_if_sessions_decode(has_ended: bool) -> None:
+    at = Setting(num_pages=64, costs=StepCosts((1, 512), (0.010, 0.260)))
+    at.step(at.demand(1, 4))
+    if has_ended:
+        at.table.release(session_name(1))
+    assert (at.step(at.demand(2, 60)) == [60]) is has_ended
