@@ -15,19 +15,19 @@ from collections.abc import Awaitable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from random import random
-from typing import Any, Self, cast
+from typing import Any, cast
 
 from outrider.backoff import backoff
 from outrider.engine.tensor_parallel.rank_process import RankAssignment
 from outrider.engine.tensor_parallel.rank_rpc import Rendezvous
 from outrider.errors import ConfigError, OutriderError, StoreUnavailable, Unavailable
 from outrider.registry.redis_registry import RedisRegistry
-from outrider.registry.registry import ROLES, Engagement, Role
+from outrider.registry.registry import ROLES, Engagement, Membership, Role
 from outrider.replica.process_setup import Place
 
 from .ray_cluster import Actor, Cluster, retried
 from .spec import FleetSpec
-from .trial import PLAN, Trial, TrialReport
+from .trial import Trial, TrialReport
 
 _log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class Overview:
     upgrades: bool = False
     """Whether an upgrade is running."""
     failures: tuple[str, ...] = ()
-    """Errors of replicas that did not start."""
+    """Errors of replicas that did not start or died, until others have replaced them."""
     trial: TrialReport | None = None
     """Report of the running trial, or of the latest trial since the reconciler started."""
 
@@ -123,61 +123,49 @@ class Overview:
 class Replica:
     """One replica. Its actor of rank 0 serves."""
 
-    def __init__(self, role: Role, name: str, slot: int, plan: str) -> None:
-        """`name` is ROLE-N, where N is the number of replicas that the deployment had started
-        before. `slot` is the replica's number among the current replicas of the role. `plan`
-        identifies the replica's settings."""
-        self.role: Role = role
-        self.name = name
-        self.slot = slot
-        self.plan = plan
+    def __init__(self, spec: FleetSpec, member: Membership) -> None:
+        """The member's name is ROLE-N, where N is the number of replicas that the deployment had
+        started before. `spec` has the replica's settings until it serves."""
+        self.spec = spec
+        self.member = member
+        self.name = member.name
+        self.role = role_and_age(member.name)[0]
+        self.on_trial = bool(member.trial_share)
         self.ranks: Sequence[Actor] = ()
-        self.address = ""
-        """HOST:PORT, once the replica serves."""
-        self.http_address = ""
+        self.found = Engagement()
+        """What the replica says of itself, once it serves."""
         self.leaves = False
         self.task: asyncio.Task[None] | None = None
         """The task that starts and watches the replica, or that ends it."""
 
-    @classmethod
-    async def adopted(cls, name: str, ranks: Sequence[Actor]) -> Self | None:
-        """Returns a replica made of actors that a dead reconciler has started. Returns None if the
-        replica does not serve or lacks a rank."""
-        if ranks[0].rank:
-            return None
-        found: Engagement
-        try:
-            found, *placed = await asyncio.gather(
-                ranks[0].call("engagement", timeout_s=SILENCE_S),
-                *(actor.find_place(SILENCE_S) for actor in ranks),
-            )
-        except Unavailable:
-            return None
-        member = found.member
-        if member is None or not all(placed) or len(ranks) != found.num_ranks:
-            return None
-        one = cls(role_and_age(name)[0], name, member.slot, member.plan)
-        one.ranks, one.leaves = ranks, found.leaving
-        one.address, one.http_address = found.address, found.http_address
-        return one
+    @property
+    def address(self) -> str:
+        """HOST:PORT; empty while the replica does not serve."""
+        return self.found.address
 
     @property
     def leader(self) -> Actor:
         return self.ranks[0]
 
+    @property
+    def ports(self) -> dict[str, int]:
+        """The ports of a coordinator that serves, by setting."""
+        addresses = {"grpc_port": self.address, "port": self.found.http_address}
+        return {
+            key: int(address.rpartition(":")[2]) for key, address in addresses.items() if address
+        }
+
     def view(self, plan: str) -> ReplicaView:
         return ReplicaView(
             self.name, self.role, self.address, self.leaves,
-            stale=self.plan != plan and not self.on_trial,
+            stale=self.member.plan != plan and not self.on_trial,
             places=tuple(actor.place for actor in self.ranks) if self.address else (),
-            http_address=self.http_address, on_trial=self.on_trial,
+            http_address=self.found.http_address, on_trial=self.on_trial,
         )  # fmt: skip
 
-    @property
-    def on_trial(self) -> bool:
-        return self.plan.startswith(PLAN)
-
-    async def begin(self, config: object, log_directory: str, timeout_s: float) -> None:
+    async def begin(self, config: object) -> None:
+        """Starts the ranks with this configuration, and waits until the replica serves."""
+        log_directory, timeout_s = self.spec.log_directory, self.spec.config.model_timeout_s
         leader, *followers = self.ranks
         starts = [leader.call("start", config, log_directory, timeout_s=timeout_s)]
         if followers:
@@ -192,10 +180,9 @@ class Replica:
                 )
                 starts.append(call)
         await _all_or_error(*starts)
-        found: Engagement = await leader.call("engagement", timeout_s=timeout_s)
-        self.address, self.http_address = found.address, found.http_address
+        self.found = await leader.call("engagement", timeout_s=timeout_s)
 
-    async def ended(self) -> OutriderError | None:
+    async def ended(self) -> BaseException | None:
         """Waits until a rank of the replica ends. Returns the rank's error, or None if the rank was
         stopped."""
         waiting = [asyncio.create_task(actor.call("wait")) for actor in self.ranks]
@@ -204,12 +191,7 @@ class Replica:
         finally:
             for task in waiting:
                 task.cancel()
-        errors = [
-            OutriderError(f"{actor.name}: {error}")
-            for actor, task in zip(self.ranks, waiting, strict=True)
-            if task in done and (error := task.exception()) is not None
-        ]
-        return errors[0] if errors else None
+        return next((error for task in done if (error := task.exception()) is not None), None)
 
     async def drain(self, timeout_s: float) -> None:
         """Announces that the replica leaves. Then waits, at most for `timeout_s`, until the replica
@@ -229,10 +211,29 @@ class Replica:
             _log.warning("%s did not drain: %s", self.name, error)
 
     async def stop(self, grace_s: float) -> None:
-        if self.ranks:
-            await _stop(self.leader, grace_s)
-        # If the leader died, the other ranks may still run.
-        await asyncio.gather(*(_stop(actor, grace_s) for actor in self.ranks[1:]))
+        # The leader first. If it died, the other ranks may still run.
+        for ranks in (self.ranks[:1], self.ranks[1:]):
+            await asyncio.gather(*(_stop(actor, grace_s) for actor in ranks))
+
+
+async def adopted(spec: FleetSpec, ranks: Sequence[Actor]) -> Replica | None:
+    """The replica of actors that a dead reconciler has started; None if the replica does not serve
+    or lacks a rank."""
+    if ranks[0].rank:
+        return None
+    found: Engagement
+    try:
+        found, *placed = await asyncio.gather(
+            ranks[0].call("engagement", timeout_s=SILENCE_S),
+            *(actor.find_place(SILENCE_S) for actor in ranks),
+        )
+    except Unavailable:
+        return None
+    if found.member is None or not all(placed) or len(ranks) != found.num_ranks:
+        return None
+    one = Replica(spec, found.member)
+    one.ranks, one.found, one.leaves = ranks, found, found.leaving
+    return one
 
 
 def close_timeout_s(grace_s: float) -> float:
@@ -327,7 +328,7 @@ class Trouble:
         self.not_before = 0.0
         """Earliest time of the next start, by the event loop's clock."""
         self.reason = ""
-        """Why the last start failed; empty if it succeeded."""
+        """Why the last replica did not start or died; empty after a start."""
         self.crowded = False
         """Whether the cluster had no room for another replica, so a stale replica must leave first.
         """
@@ -351,8 +352,8 @@ class Fleet:
         self.trial: Trial | None = None
         self.trial_failure = ""
         """Why the trial's replica did not start, or how it died."""
-        self._ports: dict[int, dict[str, int]] = {}
-        """The ports of the last coordinator in each slot, if `FleetSpec.keeps_ports`."""
+        self._ports: dict[tuple[Role, int], dict[str, int]] = {}
+        """The ports of the last replica of each role and slot, for `FleetSpec.keeps_ports`."""
         self._changed = asyncio.Event()
 
     @property
@@ -380,17 +381,14 @@ class Fleet:
         errors of replicas and of `Cluster.place`, and `StoreUnavailable`."""
         await self._registry.want(self.wanted)
         self._num_started = await self._registry.started()
-        replicas = [
-            self._new(role, self.spec.plans[role])
-            for role in ROLES for _ in range(self.wanted[role])
-        ]  # fmt: skip
+        replicas = [self._new(role) for role in ROLES for _ in range(self.wanted[role])]
         await self._place(*replicas)
         for roles in (("target", "draft"), ("coordinator",)):
             starting = [self._begin(one) for one in replicas if one.role in roles]
             raise_first(await asyncio.gather(*starting, return_exceptions=True))
 
     async def _place(self, *replicas: Replica) -> None:
-        demands = [replace(self._spec_of(one).demands[one.role], name=one.name) for one in replicas]
+        demands = [replace(one.spec.demands[one.role], name=one.name) for one in replicas]
         placed = await self._cluster.place(demands, self.spec.config.startup_timeout_s)
         for one, ranks in zip(replicas, placed, strict=True):
             one.ranks = ranks
@@ -400,32 +398,25 @@ class Fleet:
         """Takes over the existing replicas after a restart of the reconciler. Ends replicas that do
         not serve yet; `run` starts others in their place."""
         there = await self._cluster.replicas()
-        found = await asyncio.gather(*map(Replica.adopted, there, there.values()))
-        by_age = {role_and_age(name)[1]: name for name in there}
-        adopted = {one.name: one for one in found if one is not None}
-        for _, name in sorted(by_age.items()):
-            if name in adopted:
-                self._replicas[name] = adopted[name]
-                self._note_ports(adopted[name])
-            else:
+        names = sorted(there, key=lambda name: role_and_age(name)[1])
+        found = await asyncio.gather(*(adopted(self.spec, there[name]) for name in names))
+        for name, one in zip(names, found, strict=True):
+            if one is None:
                 _log.warning("%s does not serve, and is ended", name)
                 await self._cluster.remove(there[name])
-        self._num_started = max(by_age, default=-1) + 1
+            else:
+                self._replicas[name] = one
+                self._ports[one.role, one.member.slot] = one.ports
         await self._cluster.free_groups(self._replicas)
-        await retried("the wanted numbers", self._recall)
+        num_started = await retried("the number of started replicas", self._registry.started)
+        self._num_started = max([num_started, *(role_and_age(name)[1] + 1 for name in names)])
+        self.wanted |= Counter(one.role for one in self.replicas if not one.on_trial)
+        await retried("the wanted numbers", self._agree)
         try:
             self.spec = self.settled(self.spec)
         except ConfigError as error:  # The existing replicas continue to serve.
             _log.error("new replicas may not be reachable: %s", error)
         _log.info("replicas taken over: %s", ", ".join(self._replicas) or "none")
-
-    async def _recall(self) -> None:
-        """Reads the wanted numbers, and the number of replicas that were ever started, because the
-        names of new replicas contain this number."""
-        wanted, num_started = await self._registry.wanted(), await self._registry.started()
-        there = Counter(one.role for one in self.replicas if not one.on_trial)
-        self.wanted = self.spec.bounded(self.wanted | there | wanted)
-        self._num_started = max(self._num_started, num_started)
 
     def settled(self, spec: FleetSpec) -> FleetSpec:
         return spec.settled([
@@ -445,15 +436,16 @@ class Fleet:
 
     @property
     def on_trial(self) -> Replica | None:
-        plan = "" if self.trial is None else self.trial.plan
-        return next((one for one in self.replicas if one.plan == plan and not one.leaves), None)
+        spec = None if self.trial is None else self.trial.spec
+        return next((one for one in self.replicas if one.spec is spec and not one.leaves), None)
 
     def _is_tried(self, one: Replica) -> bool:
         """Whether a replica on trial stays. It stays while its trial runs. If the deployment adopts
         the trial's settings, it stays until another replica with these settings serves."""
         plan = self.spec.plans[one.role]
-        is_taken = one.plan == PLAN + plan and self.wanted[one.role] > 0
-        serves = any(other.address and other.plan == plan for other in self.of(one.role))
+        others = (other for other in self.of(one.role) if not other.on_trial)
+        serves = any(other.address and other.member.plan == plan for other in others)
+        is_taken = one.member.plan == plan and self.wanted[one.role] > 0
         return one is self.on_trial or (is_taken and not serves)
 
     def _forget_troubles(self) -> None:
@@ -464,7 +456,10 @@ class Fleet:
         for one in self.replicas:
             self._follow(one)
         while True:
-            await self._hear_wanted()
+            try:
+                await self._agree()
+            except OutriderError as error:
+                _log.info("the wanted numbers cannot be read: %s", error)
             self._step()
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_PERIOD_S):
@@ -482,14 +477,10 @@ class Fleet:
         there = [one for one in self.views() if not one.on_trial]
         starts, leaves = next_steps(self.wanted, there, held_back, in_place, crowded)
         for role in starts:
-            self._follow(self._new(role, self.spec.plans[role]))
-        if (
-            self.trial is not None
-            and self.on_trial is None
-            and not self.trial_failure
-            and self.trial.role not in held_back
-        ):
-            self._follow(self._new(self.trial.role, self.trial.plan))
+            self._follow(self._new(role))
+        trial = None if self.on_trial or self.trial_failure else self.trial
+        if trial is not None and trial.role not in held_back:
+            self._follow(self._new(trial.role, trial))
         leaves += [
             one.name for one in self.replicas
             if one.on_trial and not one.leaves and not self._is_tried(one)
@@ -515,8 +506,10 @@ class Fleet:
             await asyncio.gather(*(one.stop(grace_s) for one in going))
         self._replicas.clear()
 
-    def _new(self, role: Role, plan: str) -> Replica:
-        one = Replica(role, f"{role}-{self._num_started}", self._free_slot(role), plan)
+    def _new(self, role: Role, trial: Trial | None = None) -> Replica:
+        spec, share = (self.spec, 0.0) if trial is None else (trial.spec, trial.share)
+        name = f"{role}-{self._num_started}"
+        one = Replica(spec, spec.member(role, name, self._free_slot(role), share))
         self._num_started += 1
         self._replicas[one.name] = one
         return one
@@ -526,77 +519,52 @@ class Fleet:
         the slot of the stale replica that leaves next."""
         taken, stale = set(), []
         for one in self.of(role):
-            if self.spec.keeps_ports(role) and one.plan != self.spec.plans[role]:
-                stale.append(one.slot)
+            if self.spec.keeps_ports(role) and one.member.plan != self.spec.plans[role]:
+                stale.append(one.member.slot)
             else:
-                taken.add(one.slot)
+                taken.add(one.member.slot)
         left = [slot for slot in reversed(stale) if slot not in taken]  # The youngest leaves first.
         return left[0] if left else min({*range(len(taken) + 1)} - taken)
 
-    def _spec_of(self, one: Replica) -> FleetSpec:
-        if not one.on_trial:
-            return self.spec
-        if self.trial is None:
-            raise Unavailable(f"the trial of {one.name} has ended")
-        return self.trial.spec
-
     async def _begin(self, one: Replica) -> None:
-        spec = self._spec_of(one)
-        takes_over = any(other is not one and other.slot == one.slot for other in self.of(one.role))
-        ports: Mapping[str, int] = {}
-        if spec.keeps_ports(one.role):
-            ports = self._ports.get(one.slot, ports)
-            if not takes_over:
-                # If this start fails because the ports are taken, the next start uses new ports.
-                self._ports.pop(one.slot, None)
-        config = spec.replica_config(
-            one.role, one.name, one.slot, takes_over=takes_over, ports=ports
+        spec, slot = self.settled(one.spec), one.member.slot
+        takes_over = any(
+            other is not one and other.member.slot == slot for other in self.of(one.role)
         )
-        if one.on_trial and self.trial is not None:
-            member = replace(config.membership, plan=one.plan, trial_share=self.trial.share)
-            config = replace(config, membership=member)
-        await one.begin(config, spec.log_directory, spec.config.model_timeout_s)
-        self._note_ports(one)
-
-    def _note_ports(self, one: Replica) -> None:
-        if self.spec.keeps_ports(one.role):
-            addresses = {"grpc_port": one.address, "port": one.http_address}
-            self._ports[one.slot] = {
-                key: int(address.rpartition(":")[2])
-                for key, address in addresses.items() if address
-            }  # fmt: skip
+        # If a start without a predecessor fails, ports may be taken. The next start uses new ones.
+        known = self._ports.get if takes_over else self._ports.pop
+        ports = known((one.role, slot), {}) if spec.keeps_ports(one.role) else {}
+        await one.begin(
+            spec.replica_config(one.role, one.member, takes_over=takes_over, ports=ports)
+        )
+        self._ports[one.role, slot] = one.ports
 
     async def _live(self, one: Replica) -> None:
         """Starts a replica unless it already serves, waits until it ends, and removes it."""
         loop = asyncio.get_running_loop()
-        began, is_its_own, reason = math.inf, True, ""
+        began, what = math.inf, "did not start"
+        error: BaseException | None
         try:
             if not one.address:
                 await self._start(one)
-            began = loop.time()
-            gone = f": {await one.ended() or 'it has stopped'}"
-            reason = f"{one.name} is gone{gone}" if one.on_trial else ""
-            _log.error(reason or f"{one.name} is gone, and is replaced{gone}")
-        except StoreUnavailable as error:
-            _log.warning("%s did not start without Redis: %s", one.name, error)
-            is_its_own = False
-        except OutriderError as error:
-            reason = f"{one.name} did not start: {error}"
-            _log.error(reason)
-        except Exception:  # noqa: BLE001 (one replica must not stop the fleet)
-            _log.exception("%s did not start", one.name)
+            began, what = loop.time(), "is gone"
+            error = await one.ended()
+        except Exception as caught:  # noqa: BLE001 (one replica must not stop the fleet)
+            error = caught
+        reason = f"{one.name} {what}: {error or 'it has stopped'}"
+        _log.error(reason, exc_info=None if isinstance(error, OutriderError) else error)
+        is_its_own = not isinstance(error, StoreUnavailable)
         if one.on_trial and is_its_own:
             if one is self.on_trial:
-                self.trial_failure = reason or f"{one.name} did not start"
-            await self._remove(one)
-            return
-        trouble = self._troubles[one.role]
-        trouble.reason = reason or trouble.reason
-        if loop.time() - began > STABLE_S:
-            trouble.num_failures = 0
-        attempt = trouble.num_failures if is_its_own else 0
-        trouble.num_failures += is_its_own
-        trouble.not_before = loop.time() + backoff(FIRST_REST_S, REST_S_MAX, attempt, random)
+                self.trial_failure = reason
+        else:
+            trouble = self._troubles[one.role]
+            trouble.reason = reason
+            if loop.time() - began > STABLE_S:
+                trouble.num_failures = 0
+            rest_s = backoff(FIRST_REST_S, REST_S_MAX, trouble.num_failures, random)
+            trouble.not_before = loop.time() + rest_s
+            trouble.num_failures += is_its_own
         await self._remove(one)
 
     async def _start(self, one: Replica) -> None:
@@ -628,24 +596,20 @@ class Fleet:
         await self._remove(one)
 
     async def _remove(self, one: Replica) -> None:
-        one.address = one.http_address = ""
+        one.found = Engagement()
         try:
             await self._cluster.remove(one.ranks)
         finally:
             self._replicas.pop(one.name, None)
             self._changed.set()
 
-    async def _hear_wanted(self) -> None:
+    async def _agree(self) -> None:
         """Reads the wanted numbers from Redis. Writes the numbers that Redis lacks, and the number
         of started replicas, because Redis may have lost its data."""
-        try:
-            wanted = await self._registry.wanted()
-            if wanted.keys() != self.wanted.keys():
-                await self._registry.want(self.wanted | wanted)
-            await self._registry.note_started(self._num_started)
-        except OutriderError as error:
-            _log.info("the wanted numbers cannot be read: %s", error)
-            return
+        wanted = await self._registry.wanted()
+        if wanted.keys() != self.wanted.keys():
+            await self._registry.want(self.wanted | wanted)
+        await self._registry.note_started(self._num_started)
         found = self.spec.bounded(self.wanted | wanted)
         if found != self.wanted:
             _log.info("wanted numbers: %s", ", ".join(f"{role}={found[role]}" for role in ROLES))

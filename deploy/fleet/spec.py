@@ -61,10 +61,7 @@ class FleetSpec:
 
     @property
     def counts(self) -> dict[Role, int]:
-        return {
-            role: getattr(self.config, f"num_{role}s") if role in self.demands else 0
-            for role in ROLES
-        }
+        return self.bounded({role: getattr(self.config, f"num_{role}s") for role in ROLES})
 
     def bounded(self, counts: Mapping[Role, int]) -> dict[Role, int]:
         """The nearest possible counts. If targets or coordinators draft, there are no draft
@@ -97,25 +94,25 @@ class FleetSpec:
         of coordinators on this machine."""
         return role == "coordinator" and self.local
 
+    def member(self, role: Role, name: str, slot: int, trial_share: float = 0.0) -> Membership:
+        """The membership of a new replica."""
+        return Membership(
+            self.config.coordinator.redis, self.deployment, name, slot if self.local else 0,
+            self.plans[role], trial_share,
+        )  # fmt: skip
+
     def replica_config(
         self,
         role: Role,
-        name: str,
-        slot: int,
+        member: Membership,
         *,
         takes_over: bool = False,
         ports: Mapping[str, int] = MappingProxyType({}),
     ) -> Any:
-        """The configuration of a replica. `slot` is the replica's number among the replicas of its
-        role. `takes_over` says whether another replica still has this slot. `ports` maps settings
-        to the ports to use in place of 0 (any free port). Raises `SettingError` for a port above
-        `PORT_MAX`."""
+        """The configuration of a replica. `takes_over` says whether another replica still has the
+        same slot. `ports` maps settings to the ports to use in place of 0 (any free port). Raises
+        `SettingError` for a port above `PORT_MAX`."""
         own: Any = getattr(self.config, role)
-        slot = slot if self.local else 0
-        member = Membership(
-            redis=self.config.coordinator.redis, deployment=self.deployment, name=name, slot=slot,
-            plan=self.plans[role],
-        )  # fmt: skip
         changes: dict[str, Any] = {"membership": member}
         keys = ["port"]
         if role == "coordinator":
@@ -123,7 +120,7 @@ class FleetSpec:
             changes |= {"shares_ports": self.local, "takes_over_ports": takes_over and self.local}
         for key in keys:
             first = getattr(own, key)
-            port = first + slot if first else ports.get(key, 0)
+            port = first + member.slot if first else ports.get(key, 0)
             if port > PORT_MAX:
                 with by_its_keys(type(own)):
                     raise SettingError(key, f"{port} is wrong; the last port is {PORT_MAX}")

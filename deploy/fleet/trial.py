@@ -26,8 +26,6 @@ EARLY_ERRORS = 4.0
 difference is tested many times."""
 LATE_ERRORS = 2.0
 """A difference of this many standard errors decides a trial whose time is over."""
-PLAN = "trial-"
-"""Prefix of `Replica.plan` if the replica is on trial."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +42,6 @@ class Trial:
     @property
     def role(self) -> Role:
         return drafts_on(self.spec)
-
-    @property
-    def plan(self) -> str:
-        return PLAN + self.spec.plans[self.role]
 
 
 @dataclass(frozen=True)

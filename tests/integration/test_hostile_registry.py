@@ -51,7 +51,7 @@ async def test_no_text_in_redis_changes_anything_but_counts_within_bounds(
     wanted = await registry.wanted()
     assert all(0 <= count <= REPLICAS_MAX for count in wanted.values())
     assert 0 <= await registry.started() <= REPLICA_NUMBER_MAX
-    await fleet._hear_wanted()
+    await fleet._agree()
     await scaling.look()
     assert all(
         least <= fleet.wanted[role] <= REPLICAS_MAX

@@ -48,7 +48,7 @@ async def actors_here(directory: Path, **settings: Any) -> AsyncIterator[dict[Ro
             for role in STARTING:
                 if role in spec.demands:
                     actor = ACTORS[role]()
-                    config = spec.replica_config(role, f"{role}-0", 0)
+                    config = spec.replica_config(role, spec.member(role, f"{role}-0", 0))
                     addresses[role] = await actor.start(config, "")
                     exits.push_async_callback(actor.stop, 0.0)
             yield addresses

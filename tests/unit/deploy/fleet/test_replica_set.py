@@ -168,7 +168,7 @@ async def test_a_coordinator_has_the_ports_of_the_one_that_it_replaces() -> None
         await world.registry.want({"coordinator": 3})
         await asyncio.sleep(10)
         old, slots = world.names("coordinator"), {7000, 7001, 7002}
-        by_http = {one.http_address.rpartition(":")[2] for one in world.fleet.of("coordinator")}
+        by_http = {one.ports["port"] for one in world.fleet.of("coordinator")}
         assert not any(one.takes_over_ports for one in configs())
         await world.upgrade(deadline_ms=999)
         for _ in range(600):
@@ -177,7 +177,7 @@ async def test_a_coordinator_has_the_ports_of_the_one_that_it_replaces() -> None
             await asyncio.sleep(0.1)
         assert not {*world.names("coordinator")} & {*old}
         assert all(one.takes_over_ports for one in configs())
-        assert {str(one.port) for one in configs()} == by_http
+        assert {one.port for one in configs()} == by_http
         assert len(configs()) == len(slots)
         assert world.names("target") + world.names("draft") == others
 

@@ -19,8 +19,12 @@ def spec(*, local: bool = True, **settings: Any) -> FleetSpec:
     return plan_fleet(config, config, 0.0, "d", local=local)
 
 
+def replica(plan: FleetSpec, role: Role, slot: int, **others: Any) -> Any:
+    return plan.replica_config(role, plan.member(role, f"{role}-9", slot), **others)
+
+
 def port(plan: FleetSpec, role: Role, slot: int) -> int:
-    config: Any = plan.replica_config(role, f"{role}-9", slot)
+    config = replica(plan, role, slot)
     return int(config.grpc_port if role == "coordinator" else config.port)
 
 
@@ -31,10 +35,9 @@ def test_replicas_of_one_machine_count_up_from_the_first_ones_port() -> None:
     assert [port(plan, role, 3) for role in ROLES] == [5003, 6003, 7003]
     assert [port(elsewhere, role, 3) for role in ROLES] == [5000, 6000, 7000]
     assert [port(open_ports, role, 3) for role in ROLES] == [0, 0, 0]
-    coordinator: Any = plan.replica_config("coordinator", "coordinator-9", 3)
-    assert coordinator.port == 8003
+    assert replica(plan, "coordinator", 3).port == 8003
     with pytest.raises(SettingError, match="port: 65536 is wrong"):
-        spec(port=65535).replica_config("coordinator", "x", 1)
+        replica(spec(port=65535), "coordinator", 1)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +53,7 @@ def test_coordinators_of_one_machine_share_ports_with_those_that_they_replace(
     assert not any(map(elsewhere.replaced_in_place, ROLES))
     for found in (plan, elsewhere):
         for takes_over in (False, True):
-            told: Any = found.replica_config("coordinator", "c-9", 0, takes_over=takes_over)
+            told = replica(found, "coordinator", 0, takes_over=takes_over)
             assert told.shares_ports is found.local
             assert told.takes_over_ports is (found.local and takes_over)
 
