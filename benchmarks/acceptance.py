@@ -242,7 +242,7 @@ def load_reading(
     """Loads the target and its drafter. Raises `ConfigError`."""
     draft, lookup = config.draft, build_lookup(config.draft)
     wrong = ""
-    if draft.drafter.reads_target:
+    if draft.drafter.kind:
         wrong = "it must not read the target's hidden states"
     elif parallel_token(draft) is not None:
         wrong = "it drafts several tokens in one pass, but this command reads token by token"
@@ -254,7 +254,7 @@ def load_reading(
     target: Any = build_engine(config.target, num_threads)
     text = TokenizerText.load(Path(config.target.directory), config.target.model)
     name, reader = draft.model, None
-    if draft.drafter.model is not None:
+    if draft.drafter.name:
         progress("loading the draft")
         engine = build_engine(draft, draft.num_threads or num_threads)
         reader = ModelReader(engine)

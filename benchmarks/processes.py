@@ -288,7 +288,7 @@ async def running_pair(
         redis_url = await stack.enter_async_context(embedded_redis())
         verifier = await stack.enter_async_context(service_process("target", target))
         draft_address = ""
-        if draft is not None and draft.drafter.model is not None:
+        if draft is not None and draft.drafter.runs_on == "draft":
             drafter = await stack.enter_async_context(service_process("draft", draft))
             draft_address = drafter.address
         yield Replicas(verifier.address, draft_address, redis_url, coordinator)

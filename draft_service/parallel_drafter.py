@@ -17,10 +17,8 @@ from outrider.models.published_drafters import DrafterFormat, read_config, recog
 def parallel_token(config: DraftConfig) -> int | None:
     """Returns the token that a PARD model reads in place of tokens that are not drawn yet. Returns
     None if the draft is not a PARD model."""
-    model, directory = config.drafter.model, Path(config.directory)
-    if not config.directory or model is None:
-        return None
-    if recognise(directory) is not DrafterFormat.PARD:
+    directory = Path(config.directory)
+    if not config.directory or recognise(directory) is not DrafterFormat.PARD:
         return None
     with refusing(f"drafter {directory}:"):
         return int(read_config(directory)["pard_token"])

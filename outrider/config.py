@@ -14,14 +14,7 @@ from pydantic import Field
 
 from outrider import limits
 from outrider.api_keys import given_keys
-from outrider.drafters.names import (
-    EAGLE3,
-    MTP,
-    DrafterChoice,
-    DraftModel,
-    LookupKind,
-    parse_drafter,
-)
+from outrider.drafters.names import EAGLE3, MTP, DrafterChoice, LookupKind, parse_drafter
 from outrider.errors import ConfigError, SettingError
 from outrider.registry.registry import Membership, Role
 from outrider.sessions.redis_address import RedisAddress
@@ -299,13 +292,12 @@ class DraftConfig(ModelServerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_ngrams(self)
-        reads_target = self.drafter.reads_target
-        if reads_target and self.emulated is not None:
+        if self.drafter.kind and self.emulated is not None:
             raise SettingError(
                 "draft_model",
                 f"{self.model} needs a target with weights; an emulated target has none",
             )
-        if reads_target and self.tensor_parallel_size > 1:
+        if self.drafter.kind and self.tensor_parallel_size > 1:
             raise SettingError(
                 "draft_tensor_parallel_size",
                 f"{self.tensor_parallel_size} is wrong; {self.model} runs on one rank",
@@ -314,10 +306,7 @@ class DraftConfig(ModelServerConfig):
     @property
     def drafter(self) -> DrafterChoice:
         choice = parse_drafter(self.model)
-        if choice.on_target and choice.kind == EAGLE3 and self.eagle3_on == "draft":
-            head = DraftModel(choice.on_target, reads_features=True)
-            return replace(choice, model=head, on_target=None)
-        return choice
+        return replace(choice, runs_on=self.eagle3_on) if choice.kind == EAGLE3 else choice
 
 
 ReplicaConfig = TargetConfig | DraftConfig
@@ -553,7 +542,7 @@ class DeploymentConfig:
         drafter, ranks = self.draft.drafter, self.target.tensor_parallel_size
         on_vllm = self.target.engine == VLLM
         look_ahead = self.coordinator.look_ahead
-        apart = self.draft.eagle3_on == "draft" and drafter.kind == EAGLE3
+        apart = drafter.runs_on == "draft" and drafter.kind
         # Heads of other kinds run on the leading rank.
         on_one_rank = apart or (drafter.kind == MTP and not on_vllm)
         reads = f"{self.draft.model} reads the target's states"
@@ -563,7 +552,7 @@ class DeploymentConfig:
                 "tensor_parallel_size",
                 f"{ranks} is wrong; {reads}, so the target must run on one rank; give 1{or_vllm}",
             )
-        if drafter.reads_target and look_ahead:
+        if drafter.kind and look_ahead:
             raise SettingError(
                 "look_ahead",
                 f"{look_ahead} is wrong; {reads}, which exist only once the outcome is known; "

@@ -132,7 +132,8 @@ class Machines:
 
 def resolved(config: DeploymentConfig) -> DeploymentConfig:
     """The spec with the name of the target's head, which `resolve_models` would find."""
-    head = config.draft.drafter.on_target or ""
+    drafter = config.draft.drafter
+    head = drafter.name if drafter.runs_on == "target" else ""
     return replace(config, target=replace(config.target, head=head))
 
 

@@ -528,7 +528,7 @@ def open_drafts(
         return NoDrafts(lookup, context)
     if target.drafts_itself:
         return SelfDraftClient(target, lookup, config)
-    if config.lookup is not None and config.lookup.drafter.is_lookup:
+    if config.lookup is not None and not config.lookup.drafter.name:
         return Drafts(lookup, context)
     if pool.first is None:
         return NoDrafts(lookup, context)

@@ -171,7 +171,7 @@ def plan(arguments: Arguments) -> int:
         prompts = options.load_prompts()
         _check(config)
         if arguments.simulate:
-            simulation.check(config.draft.drafter.model is not None)
+            simulation.check(bool(config.draft.drafter.name))
         found = _plan(options, config, prompts)
         pair, values, shown = found.pair, found.values(), [*found.tables()]
     if arguments.simulate:
@@ -204,7 +204,7 @@ def _known_pair(
 
 def _check(config: DeploymentConfig) -> None:
     draft = config.draft
-    if draft.drafter.reads_target:
+    if draft.drafter.kind:
         raise SettingError(
             "draft_model",
             f"{draft.model} is wrong; `plan` takes no drafter that reads the target's hidden "

@@ -23,7 +23,7 @@ from outrider.config import (
     deployment_settings,
     is_loopback,
 )
-from outrider.drafters.names import EAGLE3, MTP, DraftModel, check_model_name, eagle3_name
+from outrider.drafters.names import EAGLE3, MTP, check_model_name, eagle3_name
 from outrider.engine.emulated_spec import SCHEME, EmulatedSpec
 from outrider.errors import ConfigError, SettingError
 from outrider.registry.registry import ROLES
@@ -100,10 +100,8 @@ def check_names(config: DeploymentConfig) -> None:
     from outrider.models.sources import check_name, local_path
 
     drafter = config.draft.drafter
-    name = drafter.on_target if drafter.model is None else drafter.model.name
-    if drafter.kind == MTP:
-        name = None
-    if name is not None and not local_path(name).exists():
+    name = "" if drafter.kind == MTP else drafter.name
+    if name and not local_path(name).exists():
         if config.target.emulated is None and name.lower() == SCHEME:
             raise SettingError(
                 "draft_model",
@@ -115,7 +113,7 @@ def check_names(config: DeploymentConfig) -> None:
         return
     with blaming("model"):
         check_name(config.target.model)
-    if name is not None:
+    if name:
         with blaming("draft_model"):
             check_name(name, drafts=True)
 
@@ -175,8 +173,7 @@ def _resolved(config: DeploymentConfig) -> DeploymentConfig:
     places: dict[str, Any] = {"tokenizer_directory": str(directory) if has_tokenizer else ""}
     target, draft = replace(target, directory=str(directory), **places), replace(draft, **places)
     coordinator = replace(coordinator, served_model_name=config.served_model_name, **places)
-    model = drafter.model or (DraftModel(drafter.on_target) if drafter.on_target else None)
-    if model is None:
+    if not drafter.name:
         return replace(config, target=target, draft=draft, coordinator=coordinator)
     # These imports take seconds and memory, so they run only if needed.
     from outrider.models.loading import check_same_tokenizer
@@ -184,7 +181,7 @@ def _resolved(config: DeploymentConfig) -> DeploymentConfig:
     from outrider.models.student import check_target, is_student
 
     with blaming("draft_model"):
-        drafts, where = model.name, directory
+        drafts, where, apart = drafter.name, directory, drafter.runs_on == "draft"
         if drafter.kind == MTP:
             check_mtp(directory, name)
         else:
@@ -197,16 +194,16 @@ def _resolved(config: DeploymentConfig) -> DeploymentConfig:
                 draft = replace(draft, target=name, target_directory=str(directory))
             elif drafter.kind != EAGLE3:
                 check_same_tokenizer(name, drafts, trust_remote_code=trust)
-        if drafter.reads_target:
+        if drafter.kind:
             target = replace(
                 target, head=drafts, head_kind=drafter.kind, head_directory=str(where),
-                shows_features=model.reads_features,
+                shows_features=apart,
             )  # fmt: skip
-        if model.reads_features:
+        if drafter.kind and apart:
             draft = replace(draft, target=name, target_directory=str(directory))
-        elif drafter.model is not None:
+        elif apart:
             _check_size(draft, drafts, where, trust)
-        if drafter.model is not None:
+        if apart:
             draft = replace(draft, directory=str(where))
     return replace(config, target=target, draft=draft, coordinator=coordinator)
 
@@ -220,7 +217,7 @@ def _lookup_of(draft: DraftConfig) -> DraftConfig | None:
     prefixes = ("ngram_", "suffix_", "hybrid_")
     names = [one.name for one in fields(draft) if one.name.startswith(prefixes)]
     # `model` replaces the name of a hybrid's model, whose change must not replace coordinators.
-    model = lookup.value if draft.drafter.is_lookup else f"hybrid:{lookup},model"
+    model = f"hybrid:{lookup},model" if draft.drafter.name else lookup.value
     return DraftConfig(model=model, **{name: getattr(draft, name) for name in names})
 
 

@@ -75,7 +75,7 @@ class FleetSpec:
         """Raises `ConfigError` for an impossible number of replicas."""
         if count and role not in self.demands:
             draft = self.config.draft
-            part = "coordinators draft" if draft.drafter.is_lookup else "target drafts"
+            part = "target drafts" if draft.drafter.name else "coordinators draft"
             raise ConfigError(
                 f"draft={count}: with draft_model {draft.model} the {part}; there are no draft "
                 "replicas"
@@ -143,9 +143,9 @@ class FleetSpec:
         same_node = len({node for role, node in placed if role != "coordinator"}) <= 1
         num_cores = available_cores() if self.local else 0
         apart = are_apart(config, same_node=same_node, num_cores=num_cores)
-        look_ahead, model = self.given.coordinator.look_ahead, config.draft.drafter.model
+        look_ahead, drafter = self.given.coordinator.look_ahead, config.draft.drafter
         if look_ahead is None:
-            drafts_ahead = apart and model is not None and not model.reads_features
+            drafts_ahead = apart and drafter.runs_on == "draft" and not drafter.kind
             look_ahead = LOOK_AHEAD_DEFAULT if drafts_ahead else 0
         coordinator = replace(config.coordinator, drafting_delays=not apart, look_ahead=look_ahead)
         return replace(self, config=replace(config, coordinator=coordinator))
@@ -168,7 +168,7 @@ def plan_fleet(
     `SettingError` if a device needs a GPU but gets none, and for several ranks without a model."""
     target, draft, coordinator = found.target, found.draft, found.coordinator
     runs_model = target.emulated is None
-    drafts = draft.drafter.model is not None
+    drafts = draft.drafter.runs_on == "draft"
     for key, num_ranks, is_shared in (
         ("tensor_parallel_size", target.tensor_parallel_size, runs_model),
         ("draft_tensor_parallel_size", draft.tensor_parallel_size, runs_model and drafts),
@@ -202,10 +202,9 @@ def plan_fleet(
     if not drafts:
         del demands["draft"]
     config = replace(found, **parts)
-    reads = draft.drafter.model is not None and draft.drafter.model.reads_features
     # A coordinator learns only at its start which role drafts. So its plan depends on
     # this role, and coordinators are replaced if another role is to draft.
-    beside: dict[Role, Any] = {"coordinator": (drafts, draft.drafter.on_target is None, reads)}
+    beside: dict[Role, Any] = {"coordinator": (draft.drafter.runs_on, bool(draft.drafter.kind))}
     plans = {
         role: hashlib.blake2b(
             repr((demands.get(role), getattr(config, role), beside.get(role))).encode(),
@@ -244,7 +243,7 @@ def are_apart(config: DeploymentConfig, *, same_node: bool, num_cores: int) -> b
         service.num_threads * service.tensor_parallel_size * count
         for service, count in ((target, config.num_targets), (draft, config.num_drafts))
     )
-    if draft.drafter.model is None:
+    if draft.drafter.runs_on != "draft":
         num_drafting = config.num_coordinators
     return min(num_verifying, num_drafting) > 0 and num_verifying + num_drafting <= num_cores
 

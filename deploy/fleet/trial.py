@@ -41,7 +41,7 @@ class Trial:
 
     @property
     def role(self) -> Role:
-        return drafts_on(self.spec)
+        return self.spec.config.draft.drafter.runs_on
 
 
 @dataclass(frozen=True)
@@ -56,24 +56,17 @@ class TrialReport:
         return f"{tried}: {self.state}: {self.reason}"
 
 
-def drafts_on(spec: FleetSpec) -> Role:
-    drafter = spec.config.draft.drafter
-    if drafter.is_lookup:
-        return "coordinator"
-    return "target" if drafter.model is None else "draft"
-
-
 def check_trial(before: FleetSpec, tried: FleetSpec) -> None:
     """Raises `ConfigError` if one replica with the settings `tried` cannot run beside replicas with
     the settings `before`."""
     now, then = (spec.config.draft.model for spec in (before, tried))
+    ran, role = (spec.config.draft.drafter.runs_on for spec in (before, tried))
     cannot = f"{then!r} cannot be tried beside {now!r}"
     at_once = "without --trial-share, the drafter is replaced at once"
-    role = drafts_on(tried)
-    if role == "coordinator" or role != drafts_on(before):
+    if role == "coordinator" or role != ran:
         raise SettingError(
             "draft_model",
-            f"{cannot}: {now!r} runs on {drafts_on(before)}s and {then!r} on {role}s, but a trial "
+            f"{cannot}: {now!r} runs on {ran}s and {then!r} on {role}s, but a trial "
             f"needs both on draft replicas, or both on targets; {at_once}",
         )
     if role == "target":

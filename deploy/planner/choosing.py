@@ -153,7 +153,7 @@ def choose(
 ) -> TemperaturePlan:
     """Compares plain decoding, and each rule and K, for the texts of a sample."""
     rules, drafter = rules_at(sample.temperature), draft.drafter
-    if drafter.model is None:  # All rules accept the same tokens of a look-up.
+    if not drafter.name:  # All rules accept the same tokens of a look-up.
         rules = rules[:1]
     parts = [scripted(draft, sample, rules[0], 0)]
     prompt_tokens = [len(text.prompt_ids) for text in sample.texts]

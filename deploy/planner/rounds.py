@@ -184,7 +184,7 @@ class Script:
                 )
             )
             num_steps = min(bound, draft.hybrid_model_tokens)
-            if draft.drafter.model is None or guess.score >= draft.hybrid_min_score:
+            if not draft.drafter.name or guess.score >= draft.hybrid_min_score:
                 guessed, num_steps = guess.token_ids, 0
         num_proposed = num_steps if guessed is None else len(guessed)
         left = text.token_ids[start : start + num_proposed]

@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Literal
 
 from outrider.errors import SettingError, did_you_mean
 
@@ -38,57 +39,38 @@ _WORDS = (*_LOOKUPS, DEMO, *SHIPPED, *_KINDS)
 
 
 @dataclass(frozen=True, slots=True)
-class DraftModel:
-    """A model or head that drafts on draft replicas."""
-
-    name: str
-    """A directory, a .gguf file or a hub id."""
-    reads_features: bool = False
-    """Whether it is a head, which reads hidden states that the target sends."""
-
-
-@dataclass(frozen=True, slots=True)
 class DrafterChoice:
     """A look-up, a model, a head, or a hybrid of a look-up with one of the others."""
 
     lookup: LookupKind | None
-    model: DraftModel | None
-    on_target: str | None = None
-    """The head with which the target drafts: a directory, a hub id, or `mtp` for the MTP layer in
-    the target's own files. None if the target does not draft."""
+    runs_on: Literal["coordinator", "target", "draft"]
+    """The role that runs the model or head; `coordinator` if a look-up drafts alone."""
+    name: str = ""
+    """The model or head: a directory, a .gguf file, a hub id, or `mtp` for the MTP layer in the
+    target's own files. Empty if a look-up drafts alone."""
     kind: str = ""
-    """The head's kind, `mtp` or `eagle3`. Empty if there is no head."""
-
-    @property
-    def is_lookup(self) -> bool:
-        """Whether a look-up drafts alone, in the coordinators."""
-        return self.model is None and self.on_target is None
-
-    @property
-    def reads_target(self) -> bool:
-        """Whether the drafter has a head."""
-        reads = self.model is not None and self.model.reads_features
-        return reads or self.on_target is not None
+    """The head's kind, `mtp` or `eagle3`; empty without a head. A head reads the target's hidden
+    states."""
 
 
 def parse_drafter(name: str) -> DrafterChoice:
     """The drafter that a `--draft-model` names. Raises `SettingError`."""
     form, colon, rest = name.partition(":")
     if name in _LOOKUPS:
-        return DrafterChoice(_LOOKUPS[name], None)
+        return DrafterChoice(_LOOKUPS[name], "coordinator")
     if name == MTP:
-        return DrafterChoice(None, None, on_target=MTP, kind=MTP)
+        return DrafterChoice(None, "target", MTP, MTP)
     if form == _HYBRID:
         return _parse_hybrid(name, rest)
     if form == EAGLE3:
         if not rest:
             raise _wrong(name, "the directory of the head is missing")
-        return DrafterChoice(None, None, on_target=rest, kind=form)
+        return DrafterChoice(None, "target", rest, EAGLE3)
     if colon and form in (*_LOOKUPS, MTP):
         raise _wrong(name, f"`{form}` takes nothing after it")
     if colon and _KIND.fullmatch(form):
         raise _wrong(name, f"there is no kind `{form}`{did_you_mean(form, _KINDS)}")
-    return DrafterChoice(None, DraftModel(name))
+    return DrafterChoice(None, "draft", name)
 
 
 def eagle3_name(draft_model: str, name: str) -> str:
@@ -104,9 +86,9 @@ def same_drafter(one: str, other: str) -> bool:
 
 def _meanings(draft_model: str) -> tuple[DrafterChoice, ...]:
     choice = parse_drafter(draft_model)
-    if choice.model is None:
+    if choice.runs_on != "draft":
         return (choice,)
-    return choice, parse_drafter(eagle3_name(draft_model, choice.model.name))
+    return choice, parse_drafter(eagle3_name(draft_model, choice.name))
 
 
 def check_model_name(name: str) -> None:

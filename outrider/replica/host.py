@@ -77,7 +77,7 @@ class ReplicaHost(PlacedActor):
             from outrider.telemetry.setup import start_exports
 
             exports = start_exports(config.telemetry, role, config.metrics_host, config.slot)
-        if not (isinstance(config, DraftConfig) and config.drafter.reads_target):
+        if not (isinstance(config, DraftConfig) and config.drafter.kind):
             engine = await on_passing_thread(
                 engine_of_a_replica, config, num_threads, self.leadership
             )

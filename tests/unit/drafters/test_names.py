@@ -6,27 +6,20 @@ import pytest
 
 from deploy.cli.main import main
 from outrider.config import DraftConfig
-from outrider.drafters.names import (
-    DRAFTERS,
-    SHIPPED,
-    DrafterChoice,
-    DraftModel,
-    LookupKind,
-    parse_drafter,
-)
+from outrider.drafters.names import DRAFTERS, SHIPPED, DrafterChoice, LookupKind, parse_drafter
 from outrider.errors import SettingError
 
 
 @pytest.mark.parametrize(
     ("name", "choice"),
     [
-        ("ngram", DrafterChoice(LookupKind.NGRAM, None)),
-        ("owner/model", DrafterChoice(None, DraftModel("owner/model"))),
-        ("./a:b/c", DrafterChoice(None, DraftModel("./a:b/c"))),
-        ("hybrid:ngram,a/b", DrafterChoice(LookupKind.NGRAM, DraftModel("a/b"))),
-        ("hybrid:suffix,eagle3:/a,b", DrafterChoice(LookupKind.SUFFIX, None, "/a,b", "eagle3")),
-        ("hybrid:suffix,eagle3:a/b", DrafterChoice(LookupKind.SUFFIX, None, "a/b", "eagle3")),
-        ("hybrid:suffix,mtp", DrafterChoice(LookupKind.SUFFIX, None, "mtp", "mtp")),
+        ("ngram", DrafterChoice(LookupKind.NGRAM, "coordinator")),
+        ("owner/model", DrafterChoice(None, "draft", "owner/model")),
+        ("./a:b/c", DrafterChoice(None, "draft", "./a:b/c")),
+        ("hybrid:ngram,a/b", DrafterChoice(LookupKind.NGRAM, "draft", "a/b")),
+        ("hybrid:suffix,eagle3:/a,b", DrafterChoice(LookupKind.SUFFIX, "target", "/a,b", "eagle3")),
+        ("hybrid:suffix,eagle3:a/b", DrafterChoice(LookupKind.SUFFIX, "target", "a/b", "eagle3")),
+        ("hybrid:suffix,mtp", DrafterChoice(LookupKind.SUFFIX, "target", "mtp", "mtp")),
     ],
 )
 def test_a_name_says_what_proposes(name: str, choice: DrafterChoice) -> None:

@@ -50,7 +50,7 @@ def _encode(text: str) -> tuple[int, ...]:
 
 def _sample(draft: DraftConfig, temperature: float, num: int = 4) -> Sample:
     lookup, model = build_lookup(draft), ModelReader(_engine(SALT))
-    reader = model if lookup is None or draft.drafter.model else LookupReader(lookup)
+    reader = model if lookup is None or draft.drafter.name else LookupReader(lookup)
     prompts = [BenchPrompt(str(index), "ab"[index % 2]) for index in range(num)]
     reading = Reading(_engine(), reader, "d", prompts, _encode, MAX_TOKENS)
     return reading.sample(temperature, lambda line: None)
@@ -61,7 +61,7 @@ def _played(draft: DraftConfig, sample: Sample, rule: Rule, k: int) -> list[list
     params = SamplingParams(temperature=sample.temperature)
     target, engine = _engine(), _engine(SALT)
     lookup = build_lookup(draft)
-    model = ModelDrafter(engine) if draft.drafter.model else None
+    model = ModelDrafter(engine) if draft.drafter.name else None
 
     def propose(request: DraftRequest) -> Any:
         if lookup is not None:
