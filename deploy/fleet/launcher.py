@@ -60,6 +60,7 @@ class Deployment:
     ) -> None:
         """`state` is a directory for logs and for the data of the embedded Redis. `report` gets a
         line for each step of the start."""
+        self._passwords: dict[str, Any]
         config, self.api_key, self._passwords = without_secrets(config)
         self.config = self._given = config
         self.name = config.deployment_name or uuid.uuid4().hex[:12]
@@ -94,7 +95,6 @@ class Deployment:
     def record(self) -> DeploymentRecord:
         """The record by which other commands find the deployment, without secrets."""
         config, overview = self.config, self.overview
-        redis = replace(config.coordinator.redis, password="", sentinel_password="")
         return DeploymentRecord(
             pid=os.getpid(), started_at=self._started_at,
             draft_model=config.draft.model, served_model_name=config.served_model_name,
@@ -104,8 +104,8 @@ class Deployment:
             draft_addresses=overview.addresses("draft"),
             target_directory=config.target.directory,
             tokenizer_directory=config.coordinator.tokenizer_directory,
-            redis=asdict(redis), deployment=self.name, ray_address=self.ray.found,
-            ray_token=str(self.ray.token or ""),
+            redis=asdict(config.coordinator.redis), deployment=self.name,
+            ray_address=self.ray.found, ray_token=str(self.ray.token or ""),
             asks_for_keys=config.coordinator.asks_for_keys, wanted={**overview.wanted},
             trial=str(overview.trial or ""),
             settings=config.values(secrets=False),
@@ -142,7 +142,7 @@ class Deployment:
         self._is_own = True
         reconciler = start_reconciler(spec, self.ray.namespace)
         self._report(f"loading {config.target_name}, and {config.draft.model} as its draft")
-        # A `ReconcilerClient` would repeat a start that fails with `Unavailable`.
+        # If the reconciler dies, the start fails. A `ReconcilerClient` would call it again.
         await reconciler.call("start")
         await self._go_on()
 
@@ -186,16 +186,11 @@ class Deployment:
             await asyncio.to_thread(check_before_start, self.config)
         if front.redis.url:
             # A wrong URL is reported before models are loaded.
-            reached = replace(
-                front.redis, password=self._passwords.redis,
-                sentinel_password=self._passwords.sentinel,
-            )  # fmt: skip
             from outrider.sessions.redis_store import RedisStore
 
             with blaming("redis_url"):
-                store = await RedisStore.connect(
-                    with_password(reached), wait_replicas=front.redis_wait_replicas
-                )
+                reached = with_password(replace(front.redis, **self._passwords))
+                store = await RedisStore.connect(reached, wait_replicas=front.redis_wait_replicas)
                 await store.close()
         elif front.redis_wait_replicas:
             raise SettingError(
@@ -209,13 +204,11 @@ class Deployment:
             asyncio.to_thread(self._start_redis),
             asyncio.to_thread(resolve_models, self.config),
         )
-        redis = replace(config.coordinator.redis, url=redis_url)
-        if self.ray.local and (password := self._passwords.redis):
-            path = hide(self._secrets_at, "redis.password", password)
-            redis = replace(redis, password_file=str(path))
-        if self.ray.local and (password := self._passwords.sentinel):
-            path = hide(self._secrets_at, "sentinel.password", password)
-            redis = replace(redis, sentinel_password_file=str(path))
+        files: dict[str, Any] = {}
+        if self.ray.local:
+            for kind, secret in self._passwords.items():
+                files[f"{kind}_file"] = str(hide(self._secrets_at, f"redis.{kind}", secret))
+        redis = replace(config.coordinator.redis, url=redis_url, **files)
         return replace(config, coordinator=config.coordinator.reaching(redis))
 
     async def _connect(self) -> None:

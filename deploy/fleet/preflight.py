@@ -3,7 +3,7 @@
 import errno
 import logging
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from outrider.engine.emulated_spec import SCHEME, EmulatedSpec
 from outrider.errors import ConfigError, SettingError
 from outrider.registry.registry import ROLES
 from outrider.replica.process_setup import check_vllm
-from outrider.sessions.redis_address import Passwords, without_password
+from outrider.sessions.redis_address import without_password
 from outrider.settings import Value, blaming, by_its_keys
 
 _log = logging.getLogger(__name__)
@@ -292,10 +292,11 @@ def warnings(config: DeploymentConfig) -> Iterator[str]:
         )
 
 
-def without_secrets(config: DeploymentConfig) -> tuple[DeploymentConfig, str, Passwords]:
+def without_secrets(config: DeploymentConfig) -> tuple[DeploymentConfig, str, dict[str, str]]:
     """Returns the configuration without secrets, a new API key for this machine's commands (empty
-    if callers need no key), and the passwords of Redis and its Sentinels. In the configuration,
-    hashes replace the API keys, because Ray must not get secrets. Raises `SettingError`."""
+    if callers need no key), and the passwords that `without_password` returns. In the
+    configuration, hashes replace the API keys, because Ray must not get secrets. Raises
+    `SettingError`."""
     config = configuration(whole_paths(config.values()))
     front, key = config.coordinator, ""
     if front.asks_for_keys:
@@ -321,16 +322,17 @@ def check_security_files(config: CoordinatorConfig) -> None:
     """Raises `ConfigError` if a certificate, a key or a file of API keys cannot be used."""
     from outrider.transport.tls import RoleFiles, check_pair, read_certificates
 
-    if config.ssl_certfile:
-        with blaming("ssl_certfile"):
-            check_pair(Path(config.ssl_certfile), Path(config.ssl_keyfile))
-    if config.ssl_ca_certs:
-        with blaming("ssl_ca_certs"):
-            read_certificates(Path(config.ssl_ca_certs))
-    if config.internal_tls_dir:
-        with blaming("internal_tls_dir"):
-            for role in ROLES:
-                RoleFiles.of(Path(config.internal_tls_dir), role).check()
-    if config.api_key_file:
-        with blaming("api_key_file"):
-            read_key_file(Path(config.api_key_file))
+    def check_roles(directory: Path) -> None:
+        for role in ROLES:
+            RoleFiles.of(directory, role).check()
+
+    checks: dict[str, Callable[[Path], object]] = {
+        "ssl_certfile": lambda path: check_pair(path, Path(config.ssl_keyfile)),
+        "ssl_ca_certs": read_certificates,
+        "internal_tls_dir": check_roles,
+        "api_key_file": read_key_file,
+    }
+    for key, check in checks.items():
+        if name := getattr(config, key):
+            with blaming(key):
+                check(Path(name))

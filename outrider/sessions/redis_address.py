@@ -10,10 +10,9 @@ password in one of these places:
 | variable OUTRIDER_REDIS_PASSWORD | the environment of Ray, such as a pod with a Secret |
 """
 
-import dataclasses
 import os
 import socket
-from dataclasses import field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import unquote, urlsplit
@@ -67,31 +66,23 @@ VARIABLE = "OUTRIDER_REDIS_PASSWORD"
 SENTINEL_VARIABLE = "OUTRIDER_REDIS_SENTINEL_PASSWORD"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Passwords:
-    """Passwords of Redis and of the Sentinels; empty if there is none."""
-
-    redis: str = field(default="", repr=False)
-    sentinel: str = field(default="", repr=False)
-
-
-def without_password(address: RedisAddress) -> tuple[RedisAddress, Passwords]:
-    """Returns the address without passwords and without a user in the URL, and the passwords. A
-    password in the URL overrides the setting `password`. Raises `SettingError` if the URL has a
-    password among its options, or if there are both a password in the URL and a password file."""
+def without_password(address: RedisAddress) -> tuple[RedisAddress, dict[str, str]]:
+    """Returns the address without passwords and without a user in the URL, and the passwords that
+    it had, by field. A password in the URL overrides the setting `password`. Raises `SettingError`
+    if the URL has a password among its options, or if there are both a password in the URL and a
+    password file."""
     url, username, password = _split(address.url)
     if password and address.password_file:
         raise SettingError("redis_password_file", "cannot be given with a password in redis_url")
-    password = password or address.password
     if "password=" in url.lower():
         raise SettingError("redis_url", "has a password among its options; use redis_password_file")
-    return replace(
-        address, url=url, username=username or address.username, password="",
-        sentinel_password="",
-        asks_for_password=address.asks_for_password or bool(password),
-        asks_for_sentinel_password=address.asks_for_sentinel_password
-        or bool(address.sentinel_password),
-    ), Passwords(password, address.sentinel_password)  # fmt: skip
+    found = {
+        "password": password or address.password, "sentinel_password": address.sentinel_password
+    }  # fmt: skip
+    secrets = {kind: secret for kind, secret in found.items() if secret}
+    changes: dict[str, Any] = dict.fromkeys(secrets, "")
+    changes |= {f"asks_for_{kind}": True for kind in secrets}
+    return replace(address, url=url, username=username or address.username, **changes), secrets
 
 
 def with_password(address: RedisAddress) -> RedisAddress:
