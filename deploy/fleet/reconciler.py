@@ -136,12 +136,13 @@ class Reconciler(PlacedActor):
 
         log_to(spec.log_directory, RECONCILER, spec.config.coordinator.log_level)
         redis = spec.config.coordinator.redis
-        self._no_password: SettingError | None = None
+        self._failure: Exception | None = None
+        """Why the deployment did not start."""
         try:
             redis = with_password(redis)
         except SettingError as error:
             # Ray delivers only the text of a constructor's error, so `start` raises the error.
-            self._no_password = error
+            self._failure = error
         self._original = spec
         self._changes: Changes = {}, None
         self._report: TrialReport | None = None
@@ -162,31 +163,33 @@ class Reconciler(PlacedActor):
             self._work = asyncio.create_task(self._keep(returns=True))
 
     async def start(self) -> None:
-        """Starts and supervises all replicas. Raises like `Fleet.start`, and `SettingError` if this
-        machine lacks the password of Redis."""
+        """Starts and supervises all replicas. Raises like `_ready`."""
         if self._work is None:
-            if self._no_password is not None:
-                raise self._no_password
-            await self._cluster.save("")  # An earlier deployment may have saved changes.
-            self._work = asyncio.create_task(self._fleet.start())  # `close` may cancel this task.
-            try:
-                await self._work
-            except BaseException:
-                self._keeps.set()
-                raise
-            self._work = asyncio.create_task(self._keep(returns=False))
+            self._work = asyncio.create_task(self._start())
         await self._ready()
 
-    async def _ready(self) -> None:
-        """Waits until the fleet is supervised. Raises the error of a failed start, but
-        `OutriderError` in place of `Unavailable`, because a `ReconcilerClient` repeats calls that
-        raise `Unavailable`."""
-        await self._keeps.wait()
+    async def _start(self) -> None:
         try:
-            if self._work is not None and self._work.done() and not self._work.cancelled():
-                self._work.result()
-        except Unavailable as error:
-            raise OutriderError(f"the deployment did not start: {error}") from error
+            if self._failure is None:
+                await self._cluster.save("")  # An earlier deployment may have saved changes.
+                await self._fleet.start()
+        except Exception as error:  # noqa: BLE001 (`_ready` raises it)
+            self._failure = error
+        finally:
+            self._keeps.set()
+        if self._failure is None:
+            await self._keep(returns=False)
+
+    async def _ready(self) -> None:
+        """Waits until the fleet is supervised. Raises the error of a failed start: an error of
+        `Fleet.start`, but `OutriderError` in place of `Unavailable`, because a `ReconcilerClient`
+        repeats calls that raise `Unavailable`; or `SettingError` if this machine lacks the password
+        of Redis."""
+        await self._keeps.wait()
+        if isinstance(self._failure, Unavailable):
+            raise OutriderError(f"the deployment did not start: {self._failure}")
+        if self._failure is not None:
+            raise self._failure
 
     async def want(self, counts: Mapping[Role, int]) -> AutoscaleConfig:
         """Sets the wanted numbers of these roles. Returns the settings of autoscaling. Raises
@@ -403,8 +406,8 @@ class Reconciler(PlacedActor):
     async def _keep(self, returns: bool) -> None:
         try:
             if returns:
-                if self._no_password is not None:
-                    raise self._no_password
+                if self._failure is not None:
+                    raise self._failure
                 await retried("the saved changes", self._restore)
                 await self._fleet.adopt()
             self._keeps.set()
