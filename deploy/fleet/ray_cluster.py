@@ -16,7 +16,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -407,10 +407,8 @@ class RayConnection:
         self.namespace = namespace
         self._secrets_at = secrets_at
         self._address = address or "local"
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
-        self._connected = False
-        self._before = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
-        """The user's values of `_VARIABLES`, which `disconnect` restores."""
+        self._open = ExitStack()
+        """What `disconnect` undoes."""
         self.found = ""
         """HOST:PORT of the cluster, once connected."""
         self.token = token
@@ -424,19 +422,21 @@ class RayConnection:
 
     def _connect(self) -> None:
         os.environ.update(ENVIRONMENT)
+        before = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+        self._open.callback(_set_variables, before)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import ray
 
         options: dict[str, Any] = {"address": self._address, "namespace": self.namespace}
         if self.local and self._secrets_at is not None:
-            self._temporary = _short_directory()
+            temporary = self._open.enter_context(_short_directory())
             # Ray's processes listen on all addresses of the machine, so they need a token.
             self.token = hide(self._secrets_at, TOKEN_FILE, secrets.token_hex(_BYTES))
             options |= {
                 "include_dashboard": False,
                 "object_store_memory": OBJECT_STORE_BYTES,
-                "_temp_dir": str(Path(self._temporary.name, _RAY_FOLDER)),
+                "_temp_dir": str(Path(temporary, _RAY_FOLDER)),
             }
         if self.token is not None:
             use_token(self.token)
@@ -452,20 +452,11 @@ class RayConnection:
         except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
             reason = f"cannot start or reach Ray: {one_line(error)}"
             raise SettingError("address", reason) from error
-        self._connected = True
+        self._open.callback(ray.shutdown)
         self.found = str(ray.get_runtime_context().gcs_address)
 
     async def disconnect(self) -> None:
-        try:
-            if self._connected:
-                import ray
-
-                self._connected = False
-                await asyncio.to_thread(ray.shutdown)
-        finally:
-            _set_variables(self._before)
-            if self._temporary is not None:
-                await asyncio.to_thread(self._temporary.cleanup)
+        await asyncio.to_thread(self._open.close)
 
 
 @contextmanager

@@ -49,8 +49,6 @@ STABLE_S = 30.0
 """Once a replica has served for this time, earlier failures of its role no longer count."""
 HOPELESS_AFTER = 4
 """After this many consecutive failures, a role without replicas is hopeless."""
-ROLLING: tuple[Role, ...] = ("draft", "target", "coordinator")
-"""The order of roles in which an upgrade replaces replicas."""
 
 
 @dataclass(frozen=True)
@@ -289,16 +287,17 @@ def next_steps(
     Missing replicas are started, except in roles that are `held_back`. Of surplus replicas, those
     that do not serve yet leave first, then stale replicas, then the youngest replicas.
 
-    If no replica is missing, stale replicas are replaced one by one, role by role. A new replica is
-    started, and a stale replica leaves when the new replica serves. In a role `in_place`, the stale
-    replica leaves first, and the new replica is started after the stale replica has ended.
+    If no replica is missing, stale replicas are replaced one by one, role by role, drafts first. A
+    new replica is started, and a stale replica leaves when the new replica serves. In a role
+    `in_place`, the stale replica leaves first, and the new replica is started after the stale
+    replica has ended.
 
     For a `crowded` role the cluster has no room for missing replicas. If a crowded role has several
     replicas, a stale replica leaves to make room."""
     starts: list[Role] = []
     leaves: list[str] = []
     stale = {one.role for one in fleet if one.stale and not one.leaves}
-    rolled = next((role for role in ROLLING if role in stale), None)
+    rolled = next((role for role in reversed(ROLES) if role in stale), None)
     for role in ROLES:
         stay = [one for one in reversed(fleet) if one.role == role and not one.leaves]
         stay.sort(key=lambda one: (bool(one.address), not one.stale))
