@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from benchmarks.report import Report
+from benchmarks.report import Report, table
 from outrider.api_keys import Caller, add_key, check_key_name, read_key_file, remove_key
 from outrider.errors import ConfigError
 from outrider.limits import KEY_CONCURRENCY_MAX, REQUESTS_PER_MINUTE_MAX
@@ -67,16 +67,9 @@ def new(arguments: Arguments) -> int:
 
 @command("list")
 def list_keys(arguments: Arguments) -> int:
-    from rich.table import Table
-
     callers = [asdict(one) for one in read_key_file(_key_file(arguments)).values()]
-    table = Table("key", "tenant", "requests a minute", "at a time", "admin", box=None)
-    for one in callers:
-        table.add_row(
-            one["name"], one["tenant"], str(one["requests_per_minute"] or "any"),
-            str(one["concurrency"] or "any"), "yes" if one["admin"] else "",
-        )  # fmt: skip
-    return tell(Report({"keys": callers}, [table]), arguments.json)
+    rows = [{name: value or "-" for name, value in one.items()} for one in callers]
+    return tell(Report({"keys": callers}, [table("keys", rows)] if rows else []), arguments.json)
 
 
 @command("revoke", argument("name", "name of the key"))
@@ -146,10 +139,8 @@ def certs(arguments: Arguments) -> int:
     exclusive(arguments, "renew", "force", "check")
     directory: Path = arguments.directory.expanduser()
     if not arguments.check:
-        try:
+        with _writing(directory):
             _make_certificates(directory, arguments)
-        except OSError as error:
-            raise ConfigError(f"cannot write {directory}: {error.strerror}") from error
     now = datetime.datetime.now(datetime.UTC)
     left = {AUTHORITY: days_left(directory / f"{AUTHORITY}.pem", now)}
     for role in ROLES:

@@ -13,27 +13,31 @@ import click
 
 from benchmarks.report import Report
 from deploy.fleet.local_state import DeploymentRecord, running_deployment, state_directory
-from deploy.fleet.preflight import check_security_files
-from outrider.config import LOOPBACK, PORT_MAX, WAIT_S_MAX, CoordinatorConfig, is_loopback
+from deploy.fleet.preflight import check_security_files, whole_paths
+from outrider.config import (
+    LOOPBACK,
+    PORT_MAX,
+    WAIT_S_MAX,
+    CoordinatorConfig,
+    deployment_settings,
+    is_loopback,
+    merge,
+)
 from outrider.errors import ConfigError, SettingError, Unavailable
 from outrider.settings import build
 
-from .command import Arguments, Seconds, command, flag_of, grouped, json_option, option
-from .options import caller_trust_of, trust_options, user_path
+from .command import Arguments, Seconds, command, grouped, json_option, option
+from .options import caller_trust_of, setting_option, trust_options
 from .output import progress, tell
 
 if TYPE_CHECKING:
     from coordinator.http_api.gateway import Coordinators
-    from coordinator.http_api.server import TlsFiles
 
 PORT = 8080
 STOP_S = 10.0
 _URL = re.compile(r"https?://([\w.-]+|\[[0-9a-fA-F:]+\])(?::(\d{1,5}))?")
-SSL_FILES = {
-    "ssl_certfile": "serve HTTPS with this certificate, PEM",
-    "ssl_keyfile": "private key of --ssl-certfile, PEM",
-    "ssl_ca_certs": "require client certificates that one of these authorities has signed, PEM",
-}
+SETTINGS = ("host", "insecure", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
+"""Settings of a coordinator that the gateway also has."""
 
 
 @command(
@@ -43,23 +47,15 @@ SSL_FILES = {
         help="base URLs of the coordinators, such as http://10.0.0.5:8000; by default all "
         "coordinators of this machine's deployment, including those that start later",
     ),
-    option("--host", default=LOOPBACK, help="address to bind"),
     option(
         "--port", type=click.IntRange(0, 65535), default=PORT,
         help="port to bind; 0 = any free port",
     ),
     option(
-        "--insecure", is_flag=True,
-        help="allow a --host other than loopback, even if the coordinators require no API key",
-    ),
-    option(
         "--stop-timeout-s", type=Seconds(0, WAIT_S_MAX), default=STOP_S, metavar="S",
         help="how long a stop waits for running requests, s",
     ),
-    *(
-        option(flag_of(key), type=user_path, metavar="FILE", help=words)
-        for key, words in SSL_FILES.items()
-    ),
+    *(setting_option(deployment_settings()[key]) for key in SETTINGS),
     json_option(),
     *grouped("Coordinators with TLS", trust_options()),
 )  # fmt: skip
@@ -69,19 +65,23 @@ def gateway(arguments: Arguments) -> int:
 
 async def _serve(arguments: Arguments) -> int:
     from coordinator.http_api.gateway import build_gateway
-    from coordinator.http_api.server import HttpOptions, HttpServer
+    from coordinator.http_api.server import HttpOptions, HttpServer, TlsFiles
 
     record = None if arguments.coordinators is not None else _running()
-    is_keyed = arguments.insecure or (record is not None and record.asks_for_keys)
-    if not (is_keyed or is_loopback(arguments.host) or arguments.ssl_ca_certs):
+    given = whole_paths(merge(arguments.settings, {}))
+    host = given.pop("host", LOOPBACK)
+    is_keyed = given.pop("insecure", False) or (record is not None and record.asks_for_keys)
+    if not (is_keyed or is_loopback(host) or given.get("ssl_ca_certs")):
         raise SettingError(
             "host",
-            f"{arguments.host!r} is reachable from other machines, but the coordinators possibly "
+            f"{host!r} is reachable from other machines, but the coordinators possibly "
             "require no API key; use 127.0.0.1, or give --insecure if the coordinators require "
             "keys or the network is trusted",
         )
     coordinators = _coordinators(arguments, record)
-    options = HttpOptions(arguments.host, arguments.port, tls=_tls_files(arguments))
+    config = build(CoordinatorConfig, given)
+    check_security_files(config)
+    options = HttpOptions(host, arguments.port, tls=TlsFiles.of(config))
     hosts = () if is_keyed else options.hosts
     server = HttpServer(options, build_gateway(coordinators, hosts))
     await server.start()
@@ -156,12 +156,3 @@ def _trust(arguments: Arguments, record: DeploymentRecord | None) -> tuple[ssl.S
     if arguments.client_cert is not None:
         context.load_cert_chain(arguments.client_cert, arguments.client_key)
     return context, name
-
-
-def _tls_files(arguments: Arguments) -> TlsFiles | None:
-    from coordinator.http_api.server import TlsFiles
-
-    files = {key: str(getattr(arguments, key) or "") for key in SSL_FILES}
-    config = build(CoordinatorConfig, files)
-    check_security_files(config)
-    return TlsFiles.of(config)

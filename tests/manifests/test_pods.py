@@ -140,7 +140,7 @@ def test_the_gateway_is_started_before_the_coordinators() -> None:
     [one] = template["spec"]["containers"]
     assert one["command"][:2] == ["outrider", "gateway"]
     asked = parse(one["command"][1:])
-    assert (asked.host, asked.insecure) == ("0.0.0.0", True)  # noqa: S104 (in its pod)
+    assert asked.settings == {"host": "0.0.0.0", "insecure": True}  # noqa: S104 (in its pod)
     assert asked.coordinators == "http://speculation:80"
     service = of_kind(manifests, "Service")["speculation"]
     assert "http" in [each["name"] for each in service["spec"]["ports"] if each["port"] == 80]

@@ -76,7 +76,7 @@ async def test_it_answers_until_it_is_told_to_stop(
         (["--host", "10.0.0.1"], "--host: '10.0.0.1' is reachable"),
         (["--port", "70000"], "--port: 70000 is not in the range"),
         (["--ssl-keyfile", "k"], "--ssl-keyfile: needs ssl_certfile, too"),
-        (["--ssl-certfile", "c", "--ssl-keyfile", "k"], "--ssl-certfile: cannot read c"),
+        (["--ssl-certfile", "c", "--ssl-keyfile", "k"], "--ssl-certfile: cannot read "),
         (["--client-cert", "c"], "a certificate goes with its key; give both"),
         (["--ca-cert", "no"], "cannot read no"),
     ],
