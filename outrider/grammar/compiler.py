@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.metadata import version
 from math import prod
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
+import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from outrider.errors import BadRequest, ConfigError, InvariantError, OutriderError, Overloaded
+from outrider.errors import BadRequest, ConfigError, Overloaded
 from outrider.grammar.constraint import Constraint, ConstraintKind, containers_in
+from outrider.grammar.token_mask import TokenMask
 from outrider.limits import (
     ALTERNATIVES_MAX,
     COMPILATIONS_MAX,
-    COMPILE_S_MAX,
     COMPILE_THREADS,
     COMPILE_WAIT_S_MAX,
     GRAMMARS_MAX,
@@ -35,8 +34,6 @@ from outrider.limits import (
 )
 from outrider.newest import Newest
 from outrider.shared_calls import SharedCalls
-
-logger = logging.getLogger(__name__)
 
 _SPACES: Any = {"whitespace_pattern": " "}
 """Allows one space where JSON allows any number of spaces, because some models would write spaces
@@ -77,11 +74,15 @@ class Grammar:
 class _Refusal:
     """The reason why a constraint has no grammar."""
 
-    error: Callable[[], OutriderError]
-    """Makes a new error for each caller. A shared error would keep the stack frames of all callers
-    that raise it in memory, and with the frames their requests."""
+    kind: str
+    reason: str
     until_s: float = math.inf
     """The time at which the refusal ends, because the constraint may have been slow by chance."""
+
+    def error(self) -> BadRequest:
+        """A new error for each caller. A shared error would keep the stack frames of all callers
+        that raise it in memory, and with the frames their requests."""
+        return BadRequest(self.kind, self.reason)
 
 
 class GrammarTokenizer:
@@ -101,11 +102,8 @@ class GrammarTokenizer:
             ) from error
         self._limits = LLParserLimits(max_lexer_states=LEXER_STATES_MAX, verbose_errors=False)
         self.eos_token_ids = frozenset(eos_token_ids)
-        words = bytearray(-(-self.tokens.vocab_size // 8))
-        for token_id in self.eos_token_ids:
-            if token_id < self.tokens.vocab_size:
-                words[token_id // 8] |= 1 << token_id % 8
-        self.eos_bits = bytes(words)
+        is_eos = np.isin(np.arange(self.tokens.vocab_size), eos_token_ids)
+        self.eos_mask = TokenMask(np.packbits(is_eos, bitorder="little"), is_over=True)
         """The mask that allows only the tokens of `eos_token_ids`."""
 
     def compile(self, constraint: Constraint) -> Grammar:
@@ -161,7 +159,7 @@ class Grammars:
         Only the thread that runs steps may use this set."""
         self._calls: SharedCalls[_Key, Grammar | _Refusal] = SharedCalls(COMPILE_THREADS, "grammar")
 
-    def find(self, digest: bytes, tenant: str = "") -> Grammar | OutriderError | None:
+    def find(self, digest: bytes, tenant: str = "") -> Grammar | BadRequest | None:
         """The grammar, or the error that refused the constraint. None if the digest is unknown."""
         found = self._look_up((tenant, digest))
         return found.error() if isinstance(found, _Refusal) else found
@@ -210,7 +208,7 @@ class Grammars:
             self._slow.add(grammar)
             return
         reason = f"takes more than {MASK_S_MAX:g} s a token; simplify it"
-        refusal = self._too_slow(grammar.constraint, reason)
+        refusal = _Refusal(grammar.constraint.kind, reason, self.now() + TOO_SLOW_S)
         self._keep(grammar.key, refusal)
         raise refusal.error()
 
@@ -236,21 +234,11 @@ class Grammars:
             compiled = tokenizer.compile(constraint)
             found = replace(compiled, tenant=tenant, compile_s=self.clock() - began)
         except ConfigError as error:
-            found = _Refusal(partial(BadRequest, constraint.kind, error.message))
+            found = _Refusal(constraint.kind, error.message)
         except BadRequest as error:
-            found = _Refusal(partial(BadRequest, error.field, error.reason))
-        except Exception:
-            logger.exception("a constraint could not be compiled")
-            said = f"{constraint.kind}: could not be compiled: internal error"
-            found = _Refusal(partial(InvariantError, said), self.now() + TOO_SLOW_S)
-        if isinstance(found, Grammar) and found.compile_s > COMPILE_S_MAX:
-            reason = f"takes more than {COMPILE_S_MAX:g} s to compile; simplify it"
-            found = self._too_slow(constraint, reason)
+            found = _Refusal(error.field, error.reason)
         self._keep((tenant, constraint.digest()), found)
         return found
-
-    def _too_slow(self, constraint: Constraint, reason: str) -> _Refusal:
-        return _Refusal(partial(BadRequest, constraint.kind, reason), self.now() + TOO_SLOW_S)
 
     def _keep(self, key: _Key, found: Grammar | _Refusal) -> None:
         with self._lock:

@@ -68,8 +68,7 @@ class PrefixMatcher:
         """The tokens that may come next. Raises `Incompatible` if there are none, or if the grammar
         takes too many states or too long."""
         if self._num_fed < len(self._tokens):
-            ends = np.frombuffer(self.grammar.tokenizer.eos_bits, dtype=np.uint8)
-            return TokenMask(ends, is_over=True)
+            return self.grammar.tokenizer.eos_mask
         began = self._grammars.clock()
         mask = self._matcher.compute_bitmask()
         if self._matcher.is_error() and self._mend():
