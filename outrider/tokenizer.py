@@ -109,7 +109,24 @@ class TokenizerText:
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """The text of a conversation, as `encode_chat` converts it to token ids."""
-        return str(self._rendered(messages, tools, variables, tokenize=False))
+        if not self.chat_template:
+            raise BadRequest("chat", f"model {self._name} has no chat template; send a prompt")
+        if wrong := variables.keys() & _not_for_templates():
+            raise BadRequest(
+                f"chat_template_kwargs.{min(wrong)}", "is not a variable of a chat template"
+            )
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    [dict(message) for message in messages],
+                    tools=[dict(tool) for tool in tools] or None,
+                    add_generation_prompt=True,
+                    tokenize=False,
+                    **variables,
+                )
+            )
+        except Exception as error:  # A template may raise anything.
+            raise BadRequest("chat", f"the model's chat template failed: {error}") from error
 
     def encode_chat(
         self,
@@ -121,37 +138,11 @@ class TokenizerText:
         least `role` and `content`. The chat template gets `tools` and `variables`. Raises
         `BadRequest` if the model has no chat template, or if its template fails or does not support
         tools that the conversation needs."""
-        for message in messages:
-            _check_unicode("chat", message.get("content", ""))
         if tools or any("tool_calls" in message for message in messages):
             self.check_tools("tools" if tools else "chat")
-        return list(self._rendered(messages, tools, variables, tokenize=True))
-
-    def _rendered(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        variables: Mapping[str, Any],
-        *,
-        tokenize: bool,
-    ) -> Any:
-        if not self.chat_template:
-            raise BadRequest("chat", f"model {self._name} has no chat template; send a prompt")
-        if wrong := variables.keys() & _not_for_templates():
-            raise BadRequest(
-                f"chat_template_kwargs.{min(wrong)}", "is not a variable of a chat template"
-            )
-        try:
-            return self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=[dict(tool) for tool in tools] or None,
-                add_generation_prompt=True,
-                tokenize=tokenize,
-                return_dict=False,
-                **variables,
-            )
-        except Exception as error:  # A template may raise anything.
-            raise BadRequest("chat", f"the model's chat template failed: {error}") from error
+        rendered = self.render(messages, tools, variables)
+        _check_unicode("chat", rendered)
+        return list(self._tokenizer.encode(rendered, add_special_tokens=False))
 
     def backend_json(self) -> str:
         """JSON of the library `tokenizers`. Raises `ConfigError` for tokenizers of other kinds."""
