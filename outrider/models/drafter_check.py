@@ -10,8 +10,6 @@ stated                 inputs of the stated layers at token j - 1
 one layer up or down   inputs of the layers after or before the stated layers at token j - 1
 before a norm          for MTP layers: the input, not the output, of the target's last norm at token
                        j - 1; in the drafted pair, the input of the layer's own norm
-pairs one off          inputs of the stated layers at token j; only logged, because in use the head
-                       drafts before the target has run token j
 """
 
 import logging
@@ -101,31 +99,29 @@ def _check(loaded: LoadedDraftHead, reading: Reading, prompt_length: int) -> str
     text, hidden, likeliest = reading.token_ids, reading.hidden, reading.likeliest
     ways = head.ways(reading.num_layers)
     token_ids = torch.tensor(loaded.token_ids, device=text.device)
+    num_chains = len(text) - _DEPTHS
     first = max(0, prompt_length - 2)  # The first chain that begins with a written token.
 
-    def agreement(way: str, offset: int = 0) -> float:
+    def agreement(way: str) -> float:
         head.read_as(ways[way])
         features = head.fuse(torch.cat([hidden[index] for index in head.layer_ids], -1))
-        num_chains = len(text) - _DEPTHS
-        chains = features[offset : offset + num_chains]
+        chains = features[None, :num_chains]
         right = [
-            token_ids[head.logits(drafted[0]).argmax(-1)] == likeliest[1 + depth :][:num_chains]
-            for depth, drafted in enumerate(head.unroll(chains[None], text[None, 1:], _DEPTHS))
+            token_ids[head.logits(drafted[0]).argmax(-1)] == likeliest[depth : depth + num_chains]
+            for depth, drafted in enumerate(head.unroll(chains, text[None, 1:], _DEPTHS), start=1)
         ]
         return float(torch.stack(right)[:, first:].double().mean())
 
     best = stated = next(iter(ways))
     try:
         found = {way: agreement(way) for way in ways}
-        one_off = agreement(stated, 1)
         highest = max(ways, key=lambda way: found[way])
         if found[highest] >= found[stated] + _GAIN_MIN:
             best = highest
     finally:
         head.read_as(ways[best])
-    tried = [f"{way}: {share:.0%}" for way, share in found.items()]
-    tried.append(f"pairs one off: {one_off:.0%}")
-    summary = f"of {_DEPTHS * TOKENS_WRITTEN} places ({'; '.join(tried)})"
+    tried = "; ".join(f"{way}: {share:.0%}" for way, share in found.items())
+    summary = f"of {_DEPTHS * TOKENS_WRITTEN} places ({tried})"
     _log.info("agreement of the head with its target, %s", summary)
     if found[best] < AGREEMENT_MIN:
         return (
