@@ -28,7 +28,7 @@ from transformers import (
 from outrider.models.eagle3 import Eagle3Config, Eagle3Head, LoadedEagle3, save_speculators
 from outrider.models.fingerprint import tensors_fingerprint
 from outrider.models.linear_layers import quick
-from outrider.models.student import FORMAT, StudentDescription, save_student
+from outrider.models.student import StudentDescription, save_student
 
 MAX_MODEL_LEN = 128
 _SPREAD = 0.4
@@ -183,11 +183,7 @@ def save_tiny_drafter(
     """Saves such a drafter for the model in `target`, by default a new one, and returns
     `directory`."""
     module = AutoModelForCausalLM.from_pretrained(target)
-    description = StudentDescription(
-        format=FORMAT, kind="student", target="tiny",
-        target_fingerprint=tensors_fingerprint(target), vocab_size=module.config.vocab_size,
-        draft_vocab_size=len(token_ids),
-    )  # fmt: skip
+    description = StudentDescription(target="tiny", target_fingerprint=tensors_fingerprint(target))
     directory.mkdir(parents=True, exist_ok=True)
     made = drafter or tiny_drafter(module, token_ids)
     save_student(directory, made, torch.tensor(token_ids), description)

@@ -28,7 +28,6 @@ from outrider.models.eagle3 import (
 from outrider.models.fingerprint import tensors_fingerprint
 from outrider.models.loading import parameters_on_meta
 from outrider.models.student import (
-    FORMAT,
     StudentDescription,
     as_stored,
     load_student,
@@ -288,14 +287,7 @@ class Student(Learner):
         return as_stored(weight)
 
     def save(self, directory: Path, target: Target, fingerprint: str) -> None:
-        description = StudentDescription(
-            format=FORMAT,
-            kind=STUDENT,
-            target=target.name,
-            target_fingerprint=fingerprint,
-            vocab_size=len(self._embeddings),
-            draft_vocab_size=len(self.token_ids),
-        )
+        description = StudentDescription(target=target.name, target_fingerprint=fingerprint)
         save_student(directory, self.module, torch.from_numpy(self.token_ids), description)
 
     def _load(self, start: Path, target: Target, name: str) -> tuple[Any, Sequence[int]]:

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig
@@ -37,7 +36,6 @@ from transformers.models.llama.modeling_llama import (
     rotate_half,
 )
 
-from outrider.errors import ConfigError
 from outrider.models.draft_head import Attend, DraftHead, LoadedDraftHead
 from outrider.models.loading import WEIGHTS_FILE, parameters_on_meta, put_weights, refusing
 from outrider.models.published_drafters import read_config, read_tensors
@@ -242,30 +240,27 @@ def load_eagle3(path: Path, target: Any, *, name: str, target_name: str) -> Load
     """Loads the head in `path` for the module `target`. The head gets the dtype and device of the
     target's embeddings. Raises `ConfigError` if the files are broken, or if they do not fit the
     target."""
+    like = target.get_input_embeddings().weight
     with refusing(f"drafter {name}:"):
-        try:
-            tensors = {
-                key.replace("midlayer.", "layers.0."): values
-                for key, values in read_tensors(path).items()
-                if not key.endswith(_NOT_WEIGHTS)
-            }
-            token_ids, tensors = _draft_vocabulary(tensors, target, target_name)
-            config = _head_config(read_config(path), tensors, target, target_name)
-            if config.layer.attention_bias:
-                tensors.setdefault(_OUTPUT_BIAS, torch.zeros(config.layer.hidden_size))
-            with parameters_on_meta():
-                module = Eagle3Head(config)
-        except ConfigError as error:
-            raise ConfigError(f"drafter {name}: {error}") from error
-        like = target.get_input_embeddings().weight
-        put_weights(module, tensors, like.device, name, like.dtype)
+        tensors = {
+            key.replace("midlayer.", "layers.0."): values
+            for key, values in read_tensors(path).items()
+            if not key.endswith(_NOT_WEIGHTS)
+        }
+        token_ids, tensors = _draft_vocabulary(tensors, target, target_name)
+        config = _head_config(read_config(path), tensors, target, target_name)
+        if config.layer.attention_bias:
+            tensors.setdefault(_OUTPUT_BIAS, torch.zeros(config.layer.hidden_size))
+        with parameters_on_meta():
+            module = Eagle3Head(config)
+        put_weights(module, tensors, like.device, like.dtype)
     module = module.to(like.device).requires_grad_(False).eval()
     return LoadedEagle3(module, tuple(token_ids.tolist()))
 
 
 def _require(fits: bool, field: str, given: Any, allowed: str) -> None:
     if not fits:
-        raise ConfigError(f"{field} is {given!r}; {allowed}")
+        raise ValueError(f"{field} is {given!r}; {allowed}")
 
 
 def _draft_vocabulary(
@@ -369,7 +364,7 @@ def _layer_config(stated: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> L
         ("head_dim", "layers.0.self_attn.q_proj.weight", heads),
     ):
         if key not in tensors:
-            raise ConfigError(f"its files lack the weights {key}")
+            raise ValueError(f"its files lack the weights {key}")
         values.setdefault(name, len(tensors[key]) // per)
     values["vocab_size"] = len(tensors[_EMBEDDINGS])
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
@@ -379,10 +374,7 @@ def _layer_config(stated: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> L
         kind in _ROPE_TYPES and flat, "rope_scaling", rope,
         f"only {', '.join(_ROPE_TYPES)} are served, one for the whole head",
     )  # fmt: skip
-    try:
-        return Eagle3LayerConfig(**values)
-    except StrictDataclassError as error:
-        raise ConfigError(f"{CONFIG_FILE}: {error}") from error
+    return Eagle3LayerConfig(**values)
 
 
 def save_speculators(

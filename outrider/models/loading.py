@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
@@ -82,7 +83,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 _ATTENTION = "sdpa"
 _LOADING_ERRORS = (
     ValueError, OSError, ImportError, KeyError, TypeError, AttributeError, RuntimeError,
-    AssertionError, SafetensorError,
+    AssertionError, SafetensorError, StrictDataclassError,
 )  # fmt: skip
 """Libraries raise these errors when they load broken or unknown files."""
 
@@ -97,7 +98,9 @@ def refusing(what: str, quantization: str = "") -> Iterator[None]:
         yield
     except _LOADING_ERRORS as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(f"{what} cannot be loaded: {reason}{_hint_of(quantization)}") from error
+        if quantization:
+            reason += f"; its weights are quantised ({quantization}), which `--engine vllm` may run"
+        raise ConfigError(f"{what} cannot be loaded: {reason}") from error
 
 
 def quantization_of(config: Any) -> str:
@@ -106,12 +109,6 @@ def quantization_of(config: Any) -> str:
     stated = getattr(config, "quantization_config", None) or {}
     stated = stated if isinstance(stated, dict) else stated.to_dict()
     return str(stated.get("quant_method", "unnamed")) if stated else ""
-
-
-def _hint_of(quantization: str) -> str:
-    if not quantization:
-        return ""
-    return f"; its weights are quantised ({quantization}), which `--engine vllm` may run"
 
 
 class LoadOptions(TypedDict, total=False):
@@ -152,14 +149,11 @@ def load_model(path: Path, **options: Unpack[LoadOptions]) -> tuple[nn.Module, M
             # cannot be moved to another device.
             **({"device_map": {"": str(where)}} if quantization and where.type != "cpu" else {}),
         )
-    wrong = ""
-    if loading["missing_keys"]:  # transformers has filled these with random numbers.
-        wrong = f"its files lack the weights {min(loading['missing_keys'])}"
-    elif quantization_of(module.config) and getattr(module, "hf_quantizer", None) is None:
-        # transformers has taken the quantised numbers for weights.
-        wrong = "transformers does not know how its weights are quantised"
-    if wrong:
-        raise ConfigError(f"model {name}: {wrong}{_hint_of(quantization)}")
+        if missing := loading["missing_keys"]:  # transformers has filled these with random numbers.
+            raise ValueError(f"its files lack the weights {min(missing)}")
+        if quantization_of(module.config) and getattr(module, "hf_quantizer", None) is None:
+            # transformers has taken the quantised numbers for weights.
+            raise ValueError("transformers does not know how its weights are quantised")
     module = module.requires_grad_(False).eval()
     module = module if quantization else module.to(where)
     return module, describe(module, path, **options)
@@ -332,10 +326,9 @@ def empty_model(
     with refusing(f"model {name}:"):
         config = _config(path, remote)
         if not takes_quantised and (quantization := quantization_of(config)):
-            raise ConfigError(
-                f"model {name}: its weights are quantised ({quantization}). Several ranks can "
-                "share such weights only with `--engine vllm`. A drafter for a target cannot have "
-                "such weights"
+            raise ValueError(
+                f"its weights are quantised ({quantization}). Several ranks can share such weights "
+                "only with `--engine vllm`. A drafter for a target cannot have such weights"
             )
         with parameters_on_meta():
             module = AutoModelForCausalLM.from_config(
@@ -385,13 +378,12 @@ def put_weights(
     module: nn.Module,
     tensors: Mapping[str, Tensor],
     device: torch.device,
-    drafter: str,
     dtype: torch.dtype | None = None,
 ) -> None:
     """Gives all parameters of a drafter's module their values from `tensors`, on the device, in the
     dtype `dtype`. If `dtype` is None, each parameter keeps its own dtype. Buffers may be missing,
-    and then keep their values. `drafter` is the drafter's name. Raises `ConfigError` if weights are
-    missing or unknown, do not fit, or are not finite."""
+    and then keep their values. Raises `ValueError` or `RuntimeError` if weights are missing or
+    unknown, do not fit, or are not finite."""
     state, parameters = module.state_dict(), dict(module.named_parameters())
     found = {name: values for name, values in state.items() if name not in parameters}
     for name, values in tensors.items():
@@ -399,10 +391,14 @@ def put_weights(
             name in parameters
             and values.is_floating_point() != parameters[name].is_floating_point()
         ):
-            raise ConfigError(f"drafter {drafter}: {name} is stored as {values.dtype}")
+            raise ValueError(f"{name} is stored as {values.dtype}")
         found[name] = values.to(device, dtype or (state[name].dtype if name in state else None))
-    with refusing(f"drafter {drafter}:"):
-        module.load_state_dict(found, assign=True)
-    for name, values in found.items():
+    module.load_state_dict(found, assign=True)
+    check_finite(found)
+
+
+def check_finite(tensors: Mapping[str, Tensor]) -> None:
+    """Raises `ValueError` with the name of a tensor that is not finite."""
+    for name, values in tensors.items():
         if not values.isfinite().all():
-            raise ConfigError(f"drafter {drafter}: {name} is not finite")
+            raise ValueError(f"{name} is not finite")

@@ -14,12 +14,13 @@ the first pair, vLLM uses zeros in place of the embedding. Outrider uses the emb
 family                  tensors in the target's files (N is the target's number of layers)
 deepseek_v3, glm4_moe   `model.layers.N.*`: `enorm`, `hnorm`, `eh_proj`, `shared_head.norm`, those
                         of a decoder layer, and copies of the target's embeddings and head
-                        (`embed_tokens`, `shared_head.head`)
+                        (`embed_tokens`, `shared_head.head`), which are not read
 qwen3_next              `mtp.*`: `pre_fc_norm_embedding`, `pre_fc_norm_hidden`, `fc`, `norm`, and
                         those of a decoder layer at `layers.0.*`
 
 If a target has several MTP layers, only the first layer is used, for all draft tokens."""
 
+import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from copy import copy, deepcopy
@@ -35,7 +36,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, LoadStateDictCo
 
 from outrider.errors import ConfigError
 from outrider.models.draft_head import OUTPUT, Attend, DraftHead, LoadedDraftHead
-from outrider.models.loading import DTYPES, open_weights, refusing
+from outrider.models.loading import DTYPES, check_finite, open_weights, refusing
 from outrider.models.published_drafters import read_config
 from outrider.models.target_layers import last_norm
 
@@ -48,9 +49,8 @@ _PREFIXES = {
 _NOT_SERVED = "qwen3_next"
 """MTP layers of this family can be loaded, and a test compares them with those of `speculators`.
 But the engines refuse the target, because the state of linear attention cannot be rolled back."""
-_EMBEDDINGS, _HEAD = "embed_tokens.weight", "shared_head.head.weight"
-_LATER = "mtp.layers."
-"""The prefix of the names of numbered MTP layers' tensors in the files of `qwen3_next`."""
+_UNUSED = re.compile(r"^mtp\.layers\.[1-9]|\.(embed_tokens|shared_head\.head)\.weight$")
+"""Matches tensors of later MTP layers, and copies of the target's embeddings and head."""
 _SCALE, _BLOCK = "_scale_inv", (128, 128)
 """The suffix of the name of a float8 weight's scales, and the rows and columns of a block with one
 scale."""
@@ -66,37 +66,27 @@ _WAYS = {
 
 
 class MtpHead(DraftHead):
-    """The MTP layer `layer`, a module of transformers, of a target with `num_layers` layers. `norm`
-    is the target's last norm, or None if the head reads the output of this norm."""
+    """The first layer of `model`, a `MtpModel` of transformers that has its weights. Embeddings and
+    LM head are those of the module `target`."""
 
-    def __init__(
-        self,
-        layer: Any,
-        *,
-        rotary: Any,
-        norm: nn.Module | None,
-        num_layers: int,
-        embeddings: Tensor,
-        head: Tensor,
-    ) -> None:
-        """`layer` must have its weights already. Embeddings and head are [vocabulary, D]."""
+    def __init__(self, model: Any, target: Any, reads_output: bool) -> None:
+        """If `reads_output` is set, the head reads the output of the target's last norm. Otherwise
+        the head reads the input of the norm and runs the norm itself."""
         super().__init__()
-        block = layer.mtp_block
-        block.self_attn.config._attn_implementation = _ATTENTION
-        self.layer, self.norm = layer, layer.post_norm
-        self.rotary_emb = rotary
-        self.target_norm = norm
-        with torch.device("meta"):
-            self.embed_tokens = nn.Embedding(*embeddings.shape)
-            self.lm_head = nn.Linear(head.shape[1], head.shape[0], bias=False)
-        self.embed_tokens.weight = nn.Parameter(embeddings, requires_grad=False)
-        self.lm_head.weight = nn.Parameter(head, requires_grad=False)
-        self.layer_ids = (OUTPUT if norm is None else num_layers,)
+        [self.layer] = model.layers
+        self.norm, self.rotary_emb = self.layer.post_norm, model.rotary_emb
+        self.target_norm = None if reads_output else last_norm(target)
+        num_layers = target.config.get_text_config().num_hidden_layers
+        self.layer_ids = (OUTPUT if reads_output else num_layers,)
+        self.embed_tokens = target.get_input_embeddings()
+        self.lm_head = target.get_output_embeddings()
+        attention, embeddings = self.layer.mtp_block.self_attn, self.embed_tokens.weight
+        attention.config._attn_implementation = _ATTENTION
         self.width = embeddings.shape[1]
         self._is_normed = True
-        self.scaling = block.self_attn.scaling
-        first = torch.zeros(1, dtype=torch.long, device=head.device)
-        keys, values = self.keys_and_values(head.new_zeros(1, self.width), first, first)
+        self.scaling = attention.scaling
+        first = torch.zeros(1, dtype=torch.long, device=embeddings.device)
+        keys, values = self.keys_and_values(embeddings.new_zeros(1, self.width), first, first)
         self.num_kv_heads, self.key_width = keys.shape[1:]
         self.value_width = values.shape[-1]
 
@@ -199,39 +189,20 @@ def check_mtp(path: Path, name: str) -> str:
 def load_mtp(
     path: Path, target: Any, *, target_name: str, reads_output: bool = False
 ) -> LoadedDraftHead:
-    """Loads the first MTP layer of the target in `path`. The layer gets the dtype, device,
-    embeddings and head of the module `target`. If `reads_output` is set, the head reads the output
-    of the target's last norm. Otherwise the head reads the input of the norm and runs the norm
-    itself. Raises `ConfigError` if there is no MTP layer, or if the layer's weights are broken."""
+    """Loads the first MTP layer of the target in `path`, in the dtype and on the device of the
+    module `target`. `reads_output` is that of `MtpHead`. Raises `ConfigError` if there is no MTP
+    layer, or if the layer's weights are broken."""
     prefix = check_mtp(path, target_name)
-    what = f"model {target_name}: its MTP layer"
-    with refusing(what):
-        try:
-            with open_weights(path) as files:
-                tensors = {
-                    key: file.get_tensor(key)
-                    for key, file in files.items()
-                    if (key.startswith(prefix) and not key.startswith(_LATER))
-                    or key.startswith(f"{_LATER}0.")
-                }  # fmt: skip
-            tensors = _dequantized(tensors, read_config(path), target.dtype)
-            shared = {
-                key: _own_or_shared(tensors.pop(prefix + key, None), module.weight, key)
-                for key, module in (
-                    (_EMBEDDINGS, target.get_input_embeddings()),
-                    (_HEAD, target.get_output_embeddings()),
-                )
+    with refusing(f"model {target_name}: its MTP layer"):
+        with open_weights(path) as files:
+            tensors = {
+                key: file.get_tensor(key)
+                for key, file in files.items()
+                if key.startswith(prefix) and not _UNUSED.search(key)
             }
-            model = _with_weights(target, tensors)
-        except ConfigError as error:
-            raise ConfigError(f"{what}: {error}") from error
-    head = MtpHead(
-        model.layers[0].requires_grad_(False).eval(), rotary=model.rotary_emb,
-        norm=None if reads_output else last_norm(target),
-        num_layers=target.config.get_text_config().num_hidden_layers,
-        embeddings=shared[_EMBEDDINGS], head=shared[_HEAD],
-    )  # fmt: skip
-    return LoadedDraftHead(head.eval(), tuple(range(len(shared[_HEAD]))))
+        model = _with_weights(target, _dequantized(tensors, read_config(path), target.dtype))
+    head = MtpHead(model, target, reads_output).requires_grad_(False).eval()
+    return LoadedDraftHead(head, tuple(range(len(head.lm_head.weight))))
 
 
 def _dequantized(
@@ -250,23 +221,12 @@ def _dequantized(
             spread = scales.float().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
             values = (values.float() * spread[: values.shape[0], : values.shape[1]]).to(dtype)
         elif values.dtype not in DTYPES.values():
-            raise ConfigError(
+            raise ValueError(
                 f"{key} is stored as {values.dtype}; it must have floating point of 16 bits or "
                 f"more, or float8 with a {_SCALE.removeprefix('_')} for each block"
             )
         found[key] = values
     return found
-
-
-def _own_or_shared(own: Tensor | None, shared: Tensor, name: str) -> Tensor:
-    """Returns the layer's weight `own`. If the files lack this weight, or if it equals the target's
-    weight `shared`, returns `shared`."""
-    if own is None:
-        return shared
-    if own.shape != shared.shape:
-        raise ConfigError(f"{name} is {[*own.shape]}; the target's is {[*shared.shape]}")
-    own = own.to(shared.device, shared.dtype)
-    return shared if torch.equal(own, shared) else own
 
 
 def _with_weights(target: Any, tensors: dict[str, Tensor]) -> Any:
@@ -296,18 +256,16 @@ def _with_weights(target: Any, tensors: dict[str, Tensor]) -> Any:
             dtype_plan=target._get_dtype_plan(target.dtype), device_map={"": target.device},
         ),
     )  # fmt: skip
-    # Embeddings and head may be missing here, because `MtpHead` gets them separately.
+    # Embeddings and head may be missing here, because they are the target's.
     if missing := [key for key in found.missing_keys if key.startswith("layers.")]:
-        raise ConfigError(f"its files lack the weights {min(missing)}")
+        raise ValueError(f"its files lack the weights {min(missing)}")
     if found.unexpected_keys:
         unknown = min(found.unexpected_keys)
-        raise ConfigError(f"its files have the weights {unknown}, which an MTP layer does not have")
+        raise ValueError(f"its files have the weights {unknown}, which an MTP layer does not have")
     if found.mismatched_keys:
         name, given, needed = min(found.mismatched_keys)
-        raise ConfigError(f"{name} is {[*given]}; {[*needed]} is needed")
+        raise ValueError(f"{name} is {[*given]}; {[*needed]} is needed")
     if found.conversion_errors:
-        raise ConfigError("; ".join(found.conversion_errors.values()))
-    for name, values in model.state_dict().items():
-        if name.startswith("layers.") and not values.isfinite().all():
-            raise ConfigError(f"{name} is not finite")
+        raise ValueError("; ".join(found.conversion_errors.values()))
+    check_finite(model.layers.state_dict(prefix="layers."))
     return model

@@ -17,7 +17,6 @@ from typing import Any
 from torch import Tensor
 from transformers.modeling_utils import load_state_dict
 
-from outrider.errors import ConfigError
 from outrider.models.fingerprint import PICKLED_FILE
 from outrider.models.loading import open_weights, read_weights, refusing
 from outrider.models.sources import CONFIG_FILE
@@ -55,9 +54,7 @@ def recognise(directory: Path) -> DrafterFormat | None:
     with refusing(f"drafter {directory}:"):
         stated, names = read_config(directory), tensor_names(directory)
         if unserved := _unserved_kind(stated, names):
-            raise ConfigError(
-                f"drafter {directory}: it is of the kind {unserved}, which is not served; {SERVED}"
-            )
+            raise ValueError(f"it is of the kind {unserved}, which is not served; {SERVED}")
     if declared := stated.get("speculators_model_type"):
         return DrafterFormat(declared)
     if "pard_token" in stated:

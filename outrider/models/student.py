@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, Literal, Unpack
+from typing import Any, Unpack
 
 import torch
-from pydantic import ConfigDict, PositiveInt, TypeAdapter
+from pydantic import ConfigDict, TypeAdapter
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -40,10 +40,8 @@ from outrider.models.loading import (
     stored_names,
     use_device,
 )
-from outrider.models.sources import CONFIG_FILE
 
 DESCRIPTION_FILE = "drafter.json"
-FORMAT: Final = 3
 _TOKEN_IDS = "draft_token_ids"  # noqa: S105 (a tensor's name)
 _SCALE = ".scale"
 _INT8_MAX = 127
@@ -53,12 +51,8 @@ _INT8_MAX = 127
 class StudentDescription:
     """The content of `drafter.json`."""
 
-    format: Literal[3]
-    kind: Literal["student"]
     target: str
     target_fingerprint: str
-    vocab_size: int
-    draft_vocab_size: PositiveInt  # number of rows of the student's head
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -68,20 +62,13 @@ def is_student(directory: Path) -> bool:
     return (directory / DESCRIPTION_FILE).is_file()
 
 
-def read_description(directory: Path, name: str) -> StudentDescription:
-    """Returns the content of `drafter.json`. Raises `ConfigError` if the content is invalid."""
+def check_target(directory: Path, *, name: str, target_directory: Path, target_name: str) -> None:
+    """Raises `ConfigError` unless the student in `directory` was trained for the weights in
+    `target_directory`."""
     path = directory / DESCRIPTION_FILE
     with refusing(f"drafter {name}: {path}"):
         text = path.read_text(encoding="utf-8")
-        return TypeAdapter(StudentDescription).validate_json(text, strict=True)
-
-
-def check_target(
-    directory: Path, *, name: str, target_directory: Path, target_name: str
-) -> StudentDescription:
-    """Returns the description of the student in `directory`. Raises `ConfigError` unless the
-    student was trained for the weights in `target_directory`."""
-    description = read_description(directory, name)
+        description = TypeAdapter(StudentDescription).validate_json(text, strict=True)
     found = tensors_fingerprint(target_directory)
     if description.target_fingerprint != found:
         raise ConfigError(
@@ -90,7 +77,6 @@ def check_target(
             f"{target_name} has tensors {found}. To train a drafter for it, run: "
             f"outrider distill {target_name} --out DIR"
         )
-    return description
 
 
 def load_student(
@@ -100,35 +86,30 @@ def load_student(
     target in `target_directory`. The student's logits are [.., N], for the N `logit_token_ids` of
     the returned description. Raises `ConfigError`."""
     name = options.get("name", str(path))
-    description = check_target(
-        path, name=name, target_directory=target_directory, target_name=target
-    )
+    check_target(path, name=name, target_directory=target_directory, target_name=target)
     where = use_device(**options)
     module = empty_model(path, **options)
     info = describe(module, path, **options)
-    narrow_head(module, description.draft_vocab_size)
     with refusing(f"drafter {name}:"):
-        if info.vocab_size != description.vocab_size:
-            raise ConfigError(
-                f"drafter {name}: {DESCRIPTION_FILE} has vocab_size {description.vocab_size}, "
-                f"{CONFIG_FILE} {info.vocab_size}"
-            )
         tensors = read_weights(path)
-        token_ids = _checked_token_ids(tensors, description)
+        token_ids = tensors[_TOKEN_IDS].long()
+        logit_ids = tuple(token_ids.tolist())
+        if not logit_ids or any(a >= b for a, b in pairwise([-1, *logit_ids, info.vocab_size])):
+            raise ValueError(f"{_TOKEN_IDS} do not ascend from 0 or more to below the vocabulary")
+        narrow_head(module, len(logit_ids))
         # Converted one by one, because all weights in float32 would need more memory.
         weights = {
             key: _restored(key, tensors).to(values.dtype)
             for key, values in module.state_dict().items()
             if key in tensors
         }
-        embeddings, rows = target_weights(module, target_directory, name)
+        embeddings, rows = _target_weights(module, target_directory)
         shared = zip(_shared_with_target(module), (embeddings, rows[token_ids]), strict=True)
-        put_weights(module, weights | dict(shared), where, name)
+        put_weights(module, weights | dict(shared), where)
     tokenizer = load_tokenizer(
         target_directory, trust_remote_code=options.get("trust_remote_code", False)
     )
     fingerprint = tokenizer_fingerprint(tokenizer)
-    logit_ids = tuple(token_ids.tolist())
     info = replace(info, tokenizer_fingerprint=fingerprint, logit_token_ids=logit_ids)
     return module.requires_grad_(False).to(where).eval(), info
 
@@ -187,18 +168,6 @@ def _restored(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
     return values.float() * scales[:, None]
 
 
-def _checked_token_ids(tensors: Mapping[str, Tensor], description: StudentDescription) -> Tensor:
-    """Returns the token ids [N] of the head's rows. Raises `ValueError` if these ids are
-    invalid."""
-    token_ids = tensors[_TOKEN_IDS]
-    shape, num, size = [*token_ids.shape], description.draft_vocab_size, description.vocab_size
-    if shape != [num] or token_ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{_TOKEN_IDS} are {token_ids.dtype} {shape}, not {num} whole numbers")
-    if any(a >= b for a, b in pairwise([-1, *token_ids.tolist(), size])):
-        raise ValueError(f"{_TOKEN_IDS} do not ascend from 0 or more to below {size}")
-    return token_ids.long()
-
-
 def target_ends(directory: Path, *, drafter: str, **options: Unpack[LoadOptions]) -> Any:
     """Loads the model in `directory` with values only for embeddings and head. `drafter` is the
     name of the drafter that needs the model. Raises `ConfigError`."""
@@ -207,16 +176,15 @@ def target_ends(directory: Path, *, drafter: str, **options: Unpack[LoadOptions]
     check(empty.get_output_embeddings().bias is None, "drafters are made for heads without a bias")
     with refusing(f"drafter {drafter}:"):
         ends = (empty.get_input_embeddings(), empty.get_output_embeddings())
-        weights = target_weights(empty, directory, drafter)
+        weights = _target_weights(empty, directory)
         for end, values in zip(ends, weights, strict=True):
             end.weight = nn.Parameter(values.to(where, empty.dtype), requires_grad=False)
     return empty
 
 
-def target_weights(module: Any, target_directory: Path, name: str) -> tuple[Tensor, Tensor]:
-    """Returns embeddings [V, D] and head [V, D] from the target's files. `name` is the drafter's
-    name. `module` is the target or a student, whose parameters need no values. Raises
-    `ConfigError`."""
+def _target_weights(module: Any, target_directory: Path) -> tuple[Tensor, Tensor]:
+    """Returns embeddings [V, D] and head [V, D] from the target's files. `module` is the target or
+    a student, whose parameters need no values. Raises `ValueError`."""
     embeddings, head = _shared_with_target(module)
     with open_weights(target_directory) as files:
         names = stored_names(module, dict(module.named_parameters()), files)
@@ -224,13 +192,13 @@ def target_weights(module: Any, target_directory: Path, name: str) -> tuple[Tens
         # If the files hold no head, the target uses its embeddings as the head.
         found = (embeddings, head if has_head else embeddings)
         if lacking := [key for key in found if key not in names]:
-            raise ConfigError(f"drafter {name}: the target's files lack the weights {lacking[0]}")
+            raise ValueError(f"the target's files lack the weights {lacking[0]}")
         values = {key: files[names[key]].get_tensor(names[key]) for key in found}
     for key, tensor in values.items():
         if tensor.dtype not in DTYPES.values():
-            raise ConfigError(
-                f"drafter {name}: the target's files have {key} as {tensor.dtype}; a drafter needs "
-                "floating point of 16 bits or more"
+            raise ValueError(
+                f"the target's files have {key} as {tensor.dtype}; a drafter needs floating point "
+                "of 16 bits or more"
             )
     return values[found[0]], values[found[1]]
 

@@ -284,7 +284,7 @@ def test_ends_of_a_quantised_target_are_read_from_its_files(target: Any, tmp_pat
             "files have lm_head.weight as torch.float8_e4m3fn",
         ),
     ):
-        with pytest.raises(ConfigError, match=f"^drafter HEAD: the target's .*{message}"):
+        with pytest.raises(ConfigError, match=f"^drafter HEAD: .* the target's .*{message}"):
             read(**changed)
 
 

@@ -103,11 +103,11 @@ def test_published_heads_load(
 
 
 @pytest.mark.parametrize(
-    ("name", "family", "num_layers", "has_own_head"),
-    [("mtp_deepseek_v3", "deepseek_v3", 1, True), ("mtp_qwen3_next", "qwen3_next", 4, False)],
+    ("name", "family", "num_layers"),
+    [("mtp_deepseek_v3", "deepseek_v3", 1), ("mtp_qwen3_next", "qwen3_next", 4)],
 )
 def test_published_mtp_layers_load(
-    name: str, family: str, num_layers: int, has_own_head: bool, test_data: Path, tmp_path: Path
+    name: str, family: str, num_layers: int, test_data: Path, tmp_path: Path
 ) -> None:
     facts = facts_of(test_data, name)
     stated, before = facts["config"], facts["config"]["num_hidden_layers"]
@@ -123,11 +123,6 @@ def test_published_mtp_layers_load(
     target = tiny_module(AutoConfig.from_pretrained(tmp_path), dtype=torch.bfloat16)
     head: Any = load_mtp(tmp_path, target, target_name=name).module
     width = facts["target"]["hidden_size"] // SCALE
-    for own, shared in (
-        (head.embed_tokens.weight, target.get_input_embeddings().weight),
-        (head.lm_head.weight, target.get_output_embeddings().weight),
-    ):
-        assert (own.data_ptr() != shared.data_ptr()) == has_own_head
     features = torch.randn(1, 3, width, dtype=torch.bfloat16)
     *_, hidden = head.unroll(features, torch.tensor([[1, 2, 3, 4]]), 2)
     assert head.logits(hidden).shape == (1, 3, facts["target"]["vocab"] // SCALE)
