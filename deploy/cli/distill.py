@@ -126,8 +126,7 @@ def _target(config: TargetConfig) -> tuple[Target, TokenizerText | None]:
     tokenizer = load_tokenizer(directory, trust_remote_code=trust)
     text = None if tokenizer is None else TokenizerText(tokenizer, name)
     encode = None if text is None else text.encode
-    target = Target(name, directory, _template(text), encode, config.dtype, config.device, trust)
-    return target, text
+    return Target(replace(config, directory=str(directory)), _template(text), encode), text
 
 
 def _template(text: TokenizerText | None) -> Template:

@@ -18,12 +18,10 @@ from typing import Any
 
 import torch
 
-from outrider.engine.cuda.table_steps import find_backend
-from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import SettingError
-from outrider.kv_cache.storage import memory_budget
 from outrider.models.fingerprint import tensors_fingerprint
-from outrider.models.module_replacement import speed_up
+from outrider.models.loading import load_model
+from outrider.replica.process_setup import build_engine, load_options
 
 from .card import render_card
 from .documents import DOCUMENT_TOKENS_MAX, HELD_OUT_EVERY, Document, read_corpus, shuffled
@@ -79,7 +77,8 @@ class _Run:
         self, options: DistillOptions, target: Target, place: Path, report: Report
     ) -> None:
         self._options, self._target, self._report, self._place = options, target, report, place
-        self._module, self._info = module, info = target.load()
+        module, info = load_model(target.directory, **load_options(target.config))
+        self._module, self._info = module, info
         check_head(module)
         use_plain_attention(module)
         self._learner = LEARNERS[options.kind](options, module)
@@ -161,17 +160,12 @@ class _Run:
         )  # fmt: skip
         corpus = WrittenCorpus(self._place / folder, template, prompts, seed, tokens_max, **options)
         if corpus.part < 1.0:
-            module, info = self._target.load()
-            backend = find_backend(module.device, module.dtype)
-            speed_up(module)
-            together = _TOGETHER[module.device.type]
-            engine = PagedEngine(
-                module,
-                info,
-                max_num_seqs=together,
-                kv_cache_memory_bytes=memory_budget(module.device, _GPU_SHARE, None),
-                backend=backend,
-            )
+            together, num_threads = _TOGETHER[self._module.device.type], torch.get_num_threads()
+            config = replace(
+                self._target.config, max_num_seqs=together, num_threads=num_threads,
+                gpu_memory_utilization=_GPU_SHARE, engine="transformers",
+            )  # fmt: skip
+            engine = build_engine(config, num_threads)
             if kind == "measured" and engine.info.max_model_len < tokens_max:
                 raise SettingError(
                     "measure",

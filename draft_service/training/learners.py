@@ -35,6 +35,7 @@ from outrider.models.student import (
     save_student,
 )
 from outrider.models.target_layers import last_norm, layers_of
+from outrider.replica.process_setup import load_options
 from outrider.settings import blaming
 
 from .documents import Array
@@ -291,10 +292,8 @@ class Student(Learner):
         save_student(directory, self.module, torch.from_numpy(self.token_ids), description)
 
     def _load(self, start: Path, target: Target, name: str) -> tuple[Any, Sequence[int]]:
-        module, info = load_student(
-            start, target.directory, name=name, target=target.name, dtype=target.dtype,
-            device=target.device, trust_remote_code=target.trust_remote_code,
-        )  # fmt: skip
+        options = load_options(target.config) | {"name": name}
+        module, info = load_student(start, target.directory, target=target.name, **options)
         student: Any = module
         # A copy of the target's embeddings would be trained but not stored.
         student.get_input_embeddings().weight = self._embeddings

@@ -27,9 +27,8 @@ from safetensors.numpy import save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from outrider.engine.interface import ModelInfo
+from outrider.config import TargetConfig
 from outrider.errors import ConfigError
-from outrider.models.loading import load_model
 from outrider.models.target_layers import watched_layers
 from outrider.speculation.logits_processing import largest
 
@@ -48,21 +47,18 @@ _FEATURES = "features"
 class Target:
     """The model for which a drafter is made."""
 
-    name: str
-    directory: Path
+    config: TargetConfig
     template: Template
     encode: Encode | None
     """None for a target without a tokenizer."""
-    dtype: str = "auto"
-    device: str = "auto"
-    trust_remote_code: bool = False
 
-    def load(self) -> tuple[Any, ModelInfo]:
-        """Loads the model. A stage that changes the module must load one of its own."""
-        return load_model(
-            self.directory, name=self.name, dtype=self.dtype, device=self.device,
-            trust_remote_code=self.trust_remote_code,
-        )  # fmt: skip
+    @property
+    def name(self) -> str:
+        return self.config.model
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.config.directory)
 
 
 class TeacherCache:

@@ -275,7 +275,7 @@ def _build_vllm(config: ReplicaConfig, num_threads: int, ranks: Ranks | None) ->
             draft_layer=layer,
             draft_check=layer_check,
             draft_reads_output=isinstance(config, TargetConfig) and config.head_kind == MTP,
-            **_loading(config, num_threads),
+            **load_options(config, num_threads),
         )
         _check_length(engine, config)
     return engine
@@ -370,7 +370,7 @@ def _load(
     from outrider.models.student import load_student
 
     path = Path(config.directory)
-    options = _loading(config, num_threads)
+    options = load_options(config, num_threads)
     if isinstance(config, DraftConfig) and config.target_directory:
         return load_student(path, Path(config.target_directory), target=config.target, **options)
     if ranks is None:
@@ -379,7 +379,8 @@ def _load(
     return load_shard(path, ranks, key=key, **options)
 
 
-def _loading(config: ReplicaConfig, num_threads: int | None = None) -> dict[str, Any]:
+def load_options(config: ReplicaConfig, num_threads: int | None = None) -> dict[str, Any]:
+    """Returns the `LoadOptions` of a replica's model."""
     return {
         "name": config.model, "dtype": config.dtype, "device": config.device,
         "trust_remote_code": config.trust_remote_code, "num_threads": num_threads,
@@ -423,7 +424,8 @@ def _draft_layer(
     target: Any = module
     with blaming("draft_model"):
         if module is None or ranks is not None:
-            target = target_ends(Path(config.directory), drafter=config.head, **_loading(config))
+            options = load_options(config)
+            target = target_ends(Path(config.directory), drafter=config.head, **options)
         if config.head_kind == MTP:
             return load_mtp(path, target, target_name=name, reads_output=reads_output)
         return load_eagle3(path, target, name=config.head, target_name=name)
@@ -448,7 +450,7 @@ def build_head(config: DraftConfig) -> tuple[LoadedEagle3, ModelInfo, int]:
     from outrider.models.student import target_ends
 
     path, target = Path(config.directory), Path(config.target_directory)
-    options = _loading(config)
+    options = load_options(config)
     ends = target_ends(target, drafter=config.model, **{**options, "name": config.target})
     head = load_eagle3(path, ends, name=config.model, target_name=config.target)
     described = describe(empty_model(target, **options), target, **options)

@@ -19,6 +19,7 @@ from draft_service.training.distilling import distill
 from draft_service.training.documents import Template
 from draft_service.training.options import DistillOptions
 from draft_service.training.teacher import Target
+from outrider.config import TargetConfig
 from outrider.models.draft_head import LoadedDraftHead
 from outrider.models.eagle3 import Eagle3Config, Eagle3Head, load_eagle3, save_speculators
 from outrider.models.mtp import load_mtp
@@ -180,7 +181,8 @@ def test_a_head_that_the_library_trained_does_the_same_here(
 
 def test_a_head_that_distill_made_does_the_same_there(tiny_target: Path, tmp_path: Path) -> None:
     """Drafts after 20 prompts are compared. The library reads the head's files."""
-    whose = Target("tiny", tiny_target, Template((0, 5), (3, 6)), None)
+    config = TargetConfig(model="tiny", directory=str(tiny_target))
+    whose = Target(config, Template((0, 5), (3, 6)), None)
     options = DistillOptions(
         out=tmp_path / "head", kind="eagle3", draft_vocab=24, tokens=4000, steps=12
     )

@@ -14,6 +14,7 @@ from draft_service.training.distilling import distill
 from draft_service.training.documents import Template
 from draft_service.training.options import DistillOptions
 from draft_service.training.teacher import Target
+from outrider.config import TargetConfig
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.models.draft_head import LoadedDraftHead
@@ -81,7 +82,8 @@ def test_vllm_drafts_what_we_draft_with_a_head_of_distill(tmp_path: Path) -> Non
     """Drafts are compared in float32, behind 20 prompts and behind the text of each round, whether
     or not the drafts were accepted. Both read the head's files unchanged."""
     save("llama", tmp_path / "target", num_hidden_layers=NUM_LAYERS)
-    whose = Target("tiny", tmp_path / "target", Template((0, 5), (3, 6)), None)
+    config = TargetConfig(model="tiny", directory=str(tmp_path / "target"))
+    whose = Target(config, Template((0, 5), (3, 6)), None)
     options = DistillOptions(
         out=tmp_path / "head", kind="eagle3", draft_vocab=48, tokens=8000, steps=60
     )

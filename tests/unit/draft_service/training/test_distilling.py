@@ -21,6 +21,7 @@ from draft_service.training.measuring import Measured
 from draft_service.training.options import DistillOptions
 from draft_service.training.teacher import Target
 from draft_service.training.training import Report
+from outrider.config import TargetConfig
 from outrider.errors import ConfigError, SettingError
 from outrider.models.student import load_student
 
@@ -41,7 +42,7 @@ def small_pieces() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     path = save_tiny_model(tmp_path_factory.mktemp("target"), eos_token_id=3)
-    return Target("tiny", path, Template((0, 5), (3, 6)), None)
+    return Target(TargetConfig(model="tiny", directory=str(path)), Template((0, 5), (3, 6)), None)
 
 
 def silent(stage: str, part: float, loss: float | None) -> None:
@@ -93,7 +94,8 @@ def test_acceptance_grows_and_what_comes_out_is_a_drafter_with_its_card(
 
 def test_acceptance_of_an_eagle3_head_grows(target: Target, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "target", eos_token_id=3, num_layers=7)
-    taps, wishes = replace(target, directory=path), {"kind": "eagle3", "layers": None}
+    taps = replace(target, config=replace(target.config, directory=str(path)))
+    wishes = {"kind": "eagle3", "layers": None}
     last = run(taps, tmp_path, tokens=4000, steps=60, **wishes).measured[0]
     first = begun(taps, tmp_path, tmp_path / "other", tokens=4000, **wishes)
     assert last.sampled > first.sampled + 0.005  # It begins near its best.
@@ -118,7 +120,8 @@ def test_a_run_that_is_killed_ends_as_one_that_was_not(
 
 def test_another_dtype_finds_nothing_of_the_former(target: Target, tmp_path: Path) -> None:
     def folders(dtype: str) -> set[str]:
-        run(replace(target, dtype=dtype), tmp_path, out=tmp_path / dtype, steps=1, tokens=1500)
+        changed = replace(target, config=replace(target.config, dtype=dtype))
+        run(changed, tmp_path, out=tmp_path / dtype, steps=1, tokens=1500)
         return {path.name for path in tmp_path.glob("cache/distillation/*/*-*")}
 
     first = folders("auto")

@@ -27,8 +27,9 @@ from draft_service.training.learners import (
 from draft_service.training.measuring import Measured, measure
 from draft_service.training.options import DistillOptions
 from draft_service.training.teacher import Batch, Dataset, Target, TeacherCache
+from outrider.config import TargetConfig
 from outrider.models.eagle3 import load_eagle3
-from outrider.models.loading import WEIGHTS_FILE
+from outrider.models.loading import WEIGHTS_FILE, load_model
 from outrider.models.student import load_student
 from outrider.speculation.draft_sampling import quantise
 from outrider.speculation.proposal import COUNT_TOTAL
@@ -265,7 +266,7 @@ def loaded(kind: str, out: Path, target: Target) -> tuple[Any, Any]:
     if kind == "student":
         found, info = load_student(out, target.directory, name="out", target="tiny")
         return found, info.logit_token_ids
-    module: Any = target.load()[0]
+    module: Any = load_model(target.directory)[0]
     found = load_eagle3(out, module, name="out", target_name="tiny")
     return found.module, found.token_ids
 
@@ -277,7 +278,9 @@ def test_what_is_stored_is_what_was_measured_and_learns_on(
     """Logits are equal whether the drafter is loaded for serving or for further training, with the
     same layers and tokens. No other weight is trained."""
     directory = save_tiny_model(tmp_path / "target", eos_token_id=3, num_layers=NUM_LAYERS)
-    target = Target("tiny", directory, Template((0, 5), (3, 6)), None)
+    target = Target(
+        TargetConfig(model="tiny", directory=str(directory)), Template((0, 5), (3, 6)), None
+    )
     seen: list[tuple[Batch, list[torch.Tensor]]] = []
 
     def logits(learner: Any, batch: Batch) -> list[torch.Tensor]:
@@ -299,7 +302,7 @@ def test_what_is_stored_is_what_was_measured_and_learns_on(
     [(batch, expected)] = seen
     start = tmp_path / "out"
     again = replace(options, start_from=start, layers=None, draft_vocab=None)
-    learner: Any = LEARNERS[kind](again, target.load()[0])
+    learner: Any = LEARNERS[kind](again, load_model(directory)[0])
     learner.load(start, target)
     with safe_open(start / WEIGHTS_FILE, "pt") as file:
         assert learner.weights.keys() <= set(file.keys())  # All are stored.
