@@ -115,7 +115,7 @@ coordinator refuses the new connection."""
 HTTP_HEADERS_S = 10  # for the headers of a request, TLS included
 HTTP_KEEP_ALIVE_S = 75  # how long a connection without a request is kept
 HTTP_LAST_REQUEST_S = 1  # for requests on a stopping server's open connections
-HTTP_STUCK_WRITE_S = 30  # for a client that reads nothing while 64 KiB wait for it
+HTTP_STUCK_WRITE_S = 30  # for a client that takes no data while some wait for it
 EVENT_ID_CHOICES_MAX = 64  # with more choices, events have no ids, because an id names all choices
 IDEMPOTENCY_KEY_CHARS_MAX = 128
 ANSWERS_MAX = 16  # texts for one prompt of an HTTP request (`n`)

@@ -2,7 +2,7 @@
 
 - A client must send complete headers within `HTTP_HEADERS_S` after its connection is accepted, or
   after the first byte of a later request.
-- If a client reads nothing for `HTTP_STUCK_WRITE_S`, its connection is closed.
+- If a client takes no data for `HTTP_STUCK_WRITE_S`, the kernel breaks its connection.
 - When the maximum number of connections is reached, each new connection replaces a connection
   without a request. So idle connections do not keep other callers out.
 
@@ -179,10 +179,7 @@ class HttpConnection(H11Protocol):
         self.handshake: asyncio.Task[None] | None = None
         """The running TLS handshake, if any."""
         self._late: asyncio.TimerHandle | None = None
-        """Closes the connection if headers stay incomplete, or if the client does not read the last
-        response."""
-        self._stuck: asyncio.TimerHandle | None = None
-        """Closes the connection if the client does not read the running response."""
+        """Closes the connection if headers stay incomplete."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._open.make_room()
@@ -202,7 +199,7 @@ class HttpConnection(H11Protocol):
                 if self._early:
                     self.data_received(bytes(self._early))
                 return
-        self._forget()
+        self._leave_state()
 
     @property
     def _has_request(self) -> bool:
@@ -224,42 +221,23 @@ class HttpConnection(H11Protocol):
             return
         if self.conn.their_state is h11.IDLE or self.transport.is_closing():
             self._enter(_State.IDLE)
-            if self.transport.is_closing():  # uvicorn has no time limit for the client to read.
-                self._late = self._break_off_in(HTTP_STUCK_WRITE_S)
         else:  # The response was sent before the whole body came. The client must send the rest.
             self._await_headers()
 
-    def timeout_keep_alive_handler(self) -> None:
-        super().timeout_keep_alive_handler()  # Waits until the client has read the response.
-        self._late = self._late or self._break_off_in(HTTP_STUCK_WRITE_S)
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._stuck = self._stuck or self._break_off_in(HTTP_STUCK_WRITE_S)
-
-    def resume_writing(self) -> None:
-        if self._stuck is not None:
-            self._stuck.cancel()
-            self._stuck = None
-        super().resume_writing()
-
     def connection_lost(self, exc: Exception | None) -> None:
-        self._forget()
+        self._leave_state()
         super().connection_lost(exc)
 
     def break_off(self) -> None:
         """Closes the connection at once, even if its client has not read everything."""
-        self._forget()
+        self._leave_state()
         if self.handshake is not None:
             self.handshake.cancel()
         self.transport.abort()
 
-    def _break_off_in(self, seconds: float) -> asyncio.TimerHandle:
-        return self.loop.call_later(seconds, self.break_off)
-
     def _await_headers(self) -> None:
         self._enter(_State.INCOMPLETE)
-        self._late = self._late or self._break_off_in(HTTP_HEADERS_S)
+        self._late = self._late or self.loop.call_later(HTTP_HEADERS_S, self.break_off)
 
     def _enter(self, state: _State) -> None:
         if self._open.get(self) is not state:
@@ -271,11 +249,6 @@ class HttpConnection(H11Protocol):
             self._late.cancel()
             self._late = None
         self._open.pop(self, None)
-
-    def _forget(self) -> None:
-        if self._stuck is not None:
-            self._stuck.cancel()
-        self._leave_state()
 
 
 class HttpServer:
@@ -471,4 +444,7 @@ def _bind(options: HttpOptions) -> socket.socket:
             "port)"
         ) from error
     bound.setblocking(False)
+    # The connections of the socket inherit this option.
+    timeout_ms = round(HTTP_STUCK_WRITE_S * 1e3)
+    bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
     return bound

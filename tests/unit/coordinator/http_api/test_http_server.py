@@ -14,20 +14,12 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from made_certificates import Made
 from told_coordinator import FINISHED, STARTED, ToldCoordinator
-from uvicorn.server import ServerState
 
 from coordinator.auth.access_control import access_control_of
 from coordinator.http_api.app import build_app
-from coordinator.http_api.server import (
-    HttpConnection,
-    HttpOptions,
-    HttpServer,
-    OpenConnections,
-    TlsFiles,
-)
+from coordinator.http_api.server import HttpOptions, HttpServer, TlsFiles
 from deploy.fleet.preflight import check_ports
 from outrider.client import Client
 from outrider.config import load_config
@@ -208,34 +200,6 @@ async def test_a_client_that_stops_reading_is_given_up(
                     await asyncio.sleep(0.02)
                 read += await reader.read(65_536)
         assert service.num_told == 1000
-
-
-async def test_a_last_answer_that_is_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answer has `Connection: close`, and is too small for `pause_writing`."""
-    monkeypatch.setattr("coordinator.http_api.server.HTTP_STUCK_WRITE_S", 0.2)
-    size = 60_000
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        headers = [(b"content-length", b"%d" % size)]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": bytes(size)})
-
-    config = uvicorn.Config(app, lifespan="off", ws="none", loop="none", log_config=None)
-    config.load()
-    with socket.socket() as listening, socket.socket() as client:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        listening.bind(("127.0.0.1", 0))
-        listening.listen()
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        client.connect(listening.getsockname())
-        client.sendall(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-        accepted, _ = listening.accept()
-        accepted.setblocking(False)
-        connection = HttpConnection(config, ServerState(), OpenConnections())
-        await asyncio.get_running_loop().connect_accepted_socket(lambda: connection, accepted)
-        async with asyncio.timeout(5):
-            while accepted.fileno() >= 0:
-                await asyncio.sleep(0.02)
 
 
 async def answered(port: int, context: ssl.SSLContext) -> bool:
