@@ -78,7 +78,6 @@ class _Choice:
     def __init__(self, text: TokenizerText | None, form: AnswerForm, echoed: Prompt | None) -> None:
         """The choice's text begins with the prompt `echoed`. None = without a prompt."""
         self._text, self._echoed = text, echoed
-        self.prompt_scorer = self.scorer = _Scorer(text)
         self.reader = form.make_reader()
         self.num_calls = 0
         self.session_id = ""

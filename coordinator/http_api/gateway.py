@@ -19,7 +19,7 @@ import secrets
 import socket
 import ssl
 from collections import Counter
-from collections.abc import AsyncGenerator, Collection, Iterable
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from random import random
@@ -214,7 +214,8 @@ class Forwarded(LiveResponse):
             await self._begin(send, found.status_code, headers)
         async with aclosing(_events(found)) as events:
             async for event in events:
-                event_id = _id_of(event)
+                named = _ID.search(event)
+                event_id = "" if named is None else named[1].strip().decode("latin-1")
                 if not event_id and _INTERRUPTED in event:
                     raise httpx2.RemoteProtocolError("the coordinator has ended the stream")
                 await send_part(send, event)
@@ -231,26 +232,15 @@ async def _events(found: httpx2.Response) -> AsyncGenerator[bytes]:
             yield event + b"\n\n"
 
 
-def _id_of(event: bytes) -> str:
-    """Returns the id of an event, or an empty text."""
-    found = _ID.search(event)
-    return "" if found is None else found[1].strip().decode("latin-1")
-
-
 def _passed_on(
-    headers: Iterable[tuple[bytes, bytes]], without: Collection[str]
+    headers: Sequence[tuple[bytes, bytes]], without: Collection[str]
 ) -> list[tuple[bytes, bytes]]:
     """Returns the headers to pass on: all except those in `without`, and those that the header
     `connection` names, because they concern one connection only."""
+    named = httpx2.Headers(headers).get("connection", "").lower().split(",")
+    left_out = {*without, *map(str.strip, named)}
     found = [(name.lower(), value) for name, value in headers]
-    named = {
-        name.strip().lower() for key, value in found if key == b"connection"
-        for name in value.decode("latin-1").split(",")
-    }  # fmt: skip
-    return [
-        (name, value) for name, value in found
-        if (text := name.decode("latin-1")) not in without and text not in named
-    ]  # fmt: skip
+    return [one for one in found if one[0].decode("latin-1") not in left_out]
 
 
 def build_gateway(coordinators: Coordinators, hosts: Collection[str] = ()) -> FastAPI:

@@ -29,7 +29,7 @@ from outrider.tokens import EMPTY_DIGEST, extend_digest
 
 _CHOICE = r"\d{1,9}-[0-9a-f]{1,16}-\d{1,9}"
 _EVENT_ID = re.compile(
-    rf"(?P<num_parts>\d{{1,9}}):(?P<choices>{_CHOICE}(\.{_CHOICE})*)(\+(?P<begun>\d{{1,2}}-\d{{1,9}}-\d{{1,3}}))?",
+    rf"(?P<num_parts>[1-9]\d{{0,8}}):(?P<choices>{_CHOICE}(\.{_CHOICE})*)(\+(?P<begun>\d{{1,2}}-\d{{1,9}}-\d{{1,3}}))?",
     re.ASCII,
 )
 _KEY = re.compile(rf"[ -~]{{1,{IDEMPOTENCY_KEY_CHARS_MAX}}}")
@@ -68,11 +68,10 @@ class Progress:
         no parts. If the id is malformed, or has another number of choices, raises `BadRequest`."""
         self._now = [Position()] * num_choices
         """For each choice, the position after its newest event."""
-        self._known = [*self._now]
-        """For each choice, the position up to which the client had all parts at the beginning."""
+        self._sent = [*self._now]
+        """For each choice, the position up to which the client has all parts."""
         self.num_parts = 0
-        """Number of parts that the client has."""
-        self.follows_event = last_event_id is not None
+        """Number of parts that the client has. At the beginning, 0 means no `last_event_id`."""
         self._begun = (0, 0, 0)
         """If the client has only some parts of an event: the index of the event's choice, the
         event's number of tokens, and the number of parts that the client has. Otherwise zeros."""
@@ -82,18 +81,17 @@ class Progress:
             if found is None or len(choices) != num_choices:
                 raise BadRequest("Last-Event-ID", "is not the id of an event of this request")
             split = [one.split("-") for one in choices]
-            self._known = [Position(int(n), int(digest, 16), int(m)) for n, digest, m in split]
+            self._sent = [Position(int(n), int(digest, 16), int(m)) for n, digest, m in split]
             self.num_parts = int(found["num_parts"])
             if found["begun"]:
                 index, num_tokens, num_parts = map(int, found["begun"].split("-"))
                 self._begun = index, num_tokens, num_parts
-        self._sent = [*self._known]
-        """For each choice, the position up to which the client has all parts."""
 
     def resume_request(self, index: int, session_id: str = "") -> ResumeRequest:
-        """Returns a request for all events of a choice. Its `cuts` are the ends of the last event
-        that the client has whole, and of the event of which the client has some parts."""
-        known = self._known[index]
+        """Returns a request for all events of a choice, before the first of them comes. Its `cuts`
+        are the ends of the last event that the client has whole, and of the event of which the
+        client has some parts."""
+        known = self._sent[index]
         begun, num_tokens, _ = self._begun
         end = known.num_tokens + (num_tokens if begun == index else 0)
         return ResumeRequest(
@@ -107,7 +105,7 @@ class Progress:
 
     def is_behind(self, index: int) -> bool:
         """Whether the client has the next event of the choice."""
-        now, known = self._now[index], self._known[index]
+        now, known = self._now[index], self._sent[index]
         return now.num_tokens < known.num_tokens or now.num_others < known.num_others
 
     def unsent(
@@ -178,7 +176,7 @@ class RepeatedRequests:
         the running request's answer and asks for the rest, so the connection of the running request
         must be broken. If the new request fails before its first event, the running request goes
         on."""
-        while not progress.follows_event and (turn := self._turns.get(key)) is not None:
+        while not progress.num_parts and (turn := self._turns.get(key)) is not None:
             if turn.num_waiting >= _WAITING_MAX:
                 raise Unavailable(
                     f"{_WAITING_MAX} requests with this Idempotency-Key wait for the one that runs"
