@@ -101,18 +101,13 @@ def distill(arguments: Arguments) -> int:
         "out": str(found.out), "steps": found.num_steps, "seconds": round(found.seconds, 1),
         **of_texts, "of_prompts": of_prompts[0] if of_prompts else None,
     }  # fmt: skip
-    said = [f"{found.out}: {found.num_steps} steps in {found.seconds / 60:.1f} minutes"]
-    for name, rates in zip(("held-out texts", "--measure"), (of_texts, *of_prompts), strict=False):
-        said.append(
-            f"acceptance, {name}: {rates['greedy']:.3f} at temperature 0, {rates['sampled']:.3f} "
-            "at 1"
-        )
     # The printed command serves a small model in a hybrid with the look-up `suffix`.
     served = draft_model(options.kind, found.out)
     if options.kind == STUDENT:
         served = f"hybrid:{LookupKind.SUFFIX},{served}"
-    said.append(shlex.join([program(), "serve", arguments.target, "--draft-model", served]))
-    return tell(Report(values, said), arguments.json)
+    serves = shlex.join([program(), "serve", arguments.target, "--draft-model", served])
+    shown = Report.of(f"A drafter for {arguments.target}", values).shown
+    return tell(Report(values, [*shown, serves]), arguments.json)
 
 
 def _target(config: TargetConfig) -> tuple[Target, TokenizerText | None]:
