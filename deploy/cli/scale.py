@@ -152,11 +152,11 @@ def upgrade(arguments: Arguments) -> int:
     where = find_deployment(arguments)
     seconds = arguments.trial_minutes * 60
     trial = None if arguments.trial_share is None else (arguments.trial_share, seconds)
-    changes, runs, overview = asyncio.run(_upgrade(where, values, arguments.wait, trial))
+    changes, overview = asyncio.run(_upgrade(where, values, arguments.wait, trial))
     num_stale = overview.num_stale
     tried = overview.trial if trial and (changes or not trial[0]) else None
     said = "nothing changes"
-    if runs:
+    if changes or num_stale:
         what = ", ".join(sorted(changes)) or "the upgrade that is running"
         said = f"{what}: {f'replicas still to be replaced: {num_stale}' if num_stale else 'done'}"
     told: dict[str, Any] = {"changes": changes, "replicas_to_replace": num_stale}
@@ -174,28 +174,25 @@ async def _upgrade(
     values: dict[str, Value],
     wait_s: float,
     trial: tuple[float, float] | None,
-) -> tuple[dict[str, Value], bool, Overview]:
+) -> tuple[dict[str, Value], Overview]:
     """Requests the changes. Waits at most `wait_s` until no trial runs and no replica is stale.
     `trial` is a share of the sessions and a time in seconds; a share of 0 ends the running trial.
-    Returns the changes, whether replicas are being replaced, and the last overview."""
+    Returns the changes and the last overview."""
     progress("asking the deployment", at_once=False)
     async with connect_reconciler(where) as reconciler:
         spec: FleetSpec = await reconciler.call("spec")
         place = {"address": where.address, "deployment_name": where.deployment}
         kept = {*SECRETS, *(key for key, value in place.items() if values.get(key) == value)}
         changes = differing(spec.given, values, kept)
-        ends_trial = trial is not None and trial[0] == 0
-        if ends_trial:
+        if trial and not trial[0]:
             changes.clear()
-        runs = bool(changes) or (await reconciler.call("overview")).num_stale > 0
-        if ends_trial:
             await reconciler.call("end_trial")
         elif trial and changes:
             await reconciler.call("begin_trial", changes, *trial, timeout_s=CHANGE_S)
         elif changes:
             await reconciler.call("change", changes, timeout_s=CHANGE_S)
         progress("replacing replicas", at_once=False)
-        return changes, runs, await _overview(reconciler, wait_s, _left_to_do)
+        return changes, await _overview(reconciler, wait_s, _left_to_do)
 
 
 def _left_to_do(now: Overview) -> str:

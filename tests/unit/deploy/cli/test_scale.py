@@ -236,8 +236,10 @@ def test_what_is_left_of_an_upgrade_is_told(fleet: Fleet) -> None:
     fleet.failures = ("target-2 did not start: no memory",)
     _, err = fleet.run(*words, "--wait", "0.1", code=1)
     assert "not done after 0.1 s: target-2 did not start: no memory" in err
+    out, _ = fleet.run(*words)
+    assert out == "the upgrade that is running: replicas still to be replaced: 2\n"
     fleet.stale = [2, 1, 0]
-    assert fleet.run(*words, "--wait", "60")[0] == "the upgrade that is running: done\n"
+    assert fleet.run(*words, "--wait", "60")[0] == "nothing changes\n"
 
 
 @pytest.mark.parametrize("verdict", ["taken", "not taken"])
