@@ -161,8 +161,9 @@ def _resolved(config: DeploymentConfig) -> DeploymentConfig:
     check_names(config)
     target, draft, drafter = config.target, config.draft, config.draft.drafter
     coordinator = replace(config.coordinator, lookup=_lookup_of(draft))
+    config = replace(config, coordinator=coordinator)
     if target.emulated is not None:
-        return replace(config, coordinator=coordinator)
+        return config
     from outrider.models.sources import resolve_model
 
     name, trust = target.model, target.trust_remote_code
@@ -173,8 +174,9 @@ def _resolved(config: DeploymentConfig) -> DeploymentConfig:
     places: dict[str, Any] = {"tokenizer_directory": str(directory) if has_tokenizer else ""}
     target, draft = replace(target, directory=str(directory), **places), replace(draft, **places)
     coordinator = replace(coordinator, served_model_name=config.served_model_name, **places)
+    config = replace(config, target=target, draft=draft, coordinator=coordinator)
     if not drafter.name:
-        return replace(config, target=target, draft=draft, coordinator=coordinator)
+        return config
     # These imports take seconds and memory, so they run only if needed.
     from outrider.models.loading import check_same_tokenizer
     from outrider.models.mtp import check_mtp
@@ -199,13 +201,13 @@ def _resolved(config: DeploymentConfig) -> DeploymentConfig:
                 target, head=drafts, head_kind=drafter.kind, head_directory=str(where),
                 shows_features=apart,
             )  # fmt: skip
-        if drafter.kind and apart:
-            draft = replace(draft, target=name, target_directory=str(directory))
-        elif apart:
-            _check_size(draft, drafts, where, trust)
         if apart:
             draft = replace(draft, directory=str(where))
-    return replace(config, target=target, draft=draft, coordinator=coordinator)
+            if drafter.kind:
+                draft = replace(draft, target=name, target_directory=str(directory))
+            else:
+                _check_size(draft, drafts, where, trust)
+    return replace(config, target=target, draft=draft)
 
 
 def _lookup_of(draft: DraftConfig) -> DraftConfig | None:

@@ -184,23 +184,20 @@ def plan_fleet(
         if drafts:
             num_ranks += draft.tensor_parallel_size * found.num_drafts
         default_gpus = 1.0 / math.ceil(num_ranks / max(1, int(cluster_gpus)))
+    unused = replace(draft, num_gpus=0.0, device="cpu")
     parts: dict[Role, Any] = {
         "coordinator": coordinator,
         "target": _on_device("target", target, default_gpus),
-        "draft": replace(draft, num_gpus=0.0, device="cpu"),
+        "draft": _on_device("draft", draft, default_gpus) if drafts else unused,
     }
-    if drafts:
-        parts["draft"] = _on_device("draft", draft, default_gpus)
     demands = {
         role: Demand(
             role, one.num_cpus, getattr(one, "num_gpus", 0.0),
             getattr(one, "tensor_parallel_size", 1), _resources(role, found),
             classes=(ACTORS[role], RankHost), preload=_preload(one),
         )
-        for role, one in parts.items()
+        for role, one in parts.items() if drafts or role != "draft"
     }  # fmt: skip
-    if not drafts:
-        del demands["draft"]
     config = replace(found, **parts)
     # A coordinator learns only at its start which role drafts. So its plan depends on
     # this role, and coordinators are replaced if another role is to draft.
