@@ -35,7 +35,7 @@ from outrider.speculation.verification import Question, verdicts_from_logits
 from outrider.tokenizer import TokenizerText
 
 from .measurement import Progress
-from .options import AcceptanceOptions
+from .options import AcceptanceOptions, PromptOptions
 from .prompts import BenchPrompt, encoder
 from .report import Report
 
@@ -232,14 +232,8 @@ def write(
     return written
 
 
-def load_reading(
-    config: DeploymentConfig,
-    prompts: Sequence[BenchPrompt],
-    max_tokens: int,
-    raw: bool,
-    progress: Progress,
-) -> Reading:
-    """Loads the target and its drafter. Raises `ConfigError`."""
+def load_reading(config: DeploymentConfig, options: PromptOptions, progress: Progress) -> Reading:
+    """Loads the prompts, the target and its drafter. Raises `ConfigError`."""
     draft, lookup = config.draft, build_lookup(config.draft)
     wrong = ""
     if draft.drafter.kind:
@@ -260,8 +254,9 @@ def load_reading(
         reader = ModelReader(engine)
         name = f"the model of {name}" if lookup is not None else name
     return Reading(
-        target, reader or LookupReader(lookup), name, prompts, encoder(text, raw), max_tokens
-    )
+        target, reader or LookupReader(lookup), name, options.load_prompts(),
+        encoder(text, options.raw), options.max_tokens,
+    )  # fmt: skip
 
 
 class Reading:
@@ -405,10 +400,7 @@ def race_rank(
 
 
 def run(options: AcceptanceOptions, config: DeploymentConfig, progress: Progress) -> Report:
-    prompts = options.load_prompts()
-    return measure(
-        options, load_reading(config, prompts, options.max_tokens, options.raw, progress), progress
-    )
+    return measure(options, load_reading(config, options, progress), progress)
 
 
 def measure(options: AcceptanceOptions, reading: Reading, progress: Progress) -> Report:

@@ -4,19 +4,19 @@ import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
+from itertools import accumulate
 from typing import Any, Self
 
 import httpx2
 
-from outrider.client import ChatMessage, Client, Finished, GenerateRequest, SamplingParams, Tokens
+from outrider.client import ChatMessage, Client, Finished, GenerateRequest, Tokens
 from outrider.config import PORT_MAX
 from outrider.errors import SettingError, Unavailable
-from outrider.limits import DEADLINE_MS_MAX
 from outrider.request import RoundReport
 from outrider.sessions.store import FinishReason
 
-from .measurement import BenchClient, Completion, Decoding, Round
-from .prompts import BenchPrompt
+from .measurement import BenchClient, Completion, Round
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -36,17 +36,9 @@ class GrpcClient(BenchClient):
         self._client = client
         self._raw = raw
 
-    async def generate(self, prompt: BenchPrompt, decoding: Decoding) -> Completion:
-        request = GenerateRequest(
-            prompt=prompt.text if self._raw else (ChatMessage("user", prompt.text),),
-            sampling=SamplingParams(temperature=decoding.temperature),
-            max_tokens=decoding.max_tokens,
-            ignore_eos=decoding.ignore_eos,
-            seed=decoding.seed,
-            rule=decoding.rule,
-            num_draft_tokens=decoding.num_draft_tokens,
-            deadline_ms=DEADLINE_MS_MAX,
-        )
+    async def generate(self, request: GenerateRequest) -> Completion:
+        if not self._raw:
+            request = replace(request, prompt=(ChatMessage("user", str(request.prompt)),))
         return await complete(self._client, request)
 
 
@@ -57,13 +49,15 @@ async def complete(client: Client, request: GenerateRequest) -> Completion:
     rounds: list[Round] = []
     report: Any = None
     finished: Finished | None = None
-    started_s = clock()
+    started_s = last_s = clock()
     async with aclosing(client.generate(request)) as events:
         async for event in events:
             if isinstance(event, RoundReport):
                 report = event
             elif isinstance(event, Tokens) and event.token_ids:
-                rounds.append(Round(report, event, clock() - started_s))
+                now_s = clock()
+                rounds.append(Round(report, event, now_s - last_s))
+                last_s = now_s
             elif isinstance(event, Finished):
                 finished = event
     seconds = clock() - started_s
@@ -74,7 +68,7 @@ async def complete(client: Client, request: GenerateRequest) -> Completion:
     return Completion(
         tuple(token_id for one in rounds for token_id in one.tokens.token_ids), started_s, seconds,
         metrics.num_rounds, metrics.num_draft_tokens, metrics.num_accepted_draft_tokens,
-        [one.arrived_s for one in rounds], finished.usage.prompt_tokens, rounds=rounds,
+        [*accumulate(one.seconds for one in rounds)], finished.usage.prompt_tokens, rounds=rounds,
     )  # fmt: skip
 
 
@@ -111,13 +105,13 @@ class HttpClient(BenchClient):
     async def __aexit__(self, *_: object) -> None:
         await self._client.aclose()
 
-    async def generate(self, prompt: BenchPrompt, decoding: Decoding) -> Completion:
+    async def generate(self, request: GenerateRequest) -> Completion:
         clock = asyncio.get_running_loop().time
         chunk_s: list[float] = []
         usage: dict[str, Any] = {}
         told: dict[str, Any] = {}
         seconds = 0.0
-        url, body = self._question(prompt, decoding)
+        url, body = self._question(request)
         started_s = clock()
         with _failures("the stream"):
             async with self._client.sse(url, method="POST", json=body) as events:
@@ -144,20 +138,20 @@ class HttpClient(BenchClient):
                 chunk_s, int(usage.get("prompt_tokens") or 0), int(usage["completion_tokens"]),
             )  # fmt: skip
 
-    def _question(self, prompt: BenchPrompt, decoding: Decoding) -> tuple[str, dict[str, Any]]:
+    def _question(self, request: GenerateRequest) -> tuple[str, dict[str, Any]]:
         body: dict[str, Any] = {
             "model": self.model,
-            "temperature": decoding.temperature,
+            "temperature": request.sampling.temperature,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        if decoding.ignore_eos:
+        if request.ignore_eos:
             # OpenAI's own servers refuse this field, so it is sent only if needed.
             body["ignore_eos"] = True
         if self._raw:
-            return TEXT, body | {"prompt": prompt.text, "max_tokens": decoding.max_tokens}
-        body["max_completion_tokens"] = decoding.max_tokens
-        return CHAT, body | {"messages": [{"role": "user", "content": prompt.text}]}
+            return TEXT, body | {"prompt": request.prompt, "max_tokens": request.max_tokens}
+        body["max_completion_tokens"] = request.max_tokens
+        return CHAT, body | {"messages": [{"role": "user", "content": request.prompt}]}
 
 
 @contextmanager

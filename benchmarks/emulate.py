@@ -16,19 +16,18 @@ overhead_ms_p50      median of a round's time minus its model steps, which are t
 """
 
 from collections.abc import Sequence
+from operator import sub
 from statistics import mean, median
 from typing import Annotated, Any, NamedTuple
 
-from outrider.client import Client
 from outrider.config import EMULATED, CoordinatorConfig, DraftConfig, TargetConfig
 from outrider.engine.emulated_spec import EmulatedSpec
-from outrider.limits import DEADLINE_MS_MAX, LOOK_AHEAD_DEFAULT
-from outrider.request import GenerateRequest
+from outrider.limits import LOOK_AHEAD_DEFAULT
 from outrider.settings import between, blaming, checked
-from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.speculation.sampling_params import Rule
 
 from .clients import complete
-from .measurement import Completion, Progress, Round
+from .measurement import Progress, Round, bench_request
 from .options import Options
 from .processes import running_pair
 from .report import Report, table
@@ -79,13 +78,6 @@ def engine(rates: Rates = ()) -> str:
     return EMULATED + ",".join(f"{key}={value}" for key, value in values.items())
 
 
-def expected_tokens(rule: Rule, num_draft_tokens: int, rates: Rates = ()) -> float:
-    """Expected number of tokens that a round commits."""
-    if rates:
-        return 1.0 + sum(rates[:num_draft_tokens])
-    return sum(ACCEPTANCE[rule] ** depth for depth in range(num_draft_tokens + 1))
-
-
 @checked()
 class EmulateOptions(Options):
     """Options of `bench emulate`."""
@@ -97,43 +89,30 @@ class EmulateOptions(Options):
     synthetic_acceptance_rates; unset = they follow from the models' distributions."""
 
 
-class Timed(NamedTuple):
-    num_draft_tokens: int
-    num_tokens: int
-    look_ahead_hit: bool
-    ms: float
-    """Time since the tokens of the previous round arrived."""
-
-
-def window(rounds: Sequence[Round], num_tokens: int) -> list[Timed]:
+def window(rounds: Sequence[Round], num_tokens: int) -> list[Round]:
     """The measured rounds of a session, from the end of the dropped tokens to the round that
     commits token number `num_tokens`."""
     dropped = max(DROPPED_MIN, round(num_tokens * DROPPED_SHARE))
-    found: list[Timed] = []
-    total, last_s = 0, 0.0
-    for report, tokens, arrived_s in rounds:
-        number = len(tokens.token_ids)
-        if dropped <= total < num_tokens:
-            drafted = len(report.proposed_token_ids)
-            found.append(Timed(drafted, number, report.look_ahead_hit, (arrived_s - last_s) * 1e3))
-        total, last_s = total + number, arrived_s
-    return found
+    return [one for one in rounds if dropped <= one.tokens.first_index < num_tokens]
 
 
-def figures(run: Run, rounds: Sequence[Timed], rates: Rates = ()) -> dict[str, Any]:
+def figures(run: Run, rounds: Sequence[Round], rates: Rates = ()) -> dict[str, Any]:
     verify_ms, ahead = STEPS["verify_ms"], run.mode == "look_ahead"
     each_ms = 0.0 if ahead else STEPS["draft_ms"]
-    rate = sum(one.num_tokens for one in rounds) / sum(one.ms for one in rounds) * 1e3
-    ideal = expected_tokens(run.rule, run.num_draft_tokens, rates) / verify_ms * 1e3
+    reports, tokens, seconds = zip(*rounds, strict=True)
+    tokens_per_round = mean(len(one.token_ids) for one in tokens)
+    rate = tokens_per_round / mean(seconds)
+    depths = range(1, run.num_draft_tokens + 1)
+    accepted = rates[: len(depths)] or [ACCEPTANCE[run.rule] ** depth for depth in depths]
+    ideal = (1.0 + sum(accepted)) / verify_ms * 1e3
+    steps_ms = [verify_ms + len(one.proposed_token_ids) * each_ms for one in reports]
     return {
         "tokens_per_second": rate,
-        "tokens_per_round": mean(one.num_tokens for one in rounds),
+        "tokens_per_round": tokens_per_round,
         "fraction_of_ideal": rate / ideal,
-        "look_ahead_hit_rate": mean(one.look_ahead_hit for one in rounds) if ahead else None,
-        "round_ms_p50": median(one.ms for one in rounds),
-        "overhead_ms_p50": median(
-            one.ms - verify_ms - one.num_draft_tokens * each_ms for one in rounds
-        ),
+        "look_ahead_hit_rate": mean(one.look_ahead_hit for one in reports) if ahead else None,
+        "round_ms_p50": median(seconds) * 1e3,
+        "overhead_ms_p50": median(map(sub, (1e3 * one for one in seconds), steps_ms)),
     }
 
 
@@ -158,24 +137,13 @@ async def _measure(options: EmulateOptions, run: Run) -> dict[str, Any]:
     target, draft = TargetConfig(**services), DraftConfig(**services)
     look_ahead = LOOK_AHEAD_DEFAULT if run.mode == "look_ahead" else 0
     async with (
-        running_pair(target, draft, CoordinatorConfig()) as replicas,
-        replicas.coordinator(look_ahead, run.round_trip_ms / 2) as (client, _),
+        running_pair(target, draft, CoordinatorConfig(), run.round_trip_ms / 2) as replicas,
+        replicas.coordinator(look_ahead) as (client, _),
     ):
-        await _decode(client, run, WARM_UP_TOKENS)
-        done = await _decode(client, run, options.tokens)
+        for num_tokens in (WARM_UP_TOKENS, options.tokens):
+            request = bench_request(
+                (1,), num_tokens + SPARE_TOKENS, 1.0, ignore_eos=True, seed=0, rule=run.rule,
+                num_draft_tokens=run.num_draft_tokens, include_rounds=True,
+            )  # fmt: skip
+            done = await complete(client, request)
     return run._asdict() | figures(run, window(done.rounds, options.tokens), rates)
-
-
-async def _decode(client: Client, run: Run, num_tokens: int) -> Completion:
-    request = GenerateRequest(
-        prompt=(1,),
-        sampling=SamplingParams(temperature=1.0),
-        max_tokens=num_tokens + SPARE_TOKENS,
-        ignore_eos=True,
-        seed=0,
-        rule=run.rule,
-        num_draft_tokens=run.num_draft_tokens,
-        deadline_ms=DEADLINE_MS_MAX,
-        include_rounds=True,
-    )
-    return await complete(client, request)

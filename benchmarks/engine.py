@@ -37,14 +37,13 @@ from outrider.client import Client
 from outrider.config import CoordinatorConfig, DeploymentConfig, TargetConfig
 from outrider.engine.interface import Engine, SequenceStep
 from outrider.errors import SettingError
-from outrider.limits import DEADLINE_MS_MAX
 from outrider.models.loading import load_model
 from outrider.replica.process_setup import available_cores, build_engine
 from outrider.request import GenerateRequest, Tokens
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
 from .acceptance import Answer, decode
-from .measurement import Progress, medians_ms, together
+from .measurement import Progress, bench_request, medians_ms, together
 from .options import EngineOptions
 from .processes import running_pair
 from .report import Report, percentile
@@ -152,10 +151,7 @@ def decode_with_engine(
 
 
 def _request(prompt: tuple[int, ...], num_tokens: int) -> GenerateRequest:
-    return GenerateRequest(
-        prompt, sampling=GREEDY, max_tokens=num_tokens, ignore_eos=True, num_draft_tokens=0,
-        deadline_ms=DEADLINE_MS_MAX,
-    )  # fmt: skip
+    return bench_request(prompt, num_tokens, ignore_eos=True, num_draft_tokens=0)
 
 
 async def _decode(client: Client, prompts: Sequence[tuple[int, ...]], num_tokens: int) -> float:

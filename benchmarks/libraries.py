@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import ctypes.util
 import json
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError, Unavailable
 from outrider.limits import DEADLINE_MS_MAX
+from outrider.request import GenerateRequest
 
-from .measurement import BenchClient, Completion, Decoding, Job, Progress
+from .measurement import BenchClient, Completion, Progress, bench_request
 from .options import PromptOptions
 from .processes import Process
-from .prompts import WARM_UP_PROMPTS, BenchPrompt, built_in_prompts, encoder, select_prompts
+from .prompts import WARM_UP_PROMPTS, BenchPrompt, encoder, read_prompts, select_prompts
 
 STAMP = "installed"
 """`make peers` creates this file in the environment of a library that it has installed."""
@@ -38,18 +38,8 @@ CONTEXT_STEP = 256
 _PROGRAM = Path(__file__).with_name("library_process.py")
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One way to run a library."""
-
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables of the library's process. `{cpus}` stands for the numbers of the CPU cores,
-    `{root}` for the folder of the library's virtual environment."""
-    options: Mapping[str, object] = field(default_factory=dict)
-    """Options of the library's class in `library_process`."""
-
-    def __or__(self, other: Setting) -> Setting:
-        return Setting({**self.environment, **other.environment}, {**self.options, **other.options})
+Setting = Mapping[str, Any]
+"""One way to run a library: options of the library's class in `library_process`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +85,7 @@ class TargetInputs:
 
     def setup(self) -> dict[str, Any]:
         shared = "dtype", "device", "num_threads", "trust_remote_code"
-        own = "gguf", "context_tokens", "batch", "eos_token_ids"
+        own = "gguf", "context_tokens", "batch"
         return {name: getattr(self, name) for name in own} | {
             "directory": self.target.directory,
             "target": {name: getattr(self.target, name) for name in shared},
@@ -103,7 +93,7 @@ class TargetInputs:
 
 
 def sweep_prompts() -> tuple[BenchPrompt, ...]:
-    return select_prompts(built_in_prompts(), SWEEP_PROMPTS)
+    return select_prompts(read_prompts(), SWEEP_PROMPTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +107,7 @@ class Library:
     """Whether the library runs in Outrider's environment. Such a library runs one request at a
     time."""
     needs_gguf: bool = False
-    bindings: tuple[Setting, ...] = (Setting(),)
+    bindings: tuple[Setting, ...] = ({},)
     speculative: str = ""
     """Name of the library's speculative mode without a draft model; empty if there is none."""
     drafting: tuple[Setting, ...] = ()
@@ -132,37 +122,23 @@ class Library:
     def is_installed(self, environments: Path) -> bool:
         return self.is_ours or (environments / self.name / STAMP).exists()
 
-    def environment(self, setting: Setting, inputs: TargetInputs) -> dict[str, str]:
-        root = inputs.environments.absolute() / self.name
-        cpus = ",".join(map(str, sorted(os.sched_getaffinity(0))[: inputs.target.num_threads]))
-        found = {
-            name: text.format(cpus=cpus, root=root) for name, text in setting.environment.items()
-        }
+    def environment(self, environments: Path) -> dict[str, str]:
+        """Variables of the library's process."""
+        root = environments.absolute() / self.name
         preloaded: list[str] = []
         for name in self.preloads:
             paths = [str(path) for path in root.glob(f"lib/**/{name}")]
             preloaded += paths[:1] or filter(None, [ctypes.util.find_library(name)])
-        return found | ({"LD_PRELOAD": ":".join(preloaded)} if preloaded else {})
+        return {"LD_PRELOAD": ":".join(preloaded)} if preloaded else {}
 
 
-_VLLM_ENVIRONMENT = {
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CACHE_ROOT": "{root}/cache",
-}
 _VLLM_DRAFTS = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 _VLLM = Library(
     name="vllm",
-    bindings=tuple(
-        Setting(
-            _VLLM_ENVIRONMENT
-            | {"VLLM_CPU_OMP_THREADS_BIND": cpus, "VLLM_ENABLE_V1_MULTIPROCESSING": separate}
-        )
-        for cpus, separate in (("{cpus}", "0"), ("{cpus}", "1"), ("nobind", "0"), ("auto", "0"))
-    ),
+    bindings=({}, {"separate": True}, {"bind": "nobind"}, {"bind": "auto"}),
     speculative="n-gram",
     drafting=tuple(
-        Setting(options={"speculative_config": _VLLM_DRAFTS | {"num_speculative_tokens": number}})
+        {"speculative_config": _VLLM_DRAFTS | {"num_speculative_tokens": number}}
         for number in (3, 5, 8)
     ),
     preloads=("tcmalloc_minimal", "libiomp5.so"),
@@ -172,7 +148,7 @@ TRANSFORMERS = Library(
     name="transformers",
     is_ours=True,
     speculative="prompt lookup",
-    drafting=(Setting(options={"prompt_lookup_num_tokens": 10}),),
+    drafting=({"prompt_lookup_num_tokens": 10},),
 )
 PEERS = (
     _VLLM,
@@ -180,22 +156,19 @@ PEERS = (
     Library(
         name="openvino",
         needs_gguf=True,
-        bindings=tuple(Setting(options={"ENABLE_CPU_PINNING": pinned}) for pinned in (True, False)),
+        bindings=tuple({"ENABLE_CPU_PINNING": pinned} for pinned in (True, False)),
         speculative="prompt lookup",
         drafting=tuple(
-            Setting(options={"drafting": {"num_assistant_tokens": number, "max_ngram_size": 3}})
+            {"drafting": {"num_assistant_tokens": number, "max_ngram_size": 3}}
             for number in (5, 3, 8)
         ),
     ),
     Library(
         name="llama-cpp",
         needs_gguf=True,
-        bindings=tuple(Setting(options={"poll": poll}) for poll in (50, 100)),
+        bindings=({"poll": 50}, {"poll": 100}),
         speculative="n-gram",
-        drafting=tuple(
-            Setting(options={"ngram_simple": {"size_n": 3, "size_m": number}})
-            for number in (3, 5, 8)
-        ),
+        drafting=tuple({"ngram_simple": {"size_n": 3, "size_m": number}} for number in (3, 5, 8)),
     ),
     TRANSFORMERS,
 )
@@ -205,33 +178,34 @@ class LibraryProcess(Process, BenchClient):
     """A process that decodes with a library. An async context manager, which loads the model."""
 
     def __init__(self, library: Library, setting: Setting, inputs: TargetInputs) -> None:
-        self._token_ids = inputs.token_ids
+        self._inputs = inputs
         # With -I, the library's Python ignores PYTHONPATH and the modules of this repository.
         command = (
             (sys.executable, "-m", "benchmarks.library_process")
             if library.is_ours
             else (library.interpreter(inputs.environments), "-I", str(_PROGRAM))
         )
-        setup = {"library": library.name, "options": setting.options, **inputs.setup()}
-        environment = library.environment(setting, inputs)
-        super().__init__(command, library.name, setup, environment)
+        setup = {"library": library.name, "options": setting, **inputs.setup()}
+        super().__init__(command, library.name, setup, library.environment(inputs.environments))
 
-    async def generate(self, prompt: BenchPrompt, decoding: Decoding) -> Completion:
-        [completion] = await self.generate_all([(prompt, decoding)], 1)
+    async def generate(self, request: GenerateRequest) -> Completion:
+        [completion] = await self.generate_all([request], 1)
         return completion
 
-    async def generate_all(self, jobs: Sequence[Job], concurrency: int) -> list[Completion]:
+    async def generate_all(
+        self, requests: Sequence[GenerateRequest], concurrency: int
+    ) -> list[Completion]:
         """Decodes all prompts in one call, so that the library schedules them. Ignores seeds,
         because some libraries are slow if each request has a seed."""
-        decoding = jobs[0][1]
-        request = {
-            "prompts": [self._token_ids[prompt.text] for prompt, _ in jobs],
-            "max_tokens": decoding.max_tokens,
-            "temperature": decoding.temperature,
+        question = {
+            "prompts": [self._inputs.token_ids[str(one.prompt)] for one in requests],
+            "eos_token_ids": self._inputs.eos_token_ids,
+            "max_tokens": requests[0].max_tokens,
+            "temperature": requests[0].sampling.temperature,
             "concurrency": concurrency,
         }
         started_s = time.perf_counter()
-        answer = await self.ask(request, DEADLINE_MS_MAX / 1000)
+        answer = await self.ask(question, DEADLINE_MS_MAX / 1000)
         return [
             Completion(
                 tuple(found["token_ids"]), started_s, found["seconds"], len(found["token_ids"]),
@@ -254,12 +228,12 @@ async def fastest_settings(
     if not again and path.exists():
         kept = json.loads(path.read_text("utf-8"))
         if kept["of"] == key:
-            return {name: Setting(**found) for name, found in kept["settings"].items()}
+            return dict(kept["settings"])
     found: dict[str, Setting] = {}
     for mode, settings in ((PLAIN, library.bindings), (library.speculative, library.drafting)):
         by_rate: dict[float, Setting] = {}
         for each in settings:
-            setting = found.get(PLAIN, Setting()) | each
+            setting = {**found.get(PLAIN, {}), **each}
             try:
                 rate = await _rate(library, setting, inputs)
             except (ConfigError, Unavailable) as error:
@@ -272,16 +246,15 @@ async def fastest_settings(
             found[mode] = by_rate[max(by_rate)]
         elif mode == PLAIN:
             raise Unavailable(failure)
-    settings_of = {name: asdict(setting) for name, setting in found.items()}
-    path.write_text(json.dumps({"of": key, "settings": settings_of}), encoding="utf-8")
+    path.write_text(json.dumps({"of": key, "settings": found}), encoding="utf-8")
     return found
 
 
 async def _rate(library: Library, setting: Setting, inputs: TargetInputs) -> float:
     """Tokens a second with one prompt at a time, after a first prompt as warm-up."""
-    decoding = Decoding(SWEEP_TOKENS, temperature=0.0)
+    requests = [bench_request(prompt.text, SWEEP_TOKENS) for prompt in sweep_prompts()]
     async with LibraryProcess(library, setting, inputs) as process:
-        _, *done = [await process.generate(prompt, decoding) for prompt in sweep_prompts()]
+        _, *done = [await process.generate(request) for request in requests]
     return sum(one.num_tokens for one in done) / sum(one.seconds for one in done)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 CACHE_GIB = 1
 
@@ -24,25 +24,26 @@ Emit = Callable[[int, list[int]], None]
 """Called with the index of a prompt and new tokens of its answer."""
 
 
-class Decoder:
+class Decoder(Protocol):
     """A library with a loaded model. Methods raise the library's own exceptions."""
-
-    def __init__(self, setup: dict[str, Any]) -> None:
-        self.setup = setup
-        self.load(setup)
-
-    def load(self, setup: dict[str, Any]) -> None:
-        raise NotImplementedError
 
     def decode(self, prompts: list[list[int]], request: dict[str, Any], emit: Emit) -> None:
         """Decodes all prompts, `request["concurrency"]` at a time."""
-        raise NotImplementedError
 
 
-class Vllm(Decoder):
+class Vllm:
     """vLLM on CPUs, alone or with the amd-pace plug-in."""
 
-    def load(self, setup: dict[str, Any]) -> None:
+    def __init__(self, setup: dict[str, Any]) -> None:
+        options = dict(setup["options"])
+        cpus = sorted(os.sched_getaffinity(0))[: setup["target"]["num_threads"]]
+        os.environ |= {
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CACHE_ROOT": f"{sys.prefix}/cache",
+            "VLLM_CPU_OMP_THREADS_BIND": options.pop("bind", "") or ",".join(map(str, cpus)),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(options.pop("separate", False))),
+        }
         from vllm import LLM
 
         self._engine = LLM(
@@ -52,7 +53,7 @@ class Vllm(Decoder):
             max_num_seqs=setup["batch"],
             kv_cache_memory_bytes=CACHE_GIB * 2**30,
             enable_prefix_caching=False,
-            **setup["options"],
+            **options,
         ).llm_engine
 
     def decode(self, prompts: list[list[int]], request: dict[str, Any], emit: Emit) -> None:
@@ -62,7 +63,7 @@ class Vllm(Decoder):
         params = SamplingParams(
             temperature=request["temperature"],
             max_tokens=request["max_tokens"],
-            stop_token_ids=self.setup["eos_token_ids"],
+            stop_token_ids=request["eos_token_ids"],
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
@@ -77,10 +78,10 @@ class Vllm(Decoder):
                 num_running -= output.finished
 
 
-class OpenVino(Decoder):
+class OpenVino:
     """OpenVINO GenAI's continuous-batching pipeline, from a GGUF file."""
 
-    def load(self, setup: dict[str, Any]) -> None:
+    def __init__(self, setup: dict[str, Any]) -> None:
         import openvino_genai as genai
 
         options = dict(setup["options"])
@@ -106,7 +107,7 @@ class OpenVino(Decoder):
 
         config = genai.GenerationConfig()
         config.max_new_tokens = request["max_tokens"]
-        config.stop_token_ids = set(self.setup["eos_token_ids"])
+        config.stop_token_ids = set(request["eos_token_ids"])
         config.do_sample = request["temperature"] > 0
         config.temperature = request["temperature"] or 1.0
         for name, value in self._drafting.items():
@@ -126,10 +127,10 @@ class OpenVino(Decoder):
                     del handles[index]
 
 
-class LlamaCpp(Decoder):
+class LlamaCpp:
     """The engine of llama.cpp's server, which xllamacpp runs in this process."""
 
-    def load(self, setup: dict[str, Any]) -> None:
+    def __init__(self, setup: dict[str, Any]) -> None:
         import xllamacpp as llama
 
         params = llama.CommonParams()
@@ -177,7 +178,7 @@ class LlamaCpp(Decoder):
                 return
             emit(chunk["__verbose"]["tokens"])
             if chunk["choices"][0]["finish_reason"] == "stop":
-                emit(self.setup["eos_token_ids"][:1])
+                emit(request["eos_token_ids"][:1])
 
         self._server.handle_completions(body, take)
         if failures:
@@ -200,18 +201,19 @@ class Streamer:
         pass
 
 
-class Transformers(Decoder):
+class Transformers:
     """The `generate` of transformers. Decodes one prompt after the other."""
 
-    def load(self, setup: dict[str, Any]) -> None:
+    def __init__(self, setup: dict[str, Any]) -> None:
         from outrider.models.loading import load_model
 
+        self._options = setup["options"]
         self._module: Any = load_model(Path(setup["directory"]), **setup["target"])[0]
 
     def decode(self, prompts: list[list[int]], request: dict[str, Any], emit: Emit) -> None:
         import torch
 
-        eos = self.setup["eos_token_ids"]
+        eos = request["eos_token_ids"]
         sampling: dict[str, Any] = {"do_sample": False}
         if request["temperature"]:
             sampling = {
@@ -228,14 +230,14 @@ class Transformers(Decoder):
                     pad_token_id=eos[0] if eos else 0,
                     streamer=Streamer(partial(emit, index)),
                     **sampling,
-                    **self.setup["options"],
+                    **self._options,
                 )
 
 
-class Engine(Decoder):
+class Engine:
     """The engine of a target replica, without the services around it."""
 
-    def load(self, setup: dict[str, Any]) -> None:
+    def __init__(self, setup: dict[str, Any]) -> None:
         from outrider.config import TargetConfig
         from outrider.replica.process_setup import build_engine
 
@@ -251,12 +253,12 @@ class Engine(Decoder):
         rule = Rule.TOKEN if request["temperature"] else Rule.GREEDY
         for index, prompt in enumerate(prompts):
             asked = [Answer("", 0, tuple(prompt), request["max_tokens"])]
-            found = decode(self._engine, asked, params, rule, self.setup["eos_token_ids"])
+            found = decode(self._engine, asked, params, rule, request["eos_token_ids"])
             for _, token_id, _ in found:
                 emit(index, [token_id])
 
 
-DECODERS = {
+DECODERS: dict[str, Callable[[dict[str, Any]], Decoder]] = {
     "vllm": Vllm, "vllm-pace": Vllm, "openvino": OpenVino, "llama-cpp": LlamaCpp,
     "transformers": Transformers, "engine": Engine,
 }  # fmt: skip
@@ -281,7 +283,7 @@ def main() -> None:
 
 
 def _decode(library: Decoder, request: dict[str, Any]) -> list[dict[str, object]]:
-    prompts, eos = request["prompts"], frozenset(library.setup["eos_token_ids"])
+    prompts, eos = request["prompts"], frozenset(request["eos_token_ids"])
     found: list[list[int]] = [[] for _ in prompts]
     times: list[list[float]] = [[] for _ in prompts]
     started_s = time.perf_counter()

@@ -13,16 +13,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from outrider.errors import OutriderError
-from outrider.limits import SEED_MAX
-from outrider.speculation.sampling_params import Rule
+from outrider.limits import DEADLINE_MS_MAX, SEED_MAX
+from outrider.request import GenerateRequest, Prompt, RoundReport, Tokens
+from outrider.speculation.sampling_params import SamplingParams
 
 from .prompts import WARM_UP_PROMPTS, BenchPrompt
-
-if TYPE_CHECKING:
-    from outrider.request import RoundReport, Tokens
 
 WARM_UP_TOKENS_MAX = 32
 WARM_UP_REPETITIONS = 5
@@ -30,28 +28,22 @@ WARM_UP_REPETITIONS = 5
 Progress = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Decoding:
-    """How to decode a prompt. A field of None stands for the server's default."""
-
-    max_tokens: int
-    temperature: float
-    rule: Rule | None = None
-    seed: int | None = None
-    num_draft_tokens: int | None = None
-    """Maximum number of draft tokens of a round; 0 = plain decoding."""
-    ignore_eos: bool = False
-
-    def for_prompt(self, index: int) -> Decoding:
-        """The values for prompt number `index`, which has its own seed. `index` may be negative."""
-        return replace(self, seed=((self.seed or 0) + index) & SEED_MAX)
+def bench_request(
+    prompt: Prompt, max_tokens: int, temperature: float = 0.0, **more: Any
+) -> GenerateRequest:
+    """A request with the longest deadline. `more` has further fields of the request."""
+    sampling = SamplingParams(temperature=temperature)
+    return GenerateRequest(
+        prompt, sampling=sampling, max_tokens=max_tokens, deadline_ms=DEADLINE_MS_MAX, **more
+    )
 
 
 class Round(NamedTuple):
     report: RoundReport
     """The coordinator's report, or None if the request did not ask for reports."""
     tokens: Tokens
-    arrived_s: float
+    seconds: float
+    """Time since the tokens of the previous round arrived, or since the request was sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +81,6 @@ class Completion:
         return self.num_tokens / self.seconds
 
 
-Job = tuple[BenchPrompt, Decoding]
-
-
 @asynccontextmanager
 async def together() -> AsyncIterator[asyncio.TaskGroup]:
     """A task group that raises its first exception, not an `ExceptionGroup`."""
@@ -103,23 +92,25 @@ async def together() -> AsyncIterator[asyncio.TaskGroup]:
 
 
 class BenchClient(ABC):
-    """Decodes prompts on one side."""
+    """Decodes prompts on one side. The prompt of each request is a text."""
 
     @abstractmethod
-    async def generate(self, prompt: BenchPrompt, decoding: Decoding) -> Completion:
+    async def generate(self, request: GenerateRequest) -> Completion:
         """Decodes one prompt. Raises an `OutriderError` if that fails."""
 
-    async def generate_all(self, jobs: Sequence[Job], concurrency: int) -> list[Completion]:
+    async def generate_all(
+        self, requests: Sequence[GenerateRequest], concurrency: int
+    ) -> list[Completion]:
         """Decodes prompts, `concurrency` at a time. If a request fails, cancels the other requests,
         and raises the error."""
         places = asyncio.Semaphore(concurrency)
 
-        async def one(job: Job) -> Completion:
+        async def one(request: GenerateRequest) -> Completion:
             async with places:
-                return await self.generate(*job)
+                return await self.generate(request)
 
         async with together() as group:
-            tasks = [group.create_task(one(job)) for job in jobs]
+            tasks = [group.create_task(one(request)) for request in requests]
         return [task.result() for task in tasks]
 
 
@@ -129,13 +120,18 @@ class Contestant:
 
     side: str
     client: BenchClient
-    decoding: Decoding
-    """How to decode the first prompt; other prompts have other seeds."""
+    request: GenerateRequest
+    """How to decode the first prompt, without the prompt. Other prompts have other seeds."""
     concurrency: int
 
+    def ask(self, prompt: BenchPrompt, index: int) -> GenerateRequest:
+        """The request for prompt number `index`, which may be negative."""
+        seed = ((self.request.seed or 0) + index) & SEED_MAX
+        return replace(self.request, prompt=prompt.text, seed=seed)
+
     async def decode(self, prompts: Sequence[BenchPrompt], block: Sequence[int]) -> SideResult:
-        jobs = [(prompts[index], self.decoding.for_prompt(index)) for index in block]
-        found = await self.client.generate_all(jobs, self.concurrency)
+        requests = [self.ask(prompts[index], index) for index in block]
+        found = await self.client.generate_all(requests, self.concurrency)
         end = max(one.started_s + one.seconds for one in found)
         return SideResult(tuple(found), end - min(one.started_s for one in found))
 
@@ -196,10 +192,10 @@ async def measure(
 async def _warm_up(contestant: Contestant) -> None:
     """Decodes the warm-up prompts. Their seeds differ from those of measured prompts, because the
     second session with a seed may be drafted differently."""
-    short = min(WARM_UP_TOKENS_MAX, contestant.decoding.max_tokens)
     for index, prompt in enumerate(WARM_UP_PROMPTS, start=1):
-        decoding = replace(contestant.decoding.for_prompt(-index), max_tokens=short)
-        await contestant.client.generate(prompt, decoding)
+        request = contestant.ask(prompt, -index)
+        short = min(WARM_UP_TOKENS_MAX, request.max_tokens or WARM_UP_TOKENS_MAX)
+        await contestant.client.generate(replace(request, max_tokens=short))
 
 
 def _blocks(num_prompts: int, concurrency: int) -> list[range]:

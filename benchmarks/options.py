@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 import click
 
@@ -16,7 +16,9 @@ from outrider.limits import (
 from outrider.settings import Setting, between, checked, settings_of
 from outrider.speculation.sampling_params import Rule
 
-from .measurement import Decoding
+if TYPE_CHECKING:
+    from outrider.request import GenerateRequest
+
 from .prompts import PROMPTS_MAX, BenchPrompt, read_prompts, select_prompts
 
 Kind = TypeVar("Kind", bound=click.Option)
@@ -86,20 +88,19 @@ class DecodingOptions(PromptOptions):
     num_draft_tokens: DraftTokens | None = None
     """Maximum number of draft tokens of a round; unset = the deployment's default."""
 
-    def drafted(self, num_draft_tokens: int, temperature: float) -> Decoding:
-        """How to decode the first prompt with drafts. `num_draft_tokens` is the deployment's
-        default. Raises `SettingError` if this default is 0 and the option is unset."""
+    def drafted(self, num_draft_tokens: int, temperature: float) -> "GenerateRequest":
+        """How to decode the first prompt with drafts, without the prompt. `num_draft_tokens` is the
+        deployment's default. Raises `SettingError` if this default is 0 and the option is unset."""
+        from .measurement import bench_request
+
         bound = self.num_draft_tokens or num_draft_tokens
         if bound == 0:
             raise SettingError(
                 "num_draft_tokens", "0 decodes without drafts, so there is nothing to compare"
             )
-        return Decoding(
-            max_tokens=self.max_tokens,
-            temperature=temperature,
-            rule=Rule(self.rule) if temperature else Rule.GREEDY,
-            seed=0,
-            num_draft_tokens=bound,
+        rule = Rule(self.rule) if temperature else Rule.GREEDY
+        return bench_request(
+            "", self.max_tokens, temperature, rule=rule, seed=0, num_draft_tokens=bound
         )
 
 

@@ -23,22 +23,20 @@ from typing import Annotated, Any, Literal
 
 from outrider.client import Client
 from outrider.errors import Unavailable
-from outrider.limits import DEADLINE_MS_MAX
 from outrider.messages import DraftItem, ProposalReply, ReplicaDescription, VerdictReply, VerifyItem
 from outrider.request import Event, GenerateRequest, RoundReport, Tokens
 from outrider.settings import between, checked
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, Proposal, SealedProposal
-from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.speculation.sampling_params import Rule
 from outrider.transport.codec import DRAFT, VERIFY
 from outrider.transport.server import RpcServer, ServerOptions
 from outrider.transport.stream_server import ReplicaServicer
 
 from .clients import GrpcClient, HttpClient
-from .measurement import BenchClient, Decoding, Progress, together
+from .measurement import BenchClient, Progress, bench_request, together
 from .options import Concurrency, Options
-from .processes import Process, Replicas, Role, embedded_redis
-from .prompts import BenchPrompt
+from .processes import Process, Replicas, embedded_redis
 from .report import Report, percentile
 
 NUM_DRAFT_TOKENS = 8
@@ -68,8 +66,7 @@ TURN_STEP_S = 0.005
 _PARTS_OF_A_ROUND = ("draft_ms", "wire_ms", "queue_ms", "verify_ms", "commit_ms")
 _WORD = "word"
 """The text of the canned target's token. Each token makes a chunk of text."""
-DECODING = Decoding(32, temperature=0.0, num_draft_tokens=0, ignore_eos=True)
-PROMPT = BenchPrompt(f" {_WORD}" * PROMPT_TOKENS, "")
+_WORDS = bench_request(f" {_WORD}" * PROMPT_TOKENS, 32, num_draft_tokens=0, ignore_eos=True)
 
 
 @checked()
@@ -93,10 +90,9 @@ async def run(options: OverheadOptions, progress: Progress) -> Report:
 
 
 def canned_request(seed: int, max_tokens: int) -> GenerateRequest:
-    return GenerateRequest(
-        prompt=tuple(range(1, 1 + PROMPT_TOKENS)), sampling=SamplingParams(temperature=1.0),
-        max_tokens=max_tokens, ignore_eos=True, seed=seed, rule=Rule.TOKEN,
-        num_draft_tokens=NUM_DRAFT_TOKENS, deadline_ms=DEADLINE_MS_MAX,
+    return bench_request(
+        tuple(range(1, 1 + PROMPT_TOKENS)), max_tokens, 1.0, ignore_eos=True, seed=seed,
+        rule=Rule.TOKEN, num_draft_tokens=NUM_DRAFT_TOKENS,
     )  # fmt: skip
 
 
@@ -205,7 +201,7 @@ async def added_ms(client: BenchClient, stamps: list[float]) -> tuple[float, lis
     """The times that a transport adds to the first token, and to each chunk, ms. The coordinator
     puts the times of the request and of each chunk into `stamps`."""
     stamps.clear()
-    done = await client.generate(PROMPT, DECODING)
+    done = await client.generate(_WORDS)
     asked_s, *had_s = stamps
     first_s = done.chunk_s[0] - (had_s[0] - asked_s)
     delays = zip(done.chunk_s, had_s, strict=True)
@@ -296,7 +292,7 @@ def verify(item: VerifyItem) -> VerdictReply:
 
 
 @asynccontextmanager
-async def canned_role(setup: dict[str, Any]) -> AsyncIterator[Role]:
+async def canned_role(setup: dict[str, Any]) -> AsyncIterator[str]:
     """The role of a process with a canned draft and target."""
     draft: Any = CannedReplica(propose, setup["draft_s"])
     target: Any = CannedReplica(verify, setup["verify_s"])
@@ -306,6 +302,6 @@ async def canned_role(setup: dict[str, Any]) -> AsyncIterator[Role]:
     await server.start()
     try:
         await server.set_serving(True)
-        yield Role({"address": server.address})
+        yield server.address
     finally:
         await server.stop()

@@ -2,8 +2,9 @@
 service of a deployment. No process uses Ray.
 
 A process reads JSON lines until its input ends, and answers each line with one line. The first line
-sets the process up, and its answer means that the process is ready. If the process refuses a line,
-the answer has an `error`.
+sets the process up. Its answer means that the process is ready, or has an `error`. In this module,
+the answer to the first line has an `address`, and answers to further lines have the CPU time of the
+process so far (`cpu_s`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self, TextIO
 
 from pydantic import TypeAdapter
@@ -43,7 +46,6 @@ draft."""
 EXACT_TIMERS = "--exact-timers"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _GRACE_S = 1.0
-_PART_BYTES_MAX = 2**16
 
 
 class Process:
@@ -68,11 +70,8 @@ class Process:
         own = {key: value for key, value in os.environ.items() if key not in _THREAD_VARIABLES}
         self._environment = own | dict(environment or {})
         self._process: Any = None
-        self.ready: dict[str, Any] = {}
-
-    @property
-    def address(self) -> str:
-        return str(self.ready["address"])
+        self.address = ""
+        """The address at which a role of this module is called."""
 
     async def __aenter__(self) -> Self:
         self._process = await asyncio.create_subprocess_exec(
@@ -81,7 +80,7 @@ class Process:
             start_new_session=True,
         )  # fmt: skip
         try:
-            self.ready = await self.ask(self._setup, START_TIMEOUT_S)
+            self.address = (await self.ask(self._setup, START_TIMEOUT_S)).get("address", "")
         except BaseException:
             await self.__aexit__()
             raise
@@ -125,46 +124,33 @@ class Process:
         return answer
 
 
-@dataclass(frozen=True, slots=True)
-class Role:
-    ready: Mapping[str, object]
-    answer: Callable[[dict[str, Any]], Mapping[str, object]] = lambda question: {}
-
-
-Opens = Callable[[dict[str, Any]], AbstractAsyncContextManager[Role]]
-"""Sets up a role from the first line."""
+Role = Callable[[dict[str, Any]], AbstractAsyncContextManager[str]]
+"""Sets up a role from the first line. Yields the address at which it is called."""
 
 
 def main(words: Sequence[str]) -> None:
-    """Plays a role until the input ends. The first word names a function of type `Opens`, as
-    MODULE:FUNCTION. With `EXACT_TIMERS`, the event loop uses `select`, because timers of `epoll`
-    may be 1 ms late."""
+    """Plays a role until the input ends. The first word names the `Role`, as MODULE:FUNCTION. With
+    `EXACT_TIMERS`, the event loop uses `select`, because timers of `epoll` may be 1 ms late."""
     output = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # Text that libraries print goes to standard error, not into the answers.
     module, _, name = words[0].partition(":")
-    opens: Opens = getattr(importlib.import_module(module), name)
+    role: Role = getattr(importlib.import_module(module), name)
     selector = selectors.SelectSelector if EXACT_TIMERS in words else selectors.DefaultSelector
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector())) as runner:
-        runner.run(_play(opens, output))
+        runner.run(_play(role, output))
 
 
-async def _play(opens: Opens, output: TextIO) -> None:
-    reader = asyncio.StreamReader(limit=LINE_BYTES_MAX)
-    protocol = asyncio.StreamReaderProtocol(reader)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
+async def _play(role: Role, output: TextIO) -> None:
     async with AsyncExitStack() as stack:
-        role: Role | None = None
-        while line := await reader.readline():
-            try:
-                question = json.loads(line)
-                if role is None:
-                    role = await stack.enter_async_context(opens(question))
-                    answer = role.ready
-                else:
-                    answer = role.answer(question)
-            except OutriderError as error:
-                answer = {"error": error.message}
-            print(json.dumps(answer), file=output, flush=True)
+        setup = json.loads(await asyncio.to_thread(sys.stdin.readline))
+        answer: dict[str, object]
+        try:
+            answer = {"address": await stack.enter_async_context(role(setup))}
+        except OutriderError as error:
+            answer = {"error": error.message}
+        print(json.dumps(answer), file=output, flush=True)
+        while await asyncio.to_thread(sys.stdin.readline):
+            print(json.dumps({"cpu_s": time.process_time()}), file=output, flush=True)
 
 
 _ACTORS: dict[str, tuple[str, str, Any]] = {
@@ -175,59 +161,45 @@ _ACTORS: dict[str, tuple[str, str, Any]] = {
 
 
 @asynccontextmanager
-async def service(setup: dict[str, Any]) -> AsyncIterator[Role]:
-    """The role of a target, a draft or a coordinator. In `setup`, `service` names the role, and
-    `config` is the configuration. Each answer has the CPU time of the process (`cpu_s`)."""
+async def service(setup: dict[str, Any]) -> AsyncIterator[str]:
+    """The role of a target, a draft or a coordinator. In `setup`, `service` names the role,
+    `config` is the configuration, and each message to or from a replica takes `delay_ms` longer.
+    """
     module, kind, make = _ACTORS[setup["service"]]
     actor = getattr(importlib.import_module(module), kind)()
+    if delay_s := setup["delay_ms"] / 1e3:
+        serve = actor.serve
+        actor.serve = lambda service, config: serve(delayed(service, delay_s), config)
     config = TypeAdapter(make).validate_json(json.dumps(setup["config"]))
     address = await actor.start(config, log_directory="")
     try:
-        yield Role({"address": address}, lambda _: {"cpu_s": time.process_time()})
+        yield address
     finally:
         await actor.stop(_GRACE_S)
 
 
-def service_process(name: str, config: TargetConfig | DraftConfig | CoordinatorConfig) -> Process:
+def delayed(service: Any, delay_s: float) -> Any:
+    """The same replica's service, whose items and answers each take `delay_s` longer."""
+    connect, later = service.connect, partial(asyncio.get_running_loop().call_later, delay_s)
+
+    def connect_late(send: Callable[[Sequence[Any]], None]) -> Any:
+        connection = connect(partial(later, send))
+        return SimpleNamespace(receive=partial(later, connection.receive), close=connection.close)
+
+    service.connect = connect_late
+    return service
+
+
+def service_process(
+    name: str, config: TargetConfig | DraftConfig | CoordinatorConfig, delay_ms: float = 0.0
+) -> Process:
     """The process of a service. Targets and drafts get a free port and no telemetry, because a
     deployment with the same settings may already run on this machine."""
     if not isinstance(config, CoordinatorConfig):
         config = replace(without_security(config), port=0, telemetry="")
-    setup = {"service": name, "config": asdict(config)}
-    return Process("benchmarks.processes:service", f"the {name} process", setup)
-
-
-@asynccontextmanager
-async def relay(setup: dict[str, Any]) -> AsyncIterator[Role]:
-    """The role of a TCP relay to `address` that delays all bytes by `delay_ms`."""
-    loop, delay_s = asyncio.get_running_loop(), setup["delay_ms"] / 1e3
-    host, _, port = setup["address"].rpartition(":")
-
-    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(ConnectionError):
-            while part := await reader.read(_PART_BYTES_MAX):
-                loop.call_later(delay_s, writer.write, part)
-        loop.call_later(delay_s, end, writer)
-
-    def end(writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError):  # The other side may have closed the connection.
-            writer.write_eof()
-
-    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            far_reader, far_writer = await asyncio.open_connection(host, int(port))
-        except OSError:
-            writer.close()
-            return
-        await asyncio.gather(pass_on(reader, far_writer), pass_on(far_reader, writer))
-        for one in (far_writer, writer):
-            loop.call_later(delay_s, one.close)
-
-    server = await asyncio.start_server(connected, "127.0.0.1", 0)
-    try:
-        yield Role({"address": f"127.0.0.1:{server.sockets[0].getsockname()[1]}"})
-    finally:
-        server.close()
+    setup = {"service": name, "config": asdict(config), "delay_ms": delay_ms}
+    role = "benchmarks.processes:service" + f" {EXACT_TIMERS}" * (delay_ms > 0)
+    return Process(role, f"the {name} process", setup)
 
 
 @asynccontextmanager
@@ -261,36 +233,30 @@ class Replicas:
         return replace(without_security(self.settings), **fixed | changes)
 
     @asynccontextmanager
-    async def coordinator(
-        self, look_ahead: int = 0, delay_ms: float = 0.0
-    ) -> AsyncIterator[tuple[Client, Process]]:
-        """Starts a coordinator with `look_ahead`. Yields a client and the coordinator's process.
-        Each message to or from the draft takes `delay_ms` longer."""
-        changes: dict[str, Any] = {"look_ahead": look_ahead}
-        async with AsyncExitStack() as stack:
-            if delay_ms > 0:
-                role = f"benchmarks.processes:relay {EXACT_TIMERS}"
-                setup = {"address": self.draft_address, "delay_ms": delay_ms}
-                relaying = await stack.enter_async_context(Process(role, "the relay", setup))
-                changes["draft_address"] = relaying.address
-            process = service_process("coordinator", self.coordinator_config(**changes))
-            coordinator = await stack.enter_async_context(process)
-            yield await stack.enter_async_context(Client(coordinator.address)), coordinator
+    async def coordinator(self, look_ahead: int = 0) -> AsyncIterator[tuple[Client, Process]]:
+        """Starts a coordinator with `look_ahead`. Yields a client and the coordinator's process."""
+        process = service_process("coordinator", self.coordinator_config(look_ahead=look_ahead))
+        async with process, Client(process.address) as client:
+            yield client, process
 
 
 @asynccontextmanager
 async def running_pair(
-    target: TargetConfig, draft: DraftConfig | None, coordinator: CoordinatorConfig
+    target: TargetConfig,
+    draft: DraftConfig | None,
+    coordinator: CoordinatorConfig,
+    delay_ms: float = 0.0,
 ) -> AsyncIterator[Replicas]:
     """Starts an embedded Redis and a target, and if `draft` has a model, a draft replica.
-    `coordinator` has the settings of later coordinators."""
+    `coordinator` has the settings of later coordinators. Each message to or from the draft takes
+    `delay_ms` longer."""
     async with AsyncExitStack() as stack:
         redis_url = await stack.enter_async_context(embedded_redis())
         verifier = await stack.enter_async_context(service_process("target", target))
         draft_address = ""
         if draft is not None and draft.drafter.runs_on == "draft":
-            drafter = await stack.enter_async_context(service_process("draft", draft))
-            draft_address = drafter.address
+            process = service_process("draft", draft, delay_ms)
+            draft_address = (await stack.enter_async_context(process)).address
         yield Replicas(verifier.address, draft_address, redis_url, coordinator)
 
 

@@ -20,8 +20,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import cycle, islice, pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,16 +28,23 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field
 
-from outrider.errors import OutriderError, SettingError
+from outrider.errors import OutriderError
 from outrider.limits import NUM_DRAFT_TOKENS_MAX
 from outrider.settings import between, checked
 
-from .measurement import BenchClient, Completion, Decoding, Progress
+from .measurement import BenchClient, Completion, Progress, bench_request
 from .options import MaxTokens, PromptOptions, Temperature
 from .prompts import BenchPrompt
 from .report import Report
 
 GOALS = ("ttft", "tpot", "e2el")
+Goal = Annotated[
+    str,
+    Field(
+        pattern=rf"^({'|'.join(GOALS)}):\d+(\.\d+)?$",
+        title=f"NAME:MS, where NAME is one of {', '.join(GOALS)}",
+    ),
+]
 REQUESTS_MAX = 100_000
 ERRORS_SHOWN = 3
 STATISTICS: Mapping[str, Any] = {
@@ -72,26 +78,15 @@ class ServeOptions(PromptOptions):
     num_draft_tokens: Annotated[int | None, between(0, NUM_DRAFT_TOKENS_MAX)] = None
     """Maximum number of draft tokens of a round, for an Outrider deployment; 0 = plain decoding;
     unset = the deployment's default."""
-    goodput: tuple[str, ...] = ()
+    goodput: tuple[Goal, ...] = ()
     """Goals that a request must meet to count for goodput, as NAME:MS, where NAME is ttft, tpot or
     e2el."""
 
-    def __post_init__(self) -> None:
-        self.goals  # noqa: B018 (raises)
-
     @property
     def goals(self) -> dict[str, float]:
-        """The goals in `goodput`, ms, by metric. Raises `SettingError` if `goodput` is wrong."""
-        found: dict[str, float] = {}
-        for text in self.goodput:
-            name, _, value = text.partition(":")
-            with suppress(ValueError):
-                if name in GOALS and 0 <= float(value) < math.inf:
-                    found[name] = float(value)
-                    continue
-            allowed = f"NAME:MS, where NAME is one of {', '.join(GOALS)}"
-            raise SettingError("goodput", f"{text!r} is wrong; it must be {allowed}")
-        return found
+        """The goals in `goodput`, ms, by metric."""
+        pairs = (text.split(":") for text in self.goodput)
+        return {name: float(ms) for name, ms in pairs}
 
     def settings(self, backend: str, server: str, model: str) -> dict[str, object]:
         """The options for the JSON object. `server` is HOST:PORT."""
@@ -141,10 +136,6 @@ async def measure(options: ServeOptions, client: BenchClient, tell: Progress) ->
     prompts = [*options.load_prompts()]
     random.Random(0).shuffle(prompts)  # noqa: S311 (order, not secrecy)
     places = asyncio.Semaphore(options.max_concurrency or REQUESTS_MAX)
-    decoding = Decoding(
-        options.max_tokens, options.temperature, num_draft_tokens=options.num_draft_tokens,
-        ignore_eos=options.ignore_eos,
-    )  # fmt: skip
     num_running = most_running = 0
 
     async def ask(prompt: BenchPrompt) -> None:
@@ -152,9 +143,12 @@ async def measure(options: ServeOptions, client: BenchClient, tell: Progress) ->
         async with places:
             num_running += 1
             most_running = max(most_running, num_running)
-            length = prompt.max_tokens or options.max_tokens
+            request = bench_request(
+                prompt.text, prompt.max_tokens or options.max_tokens, options.temperature,
+                num_draft_tokens=options.num_draft_tokens, ignore_eos=options.ignore_eos,
+            )  # fmt: skip
             try:
-                answers.append(await client.generate(prompt, replace(decoding, max_tokens=length)))
+                answers.append(await client.generate(request))
             except OutriderError as error:
                 answers.append(error.message)
             num_running -= 1

@@ -9,10 +9,11 @@ from statistics import median
 from typing import Any
 
 from outrider.config import TargetConfig
+from outrider.request import GenerateRequest
 from outrider.settings import checked
 
 from .libraries import ENGINE, TRANSFORMERS, LibraryProcess, TargetInputs
-from .measurement import BenchClient, Contestant, Decoding, Progress, SideResult, measure
+from .measurement import BenchClient, Contestant, Progress, SideResult, measure
 from .options import Concurrency, DecodingOptions, Temperature
 from .prompts import BenchPrompt
 from .report import Report, table
@@ -54,7 +55,7 @@ class Subject:
     """The target's configuration, also for references and peers; None = the target's files are not
     on this machine."""
 
-    def setup(self, drafted: Decoding) -> dict[str, Any]:
+    def setup(self, drafted: GenerateRequest) -> dict[str, Any]:
         """Values of the JSON object about the deployment and the decoding."""
         return {
             "model": self.model,

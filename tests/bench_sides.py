@@ -3,21 +3,22 @@ processes that run in this process."""
 
 import asyncio
 import importlib
-import json
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
 
 from stack import running_stack
 
-from benchmarks.measurement import BenchClient, Completion, Decoding
-from benchmarks.prompts import BenchPrompt
+from benchmarks.measurement import BenchClient, Completion
 from benchmarks.speedup import Subject
+from outrider.request import GenerateRequest
 
-Script = Callable[[BenchPrompt, Decoding], tuple[int, float]]
+Script = Callable[[GenerateRequest], tuple[int, float]]
 """Returns the number of tokens and the seconds of a completion."""
 
 
@@ -27,16 +28,19 @@ class ScriptedSide(BenchClient):
 
     def __init__(self, script: Script) -> None:
         self.script = script
-        self.calls: list[tuple[BenchPrompt, Decoding]] = []
-        self.log: list[tuple[str, str]] = []
+        self.calls: list[GenerateRequest] = []
         self.running = 0
         self.most_running = 0
         self.now = 0.0
 
-    async def generate(self, prompt: BenchPrompt, decoding: Decoding) -> Completion:
-        self.calls.append((prompt, decoding))
-        self.log.append((prompt.text, "plain" if decoding.num_draft_tokens == 0 else "drafted"))
-        num_tokens, seconds = self.script(prompt, decoding)
+    @property
+    def log(self) -> list[tuple[str, str]]:
+        kinds = ("drafted" if one.num_draft_tokens else "plain" for one in self.calls)
+        return [(str(one.prompt), kind) for one, kind in zip(self.calls, kinds, strict=True)]
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        self.calls.append(request)
+        num_tokens, seconds = self.script(request)
         started = self.now
         self.running += 1
         self.most_running = max(self.most_running, self.running)
@@ -44,12 +48,12 @@ class ScriptedSide(BenchClient):
             await asyncio.sleep(0)
         self.running -= 1
         self.now = max(self.now, started + seconds)
-        drafted = 4 * num_tokens if decoding.num_draft_tokens else 0
+        drafted = 4 * num_tokens if request.num_draft_tokens else 0
         return Completion(
             token_ids=tuple(range(num_tokens)),
             started_s=started,
             seconds=seconds,
-            num_rounds=num_tokens // 2 if decoding.num_draft_tokens else num_tokens,
+            num_rounds=num_tokens // 2 if request.num_draft_tokens else num_tokens,
             num_draft_tokens=drafted,
             num_accepted_draft_tokens=drafted // 4,
             chunk_s=(seconds,),
@@ -73,16 +77,14 @@ class ProcessHere:
         self._opened = getattr(importlib.import_module(module), function)(setup)
 
     async def __aenter__(self) -> Self:
-        self._role = await self._opened.__aenter__()
-        self.ready = self._role.ready
-        self.address = self.ready.get("address")
+        self.address = await self._opened.__aenter__()
         return self
 
     async def __aexit__(self, *error: Any) -> None:
         await self._opened.__aexit__(*error)
 
     async def ask(self, question: dict[str, Any], timeout_s: float = 0.0) -> dict[str, Any]:
-        return json.loads(json.dumps(self._role.answer(json.loads(json.dumps(question)))))
+        return {"cpu_s": time.process_time()}
 
 
 def pair_here(
@@ -90,20 +92,20 @@ def pair_here(
 ) -> Callable[..., AbstractAsyncContextManager[Any]]:
     """Replaces `benchmarks.processes.running_pair`: runs the services in this process, on the
     engines that `engine_of` makes of their configurations."""
-    asked = [] if delays is None else delays
+    asked, places = [] if delays is None else delays, count()
 
     @asynccontextmanager
-    async def coordinator(
-        target: Any, draft: Any, look_ahead: int = 0, delay_ms: float = 0.0
-    ) -> AsyncIterator[Any]:
-        asked.append(delay_ms)
+    async def coordinator(target: Any, draft: Any, look_ahead: int = 0) -> AsyncIterator[Any]:
         engines = engine_of(target), draft and engine_of(draft)
-        place = directory / str(len(asked))
+        place = directory / str(next(places))
         async with running_stack(*engines, place, look_ahead=look_ahead) as stack:
             yield stack.client, None
 
     @asynccontextmanager
-    async def running_pair(target: Any, draft: Any, _: Any) -> AsyncIterator[Any]:
+    async def running_pair(
+        target: Any, draft: Any, _: Any, delay_ms: float = 0.0
+    ) -> AsyncIterator[Any]:
+        asked.append(delay_ms)
         yield SimpleNamespace(coordinator=partial(coordinator, target, draft))
 
     return running_pair

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from outrider.errors import SettingError
 from outrider.limits import MAX_TOKENS_DEFAULT
@@ -27,16 +27,17 @@ _ALLOWED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=ConfigDict(strict=True))
 class BenchPrompt:
     """One prompt, without the chat template."""
 
-    text: str
-    category: str
-    max_tokens: int | None = None
+    text: Annotated[str, Field(alias="prompt", pattern=r"\S")]
+    category: Annotated[str, Field(pattern=r"\S")] = UNCATEGORISED
+    max_tokens: Annotated[int | None, Field(ge=1, le=MAX_TOKENS_DEFAULT)] = None
     """Maximum number of tokens of the answer in `bench serve`; None = `--max-tokens`."""
 
 
+_LINE = TypeAdapter(BenchPrompt)
 WARM_UP_PROMPTS = (
     BenchPrompt("Name three things that one can see from a window in a large city.", "warm-up"),
     BenchPrompt("Write one sentence about a river, and then write it once more.", "warm-up"),
@@ -44,37 +45,28 @@ WARM_UP_PROMPTS = (
 """Decoded on every side before the measurement."""
 
 
-def built_in_prompts() -> tuple[BenchPrompt, ...]:
-    """All built-in prompts."""
-    directory = Path(__file__).parent
-    return tuple(
-        prompt for name in CATEGORIES for prompt in read_prompts(directory / f"{name}.jsonl")
-    )
-
-
-def read_prompts(path: Path | None) -> tuple[BenchPrompt, ...]:
-    """The prompts of a JSONL file, or the built-in prompts if `path` is None. Raises
-    `SettingError`."""
+def read_prompts(path: Path | None = None) -> tuple[BenchPrompt, ...]:
+    """The prompts of a JSONL file, or the built-in prompts if `path` is None. Ignores empty lines
+    and unknown keys. Raises `SettingError`."""
     if path is None:
-        return built_in_prompts()
+        own = (Path(__file__).with_name(f"{name}.jsonl") for name in CATEGORIES)
+        return tuple(prompt for file in own for prompt in read_prompts(file))
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError("prompts", f"cannot read {path}: {error}") from error
-    return parse_prompts(text, str(path))
-
-
-def parse_prompts(text: str, source: str) -> tuple[BenchPrompt, ...]:
-    """The prompts of a JSONL text. Ignores empty lines and unknown keys. Raises `SettingError`,
-    whose message calls the text `source`."""
     prompts: list[BenchPrompt] = []
     # Not `splitlines`, because a JSON string may contain other line separators than the line feed.
     for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        prompts.append(_parse_line(line, f"{source}:{number}"))
+        try:
+            if line.strip():
+                prompts.append(_LINE.validate_json(line))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            what = "".join(f'"{name}": ' for name in first["loc"]) + first["msg"]
+            raise SettingError("prompts", f"{path}:{number}: {what}; {_ALLOWED}") from None
     if not prompts:
-        raise SettingError("prompts", f"{source} has no prompts; {_ALLOWED}")
+        raise SettingError("prompts", f"{path} has no prompts; {_ALLOWED}")
     return tuple(prompts)
 
 
@@ -94,21 +86,3 @@ def encoder(text: TokenizerText, raw: bool) -> Callable[[str], list[int]]:
     if raw:
         return text.encode
     return lambda prompt: text.encode_chat([{"role": "user", "content": prompt}])
-
-
-class _Line(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-    prompt: str = Field(pattern=r"\S")
-    category: str = Field(UNCATEGORISED, pattern=r"\S")
-    max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS_DEFAULT)
-
-
-def _parse_line(line: str, where: str) -> BenchPrompt:
-    try:
-        found = _Line.model_validate_json(line)
-        return BenchPrompt(found.prompt, found.category, found.max_tokens)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        what = "".join(f'"{name}": ' for name in first["loc"]) + first["msg"]
-    raise SettingError("prompts", f"{where}: {what}; {_ALLOWED}")

@@ -122,7 +122,7 @@ class SimulationOptions(Options):
         scenario = Scenario(
             pair=pair,
             fleet={role: 1 if number is None else number for role, number in given.items()},
-            workload=Workload(self.sessions, self.rate, self.prompt_tokens, self.answer_tokens),
+            **{name: getattr(self, name) for name in LOAD},
             config=config,
             coordinator_s=self.coordinator_ms / 1e3,
             seconds=self.simulated_seconds,
@@ -168,11 +168,11 @@ def plan(arguments: Arguments) -> int:
         pair = _known_pair(simulation, options, config)
         values = {"pair": asdict(pair)}
     else:
-        prompts = options.load_prompts()
+        options.load_prompts()  # Wrong prompts raise here, before a model is loaded.
         _check(config)
         if arguments.simulate:
             simulation.check(bool(config.draft.drafter.name))
-        found = _plan(options, config, prompts)
+        found = _plan(options, config)
         pair, values, shown = found.pair, found.values(), [*found.tables()]
     if arguments.simulate:
         simulated = simulation.run(config, pair)
@@ -218,15 +218,13 @@ def _check(config: DeploymentConfig) -> None:
             raise SettingError(key, f"{size} is wrong; `plan` runs each model on 1 rank")
 
 
-def _plan(
-    options: PlanOptions, config: DeploymentConfig, prompts: Sequence[BenchPrompt]
-) -> PlanReport:
+def _plan(options: PlanOptions, config: DeploymentConfig) -> PlanReport:
     config = found_models(config)
     from benchmarks.acceptance import load_reading
     from deploy.planner.rehearsal import rehearsed_plans
     from deploy.planner.report import PlanReport
 
-    reading = load_reading(config, prompts, options.max_tokens, options.raw, progress)
+    reading = load_reading(config, options, progress)
     temperatures = dict.fromkeys(options.temperature)
     samples = [reading.sample(temperature, progress) for temperature in temperatures]
     del reading
@@ -239,7 +237,7 @@ def _plan(
     return PlanReport(
         model=config.target.model,
         draft_model=config.draft.model,
-        num_prompts=len(prompts),
+        num_prompts=len(samples[0].texts),
         max_tokens=options.max_tokens,
         concurrency=options.concurrency,
         round_trip_ms=options.round_trip_ms,

@@ -3,21 +3,20 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from statistics import mean, median
 from typing import Any
 
 from benchmarks.acceptance import Answer, Sample, rules_at
 from benchmarks.clients import complete
-from benchmarks.measurement import Completion, Progress
+from benchmarks.measurement import Completion, Progress, bench_request
 from benchmarks.processes import Replicas, running_pair
 from outrider.client import Client
 from outrider.config import DeploymentConfig, DraftConfig
 from outrider.engine.step_costs import StepCosts
 from outrider.errors import Unavailable
-from outrider.limits import DEADLINE_MS_MAX, PAGE_SIZE, SEED_MAX
-from outrider.request import GenerateRequest, RoundReport
-from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.limits import SEED_MAX
+from outrider.request import RoundReport
+from outrider.speculation.sampling_params import Rule
 from outrider.transport.grpc_link import draft_link, target_link
 from outrider.transport.link import Link
 
@@ -39,24 +38,14 @@ class PlayedSession:
     """The prompt, and the target's answer before the rehearsal."""
     num_draft_tokens: int
     done: Completion
-    is_cached: bool = True
-    """Whether both replicas had the prompt in their prefix caches."""
-
-    @property
-    def unread_tokens(self) -> int:
-        """Number of tokens that the target had to prefill. Of a cached prompt, these are the tokens
-        after its full pages, and at least one."""
-        num = len(self.text.prompt_ids)
-        return num - (num - 1) // PAGE_SIZE * PAGE_SIZE if self.is_cached else num
 
 
 async def play(
     client: Client, text: Answer, temperature: float, rule: Rule, num_draft_tokens: int
 ) -> PlayedSession:
-    request = GenerateRequest(
-        prompt=text.prompt_ids, sampling=SamplingParams(temperature=temperature), rule=rule,
-        num_draft_tokens=num_draft_tokens, deadline_ms=DEADLINE_MS_MAX, include_rounds=True,
-        max_tokens=text.max_tokens, seed=text.seed,
+    request = bench_request(
+        text.prompt_ids, text.max_tokens, temperature, rule=rule, seed=text.seed,
+        num_draft_tokens=num_draft_tokens, include_rounds=True,
     )  # fmt: skip
     return PlayedSession(text, num_draft_tokens, await complete(client, request))
 
@@ -84,7 +73,7 @@ async def rehearsed_plans(
         times: list[ServiceTimes] = []
         for sample in samples:
             async with replicas.coordinator() as (client, _):
-                rehearsed = await _rehearsed(client, sample, progress, is_first=not times)
+                rehearsed = await _rehearsed(client, sample, progress)
             found = fit(known, config.draft, sample.temperature, rehearsed)
             # Only the first sample prefills whole prompts. For later samples, prompts are cached.
             times.append(replace(found, first=times[0].first) if times else found)
@@ -104,26 +93,24 @@ async def _tables(replicas: Replicas) -> tuple[StepCosts | None, StepCosts | Non
     return found[0], found[1] if len(found) > 1 else None
 
 
-async def _rehearsed(
-    client: Client, sample: Sample, progress: Progress, is_first: bool
-) -> list[PlayedSession]:
-    """Plays some texts of the sample. If the sample `is_first`, no prompt is cached yet."""
+async def _rehearsed(client: Client, sample: Sample, progress: Progress) -> list[PlayedSession]:
+    """Plays some texts of the sample."""
     rule = rehearsed_rule(sample.temperature)
     # The chosen texts are spread over the sample, so that they are of different categories.
     texts = sample.texts[:: math.ceil(len(sample.texts) / TEXTS_MAX)]
     texts = tuple(replace(text, max_tokens=min(TOKENS_MAX, text.max_tokens)) for text in texts)
-    warm_up = replace(texts[-1], seed=(texts[0].seed - 1) & SEED_MAX)
+    # The warm-up must not leave a text's prompt in the prefix caches.
+    warm_up = replace(
+        texts[-1], prompt_ids=texts[-1].prompt_ids[::-1], seed=(texts[0].seed - 1) & SEED_MAX
+    )
     for k in (0, REHEARSED_K[-1]):
         await play(client, warm_up, sample.temperature, rule, k)
     played: list[PlayedSession] = []
     for index, text in enumerate(texts):
         number = f"prompt {index + 1} of {len(texts)}"
         progress(f"temperature {sample.temperature:g}, {number}: {text.category}")
-        is_cached = not is_first or text is texts[-1]  # The warm-up has played the last text.
-        for k in REHEARSED_K if index % 2 == 0 else reversed(REHEARSED_K):
-            one = await play(client, text, sample.temperature, rule, k)
-            played.append(replace(one, is_cached=is_cached))
-            is_cached = True
+        ks = REHEARSED_K if index % 2 == 0 else REHEARSED_K[::-1]
+        played += [await play(client, text, sample.temperature, rule, k) for k in ks]
     return played
 
 
@@ -138,22 +125,23 @@ def fit(
 ) -> ServiceTimes:
     """Adds to `known` the linear functions that correct the engines' cost tables, fitted to the
     measured times of the sessions."""
-    first, plain, wait, verify = (list[tuple[float, float]]() for _ in range(4))
+    plain, wait, verify = (list[tuple[float, float]]() for _ in range(3))
+    first: dict[int, tuple[float, float]] = {}
     rest = list[float]()
     step_seconds = known.target.step_seconds
     drafted: dict[int, list[tuple[int, int, RoundReport, float]]] = {}
     for session in played:
         num_tokens, rounds = len(session.text.prompt_ids), session.done.rounds
         k = session.num_draft_tokens
-        first.append((step_seconds(session.unread_tokens), rounds[0].arrived_s))
+        # Only the first session with a prompt prefills the prompt. For others it is cached.
+        first.setdefault(session.text.seed, (step_seconds(num_tokens), rounds[0].seconds))
         if k > 0:
             drafted.setdefault(k, []).extend(_drafted_rounds(draft, temperature, session))
         elif len(rounds) > 1:
             # Only the mean time of these rounds is known, because the target runs ahead and sends
             # the verdicts of several rounds together.
-            elapsed_s = rounds[-1].arrived_s - rounds[0].arrived_s
             table_s = step_seconds(1, 1, num_tokens + len(rounds) // 2)
-            plain.append((table_s, elapsed_s / (len(rounds) - 1)))
+            plain.append((table_s, mean(one.seconds for one in rounds[1:])))
     for found in drafted.values():
         longest_s = OUTLIER * median([seconds for *_, seconds in found] or [0.0])
         for steps, context, report, seconds in found:
@@ -166,7 +154,7 @@ def fit(
                 rest.append(seconds - wait_s - target_s)
     return replace(
         known, verify=fitted(verify), plain=fitted(plain), wait=fitted(wait),
-        rest_s=mean(rest or [0.0]), first=fitted(first),
+        rest_s=mean(rest or [0.0]), first=fitted([*first.values()]),
     )  # fmt: skip
 
 
@@ -178,12 +166,11 @@ def _drafted_rounds(
     draft, because the draft may prefill the prompt in this round. Also leaves out rounds with an
     unexpected number of draft tokens."""
     script, text = Script(draft, temperature), session.text
-    for index, (before, now) in enumerate(pairwise(session.done.rounds)):
+    for index, now in enumerate(session.done.rounds[1:]):
         start = now.tokens.first_index
         wanted = min(session.num_draft_tokens, text.max_tokens - start - 1)
         if wanted < 1:
             continue
         found = script.attempt(text, start, wanted, rehearsed_rule(temperature))
         if index > 0 and found.num_proposed == len(now.report.proposed_token_ids):
-            context, seconds = len(text.prompt_ids) + start, now.arrived_s - before.arrived_s
-            yield found.num_steps, context, now.report, seconds
+            yield found.num_steps, len(text.prompt_ids) + start, now.report, now.seconds

@@ -24,8 +24,11 @@ def SamplingParams(**options):
     note(temperature=options["temperature"])
     return SimpleNamespace(**options)
 
+NOTED = {"cache": "CACHE_ROOT", "bind": "CPU_OMP_THREADS_BIND"}
+
 class LLM:
     def __init__(self, model, max_num_seqs, speculative_config={}, **options):
+        note(**{name: os.environ[f"VLLM_{variable}"] for name, variable in NOTED.items()})
         drafting = speculative_config.get("num_speculative_tokens", 0)
         if drafting == 3:
             raise RuntimeError("no such drafts")

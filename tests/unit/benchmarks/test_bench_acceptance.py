@@ -130,7 +130,7 @@ def test_answers_side_by_side_are_those_alone() -> None:
 def test_a_draft_that_reads_the_target_is_refused() -> None:
     config = load_config({"draft_model": "eagle3:DIR"}, {})
     with pytest.raises(SettingError, match="eagle3:DIR is wrong; it must not read"):
-        load_reading(config, [], 20, False, lambda line: None)
+        load_reading(config, AcceptanceOptions(), lambda line: None)
 
 
 def test_a_prompt_that_leaves_no_room_is_refused() -> None:

@@ -8,7 +8,7 @@ import pytest
 from bench_sides import pair_here
 
 from benchmarks import emulate
-from benchmarks.emulate import Run, Timed, figures, window
+from benchmarks.emulate import Run, figures, window
 from benchmarks.measurement import Round
 from deploy.cli.main import main
 from outrider.config import TargetConfig
@@ -18,24 +18,23 @@ from outrider.request import RoundReport, Tokens
 from outrider.speculation.sampling_params import Rule
 
 
+def round_of(drafted: int, first: int, num_tokens: int, seconds: float = 1.0) -> Round:
+    report = RoundReport(0, (0,) * drafted, 0, 0, 0, 0, 0, 0)
+    return Round(report, Tokens(first, (0,) * num_tokens, "", (), ()), seconds)
+
+
 def test_a_window_of_rounds_is_without_the_first_and_those_behind_the_last_token() -> None:
-    """Each round takes a second. Rounds have the tokens 1 | 2..4 | 5, 6, 7 | 8 | 9, 10; the first
-    four tokens are dropped."""
-    rounds = [
-        Round(
-            RoundReport(index, (0,) * drafted, 0, 0, 0, 0, 0, 0, look_ahead_hit=index == 2),
-            Tokens(0, (0,) * num_tokens, "", (), ()), index + 1.0,
-        )
-        for index, (drafted, num_tokens) in enumerate(((0, 1), (2, 3), (4, 3), (4, 1), (4, 2)))
-    ]  # fmt: skip
-    assert window(rounds, 8) == [Timed(4, 3, True, 1000.0), Timed(4, 1, False, 1000.0)]
+    """Rounds have the tokens 1 | 2..4 | 5, 6, 7 | 8 | 9, 10; the first four are dropped."""
+    places = ((0, 0, 1), (2, 1, 3), (4, 4, 3), (4, 7, 1), (4, 8, 2))
+    rounds = [round_of(*place) for place in places]
+    assert window(rounds, 8) == rounds[2:4]
 
 
 def test_the_ideal_is_a_step_of_the_target_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """With K = 2 and acceptance 1/4, an ideal round commits 21/16 tokens in 18.3 ms: 71.7
     tokens/s."""
     monkeypatch.setattr(emulate, "ACCEPTANCE", {Rule.TOKEN: 0.5, Rule.COUPLED: 0.25})
-    one = [Timed(2, 1, False, 25.0)]
+    one = [round_of(2, 0, 1, 0.025)]
     found = figures(Run("synchronous", Rule.COUPLED, 2), one)
     assert found["tokens_per_second"] == pytest.approx(40.0)
     assert found["fraction_of_ideal"] == pytest.approx(40.0 * 18.3e-3 / (21 / 16))

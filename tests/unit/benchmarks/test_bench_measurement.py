@@ -9,7 +9,7 @@ import pytest
 from bench_sides import ScriptedSide
 
 from benchmarks.clients import GrpcClient
-from benchmarks.measurement import Completion, Contestant, Decoding, Job, measure
+from benchmarks.measurement import Completion, Contestant, bench_request, measure
 from benchmarks.prompts import WARM_UP_PROMPTS, BenchPrompt
 from outrider.errors import OutriderError, Unavailable
 from outrider.limits import SEED_MAX
@@ -23,7 +23,7 @@ WARM_UPS = tuple(prompt.text for prompt in WARM_UP_PROMPTS)
 
 
 def pair(side: ScriptedSide, concurrency: int = 1, seed: int = 0) -> list[Contestant]:
-    plain = Decoding(64, 0.0, Rule.GREEDY, seed, num_draft_tokens=0)
+    plain = bench_request("", 64, rule=Rule.GREEDY, seed=seed, num_draft_tokens=0)
     return [
         Contestant("plain", side, plain, concurrency),
         Contestant("speculative", side, replace(plain, num_draft_tokens=8), concurrency),
@@ -36,11 +36,11 @@ def silent(_line: str) -> None:
 
 async def test_a_pair_is_decoded_back_to_back_in_alternating_order() -> None:
     """Two warm-up prompts come first. Both sides use the same seed for a prompt."""
-    side = ScriptedSide(lambda prompt, decoding: (10, 1.0 if decoding.num_draft_tokens else 2.0))
+    side = ScriptedSide(lambda request: (10, 1.0 if request.num_draft_tokens else 2.0))
     results = await measure(PROMPTS[:3], pair(side, seed=SEED_MAX), silent)
-    seeds = [found.seed for _, found in side.calls]
+    seeds = [found.seed for found in side.calls]
     assert seeds == [SEED_MAX - 1, SEED_MAX - 2] * 2 + [SEED_MAX, SEED_MAX, 0, 0, 1, 1]
-    assert [found.max_tokens for _, found in side.calls] == [32] * 4 + [64] * 6
+    assert [found.max_tokens for found in side.calls] == [32] * 4 + [64] * 6
     assert side.log == [
         *((text, kind) for kind in ("plain", "drafted") for text in WARM_UPS),
         ("p0", "plain"), ("p0", "drafted"), ("p1", "drafted"), ("p1", "plain"),
@@ -53,8 +53,8 @@ async def test_a_pair_is_decoded_back_to_back_in_alternating_order() -> None:
 
 async def test_several_at_a_time_are_bounded_keep_their_order_and_share_wall_time() -> None:
     """Later prompts end sooner here. Each side comes first for every second prompt."""
-    side = ScriptedSide(lambda prompt, decoding: (10 + int(prompt.text[1:]), 9.0)
-                        if prompt.text[0] == "p" else (1, 1.0))  # fmt: skip
+    side = ScriptedSide(lambda request: (10 + int(request.prompt[1:]), 9.0)
+                        if request.prompt[0] == "p" else (1, 1.0))  # fmt: skip
     results = await measure(PROMPTS, pair(side, concurrency=3), silent)
     assert side.most_running == 3
     for result in results.values():
@@ -70,14 +70,16 @@ async def test_a_library_that_takes_all_prompts_of_a_turn_is_timed_by_the_last()
     """The side decodes one prompt after the other. Its times count from the start of the first."""
 
     class Library(ScriptedSide):
-        async def generate_all(self, jobs: Sequence[Job], concurrency: int) -> list[Completion]:
-            return [Completion((1,), 0.0, 2.0 * place) for place, _ in enumerate(jobs, start=1)]
+        async def generate_all(
+            self, requests: Sequence[GenerateRequest], concurrency: int
+        ) -> list[Completion]:
+            return [Completion((1,), 0.0, 2.0 * place) for place, _ in enumerate(requests, start=1)]
 
-    def script(prompt: BenchPrompt, decoding: Decoding) -> tuple[int, float]:
+    def script(request: GenerateRequest) -> tuple[int, float]:
         return 1, 1.0
 
     sides = pair(ScriptedSide(script), concurrency=2)
-    library = Contestant("library", Library(script), sides[0].decoding, 1)
+    library = Contestant("library", Library(script), sides[0].request, 1)
     results = await measure(PROMPTS, [*sides, library], silent)
     assert results["library"].seconds == 2.0 * len(PROMPTS)
 
@@ -85,8 +87,8 @@ async def test_a_library_that_takes_all_prompts_of_a_turn_is_timed_by_the_last()
 @pytest.mark.parametrize("failing", [WARM_UPS[1], "p2"])
 async def test_a_side_that_may_fail_is_left_out(failing: str) -> None:
 
-    def script(prompt: BenchPrompt, decoding: Decoding) -> tuple[int, float]:
-        if prompt.text == failing and decoding.num_draft_tokens > 0:
+    def script(request: GenerateRequest) -> tuple[int, float]:
+        if request.prompt == failing and request.num_draft_tokens:
             raise Unavailable("the library broke")
         return 10, 1.0
 
@@ -117,20 +119,16 @@ class RecordingClient:
 
 
 @pytest.mark.parametrize("raw", [False, True])
-async def test_a_request_says_all_that_is_measured(raw: bool) -> None:
+async def test_a_request_is_sent_as_a_chat_unless_raw(raw: bool) -> None:
     """If an answer was cut short, an error is raised."""
-    prompt = BenchPrompt("Hello.", "a")
-    decoding = Decoding(33, temperature=0.5, rule=Rule.BLOCK, seed=4, num_draft_tokens=8)
+    asked = bench_request("Hello.", 33, 0.5, rule=Rule.BLOCK, seed=4, num_draft_tokens=8)
     client: Any = RecordingClient()
-    done = await GrpcClient(client, raw=raw).generate(prompt, decoding)
-    [request] = client.requests
-    assert request.prompt == ("Hello." if raw else (ChatMessage("user", "Hello."),))
-    assert (request.sampling.temperature, request.rule, request.seed) == (0.5, Rule.BLOCK, 4)
-    assert (request.max_tokens, request.num_draft_tokens) == (33, 8)
-    assert not request.ignore_eos
+    done = await GrpcClient(client, raw=raw).generate(asked)
+    chat = replace(asked, prompt=(ChatMessage("user", "Hello."),))
+    assert client.requests == [asked if raw else chat]
     assert (done.token_ids, done.prompt_tokens) == ((5, 6, 7), 4)
     assert (done.num_rounds, done.num_draft_tokens, done.num_accepted_draft_tokens) == (2, 9, 1)
     assert 0 < done.chunk_s[0] < done.chunk_s[1] < done.seconds
     client = RecordingClient(FinishReason.DEADLINE)
     with pytest.raises(Unavailable, match="deadline"):
-        await GrpcClient(client, raw=True).generate(prompt, decoding)
+        await GrpcClient(client, raw=True).generate(asked)

@@ -5,11 +5,10 @@ import json
 import pytest
 from bench_sides import ProcessHere
 
-from benchmarks.measurement import BenchClient, Completion, Decoding
+from benchmarks.measurement import BenchClient, Completion
 from benchmarks.overhead import added_ms, round_figures
-from benchmarks.prompts import BenchPrompt
 from deploy.cli.main import main
-from outrider.request import RoundReport
+from outrider.request import GenerateRequest, RoundReport
 
 
 def test_a_round_lasts_from_the_draft_request_to_the_acknowledged_commit() -> None:
@@ -27,7 +26,7 @@ async def test_a_transport_adds_what_the_coordinator_does_not_take() -> None:
     stamps: list[float] = []
 
     class Scripted(BenchClient):
-        async def generate(self, prompt: BenchPrompt, decoding: Decoding) -> Completion:
+        async def generate(self, request: GenerateRequest) -> Completion:
             stamps.extend((10.1, 10.5, 11.0))
             return Completion((1, 2), 10.0, 1.2, chunk_s=(0.7, 1.1))
 

@@ -67,7 +67,7 @@ class ScriptedLibrary(ScriptedSide):
     """Replaces a `LibraryProcess`. OpenVINO does not start."""
 
     def __init__(self, library: Library, *_: object) -> None:
-        super().__init__(lambda prompt, decoding: (decoding.max_tokens, 1.0))
+        super().__init__(lambda request: (request.max_tokens, 1.0))
         self._name = library.name
 
     async def __aenter__(self) -> Self:
@@ -91,7 +91,7 @@ async def measured(
     directory = str(resolve_model(str(tiny)))
     target = TargetConfig(directory=directory, dtype="auto", device="cpu", num_threads=1)
     subject = subject_of(
-        ScriptedSide(lambda prompt, decoding: (3, 1.0)), model=str(tiny),
+        ScriptedSide(lambda request: (3, 1.0)), model=str(tiny),
         target=target if known else None,
     )  # fmt: skip
 

@@ -1,44 +1,43 @@
-"""The processes of a benchmark, and the relay between them."""
+"""The processes of a benchmark, and services that answer late."""
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from benchmarks.processes import Process, relay
+from benchmarks.processes import Process, delayed
+from outrider.clock import run_virtually
 from outrider.errors import ConfigError
 
-DELAY_MS = 50
 
+def test_each_message_takes_longer_in_each_direction_and_waits_for_no_other() -> None:
+    """The service answers each item at once, with the time at which it got the item."""
+    arrived: list[Any] = []
 
-async def test_a_relay_takes_longer_in_each_direction_and_keeps_the_order() -> None:
-    """Data does not wait until earlier data has arrived; otherwise the test would take 4 s."""
+    async def run() -> None:
+        clock = asyncio.get_running_loop().time
 
-    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while part := await reader.read(4096):
-            writer.write(part)
-        writer.close()
+        def connect(send: Any) -> Any:
+            return SimpleNamespace(receive=lambda item: send((item, clock())), close=None)
 
-    server = await asyncio.start_server(echo, "127.0.0.1", 0)
-    setup = {"address": f"127.0.0.1:{server.sockets[0].getsockname()[1]}", "delay_ms": DELAY_MS}
-    loop = asyncio.get_running_loop()
-    async with server, relay(setup) as role:
-        host, port = str(role.ready["address"]).split(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        start = loop.time()
-        sent = [f"{index:08}".encode() for index in range(40)]
-        for part in sent:
-            writer.write(part)
-            await asyncio.sleep(0.001)
-        writer.write_eof()
-        assert await reader.readexactly(8) == sent[0]
-        assert loop.time() - start >= 2 * DELAY_MS / 1e3
-        assert await reader.read() == b"".join(sent[1:])
-        assert loop.time() - start < 40 * DELAY_MS / 1e3
-        writer.close()
+        def note(answer: Any) -> None:
+            arrived.append((*answer, clock()))
+
+        connection = delayed(SimpleNamespace(connect=connect), 0.5).connect(note)
+        for item in range(3):
+            connection.receive(item)
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(1.0)
+
+    run_virtually(run())
+    assert arrived == [
+        (item, pytest.approx(0.5 + item / 10), pytest.approx(1.0 + item / 10)) for item in range(3)
+    ]
 
 
 async def test_a_process_that_cannot_start_says_why() -> None:
-    setup = {"service": "target", "config": {"engine": "emulated:no=1"}}
+    setup = {"service": "target", "config": {"engine": "emulated:no=1"}, "delay_ms": 0}
     process = Process("benchmarks.processes:service", "the target process", setup)
     with pytest.raises(ConfigError, match="the target process: emulated: no="):
         async with process:

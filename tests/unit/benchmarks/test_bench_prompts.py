@@ -7,21 +7,14 @@ from pathlib import Path
 import pytest
 from command_lines import refusal
 
-from benchmarks.prompts import (
-    CATEGORIES,
-    BenchPrompt,
-    built_in_prompts,
-    parse_prompts,
-    read_prompts,
-    select_prompts,
-)
+from benchmarks.prompts import CATEGORIES, BenchPrompt, read_prompts, select_prompts
 from deploy.cli.main import parse
 from outrider.errors import ConfigError
 
 
 def test_built_in_prompts_are_eight_of_each_category_and_all_different() -> None:
     """Prompts of the last three categories contain a text to work on."""
-    prompts = built_in_prompts()
+    prompts = read_prompts()
     assert Counter(prompt.category for prompt in prompts) == dict.fromkeys(CATEGORIES, 8)
     assert len({prompt.text for prompt in prompts}) == 48
     assert tuple(dict.fromkeys(prompt.category for prompt in prompts)) == CATEGORIES
@@ -53,9 +46,13 @@ def test_a_file_keeps_order_skips_empty_lines_and_ignores_other_columns(tmp_path
         ('{"prompt": "a", "max_tokens": 16385}', '"max_tokens": Input should be less than'),
     ],
 )
-def test_a_wrong_line_is_named_with_its_file_and_what_is_allowed(line: str, reason: str) -> None:
+def test_a_wrong_line_is_named_with_its_file_and_what_is_allowed(
+    line: str, reason: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "own.jsonl"
+    path.write_text('{"prompt": "fine"}\n' + line)
     with pytest.raises(ConfigError) as caught:
-        parse_prompts('{"prompt": "fine"}\n' + line, "own.jsonl")
+        read_prompts(path)
     assert "own.jsonl:2: " in caught.value.message
     assert reason in caught.value.message
     assert 'a JSON object with "prompt"' in caught.value.message
@@ -66,8 +63,9 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     path.write_bytes('{"prompt": "Wörter"}'.encode("latin-1"))
     with pytest.raises(ConfigError, match=r"cannot read .*'utf-8' codec"):
         read_prompts(path)
-    with pytest.raises(ConfigError, match=r"empty\.jsonl has no prompts"):
-        parse_prompts("\n\n", "empty.jsonl")
+    path.write_text("\n\n")
+    with pytest.raises(ConfigError, match=r"latin\.jsonl has no prompts"):
+        read_prompts(path)
 
 
 @pytest.mark.parametrize(

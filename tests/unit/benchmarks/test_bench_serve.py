@@ -15,12 +15,12 @@ from openai_server import OpenAiServer, Reply, serving
 from stack import VOCAB, running_stack, toy_text
 from toy_engine import ToyEngine
 
-from benchmarks.measurement import BenchClient, Completion, Decoding
-from benchmarks.prompts import BenchPrompt
+from benchmarks.measurement import BenchClient, Completion
 from benchmarks.serve import Load, ServeOptions, arrival_times, measure, report
 from deploy.cli.main import main
 from outrider.clock import run_virtually
 from outrider.errors import Unavailable
+from outrider.request import GenerateRequest
 
 NUMBER = 20_000
 
@@ -43,12 +43,12 @@ class ScriptedServer(BenchClient):
 
     def __init__(self, fails: Callable[[int], str] = lambda _: "") -> None:
         self.fails = fails
-        self.asked: list[tuple[float, BenchPrompt, int]] = []
+        self.asked: list[tuple[float, GenerateRequest]] = []
         self.running = self.most_running = 0
 
-    async def generate(self, prompt: BenchPrompt, decoding: Decoding) -> Completion:
+    async def generate(self, request: GenerateRequest) -> Completion:
         error, started_s = self.fails(len(self.asked)), asyncio.get_running_loop().time()
-        self.asked.append((started_s, prompt, decoding.max_tokens))
+        self.asked.append((started_s, request))
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         await asyncio.sleep(4.0)
@@ -74,11 +74,11 @@ def test_without_a_rate_all_come_at_once_and_a_failure_ends_nothing(tmp_path: Pa
     file.write_text('{"prompt": "a", "max_tokens": 7}\n{"prompt": "b"}\n', "utf-8")
     server = ScriptedServer(fails=lambda index: "no room" if index == 1 else "")
     load = play(ServeOptions(prompts=file, max_tokens=9, num_prompts=100), server)
-    assert [at for at, _, _ in server.asked] == [0.0] * 100
+    assert [at for at, _ in server.asked] == [0.0] * 100
     assert server.most_running == load.most_running == 100
     assert load.duration_s == pytest.approx(4.0)
     assert (len(load.completed), load.errors) == (99, {"no room": 1})
-    assert {prompt.text: most for _, prompt, most in server.asked} == {"a": 7, "b": 9}
+    assert {one.prompt: one.max_tokens for _, one in server.asked} == {"a": 7, "b": 9}
 
 
 def test_a_fixed_concurrency_is_kept_full_and_never_passed() -> None:
@@ -93,7 +93,7 @@ def test_what_a_rate_holds_back_waits_outside_of_its_latency() -> None:
     options = ServeOptions(num_prompts=5, request_rate=1.0, burstiness=math.inf, max_concurrency=1)
     server = ScriptedServer()
     load = play(options, server)
-    assert [at for at, _, _ in server.asked] == pytest.approx([1.0, 5.0, 9.0, 13.0, 17.0])
+    assert [at for at, _ in server.asked] == pytest.approx([1.0, 5.0, 9.0, 13.0, 17.0])
     found = report(options, options.settings("b", "s", "m"), load).values
     assert (found["mean_e2el_ms"], found["duration"]) == pytest.approx((4e3, 21.0))
 

@@ -7,18 +7,21 @@ import pytest
 from bench_sides import ScriptedSide, subject_of
 from command_lines import printed
 
-from benchmarks.measurement import Completion, Decoding, SideResult
-from benchmarks.prompts import BenchPrompt
+from benchmarks.measurement import Completion, SideResult
+from benchmarks.prompts import BenchPrompt, read_prompts
 from benchmarks.speedup import SpeedupOptions, compared, report, run
 from outrider.errors import ConfigError
+from outrider.request import GenerateRequest
 from outrider.speculation.sampling_params import Rule
 
 
 async def test_the_whole_of_it_over_the_built_in_prompts() -> None:
     """Drafts make the category `rewrite` three times as fast, and no other category faster."""
 
-    def script(prompt: BenchPrompt, decoding: Decoding) -> tuple[int, float]:
-        helped = decoding.num_draft_tokens > 0 and prompt.category == "rewrite"
+    rewritten = [prompt.text for prompt in read_prompts() if prompt.category == "rewrite"]
+
+    def script(request: GenerateRequest) -> tuple[int, float]:
+        helped = request.num_draft_tokens and request.prompt in rewritten
         return 12, 1.0 if helped else 3.0
 
     options, lines = SpeedupOptions(num_prompts=12), list[str]()
@@ -39,10 +42,10 @@ async def test_the_whole_of_it_over_the_built_in_prompts() -> None:
 
 async def test_sampling_uses_the_rule_asked_for_and_the_bound_asked_for() -> None:
     """If the deployment drafts no tokens, there is nothing to compare."""
-    side = ScriptedSide(lambda prompt, decoding: (12, 1.0))
+    side = ScriptedSide(lambda request: (12, 1.0))
     options = SpeedupOptions(num_prompts=6, temperature=1.0, rule="block", num_draft_tokens=3)
     await run(options, subject_of(side), lambda line: None)
-    assert {(found.rule, found.num_draft_tokens) for _, found in side.calls} == {
+    assert {(found.rule, found.num_draft_tokens) for found in side.calls} == {
         (Rule.BLOCK, 0), (Rule.BLOCK, 3),
     }  # fmt: skip
     with pytest.raises(ConfigError, match="num_draft_tokens: 0"):

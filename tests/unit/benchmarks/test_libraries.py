@@ -23,22 +23,21 @@ from benchmarks.libraries import (
     TRANSFORMERS,
     Library,
     LibraryProcess,
-    Setting,
     TargetInputs,
     bfloat16_gguf,
     fastest_settings,
     sweep_prompts,
 )
 from benchmarks.library_process import DECODERS, _decode
-from benchmarks.measurement import Decoding
+from benchmarks.measurement import bench_request
 from benchmarks.options import PromptOptions
 from benchmarks.prompts import BenchPrompt
 from outrider.config import TargetConfig
 from outrider.errors import BadRequest, ConfigError, Unavailable
 from outrider.models.sources import converted
 
-PROMPTS = [BenchPrompt(f"{first}", "chat") for first in (1, 11, EOS - 2)]
-TOKEN_IDS = {prompt.text: [5, int(prompt.text)] for prompt in PROMPTS} | {"": []}
+TEXTS = [f"{first}" for first in (1, 11, EOS - 2)]
+TOKEN_IDS = {text: [5, int(text)] for text in TEXTS} | {"": []}
 BY_NAME = {peer.name: peer for peer in PEERS}
 
 
@@ -63,12 +62,14 @@ async def test_tokens_come_back_up_to_the_eos_and_the_most_wanted(
     told = inputs(environments, token_ids=TOKEN_IDS, batch=2)
     async with LibraryProcess(library, library.bindings[0], told) as process:
         with pytest.raises(ConfigError, match=r"vllm: .*an empty prompt"):
-            await process.generate(BenchPrompt("", "chat"), Decoding(4, 0.0))
-        done = await process.generate_all([(one, Decoding(4, 0.5)) for one in PROMPTS], 2)
+            await process.generate(bench_request("", 4))
+        done = await process.generate_all([bench_request(text, 4, 0.5) for text in TEXTS], 2)
     assert [each.token_ids for each in done] == [(2, 3, 4, 5), (12, 13, 14, 15), (EOS - 1, EOS)]
     assert 0 < (done[0].first_token_s or 0) < done[0].seconds
     written = notes(record)
     assert [each["temperature"] for each in written if "temperature" in each][-1] == 0.5
+    assert written[0]["cache"] == str(environments / "vllm" / "cache")
+    assert written[0]["bind"].isdecimal()
     assert max(each.get("running", 0) for each in written) == 2
 
 
@@ -79,25 +80,23 @@ async def test_a_sweep_takes_what_is_fastest_and_keeps_it(environments: Path, re
     told = inputs(environments, token_ids={prompt.text: [1] for prompt in sweep_prompts()})
     lines: list[str] = []
     found = await fastest_settings(peer, told, lines.append, again=False)
-    assert found == {"plain": Setting(), "n-gram": peer.drafting[2]}
+    assert found == {"plain": {}, "n-gram": peer.drafting[2]}
     tried = len(notes(record))
     assert await fastest_settings(peer, told, lines.append, again=False) == found
     assert len(notes(record)) == tried
     failing = peer.drafting[:1]
     half = await fastest_settings(replace(peer, drafting=failing), told, lines.append, again=True)
-    assert half == {"plain": Setting()}
+    assert half == {"plain": {}}
     assert "vllm n-gram does not work: vllm: RuntimeError: no such drafts" in lines[-1]
     with pytest.raises(Unavailable, match="no such drafts"):
         await fastest_settings(replace(peer, bindings=failing), told, lines.append, again=True)
 
 
-def test_variables_name_cores_and_environment_and_what_is_preloaded(tmp_path: Path) -> None:
+def test_what_the_manual_asks_for_is_preloaded_if_it_exists(tmp_path: Path) -> None:
     peer = Library(name="p", preloads=("libx.so", "not-there.so"))
     (tmp_path / "p" / "lib").mkdir(parents=True)
     (tmp_path / "p" / "lib" / "libx.so").touch()
-    found = peer.environment(Setting({"BIND": "{cpus}", "CACHE": "{root}/c"}), inputs(tmp_path))
-    assert found.pop("BIND").isdecimal()
-    assert found == {"CACHE": f"{tmp_path}/p/c", "LD_PRELOAD": f"{tmp_path}/p/lib/libx.so"}
+    assert peer.environment(tmp_path) == {"LD_PRELOAD": f"{tmp_path}/p/lib/libx.so"}
 
 
 def test_every_peer_has_a_file_that_make_installs_it_from() -> None:
@@ -127,8 +126,11 @@ def test_engine_and_library_write_the_same_tokens_at_temperature_zero(
     chats = [BenchPrompt("The quick brown fox", "chat"), BenchPrompt("fox", "chat")]
     setup = TargetInputs.load(tiny, chats, PromptOptions(raw=raw, max_tokens=16))
     prompts = [setup.token_ids[prompt.text] for prompt in chats]
-    request = {"prompts": prompts, "max_tokens": 12, "temperature": 0.0, "concurrency": 1}
-    lookup = TRANSFORMERS.drafting[0].options
+    request = {
+        "prompts": prompts, "eos_token_ids": setup.eos_token_ids, "max_tokens": 12,
+        "temperature": 0.0, "concurrency": 1,
+    }  # fmt: skip
+    lookup = TRANSFORMERS.drafting[0]
     sides = [
         DECODERS[name](setup.setup() | {"options": options})
         for name, options in (("engine", {}), ("transformers", {}), ("transformers", lookup))
@@ -140,21 +142,20 @@ def test_engine_and_library_write_the_same_tokens_at_temperature_zero(
     assert [len(text) for text in engine] == [12, 12]
     eos = engine[0][5]
     for side in sides:
-        side.setup["eos_token_ids"] = [eos]
-        ended = _decode(side, request)[0]["token_ids"]
+        ended = _decode(side, request | {"eos_token_ids": [eos]})[0]["token_ids"]
         assert ended == engine[0][: engine[0].index(eos) + 1]
 
 
 async def test_the_engine_decodes_in_a_process_of_our_own(tiny: TargetConfig) -> None:
     """It also decodes at temperature 1. If the process is killed, the call raises an error."""
-    [prompt] = prompts = [BenchPrompt("fox", "chat")]
-    told = TargetInputs.load(tiny, prompts, PromptOptions(max_tokens=16))
-    async with LibraryProcess(ENGINE, Setting(), told) as engine:
-        done = await engine.generate(prompt, Decoding(12, 1.0))
+    told = TargetInputs.load(tiny, [BenchPrompt("fox", "chat")], PromptOptions(max_tokens=16))
+    asked = bench_request("fox", 12, 1.0)
+    async with LibraryProcess(ENGINE, {}, told) as engine:
+        done = await engine.generate(asked)
         assert len(done.token_ids) == done.num_rounds == 12
         os.kill(engine._process.pid, signal.SIGKILL)
         with pytest.raises(Unavailable, match="engine was killed"):
-            await engine.generate(prompt, Decoding(12, 1.0))
+            await engine.generate(asked)
 
 
 def test_the_library_reads_the_target_from_the_gguf_file(tmp_path: Path) -> None:

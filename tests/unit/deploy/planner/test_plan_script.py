@@ -143,13 +143,13 @@ def _session(
     text: Answer, k: int, wait_s: float, target_s: float, rest_s: float, rounds: int
 ) -> PlayedSession:
     """A session whose rounds accept nothing."""
-    arrived, found = 0.1, []
+    found = []
     for index in range(rounds):
         drafted = (7,) * k if index else ()
         report = RoundReport(index, drafted, 0, 1e3 * wait_s, 0.0, 0.0, 1e3 * target_s, 0.0)
-        found.append(Round(report, Tokens(index, (7,), "", (), ()), arrived))
-        arrived += wait_s + target_s + rest_s
-    return PlayedSession(text, k, Completion((7,) * rounds, 0.0, arrived, rounds=found))
+        seconds = wait_s + target_s + rest_s if index else 0.1
+        found.append(Round(report, Tokens(index, (7,), "", (), ()), seconds))
+    return PlayedSession(text, k, Completion((7,) * rounds, 0.0, 9.0, rounds=found))
 
 
 def test_a_rehearsal_finds_what_rounds_take_beside_the_tables() -> None:
