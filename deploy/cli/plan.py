@@ -113,7 +113,7 @@ class SimulationOptions(Options):
             )
 
     def run(self, config: DeploymentConfig, pair: Pair) -> Report:
-        from deploy.planner.simulation import ROLES, Scenario, Workload, simulated
+        from deploy.planner.simulation import LOAD, ROLES, Scenario, simulated
 
         self.check(pair.has_drafts)
         given = {role: getattr(self, f"{role}s") for role in ROLES}

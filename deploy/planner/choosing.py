@@ -14,7 +14,7 @@ from outrider.config import DraftConfig
 from outrider.speculation.sampling_params import Rule
 from outrider.speculation.text_acceptance import NUM_DEPTHS
 
-from .rounds import Option, Rounds, ServiceTimes, scripted, stacked, total, weighted
+from .rounds import Option, Rounds, ServiceTimes, scripted, total
 
 GAIN_MIN = 0.005
 """An option replaces an earlier option only if it is faster by this share."""
@@ -92,45 +92,29 @@ def best(options: Iterable[Option]) -> Option:
     return first
 
 
-@dataclass(frozen=True)
-class Spread:
-    """How much the plan depends on the sample of prompts, measured by resampling the prompts."""
-
-    num_texts: int
-    speedup: tuple[float, float]
-    """The lowest and the highest speed-up of the chosen option over plain decoding, in the middle
-    `LEVEL` of the resamples."""
-    same_share: float
-    """Share of the resamples in which the plan's rule and K are chosen again."""
-
-
-def spread(
-    options: Sequence[Option],
-    rounds: Sequence[Sequence[Rounds]],
+def speedup_interval(
     times: ServiceTimes,
     sessions: int,
     prompt_tokens: Sequence[int],
-) -> Spread | None:
-    """Repeats the choice among `options` for bootstrap samples of the texts. The first option is
-    plain decoding. `rounds` is [options, texts], `prompt_tokens` [texts]. Returns None for a single
-    text."""
-    num = len(prompt_tokens)
+    plain: Sequence[Rounds],
+    chosen: tuple[Option, Sequence[Rounds]],
+) -> tuple[float, float] | None:
+    """The lowest and the highest speed-up of an option over plain decoding, in the middle `LEVEL`
+    of `RESAMPLES` bootstrap samples of the texts. `prompt_tokens` [texts] are the lengths of the
+    prompts, `plain` [texts] the rounds without drafts, and `chosen` has the option and its rounds
+    [texts]. Returns None for a single text."""
+    num, generator = len(prompt_tokens), np.random.default_rng(0)
     if num < 2:
         return None
-    chosen, generator = options.index(best(options)), np.random.default_rng(0)
-    stacks = [stacked(parts) for parts in rounds]
-    speedups, num_same = [], 0
+    speedups = []
     for _ in range(RESAMPLES):
-        drawn = generator.integers(num, size=num)
-        counts = np.bincount(drawn, minlength=num).astype(np.float64)
-        plain, *drafted = (weighted(stack, counts) for stack in stacks)
-        tokens = [prompt_tokens[at] for at in drawn]
-        chooser = Chooser(times, sessions, tokens, plain, options[0].rule)
-        again = [chooser.plain, *map(chooser.timed, options[1:], drafted)]
-        speedups.append(again[chosen].speedup)
-        num_same += best(again) is again[chosen]
+        drawn = generator.integers(num, size=num).tolist()
+        plain_rounds, rounds = (total([one[i] for i in drawn]) for one in (plain, chosen[1]))
+        tokens = [prompt_tokens[i] for i in drawn]
+        chooser = Chooser(times, sessions, tokens, plain_rounds, chosen[0].rule)
+        speedups.append(chooser.timed(chosen[0], rounds).speedup)
     low, high = np.quantile(speedups, ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
-    return Spread(num, (float(low), float(high)), num_same / RESAMPLES)
+    return float(low), float(high)
 
 
 @dataclass(frozen=True)
@@ -145,7 +129,7 @@ class TemperaturePlan:
     times: ServiceTimes
     survival: tuple[float, ...]
     """[K]: the chances that at least 1, 2, ... draft tokens are accepted, for the chosen option."""
-    spread: Spread | None
+    speedup_interval: tuple[float, float] | None
 
 
 def choose(
@@ -170,7 +154,8 @@ def choose(
             if k == NUM_DEPTHS:
                 measured[rule] = parts[-1]
     chosen = best(options)
-    chances = total(parts[options.index(chosen)]).chances(chosen.num_draft_tokens)
+    chosen_parts = parts[options.index(chosen)]
+    chances = total(chosen_parts).chances(chosen.num_draft_tokens)
     return TemperaturePlan(
         temperature=sample.temperature,
         acceptance=_accepted(sample, measured),
@@ -179,7 +164,9 @@ def choose(
         options=tuple(options[1:]),
         times=times,
         survival=tuple(accumulate(chances, mul)),
-        spread=spread(options, parts, times, sessions, prompt_tokens),
+        speedup_interval=speedup_interval(
+            times, sessions, prompt_tokens, parts[0], (chosen, chosen_parts)
+        ),
     )
 
 

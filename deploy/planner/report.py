@@ -51,7 +51,7 @@ class PlanReport:
             yield found
             yield Text(self._sentence(plan), style="bold")
             yield from _advice(plan)
-            yield _certainty(plan)
+            yield self._certainty(plan)
 
     def _acceptance(self, plan: TemperaturePlan) -> RenderableType:
         return table(
@@ -63,6 +63,16 @@ class PlanReport:
                 for name, found in plan.acceptance.items()
                 for rule, chances in found["by_position"].items()
             ],
+        )
+
+    def _certainty(self, plan: TemperaturePlan) -> str:
+        if plan.speedup_interval is None:
+            return "One prompt does not show how certain this plan is. Use more (--prompts)."
+        low, high = plan.speedup_interval
+        return (
+            f"In {LEVEL:.0%} of {RESAMPLES} resamples of these {self.num_prompts} prompts, this "
+            f"option has a speed-up of {low:.2f} to {high:.2f}. Errors of the measured times are "
+            "not included."
         )
 
     def _sentence(self, plan: TemperaturePlan) -> str:
@@ -100,15 +110,3 @@ def _advice(plan: TemperaturePlan) -> Iterator[str]:
             f"separate draft a device yields {rate:.1f} tokens/s, with plain decoding {plain:.1f}. "
             "`outrider plan --devices` also compares heads, and drafts that several targets share."
         )
-
-
-def _certainty(plan: TemperaturePlan) -> str:
-    found = plan.spread
-    if found is None:
-        return "One prompt does not show how certain this plan is. Use more prompts (--prompts)."
-    low, high = found.speedup
-    return (
-        f"In {LEVEL:.0%} of {RESAMPLES} resamples of these {found.num_texts} prompts, this option "
-        f"has a speed-up of {low:.2f} to {high:.2f}. In {found.same_share:.0%} of them, its rule "
-        "and K are chosen again. Errors of the measured times are not included."
-    )

@@ -73,7 +73,6 @@ class Rounds(NamedTuple):
 
     num_texts: float
     num_tokens: float
-    num_rounds: float
     contexts: float
     """The session's length at the start of a later round, in tokens, summed over these rounds."""
     reached: Array
@@ -85,7 +84,11 @@ class Rounds(NamedTuple):
 
     @property
     def num_later(self) -> float:
-        return self.num_rounds - self.num_texts
+        return float(self.kinds.sum())
+
+    @property
+    def num_rounds(self) -> float:
+        return self.num_texts + self.num_later
 
     @property
     def context(self) -> float:
@@ -118,20 +121,10 @@ class Rounds(NamedTuple):
         return float(total) / self.num_later if self.num_later > 0 else 0.0
 
 
-def stacked(parts: Sequence[Rounds]) -> Rounds:
-    """The rounds of texts as one `Rounds`, whose fields have a first dimension for the texts."""
-    fields: Any = map(np.stack, zip(*parts, strict=True))
-    return Rounds(*fields)
-
-
-def weighted(stack: Rounds, counts: Array) -> Rounds:
-    """The sum of `stacked` rounds, in which text i counts `counts[i]` times."""
-    fields: Any = (np.tensordot(counts, field, 1) for field in stack)
-    return Rounds(*fields)
-
-
 def total(parts: Sequence[Rounds]) -> Rounds:
-    return weighted(stacked(parts), np.ones(len(parts)))
+    """The rounds of several texts together."""
+    fields: Any = map(sum, zip(*parts, strict=True))
+    return Rounds(*fields)
 
 
 def replay(num_tokens: int, attempt_at: Callable[[int], Attempt], prompt_tokens: int = 0) -> Rounds:
@@ -154,7 +147,7 @@ def replay(num_tokens: int, attempt_at: Callable[[int], Attempt], prompt_tokens:
         accepted[: len(known)] += chances[1:-1]
         for num_accepted, chance in enumerate(chances[:-1] - chances[1:]):
             visits[min(num_tokens, start + num_accepted + 1)] += chance
-    return Rounds(1.0, num_tokens, 1.0 + kinds.sum(), contexts, reached, accepted, kinds)
+    return Rounds(1.0, num_tokens, contexts, reached, accepted, kinds)
 
 
 class Script:

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from pydantic import TypeAdapter
 
+from benchmarks.measurement import bench_request
 from benchmarks.report import Report, table
 from coordinator.service import CoordinatorService
 from draft_service.model_drafter import ModelDrafter
@@ -39,9 +40,9 @@ from outrider.limits import DEADLINE_MS_MAX, PAGE_SIZE, REPLICAS_MAX
 from outrider.registry.registry import Role
 from outrider.replica.executors import InlineExecutor
 from outrider.replica.process_setup import batched_tokens
-from outrider.request import GenerateRequest, RoundReport, Tokens
+from outrider.request import RoundReport, Tokens
 from outrider.sessions.memory_store import MemoryStore
-from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.speculation.sampling_params import Rule
 from outrider.transport.link import MemoryLink
 from target_service.service import TargetService
 
@@ -65,23 +66,11 @@ GENEROUS = 4
 The lower bound is the number of replicas that the load keeps fully busy."""
 HOPELESS = 16
 """The search for the number of a role gives up at this many times the role's lower bound."""
+LOAD = ("sessions", "rate", "prompt_tokens", "answer_tokens")
+"""The fields of a `Scenario` that describe the load."""
 ReplicaRole = Literal["target", "draft"]
 Fleet = Mapping[Role, int]
 """Number of replicas of each role. If no model drafts, the number of drafts is 0."""
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Either `sessions` or `rate` is set."""
-
-    sessions: int | None = None
-    """Sessions at a time; when a session ends, the next begins."""
-    rate: float | None = None
-    """Requests a second (a Poisson process)."""
-    prompt_tokens: int = 64
-    answer_tokens: float = 256.0
-    """Mean of the geometric distribution of the answers' lengths; `inf` = all answers have
-    `ANSWER_TOKENS_MAX` tokens."""
 
 
 @dataclass(frozen=True)
@@ -123,11 +112,18 @@ def _on_line(costs: StepCosts, line: Line) -> StepCosts:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A fleet that serves a pair, and the load of the fleet."""
+    """A fleet that serves a pair, and the load of the fleet. Either `sessions` or `rate` is set."""
 
     pair: Pair
     fleet: Fleet
-    workload: Workload
+    sessions: int | None = None
+    """Sessions at a time; when a session ends, the next begins."""
+    rate: float | None = None
+    """Requests a second (a Poisson process)."""
+    prompt_tokens: int = 64
+    answer_tokens: float = 256.0
+    """Mean of the geometric distribution of the answers' lengths; `inf` = all answers have
+    `ANSWER_TOKENS_MAX` tokens."""
     config: DeploymentConfig = field(default_factory=DeploymentConfig)
     """Time-outs and limits of the services."""
     coordinator_s: float = 0.00029
@@ -157,8 +153,6 @@ class FleetFigures:
     """Share of the rounds with draft tokens whose proposal was ready when the round began."""
     busy: tuple[float, float, float]
     """Shares of the time in which a target, a draft and a coordinator worked, on average."""
-    sessions_per_step: float
-    """Mean number of sessions in a step of a target."""
 
 
 def simulate(scenario: Scenario) -> FleetFigures:
@@ -205,19 +199,25 @@ def _rows(pair: Pair, role: ReplicaRole) -> torch.Tensor:
     return law.log().float()
 
 
-class _Engine(EmulatedEngine):
-    """An emulated engine whose steps take the times of the plan."""
+class _Replica(EmulatedEngine):
+    """An emulated engine whose steps take the times of the plan, and its service."""
 
     def __init__(self, scenario: Scenario, role: ReplicaRole) -> None:
-        length = scenario.workload.prompt_tokens + ANSWER_TOKENS_MAX + VOCABULARY
+        length = scenario.prompt_tokens + ANSWER_TOKENS_MAX + VOCABULARY
         spec = EmulatedSpec(
             vocab_size=VOCABULARY, support=1, order=1, max_model_len=length, num_pages=PAGES_MAX
         )
         super().__init__(spec, role, scenario.pair.seats(role))
         self.costs = scenario.pair.costs(role)
-        self.work = np.zeros(3)
-        """Sums over all steps so far: seconds, steps, sessions."""
+        self.busy_s = 0.0
         self._law = _rows(scenario.pair, role)
+        service: Any = TargetService if role == "target" else DraftService
+        self.service = service(
+            self if role == "target" else ModelDrafter(self),
+            InlineExecutor(self.take_step_seconds),
+            max_num_seqs=scenario.pair.seats(role), costs=self.costs,
+            max_num_batched_tokens=batched_tokens(scenario.config.target),
+        )  # fmt: skip
 
     def _logits(self, contexts: Any) -> torch.Tensor:
         last = np.minimum(contexts[:, 0], VOCABULARY).astype(np.int64)
@@ -231,7 +231,7 @@ class _Engine(EmulatedEngine):
             held = self.length(step.sequence_id) - num
             attention_s += self.costs.attention_seconds(num, held)
         seconds = self.costs.mixed_seconds(rows, len(steps), attention_s)
-        self.work += (seconds, 1, len(steps))
+        self.busy_s += seconds
         return seconds
 
 
@@ -252,22 +252,13 @@ class _Lookup(LookupDrafter):
         pass
 
 
-class _Replica:
-    def __init__(self, scenario: Scenario, role: ReplicaRole) -> None:
-        self.role = role
-        self.engine = _Engine(scenario, role)
-        service: Any = TargetService if role == "target" else DraftService
-        self.service = service(
-            self.engine if role == "target" else ModelDrafter(self.engine),
-            InlineExecutor(self.engine.take_step_seconds),
-            max_num_seqs=scenario.pair.seats(role), costs=self.engine.costs,
-            max_num_batched_tokens=batched_tokens(scenario.config.target),
-        )  # fmt: skip
-
-
 class _Coordinator:
     def __init__(
-        self, scenario: Scenario, place: int, replicas: Sequence[_Replica], store: MemoryStore
+        self,
+        scenario: Scenario,
+        place: int,
+        replicas: Mapping[ReplicaRole, Sequence[_Replica]],
+        store: MemoryStore,
     ) -> None:
         self.busy_s = 0.0
         self._free_at = 0.0
@@ -278,10 +269,13 @@ class _Coordinator:
             "target": self._carrier(times.rest_s - turn_s if k else 0.0, turn_s),
             "draft": self._carrier(times.wait.base_s + times.round_trip_s, 0.0),
         }
-        links: dict[str, dict[str, Any]] = {"target": {}, "draft": {}}
-        for number, one in enumerate(replicas):
-            link: Any = MemoryLink(one.service, carriers[one.role])
-            links[one.role][f"{one.role}-{number}"] = link
+        links: dict[str, dict[str, Any]] = {
+            role: {
+                f"{role}-{number}": MemoryLink(one.service, carriers[role])
+                for number, one in enumerate(group)
+            }
+            for role, group in replicas.items()
+        }
         self.service = CoordinatorService(
             replace(
                 scenario.config.coordinator,
@@ -342,11 +336,9 @@ class _Simulation:
         """Whether each request that ended after the warm-up was served."""
 
     async def run(self) -> FleetFigures:
-        scenario = self._scenario
-        fleet, workload = scenario.fleet, scenario.workload
-        drafts = fleet["draft"] if scenario.pair.has_drafts else 0
-        replicas = [_Replica(scenario, "target") for _ in range(fleet["target"])]
-        replicas += [_Replica(scenario, "draft") for _ in range(drafts)]
+        scenario, fleet = self._scenario, self._scenario.fleet
+        roles: tuple[ReplicaRole, ...] = ("target", "draft")
+        replicas = {role: [_Replica(scenario, role) for _ in range(fleet[role])] for role in roles}
         store = MemoryStore()
         coordinators = [
             _Coordinator(scenario, place, replicas, store) for place in range(fleet["coordinator"])
@@ -354,26 +346,25 @@ class _Simulation:
         for coordinator in coordinators:
             await coordinator.service.start()
         self._turns = itertools.cycle(coordinators)
-        for index in range(workload.sessions or 0):
-            self.begin(self._keep(scenario.warm_up_s / 2 * index / (workload.sessions or 1)))
-        if workload.rate:
-            self.begin(self._arrive(workload.rate))
+        for index in range(scenario.sessions or 0):
+            self.begin(self._keep(scenario.warm_up_s / 2 * index / (scenario.sessions or 1)))
+        if scenario.rate:
+            self.begin(self._arrive(scenario.rate))
 
-        def work() -> dict[Role, Any]:
-            """Sums until now for each role: seconds of work, steps, sessions in the steps."""
-            found: dict[Role, Any] = {role: np.zeros(3) for role in ROLES}
-            for one in replicas:
-                found[one.role] += one.engine.work
-            found["coordinator"][0] = sum(one.busy_s for one in coordinators)
-            return found
+        def busy_s() -> list[float]:
+            """For each role, the mean seconds for which a replica has worked so far."""
+            groups: list[Sequence[Any]] = [*replicas.values(), coordinators]
+            return [sum(one.busy_s for one in group) / max(1, len(group)) for group in groups]
 
         await asyncio.sleep(scenario.warm_up_s)
-        before = work()
+        before = busy_s()
         await asyncio.sleep(scenario.seconds)
         for task in self._tasks:
             if task.done():
                 task.result()  # Raises the exception of the task.
-        return self._measured({role: now - before[role] for role, now in work().items()})
+        return self._measured(
+            [(now - then) / scenario.seconds for then, now in zip(before, busy_s(), strict=True)]
+        )
 
     def begin(self, work: Coroutine[Any, Any, Any]) -> None:
         self._tasks.append(asyncio.create_task(work))
@@ -382,7 +373,7 @@ class _Simulation:
         """Sends one request after the other. The first prompt is short, because otherwise the
         simulation would begin with the prefill of many long prompts."""
         await asyncio.sleep(start_s)
-        prompt_tokens = self._scenario.workload.prompt_tokens
+        prompt_tokens = self._scenario.prompt_tokens
         is_served = await self._request(min(PAGE_SIZE, prompt_tokens))
         while True:
             if not is_served:
@@ -392,19 +383,17 @@ class _Simulation:
     async def _arrive(self, rate: float) -> None:
         while True:
             await asyncio.sleep(float(self._rng.exponential(1.0 / rate)))
-            self.begin(self._request(self._scenario.workload.prompt_tokens))
+            self.begin(self._request(self._scenario.prompt_tokens))
 
     async def _request(self, prompt_tokens: int) -> bool:
-        mean, loop = self._scenario.workload.answer_tokens, asyncio.get_running_loop()
+        mean, loop = self._scenario.answer_tokens, asyncio.get_running_loop()
         answer = ANSWER_TOKENS_MAX
         if mean < math.inf:
             answer = min(answer, int(self._rng.geometric(1.0 / mean)))
         prompt = self._rng.integers(VOCABULARY, size=prompt_tokens)
-        asked = GenerateRequest(
-            prompt=(*prompt.tolist()[:-1], 0), sampling=SamplingParams(temperature=1.0),
-            max_tokens=answer, rule=Rule.TOKEN,
-            num_draft_tokens=len(self._scenario.pair.survival), deadline_ms=DEADLINE_MS_MAX,
-            include_rounds=True,
+        asked = bench_request(
+            (*prompt.tolist()[:-1], 0), answer, 1.0, rule=Rule.TOKEN, include_rounds=True,
+            num_draft_tokens=len(self._scenario.pair.survival),
         )  # fmt: skip
         request = _Request(loop.time(), [])
         self._requests.append(request)
@@ -425,16 +414,14 @@ class _Simulation:
     def _is_warm(self) -> bool:
         return asyncio.get_running_loop().time() >= self._scenario.warm_up_s
 
-    def _measured(self, work: dict[Role, Any]) -> FleetFigures:
-        """The figures for the time after the warm-up. For each role and this time, `work` has the
-        seconds of work, the number of steps, and the sessions in the steps."""
+    def _measured(self, busy: Sequence[float]) -> FleetFigures:
+        """The figures for the time after the warm-up."""
         begin, seconds = self._scenario.warm_up_s, self._scenario.seconds
-        fleet, requests, num_rounds = self._scenario.fleet, self._requests, len(self._rounds)
+        requests, num_rounds = self._requests, len(self._rounds)
         drafted = [report for report in self._rounds if report.proposed_token_ids]
         total = sum(n for one in requests for at, n in one.tokens if at >= begin)
         pace = [found for one in requests if (found := one.pace(begin)) is not None]
         firsts = [(one.tokens[0][0], one.began_at) for one in requests if one.tokens]
-        busy = [float(work[role][0]) / seconds / max(1, fleet[role]) for role in ROLES]
         return FleetFigures(
             tokens_per_second=total / seconds,
             rounds_per_second=num_rounds / seconds,
@@ -446,7 +433,6 @@ class _Simulation:
             draft_ms=sum(one.draft_ms for one in drafted) / max(1, len(drafted)),
             hit_rate=sum(one.look_ahead_hit for one in drafted) / max(1, len(drafted)),
             busy=(busy[0], busy[1], busy[2]),
-            sessions_per_step=float(work["target"][2] / max(1, work["target"][1])),
         )
 
 
@@ -511,11 +497,11 @@ def simulated(
     """Simulates a scenario, in which the `free` roles get the smallest numbers of replicas that
     meet `tpot_ms`. In the table, replicas and busy shares are in the order targets, drafts,
     coordinators. A pair of times is p50 and p99."""
-    workload, pair, figures = scenario.workload, scenario.pair, None
+    pair, figures = scenario.pair, None
     fleet = smallest(scenario, tpot_ms, free, progress) if free and tpot_ms else scenario.fleet
-    load = f"sessions={workload.sessions}"
-    if workload.sessions is None:
-        load = f"{workload.rate:g} requests a second"
+    load = f"sessions={scenario.sessions}"
+    if scenario.sessions is None:
+        load = f"{scenario.rate:g} requests a second"
     shown: list[Any] = []
     if fleet is None:
         shown.append(f"No fleet meets {tpot_ms:g} ms a token for {load}.")
@@ -526,7 +512,8 @@ def simulated(
         if free:
             shown.append(f"For {load}, {_in_words(fleet)} meet {tpot_ms:g} ms a token.")
         shown.append(table(f"Simulated: {pair.name}; K = {len(pair.survival)}", [row]))
-    values = {"load": asdict(workload), "fleet": None, "was_found": bool(free), "figures": figures}
+    asked = {name: getattr(scenario, name) for name in LOAD}
+    values = {"load": asked, "fleet": None, "was_found": bool(free), "figures": figures}
     if fleet is not None:
         values["fleet"] = {f"{role}s": number for role, number in fleet.items()}
     return Report(values, shown)
@@ -547,10 +534,9 @@ def smallest(
     """The smallest fleet that meets `tpot_ms`; None if no fleet does. The search minimises the
     number of targets, then of drafts, then of coordinators, each within `TOLERANCE`. Roles that are
     not `free` keep the scenario's numbers."""
-    workload = scenario.workload
-    tokens = (workload.rate or 0.0) * workload.answer_tokens
-    if workload.sessions is not None:
-        tokens = workload.sessions / (tpot_ms / 1e3)
+    tokens = (scenario.rate or 0.0) * scenario.answer_tokens
+    if scenario.sessions is not None:
+        tokens = scenario.sessions / (tpot_ms / 1e3)
     rounds = tokens / (1.0 + sum(scenario.pair.survival))
     seconds = min(scenario.seconds, SEARCH_S)
     scenario = replace(scenario, seconds=seconds, warm_up_s=min(scenario.warm_up_s, seconds / 2))

@@ -192,7 +192,7 @@ def test_a_plan_says_how_to_deploy_it() -> None:
     flags = "--num-draft-tokens 12 --look-ahead 4 --num-drafts 2"
     words = told(num_draft_tokens=12, look_ahead=4, draft_replicas=2)
     assert f"`outrider serve t --draft-model 'hybrid:suffix,a b' {flags}`" in words
-    assert "has a speed-up of {:.2f} to {:.2f}. In ".format(*plan.spread.speedup) in words
+    assert "has a speed-up of {:.2f} to {:.2f}. ".format(*plan.speedup_interval) in words
     apart = told(num_draft_tokens=12, look_ahead=0, draft_replicas=1)
     assert "--num-draft-tokens 12 --look-ahead 0`" in apart
     plain = told(num_draft_tokens=0, look_ahead=0, draft_replicas=0)
