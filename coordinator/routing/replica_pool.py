@@ -8,7 +8,7 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -127,7 +127,7 @@ class ReplicaPool:
         self.lost = asyncio.Event()
         """Is set when a replica cannot be reached."""
         self._found = asyncio.Event()
-        """Is set when a replica joins or is back, and then replaced by a new event."""
+        """Wakes those that wait when a replica joins or is back."""
 
     @property
     def num_present(self) -> int:
@@ -203,50 +203,6 @@ class ReplicaPool:
             replica.lose(LinkLost(f"the {self.role} {name} is gone"))
             await replica.link.close()
 
-    def find(
-        self,
-        affinity: bytes,
-        weights: str,
-        without: Collection[ReplicaConnection] = (),
-        preferred: str = "",
-        numerics: str = "",
-        session_id: str = "",
-    ) -> ReplicaConnection | None:
-        """Chooses a replica for a session; None if no replica fits. A replica fits if it has these
-        `weights` (empty = any), is not in `without`, and `can_read` is true. A leaving draft does
-        not fit, because it ends soon and a look-up can replace it. Fitting replicas that are not
-        present are considered only if no fitting replica is present and `without` is empty.
-
-        - The replica named `preferred` goes first.
-        - Replicas with these `numerics` go before others, whatever their load, because they
-          continue the session's text with exactly the same tokens.
-        - A replica on trial gets its share of the sessions. A hash of the session's id decides.
-          Other sessions get this replica only if all fitting replicas are on trial.
-        - Among the remaining replicas, `choose` decides by `affinity`. So sessions with the same
-          start of the prompt share pages."""
-        fitting = [
-            replica
-            for replica in self.replicas.values()
-            if replica not in without
-            and weights in ("", replica.description.weights)
-            and not (replica.leaving and self.role == "draft")
-            and self.can_read(replica.description, session_id)
-        ]
-        found = [replica for replica in fitting if replica.is_open]
-        if not found and not without:
-            found = fitting
-        place = _place(session_id)
-
-        def rank(one: ReplicaConnection) -> tuple[bool, ...]:
-            is_alike = numerics in ("", one.description.numerics)
-            return one.name == preferred, is_alike, place < one.trial_share, not one.trial_share
-
-        best = max(map(rank, found), default=())
-        found = [one for one in found if rank(one) == best]
-        seats = min((one.description.max_num_seqs for one in found), default=0)
-        name = choose(affinity, {one.name: len(one.routes) for one in found}, seats)
-        return None if name is None else self.replicas[name]
-
     def can_read(self, replica: ReplicaDescription, session_id: str) -> bool:
         """Whether a replica can run the session. If a draft reads hidden states, the session's
         target must send the hidden states that the draft's head reads."""
@@ -276,10 +232,8 @@ class ReplicaPool:
     async def wait_for_one(self, timeout_s: float) -> ReplicaDescription:
         """Waits until the pool has a replica. Returns the description of the newest. Raises
         `Unavailable` after `timeout_s`."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while self.newest() is None:
-                    await self._found.wait()
+        if not self.replicas:
+            await self.change(timeout_s)
         found = self.newest()
         if found is None:
             raise Unavailable(f"no {self.role} is known")
@@ -308,7 +262,7 @@ class ReplicaPool:
 
     def _tell_found(self) -> None:
         self._found.set()
-        self._found = asyncio.Event()
+        self._found.clear()
 
     async def _probe(self, replica: ReplicaConnection) -> None:
         """Marks a replica as back if it answers. Its description may differ after a restart."""
@@ -324,29 +278,20 @@ class ReplicaPool:
         because an upgrade may change their heads."""
         first, target = self.first, None if self._targets is None else self._targets.first
         own, other = found.tokenizer_fingerprint, target and target.tokenizer_fingerprint
+        reason = ""
         if self.role == "target":
             if first is not None and (found.vocab_size, own) != (
                 first.vocab_size, first.tokenizer_fingerprint
             ):  # fmt: skip
-                raise Incompatible(
-                    f"the target {found.model!r} has another vocabulary or tokenizer than "
-                    f"{first.model!r}"
-                )
+                reason = f"has another vocabulary or tokenizer than {first.model!r}"
         elif target is not None and own and other and own != other:
-            raise Incompatible(
-                f"the draft {found.model!r} has another tokenizer ({own}) than the target "
-                f"{target.model!r} ({other})"
-            )
+            reason = f"has another tokenizer ({own}) than the target {target.model!r} ({other})"
         elif target is not None and found.reads_features and not target.shows_features:
-            raise Incompatible(
-                f"the draft {found.model!r} reads hidden states that its target sends, which "
-                f"{target.model!r} does not show"
-            )
+            reason = f"reads hidden states of its target, which {target.model!r} does not show"
         elif first is not None and found.reads_features != first.reads_features:
-            raise Incompatible(
-                f"of the drafts {found.model!r} and {first.model!r} only one reads hidden states "
-                "that its target sends; either all drafts or none must do so"
-            )
+            reason = f"and {first.model!r} differ: only one reads hidden states of its target"
+        if reason:
+            raise Incompatible(f"the {self.role} {found.model!r} {reason}")
 
 
 # Rendezvous hashing (Thaler and Ravishankar 1998) of the start of a session's prompt chooses the
@@ -414,7 +359,7 @@ class SessionRoute(Generic[Item, Answer]):
 
     def __init__(self, pool: ReplicaPool, context: SessionContext) -> None:
         """The session begins at the replica that its record names. If this replica is not present,
-        `ReplicaPool.find` chooses another."""
+        `_find` chooses another."""
         session = context.session
         is_target = pool.role == "target"
         held = session.target if is_target else session.draft
@@ -452,10 +397,7 @@ class SessionRoute(Generic[Item, Answer]):
         """Wakes `take`. If it fires before `_due`, `take` sets another timer."""
         self._lost: Exception | None = None
         """Error with which the stream broke, until `take` raises it or a round begins."""
-        found = pool.find(
-            self._affinity, self._weights, preferred=held.replica, session_id=session.session_id
-        )
-        self._enter(found)
+        self._enter(self._find(held.replica))
         self.cached_length = held.cached_length if held.replica == self.replica else 0
         """Number of committed tokens that the replica holds, as far as is known."""
 
@@ -630,16 +572,12 @@ class SessionRoute(Generic[Item, Answer]):
         """Moves to another replica that fits. Returns False if there is none. After a move, open
         requests get no answer, and the new replica is assumed to hold none of the session's tokens.
         The session leaves a leaving draft even if there is no other."""
-        before = self._replica
-        without = self._rejected if before is None else [*self._rejected, before]
-        session_id = self.context.session.session_id
-        found = self._pool.find(
-            self._affinity, self._weights, without, numerics=self._numerics, session_id=session_id
-        )
+        before, found = self._replica, self._find()
         if found is None:
             if before is not None and before.leaving and self._pool.role == "draft":
                 self._leave()
             return False
+        session_id = self.context.session.session_id
         _log.debug("session %s moves: %s, %s", session_id, self.replica, found.name)
         self._leave()
         self._num_moves += 1
@@ -656,6 +594,44 @@ class SessionRoute(Generic[Item, Answer]):
         for replica in self._left.values():
             replica.link.release(session.session_id, session.epoch)
         self._left = {}
+
+    def _find(self, preferred: str = "") -> ReplicaConnection | None:
+        """Chooses another replica for the session; None if no replica fits. A replica fits if it
+        has the session's weights, was not rejected, and `ReplicaPool.can_read` is true. A leaving
+        draft does not fit, because it ends soon and a look-up can replace it. A session without a
+        replica may get one that is not present if no fitting replica is present.
+
+        - The replica named `preferred` goes first.
+        - Replicas with the numerics of the route's first replica go before others, whatever their
+          load, because they continue the session's text with exactly the same tokens.
+        - A replica on trial gets its share of the sessions. A hash of the session's id decides.
+          Other sessions get this replica only if all fitting replicas are on trial.
+        - Among the remaining replicas, `choose` decides by `affinity`. So sessions with the same
+          start of the prompt share pages."""
+        session_id, pool = self.context.session.session_id, self._pool
+        without = [*self._rejected, self._replica]
+        fitting = [
+            replica
+            for replica in pool.replicas.values()
+            if replica not in without
+            and self._weights in ("", replica.description.weights)
+            and not (replica.leaving and pool.role == "draft")
+            and pool.can_read(replica.description, session_id)
+        ]
+        found = [replica for replica in fitting if replica.is_open]
+        if not found and without == [None]:
+            found = fitting
+        place = _place(session_id)
+
+        def rank(one: ReplicaConnection) -> tuple[bool, ...]:
+            is_alike = self._numerics in ("", one.description.numerics)
+            return one.name == preferred, is_alike, place < one.trial_share, not one.trial_share
+
+        best = max(map(rank, found), default=())
+        found = [one for one in found if rank(one) == best]
+        seats = min((one.description.max_num_seqs for one in found), default=0)
+        name = choose(self._affinity, {one.name: len(one.routes) for one in found}, seats)
+        return None if name is None else pool.replicas[name]
 
     def _leave(self) -> None:
         if self._replica is not None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from memory_registry import MemoryRegistry
-from session_links import TOY, ScriptedLink, described
+from session_links import TOY, ScriptedLink, context_of, described, session
 
 from coordinator.routing.discovery import READ_PERIOD_S, REFUSED_S, Discovery
-from coordinator.routing.replica_pool import ReplicaPool
+from coordinator.routing.replica_pool import ReplicaPool, SessionRoute
 from outrider.errors import Incompatible, StoreUnavailable
 from outrider.registry.registry import LEASE_S, RENEWAL_S, Figures, ReplicaRecord, Role
 
@@ -131,8 +131,8 @@ async def test_a_leaving_replica_joins_if_no_other_has_its_weights(world: World)
     assert list(world.pool.replicas) == ["b", "a"]
     assert world.pool.num_present == 1
     assert world.pool.newest(TOY.weights)
-    found = world.pool.find(b"", TOY.weights)
-    assert found.name == "a"
+    route = SessionRoute[Any, Any](world.pool, context_of(session(), weights=TOY.weights))
+    assert route.replica == "a"
 
 
 async def test_a_replica_that_cannot_reach_the_registry_stays(world: World) -> None:
