@@ -70,24 +70,28 @@ class TrialMeter:
     """Keeps the sums of the newest trial."""
 
     def __init__(self) -> None:
-        self.sums = TrialSums()
+        self._replica = ""
+        self._sums = [DrafterSums(), DrafterSums()]
+        """Old and new. Sessions of earlier trials add to lists that nothing reads any more."""
+
+    @property
+    def sums(self) -> TrialSums:
+        return TrialSums(self._replica, *self._sums)
 
     def begin(self, replica: str, is_new: bool) -> "SessionTrial":
         """Returns the meter for a session that begins while the named replica is on trial. `is_new`
         says whether this replica drafts for the session."""
-        if replica != self.sums.replica:
-            self.sums = TrialSums(replica)
-        return SessionTrial(self, replica, is_new)
+        if replica != self._replica:
+            self._replica, self._sums = replica, [DrafterSums(), DrafterSums()]
+        return SessionTrial(self._sums, is_new)
 
 
 class SessionTrial:
     """Sums the rounds of one session. All of them count for the drafter with which the session
     began, because a session moves to another only if its replica is lost."""
 
-    def __init__(self, meter: TrialMeter, replica: str, is_new: bool) -> None:
-        self._meter = meter
-        self._replica = replica
-        self._is_new = is_new
+    def __init__(self, sums: list[DrafterSums], is_new: bool) -> None:
+        self._sums, self._is_new = sums, is_new
         self._rounds = DrafterSums()
 
     def note(self, num_accepted: int, num_tokens: int, seconds: float) -> None:
@@ -97,11 +101,5 @@ class SessionTrial:
         )
 
     def end(self) -> None:
-        """Adds the session's sums to its trial's. Does nothing if a newer trial has begun."""
-        sums, own = self._meter.sums, self._rounds.as_session
-        if sums.replica != self._replica:
-            return
-        if self._is_new:
-            self._meter.sums = replace(sums, new=sums.new + own)
-        else:
-            self._meter.sums = replace(sums, old=sums.old + own)
+        """Adds the session's sums to those of its trial."""
+        self._sums[self._is_new] += self._rounds.as_session
