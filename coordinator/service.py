@@ -7,7 +7,7 @@ import logging
 import math
 import secrets
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, aclosing, contextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, aclosing, contextmanager
 from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -46,7 +46,7 @@ from outrider.limits import SEED_BITS, SESSION_LEASE_MS, SESSION_LEASE_RENEWAL_M
 from outrider.messages import ReplicaDescription
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import Figures, Role
-from outrider.request import Event, GenerateRequest, PromptTokens, ResumeRequest, Started
+from outrider.request import Event, GenerateRequest, PromptTokens, ResumeRequest
 from outrider.sessions.state import Session
 from outrider.sessions.store import SessionRecord, SessionStore, contended, not_found
 from outrider.speculation.sampling_params import Rule, SamplingParams
@@ -108,7 +108,7 @@ class CoordinatorService:
         self.config = config
         self._store = store
         self._links = targets or {}, drafts or {}
-        self._follows = registry is not None and link is not None
+        self._follows = registry is not None
         self.targets = ReplicaPool("target")
         self.drafts = ReplicaPool("draft", self.targets)
         name = owner if config.membership is None else config.membership.name
@@ -126,15 +126,14 @@ class CoordinatorService:
         self._num_admitted = 0
         self._found_trouble = ""
         self._watching: list[asyncio.Task[None]] = []
-        self._served: ReplicaDescription | None = None
+        self._served: ReplicaDescription
         self._lengths: LengthControls
         self._meter = RoundMeter()
         self._load = ProcessLoad()
         self._trial = TrialMeter()
         self._observation = observation
-        self._registry = registry
-        self._known: dict[str, Mapping[Any, float]] = {}
-        """Name of a metric -> values from the newest check of targets, store and registry."""
+        self._known: dict[str, Mapping[str, float]] = {}
+        """Name of a metric -> value from the newest check of targets and store."""
         observation.watch(self._readings)
         self._auditor = Auditor(config, self._sessions, observation)
 
@@ -143,11 +142,11 @@ class CoordinatorService:
         target is known, or if a replica of a fixed set does not answer. Raises `Incompatible` if
         replicas of a role answer but none fits the pool."""
         config = self.config
-        if self._follows:
-            await self.fleet.begin()
         for pool, links in zip((self.targets, self.drafts), self._links, strict=True):
             for name, link in links.items():
                 await pool.join(name, link)
+        if self._follows:
+            await self.fleet.begin()
         target = self.targets.first
         if target is None:
             raise Unavailable("no target is known")
@@ -167,10 +166,7 @@ class CoordinatorService:
     @property
     def served(self) -> ReplicaDescription:
         """The first target's description with two changes. `model` is the name of the model in
-        requests, and `max_model_len` is that of the newest target. Raises `Unavailable` before
-        `start`."""
-        if self._served is None:
-            raise Unavailable("the coordinator is starting")
+        requests, and `max_model_len` is that of the newest target. Call after `start`."""
         newest = self.targets.newest() or self._served
         return replace(self._served, max_model_len=newest.max_model_len)
 
@@ -205,14 +201,13 @@ class CoordinatorService:
         `Overloaded`, `DeadlineExceeded` (before the first token), `Unavailable`, and the store's
         error that ended the session (`StaleEpoch`, `DataLoss`)."""
         arrived = asyncio.get_running_loop().time()
-        served = "" if self._served is None else self._served.model
-        observer = self._observation.begin(request, served, traceparent)
+        observer = self._observation.begin(request, self._served.model, traceparent)
         with _observing(observer), self._admitted():
             self._check(request)
             run = await self._open(request, tenant, arrived, observer, key)
             with self._serving(run, resumable, outlasts_errors=key is not None):
                 yield started(run.session.record, self.served.model)
-                async for part in self._prompt_tokens(run.parameters, tenant, run.context.deadline):
+                async for part in self._prompt_tokens(tenant, run.parameters, run.context.deadline):
                     yield part
                 while events := await run.next_events():
                     for event in events:
@@ -240,7 +235,7 @@ class CoordinatorService:
             return await asyncio.to_thread(self.text.decode, token_ids, True)
 
     async def _prompt_tokens(
-        self, asked: GenerationParameters, tenant: str, deadline: float
+        self, tenant: str, asked: GenerationParameters, deadline: float
     ) -> AsyncGenerator[PromptTokens]:
         """If the request asks for the prompt's log-probabilities, yields the prompt's tokens with
         their log-probabilities, in parts. The log-probabilities come from the verdicts of a second
@@ -306,6 +301,13 @@ class CoordinatorService:
     def _admitted(self) -> Iterator[None]:
         self._num_admitted += 1
         try:
+            if self._committer.closing:
+                raise Unavailable("this coordinator is shutting down")
+            if self._num_admitted > self.config.max_sessions:  # Includes this request.
+                raise Overloaded(
+                    f"{self.config.max_sessions} sessions run already; try again later"
+                )
+            self._load.check()
             yield
         finally:
             self._num_admitted -= 1
@@ -379,11 +381,12 @@ class CoordinatorService:
         coordinator may own the session, or this one already takes over too many sessions)."""
         arrived = asyncio.get_running_loop().time()
         with self._admitted(), ExitStack() as taking_over:
-            self._check_open()
             taking_over.enter_context(self._sessions.taking_over(request.session_id))
             await self._sessions.told(request.session_id)
             record = await self.session(request.session_id, tenant)
             record, parameters = await self._sessions.claim(record, request)
+            # A client that wants all tokens again also gets the prompt's again.
+            shown = parameters if request.cuts else replace(parameters, prompt_logprobs=None)
             completion = self._completion(parameters)
             left_ms = min(parameters.deadline_ms, request.deadline_ms or math.inf)
             deadline = arrived + left_ms / 1e3
@@ -392,11 +395,11 @@ class CoordinatorService:
                     record, lambda: replay(record, parameters, completion, request)
                 )
                 taking_over.close()  # While a slow client reads, other take-overs may begin.
-                for event in told_again(record, self.served.model, replayed):
+                yield started(record, self.served.model)
+                async for part in self._prompt_tokens(tenant, shown, deadline):
+                    yield part
+                for event in told_again(record, replayed):
                     yield event
-                    if request.cuts and isinstance(event, Started):
-                        async for part in self._prompt_tokens(parameters, tenant, deadline):
-                            yield part
                 return
             observer = self._observation.begin(parameters, self.served.model, traceparent)
             with _observing(observer):
@@ -413,10 +416,9 @@ class CoordinatorService:
                     raise
                 taking_over.close()
                 with self._serving(run, outlasts_errors=outlasts_errors):
-                    yield started(run.session.record, self.served.model)
-                    if request.cuts:
-                        async for part in self._prompt_tokens(parameters, tenant, deadline):
-                            yield part
+                    yield started(record, self.served.model)
+                    async for part in self._prompt_tokens(tenant, shown, deadline):
+                        yield part
                     while events := await run.next_events():
                         for event in events:
                             yield event
@@ -496,8 +498,6 @@ class CoordinatorService:
     def trouble(self) -> str:
         """The reason why requests cannot make progress, or an empty text. Is updated every
         `LOOK_PERIOD_S`. Drafts are not checked, because requests can run without drafts."""
-        if self._commit_task is None:
-            return "the coordinator is starting"
         if self._committer.closing:
             return "the coordinator is shutting down"
         return self._found_trouble
@@ -506,8 +506,10 @@ class CoordinatorService:
         has_target, store_trouble = await asyncio.gather(
             self.targets.healthy(), self._store_trouble()
         )
-        self._known["target_available"] = {"": float(has_target)}
-        self._known["store_available"] = {"": float(not store_trouble)}
+        self._known = {
+            "target_available": {"": float(has_target)},
+            "store_available": {"": float(not store_trouble)},
+        }
         return store_trouble or ("" if has_target else "no target answers")
 
     async def _store_trouble(self) -> str:
@@ -524,7 +526,7 @@ class CoordinatorService:
         while True:
             began = now()  # If nothing answers, a look takes some seconds.
             try:
-                found, _ = await asyncio.gather(self._look(), self._count())
+                found = await self._look()
             except Exception as error:  # noqa: BLE001 (the next look must still come)
                 _log.exception("a look at targets and store failed")
                 found = str(error)
@@ -532,18 +534,7 @@ class CoordinatorService:
             self._found_trouble = found if now() >= failing_since + TROUBLE_S else ""
             await asyncio.sleep(LOOK_PERIOD_S)
 
-    async def _count(self) -> None:
-        registry = self._registry
-        if registry is None:
-            return
-        with suppress(OutriderError):
-            self._known["replicas_wanted"] = await registry.wanted()
-            self._known["replicas_present"] = {
-                role: sum(not (one.leaving or one.trial_share) for one in records)
-                for role, records in (await registry.fleet()).items()
-            }
-
-    def _readings(self) -> dict[str, Mapping[str, float]]:
+    def _readings(self) -> dict[str, Mapping[Any, float]]:
         """Returns metrics: name -> label -> number. Any thread may call this method."""
         pools = (self.targets, self.drafts)
         return self._known | {
@@ -553,6 +544,8 @@ class CoordinatorService:
             "num_requests_running": {"": self.num_running},
             "num_requests_waiting": {"": self._num_admitted - self.num_running},
             "loop_lag_seconds": {"": self._load.lag_ms / 1e3},
+            "replicas_wanted": self.fleet.wanted,
+            "replicas_present": self.fleet.present,
         }
 
     @property
@@ -569,7 +562,6 @@ class CoordinatorService:
         self._committer.check_integrity()
 
     def _check(self, request: GenerateRequest) -> None:
-        self._check_open()
         if request.model not in ("", self.served.model):
             raise NotFound(
                 f"model {request.model!r} does not exist; this server serves {self.served.model!r}"
@@ -577,13 +569,6 @@ class CoordinatorService:
         if request.stop and self.text is None:
             raise BadRequest("stop", "the model has no tokenizer, so there is no text to search")
         check_fields(request, self.served)
-
-    def _check_open(self) -> None:
-        if self._committer.closing:
-            raise Unavailable("this coordinator is shutting down")
-        if self._num_admitted > self.config.max_sessions:  # Includes this request.
-            raise Overloaded(f"{self.config.max_sessions} sessions run already; try again later")
-        self._load.check()
 
     async def _resolve(self, request: GenerateRequest, tenant: str) -> GenerationParameters:
         field, prompt_ids = await self._prompts.encode(request, self.served.max_model_len)

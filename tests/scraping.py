@@ -7,6 +7,7 @@ import urllib.request
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.parser import text_string_to_metric_families
+from session_links import described
 from stack import Stack, running_stack
 from toy_engine import ToyEngine
 
@@ -140,14 +142,20 @@ async def watched_stack(
     directory: Path, target_s: float = 0.0, **options: Any
 ) -> AsyncIterator[Watched]:
     """A stack whose services serve their metrics over HTTP. A pass of the target takes
-    `target_s`."""
+    `target_s`. Replicas in the registry do not answer."""
     exports, registry = started_exports("prometheus=0"), MemoryRegistry()
     config = CoordinatorConfig(trace_every_rounds=0)
     target = ToyEngine(VOCAB, salt=1, max_model_len=256, pass_s=target_s)
     draft = options.pop("draft_engine", None) or ToyEngine(VOCAB, salt=2, max_model_len=256)
     try:
         async with running_stack(
-            target, draft, directory, registry=registry, **observers(exports, config), **options
+            target,
+            draft,
+            directory,
+            registry=registry,
+            link=lambda *_: described(away_until=inf),
+            **observers(exports, config),
+            **options,
         ) as stack:
             yield Watched(stack, registry, exports)
     finally:

@@ -119,6 +119,7 @@ async def running_stack(
     parallel_token: int | None = None,
     lifetimes: Mapping[str, int] | None = None,
     registry: RedisRegistry | None = None,
+    link: Any = None,
     grammars: Callable[[], Grammars] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Stack]:
@@ -157,6 +158,7 @@ async def running_stack(
             text=text,
             observation=observation,
             registry=registry,
+            link=link,
         )
         await coordinator.start()
         server = await serve(stack, coordinator_api(coordinator))

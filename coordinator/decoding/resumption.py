@@ -119,11 +119,10 @@ def started(record: SessionRecord, model: str) -> Started:
     return Started(record.session_id, model, record.seed, record.rule, record.prompt_length)
 
 
-def told_again(record: SessionRecord, model: str, replayed: Replayed) -> Iterator[Event]:
-    """Yields all events of a finished session; nothing if the session is not finished."""
+def told_again(record: SessionRecord, replayed: Replayed) -> Iterator[Event]:
+    """Yields the events of a finished session after `Started`; nothing if the session runs."""
     if record.finish_reason is None:
         return
-    yield started(record, model)
     yield from replayed.events
     yield Finished(
         finish_reason=record.finish_reason,

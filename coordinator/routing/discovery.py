@@ -19,6 +19,8 @@ from typing import Any, Literal
 
 from coordinator.routing.replica_pool import ReplicaPool
 from outrider.errors import Incompatible, OutriderError
+from outrider.limits import REPLICAS_MAX
+from outrider.newest import Newest
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import LEASE_S, NO_FIGURES, ROLES, Figures, ReplicaRecord, Role
 from outrider.transport.link import Link
@@ -29,6 +31,8 @@ READ_PERIOD_S = 0.5
 """Pause between two reads of the registry."""
 REFUSED_S = 10.0
 """Pause before a replica that could not join is asked again."""
+NAMES_KEPT = 2 * len(ROLES) * REPLICAS_MAX
+"""Number of replicas, present and former ones, about which something is remembered."""
 
 State = Literal["serving", "away", "leaving", "joining"]
 """away: the replica could not be reached. leaving: the replica will end soon. joining: the registry
@@ -70,13 +74,17 @@ class Discovery:
         self._registry: Any = registry
         self._link: Any = link
         self._records: dict[Role, dict[str, ReplicaRecord]] = {role: {} for role in ROLES}
+        self.wanted: dict[Role, int] = {}
+        """Number of replicas that each role should have, as the registry says."""
+        self.present: dict[Role, int] = {}
+        """Number of announced replicas that are neither leaving nor on trial, by role."""
         self._heard_at: float | None = None
-        self._heard: dict[str, tuple[float, str]] = {}
+        self._heard: Newest[str, tuple[float, str]] = Newest(NAMES_KEPT)
         """Replica name -> (time at which the registry last listed the replica, the replica's
         address at that time)."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """Replica name -> running task that adds the replica to its pool, or checks the replica."""
-        self._not_before: dict[str, float] = {}
+        self._not_before: Newest[str, float] = Newest(NAMES_KEPT)
         """Name of a replica that could not join -> time of the next attempt."""
         self._refused: dict[str, OutriderError] = {}
         """Role -> error of the last replica that could not join."""
@@ -118,6 +126,7 @@ class Discovery:
         """Reads the registry once, and updates the pools."""
         try:
             found = await self._registry.fleet()
+            self.wanted = await self._registry.wanted()
         except OutriderError as error:
             if not self._away:
                 _log.warning("the registry cannot be read; replicas are not updated: %s", error)
@@ -130,17 +139,13 @@ class Discovery:
         self._heard_at = now = asyncio.get_running_loop().time()
         if self._away:
             # While the registry could not be reached, no replica could announce itself.
-            self._heard = {name: (now, address) for name, (_, address) in self._heard.items()}
+            self._heard.update({name: (now, one[1]) for name, one in self._heard.items()})
         self._away = False
         for role, records in found.items():
             self._records[role] = {record.name: record for record in records}
+            self.present[role] = sum(not (one.leaving or one.trial_share) for one in records)
             if role != "coordinator":
                 self._follow(self._pools[role], records, now)
-        in_pools = (pool.replicas for pool in self._pools.values())
-        known = set[str]().union(*self._records.values(), *in_pools)
-        for notes in (self._heard, self._not_before):
-            for name in notes.keys() - known:
-                del notes[name]
 
     def _follow(self, pool: ReplicaPool, records: Sequence[ReplicaRecord], now: float) -> None:
         for record in records:

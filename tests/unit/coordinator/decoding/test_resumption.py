@@ -570,21 +570,20 @@ QUIET = replace(PARAMETERS, logprobs=None)
 
 def test_a_finished_session_is_replayed_to_its_end() -> None:
     """With the text held back, unless the client has it."""
-    events = told_again(ENDED, "toy", replay(ENDED, QUIET, completion(), asked(1)))
-    started, tokens, tail, finished = events
-    assert isinstance(started, Started)
+    events = told_again(ENDED, replay(ENDED, QUIET, completion(), asked(1)))
+    tokens, tail, finished = events
     assert (tokens.token_ids, tokens.text_delta) == ((1, 2), "b")
     assert (tail.first_index, tail.token_ids, tail.text_delta) == (3, (), "c")
     assert finished.finish_reason is FinishReason.DEADLINE
     assert (finished.usage.prompt_tokens, finished.usage.completion_tokens) == (2, 3)
     assert finished.metrics.mean_acceptance_length == 1.5
-    assert list(told_again(RECORD, "toy", replay(RECORD, QUIET, completion(), asked(1)))) == []
-    *_, finished = told_again(ENDED, "toy", replay(ENDED, QUIET, completion(("bc",)), asked(1)))
+    assert list(told_again(RECORD, replay(RECORD, QUIET, completion(), asked(1)))) == []
+    *_, finished = told_again(ENDED, replay(ENDED, QUIET, completion(("bc",)), asked(1)))
     assert finished.stop_string == "bc"
     stopped = Completion(
         max_tokens=6, stop=(), eos_token_ids=(), text_stream=Letters(), stop_token_ids=(2,)
     )
-    *_, finished = told_again(ENDED, "toy", replay(ENDED, QUIET, stopped, asked(1)))
+    *_, finished = told_again(ENDED, replay(ENDED, QUIET, stopped, asked(1)))
     assert (finished.stop_token_id, finished.stop_string) == (2, None)
 
 
