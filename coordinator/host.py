@@ -14,11 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coordinator.auth.access_control import OPEN, AccessControl, RedisSlots, access_control_of
+from coordinator.auth.access_control import OPEN, AccessControl, RedisSlots, watch_keys
 from coordinator.http_api.app import build_app
 from coordinator.http_api.server import HttpOptions, HttpServer, TlsFiles
 from coordinator.http_api.tool_parsers import ChatFormats
 from coordinator.requests.chat_template import read_chat_template
+from outrider.api_keys import given_keys
 from outrider.config import CoordinatorConfig
 from outrider.drafters.lookup import NgramDrafter
 from outrider.limits import GRPC_AGE_MS
@@ -250,7 +251,8 @@ def _access_control(config: CoordinatorConfig) -> AccessControl:
         return OPEN
     slots = RedisSlots(config.redis)
     with blaming("api_key_file"):
-        return access_control_of(config.api_key, config.api_key_file, slots)
+        path = Path(config.api_key_file) if config.api_key_file else None
+        return AccessControl(watch_keys(path, given_keys(config.api_key)), slots)
 
 
 def _load_text(config: CoordinatorConfig) -> TokenizerText | None:

@@ -4,10 +4,10 @@ import fcntl
 import logging
 import os
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from time import monotonic
 from typing import IO, Generic, TypeVar
 
 from outrider.errors import ConfigError
@@ -67,18 +67,12 @@ def write_whole(path: Path, text: str, mode: int | None = None) -> None:
 class FileWatch(Generic[Found]):
     """The contents of files, read again after the files have changed."""
 
-    def __init__(
-        self,
-        paths: Sequence[Path | None],
-        read: Callable[[], Found],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, paths: Sequence[Path | None], read: Callable[[], Found]) -> None:
         """`read` returns the contents of `paths`. It is called here first, and may raise. The files
-        are checked for changes at most every `KEY_FILE_LOOK_MS`. `clock` returns seconds."""
+        are checked for changes at most every `KEY_FILE_LOOK_MS`."""
         self._paths = [path for path in paths if path is not None]
         self._read = read
-        self._clock = clock
-        self._looked_at = clock()
+        self._looked_at = monotonic()
         self._states = self._look()
         self._found = read()
         self._trouble = ""
@@ -87,7 +81,7 @@ class FileWatch(Generic[Found]):
         """The last result of `read`. Reads again if a file has changed. While a file is missing,
         does not read, because the file is probably being replaced. If `read` fails, logs the error
         once, keeps the earlier result, and reads again at the next check."""
-        now = self._clock()
+        now = monotonic()
         if now - self._looked_at < KEY_FILE_LOOK_MS / 1e3:
             return self._found
         self._looked_at = now

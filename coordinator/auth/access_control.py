@@ -24,14 +24,13 @@ import asyncio
 import logging
 import math
 import secrets
-import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
-from outrider.api_keys import ANYBODY, Caller, given_keys, key_hash, read_key_file
+from outrider.api_keys import ANYBODY, Caller, key_hash, read_key_file
 from outrider.errors import OutriderError, Overloaded, Unauthenticated
 from outrider.files import FileWatch
 from outrider.limits import (
@@ -61,18 +60,16 @@ def current_caller() -> Caller:
 
 
 def watch_keys(
-    path: Path | None,
-    given: dict[str, Caller] | None = None,
-    clock: Callable[[], float] = time.monotonic,
+    path: Path | None, given: dict[str, Caller] | None = None
 ) -> FileWatch[Mapping[str, Caller]]:
     """Reads API keys from a file, and reads them again when the file changes. The keys in `given`
-    are always valid. Maps the hashes of keys to their callers. `clock` returns seconds. Raises
-    `ConfigError` if the file cannot be read or has errors."""
+    are always valid. Maps the hashes of keys to their callers. Raises `ConfigError` if the file
+    cannot be read or has errors."""
 
     def read() -> Mapping[str, Caller]:
         return (given or {}) | (read_key_file(path) if path else {})
 
-    watch = FileWatch([path], read, clock)
+    watch = FileWatch([path], read)
     if path is not None and path.stat().st_mode & _OTHERS_MAY_WRITE:
         _log.warning("%s: other users can write this file, so they can add API keys", path)
     return watch
@@ -313,15 +310,6 @@ class RedisSlots:
 
     def _key(self, name: str, what: str) -> str:
         return f"{self._prefix}limit:{{{name}}}:{what}"
-
-
-def access_control_of(
-    api_keys: str, api_key_file: str, slots: RedisSlots | None = None
-) -> AccessControl:
-    """Creates the access control for the settings `api_key` and `api_key_file`. Raises
-    `ConfigError`."""
-    path = Path(api_key_file) if api_key_file else None
-    return AccessControl(watch_keys(path, given_keys(api_keys)), slots)
 
 
 OPEN = AccessControl()

@@ -5,8 +5,8 @@ from importlib.resources import files
 from pathlib import Path
 
 from outrider.config import HERMES
-from outrider.errors import SettingError
-from outrider.limits import FILE_BYTES_MAX
+from outrider.errors import ConfigError, SettingError
+from outrider.files import read_file
 
 _TRAINED = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
 
@@ -18,22 +18,20 @@ def read_chat_template(name: str) -> str:
         return ""
     if name == HERMES:
         return files("coordinator.requests").joinpath("hermes.jinja").read_text("utf-8")
-    try:
-        with Path(name).open("rb") as file:
-            data = file.read(FILE_BYTES_MAX + 1)
-        # A file that is too large is not decoded, because its cut text may be invalid UTF-8.
-        text = "" if len(data) > FILE_BYTES_MAX else data.decode("utf-8")
-    except (OSError, ValueError) as error:
-        reason = f"{name} cannot be read: {error}; allowed: a file, or {HERMES}"
-        raise SettingError("chat_template", reason) from error
-    if not text.strip():
-        reason = f"{name} is empty, or larger than {FILE_BYTES_MAX} bytes"
-        raise SettingError("chat_template", reason)
     from jinja2 import Environment, TemplateSyntaxError
 
-    try:  # jinja2 does not know the `generation` blocks of transformers.
+    try:
+        text = read_file(Path(name)).decode()
+        # jinja2 does not know the `generation` blocks of transformers.
         Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_TRAINED.sub("", text))  # noqa: S701
+        if not text.strip():
+            raise ConfigError(f"{name} is empty")
+    except ConfigError as error:
+        reason = f"{error.message}; allowed: a file, or {HERMES}"
+    except UnicodeDecodeError as error:
+        reason = f"{name} is not UTF-8: {error}"
     except TemplateSyntaxError as error:
         reason = f"{name}, line {error.lineno}: {error.message}"
-        raise SettingError("chat_template", reason) from error
-    return text
+    else:
+        return text
+    raise SettingError("chat_template", reason)

@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 import tempfile
-import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final
@@ -85,7 +84,7 @@ async def main() -> None:
 
 def _gate(stack: Stack, directory: Path, exits: AsyncExitStack) -> AccessControl:
     slots = RedisSlots(RedisAddress(url=stack.redis.url, key_prefix="outrider:"))
-    gate = AccessControl(watch_keys(directory / "keys", None, time.monotonic), slots)
+    gate = AccessControl(watch_keys(directory / "keys"), slots)
     exits.push_async_callback(gate.close)
     return gate
 

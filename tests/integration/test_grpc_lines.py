@@ -77,7 +77,7 @@ async def test_the_line_for_a_key_and_tls(stack: Stack, tmp_path: Path) -> None:
     authority = Made(tmp_path, "authority")
     mine = Made(tmp_path, "mine", "127.0.0.1", by=authority)
     key = add_key(tmp_path / "keys", Caller("a", "a"))
-    access = AccessControl(watch_keys(tmp_path / "keys", None, lambda: 0.0))
+    access = AccessControl(watch_keys(tmp_path / "keys"))
     options = ServerOptions(
         credentials=server_credentials(mine.file, mine.key_file),
         guard=access.check_call,

@@ -55,7 +55,7 @@ class Locked:
         self.urls: list[str] = []
 
     def access(self, exits: AsyncExitStack) -> AccessControl:
-        access = AccessControl(watch_keys(self.file, None, lambda: 0.0), RedisSlots(self.redis))
+        access = AccessControl(watch_keys(self.file), RedisSlots(self.redis))
         exits.push_async_callback(access.close)
         return access
 

@@ -62,7 +62,7 @@ async def test_a_server_is_known_by_its_authority_and_its_host(tmp_path: Path) -
     good = Made(tmp_path, "good", "127.0.0.1", by=authority)
     elsewhere = Made(tmp_path, "elsewhere", "*.example.org", "10.0.0.1", by=authority)
     key = add_key(tmp_path / "keys", Caller("a", "a"))
-    keys = watch_keys(tmp_path / "keys", None, lambda: 0.0)
+    keys = watch_keys(tmp_path / "keys")
     async with serving(
         server_credentials(good.file, good.key_file), AccessControl(keys)
     ) as address:

@@ -13,7 +13,7 @@ import pytest
 from browser import Browser, browser, missing
 from stack import Stack, emulated_stack, http_front, toy_text, until
 
-from coordinator.auth.access_control import access_control_of
+from coordinator.auth.access_control import AccessControl, watch_keys
 from coordinator.http_api.server import HttpOptions
 from outrider.api_keys import Caller, add_key
 from outrider.registry.registry import ReplicaRecord
@@ -383,7 +383,7 @@ async def test_a_key_is_asked_for_where_one_is_needed(
     header, never in a URL. The request that was refused without a key then runs. The key can be
     forgotten."""
     key = add_key(tmp_path / "keys", Caller("alice", "alice"))
-    options = HttpOptions(access=access_control_of("", str(tmp_path / "keys")))
+    options = HttpOptions(access=AccessControl(watch_keys(tmp_path / "keys")))
     asks = "return !document.getElementById('keys').hidden"
     words = "return document.getElementById('keys-words').textContent"
     kept = "return [Object.values(sessionStorage), localStorage.length, document.cookie]"

@@ -124,7 +124,8 @@ def test_a_file_is_read_again_when_it_changes(
     """Within a second. An invalid, missing or unreadable file changes nothing."""
     path, now = tmp_path / "keys", [0.0]
     key = add_key(path, Caller("alice", "alice"))
-    keys = watch_keys(path, given_keys(GOOD), lambda: now[0])
+    monkeypatch.setattr("outrider.files.monotonic", lambda: now[0])
+    keys = watch_keys(path, given_keys(GOOD))
 
     def is_found() -> bool:
         now[0] += 1.0

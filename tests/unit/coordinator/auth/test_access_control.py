@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from told_coordinator import FINISHED, TOKENS, MemorySlots
 
-from coordinator.auth.access_control import OPEN, AccessControl, access_control_of
-from outrider.api_keys import ANYBODY, Caller, key_hash
+from coordinator.auth.access_control import OPEN, AccessControl, watch_keys
+from outrider.api_keys import ANYBODY, Caller, given_keys, key_hash
 from outrider.errors import Overloaded, StoreUnavailable, Unauthenticated
 from outrider.request import Event, Finished, Started, Tokens
 from outrider.speculation.sampling_params import Rule
@@ -17,6 +17,10 @@ from outrider.speculation.sampling_params import Rule
 KEY = "a-key-of-16-characters"
 LIMITED = Caller("alice", "alice", concurrency=1)
 SESSION = "5" * 32
+
+
+def knowing(key: str) -> AccessControl:
+    return AccessControl(watch_keys(None, given_keys(key)))
 
 
 async def generation(
@@ -37,7 +41,7 @@ async def generation(
 )  # fmt: skip
 def test_a_call_without_a_key_is_refused(shown: list[str]) -> None:
     with pytest.raises(Unauthenticated, match=r"^authorization: ") as caught:
-        access_control_of(KEY, "").identify(shown)
+        knowing(KEY).identify(shown)
     assert KEY not in caught.value.message
 
 
@@ -45,13 +49,13 @@ def test_no_key_is_none_even_if_its_hash_is_configured() -> None:
     """`sha256sum` of an unset variable gives this hash."""
     for shown in ("Bearer", "Bearer "):
         with pytest.raises(Unauthenticated):
-            access_control_of(key_hash(""), "").identify([shown])
+            knowing(key_hash("")).identify([shown])
 
 
 def test_a_caller_is_known_by_its_key() -> None:
     """The scheme may have any case. If no keys are configured, all callers are the same."""
     for shown in (f"Bearer {KEY}", f"bearer  {KEY} ", f"BEARER {KEY}"):
-        assert access_control_of(KEY, "").identify([shown]).tenant.startswith("key-")
+        assert knowing(KEY).identify([shown]).tenant.startswith("key-")
     assert OPEN.identify([f"Bearer {KEY}"]) is OPEN.identify([]) is ANYBODY
     with pytest.raises(Unauthenticated, match="got 2 values"):
         OPEN.identify(["Bearer a", "Bearer b"])

@@ -17,10 +17,11 @@ import pytest
 from made_certificates import Made
 from told_coordinator import FINISHED, STARTED, ToldCoordinator
 
-from coordinator.auth.access_control import access_control_of
+from coordinator.auth.access_control import AccessControl, watch_keys
 from coordinator.http_api.app import build_app
 from coordinator.http_api.server import HttpOptions, HttpServer, TlsFiles
 from deploy.fleet.preflight import check_ports
+from outrider.api_keys import given_keys
 from outrider.client import Client
 from outrider.config import load_config
 from outrider.errors import ConfigError, SettingError
@@ -32,7 +33,7 @@ from outrider.transport.server import RpcServer, ServerOptions
 PIECE = "a" * 4096
 WAIT_S = 20.0
 KEY = "0123456789abcdef0123"
-ACCESS = access_control_of(KEY, "")
+ACCESS = AccessControl(watch_keys(None, given_keys(KEY)))
 HEADERS = f"host: localhost\r\nauthorization: Bearer {KEY}\r\n".encode()
 GET = b"GET /version HTTP/1.1\r\n" + HEADERS + b"\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\n" + HEADERS + b"content-type: application/json\r\n"

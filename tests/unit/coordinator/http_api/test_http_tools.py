@@ -370,8 +370,8 @@ def test_the_template_that_ships(tmp_path: Path) -> None:
     (tmp_path / "latin").write_bytes(b"\xe9")
     (tmp_path / "large").write_text("\u00e9" * (FILE_BYTES_MAX // 2) + "x", encoding="utf-8")
     for name, reason in (
-        ("wrong", "line 1"), ("none", "cannot be read"), ("", "cannot be read"),
-        ("latin", "cannot be read"), ("large", "larger than 1048576 bytes"),
+        ("wrong", "line 1"), ("none", "cannot read"), ("", "cannot read"),
+        ("latin", "is not UTF-8"), ("large", "larger than 1048576 bytes"),
     ):  # fmt: skip
         with pytest.raises(SettingError, match=f"^chat_template: .*{reason}"):
             read_chat_template(str(tmp_path / name))
