@@ -81,8 +81,8 @@ class CoordinatorHost:
             config,
             owner_name(config),
             store=await RedisStore.connect(config.redis, wait_replicas=config.redis_wait_replicas),
-            fallback=(build_lookup(config.lookup) if config.lookup else None)
-            or NgramDrafter(config.ngram_min, config.ngram_max),
+            fallback=build_lookup(config.lookup)
+            or NgramDrafter(config.lookup.ngram_min, config.lookup.ngram_max),
             text=_load_text(config),
             observation=observation,
             **replicas,

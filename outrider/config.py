@@ -125,18 +125,6 @@ EMULATED = "emulated:"
 NGRAM_MAX = 64
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32", "float64"]
-NgramMin = Annotated[
-    int, between(1, NGRAM_MAX, description="Shortest match of prompt lookup, in tokens.")
-]
-NgramMax = Annotated[
-    int, between(1, NGRAM_MAX, description="Longest match of prompt lookup, in tokens.")
-]
-
-
-def _check_ngrams(config: "DraftConfig | CoordinatorConfig") -> None:
-    if config.ngram_min > config.ngram_max:
-        reason = f"{config.ngram_min} is more than ngram_max, {config.ngram_max}"
-        raise SettingError("ngram_min", reason)
 
 
 @checked()
@@ -204,9 +192,6 @@ class ModelServerConfig(ServerConfig):
     tokenizer_directory: Internal[str] = ""
     """Directory of the target's tokenizer, which constraints need; empty without a tokenizer."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-
     @property
     def model_engine(self) -> str:
         return self.engine
@@ -260,8 +245,10 @@ class DraftConfig(ModelServerConfig):
     eagle3_on: Literal["target", "draft"] = "target"
     """Where an EAGLE-3 head runs: on the target, or on draft replicas. For a head on draft
     replicas, the target sends a row of hidden states for each token."""
-    ngram_min: NgramMin = 1
-    ngram_max: NgramMax = 16
+    ngram_min: Annotated[int, between(1, NGRAM_MAX)] = 1
+    """Shortest match of prompt lookup, in tokens."""
+    ngram_max: Annotated[int, between(1, NGRAM_MAX)] = 16
+    """Longest match of prompt lookup, in tokens."""
     suffix_depth: Annotated[int, between(2, 64)] = 16
     """Longest match, in tokens, that suffix decoding looks for."""
     suffix_min_score: Annotated[float, between(0.01, 1)] = 0.1
@@ -291,7 +278,9 @@ class DraftConfig(ModelServerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_ngrams(self)
+        if self.ngram_min > self.ngram_max:
+            reason = f"{self.ngram_min} is more than ngram_max, {self.ngram_max}"
+            raise SettingError("ngram_min", reason)
         if self.drafter.kind and self.emulated is not None:
             raise SettingError(
                 "draft_model",
@@ -385,8 +374,6 @@ class CoordinatorConfig(ServerConfig):
     has drawn so far. If drafting for so long would not pay, length control sets a shorter limit."""
     target_gone_ms: WaitMs = 60_000
     """A request fails if its target cannot be reached for this time, ms."""
-    ngram_min: NgramMin = 1
-    ngram_max: NgramMax = 16
     seed: Annotated[int | None, between(0, limits.SEED_MAX)] = None
     """Seed of the generator that draws seeds for requests without a seed; unset = the operating
     system draws these seeds."""
@@ -415,8 +402,9 @@ class CoordinatorConfig(ServerConfig):
     """HOST:PORT of a target that does not announce itself in the registry; empty = none."""
     draft_address: Internal[str] = ""
     """HOST:PORT of a draft that does not announce itself in the registry; empty = none."""
-    lookup: Internal[DraftConfig | None] = None
-    """Configuration of the look-up that drafts in the coordinator; None without a look-up."""
+    lookup: Internal[DraftConfig] = DraftConfig(model="model")
+    """Configuration of the look-up in the coordinator. If its `model` is neither a look-up nor a
+    hybrid, prompt lookup only replaces missing proposals."""
 
     @property
     def asks_for_keys(self) -> bool:
@@ -438,7 +426,6 @@ class CoordinatorConfig(ServerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_ngrams(self)
         if self.redis.password and self.redis.password_file:
             raise SettingError("redis_password_file", "cannot go with redis_password")
         for key, needed in (

@@ -100,19 +100,16 @@ class _ModelDrafts(Drafts):
     ) -> None:
         super().__init__(lookup, context)
         hybrid = config.lookup
-        self._confident = math.inf if hybrid is None else hybrid.hybrid_min_score
+        self._is_hybrid = hybrid.drafter.lookup is not None
+        self._confident = hybrid.hybrid_min_score if self._is_hybrid else math.inf
         """If the look-up expects at least this many accepted tokens, it proposes."""
         self._model_tokens = (
-            limits.NUM_DRAFT_TOKENS_MAX if hybrid is None else hybrid.hybrid_model_tokens
+            hybrid.hybrid_model_tokens if self._is_hybrid else limits.NUM_DRAFT_TOKENS_MAX
         )
         """Largest number of draft tokens that a round asks of the model."""
         of_request_ms = context.parameters.draft_deadline_ms or config.draft_timeout_ms
         self._draft_s = min(of_request_ms, config.draft_timeout_ms) / 1e3
         """Time limit of drafting. When it ends, the draft answers with the tokens drawn so far."""
-
-    @property
-    def _is_hybrid(self) -> bool:
-        return self._confident < math.inf
 
 
 class DraftClient(_ModelDrafts):
@@ -528,7 +525,7 @@ def open_drafts(
         return NoDrafts(lookup, context)
     if target.drafts_itself:
         return SelfDraftClient(target, lookup, config)
-    if config.lookup is not None and not config.lookup.drafter.name:
+    if not config.lookup.drafter.name:
         return Drafts(lookup, context)
     if pool.first is None:
         return NoDrafts(lookup, context)

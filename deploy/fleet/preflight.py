@@ -210,16 +210,16 @@ def _resolved(config: DeploymentConfig) -> DeploymentConfig:
     return replace(config, target=target, draft=draft)
 
 
-def _lookup_of(draft: DraftConfig) -> DraftConfig | None:
+def _lookup_of(draft: DraftConfig) -> DraftConfig:
     """The settings of the coordinators' look-up. Leaves out settings of draft replicas, because
     their changes must not replace coordinators."""
-    lookup = draft.drafter.lookup
-    if lookup is None:
-        return None
-    prefixes = ("ngram_", "suffix_", "hybrid_")
+    lookup, model = draft.drafter.lookup, "model"
+    prefixes: tuple[str, ...] = ("ngram_",)
+    if lookup is not None:
+        prefixes = ("ngram_", "suffix_", "hybrid_")
+        # `model` replaces the name of a hybrid's model, whose change must not replace coordinators.
+        model = f"hybrid:{lookup},model" if draft.drafter.name else lookup.value
     names = [one.name for one in fields(draft) if one.name.startswith(prefixes)]
-    # `model` replaces the name of a hybrid's model, whose change must not replace coordinators.
-    model = f"hybrid:{lookup},model" if draft.drafter.name else lookup.value
     return DraftConfig(model=model, **{name: getattr(draft, name) for name in names})
 
 

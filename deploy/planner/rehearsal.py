@@ -57,11 +57,9 @@ async def rehearsed_plans(
     """Rehearses each sample, and returns a plan for each. All samples have the same prompts. `link`
     has further fields of `ServiceTimes`. Raises `Unavailable`."""
     progress("starting the services for a rehearsal")
-    coordinator = config.coordinator
-    if coordinator.lookup is not None:
-        # Each prompt is answered several times. The look-up must not copy the earlier answers.
-        lookup = replace(coordinator.lookup, suffix_tokens_per_tenant=0)
-        coordinator = replace(coordinator, lookup=lookup)
+    # Each prompt is answered several times. The look-up must not copy the earlier answers.
+    lookup = replace(config.coordinator.lookup, suffix_tokens_per_tenant=0)
+    coordinator = replace(config.coordinator, lookup=lookup)
     async with running_pair(config.target, config.draft, coordinator) as replicas:
         target, draft = await _tables(replicas)
         if target is None:

@@ -285,7 +285,7 @@ class _Coordinator:
                 length_control=False,
                 drafting_delays=False,
                 look_ahead=pair.way.look_ahead if pair.has_drafts else 0,
-                lookup=DraftConfig() if looks_up else None,
+                lookup=DraftConfig(model="suffix" if looks_up else "model"),
             ),
             f"coordinator-{place}",
             store=store,

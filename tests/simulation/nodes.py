@@ -331,6 +331,7 @@ def short_waits(is_hasty: bool) -> Iterator[None]:
         yield
 
 
+MODEL = DraftConfig(model="some/model")
 HYBRID = DraftConfig(model="hybrid:ngram,some/model", hybrid_min_score=0.5, hybrid_model_tokens=2)
 _numbers = itertools.count()
 

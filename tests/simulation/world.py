@@ -23,6 +23,7 @@ from tests.simulation import nodes
 from tests.simulation.network import Adversary, Network, Wire
 from tests.simulation.nodes import (
     HYBRID,
+    MODEL,
     Call,
     CoordinatorNode,
     Machines,
@@ -90,7 +91,7 @@ class World:
         shape = {
             "look_ahead": rng.choice((0, 0, 3)),
             "length_control": rng.random() < 0.5,
-            "lookup": None if is_hasty else rng.choice((None, HYBRID)),
+            "lookup": MODEL if is_hasty else rng.choice((MODEL, HYBRID)),
         }
         if not is_hasty and rng.random() < LOOK_UP_SHARE:
             shape["lookup"] = DraftConfig()

@@ -6,7 +6,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from coordinator_bench import STEP_S, bench, draft_service, target_service
+from coordinator_bench import CONFIG, STEP_S, bench, draft_service, target_service
 from toy_engine import ToyEngine
 
 from outrider.config import DraftConfig
@@ -86,7 +86,8 @@ async def generate(
     async with bench(
         target=target, draft=draft, target_link=Overheard(target, found.heard),
         drafts={} if lookup else {"d": Overheard(draft, found.heard)}, fallback=lookup,
-        observation=found, length_control=True, lookup=DraftConfig() if lookup else None,
+        observation=found, length_control=True,
+        lookup=DraftConfig() if lookup else CONFIG.lookup,
         **settings,
     ) as made:  # fmt: skip
         start = asyncio.get_running_loop().time()

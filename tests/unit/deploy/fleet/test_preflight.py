@@ -109,7 +109,7 @@ def test_coordinators_are_told_of_a_look_up_and_nothing_of_draft_replicas(tiny: 
 
     assert lookup(draft_model="ngram") == DraftConfig(model="ngram")
     assert lookup(draft_model="suffix", engine="emulated:") == DraftConfig(model="suffix")
-    assert lookup(draft_model=str(tiny)) is None
+    assert lookup(draft_model=str(tiny), ngram_max=4) == DraftConfig(model="model", ngram_max=4)
     hybrid = f"hybrid:suffix,{tiny}"
     before = lookup(draft_model=hybrid)
     link = tiny.with_name("another-name")
@@ -134,7 +134,7 @@ def test_a_head_may_run_on_draft_replicas(tiny: Path, tmp_path: Path) -> None:
         assert (target.head_kind, target.head_directory) == ("eagle3", str(head))
         assert target.shows_features
         assert (draft.directory, draft.target_directory) == (str(head), str(tiny))
-        assert (config.coordinator.lookup is not None) == given.startswith("hybrid")
+        assert bool(config.coordinator.lookup.drafter.lookup) == given.startswith("hybrid")
         assert not resolved(tiny, draft_model=given).target.shows_features
     for other in ("suffix", str(tiny)):
         with pytest.raises(SettingError, match=f"^eagle3_on: .*{other} is no EAGLE-3 head"):
@@ -161,7 +161,7 @@ def test_a_published_head_is_known_by_its_files(
             assert config.draft.drafter.kind == target.head_kind == "eagle3"
             assert (target.head, target.head_directory) == (name, str(head))
             assert config.draft.directory == ""
-            assert (config.coordinator.lookup is not None) == kind.startswith("hybrid")
+            assert bool(config.coordinator.lookup.drafter.lookup) == kind.startswith("hybrid")
     for settings, message in (
         ({"look_ahead": 2}, "^look_ahead: .*once the outcome is known"),
         ({"draft_model": f"eagle3:{tiny}"}, "^draft_model: .*not those of an EAGLE-3 head"),
