@@ -33,8 +33,8 @@ class SessionCommits:
     def __init__(self, committer: "Committer", session: Session) -> None:
         self.session = session
         self._committer = committer
-        self._loop = asyncio.get_running_loop()
-        self._waiters: list[asyncio.Future[None]] = []
+        self._clock = asyncio.get_running_loop().time
+        self._changed = asyncio.Event()
         self._behind_since: float | None = None
         """Time since which uncommitted tokens have waited. The wait begins again each time the
         store takes some of the tokens. None while all tokens are committed."""
@@ -48,7 +48,7 @@ class SessionCommits:
         """Queues the session's uncommitted tokens. Call after each `Session.decide`."""
         if self.session.has_news and self.is_current:
             if self._behind_since is None:
-                self._behind_since = self._loop.time()
+                self._behind_since = self._clock()
             self._committer.dirty[self.session.session_id] = None
             self._committer.has_work.set()
 
@@ -66,7 +66,7 @@ class SessionCommits:
         self._check_served()
         while self._behind_since is not None and (
             self.session.num_uncommitted + num_tokens > limits.UNCOMMITTED_TOKENS_MAX
-            or self._loop.time() - self._behind_since > limits.UNCOMMITTED_MS_MAX / 1000
+            or self._clock() - self._behind_since > limits.UNCOMMITTED_MS_MAX / 1000
         ):
             await self.change()
             self._check_served()
@@ -82,18 +82,18 @@ class SessionCommits:
             while session.num_uncommitted > 0:
                 await self.change()
                 self._check_served()
+            answer: int | OutriderError
             try:
-                stored_length = await self._committer.store.finish(session.ending())
+                answer = await self._committer.store.finish(session.ending())
             except StoreUnavailable:
                 await back_off(attempt, self._committer.random)
                 attempt += 1
                 self._check_served()
                 continue
             except OutriderError as error:
-                self._lose(error)
-                raise
+                answer = error
             self._check_served()
-            self.apply(stored_length)
+            self.apply(answer)
             self._check_served()
             if session.num_uncommitted == 0:
                 return
@@ -107,9 +107,9 @@ class SessionCommits:
                 raise answer
             session.acknowledge(answer)
         except OutriderError as error:
-            self._lose(error)
-            return True
-        is_progress = session.acknowledged_length > before
+            session.supersede(error)
+            self._committer.dirty.pop(session.session_id, None)
+        is_progress = session.error is not None or session.acknowledged_length > before
         if is_progress:
             self._behind_since = None
         self.notify()
@@ -126,22 +126,12 @@ class SessionCommits:
         """Waits for the next call of `wake`. The committer calls `wake` after each answer of the
         store, and when the session is refused or removed."""
         self._check_served()
-        waiter = self._loop.create_future()
-        self._waiters.append(waiter)
-        await waiter
-
-    def _lose(self, error: OutriderError) -> None:
-        if self.session.error is None:
-            self.session.supersede(error)
-        self._committer.dirty.pop(self.session.session_id, None)
-        self.wake()
+        await self._changed.wait()
 
     def wake(self) -> None:
         """Makes all waiting calls of `change` return."""
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-        self._waiters.clear()
+        self._changed.set()
+        self._changed.clear()
 
 
 class Committer:

@@ -111,11 +111,11 @@ class SessionRun:
     async def next_events(self) -> Sequence[Event]:
         """Waits for the next events after `Started`. Returns an empty sequence after the last
         event. Raises `DeadlineExceeded` if the deadline passes before the first token, `StaleEpoch`
-        after `hand_over`, and errors of target or store that end the session."""
+        once the session was handed over, and errors of target or store that end the session."""
         if self._is_told:
             return ()
         try:
-            found = await self._output.read()
+            events = await self._output.read()
         except TimeoutError:
             if self._first_token_at is None:
                 raise self._late() from None
@@ -125,12 +125,11 @@ class SessionRun:
         except OutriderError:
             self._check_here()
             raise
-        if found is None:
+        if not events:
             return await self._last_events()
         if self._first_token_at is None:
             self._first_token_at = self._clock()
-        tokens, report = found
-        return (tokens,) if report is None else (report, tokens)
+        return events
 
     async def _last_events(self) -> Sequence[Event]:
         self._check_here()
@@ -160,14 +159,10 @@ class SessionRun:
         if self._handed_over:
             raise StaleEpoch(f"session {self.session_id} was resumed by another stream")
 
-    async def hand_over(self) -> None:
-        """Like `close`, but leaves an unfinished session to its next owner."""
-        self._handed_over = self.session.finish_reason is None
-        await self.close()
-
-    async def close(self) -> None:
-        """Stops decoding, and ends the session on target and draft. Records an unfinished session
-        as cancelled."""
+    async def close(self, *, hands_over: bool) -> None:
+        """Stops decoding, and ends the session on target and draft. If the run `hands_over`, leaves
+        an unfinished session to its next owner. Otherwise records it as cancelled."""
+        self._handed_over = hands_over and self.session.finish_reason is None
         identify(self.session_id, self._observer.trace_id)
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
@@ -417,26 +412,26 @@ class OutputQueue:
         """Call when no more entries will be read."""
         self._timer.cancel()
 
-    async def read(self) -> tuple[Tokens, RoundReport | None] | None:
-        """Waits until the next entry is committed. Returns its tokens and its report; None after
-        the last entry. Joins committed rounds that have no reports. Does not join the events of a
-        replay. Raises `TimeoutError`, and the store's error that ended the session."""
+    async def read(self) -> Sequence[Event]:
+        """Waits until the next entry is committed. Returns its report, if any, and its tokens;
+        nothing after the last entry. Joins committed rounds that have no reports. Does not join the
+        events of a replay. Raises `TimeoutError`, and the store's error that ended the session."""
         while not self._is_ready:
             if self._closed and not self._entries:
-                return None
+                return ()
             if self._is_late:
                 raise TimeoutError
             await self._commits.change()
         entries = [first := self._entries.popleft()]
         self._taken.set()
         if first.report is not None:
-            return first.tokens, replace(first.report, commit_ms=self._tell(entries) * 1e3)
+            return replace(first.report, commit_ms=self._tell(entries) * 1e3), first.tokens
         if first.round_index is None:
-            return first.tokens, None
+            return (first.tokens,)
         while self._is_ready:
             entries.append(self._entries.popleft())
         self._tell(entries)
-        return _joined([entry.tokens for entry in entries]), None
+        return (_joined([entry.tokens for entry in entries]),)
 
     @property
     def _is_ready(self) -> bool:

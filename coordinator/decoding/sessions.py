@@ -204,7 +204,7 @@ class OwnedSessions:
             self._free(run, self._close(run, resumable, is_gone))
 
     async def _close(self, run: SessionRun, resumable: bool, is_gone: bool) -> None:
-        await (run.hand_over() if is_gone else run.close())
+        await run.close(hands_over=is_gone)
         if run.is_recorded:
             return
         if is_gone:
@@ -225,7 +225,7 @@ class OwnedSessions:
             if run is not None:
                 if run.session.epoch >= record.epoch:
                     raise StaleEpoch(f"session {session_id} was resumed by another stream")
-                self._free(run, run.hand_over())
+                self._free(run, run.close(hands_over=True))
             ending = self._ending.get(session_id)
             if ending is None:
                 return
@@ -417,46 +417,38 @@ class OwnedSessions:
         await self.give_up(new)
 
     def _tell(self, session_id: str, call: Callable[[], Awaitable[object]]) -> Told:
-        """Starts `_insist`. Calls about the same session run one after the other."""
+        """Starts a task that repeats a call until the store answers. Calls about the same session
+        run one after the other. The task gives up if this coordinator's lease ends, because other
+        coordinators can then take the session over. If more than `UNTOLD_SESSIONS_MAX` sessions
+        wait for such calls, it gives up after `ABANDON_TRIES_MAX` calls."""
         before = self._telling.get(session_id)
-        task = self._telling[session_id] = self.in_background(
-            self._insist(session_id, call, before)
-        )
+
+        async def insist() -> OutriderError | None:
+            if before is not None:
+                await asyncio.wait([before])
+            attempt = 0
+            while True:
+                try:
+                    await call()
+                except StoreUnavailable as error:
+                    is_full = len(self._telling) > limits.UNTOLD_SESSIONS_MAX
+                    if self._lease_ends or (is_full and attempt + 1 >= limits.ABANDON_TRIES_MAX):
+                        _log.warning("the end of session %s was not stored: %r", session_id, error)
+                        return error
+                except OutriderError as error:
+                    return error
+                else:
+                    return None
+                await back_off(attempt, self.random)
+                attempt += 1
 
         def told(task: Told) -> None:
             if self._telling.get(session_id) is task:
                 del self._telling[session_id]
 
+        task = self._telling[session_id] = self.in_background(insist())
         task.add_done_callback(told)
         return task
-
-    async def _insist(
-        self,
-        session_id: str,
-        call: Callable[[], Awaitable[object]],
-        before: asyncio.Task[Any] | None,
-    ) -> OutriderError | None:
-        """Waits for the task `before`, then repeats a call until the store answers. Gives up if
-        this coordinator's lease ends, because other coordinators can then take the session over. If
-        more than `UNTOLD_SESSIONS_MAX` sessions wait for such calls, gives up after
-        `ABANDON_TRIES_MAX` calls. `Told` describes the result."""
-        if before is not None:
-            await asyncio.wait([before])
-        attempt = 0
-        while True:
-            try:
-                await call()
-            except StoreUnavailable as error:
-                is_full = len(self._telling) > limits.UNTOLD_SESSIONS_MAX
-                if self._lease_ends or (is_full and attempt + 1 >= limits.ABANDON_TRIES_MAX):
-                    _log.warning("the end of session %s was not stored: %r", session_id, error)
-                    return error
-            except OutriderError as error:
-                return error
-            else:
-                return None
-            await back_off(attempt, self.random)
-            attempt += 1
 
     def random(self) -> float:
         """Returns a random number in [0, 1)."""

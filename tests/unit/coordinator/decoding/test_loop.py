@@ -1,7 +1,7 @@
 """The events that a client gets, and means over rounds."""
 
 import asyncio
-from typing import Any, cast
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -30,11 +30,9 @@ async def test_committed_rounds_are_joined_to_one_event() -> None:
     queue = OutputQueue(committed, 1e9, observer)
     for index, text in enumerate("abc"):
         queue.write(_entry(index, text))
-    assert await queue.read() == (
-        Tokens(0, (0, 1), "ab", (Origin.CORRECTION,) * 2, ()), None
-    )  # fmt: skip
+    assert await queue.read() == (Tokens(0, (0, 1), "ab", (Origin.CORRECTION,) * 2, ()),)
     committed.session.showable_length = 3
-    assert await queue.read() == (Tokens(2, (2,), "c", (Origin.CORRECTION,), ()), None)
+    assert await queue.read() == (Tokens(2, (2,), "c", (Origin.CORRECTION,), ()),)
     shown = [([*rounds], num_tokens) for (rounds, num_tokens), _ in observer.shown.call_args_list]
     assert shown == [([0, 1], 2), ([2], 1)]
 
@@ -45,9 +43,10 @@ async def test_rounds_with_reports_are_separate_events() -> None:
     for index in range(2):
         queue.write(_entry(index, "a", report))
     for index in range(2):
-        told = cast("tuple[Tokens, Any]", await queue.read())
-        assert told[0].token_ids == (index,)
-        assert told[1] is not None
+        shown, tokens = await queue.read()
+        assert isinstance(shown, RoundReport)
+        assert isinstance(tokens, Tokens)
+        assert tokens.token_ids == (index,)
 
 
 TOKENS = SealedProposal((1, 2, 3, 4))
