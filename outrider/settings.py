@@ -194,25 +194,24 @@ def layers(
     """Yields what a YAML file, the environment and flags set, in this order. By key, each of these
     layers has the setting, its raw value, and the source to name in errors. Raises `ConfigError`
     for an unknown key."""
-    told = {} if file is None else _read_yaml(file)
-    yield {
-        key: (_known(settings, key, f"{file}: {key}"), raw, f"{file}: {key}")
-        for key, raw in told.items()
-    }
-    layer: dict[str, tuple[Setting, object, str]] = {}
-    for variable, text in environment.items():
-        if variable.startswith(ENVIRONMENT_PREFIX) and variable not in NOT_SETTINGS:
-            key = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
-            layer[key] = _known(settings, key, variable), text, variable
-    yield layer
-    known = {key: _known(settings, key, key) for key in flags}
-    yield {key: (known[key], raw, known[key].flag) for key, raw in flags.items()}
-
-
-def _known(settings: Mapping[str, Setting], key: str, source: str) -> Setting:
-    if key not in settings:
-        raise ConfigError(f"{source}: there is no such setting{did_you_mean(key, settings)}")
-    return settings[key]
+    in_file = {} if file is None else _read_yaml(file)
+    variables = [
+        (variable, text)
+        for variable, text in environment.items()
+        if variable.startswith(ENVIRONMENT_PREFIX) and variable not in NOT_SETTINGS
+    ]
+    for given in (
+        [(key, raw, f"{file}: {key}") for key, raw in in_file.items()],
+        [(one.removeprefix(ENVIRONMENT_PREFIX).lower(), raw, one) for one, raw in variables],
+        [(key, raw, "--" + key.replace("_", "-")) for key, raw in flags.items()],
+    ):
+        layer = {}
+        for key, raw, source in given:
+            if key not in settings:
+                hint = did_you_mean(key, settings)
+                raise ConfigError(f"{source}: there is no such setting{hint}")
+            layer[key] = settings[key], raw, source
+        yield layer
 
 
 def _read_yaml(path: Path) -> dict[str, object]:

@@ -131,10 +131,9 @@ class LengthControls:
         self.load = Load()
         self._learned: dict[ReplicaDescription | None, Learned] = {}
         """Drafter on trial -> what its sessions learned; None -> what other sessions learned."""
-        self._seeds: set[int] = set()
-        """Seeds of sessions under the rules token and block."""
-        self._running: dict[int, LengthControl] = {}
-        """Seed -> the first session with this seed, if the session still runs."""
+        self._firsts: dict[int, LengthControl | None] = {}
+        """Seed -> the first session with this seed under the rules token and block; None if it has
+        ended."""
 
     def learned(self, tried: ReplicaDescription | None = None) -> Learned:
         """Returns the object that new sessions with this drafter on trial read and extend."""
@@ -175,32 +174,27 @@ class LengthControls:
         bounds = num_draft_tokens, prompt_length
         if rule.absolute_noise:
             return LengthControl(self, self.learned(tried), rule, *bounds)
-        if seed in self._seeds:
-            if seed in self._running:
-                self._running[seed].fix()
+        if seed in self._firsts:
+            if (running := self._firsts[seed]) is not None:
+                running.fix()
             nothing = self._nothing_learned(tried, Load())
             repeated = LengthControl(self, nothing, rule, *bounds)
             repeated.fix()
             return repeated
-        self._make_room()
+        if len(self._firsts) >= DRAFTED_SEEDS_MAX:
+            # A later session with a forgotten seed counts as the first with this seed, so it must
+            # not read what was learned from an earlier session.
+            self._firsts = {known: one for known, one in self._firsts.items() if one is not None}
+            self._learned.clear()
         first = LengthControl(self, self.learned(tried), rule, *bounds, seed)
-        self._seeds.add(seed)
-        self._running[seed] = first
+        self._firsts[seed] = first
         return first
 
     def close(self, seed: int | None) -> None:
-        """Ends a session. `seed` is None if the session is not in `_running`."""
+        """Ends a session. `seed` is None if the session is not in `_firsts`."""
         self.load.num_sessions -= 1
         if seed is not None:
-            self._running.pop(seed, None)
-
-    def _make_room(self) -> None:
-        """If there is no room for another seed, forgets the seeds of ended sessions and everything
-        that was learned. A later session with a forgotten seed counts as the first with this seed,
-        so it must not read what was learned from an earlier session."""
-        if len(self._seeds) >= max(DRAFTED_SEEDS_MAX, len(self._running) + 1):
-            self._seeds = set(self._running)
-            self._learned.clear()
+            self._firsts[seed] = None
 
     def _nothing_learned(self, tried: ReplicaDescription | None, load: Load) -> Learned:
         target, draft = self._target, self._draft
