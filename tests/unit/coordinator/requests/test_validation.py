@@ -180,8 +180,6 @@ def test_parameters_are_stored_and_read_again() -> None:
         assert parameters.constraint == constraint
         assert GenerationParameters.from_json(parameters.to_json(), PROMPT) == parameters
     values = json.loads(checked().to_json())
-    del values["constraint"]  # Versions without constraints stored parameters in this form.
-    assert GenerationParameters.from_json(json.dumps(values), PROMPT) == checked()
     values["constraint"] = {"kind": "none", "text": ""}
     with pytest.raises(DataLoss, match="cannot be read"):
         GenerationParameters.from_json(json.dumps(values), PROMPT)
