@@ -100,9 +100,7 @@ class FeatureDrafter(ModelDrafter):
         for request, result in zip(requests, found, strict=True):
             if not isinstance(result, AutoregressiveDraft):
                 asked = request.request if isinstance(request, AutoregressiveDraft) else request
-                length = len(asked.token_ids)
-                if self.engine.length(asked.session_id) > length:
-                    self.engine.keep(asked.session_id, length)
+                self.engine.keep(asked.session_id, len(asked.token_ids))
         return found
 
     def begin(self, request: DraftRequest) -> AutoregressiveDraft | None:

@@ -28,7 +28,6 @@ from outrider.drafters.autoregressive_draft import AutoregressiveDraft
 from outrider.drafters.drafter import DraftRequest
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.errors import EngineLost, OutriderError
-from outrider.kv_cache.session_table import SessionTable
 from outrider.limits import LOOK_AHEAD_BYTES_MAX
 from outrider.messages import DraftAnswer, DraftItem, ProposalReply, Refused, ReplyKey
 from outrider.replica.step_request import Answers, refusal
@@ -61,8 +60,6 @@ class RoundAhead:
         """The last committed tokens, which the session's own sequence has not run."""
         self.bytes_left = LOOK_AHEAD_BYTES_MAX
         """How many bytes of proposals may still be pushed."""
-        self.num_recorded = len(committed) - len(unseen)
-        """How many of the session's tokens the session table has recorded."""
         self.drafted: tuple[int, ...] = ()
         """x_1..x_K, once they are known."""
         self.wanted: AutoregressiveDraft | None = None
@@ -121,9 +118,8 @@ class RoundAhead:
 class LookAhead:
     """The rounds of all sessions of a draft. Only the executor's thread may use this class."""
 
-    def __init__(self, drafter: ModelDrafter, table: SessionTable, max_num_seqs: int) -> None:
+    def __init__(self, drafter: ModelDrafter, max_num_seqs: int) -> None:
         self._engine = drafter.engine
-        self._table = table
         self._drafter = drafter
         self._max_num_seqs = max_num_seqs
         self._rounds: dict[str, RoundAhead] = {}
@@ -189,7 +185,6 @@ class LookAhead:
                 raise
         else:
             for now, rows in zip(read, self._likely_rows(read, logits), strict=True):
-                self._table.record(now.session_id, now.to_read)
                 now.is_read = True
                 self._begin_outcomes(now, rows)
                 self._drop_basis(now)
@@ -367,13 +362,8 @@ class LookAhead:
 
     def _harvest(self, now: RoundAhead) -> list[DraftAnswer]:
         answers: list[DraftAnswer] = []
-        wanted = now.wanted
-        if wanted is not None:
-            if wanted.sequence_id == now.session_id and self._drafter.holds(wanted):
-                run = (*now.committed, *wanted.token_ids)
-                now.num_recorded = self._table.record(now.session_id, run[now.num_recorded :])
-            if wanted.is_whole:
-                answers.append(self._answer_wanted(now, wanted))
+        if now.wanted is not None and now.wanted.is_whole:
+            answers.append(self._answer_wanted(now, now.wanted))
         for outcome, branch in [*now.outcomes.items()]:
             if not branch.is_whole:
                 continue
@@ -400,8 +390,9 @@ class LookAhead:
         elif not is_own:
             self._release([branch])
         elif branch.token_ids or not branch.deadline.has_cut:  # Otherwise no pass ran the draft.
-            rewound = self._table.rewind(now.session_id)
-            now.unseen = () if rewound is None else rewound.new_tokens
+            length = len(now.committed) - 1
+            is_held = self._engine.keep(now.session_id, length) == length
+            now.unseen = now.committed[-1:] if is_held else ()
         return answer
 
     def _pushed(

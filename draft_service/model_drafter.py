@@ -154,12 +154,9 @@ class ModelDrafter:
         self._undo_last_pass(branch)
 
     def _undo_last_pass(self, branch: AutoregressiveDraft) -> None:
-        if not branch.token_ids:
-            return
-        session_id = branch.sequence_id
-        length = len(branch.request.token_ids) + len(branch.token_ids) - 1
-        if self.engine.length(session_id) > length:
-            self.engine.keep(session_id, length)
+        if branch.token_ids:
+            length = len(branch.request.token_ids) + len(branch.token_ids) - 1
+            self.engine.keep(branch.sequence_id, length)
 
 
 def _result(branch: AutoregressiveDraft) -> Proposal | OutriderError | AutoregressiveDraft:

@@ -29,8 +29,8 @@ class _Drafting(Work):
     request: DraftRequest
     draft: AutoregressiveDraft | None = None
     """The unfinished draft. If there is one, the drafter gets it in place of `request`."""
-    num_recorded: int
-    """How many of the session's tokens the session table has recorded."""
+    num_held: int
+    """How many of the session's tokens the engine held before the item's first step."""
     is_whole: bool
     """Whether the step runs all missing tokens of the prefix. If not, the step proposes nothing."""
 
@@ -68,7 +68,7 @@ class Proposer(StepWorker):
         """Without `grammars`, drafts ignore constraints. The target then rejects more tokens."""
         super().__init__(drafter.engine, budget, grammars)
         self._drafter = drafter
-        self._look_ahead = LookAhead(drafter, self._table, budget.max_steps)
+        self._look_ahead = LookAhead(drafter, budget.max_steps)
         self._unfinished: dict[str, _Drafting] = {}
         """The unfinished item of each session. The next step that gets the item continues it."""
 
@@ -101,10 +101,10 @@ class Proposer(StepWorker):
         if work is not None and work.item is item:
             work.answer = None
             return work
-        if work is not None and self._table.length(name):
+        if work is not None:
             # Drops the draft tokens of an earlier item. A head has run them on guessed features, so
             # they cannot be kept even if the same tokens were committed.
-            self._table.keep(name, len(work.request.token_ids))
+            self._engine.keep(name, len(work.request.token_ids))
         return _Drafting(item, self._drafter)
 
     def _begin(self, works: Sequence[_Drafting]) -> None:
@@ -112,7 +112,7 @@ class Proposer(StepWorker):
         self._admit(new)
         for work in new:
             if work.answer is Unfinished.WAITS:
-                held = self._table.length(work.head.session_id)
+                held = self._engine.length(work.head.session_id)
                 length = work.head.committed_length
                 work.answer = ProposalReply(work.head.key, NOTHING_SEALED, length, held)
         self._run([work for work in works if work.answer is None])
@@ -143,10 +143,10 @@ class Proposer(StepWorker):
                 asked["allowed"] = self._allowed(work.head, aligned)
             except Incompatible as error:
                 logger.debug("a draft ignores its session's constraint: %s", error)
-        work.is_whole, work.num_recorded = is_whole, len(aligned.sequence)
+        work.is_whole, work.num_held = is_whole, len(aligned.sequence)
         work.request = draft_request(
             work.head, work.sampling, committed[: len(committed) - num_missing], len(committed),
-            features=item.features, digests=aligned.sequence, **asked,
+            features=item.features, **asked,
         )  # fmt: skip
 
     def _pass(self, works: Sequence[_Drafting]) -> Sequence[_Found]:
@@ -156,16 +156,14 @@ class Proposer(StepWorker):
         return found
 
     def _undo(self, work: _Drafting) -> None:
-        name, engine = work.head.session_id, self._engine
-        if not work.draft and engine.length(name) > work.num_recorded:
-            engine.keep(name, work.num_recorded)
+        if not work.draft:
+            self._engine.keep(work.head.session_id, work.num_held)
 
     def _finish(self, works: Sequence[_Drafting], found: Sequence[_Found]) -> None:
         for work, proposal in zip(works, found, strict=True):
             if isinstance(proposal, OutriderError):
                 self._fail(work, proposal)
             elif isinstance(proposal, AutoregressiveDraft):
-                self._record(work, proposal.token_ids)
                 work.draft = proposal
                 self._unfinished[work.head.session_id] = work
                 work.answer = Unfinished.CONTINUES
@@ -174,7 +172,7 @@ class Proposer(StepWorker):
 
     def _answer(self, work: _Drafting, proposal: Proposal) -> None:
         key, deadline = work.head.key, work.item.deadline
-        held = self._record(work, proposal.token_ids)
+        held = self._engine.length(work.head.session_id)
         if work.is_whole or held < len(work.request.token_ids):
             sealed, length = SealedProposal.of(proposal), work.head.committed_length
             work.answer = ProposalReply(key, sealed, length, held, out_of_time=deadline.has_cut)
@@ -182,13 +180,3 @@ class Proposer(StepWorker):
             work.answer = Answers((undrawn(key),), more=True)
         else:
             work.answer = Unfinished.CONTINUES
-
-    def _record(self, work: _Drafting, drafted: Sequence[int]) -> int:
-        """Records the tokens that were run for an item. Returns how many tokens are held now."""
-        name = work.head.session_id
-        # The engine may have evicted tokens, or dropped those that a head ran on guessed features.
-        if self._engine.length(name) < work.num_recorded:
-            work.num_recorded = self._table.length(name)
-        run = (*work.request.token_ids, *drafted)[work.num_recorded :]
-        work.num_recorded = self._table.record(name, run)
-        return work.num_recorded

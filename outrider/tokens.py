@@ -44,6 +44,12 @@ class TokenSequence:
             self._ids.append(token_id)
             self._digests.append(digest)
 
+    def copy(self) -> "TokenSequence":
+        """Returns an independent copy."""
+        copy = TokenSequence()
+        copy._ids, copy._digests = self._ids.copy(), self._digests.copy()
+        return copy
+
     def truncate(self, length: int) -> None:
         """Keeps the first `length` tokens."""
         check(0 <= length <= len(self), f"cannot keep {length} of {len(self)} tokens")

@@ -54,8 +54,7 @@ class SelfDrafter:
         except Exception:
             logger.exception("drafts of %d sessions end early", len(drafts))
         for name, length in lengths.items():
-            if engine.length(name) > length:
-                engine.keep(name, length)
+            engine.keep(name, length)
         return [draft.proposal for draft in drafts]
 
     def _fitting(

@@ -19,7 +19,7 @@ from torch import Tensor
 from outrider.drafters.drafter import DraftDeadline, DraftRequest
 from outrider.engine.interface import Engine, FeatureKeeper, SequenceStep
 from outrider.engine.threads import on_threads
-from outrider.errors import BadRequest, OutriderError
+from outrider.errors import BadRequest, OutriderError, check
 from outrider.grammar.compiler import Grammars
 from outrider.grammar.token_mask import Allowed, TokenMask
 from outrider.hidden_states import BYTES_OF_A_NUMBER, Features, rows_max
@@ -178,10 +178,6 @@ class Verifier(StepWorker):
         return self._engine.forward([one.step for one in rounds])
 
     def _finish(self, rounds: Sequence[_Round], logits: Sequence[Tensor]) -> None:
-        # The tokens are recorded before any verdict, so that tokens and slots agree even if a
-        # verdict fails.
-        for one in rounds:
-            self._table.record(one.step.sequence_id, one.step.token_ids)
         # Verdicts are little work, and more threads might wait for busy cores.
         with on_threads(1):
             self._judge(rounds, logits)
@@ -220,7 +216,9 @@ class Verifier(StepWorker):
         if item.audit:
             rows = masked_logits(one.question.logits[:-1].cpu(), one.question.masks[:-1])
             audited = audit(rows, proposal.token_ids, one.sampling, one.history)
-        cached_length = self._table.length(one.head.session_id)
+        cached_length = self._engine.length(one.head.session_id)
+        expected = one.head.committed_length + len(proposal)
+        check(cached_length == expected, f"{cached_length} slots are held, not {expected}")
         return VerdictReply(one.head.key, verdict, cached_length, logprobs, audit=audited)
 
     def _add_features(self, rounds: Sequence[_Round], keeper: FeatureKeeper) -> None:
@@ -259,7 +257,7 @@ class Verifier(StepWorker):
                 request = self._next_request(one, outcome)
                 if request is None:
                     continue
-                held = self._table.keep(request.session_id, request.noise.committed_length - 1)
+                held = self._engine.keep(request.session_id, request.noise.committed_length - 1)
                 one.answer = replace(one.answer, cached_length=held)
                 wanting.append(one)
                 requests.append(request)

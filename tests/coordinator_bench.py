@@ -7,6 +7,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from pages import check_service
 from rounds import SeverableLink
 from script_store import ScriptStore
 from toy_engine import ToyEngine
@@ -146,7 +147,7 @@ async def running(made: B) -> AsyncIterator[B]:
     made.service.check_integrity()
     for replica in (made.target, made.draft):
         await replica.close()
-        replica.check_integrity()
+        check_service(replica)
 
 
 def failing(call: Any, until: float) -> Any:

@@ -1,42 +1,37 @@
-"""Invariants of an engine's pages that must hold whenever no call of the engine runs."""
+"""Invariants of services and of their pages that must hold whenever no call runs."""
 
 from collections import Counter
 from typing import Any
 
-from outrider.kv_cache.block_pool import BlockPool
+from outrider.kv_cache.block_pool import BlockPool, _next_key
+
+
+def check_service(service: Any) -> None:
+    """Nothing in a service that runs no step contradicts anything else."""
+    if hasattr(service, "check_integrity"):
+        service.check_integrity()
+    else:
+        check_pages(service._worker._engine)
 
 
 def check_pages(owner: Any) -> None:
     """Every page of an engine, or of a pool, is counted exactly where it is used."""
     pool: BlockPool = owner if isinstance(owner, BlockPool) else owner._pool
-    holders = Counter[int]()
+    holders, size = Counter[int](), pool.page_size
     for name, sequence in pool._sequences.items():
-        num_pages = -(-sequence.length // pool.page_size)
+        length, keys = len(sequence.tokens), sequence.keys
+        num_pages = -(-length // size)
         assert len(sequence.pages) == len(set(sequence.pages)) == num_pages, name
-        assert 0 <= sequence.num_written <= sequence.length, name
+        assert 0 <= sequence.num_written <= length, name
+        assert len(keys) - 1 == sequence.num_written // size, name
+        for index, key in enumerate(keys[1:]):
+            ids = sequence.tokens.since(index * size, (index + 1) * size)
+            assert key == _next_key(keys[index], ids), f"page {index} of {name} is corrupt"
+            assert pool._key_of.get(sequence.pages[index], key) == key
         holders.update(sequence.pages)
-        for page, prefix in zip(sequence.pages, sequence.prefixes, strict=False):
-            assert prefix.key[1] == pool._packed_ids(page), f"page {page} of {name} is corrupt"
     pages = range(pool.num_pages)
     assert pool._holders == [holders[page] for page in pages]
+    assert {key: page for page, key in pool._key_of.items()} == pool._page_of
     remembered = set(pool._remembered)
-    assert remembered == {page for page in pages if page in pool._prefixes} - set(holders)
+    assert remembered == set(pool._key_of) - set(holders)
     assert sorted(pool._free) == sorted(set(pages) - remembered - set(holders))
-    check_prefixes(pool)
-
-
-def check_prefixes(pool: BlockPool) -> None:
-    """The known prefixes, their pages and their families agree with each other."""
-    found = {prefix.page: prefix for prefix in pool._prefixes._by_key.values()}
-    assert found == pool._prefixes._by_page
-    num_children = sum(len(prefix.children) for prefix in found.values())
-    for key, prefix in pool._prefixes._by_key.items():
-        parent, ids = prefix.key
-        assert prefix.key == key
-        assert ids == pool._packed_ids(prefix.page), f"remembered page {prefix.page} is corrupt"
-        if isinstance(parent, str):
-            num_children += 1
-        else:
-            assert prefix in parent.children
-            assert found.get(parent.page) is parent, f"page {prefix.page} is an orphan"
-    assert num_children == len(found)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from models import byte_level_tokenizer
+from pages import check_service
 from rounds import drafter_over
 from toy_engine import ToyEngine
 
@@ -170,7 +171,7 @@ async def running_stack(
             await client.close()
             for service in (coordinator, target, draft):
                 await service.close()
-                service.check_integrity()
+                check_service(service)
 
 
 VOCAB = 320

@@ -42,7 +42,8 @@ class ToyEngine:
         self.stated_seconds = 0.0
         self._pool = pool = BlockPool(num_pages, PAGE_SIZE)
         self.can_hold, self.fork, self.keep = pool.can_hold, pool.fork, pool.keep
-        self.release, self.length, self.page_counts = pool.release, pool.length, pool.counts
+        self.release, self.tokens, self.length = pool.release, pool.tokens, pool.length
+        self.page_counts = pool.counts
         self._known: set[str] = set()
         self.batches: list[list[str]] = []
         """Sessions of each forward pass."""
@@ -77,7 +78,7 @@ class ToyEngine:
         return logits
 
     def _run(self, step: SequenceStep) -> torch.Tensor:
-        tokens = self._pool.token_ids(step.sequence_id)
+        tokens = self.tokens(step.sequence_id).since(0)
         vocab_size, first = self.info.vocab_size, len(tokens) - step.num_logits + 1
         lengths = range(first, len(tokens) + 1)
         rows = [toy_logits(self._salt, tokens[:length], vocab_size) for length in lengths]
@@ -88,7 +89,7 @@ class ToyEngine:
     @property
     def held(self) -> dict[str, list[int]]:
         """The tokens of every sequence that is not empty."""
-        ids = {name: list(self._pool.token_ids(name)) for name in self._known}
+        ids = {name: list(self.tokens(name).ids) for name in self._known}
         return {name: tokens for name, tokens in ids.items() if tokens}
 
     def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:

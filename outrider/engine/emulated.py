@@ -58,8 +58,8 @@ class EmulatedEngine:
         self._max_num_seqs = max_num_seqs
         self._pool = pool = BlockPool(spec.num_pages, PAGE_SIZE)
         self.can_hold, self.attach, self.fork = pool.can_hold, pool.attach, pool.fork
-        self.keep, self.release, self.length = pool.keep, pool.release, pool.length
-        self.page_counts = pool.counts
+        self.keep, self.release, self.page_counts = pool.keep, pool.release, pool.counts
+        self.tokens, self.length = pool.tokens, pool.length
         self._step_seconds = 0.0
         self._rows = torch.full((0, spec.vocab_size), -math.inf)
         """A buffer for logits. All values are -inf, except those that the last step wrote."""
@@ -107,8 +107,7 @@ class EmulatedEngine:
         step's tokens must have been appended already."""
         order = self._spec.order
         num_held = self.length(step.sequence_id) - len(step.token_ids)
-        start = max(0, num_held - order)
-        held = self._pool.token_ids(step.sequence_id, start)[: num_held - start]
+        held = self.tokens(step.sequence_id).since(max(0, num_held - order), num_held)
         contexts = [[_NO_TOKEN] * (order - len(held)) + list(held)]
         for token_id in step.token_ids:
             contexts.append([*contexts[-1][1:], token_id])

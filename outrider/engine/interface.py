@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from outrider.errors import BadRequest, check
 from outrider.limits import PAGE_SIZE
+from outrider.tokens import TokenSequence
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -113,12 +114,16 @@ class Engine(Protocol):
     def page_counts(self) -> PageCounts:
         """Returns the current counts."""
 
+    def tokens(self, sequence_id: str) -> TokenSequence:
+        """Returns the tokens in the sequence's slots, not a copy. Later calls may change them. An
+        unknown sequence has none."""
+
     def length(self, sequence_id: str) -> int:
         """Returns the number of slots that the sequence holds, 0 for an unknown sequence."""
 
-    def keep(self, sequence_id: str, length: int) -> None:
-        """Keeps the sequence's first `length` slots, and frees its other slots. Raises
-        `InvariantError` if the sequence holds fewer slots."""
+    def keep(self, sequence_id: str, length: int) -> int:
+        """Keeps at most the sequence's first `length` slots, and frees its other slots. Returns the
+        number of slots that the sequence holds now."""
 
     def release(self, sequence_id: str) -> None:
         """Forgets the sequence. Ignores an unknown sequence."""

@@ -46,8 +46,8 @@ class PagedSequences:
         self._pool, self._cache, self._max_num_seqs = pool, cache, max_num_seqs
         self._page_size = pool.page_size
         self.can_hold, self.attach, self.fork = pool.can_hold, pool.attach, pool.fork
-        self.keep, self.release, self.length = pool.keep, pool.release, pool.length
-        self.page_counts = pool.counts
+        self.keep, self.release, self.page_counts = pool.keep, pool.release, pool.counts
+        self.tokens, self.length = pool.tokens, pool.length
 
     @property
     def kv_cache_bytes(self) -> int:

@@ -7,23 +7,57 @@ The pool holds no tensors. It returns the page copies that the engine must make 
     remembered         none                      yes             least recently used first
     held               at least one              yes or no       never
 
-The *prefix* of a page is all tokens up to the end of the page. Once the prefix of a full page is
-known, new sequences with this prefix share the page. If several sequences hold a page, a sequence
-writes only to a copy of the page. Before a sequence writes to a page that no other sequence holds,
-the pool forgets the page's prefix."""
+The *prefix* of a page is all tokens up to the end of the page. These token ids determine the keys
+and values in the page. Once the prefix of a full page is known, new sequences with this prefix
+share the page. If several sequences hold a page, a sequence writes only to a copy of the page.
+Before a sequence writes to a page that no other sequence holds, the pool forgets the page's
+prefix."""
+
+from __future__ import annotations
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
 
 from outrider.engine.interface import PageCounts, SequenceStep
 from outrider.errors import InvariantError, OutOfPages, check
-from outrider.kv_cache.prefix_cache import PagedSequence, Prefix, PrefixIndex
+from outrider.tokens import TokenSequence
 
 Copy = tuple[int, int]
 """The numbers of two pages: (from, to)."""
-_ID_TYPE = "I"
-"""Array type of a token id: 0..2^32-1."""
+
+
+class _PagedSequence:
+    def __init__(self, salt: str) -> None:
+        self.tokens = TokenSequence()
+        """The token in each slot."""
+        self.num_written = 0
+        """The number of slots, from the first slot on, to which the whole model has written. Only
+        these are shared."""
+        self.num_queried = 0
+        """The number of tokens that were looked up in the cache, until the first step."""
+        self.pages: list[int] = []
+        """The page table, without pages that the slots do not need."""
+        self.keys = [blake2b(salt.encode()).digest()]
+        """`keys[i]` is the key of the prefix of i pages. The list ends with the last page that is
+        full and written."""
+
+    def branch(self) -> _PagedSequence:
+        self.check_written()
+        branch = _PagedSequence("")
+        branch.tokens, branch.num_written = self.tokens.copy(), self.num_written
+        branch.pages, branch.keys = self.pages.copy(), self.keys.copy()
+        return branch
+
+    def check_written(self) -> None:
+        check(self.num_written == len(self.tokens), "the last slots of a sequence are not written")
+
+
+def _next_key(key: bytes, token_ids: Sequence[int]) -> bytes:
+    """Returns the key of a prefix that is one page longer than the prefix of `key`. A key is a
+    cryptographic digest, so equal keys mean equal salts and tokens."""
+    return blake2b(key + array("I", token_ids).tobytes()).digest()
 
 
 class BlockPool:
@@ -38,20 +72,25 @@ class BlockPool:
         self.page_size = page_size
         self._free = list(range(num_pages - 1, -1, -1))
         """The free pages. The pool takes new pages from the end."""
-        self._prefixes = PrefixIndex()
-        self._sequences: dict[str, PagedSequence] = {}
-        self._ids = array(_ID_TYPE, [0]) * (num_pages * page_size)
-        """The token in each slot of each page."""
+        self._sequences: dict[str, _PagedSequence] = {}
         self._holders = [0] * num_pages  # the number of sequences that hold each page
+        self._page_of: dict[bytes, int] = {}
+        """The last page of each known prefix, by the prefix's key."""
+        self._key_of: dict[int, bytes] = {}  # the inverse of `_page_of`
         self._remembered: OrderedDict[int, None] = OrderedDict()
         """The remembered pages, the least recently used page first."""
         self._prefix_queries = 0
         self._prefix_hits = 0
 
+    def tokens(self, sequence_id: str) -> TokenSequence:
+        """See `Engine.tokens`."""
+        sequence = self._sequences.get(sequence_id)
+        return TokenSequence() if sequence is None else sequence.tokens
+
     def length(self, sequence_id: str) -> int:
         """See `Engine.length`."""
         sequence = self._sequences.get(sequence_id)
-        return 0 if sequence is None else sequence.length
+        return 0 if sequence is None else len(sequence.tokens)
 
     def pages(self, sequence_id: str) -> Sequence[int]:
         """Returns the sequence's page table, which is empty for an unknown sequence. With page size
@@ -59,13 +98,6 @@ class BlockPool:
         list, and do not read it after the next call of the pool."""
         sequence = self._sequences.get(sequence_id)
         return () if sequence is None else sequence.pages
-
-    def token_ids(self, sequence_id: str, start: int = 0) -> tuple[int, ...]:
-        """Returns the tokens in the sequence's slots from slot `start` on."""
-        ids, size = array(_ID_TYPE), self.page_size
-        for page in self.pages(sequence_id)[start // size :]:
-            ids.extend(self._ids[page * size : (page + 1) * size])
-        return tuple(ids[start % size : self.length(sequence_id) - start // size * size])
 
     def counts(self) -> PageCounts:
         """See `Engine.page_counts`."""
@@ -82,14 +114,21 @@ class BlockPool:
         """See `Engine.attach`."""
         check(self.length(sequence_id) == 0, f"{sequence_id} is held already")
         self.release(sequence_id)
-        sequence = self._sequences[sequence_id] = PagedSequence(salt)
-        for prefix in self._known_prefixes(token_ids, salt):
-            sequence.prefixes.append(prefix)
-            sequence.pages.append(prefix.page)
-            self._hold(prefix.page)
-        sequence.length = sequence.num_written = len(sequence.pages) * self.page_size
+        sequence = self._sequences[sequence_id] = _PagedSequence(salt)
+        size = self.page_size
+        # A step must run the last token for its logits.
+        for end in range(size, len(token_ids), size):
+            key = _next_key(sequence.keys[-1], token_ids[end - size : end])
+            page = self._page_of.get(key)
+            if page is None:
+                break
+            sequence.keys.append(key)
+            sequence.pages.append(page)
+            self._hold(page)
+        sequence.num_written = len(sequence.pages) * size
+        sequence.tokens.extend(token_ids[: sequence.num_written])
         sequence.num_queried = len(token_ids)
-        return sequence.length
+        return sequence.num_written
 
     def fork(self, sequence_id: str, branch_id: str) -> None:
         """See `Engine.fork`."""
@@ -116,57 +155,72 @@ class BlockPool:
         never shared, and `written` must not be called. Before a call with `whole`, drop such slots
         with `keep`, else the call raises `InvariantError`."""
         for step in steps if whole else ():
-            sequence = self._sequences.get(step.sequence_id)
-            is_written = sequence is None or sequence.is_written
-            check(is_written, f"{step.sequence_id}: its last slots are not written")
+            if (sequence := self._sequences.get(step.sequence_id)) is not None:
+                sequence.check_written()
         if not self._is_roomy(steps):
             self._make_room(self._num_needed(steps, Counter()))
-        size = self.page_size
         copies: list[Copy] = []
         for step in steps:
             sequence = self._sequences.get(step.sequence_id)
             if sequence is None:
-                sequence = self._sequences[step.sequence_id] = PagedSequence("")
-            if sequence.length % size:
-                copies += self._own(sequence, len(sequence.pages) - 1)
-            self._write(sequence, step.token_ids)
+                sequence = self._sequences[step.sequence_id] = _PagedSequence("")
+            length, pages = len(sequence.tokens), sequence.pages
+            if length % self.page_size:
+                copies += self._own(pages)
+            for _ in range(-(-(length + len(step.token_ids)) // self.page_size) - len(pages)):
+                pages.append(self._free.pop())
+                self._hold(pages[-1])
             if sequence.num_queried:
                 self._prefix_queries += sequence.num_queried
-                self._prefix_hits += sequence.length
+                self._prefix_hits += length
                 sequence.num_queried = 0
-            sequence.length += len(step.token_ids)
+            sequence.tokens.extend(step.token_ids)
         return copies
 
     def written(self, steps: Sequence[SequenceStep]) -> None:
         """Makes the full pages of these steps known, so that new sequences share them. Call this
         once the slots that `append` took are written."""
+        size = self.page_size
         for step in steps:
             sequence = self._sequences[step.sequence_id]
-            sequence.num_written = sequence.length
-            if sequence.length // self.page_size > len(sequence.prefixes):
-                self._remember(sequence)
+            sequence.num_written = len(sequence.tokens)
+            keys = sequence.keys
+            while (end := len(keys) * size) <= sequence.num_written:
+                keys.append(_next_key(keys[-1], sequence.tokens.since(end - size, end)))
+                self._know(keys[-1], sequence.pages[len(keys) - 2])
 
-    def keep(self, sequence_id: str, length: int) -> None:
+    def keep(self, sequence_id: str, length: int) -> int:
         """See `Engine.keep`."""
-        held = self.length(sequence_id)
-        check(0 <= length <= held, f"cannot keep {length} of {held} slots")
+        check(length >= 0, f"cannot keep {length} slots")
         sequence = self._sequences.get(sequence_id)
-        if sequence is None:
-            return
+        if sequence is None or len(sequence.tokens) <= length:
+            return self.length(sequence_id)
         num_pages = -(-length // self.page_size)
         for page in reversed(sequence.pages[num_pages:]):
             self._let_go(page)
         del sequence.pages[num_pages:]
-        del sequence.prefixes[length // self.page_size :]
-        sequence.length = length
+        del sequence.keys[length // self.page_size + 1 :]
+        sequence.tokens.truncate(length)
         sequence.num_written = min(sequence.num_written, length)
-        self._remember(sequence)
+        return length
 
     def release(self, sequence_id: str) -> None:
-        """See `Engine.release`. The sequence's full pages stay remembered."""
-        if sequence_id in self._sequences:
-            self._remember(self._sequences[sequence_id])
-            self._drop(sequence_id)
+        """See `Engine.release`. The sequence's full pages stay remembered, and are evicted after
+        all other remembered pages, the last page first."""
+        sequence = self._sequences.pop(sequence_id, None)
+        if sequence is None:
+            return
+        for index in range(len(sequence.pages) - 1, -1, -1):
+            page = sequence.pages[index]
+            if self._holders[page] > 1:
+                self._holders[page] -= 1
+                continue
+            known = page
+            if index + 1 < len(sequence.keys):
+                known = self._know(sequence.keys[index + 1], page)
+            self._let_go(page)
+            if known in self._remembered:
+                self._remembered.move_to_end(known)
 
     def _is_roomy(self, steps: Sequence[SequenceStep]) -> bool:
         """Whether there are certainly enough free pages. The exact count takes longer, so this
@@ -193,7 +247,7 @@ class BlockPool:
             if sequence is None:
                 num += -(-len(step.token_ids) // size)
                 continue
-            length, pages = sequence.length, sequence.pages
+            length, pages = len(sequence.tokens), sequence.pages
             num += -(-(length + len(step.token_ids)) // size) - len(pages)
             if length % size:  # If another sequence holds the last page, the page is copied.
                 num += self._holders[pages[-1]] - leaving[pages[-1]] > 1
@@ -206,78 +260,32 @@ class BlockPool:
         if missing > 0:
             raise OutOfPages(f"{missing} more pages are needed, but sequences hold all others")
         while len(self._free) < num_free:
-            self._forget(next(iter(self._remembered)))
+            page, _ = self._remembered.popitem(last=False)
+            self._forget(page)
+            self._free.append(page)
 
-    def _drop(self, sequence_id: str) -> None:
-        """Forgets a sequence. Remembers the sequence's pages with a known prefix so that they are
-        evicted after all other remembered pages, the last page first."""
-        sequence = self._sequences.pop(sequence_id)
-        prefixes = sequence.prefixes
-        for index in range(len(sequence.pages) - 1, -1, -1):
-            if self._holders[sequence.pages[index]] > 1:
-                # Like `_let_go`, without the time of a call. A fork has many such pages.
-                self._holders[sequence.pages[index]] -= 1
-            else:
-                self._let_go(sequence.pages[index])
-            # The prefix may be known in another, remembered page. That page must be evicted after
-            # the pages that continue the prefix.
-            if index < len(prefixes) and prefixes[index].page in self._remembered:
-                self._remembered.move_to_end(prefixes[index].page)
-        sequence.pages.clear()
-
-    def _known_prefixes(self, token_ids: Sequence[int], salt: str) -> Iterator[Prefix]:
-        """Yields the known prefixes of these tokens, the shortest prefix first. A prefix never
-        includes the last token, because a step must run the last token for its logits."""
-        size, ids = self.page_size, array(_ID_TYPE, token_ids)
-        parent: Prefix | str = salt
-        for end in range(size, len(ids), size):
-            prefix = self._prefixes.find(parent, ids[end - size : end].tobytes())
-            if prefix is None:
-                return
-            yield prefix
-            parent = prefix
-
-    def _remember(self, sequence: PagedSequence) -> None:
-        prefixes = sequence.prefixes
-        while prefixes and prefixes[-1].page < 0:
-            prefixes.pop()
-        for page in sequence.pages[len(prefixes) : sequence.num_written // self.page_size]:
-            parent = prefixes[-1] if prefixes else sequence.salt
-            prefixes.append(self._prefixes.add(parent, self._packed_ids(page), page))
+    def _know(self, key: bytes, page: int) -> int:
+        """Makes known that `page` is the last page of the prefix of `key`, unless a page of this
+        prefix is known already. Returns the known page, to which no sequence may write."""
+        known = self._page_of.setdefault(key, page)
+        self._key_of[known] = key
+        return known
 
     def _forget(self, page: int) -> None:
-        for forgotten in self._prefixes.forget(page):
-            if not self._holders[forgotten]:
-                del self._remembered[forgotten]
-                self._free.append(forgotten)
+        del self._page_of[self._key_of.pop(page)]
 
-    def _own(self, sequence: PagedSequence, index: int) -> list[Copy]:
-        """Makes the sequence's page at `index` writable. Returns the page copy that this needs, or
+    def _own(self, pages: list[int]) -> list[Copy]:
+        """Makes the last page of a page table writable. Returns the page copy that this needs, or
         an empty list."""
-        page = sequence.pages[index]
+        page = pages[-1]
         if self._holders[page] == 1:
-            if page in self._prefixes:
+            if page in self._key_of:
                 self._forget(page)
             return []
-        copy = self._free.pop()
+        pages[-1] = copy = self._free.pop()
         self._let_go(page)
         self._hold(copy)
-        sequence.pages[index] = copy
-        size = self.page_size
-        self._ids[copy * size : (copy + 1) * size] = self._ids[page * size : (page + 1) * size]
         return [(page, copy)]
-
-    def _write(self, sequence: PagedSequence, token_ids: Sequence[int]) -> None:
-        size, pages, start = self.page_size, sequence.pages, sequence.length
-        missing = -(-(start + len(token_ids)) // size) - len(pages)
-        if missing:
-            num_free = len(self._free)
-            check(missing <= num_free, f"{missing} pages are needed; {num_free} are free")
-            for _ in range(missing):
-                pages.append(self._free.pop())
-                self._hold(pages[-1])
-        for place, token_id in enumerate(token_ids, start=start):
-            self._ids[pages[place // size] * size + place % size] = token_id
 
     def _hold(self, page: int) -> None:
         if not self._holders[page]:
@@ -290,10 +298,7 @@ class BlockPool:
         self._holders[page] -= 1
         if self._holders[page]:
             return
-        if page in self._prefixes:
+        if page in self._key_of:
             self._remembered[page] = None
         else:
             self._free.append(page)
-
-    def _packed_ids(self, page: int) -> bytes:
-        return self._ids[page * self.page_size : (page + 1) * self.page_size].tobytes()

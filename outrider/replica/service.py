@@ -243,10 +243,6 @@ class SteppedService:
             await self._task
         self._executor.close(wait=self.lost is None)
 
-    def check_integrity(self) -> None:
-        """See `StepWorker.check_integrity`."""
-        self._worker.check_integrity()
-
     @property
     def _over(self) -> bool:
         return self._closing or self.lost is not None

@@ -85,7 +85,7 @@ class Admissions:
             an error      The item is refused.
         """
         names = [demand.head.session_id for demand in demands]
-        new = {name for name in names if not self._table.length(name)}
+        new = {name for name in names if not self._engine.length(name)}
         found = [_align(self._table, demand.head) for demand in demands]
         wholes = {
             index: self._whole(demands[index])
@@ -100,7 +100,7 @@ class Admissions:
         admissions = self._grant(demands, found)
         for name, admission in zip(names, admissions, strict=True):
             if name in new and not isinstance(admission, Admitted):
-                self._table.free(name)  # The next step may find a longer prefix.
+                self._engine.release(name)  # The next step may find a longer prefix.
         return admissions
 
     def _give_way(self) -> None:
@@ -150,7 +150,7 @@ class Admissions:
         if not self._engine.can_hold(steps, younger):
             return False
         for name in reversed(younger):
-            self._table.free(name)
+            self._engine.release(name)
             lost.add(name)
             self.figures.num_preemptions += 1
             if self._engine.can_hold(steps):
@@ -159,7 +159,7 @@ class Admissions:
 
     def _grant(self, demands: Sequence[SlotDemand], found: Sequence[_Found]) -> list[Admission]:
         """Shares out the step's tokens."""
-        if not any(map(self._table.length, self._decoding)):
+        if not any(map(self._engine.length, self._decoding)):
             self._budget.expect_no_rounds()
         aligned = {i: entry for i, entry in enumerate(found) if isinstance(entry, Aligned)}
         wanted = [_token_demand(demands[i], entry) for i, entry in aligned.items()]
@@ -229,7 +229,7 @@ class StepWorker(Admissions):
                 self.release(session_id)
             else:
                 self._forget(session_id)
-                self._table.free(session_id)
+                self._engine.release(session_id)
         self._note_figures()
 
     def release(self, session_id: str) -> None:
@@ -241,10 +241,6 @@ class StepWorker(Admissions):
 
     def _forget(self, session_id: str) -> None:
         """Drops what a role keeps of a session beside its tokens."""
-
-    def check_integrity(self) -> None:
-        """For tests, while no step runs: raises `InvariantError` if tokens and slots disagree."""
-        self._table.check_integrity()
 
     def _note_figures(self) -> None:
         self.figures.pages = self._engine.page_counts()

@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
+from pages import check_service
 from rounds import PATIENCE_S, Listener, Replica, ask, item_message, make_head, session_name
 from toy_engine import ToyEngine
 
@@ -42,7 +43,7 @@ class Target:
     async def stop(self) -> None:
         await self.server.stop()
         await self.service.close()
-        self.service.check_integrity()
+        check_service(self.service)
 
 
 @pytest.fixture

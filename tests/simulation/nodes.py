@@ -10,6 +10,8 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+from pages import check_service
+
 from coordinator.routing import draft_client, target_client
 from coordinator.service import CoordinatorService
 from deploy.fleet.ray_cluster import Actor, Demand
@@ -74,11 +76,10 @@ class Node:
         await self._ended.wait()
 
     def check_integrity(self) -> None:
-        """Raises `OutriderError`."""
         try:
             if self.service is not None:
-                self.service.check_integrity()
-        except OutriderError as error:
+                check_service(self.service)
+        except (AssertionError, OutriderError) as error:
             error.add_note(f"of {self.name}")
             raise
 

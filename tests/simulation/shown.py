@@ -74,7 +74,7 @@ class KeepingEngine(QuickEngine):
     def held_features(self, ranges: Sequence[tuple[str, int, int]]) -> torch.Tensor:
         tokens = [
             token for name, first, end in ranges
-            for token in self._pool.token_ids(name, first)[: end - first]
+            for token in self.tokens(name).since(first, end)
         ]  # fmt: skip
         check(len(tokens) == sum(end - first for _, first, end in ranges), "it holds them")
         return torch.tensor(tokens, dtype=torch.float32)[:, None].expand(-1, self.feature_width)

@@ -11,7 +11,7 @@ from coordinator.routing.discovery import Discovery
 from coordinator.routing.replica_pool import SessionRoute
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft
 from outrider.errors import OutriderError, StoreUnavailable
-from outrider.kv_cache.session_table import SessionTable
+from outrider.kv_cache.block_pool import BlockPool
 from outrider.sessions import redis_store
 from outrider.sessions.redis_scripts import Script
 from outrider.sessions.state import Session
@@ -39,7 +39,7 @@ def shown_before_committed(patch: Patch) -> None:
 
 
 def refused_tokens_kept(patch: Patch) -> None:
-    patch.setattr(SessionTable, "_cut", lambda *_: None)
+    patch.setattr(BlockPool, "keep", lambda self, name, length: min(length, self.length(name)))
 
 
 def running_stream_fails(patch: Patch) -> None:

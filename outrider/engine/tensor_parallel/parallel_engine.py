@@ -46,11 +46,12 @@ class ParallelEngine:
         step do not wait for the leader."""
         self._leave = leave
         self._engine: Any = engine
-        self.info, self.length, self.page_counts = engine.info, engine.length, engine.page_counts
+        self.info, self.page_counts = engine.info, engine.page_counts
+        self.tokens, self.length = engine.tokens, engine.length
         self.can_hold, self.take_step_seconds = engine.can_hold, engine.take_step_seconds
         self.attach: Callable[..., int] = partial(self._on_all, "attach")
         self.fork: Callable[..., None] = partial(self._on_all, "fork")
-        self.keep: Callable[..., None] = partial(self._on_all, "keep")
+        self.keep: Callable[..., int] = partial(self._on_all, "keep")
         self.release: Callable[..., None] = partial(self._on_all, "release")
         self.draft_layer = getattr(engine, "draft_layer", None)
         self._followers = followers

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from pages import check_pages
 from rounds import Replica, make_head, session_name
 from test_draft_service import expected_proposal
 from toy_engine import ToyEngine
@@ -135,7 +136,7 @@ class Interrupted:
 
     def step(self, *items: DraftItem) -> list[Any]:
         found = self.proposer.step(items)
-        self.proposer.check_integrity()
+        check_pages(self.engine)
         return found
 
 

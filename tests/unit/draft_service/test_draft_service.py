@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
+from pages import check_pages
 from rounds import GREEDY, Replica, make_head, session_name
 from toy_engine import ToyEngine, toy_logits
 from verdict_laws import draft_token
@@ -127,7 +128,7 @@ async def test_a_pass_that_fails_behind_drawn_tokens_leaves_them_proposed(
     assert short.cached_length == len(PROMPT) + 1
     assert list(whole.proposal.token_ids) == expected_proposal(other, 4, rule, sampling, 1)[0]
     assert [len(batch) for batch in setting.engine.batches] == [2, 2, 2, 1]
-    setting.service.check_integrity()
+    check_pages(setting.engine)
     following = (*PROMPT, tokens[0], (tokens[1] + 1) % 8)
     more = await setting.ask(DraftItem(make_head(following, 4, rule=rule, round_index=1), 2))
     expected, _ = expected_proposal(following, 2, rule, sampling, 1)

@@ -59,7 +59,7 @@ def test_whole_pages_of_a_running_sequence_are_shared(pool: BlockPool) -> None:
     assert pool.attach("d", PROMPT[: SIZE + 1]) == SIZE
     assert pool.attach("e", PROMPT[1:]) == 0
     assert list(pool.pages("c")) == list(pool.pages("a"))[:3]
-    assert pool.token_ids("c") == PROMPT
+    assert pool.tokens("c").since(0) == PROMPT
     for name in "bc":
         run(pool, name, 7)
     counts = pool.counts()
@@ -139,7 +139,8 @@ class PoolAndModel(RuleBasedStateMachine):
         self.model: dict[str, ModelSequence] = {}
 
     def state(self) -> tuple[Any, ...]:
-        held = {name: (self.pool.token_ids(name), list(self.pool.pages(name))) for name in NAMES}
+        pool = self.pool
+        held = {name: (pool.tokens(name).since(0), list(pool.pages(name))) for name in NAMES}
         return held, self.pool.counts(), list(self.pool._remembered)
 
     @rule(
@@ -234,7 +235,7 @@ class PoolAndModel(RuleBasedStateMachine):
     def slots_hold_what_was_run(self) -> None:
         for name in NAMES:
             sequence = self.model.get(name, ModelSequence())
-            assert list(self.pool.token_ids(name)) == sequence.ids
+            assert self.pool.tokens(name).ids == sequence.ids
             assert self.slots.held(name) == sequence.values
 
     @invariant()

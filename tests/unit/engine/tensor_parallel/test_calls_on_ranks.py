@@ -39,7 +39,7 @@ class RecordingEngine:
         self.lengths: dict[str, int] = {}
         self.length = lambda sequence_id: self.lengths.get(sequence_id, 0)
         self.can_hold = lambda steps: self.room
-        self.page_counts = self.take_step_seconds = None
+        self.tokens = self.page_counts = self.take_step_seconds = None
 
     def __getattr__(self, name: str) -> Any:
         """Records the call."""
