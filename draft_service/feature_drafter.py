@@ -38,7 +38,7 @@ class HeadEngine(PagedSequences):
         self.info = replace(info, max_model_len=min(info.max_model_len, num_pages * PAGE_SIZE))
         cache = KVCache([shape], num_pages, PAGE_SIZE)
         self._pairs = self._layer = PairLayer(head.module, cache.layers[0])
-        self._use_pool(BlockPool(num_pages, PAGE_SIZE), cache, max_num_seqs)
+        self._use_pool(BlockPool(num_pages, PAGE_SIZE), [cache], max_num_seqs)
 
     def run(self, steps: Sequence[SequenceStep], features: Tensor) -> Tensor:
         """Like `Engine.forward`, for T new tokens. `features` [T, D] has the feature of the token

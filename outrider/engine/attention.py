@@ -1,13 +1,14 @@
 """Replaces a model's attention by attention on a paged cache, through transformers' interface.
 
 If a module's attention is set to `PAGED`, the module passes each layer's queries, keys and values
-to `_paged_attention`, and builds no mask. The current step is in a context variable, because not
-every model passes extra arguments down to its layers."""
+to the attention function of the current step, and builds no mask. This function is in a context
+variable, because not every model passes extra arguments down to its layers."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,14 +16,14 @@ from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from outrider.errors import ConfigError, InvariantError, check
+from outrider.errors import ConfigError, check
 from outrider.kv_cache.storage import KeysAndValues, LayerShape
 
 PAGED = "outrider_paged"
 _FINDING = "outrider_finding"
-"""The attention function of this name only records which block calls it."""
+"""A module with the attention of this name also builds masks, which say what tokens may see."""
 _UNKNOWN_ARGUMENTS = ("s_aux", "position_bias")
-"""These arguments of attention functions change the result, but `_paged_attention` ignores them."""
+"""These arguments of attention functions change the result, but paged attention ignores them."""
 _Allows = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """A mask function of transformers. Takes the indices of batch, head, query and key. Returns whether
 the query sees the key."""
@@ -58,23 +59,36 @@ Attend = Callable[[Tensor, LayerPages], Tensor]
 the output [1, T, query heads, value width]."""
 
 
-_RUNNING: ContextVar[tuple[dict[nn.Module, LayerPages], Tensor, Attend] | None] = ContextVar(
-    "outrider_step", default=None
-)
-"""The layers of the current step, the slots of its tokens, and its `Attend` function."""
-_FOUND: ContextVar[tuple[list[AttentionLayer], int]] = ContextVar("outrider_layers")
-"""The layers that `find_layers` has found so far, and the maximum length of a sequence."""
+_CURRENT: ContextVar[Callable[..., Tensor]] = ContextVar("outrider_attention")
+"""Called with the arguments of an attention function of transformers: the block, queries [1, heads,
+T, width], keys and values [1, key heads, T, width], the mask, and named arguments. Returns the
+attention output [1, T, heads, width]."""
 
 
 @contextmanager
 def running(layers: dict[nn.Module, LayerPages], slots: Tensor, attend: Attend) -> Iterator[None]:
     """In this context, each block in `layers` writes the keys and values of the first n tokens to
-    `slots` [n] of the block's pages, and then attends to these pages with `attend`."""
-    token = _RUNNING.set((layers, slots, attend))
+    `slots` [n] of the block's pages, and then attends to these pages with `attend`. All later
+    tokens are padding."""
+
+    def attention(
+        block: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, **_: Any
+    ) -> Tensor:
+        layer, num_slots = layers[block], len(slots)
+        layer.cache.write(slots, key[0, :, :num_slots], value[0, :, :num_slots])
+        return attend(query, layer)
+
+    with _attention(attention):
+        yield
+
+
+@contextmanager
+def _attention(function: Callable[..., Tensor]) -> Iterator[None]:
+    token = _CURRENT.set(function)
     try:
         yield
     finally:
-        _RUNNING.reset(token)
+        _CURRENT.reset(token)
 
 
 def find_layers(module: Any, max_model_len: int) -> list[AttentionLayer]:
@@ -85,13 +99,9 @@ def find_layers(module: Any, max_model_len: int) -> list[AttentionLayer]:
     mask that is neither causal nor a sliding window, or a layer that runs twice."""
     set_attention(module, _FINDING)
     found: list[AttentionLayer] = []
-    token = _FOUND.set((found, max_model_len))
-    try:
-        with torch.inference_mode():
-            ids = torch.zeros((1, 1), dtype=torch.int64, device=next(module.parameters()).device)
-            module(input_ids=ids, position_ids=ids, use_cache=False, return_dict=True)
-    finally:
-        _FOUND.reset(token)
+    with torch.inference_mode(), _attention(partial(_noted_attention, found, max_model_len)):
+        ids = torch.zeros((1, 1), dtype=torch.int64, device=next(module.parameters()).device)
+        module(input_ids=ids, position_ids=ids, use_cache=False, return_dict=True)
     if not found:
         raise ConfigError("its attention does not use the attention interface of transformers")
     set_attention(module, PAGED)
@@ -109,27 +119,9 @@ def set_attention(module: Any, name: str) -> None:
         raise ConfigError("its attention cannot be replaced")
 
 
-def _paged_attention(
-    block: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Writes keys and values [1, key heads, T, width] to their slots. Then computes the attention
-    output [1, T, heads, width] of queries [1, heads, T, width]. If there are fewer slots than
-    tokens, the last tokens are padding."""
-    step = _RUNNING.get()
-    if step is None:
-        raise InvariantError("a module was called outside of a step of its engine")
-    layers, slots, attend = step
-    layer, num_slots = layers[block], len(slots)
-    layer.cache.write(slots, key[0, :, :num_slots], value[0, :, :num_slots])
-    return attend(query, layer), None
-
-
 def _noted_attention(
+    layers: list[AttentionLayer],
+    max_model_len: int,
     block: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -138,8 +130,7 @@ def _noted_attention(
     scaling: float | None = None,
     softcap: float | None = None,
     **arguments: Any,
-) -> tuple[Tensor, None]:
-    layers, max_model_len = _FOUND.get()
+) -> Tensor:
     if any(layer.block is block for layer in layers):
         raise ConfigError("one of its layers runs twice for each token")
     for name in _UNKNOWN_ARGUMENTS:
@@ -153,7 +144,7 @@ def _noted_attention(
     window = _window(allows, max_model_len)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     layers.append(AttentionLayer(block, shape, query.shape[1], window, scaling, softcap))
-    return query.new_zeros((1, query.shape[2], query.shape[1], value.shape[3])), None
+    return query.new_zeros((1, query.shape[2], query.shape[1], value.shape[3]))
 
 
 def _noted_mask(
@@ -186,7 +177,9 @@ def _window(allows: _Allows, length: int) -> int | None:
     return None if window == length else window
 
 
-ALL_ATTENTION_FUNCTIONS.register(PAGED, _paged_attention)
-ALL_ATTENTION_FUNCTIONS.register(_FINDING, _noted_attention)
+for _name in (PAGED, _FINDING):
+    ALL_ATTENTION_FUNCTIONS.register(
+        _name, lambda *arguments, **named: (_CURRENT.get()(*arguments, **named), None)
+    )
 # No mask function is registered for PAGED, so transformers makes no mask at all.
 ALL_MASK_ATTENTION_FUNCTIONS.register(_FINDING, _noted_mask)

@@ -242,11 +242,12 @@ class PagedEngine(PagedSequences):
 
     def _use_pages(self, num_pages: int) -> None:
         shapes = [layer.shape for layer in self._layers]
-        cache = KVCache(shapes, num_pages, PAGE_SIZE, self._decoder is not None, self._draft_shapes)
+        cache = KVCache(shapes, num_pages, PAGE_SIZE, self._decoder is not None)
+        drafting = KVCache(self._draft_shapes, num_pages, PAGE_SIZE)
         if self.draft_layer is not None:
-            self._draft = DraftLayer(self.draft_layer.module, cache.plain_layers)
+            self._draft = DraftLayer(self.draft_layer.module, drafting.layers)
             self._pairs = self._draft.pairs
-        self._use_pool(BlockPool(num_pages, PAGE_SIZE), cache, self._max_num_seqs)
+        self._use_pool(BlockPool(num_pages, PAGE_SIZE), [cache, drafting], self._max_num_seqs)
         self._steps = self._new_steps(cache.layers)
 
     def _new_steps(self, caches: Sequence[Any]) -> Steps:

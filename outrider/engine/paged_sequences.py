@@ -19,7 +19,7 @@ from outrider.models.draft_head import LoadedDraftHead
 
 
 class PageStore(Protocol):
-    """The tensors of an engine's pages."""
+    """Tensors of an engine's pages."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -41,9 +41,10 @@ class PagedSequences:
     """The layer that runs in steps of its own, if there is one."""
     _features: Sequence[Tensor] = ()
 
-    def _use_pool(self, pool: BlockPool, cache: PageStore, max_num_seqs: int) -> None:
-        """Forgets all sequences. From now on uses the pages of this pool, which must be empty."""
-        self._pool, self._cache, self._max_num_seqs = pool, cache, max_num_seqs
+    def _use_pool(self, pool: BlockPool, stores: Sequence[PageStore], max_num_seqs: int) -> None:
+        """Forgets all sequences. From now on uses the pages of this pool, which must be empty. Each
+        of `stores` has tensors of these pages."""
+        self._pool, self._stores, self._max_num_seqs = pool, stores, max_num_seqs
         self._page_size = pool.page_size
         self.can_hold, self.attach, self.fork = pool.can_hold, pool.attach, pool.fork
         self.keep, self.release, self.page_counts = pool.keep, pool.release, pool.counts
@@ -51,7 +52,7 @@ class PagedSequences:
 
     @property
     def kv_cache_bytes(self) -> int:
-        return self._cache.num_bytes
+        return sum(store.num_bytes for store in self._stores)
 
     def _run(
         self, run: Callable[[HeldStep], Tensor], steps: Sequence[SequenceStep], whole: bool = True
@@ -118,7 +119,8 @@ class PagedSequences:
         ]
         is_copied = False
         try:
-            self._cache.copy_pages(copies)
+            for store in self._stores:
+                store.copy_pages(copies)
             is_copied = True
             yield HeldStep(held, self._page_size)
         except BaseException:

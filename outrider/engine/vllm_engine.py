@@ -62,7 +62,7 @@ from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 from outrider.engine.batch import HeldSequence, HeldStep
 from outrider.engine.draft_layer import DraftLayer, draft_shapes
 from outrider.engine.interface import SequenceStep
-from outrider.engine.paged_sequences import PagedSequences, newest_rows
+from outrider.engine.paged_sequences import PagedSequences, PageStore, newest_rows
 from outrider.engine.tensor_parallel.sharding import Ranks, least, of_leader
 from outrider.errors import ConfigError, SettingError, Unavailable
 from outrider.kv_cache.block_pool import BlockPool, Copy
@@ -260,8 +260,8 @@ class VllmEngine(PagedSequences):
             kernel_sizes, config, attn_groups=[one for group in self._groups for one in group],
         )  # fmt: skip
         self._draft_cache = KVCache(kept, num_pages, self._page_size)
-        store = _Blocks(tensors_by_layer, num_blocks, self._draft_cache)
-        self._use_pool(BlockPool(num_pages, self._page_size), store, max_num_seqs)
+        stores: list[PageStore] = [_Blocks(tensors_by_layer, num_blocks), self._draft_cache]
+        self._use_pool(BlockPool(num_pages, self._page_size), stores, max_num_seqs)
 
     def _take_head(
         self, draft_layer: LoadedDraftHead | None, name: str, reads_output: bool
@@ -295,7 +295,8 @@ class VllmEngine(PagedSequences):
         if not reads_output:
             self._show(self._read_by_leader(num_layers))
         # The check wrote a text without the head's pairs, so a new pool forgets the text's pages.
-        self._use_pool(BlockPool(self._pool.num_pages, self._page_size), self._cache, max_num_seqs)
+        pool = BlockPool(self._pool.num_pages, self._page_size)
+        self._use_pool(pool, self._stores, max_num_seqs)
         if self.draft_layer is not None:
             head = self.draft_layer.module
             ascending = sorted(head.layer_ids)
@@ -473,23 +474,20 @@ class VllmEngine(PagedSequences):
 
 
 class _Blocks:
-    """A `PageStore` of vLLM's caches and of the caches of a draft layer."""
+    """A `PageStore` of vLLM's caches."""
 
-    def __init__(self, caches: dict[str, Tensor], num_blocks: int, draft_cache: KVCache) -> None:
+    def __init__(self, caches: dict[str, Tensor], num_blocks: int) -> None:
         self._caches, self._num_blocks = list(caches.values()), num_blocks
-        self._draft_cache = draft_cache
 
     @property
     def num_bytes(self) -> int:
         # Layers may share caches.
-        models = sum({cache.data_ptr(): cache.nbytes for cache in self._caches}.values())
-        return models + self._draft_cache.num_bytes
+        return sum({cache.data_ptr(): cache.nbytes for cache in self._caches}.values())
 
     def copy_pages(self, copies: Sequence[Copy]) -> None:
         copy_kv_cache_blocks_inplace(
             self._caches, self._num_blocks, [KVCacheBlockCopy(*copy) for copy in copies]
         )
-        self._draft_cache.copy_pages(copies)
 
 
 @contextmanager

@@ -113,41 +113,29 @@ class BlockedKeysAndValues(NamedTuple):
 
 
 class KVCache:
-    """The caches of all layers."""
+    """The caches of layers."""
 
     def __init__(
-        self,
-        shapes: Sequence[LayerShape],
-        num_pages: int,
-        page_size: int,
-        is_blocked: bool = False,
-        plain_shapes: Sequence[LayerShape] = (),
+        self, shapes: Sequence[LayerShape], num_pages: int, page_size: int, is_blocked: bool = False
     ) -> None:
-        """If `is_blocked`, the `layers` are `BlockedKeysAndValues`, otherwise `KeysAndValues`. The
-        `plain_layers` are always `KeysAndValues`."""
-        self._num_pages, self._page_size = num_pages, page_size
+        """If `is_blocked`, the `layers` are `BlockedKeysAndValues`, otherwise `KeysAndValues`."""
+        self._num_pages, self._page_size, self._is_blocked = num_pages, page_size, is_blocked
         self._stacks: list[Tensor] = []
         """[any, pages, any]: the keys, or the values, of all layers with the same shape, so that
         one call copies a page in all these layers."""
-        self.layers = self._new_layers(shapes, is_blocked)
-        self.plain_layers: list[KeysAndValues] = self._new_layers(plain_shapes, False)
-
-    def _new_layers(self, shapes: Sequence[LayerShape], is_blocked: bool) -> list[Any]:
         layers: dict[LayerShape, Iterator[Any]] = {}
         for shape, num_layers in Counter(shapes).items():
-            keys = self._new_stack(shape, shape.key_width, num_layers, is_blocked)
-            values = self._new_stack(shape, shape.value_width, num_layers, is_blocked)
+            keys = self._new_stack(shape, shape.key_width, num_layers)
+            values = self._new_stack(shape, shape.value_width, num_layers)
             layers[shape] = map(BlockedKeysAndValues if is_blocked else KeysAndValues, keys, values)
-        return [next(layers[shape]) for shape in shapes]
+        self.layers = [next(layers[shape]) for shape in shapes]
 
-    def _new_stack(
-        self, shape: LayerShape, width: int, num_layers: int, is_blocked: bool
-    ) -> tuple[Tensor, ...]:
+    def _new_stack(self, shape: LayerShape, width: int, num_layers: int) -> tuple[Tensor, ...]:
         """Returns the keys or values of each of these layers."""
         num_heads, num_pages, size = shape.num_heads, self._num_pages, self._page_size
         sizes = [num_layers * num_heads, num_pages, size * width]
         layer_sizes = [num_heads, num_pages * size, width]
-        if is_blocked:
+        if self._is_blocked:
             sizes = [num_layers, num_pages, num_heads * size * width]
             layer_sizes = [num_pages, num_heads, size, width]
         self._stacks.append(torch.zeros(sizes, dtype=shape.dtype, device=shape.device))

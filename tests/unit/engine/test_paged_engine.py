@@ -180,7 +180,7 @@ def test_what_cannot_be_copied_is_forgotten_and_nothing_else(
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._cache, "copy_pages", fail)
+        patch.setattr(engine._stores[0], "copy_pages", fail)
         with pytest.raises(MemoryError):
             engine.forward([SequenceStep("b", ids(20, 7), 1)])
         engine.fork("c", "branch")

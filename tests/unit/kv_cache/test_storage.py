@@ -39,8 +39,8 @@ def test_the_budget_on_a_gpu_is_what_the_weights_leave(
 @pytest.mark.parametrize("is_blocked", [False, True])
 def test_pages_are_copied_in_every_layer(is_blocked: bool) -> None:
     shapes = [LayerShape(heads, 4, 4, torch.float32, CPU) for heads in (2, 1, 2, 2)]
-    cache = KVCache(shapes, 3, PAGE_SIZE, is_blocked, [LayerShape(1, 6, 0, torch.float32, CPU)])
-    layers = [*cache.layers, *cache.plain_layers]
+    cache = KVCache([*shapes, LayerShape(1, 6, 0, torch.float32, CPU)], 3, PAGE_SIZE, is_blocked)
+    layers = cache.layers
     before = []
     for number, layer in enumerate(layers):
         for tensor in (layer.keys, layer.values):
