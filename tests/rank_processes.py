@@ -38,20 +38,19 @@ def add_up(rendezvous: Any, rank: int, step_timeout_s: float, load_s: float = 0.
     step."""
     import torch
 
-    from outrider.engine.tensor_parallel.group import join
+    from outrider.engine.tensor_parallel.group import RankGroup
 
-    group, frames = join(rendezvous, rank, torch.device("cpu"), JOIN_S, step_timeout_s)
+    group = RankGroup(rendezvous, rank, torch.device("cpu"), JOIN_S, step_timeout_s)
     try:
         time.sleep(load_s)
         group.wait_for_all()
-        while (frame := frames.receive()) is not None:
+        while (frame := group.links.receive_frame()) is not None:
             for _ in range(int(frame)):
                 group.all_reduce(torch.full((3,), float(rank)))
                 group.all_reduce(torch.full((LARGE,), float(rank)))
                 group.all_gather(torch.full((2, 1), float(rank)))
                 group.gather(torch.full((2, 1), float(rank)))
     finally:
-        frames.close()
         group.close()
 
 

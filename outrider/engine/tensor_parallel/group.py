@@ -1,15 +1,18 @@
-"""Collective operations of the ranks of one model.
+"""What the ranks of one model exchange: the leader's calls, and tensors.
 
-The operations use `torch.distributed`, with a timeout. If every rank has a GPU of its own, the
+Tensors go through `torch.distributed`, with a timeout. If every rank has a GPU of its own, the
 backend is NCCL. On CPUs, and on a GPU that several ranks share, the backend is Gloo, because NCCL
-supports neither. On one machine, sums of small tensors on the CPU go through sockets
-(`SocketAllReduce`), because sockets are faster than Gloo."""
+supports neither. On one machine, sums of small tensors on the CPU go through `Links`, because
+sockets are faster than Gloo."""
 
 from __future__ import annotations
 
 import os
+import selectors
 import socket
+import struct
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -19,9 +22,6 @@ from torch import Tensor
 
 from outrider.engine.tensor_parallel.rank_rpc import (
     LOOPBACK,
-    FrameReceiver,
-    FrameSender,
-    OpenRendezvous,
     Rendezvous,
     accept,
     connect,
@@ -29,8 +29,8 @@ from outrider.engine.tensor_parallel.rank_rpc import (
     tune,
 )
 from outrider.engine.tensor_parallel.sharding import Ranks
-from outrider.errors import ConfigError, Unavailable
-from outrider.limits import COLLECTIVE_TIMEOUT_S
+from outrider.errors import ConfigError, Unavailable, check
+from outrider.limits import COLLECTIVE_TIMEOUT_S, FRAME_OF_CALLS_BYTES_MAX
 
 LEADER = 0
 
@@ -40,32 +40,34 @@ class RankGroup(Ranks):
 
     def __init__(
         self,
-        store: Any,
         rendezvous: Rendezvous,
         rank: int,
         device: torch.device,
         timeout_s: float,
-        step_timeout_s: float,
-        in_order: bool,
+        step_timeout_s: float = COLLECTIVE_TIMEOUT_S,
+        *,
+        in_order: bool = False,
+        store_fd: int | None = None,
     ) -> None:
-        """Returns when every rank has joined. Ranks may take `timeout_s` to load, and
-        `step_timeout_s` for each collective. If `in_order`, all sums are added in the order of the
-        ranks. Otherwise, sums of large tensors may be added in another order. Raises `Unavailable`
-        if a rank does not join in time."""
+        """Returns when every rank has joined. Ranks have `timeout_s` to join, then `timeout_s` to
+        load, and `step_timeout_s` for each collective. If `in_order`, which must be the same on all
+        ranks, sums are added in the order of the ranks. Otherwise, sums of large tensors may be
+        added in another order. The leader also gives `OpenRendezvous.take_store_fd`. Raises
+        `Unavailable` if a rank does not join in time."""
         self.rank = rank
         self.size = size = rendezvous.num_ranks
-        self._store = store
         self._timeout_s, self._num_waits = timeout_s, 0
-        self._sockets: SocketAllReduce | None = None
         self._in_order = in_order and size > 2  # For two ranks the order does not matter.
-        if rendezvous.host == LOOPBACK:
+        self._is_local = rendezvous.host == LOOPBACK
+        if self._is_local:
             # Without these variables, Gloo and NCCL may listen on an address that other machines
             # can reach.
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 os.environ[name] = _loopback_interface()
-            others = _connected(store, rendezvous, rank, "sums", step_timeout_s)
-            self._sockets = SocketAllReduce(rank, others, step_timeout_s)
         try:
+            self._store = store = _store(rendezvous, timeout_s, store_fd)
+            connections = _connected(store, rendezvous, rank, timeout_s)
+            self.links = Links(rank, connections, step_timeout_s)
             backend = _backend(store, rank, size, device)
             dist.init_process_group(
                 backend,
@@ -109,8 +111,8 @@ class RankGroup(Ranks):
         if tensor.numel() == 0:
             return tensor
         mine = tensor.cpu() if self._through_cpu else tensor
-        if self._sockets is not None and mine.nbytes <= SUM_BYTES_MAX and not mine.is_cuda:
-            return self._sockets.all_reduce(mine).to(tensor.device)
+        if self._is_local and mine.nbytes <= SUM_BYTES_MAX and not mine.is_cuda:
+            return self.links.all_reduce(mine).to(tensor.device)
         if self._in_order:
             return added_up(self._gathered(mine.contiguous())).to(tensor.device)
         _together(dist.all_reduce, mine)
@@ -130,8 +132,7 @@ class RankGroup(Ranks):
     def close(self) -> None:
         """Leaves the group. From now on the collectives of the other ranks fail."""
         self._store = None
-        if self._sockets is not None:
-            self._sockets.close()
+        self.links.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -143,47 +144,6 @@ class RankGroup(Ranks):
 
     def _outgoing(self, tensor: Tensor) -> Tensor:
         return (tensor.cpu() if self._through_cpu else tensor).contiguous()
-
-
-def lead(
-    opened: OpenRendezvous,
-    device: torch.device,
-    timeout_s: float,
-    step_timeout_s: float = COLLECTIVE_TIMEOUT_S,
-    *,
-    in_order: bool = False,
-) -> tuple[RankGroup, FrameSender]:
-    """Waits until the followers have joined an open rendezvous. Call this once for each rendezvous.
-    Followers have `timeout_s` to join, and then `timeout_s` to load. Raises `Unavailable` if a
-    follower does not join in time."""
-    rendezvous = opened.rendezvous
-    store = _store(rendezvous, timeout_s, opened.take_store_fd())
-    connections = _connected(store, rendezvous, LEADER, "frames", timeout_s)
-    for connection in connections.values():
-        tune(connection, step_timeout_s)
-    group = RankGroup(store, rendezvous, LEADER, device, timeout_s, step_timeout_s, in_order)
-    return group, FrameSender(connections)
-
-
-def join(
-    rendezvous: Rendezvous,
-    rank: int,
-    device: torch.device,
-    timeout_s: float,
-    step_timeout_s: float = COLLECTIVE_TIMEOUT_S,
-    *,
-    in_order: bool = False,
-) -> tuple[RankGroup, FrameReceiver]:
-    """Joins a rendezvous as the follower `rank`. `in_order` must be the same as on the leader.
-    Raises `Unavailable` if the leader does not answer within `timeout_s`."""
-    try:
-        store = _store(rendezvous, timeout_s)
-        port = int(store.get(f"frames/{LEADER}"))
-    except RuntimeError as error:
-        raise Unavailable(f"the leader of the ranks does not answer: {error}") from error
-    connection = connect(rendezvous, port, rank, timeout_s)
-    group = RankGroup(store, rendezvous, rank, device, timeout_s, step_timeout_s, in_order)
-    return group, FrameReceiver(tune(connection, None))
 
 
 def _store(rendezvous: Rendezvous, timeout_s: float, listening_fd: int | None = None) -> Any:
@@ -202,15 +162,18 @@ def _store(rendezvous: Rendezvous, timeout_s: float, listening_fd: int | None = 
 
 
 def _connected(
-    store: Any, rendezvous: Rendezvous, rank: int, name: str, timeout_s: float
+    store: Any, rendezvous: Rendezvous, rank: int, timeout_s: float
 ) -> dict[int, socket.socket]:
-    """Connects to all earlier ranks, and waits until all later ranks have connected. The table has
-    the ports, under `name`. Returns the connections by rank."""
+    """Connects all ranks to the leader, and on one machine to each other. The table has the ports
+    on which ranks listen. Returns the connections by rank."""
+    if rank != LEADER and rendezvous.host != LOOPBACK:
+        port = int(store.get(f"port/{LEADER}"))
+        return {LEADER: connect(rendezvous, port, rank, timeout_s)}
     listening, port = listen(rendezvous.host)
     with listening:
-        store.set(f"{name}/{rank}", str(port))
+        store.set(f"port/{rank}", str(port))
         found = {
-            other: connect(rendezvous, int(store.get(f"{name}/{other}")), rank, timeout_s)
+            other: connect(rendezvous, int(store.get(f"port/{other}")), rank, timeout_s)
             for other in range(rank)
         }
         later = range(rank + 1, rendezvous.num_ranks)
@@ -241,6 +204,8 @@ SUM_BYTES_MAX = 64 * 2**10
 """Larger tensors are not summed through sockets. A rank may be one sum ahead of another rank, so
 the buffers of a connection must hold two tensors of this size."""
 _BUFFER_BYTES = 4 * SUM_BYTES_MAX
+_HEADER = struct.Struct("q")
+"""A frame begins with its number of bytes."""
 
 
 def added_up(parts: Sequence[Tensor]) -> Tensor:
@@ -254,46 +219,83 @@ def added_up(parts: Sequence[Tensor]) -> Tensor:
     return total.to(parts[0].dtype)
 
 
-class SocketAllReduce:
-    """Sums tensors through one rank's connections to all other ranks."""
+class Links:
+    """A rank's connections to other ranks. Each send or receive has `timeout_s`. A rank that is
+    gone or does not answer in time raises `Unavailable`, which names the rank."""
 
     def __init__(
         self, rank: int, connections: Mapping[int, socket.socket], timeout_s: float
     ) -> None:
-        """`connections` maps each other rank to its connection. Each send or receive may take
-        `timeout_s`."""
-        self._rank = rank
-        self._connections = dict(sorted(connections.items()))
-        for connection in self._connections.values():
-            tune(connection, timeout_s)
+        self._rank, self._timeout_s = rank, timeout_s
+        self._connections = dict(connections)
+        self._selector = selectors.PollSelector()
+        for other, connection in self._connections.items():
+            self._selector.register(connection, selectors.EVENT_READ, other)
+            tune(connection)
+            connection.settimeout(timeout_s)
             for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
                 connection.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Returns the sum of the tensors of all ranks. A tensor has at most `SUM_BYTES_MAX` bytes.
-        Every rank adds in the order of the ranks, so the sums are bit-equal. Raises `Unavailable`
-        if a rank is gone or does not answer within the timeout."""
+        Every rank adds in the order of the ranks, so the sums are bit-equal."""
         parts = tensor.new_empty((len(self._connections) + 1, *tensor.shape))
         parts[self._rank] = tensor
         stored = parts.view(-1).view(torch.uint8).numpy().data
         views = [stored[i : i + tensor.nbytes] for i in range(0, len(stored), tensor.nbytes)]
-        rank = self._rank
-        try:
-            for rank, connection in self._connections.items():  # noqa: B007 (named below)
-                connection.sendall(views[self._rank])
-            for rank, connection in self._connections.items():
-                received = 0
-                while received < tensor.nbytes:
-                    num_bytes = connection.recv_into(views[rank][received:])
-                    if num_bytes == 0:
-                        raise ConnectionError("it has ended")
-                    received += num_bytes
-        except OSError as error:
-            reason = f"rank {rank} of the model is gone or does not answer: {error}"
-            raise Unavailable(reason) from error
+        self._send(views[self._rank])
+        for rank in self._connections:
+            self._receive(rank, views[rank])
         return added_up(parts.unbind())
 
+    def send_frame(self, frame: bytes) -> None:
+        """Sends a frame from the leader to every follower."""
+        check(len(frame) <= FRAME_OF_CALLS_BYTES_MAX, f"a frame of {len(frame)} bytes")
+        # Between frames, followers send nothing, so only an ended connection can be read.
+        for key, _ in self._selector.select(0):
+            raise _lost(key.data, ConnectionError("it has ended"))
+        self._send(_HEADER.pack(len(frame)) + frame)
+
+    def receive_frame(self) -> bytes | None:
+        """Waits for the leader's next frame, without a time limit. Returns None if the leader has
+        ended, or if another thread calls `close`."""
+        connection, header = self._connections[LEADER], bytearray(_HEADER.size)
+        try:
+            connection.settimeout(None)
+            self._receive(LEADER, memoryview(header))
+            (num_bytes,) = _HEADER.unpack(header)
+            check(0 <= num_bytes <= FRAME_OF_CALLS_BYTES_MAX, f"a frame of {num_bytes} bytes")
+            frame = bytearray(num_bytes)
+            self._receive(LEADER, memoryview(frame))
+            connection.settimeout(self._timeout_s)
+        except (OSError, Unavailable):
+            return None
+        return bytes(frame)
+
+    def _send(self, data: bytes | memoryview) -> None:
+        for rank, connection in self._connections.items():
+            try:
+                connection.sendall(data)
+            except OSError as error:
+                raise _lost(rank, error) from error
+
+    def _receive(self, rank: int, into: memoryview) -> None:
+        try:
+            while into:
+                num_bytes = self._connections[rank].recv_into(into)
+                if num_bytes == 0:
+                    raise ConnectionError("it has ended")
+                into = into[num_bytes:]
+        except OSError as error:
+            raise _lost(rank, error) from error
+
     def close(self) -> None:
-        """Closes the connections. From now on the sums of the other ranks fail."""
+        """Closes the connections. From now on the other ranks' calls fail."""
         for connection in self._connections.values():
+            with suppress(OSError):  # The other rank may have ended already.
+                connection.shutdown(socket.SHUT_RDWR)
             connection.close()
+
+
+def _lost(rank: int, error: OSError) -> Unavailable:
+    return Unavailable(f"rank {rank} of the model is gone or does not answer: {error}")

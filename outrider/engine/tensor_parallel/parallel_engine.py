@@ -12,7 +12,6 @@ import msgpack
 import torch
 
 from outrider.engine.interface import Engine, SequenceStep, check_steps
-from outrider.engine.tensor_parallel.rank_rpc import FrameReceiver, FrameSender
 from outrider.errors import EngineLost, OutOfPages, OutriderError, StepUndone, Unavailable, check
 from outrider.limits import FRAME_OF_CALLS_BYTES_MAX
 
@@ -38,13 +37,13 @@ class ParallelEngine:
     def __init__(
         self,
         engine: Engine,
-        followers: FrameSender,
+        send_frame: Callable[[bytes], None],
+        close: Callable[[], None],
         max_num_seqs: int,
-        leave: Callable[[], None] = lambda: None,
     ) -> None:
-        """`leave` makes the leader leave the group of ranks, so that followers in the middle of a
-        step do not wait for the leader."""
-        self._leave = leave
+        """`send_frame` sends to all followers. `close` makes the leader leave the group of ranks,
+        so that followers end, even in the middle of a step."""
+        self._send_frame, self.close = send_frame, close
         self._engine: Any = engine
         self.info, self.page_counts = engine.info, engine.page_counts
         self.tokens, self.length = engine.tokens, engine.length
@@ -54,7 +53,6 @@ class ParallelEngine:
         self.keep: Callable[..., int] = partial(self._on_all, "keep")
         self.release: Callable[..., None] = partial(self._on_all, "release")
         self.draft_layer = getattr(engine, "draft_layer", None)
-        self._followers = followers
         self._max_num_seqs = max_num_seqs
         self._unsent = bytearray()
         self._broken: BaseException | None = None
@@ -67,7 +65,7 @@ class ParallelEngine:
             raise OutOfPages("too few pages are free for the sequences of this step")
         self._unsent += pack_steps("forward", steps)
         try:
-            self._followers.send(self._taken())
+            self._send_frame(self._taken())
             rows: list[torch.Tensor] = self._engine.forward(steps)
         except BaseException as error:
             self._break(error)
@@ -101,11 +99,6 @@ class ParallelEngine:
         seconds: float = self._engine.stated_seconds
         return seconds
 
-    def close(self) -> None:
-        """Ends the followers, even in the middle of a step."""
-        self._followers.close()
-        self._leave()
-
     def _on_all(self, name: str, *arguments: Any) -> Any:
         result = self._changed(name, *arguments)
         self._note(pack_call(name, *arguments))
@@ -130,7 +123,7 @@ class ParallelEngine:
             frame = self._taken()
             if self._broken is None:
                 try:
-                    self._followers.send(frame)
+                    self._send_frame(frame)
                 except Unavailable as error:
                     self._break(error)  # The next step raises `EngineLost`.
 
@@ -170,9 +163,9 @@ def replay(frame: bytes, engine: Engine) -> None:
             getattr(engine, name)(*arguments)
 
 
-def follow(frames: FrameReceiver, engine: Engine) -> None:
+def follow(receive_frame: Callable[[], bytes | None], engine: Engine) -> None:
     """Repeats the leader's calls until the leader ends. Raises what a call raises. After an error
-    the caller must leave the group (`RankGroup.close`, `FrameReceiver.close`), so that the leader's
-    step fails instead of waiting."""
-    while (frame := frames.receive()) is not None:
+    the caller must leave the group (`RankGroup.close`), so that the leader's step fails instead of
+    waiting."""
+    while (frame := receive_frame()) is not None:
         replay(frame, engine)

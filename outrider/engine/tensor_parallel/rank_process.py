@@ -28,7 +28,6 @@ from outrider.replica.process_setup import (
 if TYPE_CHECKING:
     from outrider.engine.interface import Engine
     from outrider.engine.tensor_parallel.group import RankGroup
-    from outrider.engine.tensor_parallel.rank_rpc import FrameReceiver
 
 _log = logging.getLogger(__name__)
 
@@ -58,20 +57,22 @@ class RankLeader(OpenRendezvous):
         """Loads the leader's share, waits until all ranks have loaded, and returns the engine of
         the whole model. Raises `ConfigError` if the model cannot be loaded, and `Unavailable` if a
         rank ends or does not join in time."""
-        from outrider.engine.tensor_parallel.group import lead
+        from outrider.engine.tensor_parallel.group import LEADER, RankGroup
         from outrider.engine.tensor_parallel.parallel_engine import ParallelEngine
         from outrider.models.loading import use_device
 
         device = use_device(device=config.device)
-        group, followers = lead(self, device, self._timeout_s, in_order=config.deterministic)
+        group = RankGroup(
+            self.rendezvous, LEADER, device, self._timeout_s,
+            in_order=config.deterministic, store_fd=self.take_store_fd(),
+        )  # fmt: skip
         try:
             engine = build_engine(config, num_threads, group)
             group.check_alike(_loaded_by(engine))
         except BaseException:
-            followers.close()
             group.close()
             raise
-        return ParallelEngine(engine, followers, config.max_num_seqs, group.close)
+        return ParallelEngine(engine, group.links.send_frame, group.close, config.max_num_seqs)
 
 
 def engine_of_a_replica(
@@ -107,7 +108,6 @@ class RankHost(PlacedActor):
         self._ended = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
         self._group: RankGroup | None = None
-        self._frames: FrameReceiver | None = None
         self._device = ""
 
     async def start(
@@ -138,21 +138,21 @@ class RankHost(PlacedActor):
 
     async def stop(self, grace_s: float) -> None:
         """Stops following the leader. A running step has `grace_s` to end."""
-        if self._frames is not None:
-            self._frames.close()
+        if self._group is not None:
+            self._group.links.close()
         if self._following is not None:
             await asyncio.wait([self._following], timeout=grace_s)
 
     def _join(
         self, config: ReplicaConfig, num_threads: int, assignment: RankAssignment, timeout_s: float
     ) -> Engine:
-        from outrider.engine.tensor_parallel.group import join
+        from outrider.engine.tensor_parallel.group import RankGroup
         from outrider.models.loading import resolve_device, use_device
 
         self._device = str(resolve_device(config.device, assignment.rank))
         config = replace(config, device=self._device)
         device = use_device(device=self._device)
-        self._group, self._frames = join(
+        self._group = RankGroup(
             assignment.rendezvous, assignment.rank, device, timeout_s, in_order=config.deterministic
         )
         engine = build_engine(config, num_threads, self._group)
@@ -166,10 +166,10 @@ class RankHost(PlacedActor):
         from outrider.replica.executors import with_frame_room
 
         def run() -> None:
-            if self._frames is not None:
+            if self._group is not None:
                 use_device(device=self._device)
                 start_workers()
-                follow(self._frames, engine)
+                follow(self._group.links.receive_frame, engine)
 
         try:
             await asyncio.to_thread(with_frame_room, run)
@@ -181,8 +181,6 @@ class RankHost(PlacedActor):
             self._leave()
 
     def _leave(self) -> None:
-        if self._frames is not None:
-            self._frames.close()
         if self._group is not None:
             self._group.close()
         self._ended.set()

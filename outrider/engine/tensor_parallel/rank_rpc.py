@@ -1,7 +1,6 @@
 """TCP connections between the ranks of one model. Rank 0 is the leader, and the other ranks are its
-followers. The leader sends frames to its followers. This module imports no numeric library."""
+followers. This module imports no numeric library."""
 
-import contextlib
 import hmac
 import secrets
 import socket
@@ -12,12 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from outrider.errors import ConfigError, Unavailable, check
-from outrider.limits import (
-    FRAME_OF_CALLS_BYTES_MAX,
-    KEEPALIVE_MS,
-    KEEPALIVE_TIMEOUT_MS,
-    TENSOR_PARALLEL_SIZE_MAX,
-)
+from outrider.limits import KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS, TENSOR_PARALLEL_SIZE_MAX
 
 LOOPBACK = "127.0.0.1"
 _TOKEN_BYTES = 32
@@ -68,14 +62,13 @@ def listen(host: str) -> tuple[socket.socket, int]:
 
 
 def connect(rendezvous: Rendezvous, port: int, rank: int, timeout_s: float) -> socket.socket:
-    """Connects `rank` to the rank that listens on `port`. The connection has no timeout. Raises
-    `Unavailable` if there is no answer within `timeout_s`."""
+    """Connects `rank` to the rank that listens on `port`. Raises `Unavailable` if the other rank
+    does not answer within `timeout_s`."""
     try:
         connection = socket.create_connection((rendezvous.host, port), timeout_s)
         connection.sendall(_HELLO.pack(rendezvous.token, rank))
     except OSError as error:
         raise Unavailable(f"a rank of the model does not answer: {error}") from error
-    connection.settimeout(None)
     return connection
 
 
@@ -103,7 +96,6 @@ def accept(
         rank = _greet(connection, token, min(left_s, _HELLO_TIMEOUT_S))
         if rank in missing:
             missing.discard(rank)
-            connection.settimeout(None)
             found[rank] = connection
         else:
             connection.close()
@@ -124,15 +116,11 @@ def _greet(connection: socket.socket, token: bytes, timeout_s: float) -> int | N
     return int(rank) if hmac.compare_digest(theirs, token) else None
 
 
-_HEADER = struct.Struct("q")
 _KEEPALIVE_PROBES = 3
 
 
-def tune(connection: socket.socket, timeout_s: float | None) -> socket.socket:
-    """Makes a connection send small frames at once, and notice if the peer's machine is gone. Each
-    send or receive may take `timeout_s`; None = no limit. The operating system enforces the limit,
-    because a timeout of Python would add a system call to each send or receive."""
-    connection.settimeout(None)
+def tune(connection: socket.socket) -> None:
+    """Makes a connection send small messages at once, and notice if the peer's machine is gone."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
@@ -142,79 +130,3 @@ def tune(connection: socket.socket, timeout_s: float | None) -> socket.socket:
             (socket.TCP_KEEPCNT, _KEEPALIVE_PROBES),
         ):
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
-    seconds, rest = divmod(timeout_s or 0.0, 1.0)
-    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        wait = struct.pack("ll", int(seconds), int(rest * 1_000_000))
-        connection.setsockopt(socket.SOL_SOCKET, option, wait)
-    return connection
-
-
-class FrameSender:
-    """The leader's connections to its followers."""
-
-    def __init__(self, connections: dict[int, socket.socket]) -> None:
-        """`connections` maps each follower's rank to a connection with a timeout for sending."""
-        self._connections = connections
-
-    def send(self, frame: bytes) -> None:
-        """Sends a frame to every follower. If a follower is gone, raises `Unavailable` with that
-        follower's rank in the message."""
-        check(len(frame) <= FRAME_OF_CALLS_BYTES_MAX, f"a frame of {len(frame)} bytes")
-        frame = _HEADER.pack(len(frame)) + frame
-        for rank, connection in self._connections.items():
-            try:
-                _check_open(connection)
-                connection.sendall(frame)
-            except OSError as error:
-                raise Unavailable(f"rank {rank} of the model does not answer: {error}") from error
-
-    def close(self) -> None:
-        """Closes the connections, so that the followers' `receive` returns None."""
-        for connection in self._connections.values():
-            connection.close()
-
-
-class FrameReceiver:
-    """A follower's connection to its leader. The connection must have no timeout."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-
-    def receive(self) -> bytes | None:
-        """Waits for the next frame without a time limit. Returns None if the leader has ended."""
-        header = self._read(_HEADER.size)
-        if header is None:
-            return None
-        (num_bytes,) = _HEADER.unpack(header)
-        check(0 <= num_bytes <= FRAME_OF_CALLS_BYTES_MAX, f"a frame of {num_bytes} bytes")
-        return self._read(num_bytes)
-
-    def _read(self, num_bytes: int) -> bytes | None:
-        """Returns None if the connection ends before all bytes are read."""
-        parts = bytearray()
-        while len(parts) < num_bytes:
-            try:
-                part = self._connection.recv(num_bytes - len(parts))
-            except OSError:
-                return None
-            if not part:
-                return None
-            parts += part
-        return bytes(parts)
-
-    def close(self) -> None:
-        """Closes the connection. The leader's next `send` fails, and a waiting `receive` returns
-        None."""
-        with contextlib.suppress(OSError):  # The leader may have ended already.
-            self._connection.shutdown(socket.SHUT_RDWR)
-        self._connection.close()
-
-
-def _check_open(connection: socket.socket) -> None:
-    """Raises `ConnectionError` if a follower has ended. A follower that has joined sends nothing,
-    so `recv` returns only at the end of the stream."""
-    try:
-        connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        return
-    raise ConnectionError("it has ended")

@@ -126,7 +126,8 @@ def test_each_rank_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     chosen = cuda_of(monkeypatch)
     found: list[str] = []
     said: list[str] = []
-    ends = SimpleNamespace(check_alike=said.append, receive=lambda: None, close=lambda: None)
+    links = SimpleNamespace(send_frame=None, receive_frame=lambda: None)
+    joined = SimpleNamespace(check_alike=said.append, links=links, close=lambda: None)
     info = ModelInfo("tiny", 100, 64, "float32", (), "weights", "")
     loaded = iter(
         [(info, 5), (info, 5), (replace(info, weights_fingerprint="others"), 5), (info, 6)]
@@ -137,12 +138,11 @@ def test_each_rank_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
         info, num_pages = next(loaded)
         return SimpleNamespace(info=info, page_counts=lambda: PageCounts(num_pages, 0, 0, 0, 0))
 
-    def meet(*arguments: Any, **_: Any) -> tuple[Any, Any]:
-        found.extend(str(one) for one in arguments if isinstance(one, torch.device))
-        return ends, ends
+    def meet(_: Rendezvous, rank: int, device: torch.device, *__: Any, **___: Any) -> Any:
+        found.append(str(device))
+        return joined
 
-    for name in ("join", "lead"):
-        monkeypatch.setattr(group, name, meet)
+    monkeypatch.setattr(group, "RankGroup", meet)
     for name in ("use_threads", "log_to"):
         monkeypatch.setattr(rank_process, name, lambda *_: None)
     monkeypatch.setattr(rank_process, "build_engine", build)
@@ -157,6 +157,7 @@ def test_each_rank_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     assert found == ["cuda:1", "cuda:1"]
     assert [str(device) for _, device in chosen] == ["cuda:1", "cuda:1"]
     leader = rank_process.RankLeader(2, 2, 1.0)
+    monkeypatch.setattr(leader, "take_store_fd", lambda: -1)
     monkeypatch.setattr(parallel_engine, "ParallelEngine", lambda *_: None)
     for _ in range(3):
         leader.engine(TargetConfig(device="cuda"), 1)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.engine.interface import ModelInfo, SequenceStep
+from outrider.engine.tensor_parallel.group import LEADER, Links
 from outrider.engine.tensor_parallel.parallel_engine import (
     _STEPS,
     ParallelEngine,
@@ -20,7 +21,6 @@ from outrider.engine.tensor_parallel.parallel_engine import (
     pack_steps,
     replay,
 )
-from outrider.engine.tensor_parallel.rank_rpc import FrameReceiver, FrameSender, tune
 from outrider.errors import BadRequest, EngineLost, InvariantError, OutOfPages, StepUndone
 
 WAIT_S = 10.0
@@ -81,18 +81,18 @@ def _team(num_followers: int = 1) -> Iterator[Any]:
     """A leader's engine, the recorders of all ranks, and the results of the followers' loops."""
     pairs = [socket.create_server(("127.0.0.1", 0)) for _ in range(num_followers)]
     theirs = [socket.create_connection(pair.getsockname()) for pair in pairs]
-    ours = {rank: tune(pair.accept()[0], WAIT_S) for rank, pair in enumerate(pairs, start=1)}
+    ours = Links(LEADER, {rank: pair.accept()[0] for rank, pair in enumerate(pairs, 1)}, WAIT_S)
     for pair in pairs:
         pair.close()
     recorders = [RecordingEngine() for _ in range(num_followers + 1)]
-    receivers = [FrameReceiver(tune(connection, None)) for connection in theirs]
-    leader = ParallelEngine(recorders[0], FrameSender(ours), max_num_seqs=4)
+    links = [Links(rank, {LEADER: link}, WAIT_S) for rank, link in enumerate(theirs, 1)]
+    leader = ParallelEngine(recorders[0], ours.send_frame, ours.close, max_num_seqs=4)
 
     def run(rank: int) -> None:
         try:
-            follow(receivers[rank - 1], recorders[rank])
+            follow(links[rank - 1].receive_frame, recorders[rank])
         finally:
-            receivers[rank - 1].close()
+            links[rank - 1].close()
 
     with ThreadPoolExecutor(num_followers) as pool:
         loops: list[Future[None]] = [pool.submit(run, rank + 1) for rank in range(num_followers)]

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from rank_processes import JOIN_S, LARGE, add_up, processes
 
-from outrider.engine.tensor_parallel.group import _store, added_up, join, lead
+from outrider.engine.tensor_parallel.group import LEADER, RankGroup, _store, added_up
 from outrider.engine.tensor_parallel.rank_rpc import LOOPBACK, OpenRendezvous, accept, listen
 from outrider.errors import ConfigError, Unavailable
 
@@ -24,23 +24,27 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 ONE_STEP = b"1"
 
 
+def _lead(opened: OpenRendezvous, timeout_s: float = JOIN_S) -> RankGroup:
+    fd = opened.take_store_fd()
+    return RankGroup(opened.rendezvous, LEADER, CPU, timeout_s, STEP_TIMEOUT_S, store_fd=fd)
+
+
 @contextmanager
 def _pair() -> Iterator[Any]:
-    """The leader's group and its frames, and the follower's process."""
+    """The leader's group, and the follower's process."""
     opened = OpenRendezvous(LOOPBACK, 2)
     with processes(add_up, [(opened.rendezvous, 1, STEP_TIMEOUT_S)]) as [follower]:
-        group, frames = lead(opened, CPU, JOIN_S, STEP_TIMEOUT_S)
+        group = _lead(opened)
         try:
             group.check_alike("")
-            yield group, frames, follower
+            yield group, follower
         finally:
-            frames.close()
             group.close()
             opened.close()
 
 
-def _step(group: Any, frames: Any) -> None:
-    frames.send(ONE_STEP)
+def _step(group: Any) -> None:
+    group.links.send_frame(ONE_STEP)
     size = group.size
     for num_numbers in (3, LARGE):
         total = group.all_reduce(torch.zeros(num_numbers, dtype=torch.float32))
@@ -70,21 +74,20 @@ def test_ranks_sum_and_gather_and_wait_without_work_beyond_every_timeout(
         for rank, load_s in ((1, 0.0), (2, 1.1 * STEP_TIMEOUT_S))
     ]
     with processes(add_up, arguments) as followers:
-        group, frames = lead(opened, CPU, JOIN_S, STEP_TIMEOUT_S)
+        group = _lead(opened)
         assert {os.environ[name][:2] for name in INTERFACES} == {"lo"}
         with pytest.raises(ConfigError, match="rank 1 has loaded another model"):
             group.check_alike("what no follower names")
-        _step(group, frames)
+        _step(group)
         before = [_cpu_seconds(follower.pid) for follower in followers]
         time.sleep(1.2 * STEP_TIMEOUT_S)
         after = [_cpu_seconds(follower.pid) for follower in followers]
         assert all(b - a < 0.1 * STEP_TIMEOUT_S for a, b in zip(before, after, strict=True))
-        _step(group, frames)
-        frames.close()
+        _step(group)
+        group.close()
         for follower in followers:
             follower.join(JOIN_S)
         assert [follower.exitcode for follower in followers] == [0, 0]
-        group.close()
 
 
 def test_the_table_shows_nothing_without_the_token() -> None:
@@ -101,13 +104,13 @@ def test_the_table_shows_nothing_without_the_token() -> None:
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_dies_or_stands_still_fails_the_step_within_its_timeout(end: int) -> None:
-    with _pair() as (group, frames, follower):
-        _step(group, frames)
+    with _pair() as (group, follower):
+        _step(group)
         os.kill(follower.pid, end)
         if end == signal.SIGKILL:
             follower.join(JOIN_S)
-            with pytest.raises(Unavailable):
-                frames.send(ONE_STEP)
+            with pytest.raises(Unavailable, match="it has ended"):
+                group.links.send_frame(ONE_STEP)
         for num_numbers in (3, LARGE):
             start = time.monotonic()
             with pytest.raises(Unavailable):
@@ -119,10 +122,10 @@ def test_a_rank_that_dies_or_stands_still_fails_the_step_within_its_timeout(end:
 def test_a_rank_that_never_comes_and_a_leader_that_is_not_there() -> None:
     opened = OpenRendezvous(LOOPBACK, 2)
     with pytest.raises(Unavailable, match=r"rank 1 has not joined within 0\.2 s"):
-        lead(opened, CPU, 0.2)
+        _lead(opened, 0.2)
     opened.close()
-    with pytest.raises(Unavailable, match="does not answer"):
-        join(opened.rendezvous, 1, CPU, 1.0)
+    with pytest.raises(Unavailable, match="do not find each other"):
+        RankGroup(opened.rendezvous, 1, CPU, 1.0)
 
 
 def test_strangers_do_not_join_or_prolong_the_wait_for_ranks() -> None:
