@@ -64,13 +64,12 @@ class HeadEngine(PagedSequences):
 
 
 def _but_last(held: HeldSequence) -> HeldSequence:
-    step = SequenceStep(held.step.sequence_id, held.step.token_ids[:-1], 0)
-    return replace(held, step=step)
+    return replace(held, step=held.step._replace(token_ids=held.step.token_ids[:-1], num_logits=0))
 
 
 def _last(held: HeldSequence) -> HeldSequence:
     *before, newest = held.step.token_ids
-    step = SequenceStep(held.step.sequence_id, (newest,), 1)
+    step = held.step._replace(token_ids=(newest,))
     return HeldSequence(step, held.length + len(before), held.pages)
 
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self
 
 from pages import check_pages
@@ -11,6 +12,7 @@ from draft_service.feature_drafter import FeatureDrafter
 from draft_service.model_drafter import ModelDrafter
 from draft_service.parallel_drafter import ParallelDrafter
 from draft_service.service import DraftService
+from outrider.engine.interface import take_stated_seconds
 from outrider.errors import LinkLost, check
 from outrider.grammar.constraint import Constraint
 from outrider.messages import (
@@ -187,7 +189,7 @@ class Replica:
             make = DraftService
             served = drafter_over(engine, options.pop("parallel_token", None))
             engine = served.engine
-        seconds = engine.take_step_seconds if step_s is None else lambda: step_s
+        seconds = partial(take_stated_seconds, engine) if step_s is None else lambda: step_s
         self.engine = engine
         self.service: Any = make(
             served, InlineExecutor(seconds, is_timed=is_timed), **({"max_num_seqs": 64} | options)

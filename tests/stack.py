@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from outrider.config import CoordinatorConfig, DraftConfig
 from outrider.drafters.lookup import LookupDrafter, NgramDrafter
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
-from outrider.engine.interface import Engine
+from outrider.engine.interface import Engine, take_stated_seconds
 from outrider.grammar.compiler import Grammars
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.replica.executors import ThreadExecutor
@@ -79,10 +80,10 @@ def _draft_service(
 ) -> DraftService:
     options: dict[str, Any] = {"max_num_seqs": NUM_SEQUENCES, "grammars": grammars}
     timed = getattr(engine, "engine", engine)
-    executor = ThreadExecutor("draft", getattr(timed, "take_step_seconds", lambda: 0.0))
     if engine is None:  # This draft is never asked, and fits any target.
-        engine = ToyEngine()
+        engine = timed = ToyEngine()
         engine.info = replace(engine.info, tokenizer_fingerprint="")
+    executor = ThreadExecutor("draft", partial(take_stated_seconds, timed))
     return DraftService(drafter_over(engine, parallel_token), executor, **options)
 
 
@@ -133,7 +134,7 @@ async def running_stack(
         redis = stack.enter_context(EmbeddedRedis(directory))
         target = TargetService(
             target_engine,
-            ThreadExecutor("target", target_engine.take_step_seconds, is_timed=False),
+            ThreadExecutor("target", partial(take_stated_seconds, target_engine), is_timed=False),
             max_num_seqs=NUM_SEQUENCES, self_drafter=self_drafter, grammars=grammars and grammars(),
         )  # fmt: skip
         looks_up = not (draft_engine or head or self_drafter)

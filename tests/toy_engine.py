@@ -95,7 +95,3 @@ class ToyEngine:
     def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
         self._known.add(sequence_id)
         return self._pool.attach(sequence_id, token_ids, salt)
-
-    def take_step_seconds(self) -> float:
-        seconds, self.stated_seconds = self.stated_seconds, 0.0
-        return seconds

@@ -33,7 +33,7 @@ from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.lookup import NO_GUESS, Guess, LookupDrafter
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import PAGES_MAX, EmulatedSpec
-from outrider.engine.interface import SequenceStep
+from outrider.engine.interface import SequenceStep, take_stated_seconds
 from outrider.engine.step_costs import StepCosts
 from outrider.errors import OutriderError, SettingError
 from outrider.limits import DEADLINE_MS_MAX, PAGE_SIZE, REPLICAS_MAX
@@ -214,7 +214,7 @@ class _Replica(EmulatedEngine):
         service: Any = TargetService if role == "target" else DraftService
         self.service = service(
             self if role == "target" else ModelDrafter(self),
-            InlineExecutor(self.take_step_seconds),
+            InlineExecutor(partial(take_stated_seconds, self)),
             max_num_seqs=scenario.pair.seats(role), costs=self.costs,
             max_num_batched_tokens=batched_tokens(scenario.config.target),
         )  # fmt: skip

@@ -60,7 +60,7 @@ class EmulatedEngine:
         self.can_hold, self.attach, self.fork = pool.can_hold, pool.attach, pool.fork
         self.keep, self.release, self.page_counts = pool.keep, pool.release, pool.counts
         self.tokens, self.length = pool.tokens, pool.length
-        self._step_seconds = 0.0
+        self.stated_seconds = 0.0
         self._rows = torch.full((0, spec.vocab_size), -math.inf)
         """A buffer for logits. All values are -inf, except those that the last step wrote."""
         self._written = torch.zeros((0, 1), dtype=torch.int64)
@@ -86,21 +86,11 @@ class EmulatedEngine:
         self._pool.written(steps)
         found = [context for step in steps for context in self._contexts(step)]
         contexts = np.array(found, dtype=np.uint64).reshape(-1, self._spec.order)
-        self._step_seconds += self._step_time(steps)
+        self.stated_seconds += self._step_time(steps)
         rows = self._logits(contexts)
         if self._spec.acceptance_rates and self._role == "target":
             self._judge(steps, contexts, rows)
         return list(torch.split(rows, [step.num_logits for step in steps]))
-
-    def take_step_seconds(self) -> float:
-        """The stated time of the steps since the last call."""
-        seconds, self._step_seconds = self._step_seconds, 0.0
-        return seconds
-
-    @property
-    def stated_seconds(self) -> float:
-        """See `Engine.stated_seconds`."""
-        return self._step_seconds
 
     def _contexts(self, step: SequenceStep) -> list[list[int]]:
         """Returns the last `order` tokens before the token that each row of logits predicts. The

@@ -56,22 +56,24 @@ class EmulatedSpec(BaseModel, frozen=True, extra="forbid"):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.support > self.vocab_size:
-            allowed = f"1..{self.vocab_size} (vocab_size)"
-            raise ConfigError(f"{SCHEME}: support={self.support} is wrong; {allowed} is allowed")
-        if self.eos >= self.vocab_size:
-            allowed = f"-1..{self.vocab_size - 1} (an id of the vocabulary; -1 = none)"
-            raise ConfigError(f"{SCHEME}: eos={self.eos} is wrong; {allowed} is allowed")
-        if any(before < rate for before, rate in pairwise(self.acceptance_rates)):
-            shown = "/".join(map(str, self.acceptance_rates))
-            raise ConfigError(
-                f"{SCHEME}: acceptance_rates={shown} is wrong; they must not increase"
-            )
-        if self.acceptance_rates and self.support < JUDGED_SUPPORT_MIN:
-            raise ConfigError(
-                f"{SCHEME}: support={self.support} is wrong; with acceptance_rates, support must "
-                f"be at least {JUDGED_SUPPORT_MIN}"
-            )
+        rates = self.acceptance_rates
+        for key, is_right, allowed in (
+            ("support", self.support <= self.vocab_size, f"1..{self.vocab_size} (vocab_size)"),
+            (
+                "support",
+                not rates or self.support >= JUDGED_SUPPORT_MIN,
+                f"with acceptance_rates, at least {JUDGED_SUPPORT_MIN}",
+            ),
+            ("eos", self.eos < self.vocab_size, f"-1 (none)..{self.vocab_size - 1}"),
+            (
+                "acceptance_rates",
+                all(before >= rate for before, rate in pairwise(rates)),
+                "rates that do not increase",
+            ),
+        ):
+            if not is_right:
+                value = getattr(self, key)
+                raise ConfigError(f"{SCHEME}: {key}={value} is wrong; allowed: {allowed}")
         return self
 
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from outrider.errors import BadRequest, check
 from outrider.limits import PAGE_SIZE
@@ -33,8 +33,7 @@ class ModelInfo:
     features: str = ""  # see `ReplicaDescription`
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceStep:
+class SequenceStep(NamedTuple):
     """The new tokens of one sequence in one step."""
 
     sequence_id: str
@@ -79,6 +78,10 @@ class Engine(Protocol):
     engine restores the state that the call's sequences had before. Where this is impossible, the
     engine forgets these sequences. Other sequences are unchanged.
     """
+
+    stated_seconds: float
+    """The stated time of the steps since the last `take_stated_seconds`. Only emulated engines
+    state a time. Their callers wait until this time has passed. Other engines have 0."""
 
     @property
     def info(self) -> ModelInfo:
@@ -128,17 +131,6 @@ class Engine(Protocol):
     def release(self, sequence_id: str) -> None:
         """Forgets the sequence. Ignores an unknown sequence."""
 
-    def take_step_seconds(self) -> float:
-        """Returns the stated time, in seconds, of the steps since the last call of this method.
-        Only emulated engines state a time. Their callers wait until this time has passed. Other
-        engines return 0."""
-        return 0.0
-
-    @property
-    def stated_seconds(self) -> float:
-        """The time that `take_step_seconds` would return now."""
-        return 0.0
-
 
 @runtime_checkable
 class DraftingEngine(Engine, Protocol):
@@ -170,6 +162,12 @@ class FeatureKeeper(Engine, Protocol):
         """Returns the features [n, D] of all slots in these ranges, one range after another, in the
         model's dtype and on the model's device. A range is (sequence id, first slot, end), and all
         of its slots must hold tokens. Call this only if `feature_width` is not 0."""
+
+
+def take_stated_seconds(engine: Engine) -> float:
+    """Returns `engine.stated_seconds`, and sets it to 0."""
+    seconds, engine.stated_seconds = engine.stated_seconds, 0.0
+    return seconds
 
 
 def check_steps(

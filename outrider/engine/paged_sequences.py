@@ -103,10 +103,6 @@ class PagedSequences:
             found.append(slots_at(self._pool.pages(name), np.arange(first, end), self._page_size))
         return np.concatenate(found)
 
-    def take_step_seconds(self) -> float:
-        """See `Engine.take_step_seconds`."""
-        return self.stated_seconds
-
     @contextmanager
     def _appended(self, steps: Sequence[SequenceStep], whole: bool = True) -> Iterator[HeldStep]:
         """Takes slots for these steps. If the body of the `with` statement fails, the sequences

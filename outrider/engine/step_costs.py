@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from outrider.engine.interface import Engine, SequenceStep
+from outrider.engine.interface import Engine, SequenceStep, take_stated_seconds
 from outrider.errors import check
 
 
@@ -210,13 +210,13 @@ class _Bench:
                 self._engine.release(step.sequence_id)
 
     def _seconds(self, steps: Sequence[SequenceStep]) -> float:
-        self._engine.take_step_seconds()
+        take_stated_seconds(self._engine)
         start = self._clock()
         for logits in self._engine.forward(steps):
             logits[-1:].sum().item()  # Waits for the device, which computes asynchronously.
             self._first_is_slow = logits.device.type != "cpu"
         elapsed = self._clock() - start
-        return self._engine.take_step_seconds() or elapsed
+        return take_stated_seconds(self._engine) or elapsed
 
 
 def _step(index: int, num_tokens: int, num_logits: int = 1) -> SequenceStep:

@@ -90,13 +90,15 @@ class ReplicaHost(PlacedActor):
         return await self.serve(service, config)
 
     def _build(self, engine: Engine | None, config: ReplicaConfig) -> SteppedService:
+        from outrider.engine.interface import take_stated_seconds
         from outrider.engine.threads import start_workers
         from outrider.models.loading import use_device
         from outrider.replica.executors import ThreadExecutor
 
-        take_seconds = (lambda: 0.0) if engine is None else engine.take_step_seconds
         executor = ThreadExecutor(
-            f"{config.role}-step", take_seconds, is_timed=config.emulated is not None
+            f"{config.role}-step",
+            lambda: 0.0 if engine is None else take_stated_seconds(engine),
+            is_timed=config.emulated is not None,
         )
         executor.call(lambda: use_device(device=config.device))
         executor.call(start_workers)

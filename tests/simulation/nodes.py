@@ -19,6 +19,7 @@ from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService
 from outrider.config import CoordinatorConfig, DraftConfig
 from outrider.drafters.lookup import NgramDrafter
+from outrider.engine.interface import take_stated_seconds
 from outrider.errors import InvariantError, OutriderError, StreamBroken, Unavailable, check
 from outrider.messages import ProposalReply
 from outrider.registry.redis_registry import Lease
@@ -195,7 +196,7 @@ for all of them either, so that some are preempted."""
 def target_service(kind: type[QuickEngine] = QuickEngine, drafter: Any = None) -> TargetService:
     engine = kind(SPEC, "target", NUM_SEQUENCES)
     return TargetService(
-        engine, InlineExecutor(engine.take_step_seconds, is_timed=False),
+        engine, InlineExecutor(partial(take_stated_seconds, engine), is_timed=False),
         max_num_seqs=NUM_SEQUENCES,
         self_drafter=None if drafter is None else drafter(SPEC, engine), clock=lambda: 0.0,
     )  # fmt: skip
@@ -203,7 +204,7 @@ def target_service(kind: type[QuickEngine] = QuickEngine, drafter: Any = None) -
 
 def draft_service(kind: type[QuickEngine] = QuickEngine) -> DraftService:
     engine = kind(SPEC, "draft", NUM_SEQUENCES)
-    executor = InlineExecutor(engine.take_step_seconds)
+    executor = InlineExecutor(partial(take_stated_seconds, engine))
     return DraftService(ModelDrafter(engine), executor, max_num_seqs=NUM_SEQUENCES)
 
 

@@ -3,7 +3,6 @@
 A token depends only on the two before it: so few contexts that all rows are computed once."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -66,7 +65,7 @@ class UnevenEngine(QuickEngine):
     def _is_unlikely(self, step: SequenceStep) -> bool:
         if len(step.token_ids) != 1:
             return False
-        before = self._contexts(replace(step, num_logits=2))[:1]
+        before = self._contexts(step._replace(num_logits=2))[:1]
         context = np.array(before, dtype=np.uint64)
         return int(self._logits(context)[0].argmax()) != step.token_ids[0]
 

@@ -16,6 +16,7 @@ import importlib.util
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -187,7 +188,8 @@ def attend_tables(query: Tensor, layer: LayerPages, step: TableStep) -> Tensor:
     return output[None]
 
 
-TableAttention = Callable[[Tensor, LayerPages, TableStep], Tensor]
+TableAttention = Callable[..., Tensor]
+"""Takes the arguments of `attend_tables`, and returns what it returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,11 +235,8 @@ class TableSteps(Steps):
         num_programs = self._backend.num_programs
         form = kernel_form(step.sequences, self._shared_heads, self._key_heads, num_programs)
         tables = TableStep.of(step, form, self._device)
-
-        def attend_layer(query: Tensor, layer: LayerPages) -> Tensor:
-            return self._backend.attend(query, layer, tables)
-
-        with running(self._layers, tables.slots, attend_layer):
+        attend = partial(self._backend.attend, step=tables)
+        with running(self._layers, tables.slots, attend):
             return self._forward(tables.token_ids, tables.position_ids, tables.logit_rows)
 
     def try_kernel(self) -> None:

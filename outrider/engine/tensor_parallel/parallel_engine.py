@@ -47,7 +47,7 @@ class ParallelEngine:
         self._engine: Any = engine
         self.info, self.page_counts = engine.info, engine.page_counts
         self.tokens, self.length = engine.tokens, engine.length
-        self.can_hold, self.take_step_seconds = engine.can_hold, engine.take_step_seconds
+        self.can_hold, self.stated_seconds = engine.can_hold, 0.0
         self.attach: Callable[..., int] = partial(self._on_all, "attach")
         self.fork: Callable[..., None] = partial(self._on_all, "fork")
         self.keep: Callable[..., int] = partial(self._on_all, "keep")
@@ -63,7 +63,7 @@ class ParallelEngine:
         check_steps(steps, self.info, self._max_num_seqs, self.length)
         if not self._engine.can_hold(steps):
             raise OutOfPages("too few pages are free for the sequences of this step")
-        self._unsent += pack_steps("forward", steps)
+        self._unsent += pack_call("forward", *steps)
         try:
             self._send_frame(self._taken())
             rows: list[torch.Tensor] = self._engine.forward(steps)
@@ -89,15 +89,10 @@ class ParallelEngine:
             found: torch.Tensor = self._changed("forward_draft", steps, features)
         except StepUndone:
             undone = (pack_call("keep", *each) for each in lengths.items())
-            self._note(pack_steps("take_slots", steps) + b"".join(undone))
+            self._note(pack_call("take_slots", *steps) + b"".join(undone))
             raise
-        self._note(pack_steps("take_slots", steps))
+        self._note(pack_call("take_slots", *steps))
         return found
-
-    @property
-    def stated_seconds(self) -> float:
-        seconds: float = self._engine.stated_seconds
-        return seconds
 
     def _on_all(self, name: str, *arguments: Any) -> Any:
         result = self._changed(name, *arguments)
@@ -137,12 +132,9 @@ class ParallelEngine:
 
 
 def pack_call(name: str, *arguments: Any) -> bytes:
+    """Packs a call of an engine's method. The arguments of a step are its `SequenceStep`s."""
     packed: bytes = msgpack.packb((name, *arguments), default=_plain)
     return packed
-
-
-def pack_steps(name: str, steps: Sequence[SequenceStep]) -> bytes:
-    return pack_call(name, *((one.sequence_id, one.token_ids, one.num_logits) for one in steps))
 
 
 def _plain(value: Any) -> Any:

@@ -35,7 +35,7 @@ def test_an_emulated_engine_is_believed() -> None:
     assert (costs.session_s, costs.slot_s, costs.row_slot_s) == (0, 0, 0)
     counts = engine.page_counts()
     assert counts.num_free + counts.num_evictable == counts.num_pages
-    assert engine.take_step_seconds() == 0
+    assert engine.stated_seconds == 0
 
 
 class Clocked(EmulatedEngine):

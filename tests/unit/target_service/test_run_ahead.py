@@ -5,9 +5,11 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
+import torch
 from rounds import Player, Replica, make_head, session_name
 from toy_engine import ToyEngine
 
+from outrider.engine.interface import SequenceStep
 from outrider.messages import Refused, ReplyKey, Resync, VerdictReply, VerifyAnswer, VerifyItem
 from outrider.replica.step_request import AnswerSender
 from outrider.speculation.proposal import Proposal, SealedProposal
@@ -146,11 +148,16 @@ async def test_a_second_round_follows_no_end_of_text() -> None:
 
 async def test_no_verdict_waits_after_a_step_that_is_longer_than_the_stream_interval() -> None:
     """A prompt of 200 tokens takes four steps of 64 tokens, each of 50 ms. Later steps take 10."""
-    engine = ToyEngine(max_model_len=256)
-    engine.take_step_seconds = lambda: (  # type: ignore[method-assign]
-        0.05 if session_name(2) in engine.batches[-1] else 0.01
+
+    class Uneven(ToyEngine):
+        def forward(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
+            is_prompt = session_name(2) in [step.sequence_id for step in steps]
+            self._pass_s = 0.05 if is_prompt else 0.01
+            return super().forward(steps)
+
+    setting = Replica(
+        "target", Uneven(max_model_len=256), stream_interval_ms=40, max_num_batched_tokens=64
     )
-    setting = Replica("target", engine, stream_interval_ms=40, max_num_batched_tokens=64)
     setting.link.send(VerifyItem(make_head((1,) * 200, 0, session=2)))
     frames = await frames_of(setting, ask_round(PROMPT, 0, 0, 15))
     assert [len(frame) for frame in frames][:4] == [1, 1, 1, 1]
