@@ -82,54 +82,51 @@ class ContendedThreads:
         """Maps each kind of step to the exponential moving average of the step's time with all
         threads."""
         self._num_slow = 0
-        self._trial: Hashable = None
-        """The kind of the trial's steps. None = no trial runs."""
-        self._all_s: list[float] = []
-        self._fewer_s: list[float] = []
-        """The times of the trial's steps with all threads, and with fewer threads."""
         self._until = 0.0
+        self._begin_trial(None)
+
+    def _begin_trial(self, kind: Hashable) -> None:
+        self._trial = kind
+        """The kind of the trial's steps. None = no trial runs."""
+        self._times: dict[int, list[float]] = {self._fewer: [], self._every: []}
+        """The times of the trial's steps, by number of threads."""
 
     @contextmanager
     def step(self, kind: Hashable) -> Iterator[None]:
         """Sets the number of threads for a step that runs in this context. Steps of one kind take
         similar times. Steps of kind None always run on all threads."""
-        start = self._clock()
+        start, num_threads = self._clock(), self._every
         retreats = start < self._until
-        has_fewer = kind is not None and (retreats or self._tries_fewer(kind))
-        num_threads = self._fewer if has_fewer else self._every
+        num_fewer, num_every = map(len, self._times.values())
+        is_tried = kind == self._trial and num_fewer <= num_every
+        if kind is not None and (retreats or is_tried):
+            num_threads = self._fewer
         is_more = num_threads > torch.get_num_threads()
         torch.set_num_threads(num_threads)
         if is_more:
             start_workers()
         yield
         if kind is not None and not retreats:
-            self._note(kind, has_fewer, self._clock() - start)
+            self._note(kind, num_threads, self._clock() - start)
 
-    def _tries_fewer(self, kind: Hashable) -> bool:
-        return kind == self._trial and len(self._fewer_s) <= len(self._all_s)
-
-    def _note(self, kind: Hashable, had_fewer: bool, seconds: float) -> None:
+    def _note(self, kind: Hashable, num_threads: int, seconds: float) -> None:
         if kind == self._trial:
-            (self._fewer_s if had_fewer else self._all_s).append(seconds)
-            if len(self._all_s) == TRIAL_STEPS:
+            self._times[num_threads].append(seconds)
+            if len(self._times[self._every]) == TRIAL_STEPS:
                 self._decide()
-        elif seconds > SLOW * self._usual_s.get(kind, seconds):
-            self._num_slow += 1
-            if self._num_slow >= SLOW_STEPS:
-                self._try(kind)
-        else:
+            return
+        usual_s = self._usual_s.setdefault(kind, seconds)
+        if seconds <= SLOW * usual_s:
             self._num_slow = 0
-            usual_s = self._usual_s.get(kind, seconds)
             self._usual_s[kind] = usual_s + (seconds - usual_s) * _WEIGHT
-
-    def _try(self, kind: Hashable) -> None:
-        """Starts a trial with steps of this kind. If `kind` is None, ends the trial."""
-        self._trial, self._num_slow = kind, 0
-        self._all_s.clear()
-        self._fewer_s.clear()
+            return
+        self._num_slow += 1
+        if self._num_slow >= SLOW_STEPS:
+            self._num_slow = 0
+            self._begin_trial(kind)
 
     def _decide(self) -> None:
-        all_s, fewer_s = median(self._all_s), median(self._fewer_s)
+        fewer_s, all_s = map(median, self._times.values())
         if all_s >= GAIN * fewer_s:
             self._until = self._clock() + RETREAT_S
             _log.info(
@@ -139,4 +136,4 @@ class ContendedThreads:
             )  # fmt: skip
         else:
             self._usual_s[self._trial] = all_s
-        self._try(None)
+        self._begin_trial(None)
