@@ -32,7 +32,6 @@ from .options import (
     connection_options,
     deployment_config,
     setting_options,
-    with_settings,
 )
 from .output import note, progress, tell
 
@@ -129,7 +128,7 @@ async def _two_tenants(arguments: Arguments, raw: bool) -> AsyncIterator[tuple[S
         and running_deployment(state_directory(os.environ)) is None
     )
     if is_own:
-        arguments = with_settings(arguments, api_key=key)
+        arguments.settings["api_key"] = key
     async with connected(arguments) as connection, connection.client() as client:
         subject = _subject(connection, client, raw)
         if not is_own:

@@ -176,10 +176,6 @@ def deployment_config(arguments: Arguments) -> DeploymentConfig:
     return load_config(arguments.settings, os.environ, arguments.config)
 
 
-def with_settings(arguments: Arguments, **values: object) -> Arguments:
-    return Arguments(**vars(arguments) | {"settings": arguments.settings | values})
-
-
 def refuse_other_settings(arguments: Arguments, record: DeploymentRecord) -> None:
     """Raises `ConfigError` if a flag contradicts the settings of the running deployment."""
     for key, asked in merge(arguments.settings, {}).items():
@@ -292,17 +288,13 @@ def caller_options() -> list[Option]:
     return grouped("Connection", [key, *trust_options()])
 
 
-def user_path(text: str) -> Path:
-    return Path(text).expanduser()
-
-
 def trust_options() -> list[Option]:
     tls = "use TLS and trust the system's certificate authorities"
     found = [option("--tls", is_flag=True, rare=True, help=tls)]
     for name, words in TRUST_OPTIONS.items():
         variable = f"OUTRIDER_{name.upper()}"
         found.append(option(
-            flag_of(name), type=user_path, metavar="FILE",
+            flag_of(name), type=lambda text: Path(text).expanduser(), metavar="FILE",
             envvar=variable, rare=True, help=f"{words} [${variable}]",
         ))  # fmt: skip
     return found

@@ -16,7 +16,7 @@ from deploy.fleet.local_state import publish, state_directory
 from deploy.fleet.reconciler import changed
 from deploy.fleet.replica_set import Overview, ReplicaView
 from deploy.fleet.trial import TrialReport
-from outrider.config import BOUND_SETTINGS, AutoscaleConfig, load_config
+from outrider.config import AutoscaleConfig, load_config
 from outrider.errors import Unavailable
 from outrider.limits import REPLICAS_MAX
 from outrider.registry.registry import ROLES, Role
@@ -39,7 +39,7 @@ class Fleet:
         self.num_lost = 0
         """During this many of the next calls, the reconciler dies."""
         self.wants: list[dict[Role, int]] = []
-        self.scaling = AutoscaleConfig(autoscale_calm_s=7.0)
+        self.scaling = AutoscaleConfig()
         self.changes: list[dict[str, Any]] = []
         self.given = load_config(GIVEN, {})
         self.seen: list[dict[Role, int]] = [dict.fromkeys(ROLES, 1)]
@@ -72,12 +72,9 @@ class Fleet:
     async def spec(self) -> Any:
         return SimpleNamespace(given=self.given)
 
-    async def change(self, values: dict[str, Any]) -> AutoscaleConfig:
+    async def change(self, values: dict[str, Any]) -> None:
         changed(self.given, values)
         self.changes.append(values)
-        if values.keys() <= {*BOUND_SETTINGS}:
-            self.scaling = replace(self.scaling, **values)
-        return self.scaling
 
     async def begin_trial(self, values: dict[str, Any], share: float, seconds: float) -> None:
         self.trials.append((values, share, seconds))
@@ -88,9 +85,8 @@ class Fleet:
         self.reports = [TrialReport("b", 0.2, "not taken", "it was ended")]
 
     async def overview(self) -> Overview:
-        trial = self.reports[0] if len(self.reports) == 1 else self.reports.pop(0)
-        counts = self.seen[0] if len(self.seen) == 1 else self.seen.pop(0)
-        num_stale = self.stale[0] if len(self.stale) == 1 else self.stale.pop(0)
+        turns: tuple[list[Any], ...] = (self.reports, self.seen, self.stale)
+        trial, counts, num_stale = (one.pop(0) if one[1:] else one[0] for one in turns)
         views = [
             ReplicaView(f"{role}-{index}", role, f"h:{index}", leaves=index >= count)
             for role, count in counts.items() for index in range(count + self.num_leaving)
@@ -151,7 +147,7 @@ def test_what_is_wrong_is_told_in_one_line_and_nothing_is_asked_for(
     capsys: pytest.CaptureFixture[str], fleet: Fleet, words: list[str], said: str
 ) -> None:
     assert said in refusal(capsys, *words)
-    assert (fleet.wants, fleet.scaling.bounds, fleet.changes) == ([], {}, [])
+    assert (fleet.wants, fleet.changes) == ([], [])
 
 
 def test_where_nothing_runs_there_is_nothing_to_scale(
