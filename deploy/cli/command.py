@@ -167,7 +167,6 @@ class Group(click.Group):
 
 
 def command(name: str, *params: click.Parameter, **attributes: Any) -> Callable[[Any], Command]:
-    """A decorator that makes a `Command` from the function that executes the command."""
     return lambda run: Command(name, params=params, callback=run, **attributes)
 
 

@@ -259,7 +259,6 @@ def _end(pid: int, timeout_s: float) -> None:
 
 
 def _is_zombie(pid: int) -> bool:
-    """Always False on systems other than Linux."""
     with suppress(FileNotFoundError):
         return Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0] == "Z"
     return False

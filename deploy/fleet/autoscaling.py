@@ -51,7 +51,6 @@ class Autoscaler:
         self._registry = registry
         self._changed_at: dict[Role, float] = {}
         self._calm_since: dict[Role, float] = {}
-        """For each calm role, the time at which its calm began."""
 
     async def look(self) -> None:
         if not self.config.bounds:

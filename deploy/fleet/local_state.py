@@ -54,7 +54,6 @@ class DeploymentRecord:
     deployment: str = ""
     """The deployment's name in Redis."""
     ray_address: str = ""
-    """HOST:PORT of the Ray cluster."""
     ray_token: str = ""
     """File of the Ray token, if the cluster is local."""
     asks_for_keys: bool = False

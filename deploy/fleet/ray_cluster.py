@@ -62,7 +62,6 @@ class Demand:
     resources: Mapping[str, float] = field(default_factory=dict)
     """Ray's custom resources by name."""
     name: str = ""
-    """Name of the replica; unique."""
     classes: tuple[type, type] = (object, object)
     """The class of the actor of rank 0, and the class of the other ranks."""
     preload: str = ""
@@ -88,7 +87,6 @@ class Actor:
         self.rank = rank
         self.name = f"{replica}{_RANK}{rank}" if rank else replica
         self.place = Place(0, "")
-        """Set by `find_place`."""
         self._handle = handle
 
     def start(self, kind: type, namespace: str, *arguments: object, **options: Any) -> None:

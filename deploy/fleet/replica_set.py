@@ -79,7 +79,6 @@ class Overview:
     hopeless: Role | None
     """Target or coordinator, if the role has no replica and new replicas fail to start."""
     upgrades: bool = False
-    """Whether an upgrade is running."""
     failures: tuple[str, ...] = ()
     """Errors of replicas that did not start or died, until others have replaced them."""
     trial: TrialReport | None = None

@@ -53,7 +53,6 @@ class FleetSpec:
     plans: Mapping[Role, str]
     """A hash of the settings of each role's replicas. The hash does not depend on machines."""
     deployment: str
-    """The deployment's name in Redis."""
     log_directory: str
     """Directory of the replicas' logs, or `STANDARD_ERROR`."""
     local: bool

@@ -31,7 +31,6 @@ LATE_ERRORS = 2.0
 @dataclass(frozen=True)
 class Trial:
     values: dict[str, Value]
-    """The settings to try."""
     share: float
     """Share of the new sessions that the trial's replica gets."""
     seconds: float
