@@ -16,7 +16,8 @@ def check_service(service: Any) -> None:
 
 def check_pages(owner: Any) -> None:
     """Every page of an engine, or of a pool, is counted exactly where it is used."""
-    pool: BlockPool = owner if isinstance(owner, BlockPool) else owner._pool
+    engine = getattr(owner, "_engine", owner)  # The leader's engine of several ranks.
+    pool: BlockPool = owner if isinstance(owner, BlockPool) else engine._pool
     holders, size = Counter[int](), pool.page_size
     for name, sequence in pool._sequences.items():
         length, keys = len(sequence.tokens), sequence.keys

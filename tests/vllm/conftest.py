@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import tiny_config, tiny_module
-from transformers import DeepseekV2Config, MixtralConfig
+from transformers import DeepseekV2Config, MambaConfig, MixtralConfig
 
 from outrider.replica.process_setup import vllm_version
 
@@ -37,6 +37,8 @@ def config_of(family: str, **changes: Any) -> Any:
     sizes = SIZES | changes
     if family == "mixtral":
         return MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2)
+    if family == "mamba":
+        return MambaConfig(vocab_size=VOCAB, hidden_size=64, state_size=8, num_hidden_layers=2)
     if family == "deepseek_v2":
         return DeepseekV2Config(
             **sizes, q_lora_rank=None, kv_lora_rank=512, qk_rope_head_dim=64,

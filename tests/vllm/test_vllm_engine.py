@@ -125,15 +125,6 @@ def test_engines_of_one_process_step_at_once(tmp_path: Path, make_engine: MakeEn
             assert all(torch.equal(one, expected) for one in found)
 
 
-def test_a_state_that_cannot_be_cut_is_refused(tmp_path: Path, make_engine: MakeEngine) -> None:
-    from transformers import MambaConfig, MambaForCausalLM
-
-    config = MambaConfig(vocab_size=VOCAB, hidden_size=64, state_size=8, num_hidden_layers=2)
-    MambaForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="cannot be taken back"):
-        make_engine(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("family", "changes", "words"),
     [
@@ -141,6 +132,7 @@ def test_a_state_that_cannot_be_cut_is_refused(tmp_path: Path, make_engine: Make
         ("llama", {"max_model_len": MAX_MODEL_LEN + 1}, "cannot be loaded"),
         # MLA on a CPU, as the engine's test at its start finds out.
         ("deepseek_v2", {}, "cannot run a text in parts"),
+        ("mamba", {}, "cannot be taken back"),
     ],
 )
 def test_what_cannot_be_run_is_refused(

@@ -183,24 +183,6 @@ def test_a_draft_step_leaves_nothing_behind() -> None:
     pair.forward([SequenceStep("a", ids(4, 2), 4)])
 
 
-@pytest.mark.parametrize("kept", [-2, 0, 3, None])
-def test_pages_of_draft_steps_are_never_shared(kept: int | None) -> None:
-    """The sequence keeps some of their slots, or is released. The prefix that is found is no longer
-    than the whole pages that the model ran."""
-    pair, text, drafted = Pair("gathered"), ids(2 * PAGE_SIZE - 2), ids(PAGE_SIZE + 4, 3)
-    engine = pair.engine
-    engine.forward([SequenceStep("a", text, 1)])
-    feature = pair.features(text)[-1]
-    for token in drafted:
-        engine.forward_draft([SequenceStep("a", (token,), 1)], [feature])
-    check_pages(engine)
-    if kept is not None:
-        engine.keep("a", len(text) + kept)
-    engine.release("a")
-    assert engine.attach("b", (*text, *drafted, 1)) <= PAGE_SIZE
-    check_pages(engine)
-
-
 def refused(pair: Pair, step: SequenceStep, count: int, reason: str) -> None:
     features = [torch.zeros(pair.head.width)] * count
     with pytest.raises(InvariantError, match=reason):

@@ -39,14 +39,20 @@ def pool() -> BlockPool:
     return BlockPool(num_pages=8, page_size=SIZE)
 
 
-def test_slots_of_a_draft_layer_are_not_shared(pool: BlockPool) -> None:
-    run(pool, "a", *PROMPT[:SIZE])
-    pool.append([step("a", *PROMPT[SIZE : 3 * SIZE])], whole=False)
-    pool.keep("a", 2 * SIZE)
-    assert pool.attach("b", PROMPT) == SIZE
-    pool.keep("a", SIZE)
-    run(pool, "a", *PROMPT[SIZE : 2 * SIZE])
-    assert pool.attach("c", PROMPT) == 2 * SIZE
+@pytest.mark.parametrize("kept", [-2, 0, 3, None])
+def test_slots_of_a_draft_layer_are_not_shared(pool: BlockPool, kept: int | None) -> None:
+    """The sequence keeps some of them, or is released. The model ran one whole page."""
+    length = 2 * SIZE - 2
+    run(pool, "a", *PROMPT[:length])
+    pool.append([step("a", *PROMPT[length:])], whole=False)
+    if kept is not None:
+        pool.keep("a", length + kept)
+        assert pool.attach("b", PROMPT) == SIZE
+    pool.release("a")
+    assert pool.attach("c", PROMPT) == SIZE
+    run(pool, "c", *PROMPT[SIZE:])
+    assert pool.attach("d", (*PROMPT, 1)) == 3 * SIZE
+    check_pages(pool)
 
 
 def test_whole_pages_of_a_running_sequence_are_shared(pool: BlockPool) -> None:

@@ -14,7 +14,7 @@ from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.engine.interface import SequenceStep
 from outrider.kv_cache.session_table import SessionTable
 from outrider.messages import ReplyKey, Resync, RoundHead
-from outrider.tokens import EMPTY_DIGEST, TokenSequence
+from outrider.tokens import TokenSequence
 
 SPEC = EmulatedSpec.parse("vocab_size=16,support=4,max_model_len=512,num_pages=256")
 
@@ -43,23 +43,29 @@ class Replica:
         return self.engine.length(at.session_id)
 
 
-def test_resync_offers_what_is_known_to_be_committed() -> None:
-    """Guesses are not offered: the coordinator may have refused them."""
+@pytest.mark.parametrize(
+    ("committed", "base_length", "offered"),
+    [
+        # Guesses are not offered: the coordinator may have refused them.
+        ([1, 2, 3, 7, 8, 9], 5, [1, 2, 3]),
+        # A coordinator died after it had decided more than was stored. The tokens that are held are
+        # no shorter than the stated prefix, so some of them are wrong.
+        ([1, 9, 3, 4], 2, []),
+        ([1, 9, 3, 4], 3, []),
+        # No sequence can have the stated length.
+        ([1], 10**9, [1, 2, 3]),
+    ],
+)
+def test_resync_offers_what_is_known_to_be_committed(
+    committed: list[int], base_length: int, offered: list[int]
+) -> None:
     replica = Replica()
     replica.answer(head([1, 2, 3], 0), (4, 5))
-    answer = replica.answer(head([1, 2, 3, 7, 8, 9], 5))
-    assert answer == Resync(ReplyKey("s", 1, 0), 3, TokenSequence([1, 2, 3]).digest())
-    assert replica.answer(head([1, 2, 3, 7, 8, 9], 3)) == 6
-
-
-@pytest.mark.parametrize("base_length", [2, 3])
-def test_resync_offers_nothing_if_the_views_differ_in_all_that_is_held(base_length: int) -> None:
-    """This happens when a coordinator dies after it has decided more than was stored. The tokens
-    that are held are no shorter than the stated prefix, so some of them are wrong."""
-    replica = Replica()
-    replica.answer(head([1, 2, 3], 0))
-    answer = replica.answer(head([1, 9, 3, 4], base_length))
-    assert answer == Resync(ReplyKey("s", 1, 0), 0, EMPTY_DIGEST)
+    asked = replace(head(committed, min(base_length, len(committed))), base_length=base_length)
+    answer = replica.answer(asked)
+    assert answer == Resync(asked.key, len(offered), TokenSequence(offered).digest())
+    again = [*offered, 7, 8, 9]
+    assert replica.answer(head(again, len(offered))) == len(again)
 
 
 def test_resync_offers_no_committed_tokens_that_were_not_run() -> None:
@@ -156,10 +162,3 @@ TestCoordinatorAndReplica = CoordinatorAndReplica.TestCase
 TestCoordinatorAndReplica.settings = settings(
     max_examples=60, stateful_step_count=30, deadline=None
 )
-
-
-def test_a_head_that_overstates_its_prefix_is_a_resync() -> None:
-    """Lengths that no sequence can have get an answer, and are not trusted."""
-    replica = Replica()
-    replica.answer(head([1, 2, 3], 0))
-    assert isinstance(replica.answer(replace(head([1], 0), base_length=10**9)), Resync)
