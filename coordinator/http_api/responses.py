@@ -5,7 +5,7 @@ are not stored."""
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -238,7 +238,7 @@ class _Item:
         self._type, prefix, self._grows = _KINDS[kind]
         self._id = f"{prefix}_{session_id}_{index}"
         self.status, self._text = "in_progress", ""
-        self.logprobs: list[Json] = []
+        self._logprobs: list[Json] = []
 
     def body(self) -> Json:
         own: Json = {"id": self._id, "type": self._type, "status": self.status}
@@ -247,36 +247,32 @@ class _Item:
         own |= {"summary": list[Json]()} if self.kind == "reasoning" else {"role": "assistant"}
         return own | {"content": [] if self.status == "in_progress" else [self._part()]}
 
-    def opened(self) -> list[Json]:
-        events = [_event("output_item.added", output_index=self._index, item=self.body())]
+    def opened(self) -> Iterator[Json]:
+        yield _event("output_item.added", output_index=self._index, item=self.body())
         if self.kind != "name":
-            events.append(self._event("content_part.added", part=self._part()))
-        return events
+            yield self._event("content_part.added", part=self._part())
 
-    def grown(self, text: str, logprobs: Sequence[Json]) -> list[Json]:
+    def grown(self, text: str, logprobs: Sequence[Json]) -> Iterator[Json]:
         self._text += text
-        self.logprobs += logprobs
-        more = {"logprobs": logprobs} if self.kind == "content" else {}
-        events = [self._event(f"{self._grows}.delta", delta=text, **more)]
-        return events if text or logprobs else []
+        self._logprobs += logprobs
+        if text or logprobs:
+            yield self._event(f"{self._grows}.delta", delta=text, **self._scored(logprobs))
 
-    def closed(self, status: str) -> list[Json]:
-        self.status = status
-        done, part, body = f"{self._grows}.done", self._part(), self.body()
+    def closed(self, status: str) -> Iterator[Json]:
+        self.status, done, text = status, f"{self._grows}.done", self._text
         if self.kind == "name":
-            whole = [self._event(done, name=body["name"], arguments=self._text)]
+            yield self._event(done, name=self._call["name"], arguments=text)
         else:
-            more = {"logprobs": part["logprobs"]} if self.kind == "content" else {}
-            whole = [
-                self._event(done, text=self._text, **more),
-                self._event("content_part.done", part=part),
-            ]
-        return [*whole, _event("output_item.done", output_index=self._index, item=body)]
+            yield self._event(done, text=text, **self._scored(self._logprobs))
+            yield self._event("content_part.done", part=self._part())
+        yield _event("output_item.done", output_index=self._index, item=self.body())
 
     def _part(self) -> Json:
-        own: Json = {"type": self._grows, "text": self._text}
-        more = {"annotations": [], "logprobs": [*self.logprobs]} if self.kind == "content" else {}
-        return own | more
+        own: Json = {"type": self._grows, "text": self._text, **self._scored(self._logprobs)}
+        return own | {"annotations": []} if self.kind == "content" else own
+
+    def _scored(self, logprobs: Sequence[Json]) -> Json:
+        return {"logprobs": [*logprobs]} if self.kind == "content" else {}
 
     def _event(self, name: str, /, **fields: Any) -> Json:
         place: Json = {"item_id": self._id, "output_index": self._index}
@@ -314,38 +310,35 @@ class ResponseAnswer(ChatAnswer):
         return _event("failed", response=response)
 
     def take(self, index: int, event: Event) -> Sequence[Json]:
-        [choice], events = self._choices, list[Json]()
-        self._note(choice, event)
-        if isinstance(event, Started | RoundReport):
-            return ()
-        if not choice.is_opened:
-            choice.is_opened, begun = True, self._response("in_progress")
-            events = [_event(name, response=begun) for name in ("created", "in_progress")]
-        has_ended = isinstance(event, Finished)
-        if has_ended and all(one.kind == "content" for one in self._items[-1:]):
-            choice.parts = choice.parts or [Part("content", "")]  # At least an empty message.
-        events += self._grown()
-        if has_ended:
-            events += self._items[-1].closed(self._status)
-            events.append(_event(self._status, response=self.whole()))
+        self._note(self._choices[index], event)
+        events = () if isinstance(event, Started | RoundReport) else (*self._changes(event),)
         return events if self.is_stream else ()
 
-    def _grown(self) -> list[Json]:
-        """Adds the choice's new parts to the items, and returns the events for these changes. Only
+    def _changes(self, event: Event) -> Iterator[Json]:
+        """Adds the choice's new parts to the items, and yields the events for these changes. Only
         messages have log-probabilities. A part of a message gets the log-probabilities of all
         tokens since the previous part."""
-        [choice], events = self._choices, list[Json]()
+        [choice], has_ended = self._choices, isinstance(event, Finished)
+        if not choice.is_opened:
+            choice.is_opened, begun = True, self._response("in_progress")
+            yield _event("created", response=begun)
+            yield _event("in_progress", response=begun)
+        if has_ended and all(one.kind == "content" for one in self._items[-1:]):
+            choice.parts = choice.parts or [Part("content", "")]  # At least an empty message.
         for kind, text in choice.parts:
             if kind == "name" or kind not in ("arguments", *(one.kind for one in self._items[-1:])):
-                events += self._items[-1].closed("completed") if self._items else []
+                if self._items:
+                    yield from self._items[-1].closed("completed")
                 self._begin(kind, text)
-                events += self._items[-1].opened()
+                yield from self._items[-1].opened()
             logprobs = self.logprobs(choice.scored)["content"] if kind == "content" else []
             choice.scored = []
             if kind != "name":
-                events += self._items[-1].grown(text, logprobs)
+                yield from self._items[-1].grown(text, logprobs)
         choice.parts, choice.token_ids = [], []
-        return events
+        if has_ended:
+            yield from self._items[-1].closed(self._status)
+            yield _event(self._status, response=self.whole())
 
     def _begin(self, kind: str, text: str) -> None:
         session_id, call = self._choices[0].session_id, Json()
