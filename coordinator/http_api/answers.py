@@ -347,8 +347,7 @@ class ChatAnswer(Answer):
                     calls.append({"index": index, "function": {"arguments": ""}})
                 calls[-1]["function"]["arguments"] += text
             else:
-                name = "content" if kind == "content" else "reasoning_content"
-                found[name] = found.get(name, "") + text
+                found[kind] = found.get(kind, "") + text
         return {**found, "tool_calls": calls} if calls else found
 
     def logprobs(self, tokens: Sequence[Scored]) -> Json:

@@ -65,15 +65,13 @@ class Generated(LiveResponse):
             async for index, event in events:
                 parts = self._answer.take(index, event)
                 for part, event_id in self._progress.unsent(index, event, parts):
-                    if not self._has_begun:
-                        await self._begin(send, 200, _HEADERS)
+                    await self._begin(send, 200, _HEADERS)
                     number = self._progress.num_parts - 1
                     await send_part(send, self._event(part, number, event_id))
         if not self._answer.is_stream:
             await json_response(self._answer.whole())(scope, receive, send)
             return
-        if not self._has_begun:
-            await self._begin(send, 200, _HEADERS)
+        await self._begin(send, 200, _HEADERS)
         await send_part(send, self._answer.last, more=False)
 
     def _event(self, part: Json, number: int, event_id: str = "") -> bytes:

@@ -209,9 +209,7 @@ class Forwarded(LiveResponse):
 
     async def _pass_on(self, found: httpx2.Response, send: Send) -> None:
         """Sends the events of a stream to the client, unchanged."""
-        if not self._has_begun:
-            headers = _passed_on(found.headers.raw, _NOT_TOLD)
-            await self._begin(send, found.status_code, headers)
+        await self._begin(send, found.status_code, _passed_on(found.headers.raw, _NOT_TOLD))
         async with aclosing(_events(found)) as events:
             async for event in events:
                 named = _ID.search(event)

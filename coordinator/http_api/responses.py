@@ -221,7 +221,7 @@ class ResponsesBody(ConversationBody):
 
 _KINDS = {
     "content": ("message", "msg", "output_text"),
-    "reasoning": ("reasoning", "rs", "reasoning_text"),
+    _REASONING: ("reasoning", "rs", "reasoning_text"),
     "name": ("function_call", "fc", "function_call_arguments"),
 }
 """For each kind of `Part` that begins an item: the item's type, the prefix of the item's id, and
@@ -244,7 +244,7 @@ class _Item:
         own: Json = {"id": self._id, "type": self._type, "status": self.status}
         if self.kind == "name":
             return own | self._call | {"arguments": self._text}
-        own |= {"summary": list[Json]()} if self.kind == "reasoning" else {"role": "assistant"}
+        own |= {"summary": list[Json]()} if self.kind == _REASONING else {"role": "assistant"}
         return own | {"content": [] if self.status == "in_progress" else [self._part()]}
 
     def opened(self) -> Iterator[Json]:

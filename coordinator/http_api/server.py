@@ -407,8 +407,10 @@ class LiveResponse(Response):
         raise NotImplementedError
 
     async def _begin(self, send: Send, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        self._has_begun = True
+        """Sends the status and headers, unless they have been sent."""
+        if not self._has_begun:
+            await send({"type": "http.response.start", "status": status, "headers": headers})
+            self._has_begun = True
 
     def _error_events(self, error: dict[str, Any]) -> bytes:
         """Returns the events that end a stream with this error."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Reading = Generator[None, None, T]
 """A generator that parses some text and returns a T. At each `yield` it waits for more text."""
-Kind = Literal["content", "reasoning", "name", "arguments"]
+Kind = Literal["content", "reasoning_content", "name", "arguments"]
 
 _SPACE_MAX = 256
 """Before a mark, at most this many characters of white space are dropped."""
@@ -50,7 +50,9 @@ _HEAD_OF_OBJECT = re.compile(
 """Matches the usual beginning of a call that is a JSON object, up to its arguments. Llama writes
 `parameters` instead of `arguments`. A match contains no closing brace, so `_call` waits for a match
 only until the first closing brace."""
-_JSON_MARK = re.compile(r'[\\"{}\[\]]')
+_JSON_MARK = re.compile(r'\\.?|["{}\[\]]', re.DOTALL)
+"""Matches what matters to find the end of a JSON object. A backslash and the next character are one
+match."""
 
 
 class Part(NamedTuple):
@@ -232,29 +234,25 @@ class Reader:
         that is left. `depth` is the number of the object's brackets that are already open. With
         `is_added`, adds the object's text as arguments, piece by piece. Looks only for brackets and
         strings, because the JSON may be invalid."""
-        taken, is_in_string, escaped = list[str](), False, -1
+        taken, is_in_string, is_whole = list[str](), False, False
         while True:
-            end = None
+            end = len(self._text)
             for found in _JSON_MARK.finditer(self._text):
-                char = found[0]
-                if found.start() == escaped:
-                    continue
-                if char == "\\":
-                    escaped = found.end()
-                elif char == '"':
+                mark = found[0]
+                if mark == "\\" and not self._is_over:
+                    end = found.start()  # The next character is not there yet.
+                elif mark == '"':
                     is_in_string = not is_in_string
-                elif not is_in_string:
-                    depth += 1 if char in "{[" else -1
-                    if depth == 0:
+                elif mark in "{}[]" and not is_in_string:
+                    depth += 1 if mark in "{[" else -1
+                    if is_whole := depth == 0:
                         end = found.end()
                         break
-            piece, rest = self._text[:end], "" if end is None else self._text[end:]
-            escaped -= len(piece)  # The escaped character may be the first of the next piece.
-            self._text = rest
+            piece, self._text = self._text[:end], self._text[end:]
             taken.append(piece)
             if is_added:
                 self._add("arguments", piece)
-            if end is not None or self._is_over:
+            if is_whole or self._is_over:
                 return "".join(taken)
             yield
 
@@ -368,7 +366,7 @@ class Reasoning(Reader):
         if text.startswith(begin) or self._is_open:
             self._text = text.removeprefix(begin)
             self._follows_mark = True
-            yield from self._until("reasoning", end)
+            yield from self._until("reasoning_content", end)
             yield from self._peek()
             self._text = self._text.lstrip()
         while True:

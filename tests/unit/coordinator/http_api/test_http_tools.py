@@ -211,10 +211,11 @@ TEXTS: list[tuple[Callable[[], Reader], str, Parts]] = [
     # Qwen3 and DeepSeek R1
     (lambda: Reasoning(Hermes(), is_open=False), "<think>\nwhy\n\nso\n</think>\n\nok <tool_call>"
      '{"name": "f", "arguments": {"a": 1}}</tool_call>',
-     [("reasoning", "why\n\nso"), *OK, *F]),
+     [("reasoning_content", "why\n\nso"), *OK, *F]),
     (lambda: Reasoning(Reader(), is_open=True), "\nwhy</think>\nok",
-     [("reasoning", "why"), *OK]),
-    (lambda: Reasoning(Reader(), is_open=True), "<think>why</thi", [("reasoning", "why</thi")]),
+     [("reasoning_content", "why"), *OK]),
+    (lambda: Reasoning(Reader(), is_open=True), "<think>why</thi",
+     [("reasoning_content", "why</thi")]),
     (lambda: Reasoning(Reader(), is_open=False), " ok <think>", [("content", " ok <think>")]),
     (lambda: Reasoning(Reader(), is_open=False), "<thi", [("content", "<thi")]),
 ]  # fmt: skip
@@ -321,10 +322,10 @@ def test_ids_of_calls_fit_every_chat_template() -> None:
     ("template", "parser", "variables", "parts"),
     [
         ("<think></think>", "auto", {}, [("content", "ab</think>c")]),
-        ("</think><think>", "auto", {}, [("reasoning", "ab"), ("content", "c")]),
+        ("</think><think>", "auto", {}, [("reasoning_content", "ab"), ("content", "c")]),
         ("</think>{% if thinks %}<think>{% endif %}", "auto", {"thinks": True},
-         [("reasoning", "ab"), ("content", "c")]),
-        ("</think>", "deepseek_r1", {}, [("reasoning", "ab"), ("content", "c")]),
+         [("reasoning_content", "ab"), ("content", "c")]),
+        ("</think>", "deepseek_r1", {}, [("reasoning_content", "ab"), ("content", "c")]),
         ("</think>", "qwen3", {}, [("content", "ab</think>c")]),
     ],
 )  # fmt: skip
