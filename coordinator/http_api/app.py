@@ -90,8 +90,9 @@ async def _interleaved(
 ) -> Events:
     """Merges the events of all streams. Yields the first event of each stream, then, stream by
     stream, the events that the client already has, and then all others as they come. An error of
-    one stream ends all streams. Streams pause while `EVENTS_AHEAD_MAX` events are queued."""
-    index, tasks = 0, list[asyncio.Task[None]]()
+    one stream ends all streams. Streams pause while `EVENTS_AHEAD_MAX` events are queued. A stream
+    can raise `BadRequest` only in place of its first event."""
+    tasks = list[asyncio.Task[None]]()
     queue: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue(EVENTS_AHEAD_MAX)
 
     async def forward(index: int, stream: AsyncGenerator[Event]) -> None:
@@ -104,9 +105,13 @@ async def _interleaved(
 
     try:
         first = await asyncio.gather(*map(anext, streams), return_exceptions=True)
-        for place, begun in enumerate(first):
+        for index, begun in enumerate(first):
+            if isinstance(begun, BadRequest):
+                raise asked.renamed(begun, index)
+            if isinstance(begun, OtherTokens):
+                reason = "does not match the stored tokens; leave it out to get the whole answer"
+                raise BadRequest("Last-Event-ID", reason)
             if isinstance(begun, BaseException):
-                index = place
                 raise begun
         for index, event in enumerate(first):
             yield index, cast(Event, event)
@@ -127,11 +132,6 @@ async def _interleaved(
                 num_left -= 1
             else:
                 yield index, found
-    except BadRequest as error:
-        raise asked.renamed(error, index) from error
-    except OtherTokens as error:
-        reason = "does not match the stored tokens; leave it out to get all of the answer again"
-        raise BadRequest("Last-Event-ID", reason) from error
     finally:
         for task in tasks:
             task.cancel()
