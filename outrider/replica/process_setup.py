@@ -289,30 +289,30 @@ def vllm_version() -> str | None:
     return None
 
 
-def _has_vllm() -> bool:
-    return (vllm_version() or "").startswith(f"{VLLM_VERSION}.")
-
-
 def check_vllm(config: ReplicaConfig) -> None:
     """Raises `SettingError` if the supported version of vLLM is not installed or does not support
     the settings. The error names the field of the setting."""
-    if not _has_vllm():
-        found = vllm_version()
+    field = "own_engine" if isinstance(config, DraftConfig) and config.own_engine else "engine"
+    found = vllm_version()
+    if found is None or not found.startswith(f"{VLLM_VERSION}."):
         what = "it is not installed" if found is None else f"{found} is installed"
-        reason = f"`vllm` needs vLLM {VLLM_VERSION}; {what}"
-        raise SettingError(_engine_field(config), reason)
-    if (lacking := _lacking_on_vllm(config)) is not None:
-        raise SettingError(*lacking)
-
-
-def _engine_field(config: ReplicaConfig) -> str:
-    return "own_engine" if isinstance(config, DraftConfig) and config.own_engine else "engine"
+        raise SettingError(field, f"`vllm` needs vLLM {VLLM_VERSION}; {what}")
+    if config.dtype == "float64":
+        raise SettingError("dtype", "float64 is not supported with vllm")
+    if isinstance(config, DraftConfig):
+        if config.target_directory:
+            raise SettingError(field, f"vllm does not run drafters such as {config.model}")
+    elif config.shows_features:
+        reason = f"{config.head} drafts on another replica, but vllm sends no hidden states"
+        raise SettingError("engine", reason)
 
 
 def runs_on_vllm(config: ReplicaConfig) -> bool:
     if config.model_engine != AUTO_ENGINE:
         return config.model_engine == VLLM
-    if not _has_vllm() or _lacking_on_vllm(config):
+    try:
+        check_vllm(config)
+    except SettingError:
         return False
     import torch
 
@@ -323,22 +323,6 @@ def batched_tokens(config: ReplicaConfig) -> int:
     """Returns the largest number of tokens in a step of the replica."""
     default = BATCHED_TOKENS_VLLM if runs_on_vllm(config) else BATCHED_TOKENS_DEFAULT
     return config.max_num_batched_tokens or default
-
-
-def _lacking_on_vllm(config: ReplicaConfig) -> tuple[str, str] | None:
-    """Returns a setting that vLLM does not support, and the reason; None = no such setting."""
-    if config.dtype == "float64":
-        return "dtype", "float64 is not supported with vllm"
-    if isinstance(config, TargetConfig):
-        if config.shows_features:
-            return (
-                "engine",
-                f"{config.head} drafts on another replica, but vllm sends no hidden states",
-            )
-        return None
-    if config.target_directory:
-        return _engine_field(config), f"vllm does not run drafters such as {config.model}"
-    return None
 
 
 def _kernels(
