@@ -63,7 +63,7 @@ class DraftService(SteppedService):
         then reports how many tokens the replica holds."""
         if deadline.close_undrawn():
             work.answered = True
-            work.tell(undrawn(work.key))
+            work.sender.send([undrawn(work.key)])
 
 
 def _next_item(item: DraftItem, answer: Any, _: float) -> DraftItem | None:

@@ -17,7 +17,7 @@ from outrider.limits import BATCHED_TOKENS_DEFAULT, SEQUENCES_PER_REPLICA_MAX, S
 from outrider.messages import VerdictReply, VerifyAnswer, VerifyItem
 from outrider.replica.executors import StepExecutor
 from outrider.replica.service import SteppedService, describe_model
-from outrider.replica.step_request import AnswerSender, StepRequest
+from outrider.replica.step_request import CLOSED, AnswerSender, StepRequest
 from outrider.replica.token_budget import TokenBudget
 from outrider.tokens import extend_digest
 from target_service.self_drafting import SelfDrafter
@@ -62,7 +62,7 @@ class TargetService(SteppedService):
     def submit(self, work: StepRequest) -> None:
         """If the item allows run-ahead, starts or continues the session's run-ahead. Otherwise
         queues the item."""
-        item, [sender] = work.item, work.senders
+        item, sender = work.item, work.sender
         session_id = item.head.session_id
         ahead = self._ahead.get(session_id)
         if ahead is not None and ahead.continues(item):
@@ -127,7 +127,7 @@ class TargetService(SteppedService):
     def _forget(self, session_id: str) -> None:
         ahead = self._ahead.pop(session_id, None)
         if ahead is not None and ahead.running is not None:
-            ahead.running.senders = []  # Nothing waits for its answer.
+            ahead.running.sender = CLOSED
 
 
 class RunAhead:
@@ -201,7 +201,7 @@ class RunAhead:
         self._item = item
         self.sender = sender
         if self.running is not None:
-            self.running.senders = [sender]
+            self.running.sender = sender
         return list(self.replies) if may_be_lost else []
 
     def add(self, reply: VerdictReply) -> None:

@@ -168,8 +168,7 @@ class SteppedService:
         if stale is not None:
             if self._observer is not None:
                 self._observer.stale()
-            work.tell(stale)
-            self._done(work, stale)
+            self._end(work, stale)
         return stale is not None
 
     async def _compile(self, grammars: Grammars, constraint: Constraint, work: StepRequest) -> None:
@@ -194,12 +193,10 @@ class SteppedService:
             self._refuse(work, self.lost or Unavailable("this replica is stopping"))
             return
         try:
-            is_new = self._queue.add(work)
+            self._queue.add(work)
         except Overloaded as error:
             self._refuse(work, error)
             return
-        if not is_new:
-            self._done(work, None)
         self._delay.arrived(work.session_id, _now())
         self._start()
 
@@ -425,8 +422,8 @@ class SteppedService:
             if timed:
                 self.sessions.answer(work.session_id, end)
             stamped.append(timed[-1] if timed else work.unfinished or Unfinished.CONTINUES)
-            for sender in work.senders:
-                frames.setdefault((sender, work.held_s), []).extend(timed)
+            if not work.sender.closed:
+                frames.setdefault((work.sender, work.held_s), []).extend(timed)
         for (sender, held_s), frame in frames.items():
             # After a longer step, for example with a part of a prompt, answers wait no longer.
             if held_s > end - start:
@@ -452,12 +449,13 @@ class SteppedService:
 
     def _cancel(self, works: Sequence[StepRequest]) -> None:
         for work in works:
-            work.tell(Refused(work.key, CANCELLED_CODE, "the session was released"))
-            self._done(work, None)
+            self._end(work, Refused(work.key, CANCELLED_CODE, "the session was released"))
 
     def _refuse(self, work: StepRequest, error: OutriderError) -> None:
-        answer = refusal(work.key, error)
-        work.tell(answer)
+        self._end(work, refusal(work.key, error))
+
+    def _end(self, work: StepRequest, answer: Refused) -> None:
+        work.sender.send([answer])
         self._done(work, answer)
 
     def _done(self, work: StepRequest, answer: Any) -> None:
@@ -471,7 +469,7 @@ class SteppedService:
 
     def _work(self, item: Any, sender: AnswerSender) -> StepRequest:
         now, left_ms = _now(), item.head.deadline_ms
-        return StepRequest(item, [sender], now, now + left_ms / 1e3 if left_ms else math.inf)
+        return StepRequest(item, sender, now, now + left_ms / 1e3 if left_ms else math.inf)
 
 
 def _now() -> float:

@@ -97,12 +97,17 @@ class AnswerSender:
             self._send(leaving)
 
 
+CLOSED = AnswerSender(lambda _: None)
+"""Takes answers that no caller wants any more."""
+CLOSED.closed = True
+
+
 def _sessions_of(answers: Sequence[Any]) -> set[str]:
     return {answer.key.session_id for answer in answers}
 
 
 class StepRequest:
-    """An item that waits for a step, and the connections that want its answer."""
+    """An item that waits for a step, and the connection that wants its answer."""
 
     on_done: Callable[[StepRequest, Any], None] | None = None
     """Called with this request and its answer after the answer was sent. The answer is None if the
@@ -125,10 +130,10 @@ class StepRequest:
     """Is cancelled when the request ends."""
 
     def __init__(
-        self, item: Any, senders: list[AnswerSender], arrived_at: float, expires_at: float
+        self, item: Any, sender: AnswerSender, arrived_at: float, expires_at: float
     ) -> None:
         """Times are on the event loop's clock. No caller needs the answer after `expires_at`."""
-        self.item, self.senders = item, senders
+        self.item, self.sender = item, sender
         self.arrived_at, self.expires_at = arrived_at, expires_at
 
     @property
@@ -138,15 +143,6 @@ class StepRequest:
     @property
     def key(self) -> ReplyKey:
         return self.item.head.key  # type: ignore[no-any-return]
-
-    @property
-    def wanted(self) -> bool:
-        return any(not sender.closed for sender in self.senders)
-
-    def tell(self, answer: Any) -> None:
-        """Sends an answer to all waiting connections."""
-        for sender in self.senders:
-            sender.send([answer])
 
     def progress(self, answer: Any) -> tuple[Any, ...]:
         """Notes what a step's answer means for this request. Returns the answers to send."""
@@ -162,13 +158,6 @@ class StepRequest:
         """Returns this request with the compiled constraint, or the error of its compilation."""
         self.item = replace(self.item, head=replace(self.item.head, compiled=grammar))
         return self
-
-    def asks_like(self, other: StepRequest) -> bool:
-        """Whether the items differ only in the remaining time, so that one answer serves both."""
-        if self.on_done is not None or other.on_done is not None or self.answered:
-            return False
-        head = replace(self.item.head, deadline_ms=other.item.head.deadline_ms)
-        return bool(replace(self.item, head=head) == other.item)
 
 
 def refusal(key: ReplyKey, error: OutriderError) -> Refused:
@@ -187,7 +176,6 @@ class RequestQueue:
     def __init__(self, max_batch: int) -> None:
         self._max_batch = max_batch
         self.waiting: list[StepRequest] = []
-        self._newest: dict[ReplyKey, StepRequest] = {}
 
     @property
     def rows(self) -> list[int]:
@@ -201,21 +189,12 @@ class RequestQueue:
     def sessions(self) -> set[str]:
         return {work.session_id for work in self.waiting}
 
-    def add(self, work: StepRequest) -> bool:
-        """Queues a request. If a waiting request `asks_like` this one, returns False. The callers
-        of both then get the waiting request's answer. Raises `Overloaded` if the queue is full."""
-        key = work.key
-        waiting = self._newest.get(key)
-        if waiting is not None and waiting.asks_like(work):
-            waiting.senders.extend(o for o in work.senders if o not in waiting.senders)
-            waiting.expires_at = max(waiting.expires_at, work.expires_at)
-            return False
+    def add(self, work: StepRequest) -> None:
+        """Queues a request. Raises `Overloaded` if the queue is full."""
         most = STREAM_QUEUE_ITEMS_MAX
         if len(self.waiting) >= most and sum(not one.answered for one in self.waiting) >= most:
             raise Overloaded(f"{most} items wait for a step of this replica", 100)
         self.waiting.append(work)
-        self._newest[key] = work
-        return True
 
     def take(self, now: float) -> tuple[list[StepRequest], list[StepRequest], list[StepRequest]]:
         """Takes three lists of requests out of the queue, each in order of arrival:
@@ -236,7 +215,7 @@ class RequestQueue:
         sessions: set[str] = set()
         for work in self.waiting:
             session_id = work.session_id
-            if not work.wanted or (work.answered and newest[session_id] is not work):
+            if work.sender.closed or (work.answered and newest[session_id] is not work):
                 unwanted.append(work)
             elif now >= work.expires_at:
                 late.append(work)
@@ -256,12 +235,7 @@ class RequestQueue:
     def remove(self, works: Sequence[StepRequest]) -> None:
         taken = set(works)
         self.waiting = [work for work in self.waiting if work not in taken]
-        for work in works:
-            if self._newest.get(work.key) is work:
-                del self._newest[work.key]
 
     def put_back(self, works: Sequence[StepRequest]) -> None:
         """Returns requests to their places."""
         self.waiting = sorted([*works, *self.waiting], key=attrgetter("arrived_at"))
-        for work in works:
-            self._newest.setdefault(work.key, work)

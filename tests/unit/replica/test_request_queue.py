@@ -8,7 +8,7 @@ from outrider.replica.step_request import AnswerSender, RequestQueue, StepReques
 
 def work(session: int, round_index: int = 0, expires_at: float = 9.0) -> StepRequest:
     item = DraftItem(make_head((1, 2), session=session, round_index=round_index), 2)
-    return StepRequest(item, [AnswerSender(lambda answers: None)], 0.0, expires_at)
+    return StepRequest(item, AnswerSender(lambda answers: None), 0.0, expires_at)
 
 
 def names(works: list[StepRequest]) -> list[tuple[int, int]]:
@@ -38,16 +38,6 @@ def test_long_prompts_do_not_keep_rounds_out_of_a_step() -> None:
         each.unfinished = Unfinished.CONTINUES
     queue = filled(*prompts, work(4), work(5), work(6))
     assert names(queue.take(0.0)[0]) == [(1, 0), (2, 0), (4, 0), (5, 0)]
-
-
-def test_an_item_that_comes_again_waits_as_long_as_it_may_and_is_answered_once() -> None:
-    first, again = work(1, expires_at=5.0), work(1, expires_at=9.0)
-    again.senders = first.senders.copy()
-    queue = filled(first, again)
-    assert len(queue.waiting) == 1
-    (taken,) = queue.take(6.0)[0]
-    assert taken is first
-    assert len(taken.senders) == 1
 
 
 def test_a_sessions_later_round_does_not_pass_its_earlier_one() -> None:

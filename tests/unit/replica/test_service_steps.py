@@ -113,7 +113,7 @@ class Desk:
         head = make_head((1, 2), session=session, round_index=round_index, **changes)
         now, left_ms = asyncio.get_running_loop().time(), head.deadline_ms
         expires_at = now + left_ms / 1e3 if left_ms else float("inf")
-        work = StepRequest(DraftItem(head, 2), [outlet], now, expires_at)
+        work = StepRequest(DraftItem(head, 2), outlet, now, expires_at)
         self.service.submit(work)
         return work
 
@@ -125,7 +125,7 @@ class Desk:
 
         def submit(index: int) -> None:
             now = asyncio.get_running_loop().time()
-            work = StepRequest(round_of(index), [self.outlet], now, float("inf"))
+            work = StepRequest(round_of(index), self.outlet, now, float("inf"))
             if index + 1 < num_rounds:
                 work.follow = lambda *_: round_of(index + 1)
                 work.on_done = lambda *_: submit(index + 1)
@@ -169,17 +169,6 @@ async def test_a_step_takes_one_item_a_session_in_order_of_arrival() -> None:
     await desk.service.close()
 
 
-async def test_the_same_item_twice_is_computed_once_and_answered_to_both(desk: Desk) -> None:
-    other = Desk()
-    desk.submit(1, deadline_ms=50_000)
-    desk.submit(1, deadline_ms=40_000, outlet=other.outlet)
-    desk.submit(1, seed=8)
-    await desk.finish()
-    assert [len(step) for step in desk.worker.steps] == [1, 1]
-    assert [len(frame) for frame in desk.frames] == [1, 1]
-    assert [len(frame) for frame in other.frames] == [1]
-
-
 async def test_expired_work_is_refused_without_a_step(desk: Desk) -> None:
     desk.submit(1)
     await desk.gated.entered.wait()
@@ -192,14 +181,13 @@ async def test_expired_work_is_refused_without_a_step(desk: Desk) -> None:
     assert [len(step) for step in desk.worker.steps] == [1, 1]
 
 
-async def test_work_of_a_closed_connection_is_dropped_unless_another_wants_it(desk: Desk) -> None:
+async def test_work_of_a_closed_connection_is_dropped(desk: Desk) -> None:
     other = Desk()
     desk.submit(1)
     await desk.gated.entered.wait()
     told: list[Any] = []
     dropped = desk.submit(2)
     dropped.on_done = lambda work, answer: told.append(answer)
-    desk.submit(3)
     desk.submit(3, outlet=other.outlet)
     desk.outlet.closed = True
     await desk.finish()
