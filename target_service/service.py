@@ -55,7 +55,7 @@ class TargetService(SteppedService):
             shows_features=verifier.keeper is not None,
             draft_note="" if layer is None else layer.note,
         )
-        super().__init__(verifier, executor, description, waits=costs)
+        super().__init__(verifier, executor, description, budget.round_seconds)
         self._ahead: OrderedDict[str, RunAhead] = OrderedDict()
         self._held_s = stream_interval_ms / 1e3
 

@@ -11,16 +11,15 @@ each session has one round. The times of a cycle are:
 The gap of a session is the time from an answer to its next item. A session is expected to return
 after the mean of its last gaps."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from outrider.engine.step_costs import StepCosts
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX
 from outrider.newest import Newest
 
 GAIN = 0.9
 """A step waits only if the cycle then takes less than this share of the time without waiting."""
 MEMORY = 0.25
-"""Weight of the newest value in the averages of gaps and of step times."""
+"""Weight of the newest value in the averages of gaps and of trust."""
 SPREAD = 2.5
 """A session is late if its gap exceeds the mean by this many mean deviations plus `SPREAD_S`."""
 SPREAD_S = 0.0005
@@ -44,17 +43,16 @@ class _Rhythm:
 class BatchingDelay:
     """Tracks a replica's sessions and step times. All times are in seconds, on one clock."""
 
-    def __init__(self, costs: StepCosts | None, max_batch: int) -> None:
-        """A step has at most `max_batch` sessions. Without `costs`, no step waits."""
-        self._costs = costs
+    def __init__(self, seconds: Callable[[int, int], float], max_batch: int) -> None:
+        """`seconds(rows, sessions)` is a step's expected time, s. If it is 0, no step waits. A step
+        has at most `max_batch` sessions."""
+        self._seconds = seconds
         self._max_batch = max_batch
         self._rhythms: Newest[str, _Rhythm] = Newest(SEQUENCES_PER_REPLICA_MAX)
         """By session, in the order of the sessions' last answers."""
         self._typical = _Rhythm(1)
         """Statistics over all sessions. New sessions start with them."""
         self._num_gaps = 0
-        self._scale = 1.0
-        """Average ratio of measured step times to those that `step_seconds` expects."""
         self._trust = 1.0
         """Share of the awaited sessions that came in time, averaged over the last delays."""
         self.awaited: set[str] = set()
@@ -89,12 +87,6 @@ class BatchingDelay:
         self._rhythms.pop(session_id, None)
         self.awaited.discard(session_id)
 
-    def took(self, seconds: float, rows: int, sessions: int) -> None:
-        """Notes how long a step took."""
-        told = self._seconds(rows, sessions)
-        if told > 0:
-            self._scale *= 1 + MEMORY * (seconds / told - 1)
-
     def hold(self, now: float, waiting: Sequence[int]) -> float:
         """Returns the time until which the next step should wait for the sessions in `awaited`,
         which this method sets. If there are none, the step should begin now. `waiting` has the
@@ -107,10 +99,10 @@ class BatchingDelay:
         self.awaited, self._num_awaited, self._until = set(), 0, now
         num, rows = len(waiting), sum(waiting)
         room = self._max_batch - num
-        if not waiting or room <= 0 or self._num_gaps == 0 or self._costs is None:
+        if not waiting or room <= 0 or self._num_gaps == 0:
             return now
         alone_s = self._seconds(rows, num)
-        expected = self._expected(now, now + alone_s)
+        expected = self._expected(now, now + alone_s) if alone_s > 0 else []
         if not expected:
             return now
         num_left, rows_left = len(expected), sum(rows for _, _, rows in expected)
@@ -138,8 +130,3 @@ class BatchingDelay:
                 if now < back_at < before:
                     found.append((back_at, name, rhythm.rows))
         return sorted(found)
-
-    def _seconds(self, rows: int, sessions: int) -> float:
-        if self._costs is None:
-            return 0.0
-        return self._scale * self._costs.step_seconds(rows, sessions)

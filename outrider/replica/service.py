@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outrider.decayed_average import DecayedSums
@@ -86,15 +87,16 @@ class SteppedService:
         worker: StepWorker,
         executor: StepExecutor,
         description: ReplicaDescription,
-        waits: StepCosts | None = None,
+        seconds: Callable[[int, int], float] = lambda rows, sessions: 0.0,
     ) -> None:
-        """At most `description.max_num_seqs` sessions share a step. With the costs `waits`, a step
-        may wait for sessions whose next items are expected soon. An item with a new constraint
-        waits until the constraint's grammar is compiled, so that no step compiles a grammar."""
+        """At most `description.max_num_seqs` sessions share a step. If the expected times of steps,
+        `seconds(rows, sessions)`, are above 0, a step may wait for sessions whose next items are
+        expected soon. An item with a new constraint waits until the constraint's grammar is
+        compiled, so that no step compiles a grammar."""
         self._worker = worker
         self._executor = executor
         self._description = description
-        self._delay = BatchingDelay(waits, description.max_num_seqs)
+        self._delay = BatchingDelay(seconds, description.max_num_seqs)
         self._observer: ObservedSteps | None = None
         self.num_items = 0
         self.sessions = SessionTracker()
@@ -442,7 +444,6 @@ class SteppedService:
         if self._load is None:
             self._load = StepLoad(self._description.max_num_seqs, start)
         self._load.stepped(batch, start, end)
-        self._delay.took(end - start, sum(work.item.num_rows for work in batch), len(batch))
         if self._observer is not None:
             self._observer.stepped(batch, stamped, start, end)
         self._put_back([work for work in batch if work.unfinished is not None])
@@ -587,22 +588,17 @@ class SessionTracker:
 
     def leave(self, sender: AnswerSender) -> list[str]:
         """Forgets and returns the sessions whose last item came over this closed connection."""
-        gone = [name for name, (last, _) in self._heard.items() if last is sender]
-        for name in gone:
-            del self._heard[name]
-        return gone
+        return self._drop([name for name, (last, _) in self._heard.items() if last is sender])
 
     def fall_silent(self, since: float, waiting: Collection[str]) -> list[str]:
         """Forgets and returns the sessions that are silent since this time and not `waiting`."""
-        silent: list[str] = []
-        for name, (_, active_at) in self._heard.items():
-            if active_at > since:
-                break
-            if name not in waiting:
-                silent.append(name)
-        for name in silent:
+        silent = takewhile(lambda entry: entry[1][1] <= since, self._heard.items())
+        return self._drop([name for name, _ in silent if name not in waiting])
+
+    def _drop(self, names: list[str]) -> list[str]:
+        for name in names:
             del self._heard[name]
-        return silent
+        return names
 
 
 _RELEASED = 2**64

@@ -161,6 +161,10 @@ class TokenBudget:
             found = min(max(seconds / foretold, before / CORRECTION_MAX), before * CORRECTION_MAX)
             self._corrections[self._last.has_prefix] += CORRECTION_WEIGHT * (found - before)
 
+    def round_seconds(self, rows: int, sessions: int) -> float:
+        """Returns the predicted time of a step that has only rounds, s; 0 without costs."""
+        return self._seconds(_Load(rows, sessions))
+
     def drop_step(self) -> None:
         """Makes `note_seconds` ignore the last step, because not all of its tokens run."""
         self._last = self._later_pass = _Load()

@@ -11,14 +11,16 @@ from outrider.engine.step_costs import StepCosts
 from outrider.messages import VerifyItem
 from outrider.replica.batching_delay import BatchingDelay
 
-COSTS = StepCosts((1, 512), (0.075, 0.075))
-"""Steps always take 75 ms."""
+
+def one_time(rows: int, sessions: int) -> float:
+    """Steps always take 75 ms."""
+    return 0.075
 
 
 def known(*gaps_s: float) -> BatchingDelay:
     """Sessions of 5 rows each that return so long after an answer. All but the first have
     theirs."""
-    batching_delay, now = BatchingDelay(COSTS, 8), -100.0
+    batching_delay, now = BatchingDelay(one_time, 8), -100.0
     for _ in range(30):
         for session, gap_s in enumerate(gaps_s):
             batching_delay.answered(str(session), 5, now)
@@ -74,7 +76,7 @@ def test_a_step_does_not_wait_without_room_or_reason() -> None:
     assert known(*[0.008] * 9).hold(0.0, [5] * 8) == 0.0
     assert known(*[0.008] * 9).hold(0.0, []) == 0.0
     assert known(0.008, 0.008, 0.008).hold(0.5, [5]) == 0.5, "they are too late already"
-    fresh = BatchingDelay(COSTS, 8)
+    fresh = BatchingDelay(one_time, 8)
     fresh.answered("a", 5, 0.0)
     assert fresh.hold(0.001, [5]) == 0.001, "it is unknown when it comes"
 
@@ -106,6 +108,6 @@ async def rounds_of_two(costs: StepCosts | None) -> tuple[int, set[int]]:
 async def test_sessions_that_would_take_turns_share_steps() -> None:
     num_in_turns, sizes = await rounds_of_two(None)
     assert sizes == {1}
-    num_together, sizes = await rounds_of_two(COSTS)
+    num_together, sizes = await rounds_of_two(StepCosts((1, 512), (0.075, 0.075)))
     assert sizes == {2}
     assert num_together / num_in_turns == pytest.approx(150 / 83, rel=0.05)
