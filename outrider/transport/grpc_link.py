@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncGenerator
 from random import random
 from typing import Any
 
@@ -30,8 +31,6 @@ from outrider.v1 import types_pb2
 logger = logging.getLogger(__name__)
 
 RELEASE_TIMEOUT_S = 5.0
-_END: Any = vars(grpc.aio)["EOF"]
-"""`grpc.aio.EOF`, which a read returns at the end of a stream. The type stubs lack this name."""
 _ITEM_BYTES_MAX = (
     limits.GRPC_MESSAGE_BYTES_MAX - (limits.GRPC_MESSAGE_BYTES_MAX - limits.FRAME_BYTES_MAX) // 8
 )
@@ -135,7 +134,7 @@ class GrpcLink(Link):
     def _stream(self, name: str) -> _Stream:
         stream = self._streams.get(name)
         if stream is None:
-            stream = self._streams[name] = _Stream(self, self._codec, self._open_call())
+            stream = self._streams[name] = _Stream(self, self._codec, self._open_call)
             self._spawn(stream.run(), f"{name} stream to {self._address}")
         return stream
 
@@ -185,13 +184,13 @@ class GrpcLink(Link):
 
 
 class _Stream:
-    """One bidirectional call. A writer task joins queued items into frames and sends the frames. A
-    reader passes the answers to the link."""
+    """One bidirectional call. gRPC sends the frames, which join queued items. A reader passes the
+    answers to the link."""
 
-    def __init__(self, link: GrpcLink, codec: Codec, call: Any) -> None:
+    def __init__(self, link: GrpcLink, codec: Codec, open_call: Any) -> None:
         self._link = link
         self._codec = codec
-        self._call = call
+        self._call = open_call(self._frames())
         self._outbox = SendQueue()
         self._sent: dict[str, tuple[int, bytes]] = {}
         """By session, the hashes of the parameters and constraint that were sent in full."""
@@ -219,7 +218,6 @@ class _Stream:
 
     async def run(self) -> None:
         """Runs until the call ends. Then tells the link the reason, unless `stop` was called."""
-        writer = asyncio.create_task(self._write())
         try:
             reason = await self._read()
         except asyncio.CancelledError:
@@ -228,29 +226,21 @@ class _Stream:
                 raise
             reason = "the call was cancelled"
         finally:
-            writer.cancel()
             self._call.cancel()
-        await asyncio.gather(writer, return_exceptions=True)
+            self._outbox.wake()  # Ends `_frames`.
         if not self._stopped:
             self._link.lost(self, reason)
 
-    async def _write(self) -> None:
-        try:
-            while True:
-                await self._outbox.wait()
-                while data := self._outbox.gather():
-                    self._link.num_bytes["sent"] += len(data)
-                    await self._call.write(data)
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            # The call has ended. The reader reports the call's status.
-            return
-        except Exception:
-            logger.exception("the writer of a stream failed")
-            self._call.cancel()
+    async def _frames(self) -> AsyncGenerator[bytes]:
+        while not self._call.done():
+            await self._outbox.wait()
+            while data := self._outbox.gather():
+                self._link.num_bytes["sent"] += len(data)
+                yield data
 
     async def _read(self) -> str:
         try:
-            while (data := await self._call.read()) is not _END:
+            async for data in self._call:
                 self._link.num_bytes["received"] += len(data)
                 for message in self._codec.reply.FromString(data).items:
                     if self._stopped:
