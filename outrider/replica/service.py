@@ -441,8 +441,7 @@ class SteppedService:
                 self._done(work, None if answer is Unfinished.CONTINUES else answer)
         if not batch:
             return
-        if self._load is None:
-            self._load = StepLoad(self._description.max_num_seqs, start)
+        self._load = self._load or StepLoad(self._description.max_num_seqs, start)
         self._load.stepped(batch, start, end)
         if self._observer is not None:
             self._observer.stepped(batch, stamped, start, end)

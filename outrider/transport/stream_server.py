@@ -35,7 +35,6 @@ class ReplicaServicer:
         self._readers: dict[asyncio.Task[None], SendQueue] = {}
         """The queue of answers of each open stream, by the task that reads the stream's items."""
         self._ending: asyncio.Task[None] | None = None
-        setattr(self, codec.stream_method.lower(), self.stream)
 
     @property
     def grpc_service(self) -> Service:
@@ -73,6 +72,9 @@ class ReplicaServicer:
             del self._readers[reader]
             reader.cancel()
             stream.connection.close()
+
+    verify = propose = stream
+    """The names of the method on a target and on a draft."""
 
     def finish(self, drained: Coroutine[Any, Any, None]) -> None:
         """Takes no more items. When `drained` returns, all streams send their queued answers and
