@@ -7,28 +7,22 @@ from typing import Any
 import numpy as np
 import pytest
 from command_lines import printed
+from coordinator_bench import bench, draft_service, target_service
 from toy_engine import ToyEngine
 
 from benchmarks.acceptance import Answer, LookupReader, ModelReader, Reading, Sample
-from benchmarks.measurement import Completion, Round
+from benchmarks.measurement import Completion, Round, bench_request
 from benchmarks.prompts import BenchPrompt
 from deploy.planner.choosing import choose
 from deploy.planner.rehearsal import PlayedSession, fit
 from deploy.planner.report import PlanReport
 from deploy.planner.rounds import ServiceTimes, scripted, total
-from draft_service.model_drafter import ModelDrafter
+from outrider.clock import run_virtually
 from outrider.config import DraftConfig, load_config
-from outrider.drafters.drafter import DraftRequest
-from outrider.engine.interface import SequenceStep
 from outrider.engine.step_costs import StepCosts
 from outrider.replica.process_setup import build_lookup
 from outrider.request import RoundReport, Tokens
-from outrider.speculation.accept_reject import decide
-from outrider.speculation.logits_processing import NO_HISTORY
-from outrider.speculation.proposal import EMPTY_PROPOSAL
-from outrider.speculation.random_streams import RoundNoise
-from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.speculation.verification import Question, verdicts_from_logits
+from outrider.speculation.sampling_params import Rule
 
 VOCAB_SIZE = 12
 MAX_TOKENS = 40
@@ -57,48 +51,26 @@ def _sample(draft: DraftConfig, temperature: float, num: int = 4) -> Sample:
 
 
 def _played(draft: DraftConfig, sample: Sample, rule: Rule, k: int) -> list[list[tuple[int, int]]]:
-    """Numbers of proposed and accepted tokens of each round but the first, by real drafters."""
-    params = SamplingParams(temperature=sample.temperature)
-    target, engine = _engine(), _engine(SALT)
-    lookup = build_lookup(draft)
-    model = ModelDrafter(engine) if draft.drafter.name else None
+    """Numbers of proposed and accepted tokens of each round but the first, by the services."""
+    lookup, sessions = build_lookup(draft), []
 
-    def propose(request: DraftRequest) -> Any:
-        if lookup is not None:
-            guess = lookup.guess(request)
-            if model is None or guess.score >= draft.hybrid_min_score:
-                return guess.proposal(request)
-            num_drawn = min(request.num_draft_tokens, draft.hybrid_model_tokens)
-            request = replace(request, num_draft_tokens=num_drawn)
-        return model.propose([request])[0]
+    async def play() -> None:
+        services = bench(
+            target=target_service(_engine(), 0.0), draft=draft_service(_engine(SALT), 0.0),
+            drafts=None if draft.drafter.runs_on == "draft" else {}, fallback=lookup,
+            lookup=draft if lookup else None, num_draft_tokens=k,
+        )  # fmt: skip
+        async with services as served:
+            for text in sample.texts:
+                request = bench_request(
+                    text.prompt_ids, text.max_tokens, sample.temperature, rule=rule, seed=text.seed,
+                    include_rounds=True,
+                )  # fmt: skip
+                events = await served.events(request)
+                _, *later = [event for event in events if isinstance(event, RoundReport)]
+                sessions.append([(len(one.proposed_token_ids), one.num_accepted) for one in later])
 
-    sessions = []
-    for text in sample.texts:
-        ids = [*text.prompt_ids, text.token_ids[0]]
-        end = len(text.prompt_ids) + text.max_tokens
-        rounds = []
-        name = f"s{text.seed}"
-        while len(ids) < end:
-            noise = RoundNoise(text.seed, rule, len(ids))
-            wanted = min(k, end - len(ids) - 1)
-            request = DraftRequest(name, "", ids, len(text.prompt_ids), wanted, params, rule, noise)
-            proposal = propose(request) if wanted else EMPTY_PROPOSAL
-            drafted = proposal.token_ids
-            rows = (*ids, *drafted)
-            [logits] = target.forward([SequenceStep("t", rows, num_logits=1 + len(drafted))])
-            target.release("t")
-            question = Question(logits, params, NO_HISTORY, proposal, noise)
-            [verdict] = verdicts_from_logits([question])
-            outcome = decide(verdict, drafted, rule, noise.accept_uniforms(len(drafted)))
-            rounds.append((len(drafted), outcome.num_accepted))
-            common = len(ids) + outcome.num_accepted
-            if engine.length(name) > common:
-                engine.keep(name, common)
-            ids += outcome.token_ids
-        engine.release(name)
-        if lookup is not None:
-            lookup.release(name)
-        sessions.append(rounds)
+    run_virtually(play())
     return sessions
 
 
