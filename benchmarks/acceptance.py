@@ -298,26 +298,28 @@ class Reading:
             progress(f"temperature {temperature:g}, {number}")
             written = write(self.target, group, params)
             for asked, (token_ids, rows) in zip(group, written, strict=True):
-                text = replace(asked, token_ids=tuple(token_ids))
-                texts.append(self._read(text, rows, params, guessing))
+                texts.append(self._read(asked, token_ids, rows, params, guessing))
         return Sample(temperature, tuple(texts), guessing)
 
     def _read(
         self,
-        text: Answer,
+        asked: Answer,
+        token_ids: Sequence[int],
         rows: Sequence[torch.Tensor],
         params: SamplingParams,
         guessing: Mapping[Rule, Guessing],
     ) -> Answer:
-        """Fills in `ratios`, `overlaps` and `matches`. `rows` has p [V] at each token."""
-        ids = (*text.prompt_ids, *text.token_ids)
-        drafted = self.reader.distributions(ids, len(text.prompt_ids), params)
+        """`asked` with its answer's tokens. `rows` has p [V] at each token."""
+        ids = (*asked.prompt_ids, *token_ids)
+        drafted = self.reader.distributions(ids, len(asked.prompt_ids), params)
         places = [
             self._place(*each, params, guessing)
-            for each in zip(rows, text.token_ids, drafted, strict=True)
+            for each in zip(rows, token_ids, drafted, strict=True)
         ]
         ratios, overlaps, matches = zip(*places, strict=True)
-        return replace(text, ratios=ratios, overlaps=overlaps, matches=matches)
+        return replace(
+            asked, token_ids=tuple(token_ids), ratios=ratios, overlaps=overlaps, matches=matches
+        )
 
     def _place(
         self,

@@ -1,19 +1,16 @@
 """Options of benchmarks. A field of an options class is an option of the command."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-import click
-
-from outrider.errors import ConfigError, SettingError
+from outrider.errors import SettingError
 from outrider.limits import (
     MAX_TOKENS_DEFAULT,
     NUM_DRAFT_TOKENS_MAX,
     SESSIONS_PER_COORDINATOR_MAX,
     TEMPERATURE_MAX,
 )
-from outrider.settings import Setting, between, checked, settings_of
+from outrider.settings import between, checked
 from outrider.speculation.sampling_params import Rule
 
 if TYPE_CHECKING:
@@ -21,7 +18,6 @@ if TYPE_CHECKING:
 
 from .prompts import PROMPTS_MAX, BenchPrompt, read_prompts, select_prompts
 
-Kind = TypeVar("Kind", bound=click.Option)
 RANDOM_MODELS = ("random-1b", "random-7b")
 """Names of models that `bench device` makes on the device, with random weights."""
 
@@ -32,27 +28,9 @@ NumPrompts = Annotated[int | None, between(1, PROMPTS_MAX)]
 Temperature = Annotated[float, between(0, TEMPERATURE_MAX)]
 
 
-def _option(kind: Callable[..., Kind], setting: Setting) -> Kind:
-    def parse(raw: object) -> object:
-        try:
-            return setting.parse(raw, setting.flag)
-        except ConfigError as error:
-            raise click.UsageError(error.message) from error
-
-    attributes: dict[str, Any] = {"type": parse, "metavar": setting.metavar}
-    if setting.schema["type"] == "boolean":
-        attributes = {"is_flag": True}
-    return kind([setting.flag], default=setting.default, help=setting.doc, **attributes)
-
-
 @checked()
 class Options:
     """Base class of all options."""
-
-    @classmethod
-    def params(cls, kind: Callable[..., Kind]) -> list[Kind]:
-        """An option for each field."""
-        return [_option(kind, setting) for setting in settings_of(cls).values()]
 
     @classmethod
     def from_arguments(cls, arguments: Any) -> Self:

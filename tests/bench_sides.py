@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
 
+from models import byte_level_tokenizer, save_tiny_model
 from stack import running_stack
 
 from benchmarks.measurement import BenchClient, Completion
@@ -85,6 +86,19 @@ class ProcessHere:
 
     async def ask(self, question: dict[str, Any], timeout_s: float = 0.0) -> dict[str, Any]:
         return {"cpu_s": time.process_time()}
+
+
+def tiny_pair(directory: Path) -> tuple[str, ...]:
+    """Flags for a target and a draft with random weights, and one prompt."""
+    tokenizer = byte_level_tokenizer()
+    for seed in (1, 2):
+        save_tiny_model(directory / str(seed), vocab_size=320, seed=seed, tokenizer=tokenizer)
+    prompts = directory / "prompts.jsonl"
+    prompts.write_text('{"prompt": "The quick brown fox", "category": "chat"}')
+    return (
+        "--model", str(directory / "1"), "--draft-model", str(directory / "2"), "--raw",
+        "--prompts", str(prompts), "--target-num-threads", "1", "--device", "cpu",
+    )  # fmt: skip
 
 
 def pair_here(

@@ -24,10 +24,11 @@ from outrider.errors import SettingError
 from outrider.replica.process_setup import available_cores, use_threads
 from outrider.settings import build
 
-from .command import Arguments, Command, Group, Option, json_option
+from .command import Arguments, Command, Group, json_option
 from .options import (
     REQUEST_KEYS,
     Connection,
+    class_options,
     connected,
     connection_options,
     deployment_config,
@@ -77,7 +78,7 @@ def _load(name: str) -> Command:
     if not hasattr(module, kind):
         module = importlib.import_module(f"benchmarks.{name}")
     options, keys = getattr(module, kind), MODEL_SETTINGS.get(name)
-    params = [*options.params(Option), json_option()]
+    params = [*class_options(options), json_option()]
     if keys is None:
         params += connection_options(without=[*REQUEST_KEYS, *(str(one.name) for one in params)])
     elif keys:

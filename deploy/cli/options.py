@@ -41,7 +41,7 @@ from outrider.errors import (
     Unauthenticated,
     Unavailable,
 )
-from outrider.settings import Setting, Value
+from outrider.settings import Setting, Value, settings_of
 from outrider.speculation.sampling_params import Rule, SamplingParams, check_sampling
 
 from .command import Arguments, Option, flag_of, grouped, option
@@ -103,6 +103,24 @@ def setting_option(setting: Setting, rare: bool = False, doc: str = "") -> Optio
         setting=setting, group=setting.group, rare=rare, help=(doc or setting.doc) + shown,
         default=None, multiple=setting.key == "api_key", **kind,
     )  # fmt: skip
+
+
+def class_options(kind: type) -> list[Option]:
+    """An option for each field of a subclass of `benchmarks.options.Options`."""
+    return [_field_option(setting) for setting in settings_of(kind).values()]
+
+
+def _field_option(setting: Setting) -> Option:
+    def parse(raw: object) -> object:
+        try:
+            return setting.parse(raw, setting.flag)
+        except ConfigError as error:
+            raise click.UsageError(error.message) from error
+
+    kind: dict[str, Any] = {"type": parse, "metavar": setting.metavar}
+    if setting.schema["type"] == "boolean":
+        kind = {"is_flag": True}
+    return option(setting.flag, default=setting.default, help=setting.doc, **kind)
 
 
 def place_options() -> list[Option]:

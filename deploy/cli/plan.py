@@ -27,7 +27,7 @@ from outrider.settings import between, checked
 
 from .bench import found_models
 from .command import Arguments, Option, command, exclusive, grouped, json_option
-from .options import deployment_config, setting_options
+from .options import class_options, deployment_config, setting_options
 from .output import progress, tell
 
 if TYPE_CHECKING:
@@ -131,8 +131,8 @@ class SimulationOptions(Options):
         return simulated(scenario, self.tpot_ms, free, progress)
 
 
-_PLAN = PlanOptions.params(Option)
-_SIMULATION = SimulationOptions.params(Option)
+_PLAN = class_options(PlanOptions)
+_SIMULATION = class_options(SimulationOptions)
 
 
 @command(

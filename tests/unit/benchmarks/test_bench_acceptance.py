@@ -1,14 +1,13 @@
 """`bench acceptance` is compared with sums over the whole vocabulary and with hand calculations."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from bench_sides import tiny_pair
 from command_lines import reported
-from models import byte_level_tokenizer, save_tiny_model
 from toy_engine import ToyEngine, toy_logits
 
 from benchmarks import acceptance
@@ -142,16 +141,7 @@ def test_a_prompt_that_leaves_no_room_is_refused() -> None:
 def test_the_command_loads_both_models_and_prints_one_json_object(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tokenizer = byte_level_tokenizer()
-    for seed in (1, 2):
-        save_tiny_model(tmp_path / str(seed), vocab_size=320, seed=seed, tokenizer=tokenizer)
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(json.dumps({"prompt": "The quick brown fox", "category": "chat"}))
-    flags = (
-        "--model", str(tmp_path / "1"), "--draft-model", str(tmp_path / "2"), "--raw",
-        "--prompts", str(prompts), "--max-tokens", "5", "--target-num-threads", "1",
-        "--device", "cpu", "--hits",
-    )  # fmt: skip
+    flags = (*tiny_pair(tmp_path), "--max-tokens", "5", "--hits")
     value, _ = reported(capsys, "bench", "acceptance", *flags)
     assert value["num_positions"] == 5
     assert 0 < value["sampled"] < 0.9

@@ -8,7 +8,6 @@ import pytest
 from command_lines import refusal
 
 from benchmarks.prompts import CATEGORIES, BenchPrompt, read_prompts, select_prompts
-from deploy.cli.main import parse
 from outrider.errors import ConfigError
 
 
@@ -80,23 +79,17 @@ def test_a_selection_has_as_many_of_each_category(
 
 
 @pytest.mark.parametrize(
-    ("name", "option", "fine", "wrong"),
+    ("name", "option", "wrong"),
     [
-        ("speedup", "num-prompts", ("1", "100000"), ("0", "100001", "1.5")),
-        ("speedup", "temperature", ("0", "2.0"), ("-0.01", "2.01", "nan", "x")),
-        ("speedup", "concurrency", ("1", "4096"), ("0", "4097", "")),
-        ("peers", "concurrency", ("1", "4096,1"), ("0", "4,4097")),
-        ("speedup", "rule", ("token",), ("greedy",)),
-        ("overhead", "parts", ("rounds, capacity",), ("all", "rounds,all")),
+        ("speedup", "num-prompts", "100001"),
+        ("speedup", "temperature", "nan"),
+        ("speedup", "rule", "greedy"),
+        ("peers", "concurrency", "4,4097"),
+        ("overhead", "parts", "rounds,all"),
     ],
 )
-def test_every_limit_of_an_option_holds_on_both_sides_and_names_it(
-    name: str, option: str, fine: tuple[str, ...], wrong: tuple[str, ...],
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    for value in fine:
-        parse(["bench", name, f"--{option}", value])
-    for value in wrong:
-        err = refusal(capsys, "bench", name, f"--{option}", value)
-        assert f"error: --{option}: " in err
-        assert " is wrong; it must be " in err
+def test_a_wrong_value_of_an_option_is_named(
+    name: str, option: str, wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = f"error: --{option}: {wrong!r} is wrong; it must be "
+    assert error in refusal(capsys, "bench", name, f"--{option}", wrong)

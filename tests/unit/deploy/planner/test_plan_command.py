@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_sides import pair_here
+from bench_sides import pair_here, tiny_pair
 from command_lines import refusal, reported
-from models import byte_level_tokenizer, save_tiny_model
 
 from deploy.planner import rehearsal
 from outrider.engine.step_costs import StepCosts
@@ -63,15 +62,8 @@ def test_the_command_reads_rehearses_and_prints_one_json_object(
     pair = pair_here(tmp_path / "redis", lambda config: build_engine(config, 1))
     monkeypatch.setattr(rehearsal, "running_pair", pair)
     monkeypatch.setattr(rehearsal, "_tables", tables)
-    tokenizer = byte_level_tokenizer()
-    for seed in (1, 2):
-        save_tiny_model(tmp_path / str(seed), vocab_size=320, seed=seed, tokenizer=tokenizer)
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(json.dumps({"prompt": "The quick brown fox", "category": "chat"}))
     flags = (
-        "--model", str(tmp_path / "1"), "--draft-model", str(tmp_path / "2"), "--raw",
-        "--prompts", str(prompts), "--max-tokens", "12", "--temperature", "1",
-        "--target-num-threads", "1", "--draft-num-threads", "1", "--device", "cpu",
+        *tiny_pair(tmp_path), "--max-tokens", "12", "--temperature", "1", "--draft-num-threads", "1"
     )  # fmt: skip
     fleet = (
         "--simulate", "--sessions", "1", "--targets", "1", "--drafts", "1", "--coordinators", "1",
