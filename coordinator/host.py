@@ -140,7 +140,7 @@ class CoordinatorHost:
             config.port,
             config.shares_ports,
             config.takes_over_ports,
-            metrics=None if scrape is None else scrape.render,
+            metrics=bytes if scrape is None else scrape.render,
             access=access,
             tls=TlsFiles.of(config),
             times=times,

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from coordinator.http_api.bodies import StreamedBody, StreamOptions, TranslatedBody
-from coordinator.http_api.tool_parsers import PLAIN, AnswerForm, Part
+from coordinator.http_api.tool_parsers import ARGUMENTS, PLAIN, AnswerForm, Part
 from coordinator.http_api.tools import call_id_of
 from outrider.messages import PositionLogprobs
 from outrider.request import Event, Finished, Prompt, PromptTokens, RoundReport, Started, Tokens
@@ -100,10 +100,6 @@ class _Choice:
             before = text.decode(cast(tuple[int, ...], before)) if before and text else ""
         self.prompt_scorer, self.scorer = _Scorer(text, given=before), _Scorer(text, len(before))
         self.parts += [Part("content", before)] if before else []
-
-    def clear(self) -> None:
-        """Begins the next chunk, which is empty."""
-        self.parts, self.token_ids, self.scored = [], [], []
 
 
 class EventStream:
@@ -212,7 +208,7 @@ class Answer(EventStream):
         is_round = isinstance(event, PromptTokens | Tokens) and self._asked.form == PLAIN
         if choice.parts or is_round or (choice.token_ids and choice.finished):
             chunks.append(self._chunk(self._choice(index, self.delta(choice), None, choice)))
-            choice.clear()
+            choice.parts, choice.token_ids, choice.scored = [], [], []
         if not isinstance(event, Finished):
             return chunks
         chunks.append(self._chunk(self._choice(index, self.closing, event)))
@@ -245,7 +241,7 @@ class Answer(EventStream):
         form, reason = self._asked.form, finished and str(finished.finish_reason)
         if reason in _CUT_OFF:  # OpenAI's API does not have these reasons.
             reason = "length"
-        elif reason == FinishReason.STOP and form.ends_with_calls:
+        elif reason == FinishReason.STOP and form.calls != ARGUMENTS:
             reason = "tool_calls" if self._choices[index].num_calls else reason
         found: Json = {
             "index": index,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from typing import Annotated, Any, cast
 
-from fastapi import FastAPI, Header, HTTPException, Request, Response
+from fastapi import FastAPI, Header, Request, Response
 from pydantic import BaseModel
 from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
@@ -421,7 +421,7 @@ def _add_models(app: FastAPI, service: CoordinatorService) -> None:
         return served_model()
 
 
-def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics | None) -> None:
+def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics) -> None:
     page = PageFiles(packages=[("coordinator.http_api", "page")])
     app.mount(PAGE, page)
 
@@ -443,8 +443,6 @@ def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics |
     @app.get("/metrics", responses=_METRICS, response_class=Response)
     async def get_metrics() -> Response:
         """The metrics of this coordinator, for Prometheus."""
-        if metrics is None:
-            raise HTTPException(404, "this server has no metrics")
         return Response(await asyncio.to_thread(metrics), media_type="text/plain; version=0.0.4")
 
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)

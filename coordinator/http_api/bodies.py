@@ -478,11 +478,7 @@ class NamedTool(OfFunction):
 
 
 TemplateVariable = (
-    Annotated[str, Field(max_length=limits.TEMPLATE_VARIABLE_CHARS_MAX)]
-    | Annotated[int, Field(ge=-limits.SEED_MAX, le=limits.SEED_MAX)]
-    | float
-    | bool
-    | None
+    Annotated[str, Field(max_length=limits.TEMPLATE_VARIABLE_CHARS_MAX)] | int | float | bool | None
 )
 
 

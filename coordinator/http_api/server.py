@@ -110,8 +110,8 @@ class HttpOptions:
     takes_over: bool = False
     """Whether this server may listen on the port of a server with `shares_port`. Otherwise, a port
     in use is an error."""
-    metrics: Metrics | None = None
-    """None = no metrics."""
+    metrics: Metrics = bytes
+    """By default there are none."""
     access: AccessControl = OPEN
     """Identifies and limits callers."""
     tls: TlsFiles | None = None

@@ -383,7 +383,10 @@ CALL_READERS: dict[str, type[Reader]] = {
 """Parsers by their names in `--tool-call-parser`."""
 
 
-_READERS = CALL_READERS | {"": Reader, "list": HeldCalls, "arguments": HeldArguments}
+ARGUMENTS = "arguments"
+"""The parser of answers that are the arguments of a named tool. As in OpenAI's API, such answers do
+not end with `tool_calls`."""
+_READERS = CALL_READERS | {"": Reader, "list": HeldCalls, ARGUMENTS: HeldArguments}
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,11 +415,6 @@ class AnswerForm:
     def make_reader(self) -> Reader:
         reader = _READERS[self.calls](self.names, several=self.several)
         return reader if self.opens is None else Reasoning(reader, is_open=self.opens)
-
-    @property
-    def ends_with_calls(self) -> bool:
-        """Whether an answer with calls has `tool_calls` as its `finish_reason`."""
-        return self.calls != "arguments"
 
 
 PLAIN = AnswerForm()
@@ -453,7 +451,7 @@ class ChatFormats:
         if tools is not None and (tools.is_required or not is_json):
             calls, names = self._calls, sorted(one["name"] for one in tools.functions)
             if tools.named:
-                calls, names = "arguments", [tools.named]
+                calls, names = ARGUMENTS, [tools.named]
             elif tools.is_required:
                 calls = "list"
             elif not calls and self._template:
