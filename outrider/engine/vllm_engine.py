@@ -138,10 +138,8 @@ class VllmEngine(PagedSequences):
                 if ranks is not None:
                     ranks.wait_for_all()
                 reserve = _CAPTURED_BYTES if captures else 0
-                num_bytes = kv_cache_memory_bytes or memory_budget(
-                    self._device, gpu_memory_utilization, num_gpus, reserve
-                )
-                self._use_caches(num_bytes, max_num_seqs, name)
+                budget = memory_budget(self._device, gpu_memory_utilization, num_gpus) - reserve
+                self._use_caches(kv_cache_memory_bytes or max(0, budget), max_num_seqs, name)
         model = self._config.model_config
         stated = describe_files(
             path, model.hf_config, model.get_vocab_size(), str(model.dtype), **options

@@ -56,13 +56,12 @@ def pages_in(num_bytes: int, page_bytes: int) -> int:
 
 
 def memory_budget(
-    device: torch.device, gpu_memory_utilization: float, num_gpus: float | None, num_others: int = 0
+    device: torch.device, gpu_memory_utilization: float, num_gpus: float | None
 ) -> int:
     """Returns the number of bytes for keys and values. Call this after the model is loaded. On a
     CPU, the result is fixed. On a GPU, the process may use `gpu_memory_utilization` times
     `num_gpus` (None = 1) of the GPU's memory. The result is the part of this memory that the
-    process does not use yet, at most the GPU's free memory, minus `num_others` bytes for other
-    uses."""
+    process does not use yet, at most the GPU's free memory."""
     if device.type != "cuda":
         return KV_CACHE_BYTES_DEFAULT
     # Frees memory that PyTorch keeps after weights were copied, so that `memory_reserved` does not
@@ -71,8 +70,7 @@ def memory_budget(
     free, total = torch.cuda.mem_get_info(device)
     share = min(1.0, num_gpus or 1.0)
     taken = torch.cuda.memory_reserved(device)
-    unused = min(free, int(total * share * gpu_memory_utilization) - taken)
-    return max(0, unused - num_others)
+    return max(0, min(free, int(total * share * gpu_memory_utilization) - taken))
 
 
 @dataclass(frozen=True, slots=True)

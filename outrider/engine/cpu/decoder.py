@@ -123,11 +123,8 @@ def _sizes(block: Any, layer: AttentionLayer, kernels: PaceKernels, eps: float) 
     wrong = [linear for linear in linears if not isinstance(linear, FusedLinear)]
     if wrong:
         raise CannotFuse(f"the kernels cannot run its linear layer {wrong[0]}")
-    if shape.key_width != shape.value_width or shape.dtype != kernels.dtype:
-        raise CannotFuse(
-            f"its keys and values have the widths {shape.key_width} and {shape.value_width}, and "
-            f"the dtype {shape.dtype}"
-        )
+    if shape.key_width != shape.value_width:
+        raise CannotFuse("its keys and values have different widths")
     activation = _activation(mlp.act_fn, kernels)
     if activation is None or mlp.gate_up_proj.bias is not None or mlp.down_proj.bias is not None:
         raise CannotFuse(f"its MLP has a bias, or an activation of another kind ({mlp.act_fn})")

@@ -47,12 +47,12 @@ class RankGroup(Ranks):
         step_timeout_s: float = COLLECTIVE_TIMEOUT_S,
         *,
         in_order: bool = False,
-        store_fd: int | None = None,
+        store_socket: socket.socket | None = None,
     ) -> None:
         """Returns when every rank has joined. Ranks have `timeout_s` to join, then `timeout_s` to
         load, and `step_timeout_s` for each collective. If `in_order`, which must be the same on all
         ranks, sums are added in the order of the ranks. Otherwise, sums of large tensors may be
-        added in another order. The leader also gives `OpenRendezvous.take_store_fd`. Raises
+        added in another order. The leader also passes the socket of `open_rendezvous`. Raises
         `Unavailable` if a rank does not join in time."""
         self.rank = rank
         self.size = size = rendezvous.num_ranks
@@ -65,7 +65,7 @@ class RankGroup(Ranks):
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 os.environ[name] = _loopback_interface()
         try:
-            self._store = store = _store(rendezvous, timeout_s, store_fd)
+            self._store = store = _store(rendezvous, timeout_s, store_socket)
             connections = _connected(store, rendezvous, rank, timeout_s)
             self.links = Links(rank, connections, step_timeout_s)
             backend = _backend(store, rank, size, device)
@@ -146,17 +146,17 @@ class RankGroup(Ranks):
         return (tensor.cpu() if self._through_cpu else tensor).contiguous()
 
 
-def _store(rendezvous: Rendezvous, timeout_s: float, listening_fd: int | None = None) -> Any:
-    """The table of the ranks' addresses. The leader serves the table on the socket `listening_fd`.
-    Any process may connect to the table, so every key begins with the secret token of the
+def _store(rendezvous: Rendezvous, timeout_s: float, listening: socket.socket | None = None) -> Any:
+    """The table of the ranks' addresses. The leader serves the table on the socket `listening`. Any
+    process may connect to the table, so every key begins with the secret token of the
     rendezvous."""
     table = dist.TCPStore(  # type: ignore[attr-defined]
         rendezvous.host,
         rendezvous.store_port,
-        is_master=listening_fd is not None,
+        is_master=listening is not None,
         wait_for_workers=False,
         timeout=timedelta(seconds=timeout_s),
-        master_listen_fd=listening_fd,
+        master_listen_fd=None if listening is None else listening.detach(),
     )
     return dist.PrefixStore(rendezvous.token.hex(), table)  # type: ignore[attr-defined]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from outrider.config import ReplicaConfig
-from outrider.engine.tensor_parallel.rank_rpc import LOOPBACK, OpenRendezvous, Rendezvous
+from outrider.engine.tensor_parallel.rank_rpc import LOOPBACK, Rendezvous, open_rendezvous
 from outrider.replica.process_setup import (
     LOADING_NICENESS,
     PlacedActor,
@@ -41,7 +41,7 @@ class RankAssignment:
     num_neighbours: int  # ranks of the model on this machine, including this rank
 
 
-class RankLeader(OpenRendezvous):
+class RankLeader:
     """The leader of several ranks, until it has loaded its share of the model."""
 
     def __init__(self, num_ranks: int, num_neighbours: int, timeout_s: float) -> None:
@@ -49,7 +49,7 @@ class RankLeader(OpenRendezvous):
         The followers have `timeout_s` to join, and then `timeout_s` to load."""
         alone = num_neighbours == num_ranks
         host = LOOPBACK if alone else machine_address()
-        super().__init__(host, num_ranks)
+        self.rendezvous, self._store_socket = open_rendezvous(host, num_ranks)
         self.num_neighbours = num_neighbours
         self._timeout_s = timeout_s
 
@@ -64,7 +64,7 @@ class RankLeader(OpenRendezvous):
         device = use_device(device=config.device)
         group = RankGroup(
             self.rendezvous, LEADER, device, self._timeout_s,
-            in_order=config.deterministic, store_fd=self.take_store_fd(),
+            in_order=config.deterministic, store_socket=self._store_socket,
         )  # fmt: skip
         try:
             engine = build_engine(config, num_threads, group)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from outrider.errors import ConfigError, Unavailable, check
+from outrider.errors import ConfigError, Unavailable
 from outrider.limits import KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS, TENSOR_PARALLEL_SIZE_MAX
 
 LOOPBACK = "127.0.0.1"
@@ -32,23 +32,11 @@ class Rendezvous:
     token: bytes = field(repr=False)
 
 
-class OpenRendezvous:
-    """The leader's side of a rendezvous. Listens before the followers start."""
-
-    def __init__(self, host: str, num_ranks: int) -> None:
-        """Listens on `host` only. Raises `ConfigError` if `host` is no address of this machine."""
-        check(1 < num_ranks <= TENSOR_PARALLEL_SIZE_MAX, f"a rendezvous of {num_ranks} ranks")
-        self._store_socket, store_port = listen(host)
-        token = secrets.token_bytes(_TOKEN_BYTES)
-        self.rendezvous = Rendezvous(host, store_port, num_ranks, token)
-
-    def take_store_fd(self) -> int:
-        """Returns the descriptor of the listening socket for the `TCPStore`. Call this once. The
-        caller must close the socket."""
-        return self._store_socket.detach()
-
-    def close(self) -> None:
-        self._store_socket.close()
+def open_rendezvous(host: str, num_ranks: int) -> tuple[Rendezvous, socket.socket]:
+    """Opens a rendezvous on the leader, before the followers start. Also returns the listening
+    socket of the `TCPStore`. Raises `ConfigError` if `host` is no address of this machine."""
+    listening, port = listen(host)
+    return Rendezvous(host, port, num_ranks, secrets.token_bytes(_TOKEN_BYTES)), listening
 
 
 def listen(host: str) -> tuple[socket.socket, int]:

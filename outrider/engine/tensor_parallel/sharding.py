@@ -248,20 +248,19 @@ def _join_ranks(
         linear = module.get_submodule(path)
         linear.out_features, linear.in_features = linear.weight.shape
         if style == COLWISE_GATHERED:
-            setattr(*_owner(module, path), GatheredLinear(linear, ranks))
+            module.set_submodule(path, GatheredLinear(linear, ranks))
         elif style in _BY_COLUMNS:
             share = shares[f"{path}.weight"]
             cut = slice(share.start, share.stop) if style == ROWWISE_SPLIT else None
-            setattr(*_owner(module, path), RowwiseLinear(linear, ranks, cut))
+            module.set_submodule(path, RowwiseLinear(linear, ranks, cut))
     head.out_features = len(head.weight)
-    setattr(*_owner(module, paths[head]), VocabularyHead(head, vocab_size, ranks))
+    module.set_submodule(paths[head], VocabularyHead(head, vocab_size, ranks))
     share = shares[f"{paths[embedding]}.weight"]
-    setattr(*_owner(module, paths[embedding]), VocabularyEmbedding(embedding, share, ranks))
+    module.set_submodule(paths[embedding], VocabularyEmbedding(embedding, share, ranks))
 
 
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Returns the module that has the tensor or submodule `name` as an attribute, and the
-    attribute's name."""
+    """Returns the module that has the tensor `name` as an attribute, and the attribute's name."""
     path, _, attribute = name.rpartition(".")
     return module.get_submodule(path), attribute
 

@@ -21,19 +21,18 @@ def test_too_few_bytes_for_a_page_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("free", "num_gpus", "others", "expected"),
-    [(90, None, 0, 80), (90, 0.5, 0, 35), (30, 1, 0, 30), (90, None, 7, 73), (30, 1, 31, 0)],
+    ("free", "num_gpus", "expected"), [(90, None, 80), (90, 0.5, 35), (30, 1, 30), (90, 0.1, 0)]
 )
 def test_the_budget_on_a_gpu_is_what_the_weights_leave(
-    free: int, num_gpus: float | None, others: int, expected: int, monkeypatch: pytest.MonkeyPatch
+    free: int, num_gpus: float | None, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process may use 0.9 of its share of 100 bytes, of which 10 are in use. The budget leaves
-    what others will use, and is no larger than the free memory."""
+    """A process may use 0.9 of its share of 100 bytes, of which 10 are in use. The budget is no
+    larger than the free memory."""
     cached = [5]  # The allocator keeps what the fused weights had until it is told.
     monkeypatch.setattr(torch.cuda, "empty_cache", cached.clear)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free - sum(cached), 100))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 10 + sum(cached))
-    assert memory_budget(torch.device("cuda"), 0.9, num_gpus, others) == expected
+    assert memory_budget(torch.device("cuda"), 0.9, num_gpus) == expected
 
 
 @pytest.mark.parametrize("is_blocked", [False, True])

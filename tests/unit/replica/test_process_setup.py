@@ -157,11 +157,10 @@ def test_each_rank_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     assert found == ["cuda:1", "cuda:1"]
     assert [str(device) for _, device in chosen] == ["cuda:1", "cuda:1"]
     leader = rank_process.RankLeader(2, 2, 1.0)
-    monkeypatch.setattr(leader, "take_store_fd", lambda: -1)
     monkeypatch.setattr(parallel_engine, "ParallelEngine", lambda *_: None)
     for _ in range(3):
         leader.engine(TargetConfig(device="cuda"), 1)
-    leader.close()
+    leader._store_socket.close()
     assert found[2:] == ["cuda:0", "cuda"] * 3
     assert [loaded == said[0] for loaded in said] == [True, True, False, False]
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from rank_processes import JOIN_S, LARGE, add_up, processes
 
 from outrider.engine.tensor_parallel.group import LEADER, RankGroup, _store, added_up
-from outrider.engine.tensor_parallel.rank_rpc import LOOPBACK, OpenRendezvous, accept, listen
+from outrider.engine.tensor_parallel.rank_rpc import LOOPBACK, accept, listen, open_rendezvous
 from outrider.errors import ConfigError, Unavailable
 
 CPU = torch.device("cpu")
@@ -24,23 +24,22 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 ONE_STEP = b"1"
 
 
-def _lead(opened: OpenRendezvous, timeout_s: float = JOIN_S) -> RankGroup:
-    fd = opened.take_store_fd()
-    return RankGroup(opened.rendezvous, LEADER, CPU, timeout_s, STEP_TIMEOUT_S, store_fd=fd)
+def _lead(rendezvous: Any, store_socket: Any, timeout_s: float = JOIN_S) -> RankGroup:
+    limits = (timeout_s, STEP_TIMEOUT_S)
+    return RankGroup(rendezvous, LEADER, CPU, *limits, store_socket=store_socket)
 
 
 @contextmanager
 def _pair() -> Iterator[Any]:
     """The leader's group, and the follower's process."""
-    opened = OpenRendezvous(LOOPBACK, 2)
-    with processes(add_up, [(opened.rendezvous, 1, STEP_TIMEOUT_S)]) as [follower]:
-        group = _lead(opened)
+    opened = open_rendezvous(LOOPBACK, 2)
+    with processes(add_up, [(opened[0], 1, STEP_TIMEOUT_S)]) as [follower]:
+        group = _lead(*opened)
         try:
             group.check_alike("")
             yield group, follower
         finally:
             group.close()
-            opened.close()
 
 
 def _step(group: Any) -> None:
@@ -68,13 +67,13 @@ def test_ranks_sum_and_gather_and_wait_without_work_beyond_every_timeout(
     CPU, and then take part at once. Followers end with their leader."""
     for name in INTERFACES:
         monkeypatch.setenv(name, "nowhere0")
-    opened = OpenRendezvous(LOOPBACK, 3)
+    opened = open_rendezvous(LOOPBACK, 3)
     arguments = [
-        (opened.rendezvous, rank, STEP_TIMEOUT_S, load_s)
+        (opened[0], rank, STEP_TIMEOUT_S, load_s)
         for rank, load_s in ((1, 0.0), (2, 1.1 * STEP_TIMEOUT_S))
     ]
     with processes(add_up, arguments) as followers:
-        group = _lead(opened)
+        group = _lead(*opened)
         assert {os.environ[name][:2] for name in INTERFACES} == {"lo"}
         with pytest.raises(ConfigError, match="rank 1 has loaded another model"):
             group.check_alike("what no follower names")
@@ -91,15 +90,14 @@ def test_ranks_sum_and_gather_and_wait_without_work_beyond_every_timeout(
 
 
 def test_the_table_shows_nothing_without_the_token() -> None:
-    opened = OpenRendezvous(LOOPBACK, 2)
-    ours = _store(opened.rendezvous, JOIN_S, opened.take_store_fd())
+    rendezvous, store_socket = open_rendezvous(LOOPBACK, 2)
+    ours = _store(rendezvous, JOIN_S, store_socket)
     ours.set("loaded/0", "")
-    assert _store(opened.rendezvous, JOIN_S).check(["loaded/0"])
-    other = replace(opened.rendezvous, token=bytes(32))
+    assert _store(rendezvous, JOIN_S).check(["loaded/0"])
+    other = replace(rendezvous, token=bytes(32))
     assert not _store(other, JOIN_S).check(["loaded/0"])
-    stranger = dist.TCPStore(LOOPBACK, opened.rendezvous.store_port, wait_for_workers=False)
+    stranger = dist.TCPStore(LOOPBACK, rendezvous.store_port, wait_for_workers=False)
     assert not stranger.check(["loaded/0"])
-    opened.close()
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
@@ -120,12 +118,11 @@ def test_a_rank_that_dies_or_stands_still_fails_the_step_within_its_timeout(end:
 
 
 def test_a_rank_that_never_comes_and_a_leader_that_is_not_there() -> None:
-    opened = OpenRendezvous(LOOPBACK, 2)
+    rendezvous, store_socket = open_rendezvous(LOOPBACK, 2)
     with pytest.raises(Unavailable, match=r"rank 1 has not joined within 0\.2 s"):
-        _lead(opened, 0.2)
-    opened.close()
+        _lead(rendezvous, store_socket, 0.2)
     with pytest.raises(Unavailable, match="do not find each other"):
-        RankGroup(opened.rendezvous, 1, CPU, 1.0)
+        RankGroup(rendezvous, 1, CPU, 1.0)
 
 
 def test_strangers_do_not_join_or_prolong_the_wait_for_ranks() -> None:
