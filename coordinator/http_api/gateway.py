@@ -98,14 +98,6 @@ class Coordinators:
     """The host name in the coordinators' certificates. Empty = the host of the URL."""
 
 
-class Refused(Exception):
-    """A coordinator cannot serve the request now."""
-
-    def __init__(self, answer: Response) -> None:
-        super().__init__(f"status {answer.status_code}")
-        self.answer = answer
-
-
 class Forwarded(LiveResponse):
     """The response to a client, joined from the responses of one or several coordinators."""
 
@@ -138,24 +130,26 @@ class Forwarded(LiveResponse):
             await answer(scope, receive, send)
 
     async def _answer(self, send: Send) -> Response | None:
-        """Asks one coordinator after another until `_ask` returns. When the time is up, returns the
-        last coordinator's refusal, or raises `Unavailable` if this coordinator did not answer."""
+        """Asks one coordinator after another until one serves the request or refuses it for good.
+        For the result, see `_ask`. When the time is up, returns the last coordinator's refusal, or
+        raises `Unavailable` if this coordinator did not answer."""
         pool, now = self._coordinators.pool, asyncio.get_running_loop().time
         began, url, failing_since = now(), None, math.inf
         while True:
-            asked_at, refusal = now(), None
+            asked_at, avoided_s = now(), 0.0
+            failure: Exception | Response | None
             try:
                 url = url or pool.begin()
-                return await self._ask(url, send)
-            except Refused as error:
-                failure: Exception = error
-                refusal, avoided_s = error.answer, 0.0
+                failure = await self._ask(url, send)
+                if failure is None or not self._can_another_serve(failure):
+                    return failure
             except (httpx2.TransportError, StreamBroken) as error:
                 failure, avoided_s = error, AVOIDED_S
                 pool.renew()
                 if isinstance(error, _BROKEN) and now() > asked_at + WORKED_S:
                     failing_since, self._num_failures = math.inf, 0
-            _log.info("%s failed to answer %s: %r", url, self._target.decode(), failure)
+            told = getattr(failure, "status_code", failure)
+            _log.info("%s failed to answer %s: %r", url, self._target.decode(), told)
             wait_s = backoff(*_WAIT_S, self._num_failures, random)
             self._num_failures += 1
             failing_since = min(failing_since, now())
@@ -163,8 +157,8 @@ class Forwarded(LiveResponse):
             if not self._has_begun:
                 until = min(until, failing_since + RESUME_TIMEOUT_S)
             if now() + wait_s >= until or not self._may_ask_again:
-                if refusal is not None:
-                    return refusal
+                if isinstance(failure, Response):
+                    return failure
                 raise Unavailable(f"no coordinator answers: {failure}") from failure
             url = None if url is None else pool.after(url, avoided_s)
             await asyncio.sleep(wait_s)
@@ -181,7 +175,7 @@ class Forwarded(LiveResponse):
     async def _ask(self, url: str, send: Send) -> Response | None:
         """Asks one coordinator. If the response is a stream, sends its events to the client, and
         returns None. Otherwise returns the response. If the response is incomplete, raises
-        `TransportError`. If the coordinator cannot serve the request now, raises `Refused`."""
+        `TransportError`."""
         headers = list(self._passed)
         if self._last_id:
             headers.append((LAST_ID.encode(), self._last_id.encode("latin-1")))
@@ -200,12 +194,14 @@ class Forwarded(LiveResponse):
             body = b"".join([part async for part in found.aiter_raw()])
             answer = Response(body, found.status_code)
             answer.raw_headers = _passed_on(found.headers.raw, _NOT_TOLD)
+            return answer
         finally:
             await found.aclose()
+
+    def _can_another_serve(self, answer: Response) -> bool:
         passing = _PASSING_LATER if self._has_begun else _PASSING
-        if found.status_code in passing and found.headers.get("x-should-retry") != "false":
-            raise Refused(answer)
-        return answer
+        may_retry = answer.headers.get("x-should-retry") != "false"
+        return answer.status_code in passing and may_retry
 
     async def _pass_on(self, found: httpx2.Response, send: Send) -> None:
         """Sends the events of a stream to the client, unchanged."""
