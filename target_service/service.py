@@ -6,7 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 from outrider.engine.interface import Engine
@@ -14,7 +14,7 @@ from outrider.engine.step_costs import StepCosts
 from outrider.errors import check
 from outrider.grammar.compiler import Grammars
 from outrider.limits import BATCHED_TOKENS_DEFAULT, SEQUENCES_PER_REPLICA_MAX, STREAM_INTERVAL_MS
-from outrider.messages import VerdictReply, VerifyAnswer, VerifyItem
+from outrider.messages import RoundHead, VerdictReply, VerifyAnswer, VerifyItem
 from outrider.replica.executors import StepExecutor
 from outrider.replica.service import SteppedService, describe_model
 from outrider.replica.step_request import CLOSED, AnswerSender, StepRequest
@@ -121,8 +121,7 @@ class TargetService(SteppedService):
         head, [token_id] = item.head, answer.verdict.correction
         if token_id in self._description.eos_token_ids:
             return None
-        digest = extend_digest(head.prefix_digest, *head.append)
-        return _later_round(item, head.round + 1, head.committed_length, digest, token_id)
+        return _later_round(item, 1, _committed_digest(head), token_id)
 
     def _forget(self, session_id: str) -> None:
         ahead = self._ahead.pop(session_id, None)
@@ -144,14 +143,8 @@ class RunAhead:
         """The round that is queued or being computed. None if there is no such round."""
         self._item = item
         self.replies: list[VerdictReply] = []
-        self._tokens: list[int] = list(item.head.append)
-        """All committed tokens after `item.head.base_length`. The last `len(replies)` tokens are
-        from this run-ahead."""
-        self._digests: list[int] = [item.head.prefix_digest]
-        """`_digests[i]` is the digest of the prefix before `_tokens[i]`. The last digest is that of
-        all committed tokens."""
-        for token_id in self._tokens:
-            self._digests.append(extend_digest(self._digests[-1], token_id))
+        self._digests = [_committed_digest(item.head)]
+        """The digest of the committed tokens before `item`, and after each of `replies`."""
 
     @property
     def _last_round(self) -> int:
@@ -164,16 +157,13 @@ class RunAhead:
         coordinator, which may want to draft earlier and must not get verdicts for which it did not
         ask."""
         mine, asked = self._item.head, item.head
-        offset = asked.base_length - mine.base_length
         rounds = asked.round - mine.round
         return (
             not item.proposal
             and 0 <= rounds <= len(self.replies)
             and asked.round + item.run_ahead >= self._last_round
             and asked.committed_length - mine.committed_length == rounds
-            and 0 <= offset < len(self._digests)
-            and self._digests[offset] == asked.prefix_digest
-            and tuple(self._tokens[offset : offset + len(asked.append)]) == asked.append
+            and self._digests[rounds] == _committed_digest(asked)
             and item.num_logprobs == self._item.num_logprobs
             and (asked.epoch, asked.rule, asked.seed, asked.prompt_length, asked.sampling)
             == (mine.epoch, mine.rule, mine.seed, mine.prompt_length, mine.sampling)
@@ -194,10 +184,8 @@ class RunAhead:
         Otherwise returns an empty list."""
         rounds = item.head.round - self._item.head.round
         may_be_lost = rounds == 0 or sender is not self.sender
-        offset = item.head.base_length - self._item.head.base_length
         del self.replies[:rounds]
-        del self._tokens[:offset]
-        del self._digests[:offset]
+        del self._digests[:rounds]
         self._item = item
         self.sender = sender
         if self.running is not None:
@@ -206,23 +194,20 @@ class RunAhead:
 
     def add(self, reply: VerdictReply) -> None:
         check(len(reply.verdict.correction) == 1, "a round without a proposal has one correction")
-        token_id = reply.verdict.correction[0]
         self.replies.append(reply)
-        self._tokens.append(token_id)
-        self._digests.append(extend_digest(self._digests[-1], token_id))
+        self._digests.append(extend_digest(self._digests[-1], reply.verdict.correction[0]))
 
     def next_item(self, length_max: int) -> VerifyItem | None:
         """Returns the next round to run. If all allowed rounds have run, or if the prefix would be
         longer than `length_max` tokens, returns None. The first round is `item` itself. Each later
         round appends the token of the round before to the cached prefix."""
-        head, rounds = self._item.head, len(self.replies)
+        rounds = len(self.replies)
         if rounds == 0:
             return self._item
         if not self.allows(rounds, length_max):
             return None
-        held = head.committed_length + rounds - 1
-        digest = self._digests[held - head.base_length]
-        return _later_round(self._item, head.round + rounds, held, digest, self._tokens[-1])
+        [token_id] = self.replies[-1].verdict.correction
+        return _later_round(self._item, rounds, self._digests[rounds - 1], token_id)
 
     def allows(self, rounds: int, length_max: int) -> bool:
         """Whether the round that follows `rounds` rounds after `item` may run."""
@@ -230,14 +215,18 @@ class RunAhead:
         return rounds <= self._item.run_ahead and not is_long
 
 
-def _later_round(
-    item: VerifyItem, number: int, base_length: int, digest: int, token_id: int
-) -> VerifyItem:
-    """A round that appends one token to a prefix with this length and digest."""
+def _committed_digest(head: RoundHead) -> int:
+    return reduce(extend_digest, head.append, head.prefix_digest)
+
+
+def _later_round(item: VerifyItem, rounds: int, digest: int, token_id: int) -> VerifyItem:
+    """The round that comes `rounds` rounds after `item`, if each of these rounds commits one token.
+    It appends `token_id` to a prefix with this `digest`."""
+    head = item.head
     own = replace(
-        item.head,
-        round=number,
-        base_length=base_length,
+        head,
+        round=head.round + rounds,
+        base_length=head.committed_length + rounds - 1,
         prefix_digest=digest,
         append=(token_id,),
         traceparent="",  # Only the first round is traced.
