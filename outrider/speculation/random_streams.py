@@ -23,10 +23,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
-from functools import lru_cache
 from itertools import repeat
-from struct import unpack
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from struct import pack, unpack
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -73,7 +72,7 @@ class RoundNoise:
 
     def place(self, index: int) -> Place:
         """The place of the round's token `index`."""
-        check(0 <= index <= INDEX_MAX, f"index {index} is not in 0..{INDEX_MAX}")
+        check(0 <= index <= INDEX_MAX, "an index has 16 bits")
         if self.rule.absolute_noise:
             position = self.committed_length + index
             return Place(position & WORD_MASK, position >> 32)
@@ -91,19 +90,12 @@ class RoundNoise:
         """u_i in (0, 1) for each draft token."""
         if self.rule.absolute_noise:  # Acceptance probabilities are 0 or 1, so any u_i will do.
             return repeat(0.5, num_draft_tokens)
-        ones, b, stream = _places_in_one(num_draft_tokens)
-        steps = _kept_key_steps(*_key(self.seed), ones)
-        words, _, _, _ = rounds(0, self.committed_length * ones, b, stream, steps, ones)
-        size = num_draft_tokens
-        return map(uniform, unpack(f"<{size}Q", words.to_bytes(8 * size, "little")))
-
-
-@lru_cache(maxsize=64)
-def _places_in_one(num_draft_tokens: int) -> tuple[int, int, int]:
-    """The arguments `ones`, `c2` and `c3` of `rounds` for all draft tokens at once."""
-    ones = sum(1 << 64 * number for number in range(num_draft_tokens))
-    b = sum((INDEX_TAG | number) << 64 * number for number in range(num_draft_tokens))
-    return ones, b, int(Stream.ACCEPT) * ones
+        ones, num = _joined([1] * num_draft_tokens), num_draft_tokens
+        places = INDEX_TAG * ones | _joined(range(num))
+        low, high = _key(self.seed)
+        counter = 0, self.committed_length * ones, places, Stream.ACCEPT * ones
+        words, *_ = rounds(*counter, low * ones, high * ones, ones)
+        return map(uniform, _split(words, num))
 
 
 def verdict_keys(noises: Sequence[RoundNoise], sizes: Sequence[int]) -> RowKeys:
@@ -113,7 +105,7 @@ def verdict_keys(noises: Sequence[RoundNoise], sizes: Sequence[int]) -> RowKeys:
     starts = ends - np.array(sizes, dtype=np.uint64)
     index = np.arange(sum(sizes), dtype=np.uint64) - starts.repeat(sizes)
 
-    def rows(values: Iterable[int]) -> WordArray:
+    def rows(values: Iterable[int]) -> RowKeys:
         return np.repeat(np.array([*values], dtype=np.uint64), sizes)
 
     seed = rows(noise.seed for noise in noises)
@@ -127,19 +119,6 @@ def verdict_keys(noises: Sequence[RoundNoise], sizes: Sequence[int]) -> RowKeys:
     return np.stack([a, b, stream, seed & mask, seed >> half], axis=1)
 
 
-def choice_seed(seed: int, choice: int) -> int:
-    """The seed of one of a request's choices. Choice 0 has the request's own seed."""
-    check(0 <= choice <= WORD_MASK, f"choice {choice} is not a 32-bit number")
-    if choice == 0:
-        return seed
-    low, high, _, _ = rounds(choice, 0, 0, int(Stream.CHOICE), key_steps(*_key(seed)))
-    return high << 32 | low
-
-
-def _key(seed: int) -> tuple[int, int]:
-    return seed & WORD_MASK, seed >> 32
-
-
 def draft_keys(noises: Sequence[RoundNoise], indices: Sequence[int]) -> RowKeys:
     """The keys of the draw of token `indices[i]` (from 0) of each round i."""
     rows = [
@@ -149,63 +128,66 @@ def draft_keys(noises: Sequence[RoundNoise], indices: Sequence[int]) -> RowKeys:
     return np.array(rows, dtype=np.uint64)
 
 
+def choice_seed(seed: int, choice: int) -> int:
+    """The seed of one of a request's choices. Choice 0 has the request's own seed."""
+    check(0 <= choice <= WORD_MASK, f"choice {choice} is not a 32-bit number")
+    if choice == 0:
+        return seed
+    low, high, _, _ = rounds(choice, 0, 0, int(Stream.CHOICE), *_key(seed))
+    return high << 32 | low
+
+
+def _key(seed: int) -> tuple[int, int]:
+    return seed & WORD_MASK, seed >> 32
+
+
 _MULTIPLIER_0 = 0xD2511F53
 _MULTIPLIER_2 = 0xCD9E8D57
 _KEY_STEP_LOW = 0x9E3779B9
 _KEY_STEP_HIGH = 0xBB67AE85
 _ROUNDS = 10
 _WORD_SCALE = 2.0**-32
-_FEW = 16
-"""Up to this number of rows, Python integers are faster than arrays."""
-
-WordArray: TypeAlias = npt.NDArray[Any]
-"""32-bit words, as uint64, so that a product of two words keeps its high half."""
-_Words = TypeVar("_Words", int, WordArray)
-KeySteps: TypeAlias = list[tuple[_Words, _Words]]
 RowKeys: TypeAlias = npt.NDArray[np.uint64]
 """[R, 5]: `Place.a`, `Place.b`, the stream, and the low and the high word of the seed."""
 
 
-def row_words(keys: RowKeys) -> tuple[WordArray, ...]:
-    """The four random words of each row, [R] each, for the counter (0, a, b, stream)."""
-    if len(keys) > _FEW:
-        a, b, stream, low, high = keys.T
-        return rounds(np.zeros(len(keys), dtype=np.uint64), a, b, stream, key_steps(low, high))
-    drawn = [
-        rounds(0, a, b, stream, _kept_key_steps(low, high, 1))
-        for a, b, stream, low, high in keys.tolist()
-    ]
-    return tuple(np.array(drawn, dtype=np.uint64).reshape(-1, 4).T)
+def row_words(keys: RowKeys) -> npt.NDArray[np.uint64]:
+    """The four random words of each row, [4, R], for the counter (0, a, b, stream)."""
+    num = len(keys)
+    ones = _joined([1] * num)
+    a, b, stream, low, high = map(_joined, keys.T.tolist())
+    drawn = rounds(0, a, b, stream, low, high, ones)
+    return np.array([_split(words, num) for words in drawn], dtype=np.uint64)
 
 
-def uniform(word: float) -> float:
+def _joined(values: Sequence[int]) -> int:
+    """One integer with these values in 64-bit fields."""
+    return int.from_bytes(pack(f"<{len(values)}Q", *values), "little")
+
+
+def _split(fields: int, num: int) -> tuple[int, ...]:
+    return unpack(f"<{num}Q", fields.to_bytes(8 * num, "little"))
+
+
+def uniform(word: int) -> float:
     """Turns a 32-bit random word into a number in (0, 1)."""
     return (word + 0.5) * _WORD_SCALE
 
 
 def rounds(
-    c0: _Words, c1: _Words, c2: _Words, c3: _Words, steps: KeySteps[_Words], ones: int = 1
-) -> tuple[_Words, _Words, _Words, _Words]:
-    """Philox4x32-10: turns the four 32-bit words of a counter, and a key's `key_steps`, into four
-    random words. Arguments are integers, or arrays that broadcast. An integer may also hold the
-    words of several counters in 64-bit fields. `ones`, here and in `key_steps`, then has a 1 in
-    each field. Eight counters in one integer take little longer than one."""
+    c0: int, c1: int, c2: int, c3: int, low: int, high: int, ones: int = 1
+) -> tuple[int, int, int, int]:
+    """Philox4x32-10: turns the four 32-bit words of a counter, and the two words of a seed, into
+    four random words. An argument may also hold words of several counters or seeds in 64-bit
+    fields. `ones` then has a 1 in each field. Eight counters in one integer take little longer than
+    one."""
     mask = WORD_MASK * ones
-    for key_low, key_high in steps:
+    for _ in range(_ROUNDS):
         product_0 = c0 * _MULTIPLIER_0
         product_2 = c2 * _MULTIPLIER_2
-        c0 = ((product_2 >> 32) ^ c1 ^ key_low) & mask
-        c2 = ((product_0 >> 32) ^ c3 ^ key_high) & mask
+        c0 = ((product_2 >> 32) ^ c1 ^ low) & mask
+        c2 = ((product_0 >> 32) ^ c3 ^ high) & mask
         c1, c3 = product_2, product_0  # Masked with c0 and c2 of the next step, or at the end.
+        low = (low + _KEY_STEP_LOW * ones) & mask
+        high = (high + _KEY_STEP_HIGH * ones) & mask
     return c0, c1 & mask, c2, c3 & mask
-
-
-def key_steps(low: _Words, high: _Words, ones: int = 1) -> KeySteps[_Words]:
-    """The keys of the rounds of Philox, from the words of the seed."""
-    mask = WORD_MASK * ones
-    lows = [low + number * _KEY_STEP_LOW for number in range(_ROUNDS)]
-    highs = [high + number * _KEY_STEP_HIGH for number in range(_ROUNDS)]
-    return [(a * ones & mask, b * ones & mask) for a, b in zip(lows, highs, strict=True)]
-
-
-_kept_key_steps = lru_cache(maxsize=1024)(key_steps)
